@@ -1,0 +1,44 @@
+"""BLAKE3-256: the digest of documents, headers and blocks. Spec: REQ-DOC-009, REQ-TEN-006."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from blake3 import blake3
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["DIGEST_NBYTES", "PREFIX", "block_digests", "digest_bytes", "digest_text", "iter_blocks"]
+
+DIGEST_NBYTES: Final = 32
+PREFIX: Final = "blake3:"
+
+
+def digest_bytes(content: bytes | bytearray | memoryview) -> bytes:
+    """Return the 32-byte digest of `content`."""
+    return blake3(content).digest()
+
+
+def digest_text(digest: bytes) -> str:
+    """Return a digest as it stands in JSON.
+
+    >>> digest_text(digest_bytes(b""))
+    'blake3:af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262'
+    """
+    return PREFIX + digest.hex()
+
+
+def iter_blocks(nbytes: int, block_nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield ``[begin, end)`` of each block of `nbytes` bytes; the last may be short, and nothing has no block."""
+    for begin in range(0, nbytes, block_nbytes):
+        yield begin, min(begin + block_nbytes, nbytes)
+
+
+def block_digests(content: memoryview, block_nbytes: int) -> bytes:
+    """Return the digests of the blocks of `content`, one after the other.
+
+    Units: `block_nbytes` in bytes; the result has 32 bytes for each block.
+    Spec: REQ-TEN-005, REQ-TEN-006.
+    """
+    return b"".join(digest_bytes(content[begin:end]) for begin, end in iter_blocks(content.nbytes, block_nbytes))

@@ -1,0 +1,55 @@
+"""The closed table of dtypes: name, size of an element, name in safetensors (none: stored as U8, in a file of its own).
+
+All elements are little-endian; a complex element is its real part, then its imaginary part. Spec: REQ-TEN-003.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+__all__ = ["DTYPES", "Dtype"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dtype:
+    """One dtype of the format.
+
+    Attributes:
+        name: as in numpy, ml_dtypes and torch.
+        nbytes: size of an element in bytes.
+        safetensors: the tag in a safetensors header, or None where safetensors has none.
+    """
+
+    name: str
+    nbytes: int
+    safetensors: str | None
+
+
+DTYPES: Final[dict[str, Dtype]] = {
+    entry.name: entry
+    for entry in (
+        Dtype("bool", 1, "BOOL"),
+        Dtype("uint8", 1, "U8"),
+        Dtype("int8", 1, "I8"),
+        Dtype("uint16", 2, "U16"),
+        Dtype("int16", 2, "I16"),
+        Dtype("uint32", 4, "U32"),
+        Dtype("int32", 4, "I32"),
+        Dtype("uint64", 8, "U64"),
+        Dtype("int64", 8, "I64"),
+        Dtype("float16", 2, "F16"),
+        Dtype("bfloat16", 2, "BF16"),
+        Dtype("float32", 4, "F32"),
+        Dtype("float64", 8, "F64"),
+        Dtype("complex64", 8, "C64"),
+        Dtype("float8_e4m3fn", 1, "F8_E4M3"),
+        Dtype("float8_e5m2", 1, "F8_E5M2"),
+        Dtype("float8_e8m0fnu", 1, "F8_E8M0"),
+        Dtype("float8_e4m3fnuz", 1, "F8_E4M3FNUZ"),
+        Dtype("float8_e5m2fnuz", 1, "F8_E5M2FNUZ"),
+        Dtype("complex128", 16, None),
+        Dtype("complex32", 4, None),
+        Dtype("float4_e2m1fn_x2", 1, None),
+    )
+}

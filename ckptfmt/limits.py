@@ -1,0 +1,60 @@
+"""Every limit of the format, with its unit in the name. ``spec/90-limits.md`` holds the same table; a test compares.
+
+A reader refuses what exceeds a limit before it reads, allocates or descends (REQ-LIM-001).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+FORMAT_VERSION: Final = "0.1"
+
+#: Largest JSON document, except the manifest.
+JSON_NBYTES: Final = 1 << 20
+#: Largest manifest: it stays readable at any scale.
+MANIFEST_NBYTES: Final = (64 << 10) - 1
+#: Deepest nesting of a JSON document.
+JSON_DEPTH: Final = 16
+#: Largest integer of a JSON document; larger ones are strings.
+JSON_INTEGER: Final = (1 << 53) - 1
+#: Longest string of a JSON document, in UTF-8.
+JSON_STRING_NBYTES: Final = 4096
+
+#: Largest index or part: columns for 10^7 boxes and their digests.
+MSGPACK_NBYTES: Final = 4 << 30
+#: Deepest nesting of a msgpack document; trees inside leaves count on their own.
+MSGPACK_DEPTH: Final = 32
+#: Most values in one msgpack document or tree, each scalar and each container counting as one.
+MSGPACK_ITEMS: Final = 20_000_000
+#: Largest tree of one leaf or stream.
+TREE_NBYTES: Final = 256 << 20
+#: Most values in one tree.
+TREE_ITEMS: Final = 1_000_000
+
+#: Longest name of a tensor, leaf or stream, in UTF-8.
+NAME_NBYTES: Final = 4096
+#: Most dimensions of a tensor.
+NDIM: Final = 32
+#: Most dimensions of one tensor that are cut into pieces.
+SPLIT_NDIM: Final = 8
+#: Largest extent of one dimension, in elements.
+DIM: Final = 1 << 48
+#: Largest number of elements of a tensor, zero-sized dimensions left out of the product.
+ELEMENTS: Final = 1 << 60
+#: Most boxes of one checkpoint.
+BOXES: Final = 10_000_000
+#: Most writers of one checkpoint.
+WRITERS: Final = 1_000_000
+#: Most references of one checkpoint.
+REFERENCES: Final = 32
+
+#: Size of a block if the writer doesn't choose another.
+BLOCK_NBYTES: Final = 1 << 20
+#: Smallest and largest size of a block that a writer may choose; a power of two.
+BLOCK_NBYTES_MIN: Final = 4096
+BLOCK_NBYTES_MAX: Final = 1 << 26
+
+#: Largest JSON text of a safetensors header.
+SHARD_HEADER_NBYTES: Final = 16 << 20
+#: Where the data of a shard begins: a multiple of this.
+SHARD_ALIGN_NBYTES: Final = 64

@@ -1,0 +1,1 @@
+"""Stores: one small protocol, a local directory, an in-memory object store, a recorder around either."""
