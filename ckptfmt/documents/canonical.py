@@ -1,0 +1,213 @@
+"""JSON documents: a digest around the canonical bytes of what it covers. Spec: REQ-DOC-001 to REQ-DOC-011."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from typing import Any, Final, NoReturn
+
+from ckptfmt import limits
+from ckptfmt.digest import digest_bytes, digest_text
+from ckptfmt.documents.schema import check_schema
+from ckptfmt.errors import Code, err
+
+__all__ = ["READER_FEATURES", "check_string", "check_version", "dump_canonical", "dump_document", "parse_document"]
+
+#: The reader features that this implementation understands; format 0.1 needs none.
+READER_FEATURES: Final[frozenset[str]] = frozenset()
+
+_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_BRACKET: Final = re.compile(rb"[\[\]{}]")
+_FORBIDDEN: Final = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def dump_canonical(value: object) -> bytes:
+    """Return the canonical bytes of a JSON value: sorted members, no white space, UTF-8.
+
+    >>> dump_canonical({"b": 1, "a": ["é"]}).decode()
+    '{"a":["é"],"b":1}'
+    """
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def dump_document(signed: dict[str, Any]) -> bytes:
+    """Return the file of a JSON document: its digest, and what the digest covers. Spec: REQ-DOC-001, REQ-DOC-009."""
+    return dump_canonical({"digest": digest_text(digest_bytes(dump_canonical(signed))), "signed": signed})
+
+
+def parse_document(
+    content: bytes, *, where: str, types: tuple[str, ...], limit_nbytes: int = limits.JSON_NBYTES
+) -> tuple[dict[str, Any], str]:
+    """Return what a JSON document's digest covers, and that digest.
+
+    The checks run in the order of the specification, so that damage is called damage and not a wrong version.
+
+    Args:
+        where: name of the file, for messages.
+        types: the values of ``type`` that are expected here.
+        limit_nbytes: largest file accepted.
+
+    Raises: FormatError, IntegrityError (DOC_DIGEST), UnsupportedError.
+    Spec: REQ-DOC-001 to REQ-DOC-011.
+    """
+    if len(content) > limit_nbytes:
+        raise err(
+            Code.LIMIT_EXCEEDED,
+            f"{len(content)} bytes where at most {limit_nbytes} are allowed",
+            where=where,
+            requirement="REQ-DOC-008",
+        )
+    value = _parse_json(content, where)
+    if set(value) != {"digest", "signed"} or not isinstance(value["signed"], dict):
+        raise err(
+            Code.DOC_SCHEMA, "a document has the members digest and signed", where=where, requirement="REQ-DOC-011"
+        )
+    if dump_canonical(value) != content:
+        raise err(
+            Code.DOC_NOT_CANONICAL, "the bytes aren't the canonical form", where=where, requirement="REQ-DOC-001"
+        )
+    signed: dict[str, Any] = value["signed"]
+    digest = digest_text(digest_bytes(dump_canonical(signed)))
+    if value["digest"] != digest:
+        raise err(Code.DOC_DIGEST, f"its contents have the digest {digest}", where=where, requirement="REQ-DOC-009")
+    check_version(signed, where)
+    if signed.get("type") not in types:
+        raise err(
+            Code.DOC_SCHEMA,
+            f"type is {signed.get('type')!r}, expected one of {', '.join(types)}",
+            where=f"{where}#/signed/type",
+            requirement="REQ-DOC-011",
+        )
+    check_schema(signed["type"], signed, where=where)
+    return signed, digest
+
+
+def check_version(signed: dict[str, Any], where: str) -> None:
+    """Raise unless this reader knows the document's version and every reader feature. Spec: REQ-DOC-010, REQ-VER-002.
+
+    Raises: UnsupportedError(VERSION_UNSUPPORTED, FEATURE_UNSUPPORTED); FormatError(DOC_SCHEMA).
+    """
+    version = signed.get("format_version")
+    if not isinstance(version, str):
+        raise err(
+            Code.DOC_SCHEMA,
+            "format_version is missing or isn't a string",
+            where=f"{where}#/signed/format_version",
+            requirement="REQ-DOC-011",
+        )
+    if version != limits.FORMAT_VERSION:
+        raise err(
+            Code.VERSION_UNSUPPORTED,
+            f"format {version!r}; this reader knows {limits.FORMAT_VERSION}",
+            where=f"{where}#/signed/format_version",
+            requirement="REQ-DOC-010",
+        )
+    features = signed.get("features")
+    needed = features.get("reader") if isinstance(features, dict) else None
+    if not isinstance(needed, list) or not all(isinstance(feature, str) for feature in needed):
+        raise err(
+            Code.DOC_SCHEMA,
+            "features.reader isn't a list of strings",
+            where=f"{where}#/signed/features",
+            requirement="REQ-DOC-011",
+        )
+    unknown = sorted(set(needed) - READER_FEATURES)
+    if unknown:
+        raise err(
+            Code.FEATURE_UNSUPPORTED,
+            f"needs {', '.join(unknown)}",
+            where=f"{where}#/signed/features/reader",
+            requirement="REQ-DOC-010",
+        )
+
+
+def check_string(text: str, where: str) -> None:
+    """Raise unless a string of a JSON document is normalised, short, and free of control characters.
+
+    Raises: FormatError(DOC_STRING). Spec: REQ-DOC-006.
+    """
+    found = _FORBIDDEN.search(text)
+    if found:
+        problem = f"character U+{ord(found.group()):04X} isn't allowed"
+    elif len(text.encode()) > limits.JSON_STRING_NBYTES:
+        problem = f"longer than {limits.JSON_STRING_NBYTES} bytes"
+    elif not unicodedata.is_normalized("NFC", text):
+        problem = "not in Unicode normal form C"
+    else:
+        return
+    raise err(Code.DOC_STRING, problem, where=where, requirement="REQ-DOC-006")
+
+
+def _parse_json(content: bytes, where: str) -> dict[str, Any]:
+    """Return the one JSON object of `content`, with everything checked that needs no schema."""
+    _check_depth(content, where)
+
+    def raise_number(text: str) -> NoReturn:
+        raise err(
+            Code.DOC_NUMBER, f"{text[:32]!r} isn't an allowed number", where=where, requirement="REQ-DOC-005"
+        )
+
+    def parse_integer(text: str) -> int:
+        # 17 characters hold every allowed integer; int() on a long one takes quadratic time.
+        if len(text) > 17 or text == "-0" or abs(int(text)) > limits.JSON_INTEGER:
+            raise_number(text)
+        return int(text)
+
+    def check_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members = dict(pairs)
+        if len(members) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise err(
+                Code.DOC_DUPLICATE_KEY, f"member {twice[:64]!r} twice", where=where, requirement="REQ-DOC-004"
+            )
+        return members
+
+    if content.startswith(b"\xef\xbb\xbf"):
+        raise err(Code.DOC_ENCODING, "starts with a byte-order mark", where=where, requirement="REQ-DOC-002")
+    try:
+        value = json.loads(
+            content.decode("utf-8"),
+            object_pairs_hook=check_pairs,
+            parse_float=raise_number,
+            parse_constant=raise_number,
+            parse_int=parse_integer,
+        )
+    except UnicodeDecodeError as error:
+        raise err(
+            Code.DOC_ENCODING, f"byte {error.start} isn't UTF-8", where=where, requirement="REQ-DOC-002"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise err(
+            Code.DOC_SYNTAX, f"{error.msg} at character {error.pos}", where=where, requirement="REQ-DOC-003"
+        ) from None
+    if not isinstance(value, dict):
+        raise err(Code.DOC_SYNTAX, "not a JSON object", where=where, requirement="REQ-DOC-003")
+    _check_strings(value, where)
+    return value
+
+
+def _check_depth(content: bytes, where: str) -> None:
+    """Raise if brackets nest too deeply; before json.loads, whose RecursionError is no contract. Spec: REQ-DOC-007."""
+    depth = 0
+    for bracket in _BRACKET.finditer(_STRING.sub(b"", content)):
+        depth += 1 if bracket.group() in b"[{" else -1
+        if depth > limits.JSON_DEPTH:
+            raise err(
+                Code.DOC_DEPTH, f"nests deeper than {limits.JSON_DEPTH}", where=where, requirement="REQ-DOC-007"
+            )
+
+
+def _check_strings(value: object, where: str) -> None:
+    if isinstance(value, str):
+        check_string(value, where)
+    elif isinstance(value, list):
+        for item in value:
+            _check_strings(item, where)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_string(key, where)
+            _check_strings(item, f"{where}/{key}" if "#" in where else f"{where}#/{key}")

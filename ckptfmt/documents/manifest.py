@@ -1,0 +1,264 @@
+"""The decision register: ``manifest.json`` holds a manifest, an abort record or a tombstone. Spec: REQ-MAN-001 ff."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, Final
+
+from ckptfmt import limits
+from ckptfmt.documents.canonical import dump_document, parse_document
+from ckptfmt.errors import Code, err
+
+__all__ = [
+    "FIELDS",
+    "MANIFEST_NAME",
+    "Abort",
+    "FieldSummary",
+    "Manifest",
+    "Origin",
+    "Tombstone",
+    "checkpoint_name",
+    "failure_path",
+    "index_name",
+    "parse_checkpoint_name",
+    "parse_register",
+    "part_path",
+    "shard_name",
+]
+
+MANIFEST_NAME: Final = "manifest.json"
+#: The seven fields, in the order in which index and parts number them.
+FIELDS: Final = ("weights", "optimizer", "rng", "data", "config", "topology", "provenance")
+
+_CHECKPOINT_NAME: Final = re.compile(r"step-([0-9]{8,})-l([0-9]{4,})")
+
+
+def checkpoint_name(step: int, launch: int) -> str:
+    """Return the directory name of a checkpoint in a run.
+
+    >>> checkpoint_name(1200, 3)
+    'step-00001200-l0003'
+    """
+    return f"step-{step:08d}-l{launch:04d}"
+
+
+def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
+    """Return step and launch of a checkpoint directory's name, or None for any other name.
+
+    >>> parse_checkpoint_name("step-00001200-l0003"), parse_checkpoint_name("step-1200-l3")
+    ((1200, 3), None)
+    """
+    found = _CHECKPOINT_NAME.fullmatch(name)
+    if not found or len(name) > 64:
+        return None
+    step, launch = int(found[1]), int(found[2])
+    return (step, launch) if checkpoint_name(step, launch) == name else None
+
+
+def index_name(attempt: str) -> str:
+    """Return the file name of an attempt's index."""
+    return f"index-{attempt}.msgpack"
+
+
+def part_path(attempt: str, writer: int) -> str:
+    """Return the path of a writer's part, relative to the checkpoint."""
+    return f"parts/{attempt}-{writer:05d}.msgpack"
+
+
+def failure_path(attempt: str, writer: int) -> str:
+    """Return the path of a writer's failure record, relative to the checkpoint."""
+    return f"parts/{attempt}-{writer:05d}.failure.json"
+
+
+def shard_name(stem: str, attempt: str, writer: int) -> str:
+    """Return the file name of a shard."""
+    return f"{stem}-{attempt}-{writer:05d}.safetensors"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What all documents of one attempt share.
+
+    Attributes:
+        run_id: of the run; None for a checkpoint outside of a run.
+        launch: number of the launch; None outside of a run.
+        nonce: of the launch, or of this one save.
+        step: training steps done.
+        attempt: id of the attempt.
+        writer_count: number of writers.
+        block_nbytes: size of a block in bytes.
+    """
+
+    run_id: str | None
+    launch: int | None
+    nonce: str
+    step: int
+    attempt: str
+    writer_count: int
+    block_nbytes: int = limits.BLOCK_NBYTES
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the members as they stand in every document."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FieldSummary:
+    """What the manifest says of one field; `reason` is given exactly when the field is absent."""
+
+    tensor_count: int = 0
+    nbytes: int = 0
+    stream_count: int = 0
+    leaf_count: int = 0
+    reason: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        if self.reason is not None:
+            return {"state": "absent", "reason": self.reason}
+        counts = dataclasses.asdict(self)
+        del counts["reason"]
+        return {"state": "present", **counts}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> FieldSummary:
+        """Return the summary of a JSON object that fits the schema."""
+        return cls(**{key: member for key, member in value.items() if key != "state"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A committed checkpoint.
+
+    Attributes:
+        origin: run, launch, step and attempt.
+        saved_unix_s: when writer 0 took the state, in seconds since 1970, by its own clock; information only.
+        profile: ``full``.
+        references: digests of the manifests that extents may read from; none in a full checkpoint.
+        fields: a summary for each of the seven.
+        index_nbytes: size of the index file.
+        index_digest: digest of what the index signs.
+        digest: the manifest's own digest, the name of the checkpoint; empty on a manifest that isn't dumped yet.
+    """
+
+    origin: Origin
+    saved_unix_s: int
+    fields: dict[str, FieldSummary]
+    index_nbytes: int
+    index_digest: str
+    profile: str = "full"
+    references: tuple[str, ...] = ()
+    digest: str = ""
+
+    def dump(self) -> bytes:
+        """Return the bytes of ``manifest.json``.
+
+        Raises: FormatError(LIMIT_EXCEEDED). Spec: REQ-MAN-004.
+        """
+        content = dump_document(
+            {
+                "type": "manifest",
+                "format_version": limits.FORMAT_VERSION,
+                "features": {"reader": [], "writer": []},
+                **self.origin.as_dict(),
+                "saved_unix_s": self.saved_unix_s,
+                "profile": self.profile,
+                "references": list(self.references),
+                "fields": {field: self.fields[field].as_dict() for field in FIELDS},
+                "index": {
+                    "name": index_name(self.origin.attempt),
+                    "nbytes": self.index_nbytes,
+                    "digest": self.index_digest,
+                },
+            }
+        )
+        if len(content) > limits.MANIFEST_NBYTES:
+            raise err(
+                Code.LIMIT_EXCEEDED, f"a manifest of {len(content)} bytes", where=MANIFEST_NAME,
+                requirement="REQ-MAN-004",
+            )
+        return content
+
+    @classmethod
+    def from_signed(cls, signed: dict[str, Any], digest: str, *, where: str) -> Manifest:
+        """Return the manifest of a signed object that fits the schema.
+
+        Raises: FormatError(PROFILE_MISMATCH, UNSAFE_PATH).
+        """
+        origin = Origin(**{key.name: signed[key.name] for key in dataclasses.fields(Origin)})
+        if signed["references"]:
+            raise err(
+                Code.PROFILE_MISMATCH,
+                "a full checkpoint has no references",
+                where=f"{where}#/signed/references",
+                requirement="REQ-MAN-005",
+            )
+        if signed["index"]["name"] != index_name(origin.attempt):
+            raise err(
+                Code.UNSAFE_PATH,
+                f"the index of this attempt is {index_name(origin.attempt)}",
+                where=f"{where}#/signed/index/name",
+                requirement="REQ-CKP-001",
+            )
+        return cls(
+            origin=origin,
+            saved_unix_s=signed["saved_unix_s"],
+            fields={field: FieldSummary.from_dict(signed["fields"][field]) for field in FIELDS},
+            index_nbytes=signed["index"]["nbytes"],
+            index_digest=signed["index"]["digest"],
+            profile=signed["profile"],
+            digest=digest,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """An attempt that was given up before its files were removed: a committer that was only slow finds this."""
+
+    run_id: str | None
+    launch: int | None
+    step: int
+    reason: str
+
+    def dump(self) -> bytes:
+        """Return the bytes of the register."""
+        return dump_document(_decision("abort", dataclasses.asdict(self)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tombstone:
+    """A checkpoint that was retired before its files were removed."""
+
+    run_id: str | None
+    launch: int | None
+    step: int
+    manifest_digest: str
+
+    def dump(self) -> bytes:
+        """Return the bytes of the register."""
+        return dump_document(_decision("tombstone", dataclasses.asdict(self)))
+
+
+def parse_register(content: bytes, *, where: str = MANIFEST_NAME) -> Manifest | Abort | Tombstone:
+    """Return what a decision register holds.
+
+    Raises: FormatError, IntegrityError, UnsupportedError. Spec: REQ-MAN-001.
+    """
+    signed, digest = parse_document(
+        content, where=where, types=("manifest", "abort", "tombstone"), limit_nbytes=limits.MANIFEST_NBYTES
+    )
+    kind = signed["type"]
+    if kind == "manifest":
+        return Manifest.from_signed(signed, digest, where=where)
+    record = {key: value for key, value in signed.items() if key not in {"type", "format_version", "features"}}
+    return Abort(**record) if kind == "abort" else Tombstone(**record)
+
+
+def _decision(kind: str, members: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": kind,
+        "format_version": limits.FORMAT_VERSION,
+        "features": {"reader": [], "writer": []},
+        **members,
+    }

@@ -1,0 +1,130 @@
+"""run.json and the launch records. Spec: REQ-RUN-001 to REQ-RUN-007."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Final
+
+from ckptfmt import limits
+from ckptfmt.documents.canonical import dump_document, parse_document
+from ckptfmt.errors import Code, err
+
+__all__ = ["LAUNCHES", "RUN_NAME", "Launch", "ResumeFrom", "Run", "launch_name", "parse_launch_name"]
+
+RUN_NAME: Final = "run.json"
+LAUNCHES: Final = "launches"
+
+_LAUNCH_NAME: Final = re.compile(r"([0-9]{4,})\.json")
+
+
+def launch_name(launch: int) -> str:
+    """Return the file name of a launch record.
+
+    >>> launch_name(3)
+    '0003.json'
+    """
+    return f"{launch:04d}.json"
+
+
+def parse_launch_name(name: str) -> int | None:
+    """Return the number of a launch record's file, or None for any other file.
+
+    >>> parse_launch_name("0003.json"), parse_launch_name("00003.json")
+    (3, None)
+    """
+    found = _LAUNCH_NAME.fullmatch(name)
+    number = int(found[1]) if found and len(name) < 24 else None
+    return number if number is not None and launch_name(number) == name else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The identity of a run, and the features that clean-up and compaction must understand."""
+
+    run_id: str
+    writer_features: tuple[str, ...] = ()
+
+    def dump(self) -> bytes:
+        """Return the bytes of ``run.json``."""
+        return dump_document(
+            {
+                "type": "run",
+                "format_version": limits.FORMAT_VERSION,
+                "features": {"reader": [], "writer": list(self.writer_features)},
+                "run_id": self.run_id,
+            }
+        )
+
+    @classmethod
+    def parse(cls, content: bytes, *, where: str = RUN_NAME) -> Run:
+        """Return the run of ``run.json``. Raises: FormatError, IntegrityError, UnsupportedError."""
+        signed, _ = parse_document(content, where=where, types=("run",))
+        return cls(run_id=signed["run_id"], writer_features=tuple(signed["features"]["writer"]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeFrom:
+    """A committed checkpoint of the run: the directory's name, and the manifest's digest, which is what counts."""
+
+    name: str
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One start of a job on a run.
+
+    Attributes:
+        run_id: of the run that it belongs to.
+        launch: its number.
+        nonce: random, so that two launches can't be taken for each other.
+        chosen_by: ``lineage``, ``fallback`` (a newer checkpoint was passed over) or ``hand``.
+        resume_from: what it resumes from; None for a fresh start.
+    """
+
+    run_id: str
+    launch: int
+    nonce: str
+    chosen_by: str
+    resume_from: ResumeFrom | None
+
+    def dump(self) -> bytes:
+        """Return the bytes of the launch record."""
+        resume = None if self.resume_from is None else dataclasses.asdict(self.resume_from)
+        return dump_document(
+            {
+                "type": "launch",
+                "format_version": limits.FORMAT_VERSION,
+                "features": {"reader": [], "writer": []},
+                "run_id": self.run_id,
+                "launch": self.launch,
+                "nonce": self.nonce,
+                "chosen_by": self.chosen_by,
+                "resume_from": resume,
+            }
+        )
+
+    @classmethod
+    def parse(cls, content: bytes, *, where: str) -> Launch:
+        """Return the launch of a record.
+
+        Raises: FormatError (RUN_MISMATCH where the number isn't that of the file's name), IntegrityError,
+            UnsupportedError.
+        """
+        signed, _ = parse_document(content, where=where, types=("launch",))
+        if parse_launch_name(where.rpartition("/")[2]) != signed["launch"]:
+            raise err(
+                Code.RUN_MISMATCH,
+                f"the record is that of launch {signed['launch']}",
+                where=where,
+                requirement="REQ-RUN-005",
+            )
+        resume = signed["resume_from"]
+        return cls(
+            run_id=signed["run_id"],
+            launch=signed["launch"],
+            nonce=signed["nonce"],
+            chosen_by=signed["chosen_by"],
+            resume_from=None if resume is None else ResumeFrom(**resume),
+        )

@@ -1,0 +1,369 @@
+"""Trees: the plain values of a checkpoint, kept exactly. Spec: REQ-TRE-001 to REQ-TRE-006.
+
+A tree is one msgpack value of the documents' profile. Scalars stand as themselves; everything that msgpack would
+blur (tuple or list, float bits, key order, integers beyond 64 bits, arrays) is an array whose first entry is a tag.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections import Counter, OrderedDict, deque
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from ckptfmt import limits
+from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.errors import Code, err
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["DeviceName", "DtypeName", "InlineArray", "Size", "TensorRef", "dump_tree", "find_difference", "parse_tree"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor of the same field and scope, by its name in the index; `kind` is ``torch`` or ``numpy``."""
+
+    name: str
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InlineArray:
+    """A small array within a tree: C order, little-endian. `scalar` tells a numpy scalar from an array of rank 0."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes
+    scalar: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DtypeName:
+    """A dtype as a value, by its name."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceName:
+    """A device as a value, as torch prints it."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Size:
+    """A torch.Size."""
+
+    shape: tuple[int, ...]
+
+
+T = TypeVar("T")
+
+_INT64_MIN: Final = -(1 << 63)
+_UINT64_MAX: Final = (1 << 64) - 1
+
+
+def dump_tree(value: object, *, where: str) -> bytes:
+    """Return the bytes of a tree.
+
+    Args:
+        value: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter,
+            deque, or one of this module's classes; exactly these types, no subclass.
+        where: name of the value, for messages.
+
+    Raises: StateError(STATE_UNSUPPORTED) naming the first value that has no form; FormatError(LIMIT_EXCEEDED,
+        DOC_DEPTH).
+    Spec: REQ-TRE-001, REQ-TRE-003.
+
+    >>> parse_tree(dump_tree((1, {"lr": -0.0}), where="x"), where="x")
+    (1, {'lr': -0.0})
+    """
+    content = dump_msgpack(_encode(value, where, 0))
+    if len(content) > limits.TREE_NBYTES:
+        raise err(
+            Code.LIMIT_EXCEEDED,
+            f"{len(content)} bytes of plain values; put large data into tensors or arrays",
+            where=where,
+            requirement="REQ-LIM-001",
+        )
+    return content
+
+
+def parse_tree(content: bytes, *, where: str) -> Any:  # noqa: ANN401 - any value of the closed set
+    """Return the value that `content` holds.
+
+    Raises: FormatError(TREE_TAG and the codes of a msgpack document).
+    Spec: REQ-TRE-001, REQ-TRE-002.
+    """
+    if len(content) > limits.TREE_NBYTES:
+        raise err(Code.LIMIT_EXCEEDED, f"a tree of {len(content)} bytes", where=where, requirement="REQ-LIM-001")
+    return _decode(parse_msgpack(content, where=where, limit_items=limits.TREE_ITEMS), where)
+
+
+def find_difference(left: object, right: object, path: str = "") -> str | None:
+    """Return the path of the first value that differs between two trees, or None.
+
+    >>> find_difference({"a": [1, 2]}, {"a": [1, 3]})
+    '/a/1'
+    """
+    if type(left) is type(right):
+        if isinstance(left, dict) and isinstance(right, dict) and list(left) == list(right):
+            pairs: Iterator[tuple[object, object, object]] = ((key, left[key], right[key]) for key in left)
+        elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+            pairs = ((index, *pair) for index, pair in enumerate(zip(left, right, strict=True)))
+        else:
+            same = dump_tree(left, where=path) == dump_tree(right, where=path)
+            return None if same else path or "/"
+        return next((found for key, a, b in pairs if (found := find_difference(a, b, f"{path}/{key}"))), None)
+    return path or "/"
+
+
+# --- encode ---------------------------------------------------------------------------------------------------------
+
+
+def _encode(value: object, where: str, depth: int) -> object:
+    if depth > limits.MSGPACK_DEPTH:
+        raise err(
+            Code.DOC_DEPTH,
+            f"nests deeper than {limits.MSGPACK_DEPTH}",
+            where=where,
+            requirement="REQ-DOC-023",
+            remedy="Flatten the value, or break its cycle.",
+        )
+    kind = type(value)
+    if value is None or kind is bool or kind is bytes:
+        return value
+    if kind is str:
+        return _check_text(str(value), where)
+    if isinstance(value, int) and kind is int:
+        return value if _INT64_MIN <= value <= _UINT64_MAX else ["i", _big_int(value)]
+    encoder = _ENCODERS.get(kind)
+    if encoder is None:
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            f"a value of type {kind.__module__}.{kind.__qualname__} has no form in a checkpoint",
+            where=where,
+            requirement="REQ-TRE-001",
+        )
+    return encoder(value, where, depth + 1)
+
+
+def _check_text(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise err(
+            Code.STATE_UNSUPPORTED, "a string with a lone surrogate", where=where, requirement="REQ-DOC-020"
+        ) from None
+    return text
+
+
+def _big_int(value: int) -> bytes:
+    return value.to_bytes((value if value >= 0 else ~value).bit_length() // 8 + 1, "little", signed=True)
+
+
+def _encode_items(tag: str) -> Callable[[Any, str, int], object]:
+    def encode(value: Any, where: str, depth: int) -> object:  # noqa: ANN401 - list or tuple
+        return [tag, *(_encode(item, f"{where}/{index}", depth) for index, item in enumerate(value))]
+
+    return encode
+
+
+def _encode_set(tag: str) -> Callable[[Any, str, int], object]:
+    def encode(value: Any, where: str, depth: int) -> object:  # noqa: ANN401 - set or frozenset
+        return [tag, *sorted((_encode(item, f"{where}/{item!r}", depth) for item in value), key=dump_msgpack)]
+
+    return encode
+
+
+def _encode_pairs(tag: str) -> Callable[[Any, str, int], object]:
+    def encode(value: Any, where: str, depth: int) -> object:  # noqa: ANN401 - a dict
+        flat: list[object] = [tag]
+        for key, item in value.items():
+            flat += (_encode(key, f"{where}/{key!r}", depth), _encode(item, f"{where}/{key}", depth))
+        return flat
+
+    return encode
+
+
+def _encode_inline(value: InlineArray, where: str, depth: int) -> object:
+    del where, depth
+    return ["n", value.dtype, value.content] if value.scalar else ["a", value.dtype, list(value.shape), value.content]
+
+
+_ENCODERS: Final[dict[type, Callable[[Any, str, int], object]]] = {
+    float: lambda value, _where, _depth: ["f", struct.pack("<d", value)],
+    complex: lambda value, _where, _depth: ["c", struct.pack("<dd", value.real, value.imag)],
+    list: _encode_items("l"),
+    tuple: _encode_items("t"),
+    set: _encode_set("s"),
+    frozenset: _encode_set("z"),
+    dict: _encode_pairs("d"),
+    OrderedDict: _encode_pairs("O"),
+    Counter: _encode_pairs("C"),
+    deque: lambda value, where, depth: [
+        "q",
+        value.maxlen,
+        *(_encode(item, f"{where}/{index}", depth) for index, item in enumerate(value)),
+    ],
+    InlineArray: _encode_inline,
+    TensorRef: lambda value, _where, _depth: ["T", value.name, value.kind],
+    DtypeName: lambda value, _where, _depth: ["D", value.name],
+    DeviceName: lambda value, _where, _depth: ["V", value.name],
+    Size: lambda value, _where, _depth: ["S", list(value.shape)],
+}
+
+
+# --- decode ---------------------------------------------------------------------------------------------------------
+
+
+def _decode(value: object, where: str) -> Any:  # noqa: ANN401 - any value of the closed set
+    if isinstance(value, dict):
+        raise err(Code.TREE_TAG, "a map stands in a tree", where=where, requirement="REQ-TRE-001")
+    if not isinstance(value, list):
+        return value
+    decoder = _DECODERS.get(value[0]) if value and isinstance(value[0], str) else None
+    try:
+        if decoder is not None:
+            return decoder(value[1:], where)
+    except (ValueError, TypeError, struct.error):
+        pass
+    raise err(
+        Code.TREE_TAG, f"{str(value[:1])[:64]} is no tag, or holds the wrong things", where=where,
+        requirement="REQ-TRE-001",
+    )
+
+
+def _decode_items(items: list[object], where: str) -> list[Any]:
+    return [_decode(item, f"{where}/{index}") for index, item in enumerate(items)]
+
+
+def _decode_pairs(items: list[object], where: str) -> list[tuple[Any, Any]]:
+    if len(items) % 2:
+        raise ValueError
+    keys = _decode_items(items[::2], where)
+    if len(set(keys)) != len(keys) or len({dump_msgpack(key) for key in items[::2]}) != len(keys):
+        raise err(Code.DOC_DUPLICATE_KEY, "a dict has one key twice", where=where, requirement="REQ-TRE-002")
+    return [(key, _decode(item, f"{where}/{key}")) for key, item in zip(keys, items[1::2], strict=True)]
+
+
+def _decode_set(items: list[object], where: str) -> list[Any]:
+    encoded = [dump_msgpack(item) for item in items]
+    if any(a >= b for a, b in zip(encoded, encoded[1:], strict=False)):
+        raise ValueError
+    return _decode_items(items, where)
+
+
+def _decode_counter(items: list[object], where: str) -> Counter[Any]:
+    counter: Counter[Any] = Counter()
+    counter.update(dict(_decode_pairs(items, where)))
+    return counter
+
+
+def _decode_float(items: list[object], _where: str) -> float:
+    (bits,) = items
+    return float(struct.unpack("<d", _exactly(bytes, bits))[0])
+
+
+def _decode_complex(items: list[object], _where: str) -> complex:
+    (bits,) = items
+    return complex(*struct.unpack("<dd", _exactly(bytes, bits)))
+
+
+def _decode_big_int(items: list[object], _where: str) -> int:
+    (content,) = items
+    value = int.from_bytes(_exactly(bytes, content), "little", signed=True)
+    if _INT64_MIN <= value <= _UINT64_MAX or _big_int(value) != content:
+        raise ValueError
+    return value
+
+
+def _decode_deque(items: list[object], where: str) -> deque[Any]:
+    maxlen = items[0]
+    if maxlen is not None and _exactly(int, maxlen) < len(items) - 1:
+        raise ValueError
+    return deque(_decode_items(items[1:], where), maxlen)  # type: ignore[arg-type]
+
+
+def _decode_array(items: list[object], _where: str) -> InlineArray:
+    dtype, shape, content = items
+    extents = _shape(shape)
+    count = 1
+    for extent in extents:
+        count *= extent
+    if len(_exactly(bytes, content)) != count * DTYPES[_dtype(dtype)].nbytes:
+        raise ValueError
+    return InlineArray(_dtype(dtype), extents, _exactly(bytes, content))
+
+
+def _decode_scalar(items: list[object], _where: str) -> InlineArray:
+    dtype, content = items
+    if len(_exactly(bytes, content)) != DTYPES[_dtype(dtype)].nbytes:
+        raise ValueError
+    return InlineArray(_dtype(dtype), (), _exactly(bytes, content), scalar=True)
+
+
+def _decode_tensor(items: list[object], _where: str) -> TensorRef:
+    name, kind = items
+    if kind not in ("torch", "numpy"):
+        raise ValueError
+    return TensorRef(_exactly(str, name), _exactly(str, kind))
+
+
+def _decode_dtype(items: list[object], _where: str) -> DtypeName:
+    (name,) = items
+    return DtypeName(_dtype(name))
+
+
+def _decode_device(items: list[object], _where: str) -> DeviceName:
+    (name,) = items
+    return DeviceName(_exactly(str, name))
+
+
+def _decode_size(items: list[object], _where: str) -> Size:
+    (shape,) = items
+    return Size(_shape(shape))
+
+
+def _exactly(kind: type[T], value: object) -> T:
+    if type(value) is not kind:
+        raise TypeError
+    return value  # type: ignore[return-value]
+
+
+def _dtype(value: object) -> str:
+    if _exactly(str, value) not in DTYPES:
+        raise ValueError
+    return str(value)
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    extents = tuple(_exactly(int, extent) for extent in _exactly(list, value))
+    if len(extents) > limits.NDIM or any(not 0 <= extent <= limits.DIM for extent in extents):
+        raise ValueError
+    return extents
+
+
+_DECODERS: Final[dict[str, Callable[[list[object], str], Any]]] = {
+    "f": _decode_float,
+    "c": _decode_complex,
+    "i": _decode_big_int,
+    "l": _decode_items,
+    "t": lambda items, where: tuple(_decode_items(items, where)),
+    "s": lambda items, where: set(_decode_set(items, where)),
+    "z": lambda items, where: frozenset(_decode_set(items, where)),
+    "d": lambda items, where: dict(_decode_pairs(items, where)),
+    "O": lambda items, where: OrderedDict(_decode_pairs(items, where)),
+    "C": _decode_counter,
+    "q": _decode_deque,
+    "a": _decode_array,
+    "n": _decode_scalar,
+    "T": _decode_tensor,
+    "D": _decode_dtype,
+    "V": _decode_device,
+    "S": _decode_size,
+}
