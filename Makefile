@@ -1,0 +1,65 @@
+# Every target sets up what it needs: on a new machine, `make demo` or `make test` is the first command to give.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help
+help:  ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: venv
+venv: $(STAMP)  ## make .venv, with this checkout and all its tools in it
+
+# The build backend goes in first and builds without isolation, so that it is held to the pins as everything else is.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptfmt needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	@echo "setting up $(VENV) (torch is the most of it)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --constraint constraints.txt hatchling editables
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+.PHONY: demo
+demo: venv  ## the whole story on this machine, in about a minute
+	@$(BIN)/python -m ckptfmt demo
+
+.PHONY: test
+test: venv  ## the whole suite, the slow tests and the examples in docstrings too
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+.PHONY: test-fast
+test-fast: venv  ## the suite without what is marked slow
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow'
+
+.PHONY: lint
+lint: venv  ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+.PHONY: types
+types: venv  ## mypy, strict
+	@$(BIN)/mypy
+
+.PHONY: imports
+imports: venv  ## the layers: imports go down only
+	@$(BIN)/lint-imports --no-logo
+
+.PHONY: check
+check: lint types imports test  ## lint, types, imports and test, as continuous integration runs them
+
+.PHONY: format
+format: venv  ## put the code into the house's format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+.PHONY: clean
+clean:  ## remove .venv, the caches of the tools and what builds leave
+	@rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,242 @@
+"""Whether boxes tile a tensor exactly, by counting signed corners; and whether boxes of a part overlap.
+
+Give each box the sign ``+1`` at the corner where it begins and a change of sign for every coordinate that is an end. The
+sum of all boxes' corners says where the number of boxes above an element changes; boxes tile a tensor if and only if
+that sum is the corners of the whole tensor. The first corner (in C order) at which the two differ is the first element
+that is in no box, or in more than one: nothing smaller has a wrong count, so what changes there is the count itself.
+
+The cost is that of sorting ``boxes * 2**d`` integers, d the number of dimensions in which the tensor is cut at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptfmt import limits
+from ckptfmt.box import Box
+from ckptfmt.errors import Code, err
+
+__all__ = ["check_bounds", "check_tiling", "find_overlap", "find_overlap_rows"]
+
+#: n boxes by ndim dimensions, in elements, of any integer dtype.
+Rows: TypeAlias = NDArray[Any]
+_Ints: TypeAlias = NDArray[np.int64]
+
+_REQUIREMENT: Final = "REQ-IDX-004"
+_KEYS: Final = 1 << 62
+
+
+def check_tiling(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *, where: str) -> None:
+    """Check that boxes tile ``[0, global_shape)``: every element is in exactly one.
+
+    Empty boxes are ignored, so that a tensor without elements is tiled by nothing.
+
+    Args:
+        global_shape: of the tensor, in elements.
+        begin: first index of each box.
+        box_shape: extent of each box.
+        where: the tensor's name or place in a document, for the error.
+
+    Shapes: `begin` and `box_shape` are (n, ndim), of any integer dtype.
+    Raises: BOX_BOUNDS, TILING_GAP, TILING_OVERLAP; LIMIT_EXCEEDED when the tensor is too large, or cut in more than
+        `limits.SPLIT_NDIM` dimensions; ARGUMENT when the arrays don't fit the tensor.
+    Spec: REQ-IDX-004, REQ-LIM-001.
+    Source: summed-area tables, F. C. Crow, SIGGRAPH 1984, read backwards.
+
+    >>> check_tiling((4, 6), np.array([[0, 0], [0, 2]]), np.array([[4, 2], [4, 4]]), where="w")
+    >>> check_tiling((4, 6), np.array([[0, 0], [0, 2]]), np.array([[4, 2], [3, 4]]), where="w")
+    Traceback (most recent call last):
+    ckptfmt.errors.LayoutError: TILING_GAP at w: element (3, 2) is in no box of the 2 [REQ-IDX-004] Remedy: ...
+    """
+    check_bounds(global_shape, begin, box_shape, where=where)
+    held = (box_shape > 0).all(axis=1)
+    begin = begin[held].astype(np.int64)
+    end = begin + box_shape[held].astype(np.int64)
+    if 0 in global_shape:
+        return
+    split = [j for j, extent in enumerate(global_shape) if (begin[:, j] > 0).any() or (end[:, j] < extent).any()]
+    if len(split) > limits.SPLIT_NDIM:
+        detail = f"cut in {len(split)} dimensions; at most {limits.SPLIT_NDIM} are allowed"
+        raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-LIM-001")
+    wrong = _first_wrong(tuple(global_shape[j] for j in split), begin[:, split], end[:, split])
+    if wrong is None:
+        return
+    point = np.zeros(len(global_shape), np.int64)
+    point[split] = wrong
+    raise _tiling_error(point, begin, end, where)
+
+
+def check_bounds(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *, where: str) -> None:
+    """Check that each box lies within the tensor; empty ones too.
+
+    Shapes: `begin` and `box_shape` are (n, ndim), of any integer dtype, in elements.
+    Raises: BOX_BOUNDS; LIMIT_EXCEEDED when the tensor is too large; ARGUMENT when the arrays don't fit the tensor.
+    Spec: REQ-IDX-004, REQ-LIM-001.
+
+    >>> check_bounds((4,), np.array([[3]]), np.array([[2]]), where="w")
+    Traceback (most recent call last):
+    ckptfmt.errors.LayoutError: BOX_BOUNDS at w: box 0, begin (3,) and shape (2,), leaves the tensor's (4,) ...
+    """
+    ndim = len(global_shape)
+    if ndim > limits.NDIM or any(not 0 <= extent <= limits.DIM for extent in global_shape):
+        detail = f"shape {global_shape}: at most {limits.NDIM} dimensions of at most {limits.DIM} elements are allowed"
+        raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-LIM-001")
+    if begin.ndim != 2 or begin.shape != box_shape.shape or begin.shape[1] != ndim:
+        detail = f"arrays of {begin.shape} and {box_shape.shape} don't hold boxes of {ndim} dimensions"
+        raise err(Code.ARGUMENT, detail, where=where)
+    for j, extent in enumerate(global_shape):
+        low, count = begin[:, j], box_shape[:, j]
+        outside = (low < 0) | (count < 0) | (low > extent) | (count > extent)
+        # The sum is taken only of what is known to be small, and in int64: the array's own type may wrap around.
+        outside |= np.where(outside, 0, low).astype(np.int64) + np.where(outside, 0, count).astype(np.int64) > extent
+        if outside.any():
+            row = int(outside.argmax())
+            detail = (
+                f"box {row}, begin {_ints(begin[row])} and shape {_ints(box_shape[row])}, leaves the tensor's"
+                f" {global_shape} in dimension {j}"
+            )
+            raise err(Code.BOX_BOUNDS, detail, where=where, requirement=_REQUIREMENT)
+
+
+def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Return two boxes that have an element in common, or None; they needn't cover anything.
+
+    Equal boxes overlap, unless they are empty.
+
+    >>> find_overlap([Box((0,), (4,)), Box((6,), (2,)), Box((3,), (2,))])
+    (Box(begin=(0,), shape=(4,)), Box(begin=(3,), shape=(2,)))
+    """
+    if not boxes:
+        return None
+    ndim = len(boxes[0].begin)
+    begin = np.array([box.begin for box in boxes], np.int64).reshape(len(boxes), ndim)
+    box_shape = np.array([box.shape for box in boxes], np.int64).reshape(len(boxes), ndim)
+    pair = find_overlap_rows(begin, box_shape)
+    return None if pair is None else (boxes[pair[0]], boxes[pair[1]])
+
+
+def find_overlap_rows(begin: Rows, box_shape: Rows) -> tuple[int, int] | None:
+    """Return the rows of two boxes that have an element in common (the lower first), or None.
+
+    Boxes are separated by cuts that go through none of them, dimension after dimension, until none is left: a sort for
+    each cut level. What no cut separates (an overlap, or a pinwheel) is compared box by box.
+
+    Shapes: `begin` and `box_shape` are (n, ndim), of any integer dtype, within bounds (`check_bounds`).
+
+    >>> find_overlap_rows(np.array([[0, 0], [0, 2], [1, 3]]), np.array([[2, 2], [2, 2], [1, 1]]))
+    (1, 2)
+    """
+    rows = np.flatnonzero((box_shape > 0).all(axis=1))
+    low = begin[rows].astype(np.int64)
+    high = low + box_shape[rows].astype(np.int64)
+    group = np.zeros(len(rows), np.int64)
+    ndim = low.shape[1]
+    uncut = 0
+    dim = 0
+    while len(rows) and uncut < ndim:
+        order, label = _cut(group, low[:, dim], high[:, dim])
+        uncut = uncut + 1 if label[-1] + 1 == np.unique(group).size else 0
+        several = np.bincount(label)[label] > 1
+        kept = order[several]
+        rows, low, high, group = rows[kept], low[kept], high[kept], label[several]
+        dim = (dim + 1) % ndim
+    for label in np.unique(group):
+        member = group == label
+        pair = _compare(rows[member], low[member], high[member])
+        if pair is not None:
+            return pair
+    return None
+
+
+def _first_wrong(shape: tuple[int, ...], begin: _Ints, end: _Ints) -> _Ints | None:
+    """Return the first point of `shape` that isn't in exactly one box; None when there is none."""
+    if not shape:
+        return None if len(begin) == 1 else np.zeros(0, np.int64)
+    plus, minus = _corners(begin, end)
+    # The corners of the whole stand on the other side: then both sides hold the same points, or it is no tiling.
+    whole_plus, whole_minus = _corners(np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64))
+    points = np.concatenate([plus, whole_minus, minus, whole_plus])
+    keys = _keys(points, shape)
+    sorted_plus, sorted_minus = np.sort(keys.reshape(2, -1))
+    differs = sorted_plus != sorted_minus
+    if not differs.any():
+        return None
+    first = differs.argmax()
+    wrong: _Ints = points[(keys == min(sorted_plus[first], sorted_minus[first])).argmax()]
+    return wrong
+
+
+def _corners(begin: _Ints, end: _Ints) -> tuple[_Ints, _Ints]:
+    """Return the corners with an even and those with an odd number of ends: (n * 2**(d-1), d) each."""
+    count, ndim = begin.shape
+    corners = np.empty((1 << ndim, count, ndim), np.int64)
+    odd = np.zeros(1 << ndim, np.bool_)
+    for pattern in range(1 << ndim):
+        ends = np.array([pattern >> j & 1 for j in range(ndim)], np.bool_)
+        corners[pattern] = np.where(ends, end, begin)
+        odd[pattern] = ends.sum() % 2
+    return corners[~odd].reshape(-1, ndim), corners[odd].reshape(-1, ndim)
+
+
+def _keys(points: _Ints, shape: tuple[int, ...]) -> _Ints:
+    """Return one integer for each point, in the points' C order."""
+    keys, count = points[:, 0], shape[0] + 1
+    for j in range(1, len(shape)):
+        coordinates, extent = points[:, j], shape[j] + 1
+        if count * extent > _KEYS:
+            (keys, count), (coordinates, extent) = _ranks(keys), _ranks(coordinates)
+        keys, count = keys * extent + coordinates, count * extent
+    return keys
+
+
+def _ranks(values: _Ints) -> tuple[_Ints, int]:
+    """Return each value's rank among the different values, and how many there are."""
+    different, rank = np.unique(values, return_inverse=True)
+    return rank.reshape(-1).astype(np.int64), len(different)
+
+
+def _tiling_error(point: _Ints, begin: _Ints, end: _Ints, where: str) -> Exception:
+    owners = np.flatnonzero(((begin <= point) & (point < end)).all(axis=1))
+    if not len(owners):
+        detail = f"element {_ints(point)} is in no box of the {len(begin)}"
+        return err(Code.TILING_GAP, detail, where=where, requirement=_REQUIREMENT)
+    first, second = (f"{_ints(begin[row])} to {_ints(end[row])}" for row in owners[:2])
+    detail = f"element {_ints(point)} is in {len(owners)} boxes, among them {first} and {second}"
+    return err(Code.TILING_OVERLAP, detail, where=where, requirement=_REQUIREMENT)
+
+
+def _cut(group: _Ints, low: _Ints, high: _Ints) -> tuple[_Ints, _Ints]:
+    """Return an order of the rows, and for each row in that order its group after cutting."""
+    order = np.lexsort((low, group))
+    rank, rank_count = _ranks(np.concatenate([low, high]))
+    begins, ends = rank[: len(low)][order], rank[len(low) :][order]
+    base = group[order] * rank_count
+    reached = np.maximum.accumulate(base + ends)
+    starts = np.ones(len(low), np.bool_)
+    starts[1:] = (base + begins)[1:] >= reached[:-1]
+    return order, np.cumsum(starts) - 1
+
+
+def _compare(rows: _Ints, low: _Ints, high: _Ints) -> tuple[int, int] | None:
+    """Return the rows of two boxes that overlap, by comparing each with those that begin before it ends."""
+    if low.shape[1] == 0:
+        return (int(rows[0]), int(rows[1])) if len(rows) > 1 else None
+    dim = int(np.argmax([np.unique(column).size for column in low.T]))
+    order = np.argsort(low[:, dim], kind="stable")
+    rows, low, high = rows[order], low[order], high[order]
+    for i in range(len(rows) - 1):
+        stop = int(np.searchsorted(low[:, dim], high[i, dim]))
+        overlaps = ((low[i + 1 : stop] < high[i]) & (low[i] < high[i + 1 : stop])).all(axis=1)
+        if overlaps.any():
+            pair = int(rows[i]), int(rows[i + 1 + int(overlaps.argmax())])
+            return min(pair), max(pair)
+    return None
+
+
+def _ints(values: Rows) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+

@@ -1,0 +1,508 @@
+"""A store in a directory of a file system: nothing half-written, nothing overwritten, nothing through a symlink.
+
+A file is written under a temporary name in its own directory, fsynced, closed, and only then given its name by
+``link``, which fails if the name is taken (``rename`` would silently overwrite). Names become durable in
+`LocalStore.sync`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeVar
+
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store.posix import PosixCalls
+from ckptfmt.store.protocol import TEMPORARY_PREFIX, Buffer, Names, check_path, check_prefix, join_path
+
+__all__ = ["LocalStore"]
+
+T = TypeVar("T")
+
+_CODES: Final = {
+    errno.ENOSPC: Code.NO_SPACE,
+    errno.EDQUOT: Code.NO_SPACE,
+    errno.EACCES: Code.STORE_ACCESS,
+    errno.EPERM: Code.STORE_ACCESS,
+    errno.EROFS: Code.STORE_ACCESS,
+    errno.ENOENT: Code.FILE_MISSING,
+    errno.ELOOP: Code.UNSAFE_FILE,
+    errno.ENOTDIR: Code.UNSAFE_FILE,
+    errno.EISDIR: Code.UNSAFE_FILE,
+    errno.ENXIO: Code.UNSAFE_FILE,  # what open() says to a socket
+    errno.ENAMETOOLONG: Code.UNSAFE_PATH,
+    errno.EILSEQ: Code.UNSAFE_PATH,
+    errno.ETIMEDOUT: Code.STORE_NO_ANSWER,
+}
+_CLAUSES: Final = {
+    Code.FILE_MISSING: "REQ-CKP-004",
+    Code.UNSAFE_FILE: "REQ-CKP-002",
+    Code.UNSAFE_PATH: "REQ-CKP-001",
+}
+#: What a file system says that doesn't have a call.
+_REFUSALS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK, errno.EXDEV})
+#: What may be said of an ancestor of the root that belongs to somebody else.
+_FOREIGN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL})
+_KINDS: Final = {
+    stat.S_IFLNK: "symlink",
+    stat.S_IFDIR: "directory",
+    stat.S_IFIFO: "named pipe",
+    stat.S_IFSOCK: "socket",
+}
+#: How often a reader looks for a file whose NFS handle went stale.
+_STALE_TRIES: Final = 3
+
+
+class LocalStore:
+    """The directory `root` as a `ckptfmt.store.Store`.
+
+    Holds no descriptor between calls, so it needs no closing, and may be pickled or used after a fork. The path of
+    the root itself may lead through symlinks; below it none is followed.
+
+    Opening for writing makes the root if it is missing, makes its name durable, and tries out in it that files can
+    be created exclusively. Opening for reading touches nothing: a root that isn't there is an empty store.
+
+    Args:
+        root: any path; resolved once, now.
+        writable: whether calls that change anything are allowed (else ``STORE_ACCESS``).
+        calls: the system calls to use, such as those of a recorder or a fault injector.
+
+    Raises:
+        CkptError: ``STORE_UNSUPPORTED`` if the file system has neither hard links nor ``RENAME_NOREPLACE``, or
+            can't fsync a directory; ``UNSAFE_FILE`` if the root isn't a directory; what every writing call may
+            raise.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, writable: bool, calls: PosixCalls | None = None) -> None:
+        self._root = os.path.realpath(root)
+        self._prefix = ""
+        self._writable = writable
+        self._calls = PosixCalls() if calls is None else calls
+        self._has_link = True
+        if writable:
+            with self._named_errors(self._root, missing=Code.STORE_IO):
+                self._make_directory(self._root)
+                self._sync_ancestors()
+                self._has_link = self._probe()
+
+    @property
+    def name(self) -> str:
+        """The absolute path of the root."""
+        return os.path.join(self._root, self._prefix) if self._prefix else self._root
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.name!r}, writable={self._writable})"
+
+    def at(self, prefix: str) -> LocalStore:
+        """Return the same store with `prefix` as root; see `Store.at`."""
+        check_prefix(prefix)
+        lower = copy.copy(self)
+        lower._prefix = join_path(self._prefix, prefix)  # noqa: SLF001 - a copy of ourselves
+        return lower
+
+    # Writing
+
+    def create(self, path: str, chunks: Iterable[Buffer]) -> None:
+        """Create a file exclusively and whole; see `Store.create`."""
+        with self._changing(path), self._parent(path, make=True) as (directory, name):
+            temporary = self._write_temporary(directory, chunks)
+            try:
+                self._publish(directory, temporary, name)
+            except FileExistsError as error:
+                raise err(Code.STORE_EXISTS, f"it is in {self.name} already", where=path) from error
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Put `data` in the place of a file; see `Store.replace`."""
+        with self._changing(path), self._parent(path, make=True) as (directory, name):
+            temporary = self._write_temporary(directory, [data])
+            try:
+                self._calls.rename(temporary, name, directory)
+            except BaseException:
+                self._discard(directory, temporary)
+                raise
+
+    def delete(self, path: str) -> None:
+        """Remove a file; see `Store.delete`."""
+        with self._changing(path), contextlib.suppress(FileNotFoundError), self._parent(path) as (directory, name):
+            self._calls.unlink(name, directory)
+
+    def delete_leftovers(self, prefix: str) -> None:
+        """Remove the temporaries of killed writers; see `Store.delete_leftovers`."""
+        check_prefix(prefix)
+        with self._changing(prefix):
+            for _, directory, names in self._walk(prefix):
+                for name in names:
+                    if name.startswith(TEMPORARY_PREFIX):
+                        with contextlib.suppress(FileNotFoundError):
+                            self._calls.unlink(name, directory)
+
+    def remove_directory(self, path: str) -> None:
+        """Remove a directory that holds no files; see `Store.remove_directory`."""
+        check_prefix(path)
+        with self._changing(path):
+            outermost_first = [directory for directory, _, _ in self._walk(path)]
+            for directory in reversed(outermost_first):
+                self._remove_one_directory(directory)
+
+    def sync(self, path: str) -> None:
+        """Make the names in `path` and its parents durable; see `Store.sync`."""
+        check_prefix(path)
+        self._check_writable(path)
+        with self._named_errors(path), self._directory(self._full(path), on_each=self._calls.fsync_directory):
+            pass
+
+    # Reading
+
+    def read(self, path: str, *, limit_nbytes: int) -> bytes:
+        """Return a whole small file; see `Store.read`."""
+
+        def read_whole() -> bytes:
+            with self._opened(path) as (fd, nbytes):
+                if nbytes > limit_nbytes:
+                    detail = f"{nbytes} bytes, of {limit_nbytes} allowed"
+                    raise err(Code.LIMIT_EXCEEDED, detail, where=path, requirement="REQ-DOC-008")
+                return self._read_exactly(fd, 0, nbytes, path)
+
+        return self._reading(path, read_whole)
+
+    def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
+        """Return exactly a range of a file; see `Store.read_range`."""
+
+        def read_part() -> bytes:
+            with self._opened(path) as (fd, file_nbytes):
+                if not 0 <= byte_begin <= byte_begin + nbytes <= file_nbytes:
+                    raise _too_short(path, byte_begin, nbytes, file_nbytes)
+                return self._read_exactly(fd, byte_begin, nbytes, path)
+
+        return self._reading(path, read_part)
+
+    def nbytes(self, path: str) -> int:
+        """Return a file's size in bytes; see `Store.nbytes`."""
+
+        def look() -> int:
+            with self._parent(path) as (directory, name):
+                return _regular_nbytes(self._calls.lstat(name, directory), path)
+
+        return self._reading(path, look)
+
+    def list(self, prefix: str) -> Names:
+        """Return the paths of all files below `prefix`; see `Store.list`."""
+        check_prefix(prefix)
+        with self._named_errors(prefix):
+            return sorted(
+                join_path(directory, name)
+                for directory, _, names in self._walk(prefix)
+                for name in names
+                if not name.startswith(TEMPORARY_PREFIX)
+            )
+
+    def list_names(self, prefix: str) -> Names:
+        """Return the names in the directory `prefix`; see `Store.list_names`."""
+        check_prefix(prefix)
+        full_path = self._full(prefix)
+        with (
+            self._named_errors(prefix),
+            contextlib.suppress(FileNotFoundError),
+            self._directory(full_path) as directory,
+        ):
+            return sorted(
+                name + "/" * is_directory
+                for name, is_directory in self._calls.scan(directory)
+                if not name.startswith(TEMPORARY_PREFIX)
+            )
+        return []
+
+    # Opening the root
+
+    def _make_directory(self, path: str) -> None:
+        """Make a directory and its missing ancestors."""
+        with contextlib.suppress(FileNotFoundError):
+            self._release(self._calls.open_root(path))
+            return
+        parent, name = os.path.split(path)
+        self._make_directory(parent)
+        parent_fd = self._calls.open_root(parent)
+        try:
+            with contextlib.suppress(FileExistsError):
+                self._calls.mkdir(name, parent_fd)
+        finally:
+            self._release(parent_fd)
+
+    def _sync_ancestors(self) -> None:
+        """Make durable the root's name and those above it, up to the mount point.
+
+        Whoever made the root, a moment ago or in another process, may not have done it. What lies above somebody
+        else's directory was made by somebody else, and is left to them.
+        """
+        fd = self._calls.open_root(self._root)
+        device = self._calls.fstat(fd).st_dev
+        self._release(fd)
+        path = self._root
+        while path != os.path.dirname(path):
+            path = os.path.dirname(path)
+            try:
+                fd = self._calls.open_root(path)
+                try:
+                    if self._calls.fstat(fd).st_dev != device:
+                        return
+                    self._calls.fsync_directory(fd)
+                finally:
+                    self._release(fd)
+            except OSError as error:
+                if error.errno not in _FOREIGN:
+                    raise
+                return
+
+    def _probe(self) -> bool:
+        """Try out what every promise rests on; return whether files are created by ``link`` (else by rename)."""
+        directory = self._calls.open_root(self._root)
+        try:
+            try:
+                self._calls.fsync_directory(directory)
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise
+                raise err(Code.STORE_UNSUPPORTED, "directories can't be fsynced", where=self.name) from error
+            if self._is_exclusive(directory, self._calls.link):
+                return True
+            if self._is_exclusive(directory, self._calls.rename_noreplace):
+                return False
+        finally:
+            self._release(directory)
+        raise err(Code.STORE_UNSUPPORTED, "neither link nor renameat2 refuses a taken name", where=self.name)
+
+    def _is_exclusive(self, directory: int, publish: Callable[[str, str, int], None]) -> bool:
+        """Say whether `publish` gives a free name and refuses a taken one; leave nothing behind."""
+        first, second, target = (self._calls.temporary_name() for _ in range(3))
+        try:
+            self._calls.close(self._calls.open_new(first, directory))
+            self._calls.close(self._calls.open_new(second, directory))
+            try:
+                publish(first, target, directory)
+                publish(second, target, directory)
+            except OSError as error:
+                if error.errno not in _REFUSALS | {errno.EEXIST}:
+                    raise
+                return error.errno == errno.EEXIST
+            return False
+        finally:
+            for name in (first, second, target):
+                self._discard(directory, name)
+
+    # Steps of create and replace
+
+    def _write_temporary(self, directory: int, chunks: Iterable[Buffer]) -> str:
+        """Write `chunks` to a new file and make them durable; return its name. After an exception it is gone."""
+        temporary = self._calls.temporary_name()
+        fd = self._calls.open_new(temporary, directory)
+        try:
+            try:
+                for chunk in chunks:
+                    self._write_all(fd, chunk)
+                # Never tried again: after an error the kernel may drop the pages and says yes the next time.
+                self._calls.fsync(fd)
+            except BaseException:
+                self._release(fd)
+                raise
+            self._calls.close(fd)  # NFS and quotas may say only here that the bytes aren't kept
+        except BaseException:
+            self._discard(directory, temporary)
+            raise
+        return temporary
+
+    def _write_all(self, fd: int, chunk: Buffer) -> None:
+        rest = memoryview(chunk).cast("B")
+        while rest:
+            rest = rest[self._calls.write(fd, rest) :]
+
+    def _publish(self, directory: int, temporary: str, name: str) -> None:
+        """Give a temporary its name, exclusively, or raise FileExistsError; either way the temporary is gone."""
+        publish = self._calls.link if self._has_link else self._calls.rename_noreplace
+        try:
+            publish(temporary, name, directory)
+        except OSError:
+            if not self._is_published(directory, temporary, name):
+                raise
+        except BaseException:
+            self._discard(directory, temporary)
+            raise
+        else:
+            if self._has_link:
+                self._discard(directory, temporary)
+
+    def _is_published(self, directory: int, temporary: str, name: str) -> bool:
+        """Say whether `name` is our file although the call that named it failed; remove the temporary.
+
+        NFS sends a request again when its answer is lost, and the second answer is EEXIST for a name that is ours.
+        The classic test is a link count of two; the inode says the same, and isn't misled by a backup that links to
+        everything. Once the temporary is gone, a request that is still under way finds nothing to link: the answer
+        is final.
+
+        Raises:
+            CkptError: ``STORE_NO_ANSWER`` if this can't be told.
+        """
+        try:
+            # Held open, so that its inode number isn't given to another writer's file when the name goes.
+            held = self._calls.open_read(temporary, directory)
+            try:
+                self._calls.unlink(temporary, directory)
+                found = self._calls.lstat(name, directory)
+                return os.path.samestat(found, self._calls.fstat(held))
+            except FileNotFoundError:
+                return False
+            finally:
+                self._release(held)
+        except OSError as error:
+            self._discard(directory, temporary)
+            detail = f"whether {name} was created can't be told"
+            raise err(Code.STORE_NO_ANSWER, detail, where=os.path.join(self.name, name)) from error
+
+    def _discard(self, directory: int, name: str) -> None:
+        # A temporary that stays does no harm, while the error that brought us here must not be covered by another.
+        with contextlib.suppress(OSError):
+            self._calls.unlink(name, directory)
+
+    def _release(self, fd: int) -> None:
+        # Nothing was written through this descriptor, or its file is given up: an error has nothing to tell.
+        with contextlib.suppress(OSError):
+            self._calls.close(fd)
+
+    # Finding the way
+
+    def _full(self, path: str) -> str:
+        return join_path(self._prefix, path)
+
+    @contextlib.contextmanager
+    def _directory(
+        self, full_path: str, *, make: bool = False, on_each: Callable[[int], None] | None = None
+    ) -> Iterator[int]:
+        """Open a directory component by component, by its path from the opened root; call `on_each` with each."""
+        fd = self._calls.open_root(self._root)
+        try:
+            if on_each:
+                on_each(fd)
+            for name in full_path.split("/") if full_path else []:
+                upper, fd = fd, self._open_below(fd, name, make=make)
+                self._release(upper)
+                if on_each:
+                    on_each(fd)
+            yield fd
+        finally:
+            self._release(fd)
+
+    def _open_below(self, directory: int, name: str, *, make: bool) -> int:
+        try:
+            return self._calls.open_directory(name, directory)
+        except FileNotFoundError:
+            if not make:
+                raise
+        with contextlib.suppress(FileExistsError):
+            self._calls.mkdir(name, directory)
+        return self._calls.open_directory(name, directory)
+
+    @contextlib.contextmanager
+    def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        """Open the directory that `path` is in; yield it and the last component."""
+        check_path(path)
+        head, _, name = path.rpartition("/")
+        with self._directory(self._full(head), make=make) as directory:
+            yield directory, name
+
+    @contextlib.contextmanager
+    def _opened(self, path: str) -> Iterator[tuple[int, int]]:
+        """Open a regular file for reading; yield its descriptor and its size in bytes."""
+        with self._parent(path) as (directory, name):
+            fd = self._calls.open_read(name, directory)
+        try:
+            yield fd, _regular_nbytes(self._calls.fstat(fd), path)
+        finally:
+            self._release(fd)
+
+    def _read_exactly(self, fd: int, byte_begin: int, nbytes: int, path: str) -> bytes:
+        """Return a range that the file had a moment ago."""
+        pieces: list[bytes] = []
+        done_nbytes = 0
+        while done_nbytes < nbytes:
+            piece = self._calls.read_at(fd, nbytes - done_nbytes, byte_begin + done_nbytes)
+            if not piece:
+                raise _too_short(path, byte_begin, nbytes, byte_begin + done_nbytes)
+            pieces.append(piece)
+            done_nbytes += len(piece)
+        return b"".join(pieces)
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, int, Names]]:
+        """Yield each directory from `prefix` down: its path, its descriptor, its names that aren't directories.
+
+        Each is opened from the root anew, so that a tree of any depth needs neither stack nor descriptors.
+        """
+        pending = [prefix]
+        while pending:
+            path = pending.pop()
+            with contextlib.suppress(FileNotFoundError), self._directory(self._full(path)) as directory:
+                entries = self._calls.scan(directory)
+                pending += [join_path(path, name) for name, is_directory in entries if is_directory]
+                yield path, directory, [name for name, is_directory in entries if not is_directory]
+
+    def _remove_one_directory(self, path: str) -> None:
+        head, _, name = self._full(path).rpartition("/")
+        if not name:
+            return  # the opened root itself stays
+        with contextlib.suppress(FileNotFoundError), self._directory(head) as directory:
+            try:
+                self._calls.rmdir(name, directory)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+                    raise
+
+    # Errors
+
+    @contextlib.contextmanager
+    def _changing(self, path: str) -> Iterator[None]:
+        """Refuse a change of a store that is open for reading; name the errors of a change."""
+        self._check_writable(path)
+        with self._named_errors(path, missing=Code.STORE_IO):
+            yield
+
+    def _check_writable(self, path: str) -> None:
+        if not self._writable:
+            raise err(Code.STORE_ACCESS, f"{self.name} is open for reading only", where=path, remedy="")
+
+    def _reading(self, path: str, action: Callable[[], T]) -> T:
+        """Return what `action` returns; look for the file again if its NFS handle went stale."""
+        stale_count = 0
+        with self._named_errors(path):
+            while True:
+                try:
+                    return action()
+                except OSError as error:
+                    stale_count += 1
+                    if error.errno != errno.ESTALE or stale_count == _STALE_TRIES:
+                        raise
+
+    @contextlib.contextmanager
+    def _named_errors(self, path: str, *, missing: Code = Code.FILE_MISSING) -> Iterator[None]:
+        """Turn an OSError into the error that a handler knows; `missing` is the code for ENOENT."""
+        try:
+            yield
+        except OSError as error:
+            code = _CODES.get(error.errno or 0, Code.STORE_IO)
+            code = missing if code is Code.FILE_MISSING else code
+            detail = f"{error.strerror or error} in {self.name}"
+            raise err(code, detail, where=path, requirement=_CLAUSES.get(code)) from error
+
+
+def _regular_nbytes(status: os.stat_result, path: str) -> int:
+    """Return the size of a regular file; refuse anything else."""
+    if not stat.S_ISREG(status.st_mode):
+        detail = f"it is a {_KINDS.get(stat.S_IFMT(status.st_mode), 'special file')}, not a regular file"
+        raise err(Code.UNSAFE_FILE, detail, where=path, requirement="REQ-CKP-002")
+    return status.st_size
+
+
+def _too_short(path: str, byte_begin: int, nbytes: int, file_nbytes: int) -> CkptError:
+    detail = f"bytes [{byte_begin}, {byte_begin + nbytes}) of a file of {file_nbytes}"
+    return err(Code.FILE_NBYTES, detail, where=path, requirement="REQ-CKP-003")

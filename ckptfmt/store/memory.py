@@ -1,0 +1,213 @@
+"""An object store in memory: flat keys, conditional put, no rename, no directories, and answers that get lost.
+
+It is the model of every object store, run under the same commit code as a file system. What a network does to a
+request is scripted with `MemoryStore.inject`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from collections.abc import Iterable, Mapping
+from enum import Enum, auto
+
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store.protocol import Buffer, Names, check_path, check_prefix, join_path
+
+__all__ = ["Loss", "MemoryStore"]
+
+
+class Loss(Enum):
+    """What becomes of a request that the store doesn't answer: the caller sees ``STORE_NO_ANSWER`` each time."""
+
+    #: The request is carried out (or refused), and the answer is lost.
+    ANSWER = auto()
+    #: The request is lost and never carried out.
+    REQUEST = auto()
+    #: The request is carried out later, in `MemoryStore.land`, and meets what is there by then.
+    LATE = auto()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Put:
+    """A request: ``PUT key``, with ``If-None-Match: *`` if it is exclusive."""
+
+    key: str
+    data: bytes
+    exclusive: bool
+
+
+@dataclasses.dataclass(slots=True)
+class _Bucket:
+    """What all views of one store share; every access holds the lock."""
+
+    objects: dict[str, bytes]
+    losses: list[tuple[Loss, str]] = dataclasses.field(default_factory=list)
+    late: list[_Put] = dataclasses.field(default_factory=list)
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def carry_out(self, put: _Put) -> bool:
+        """Carry out a request; return whether it was accepted."""
+        if put.exclusive and put.key in self.objects:
+            return False
+        self.objects[put.key] = put.data
+        return True
+
+    def next_loss(self, key: str) -> Loss | None:
+        """Take the first loss that was scripted for a key like this off the script."""
+        for position, (loss, key_end) in enumerate(self.losses):
+            if key.endswith(key_end):
+                del self.losses[position]
+                return loss
+        return None
+
+
+class MemoryStore:
+    """Objects in memory as a `ckptfmt.store.Store`: atomic puts, and every read sees every put before it.
+
+    >>> store = MemoryStore()
+    >>> store.create("run/manifest.json", [b"{", b"}"])
+    >>> store.at("run").read("manifest.json", limit_nbytes=10)
+    b'{}'
+    """
+
+    def __init__(self) -> None:
+        self._bucket = _Bucket({})
+        self._prefix = ""
+
+    @classmethod
+    def from_snapshot(cls, objects: Mapping[str, bytes]) -> MemoryStore:
+        """Return a store that holds `objects`, by their keys."""
+        for key in objects:
+            check_path(key)
+        store = cls()
+        store._bucket.objects.update(objects)
+        return store
+
+    def snapshot(self) -> dict[str, bytes]:
+        """Return a copy of all objects by their keys; requests that are still under way aren't in it."""
+        with self._bucket.lock:
+            return dict(self._bucket.objects)
+
+    def inject(self, loss: Loss, *, path_end: str = "") -> None:
+        """Lose the next `create` or `replace` of a path that ends with `path_end`; several are used up in turn."""
+        with self._bucket.lock:
+            self._bucket.losses.append((loss, path_end))
+
+    def land(self, *, count: int | None = None) -> Names:
+        """Let the oldest `count` late requests arrive (None: all); return the keys of those that were accepted."""
+        with self._bucket.lock:
+            arriving = self._bucket.late[:count]
+            del self._bucket.late[: len(arriving)]
+            return [put.key for put in arriving if self._bucket.carry_out(put)]
+
+    @property
+    def late_count(self) -> int:
+        """How many requests are still under way."""
+        with self._bucket.lock:
+            return len(self._bucket.late)
+
+    @property
+    def name(self) -> str:
+        """``memory:`` and the prefix."""
+        return f"memory:{self._prefix}"
+
+    def __repr__(self) -> str:
+        return f"<MemoryStore {self.name}>"
+
+    def at(self, prefix: str) -> MemoryStore:
+        """Return the same store with `prefix` as root; see `Store.at`."""
+        check_prefix(prefix)
+        lower = copy.copy(self)
+        lower._prefix = join_path(self._prefix, prefix)  # noqa: SLF001 - a copy of ourselves
+        return lower
+
+    def create(self, path: str, chunks: Iterable[Buffer]) -> None:
+        """Create an object exclusively and whole; see `Store.create`."""
+        check_path(path)
+        data = b"".join(chunks)
+        if not self._put(path, data, exclusive=True):
+            raise err(Code.STORE_EXISTS, f"it is in {self.name} already", where=path)
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Put `data` in the place of an object; see `Store.replace`."""
+        check_path(path)
+        self._put(path, bytes(data), exclusive=False)
+
+    def read(self, path: str, *, limit_nbytes: int) -> bytes:
+        """Return a whole small object; see `Store.read`."""
+        data = self._get(path)
+        if len(data) > limit_nbytes:
+            detail = f"{len(data)} bytes, of {limit_nbytes} allowed"
+            raise err(Code.LIMIT_EXCEEDED, detail, where=path, requirement="REQ-DOC-008")
+        return data
+
+    def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
+        """Return exactly a range of an object; see `Store.read_range`."""
+        data = self._get(path)
+        if not 0 <= byte_begin <= byte_begin + nbytes <= len(data):
+            detail = f"bytes [{byte_begin}, {byte_begin + nbytes}) of a file of {len(data)}"
+            raise err(Code.FILE_NBYTES, detail, where=path, requirement="REQ-CKP-003")
+        return data[byte_begin : byte_begin + nbytes]
+
+    def nbytes(self, path: str) -> int:
+        """Return an object's size in bytes; see `Store.nbytes`."""
+        return len(self._get(path))
+
+    def list(self, prefix: str) -> Names:
+        """Return the paths of all objects below `prefix`; see `Store.list`."""
+        check_prefix(prefix)
+        directory = _directory_key(join_path(self._prefix, prefix))
+        root = _directory_key(self._prefix)
+        with self._bucket.lock:
+            return sorted(key.removeprefix(root) for key in self._bucket.objects if key.startswith(directory))
+
+    def list_names(self, prefix: str) -> Names:
+        """Return the first components of the keys below `prefix`; see `Store.list_names`."""
+        inner = [path.removeprefix(_directory_key(prefix)) for path in self.list(prefix)]
+        return sorted({head + slash for head, slash, _ in (path.partition("/") for path in inner)})
+
+    def delete(self, path: str) -> None:
+        """Remove an object; see `Store.delete`."""
+        check_path(path)
+        with self._bucket.lock:
+            self._bucket.objects.pop(join_path(self._prefix, path), None)
+
+    def delete_leftovers(self, prefix: str) -> None:
+        """Do nothing: a put that didn't end leaves nothing."""
+        check_prefix(prefix)
+
+    def remove_directory(self, path: str) -> None:
+        """Do nothing: there are no directories."""
+        check_prefix(path)
+
+    def sync(self, path: str) -> None:
+        """Do nothing: what was acknowledged is durable."""
+        check_prefix(path)
+
+    def _put(self, path: str, data: bytes, *, exclusive: bool) -> bool:
+        put = _Put(join_path(self._prefix, path), data, exclusive)
+        with self._bucket.lock:
+            loss = self._bucket.next_loss(put.key)
+            if loss is Loss.LATE:
+                self._bucket.late.append(put)
+            accepted = loss in (None, Loss.ANSWER) and self._bucket.carry_out(put)
+        if loss is not None:
+            raise err(Code.STORE_NO_ANSWER, f"no answer to a put in {self.name}", where=path)
+        return accepted
+
+    def _get(self, path: str) -> bytes:
+        check_path(path)
+        with self._bucket.lock:
+            data = self._bucket.objects.get(join_path(self._prefix, path))
+        if data is None:
+            raise self._missing(path)
+        return data
+
+    def _missing(self, path: str) -> CkptError:
+        return err(Code.FILE_MISSING, f"no such object in {self.name}", where=path, requirement="REQ-CKP-004")
+
+
+def _directory_key(prefix: str) -> str:
+    return f"{prefix}/" if prefix else ""

@@ -1,0 +1,113 @@
+"""The system calls that `LocalStore` makes, one method each: the seam for recorders and fault injectors.
+
+Every name is relative to an open directory and is one component, so that nothing below the root can be reached
+through a symlink that somebody put in the way. Methods raise OSError, as the system calls do. Linux; elsewhere
+`rename_noreplace` is refused and ``fsync`` may promise less.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+from typing import Final
+
+from ckptfmt.store.protocol import TEMPORARY_PREFIX
+
+__all__ = ["PosixCalls"]
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: else opening a named pipe waits for its writer, for ever.
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_RENAME_NOREPLACE: Final = 1
+
+
+class PosixCalls:
+    """The primitive calls, as the system makes them. Without state."""
+
+    def temporary_name(self) -> str:
+        """Return a name that no other process and no earlier run chooses."""
+        return TEMPORARY_PREFIX + secrets.token_hex(16)
+
+    def open_root(self, path: str) -> int:
+        """Open a directory by its absolute path, which may lead through symlinks: it is the caller's own."""
+        return os.open(path, _DIRECTORY)
+
+    def open_directory(self, name: str, directory_fd: int) -> int:
+        """Open a directory; a symlink is refused (ENOTDIR or ELOOP)."""
+        return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory_fd)
+
+    def open_new(self, name: str, directory_fd: int) -> int:
+        """Create a file for writing; EEXIST if there is anything of that name."""
+        return os.open(name, _NEW, 0o666, dir_fd=directory_fd)
+
+    def open_read(self, name: str, directory_fd: int) -> int:
+        """Open a file for reading without waiting; a symlink is refused (ELOOP). It needn't be a regular file."""
+        return os.open(name, _READ, dir_fd=directory_fd)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor; it is closed even if this raises (Linux)."""
+        os.close(fd)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        """Write the beginning of `data` at the file's position and return how many bytes that were."""
+        return os.write(fd, data)
+
+    def read_at(self, fd: int, nbytes: int, byte_begin: int) -> bytes:
+        """Return up to `nbytes` bytes from `byte_begin` on; none at the file's end."""
+        return os.pread(fd, nbytes, byte_begin)
+
+    def fsync(self, fd: int) -> None:
+        """Make a file's contents and size durable. After an error they may be lost, and a second try would hide it."""
+        os.fsync(fd)
+
+    def fsync_directory(self, fd: int) -> None:
+        """Make durable which names are in a directory."""
+        os.fsync(fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """Return what is known of an open file."""
+        return os.fstat(fd)
+
+    def lstat(self, name: str, directory_fd: int) -> os.stat_result:
+        """Return what is known of a name, of a symlink itself."""
+        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+
+    def scan(self, directory_fd: int) -> list[tuple[str, bool]]:
+        """Return the names in a directory, each with whether it is a directory (a symlink to one isn't)."""
+        with os.scandir(directory_fd) as entries:
+            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+
+    def mkdir(self, name: str, directory_fd: int) -> None:
+        """Create a directory."""
+        os.mkdir(name, dir_fd=directory_fd)
+
+    def link(self, name: str, new_name: str, directory_fd: int) -> None:
+        """Give the file `name` a second name; EEXIST if that is taken."""
+        os.link(name, new_name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd, follow_symlinks=False)
+
+    def rename_noreplace(self, name: str, new_name: str, directory_fd: int) -> None:
+        """Rename `name`; EEXIST if `new_name` is taken. For file systems without hard links.
+
+        Source: renameat2(2), RENAME_NOREPLACE.
+        """
+        renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if renameat2 is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), name)
+        if renameat2(directory_fd, os.fsencode(name), directory_fd, os.fsencode(new_name), _RENAME_NOREPLACE) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), name, None, new_name)
+
+    def rename(self, name: str, new_name: str, directory_fd: int) -> None:
+        """Rename `name` over whatever file `new_name` is."""
+        os.rename(name, new_name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+
+    def unlink(self, name: str, directory_fd: int) -> None:
+        """Remove a name that isn't a directory's."""
+        os.unlink(name, dir_fd=directory_fd)
+
+    def rmdir(self, name: str, directory_fd: int) -> None:
+        """Remove an empty directory."""
+        os.rmdir(name, dir_fd=directory_fd)

@@ -1,0 +1,217 @@
+"""What a store promises: the one place where ckptfmt touches bytes that outlive the process.
+
+A store holds files under a root. Paths are relative to it, with ``/`` between components, on every kind of store.
+There are two kinds, and the engines run the same code over both:
+
+- a *file system* has directories; a new name is durable only after `Store.sync`;
+- an *object store* has flat keys; what was acknowledged is durable, and `Store.sync` has nothing to do.
+
+Whoever implements one keeps three promises, on which crash safety rests:
+
+1. **Exclusive.** Of any number of concurrent `Store.create` calls on one path, on any number of machines, at most
+   one succeeds. A look before the write doesn't give that: it takes ``link``, ``renameat2(RENAME_NOREPLACE)`` or
+   ``PUT If-None-Match: *``.
+2. **Whole.** A path either isn't there, or has all bytes that were handed over. No reader sees a part, after a
+   crash neither.
+3. **Honest about the unknown.** A call whose request or answer may be lost raises ``STORE_NO_ANSWER``, never
+   another code: the caller then reads back, and deletes nothing until it knows.
+
+Every call may raise ``STORE_IO``, ``STORE_ACCESS`` and ``STORE_NO_ANSWER``, calls that write also ``NO_SPACE``; the
+docstrings name what comes on top. Calls may come from several threads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, Protocol, TypeAlias
+
+from ckptfmt.errors import CkptError, Code, err
+
+__all__ = [
+    "COMPONENT_NBYTES",
+    "TEMPORARY_PREFIX",
+    "Buffer",
+    "Names",
+    "Store",
+    "check_path",
+    "check_prefix",
+    "join_path",
+]
+
+#: Bytes to write: C-contiguous.
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+# Inside of a class with a method `list`, the built-in type can't be named any more.
+Names: TypeAlias = list[str]
+
+#: Names that begin with this are a store's own unfinished files: callers can't use them and listings leave them
+out.TEMPORARY_PREFIX: Final = ".tmp-"
+
+#: Longest component of a path, in UTF-8: what common file systems take.
+COMPONENT_NBYTES: Final = 255
+
+
+class Store(Protocol):
+    """Files under a root, created whole and at most once."""
+
+    @property
+    def name(self) -> str:
+        """The place in words, for messages: a directory, or a bucket with a prefix."""
+
+    def create(self, path: str, chunks: Iterable[Buffer]) -> None:
+        """Create the file `path` from `chunks`, exclusively and whole; make missing directories.
+
+        The contents are durable before the name appears. The name is durable after `sync` of its directory.
+        When a CkptError leaves this call, the file wasn't created and won't be later, unless the code is
+        ``STORE_NO_ANSWER``: then it is there, isn't, or (object stores) still comes, and is created exclusively
+        even then.
+
+        Args:
+            path: where; see `check_path`.
+            chunks: the contents in order; drawn once, each written before the next is drawn.
+
+        Raises:
+            CkptError: ``STORE_EXISTS`` if the path is taken, whatever it holds; ``UNSAFE_PATH``; ``UNSAFE_FILE`` if
+                a parent isn't a directory. What `chunks` raises comes through as it is, an OSError as a store
+                error.
+
+        Spec: REQ-CKP-001, REQ-CKP-002
+        """
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Put `data` at `path` whole and at once, whatever was there; only the decision register may be replaced.
+
+        A reader sees the old contents or the new ones. After an error it is one of the two. Durable when `create`
+        is.
+
+        Raises:
+            CkptError: ``UNSAFE_PATH``, ``UNSAFE_FILE``.
+        """
+
+    def read(self, path: str, *, limit_nbytes: int) -> bytes:
+        """Return a whole small file. Its size is checked before anything is read or allocated.
+
+        Raises:
+            CkptError: ``FILE_MISSING``; ``LIMIT_EXCEEDED`` if it is larger than `limit_nbytes`; ``UNSAFE_FILE`` if
+                it isn't a regular file or is reached through a symlink; ``FILE_NBYTES`` if it shrinks meanwhile.
+
+        Spec: REQ-CKP-002, REQ-CKP-004, REQ-DOC-008
+        """
+
+    def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
+        """Return exactly the bytes ``[byte_begin, byte_begin + nbytes)`` of a file.
+
+        The range is checked against the file's true size before `nbytes` are allocated.
+
+        Raises:
+            CkptError: ``FILE_NBYTES`` if the file doesn't have them all; ``FILE_MISSING``, ``UNSAFE_FILE``.
+
+        Spec: REQ-CKP-002, REQ-CKP-003, REQ-CKP-004
+        """
+
+    def nbytes(self, path: str) -> int:
+        """Return a file's size in bytes.
+
+        Raises:
+            CkptError: ``FILE_MISSING``, ``UNSAFE_FILE``.
+        """
+
+    def list(self, prefix: str) -> Names:
+        """Return the paths of all files below the directory `prefix` (``""`` is the root), relative to the root,
+        sorted.
+
+        A file system lists symlinks, pipes and the like too, without following them, and names that `check_path`
+        refuses; both leave out unfinished files. Nothing there: an empty list. A listing is a hint: no commit rests
+        on it.
+        """
+
+    def list_names(self, prefix: str) -> Names:
+        """Return the names in the directory `prefix`, sorted; those of directories end with ``/``.
+
+        An object store has no empty directories. Otherwise as `list`.
+        """
+
+    def delete(self, path: str) -> None:
+        """Remove a file. One that isn't there is fine. Durable after `sync` of the directory.
+
+        Raises:
+            CkptError: ``UNSAFE_FILE`` if it is a directory.
+        """
+
+    def delete_leftovers(self, prefix: str) -> None:
+        """Remove the unfinished files that killed writers left below the directory `prefix`; objects: no-op.
+
+        Only for a prefix under which nobody writes any more: a living writer's `create` would fail.
+        """
+
+    def remove_directory(self, path: str) -> None:
+        """Remove the empty directories below `path`, and it; objects: no-op. One that isn't empty stays, without an error."""
+
+    def sync(self, path: str) -> None:
+        """Make durable which names are in the directory `path` and in its parents up to the root; objects: no-op.
+
+        "Root" is that of the store which was opened, above all `at`. Directories *below* `path` aren't included.
+        Never
+        retried: after an error nobody knows what is durable.
+
+        Raises:
+            CkptError: ``FILE_MISSING`` if there is no such directory.
+        """
+
+    def at(self, prefix: str) -> Store:
+        """Return the same store with the directory `prefix` as root; it needn't be there yet."""
+
+
+def check_path(path: str) -> None:
+    """Raise unless `path` names a file below a root, on every kind of store.
+
+    Raises:
+        CkptError: ``UNSAFE_PATH`` for an absolute or empty path; for a component that is empty, ``.``, ``..``,
+            longer than `COMPONENT_NBYTES` or a store's own (`TEMPORARY_PREFIX`); for backslash, NUL, and what isn't
+            Unicode.
+
+    Spec: REQ-CKP-001
+
+    >>> check_path("parts/0123456789abcdef-00000.msgpack")
+    >>> check_path("../etc/passwd")
+    Traceback (most recent call last):
+    ...
+    ckptfmt.errors.FormatError: UNSAFE_PATH at '../etc/passwd': component '..' ...
+    """
+    for component in path.split("/"):
+        if component in ("", ".", ".."):
+            raise _unsafe(path, f"component {component!r} isn't allowed")
+        if component.startswith(TEMPORARY_PREFIX):
+            raise _unsafe(path, f"component {component!r} is of the store's own names")
+    if "\\" in path or "\0" in path:
+        raise _unsafe(path, "backslash and NUL aren't allowed")
+    try:
+        encoded = path.encode()
+    except UnicodeEncodeError as error:
+        raise _unsafe(path, "it isn't Unicode text") from error
+    if max(map(len, encoded.split(b"/"))) > COMPONENT_NBYTES:
+        raise _unsafe(path, f"a component is longer than {COMPONENT_NBYTES} bytes")
+
+
+def check_prefix(prefix: str) -> None:
+    """Raise unless `prefix` names a directory: ``""`` for the root, or what `check_path` takes.
+
+    Raises:
+        CkptError: ``UNSAFE_PATH``.
+    """
+    if prefix:
+        check_path(prefix)
+
+
+def join_path(prefix: str, path: str) -> str:
+    """Return `path` below `prefix`, either of which may be ``""``.
+
+    >>> join_path("", "a"), join_path("a", ""), join_path("a", "b/c")
+    ('a', 'a', 'a/b/c')
+    """
+    return f"{prefix}/{path}" if prefix and path else prefix or path
+
+
+def _unsafe(path: str, detail: str) -> CkptError:
+    # The path is hostile text: quoted and cut, it can't forge a line of a log.
+    return err(Code.UNSAFE_PATH, detail, where=ascii(path[:200]), requirement="REQ-CKP-001")
