@@ -3,14 +3,14 @@
 The rules are those by which torch.distributed.tensor makes local tensors, stated on intervals instead of tensors. A
 dimension is the list of intervals of the global tensor that the local one holds, in local order; at first it is all.
 
-* `Shard` cuts the list into as many chunks as the mesh dimension has ranks, of ``ceil(count / ranks)`` elements each; the
-  last may be short, those behind it are empty (the rule of ``torch.chunk``). Rank i takes chunk i.
+* `Shard` cuts the list into as many chunks as the mesh dimension has ranks, of ``ceil(count / ranks)`` elements each;
+  the last may be short, those behind it are empty (the rule of ``torch.chunk``). Rank i takes chunk i.
 * `StridedShard` cuts the list into ``split_factor`` chunks, each of these into as many as there are ranks, and rank i
   takes the i-th chunk of every one, put together.
 * `Replicate` takes everything.
 
-Placements are applied in the order of the mesh dimensions. FSDP2 does otherwise: it cuts plainly what tensor parallelism
-left of a parameter, then declares the result as ``(StridedShard(0, tp), Shard(0))``. Both readings agree when the
+Placements are applied in the order of the mesh dimensions. FSDP2 does otherwise: it cuts plainly what tensor
+parallelism left of a parameter, then declares the result as ``(StridedShard(0, tp), Shard(0))``. Both readings agree when the
 dimension divides evenly and differ in some uneven cases (16 rows on 4 by 3 ranks: the last row is on rank (3, 2) or, by
 the mesh's order, (3, 0)), so `local_boxes` asks the local shape which one it was.
 """
@@ -89,8 +89,8 @@ def boxes_of(
         mesh_shape: ranks along each mesh dimension.
         coordinate: of the rank in the mesh.
         placements: one for each mesh dimension.
-        fsdp2: read a strided shard whose factor is the number of shards to its right as a plain one that came after them,
-            as FSDP2 makes its local tensors.
+        fsdp2: read a strided shard whose factor is the number of shards to its right as a plain one that came after
+            them, as FSDP2 makes its local tensors.
 
     Raises: ARGUMENT when mesh, coordinate, placements and shape don't fit together.
     Source: ``Shard`` and ``_StridedShard._split_tensor`` of torch.distributed.tensor.placement_types, torch 2.13.

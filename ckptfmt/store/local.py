@@ -298,8 +298,8 @@ class LocalStore:
     def _write_temporary(self, directory: int, chunks: Iterable[Buffer]) -> str:
         """Write `chunks` to a new file and make them durable; return its name. After an exception it is gone."""
         temporary = self._calls.temporary_name()
-        fd = self._calls.open_new(temporary, directory)
         try:
+            fd = self._calls.open_new(temporary, directory)
             try:
                 for chunk in chunks:
                     self._write_all(fd, chunk)

@@ -44,8 +44,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 # Inside of a class with a method `list`, the built-in type can't be named any more.
 Names: TypeAlias = list[str]
 
-#: Names that begin with this are a store's own unfinished files: callers can't use them and listings leave them
-out.TEMPORARY_PREFIX: Final = ".tmp-"
+#: A store's own unfinished files begin with this: callers can't use such names and listings leave them out.
+TEMPORARY_PREFIX: Final = ".tmp-"
 
 #: Longest component of a path, in UTF-8: what common file systems take.
 COMPONENT_NBYTES: Final = 255
@@ -117,8 +117,7 @@ class Store(Protocol):
         """
 
     def list(self, prefix: str) -> Names:
-        """Return the paths of all files below the directory `prefix` (``""`` is the root), relative to the root,
-        sorted.
+        """Return the paths of all files below the directory `prefix`, relative to the root, sorted.
 
         A file system lists symlinks, pipes and the like too, without following them, and names that `check_path`
         refuses; both leave out unfinished files. Nothing there: an empty list. A listing is a hint: no commit rests
@@ -145,7 +144,10 @@ class Store(Protocol):
         """
 
     def remove_directory(self, path: str) -> None:
-        """Remove the empty directories below `path`, and it; objects: no-op. One that isn't empty stays, without an error."""
+        """Remove the empty directories below `path`, and it; objects: no-op.
+
+        One that isn't empty stays, without an error; so does the root of the opened store.
+        """
 
     def sync(self, path: str) -> None:
         """Make durable which names are in the directory `path` and in its parents up to the root; objects: no-op.

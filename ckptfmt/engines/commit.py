@@ -1,0 +1,346 @@
+"""Decide: turn the parts of an attempt into a checkpoint, or give it up. Spec: ``spec/70-commit.md``.
+
+The same steps run on a file system and on an object store. Nothing here asks who the other committers are: the store's
+exclusive creation of the decision register decides, once and for all.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ckptfmt import limits
+from ckptfmt.arithmetic.merge import PartFileEntry, merge_parts, summarise
+from ckptfmt.digest import digest_text
+from ckptfmt.documents.canonical import parse_document
+from ckptfmt.documents.manifest import (
+    MANIFEST_NAME,
+    Abort,
+    Manifest,
+    Origin,
+    Tombstone,
+    failure_path,
+    index_name,
+    parse_register,
+    part_path,
+)
+from ckptfmt.documents.part import Part
+from ckptfmt.errors import CkptError, Code, err
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ckptfmt.store.protocol import Buffer, Store
+
+__all__ = ["abort", "commit", "create_once", "finalize", "read_register", "retire", "wait_for_decision"]
+
+#: How often a call without an answer is repeated before the outcome is called unknown.
+_TRIES = 3
+#: How long a poll sleeps, in seconds: at first, and at most.
+_POLL_MIN_S, _POLL_MAX_S = 0.002, 0.1
+
+
+def read_register(store: Store) -> Manifest | Abort | Tombstone | None:
+    """Return what the decision register of a checkpoint directory holds; None if nothing was decided yet.
+
+    Raises: FormatError, IntegrityError, UnsupportedError, StoreError. Spec: REQ-MAN-001.
+    """
+    try:
+        return parse_register(store.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES))
+    except CkptError as error:
+        if error.code == Code.FILE_MISSING:
+            return None
+        raise
+
+
+def create_once(
+    store: Store,
+    path: str,
+    chunks: Callable[[], Iterable[Buffer]],
+    *,
+    content: bytes | None = None,
+    nbytes: int | None = None,
+) -> None:
+    """Create a file whose name only this caller, or one with the same bytes, uses; repeat a call without an answer.
+
+    Args:
+        chunks: returns the contents anew for each try.
+        content: the whole contents, where a file that is there already may have been written by an equal caller.
+        nbytes: size in bytes, where a file that is there can only be our own, from a try whose answer was lost.
+
+    Raises: StoreError; CommitError(COMMIT_CONFLICT) if other contents are there.
+    Spec: REQ-CMT-003, REQ-CMT-006.
+    """
+    for attempt in range(_TRIES):
+        try:
+            store.create(path, chunks())
+        except CkptError as error:
+            if error.code == Code.STORE_NO_ANSWER and attempt + 1 < _TRIES:
+                continue
+            if error.code != Code.STORE_EXISTS or (content is None and attempt == 0):
+                raise
+            same = (
+                store.read(path, limit_nbytes=len(content)) == content
+                if content is not None
+                else store.nbytes(path) == nbytes
+            )
+            if not same:
+                raise err(
+                    Code.COMMIT_CONFLICT, "other contents are there", where=path, requirement="REQ-CMT-006"
+                ) from error
+        return
+
+
+def commit(
+    store: Store, origin: Origin, *, deadline_s: float, on_wait: Callable[[list[int]], None] | None = None
+) -> Manifest:
+    """Wait for the parts of an attempt, and make them a checkpoint.
+
+    Args:
+        store: rooted at the checkpoint's directory.
+        origin: of the attempt.
+        deadline_s: how long to wait for parts, in seconds.
+        on_wait: called with the writers still missing, now and then.
+
+    Returns: the manifest that is in the register now; it is durable.
+    Raises: CommitError: WRITERS_MISSING, WRITER_FAILED, COMMIT_CONFLICT, COMMIT_UNKNOWN (nothing was deleted);
+        IntegrityError(CHECKPOINT_ABORTED, CHECKPOINT_RETIRED, FILE_MISSING, FILE_NBYTES); LayoutError; StoreError.
+    Spec: REQ-CMT-005 to REQ-CMT-009.
+    """
+    _wait_for_parts(store, origin, deadline_s, on_wait)
+    return finalize(store, origin)
+
+
+def finalize(store: Store, origin: Origin) -> Manifest:
+    """Make the parts of an attempt, which are all there, a checkpoint. Anyone may, any number of times.
+
+    Raises: as `commit`.
+    Spec: REQ-CMT-005 to REQ-CMT-009.
+    """
+    entries = [_read_part(store, origin, writer) for writer in range(origin.writer_count)]
+    index = merge_parts(entries)
+    index_content, index_digest = index.dump()
+    create_once(store, index_name(origin.attempt), lambda: [index_content], content=index_content)
+    for entry in entries:
+        for file in entry.part.files:
+            _check_file(store, file.name, file.nbytes)
+    manifest = Manifest(
+        origin=origin,
+        saved_unix_s=index.saved_unix_s,
+        fields=summarise(index),
+        index_nbytes=len(index_content),
+        index_digest=digest_text(index_digest),
+    )
+    store.sync("parts")
+    content = manifest.dump()
+    _decide(store, content)
+    store.sync("")
+    decided = parse_register(content)
+    assert isinstance(decided, Manifest)  # noqa: S101 - it was dumped from one
+    return decided
+
+
+def abort(store: Store, *, run_id: str | None, launch: int | None, step: int, reason: str) -> bool:
+    """Give up an undecided checkpoint directory, then remove its files; False if it was decided otherwise before.
+
+    The record comes first: a committer that was only slow would commit onto removed files.
+
+    Raises: StoreError; CommitError(COMMIT_UNKNOWN).
+    Spec: REQ-CMT-020, REQ-CMT-021.
+    """
+    record = Abort(run_id=run_id, launch=launch, step=step, reason=reason)
+    try:
+        _decide(store, record.dump())
+    except CkptError as error:
+        if error.code == Code.COMMIT_UNKNOWN or not isinstance(read_register(store), Abort):
+            if error.code in (Code.COMMIT_CONFLICT, Code.CHECKPOINT_ABORTED, Code.CHECKPOINT_RETIRED):
+                return False
+            raise
+    store.sync("")
+    _delete_all_but_register(store)
+    return True
+
+
+def retire(store: Store, manifest: Manifest) -> None:
+    """Replace a committed manifest by a tombstone, then remove the files. Again, if a crash came between.
+
+    Raises: StoreError.
+    Spec: REQ-CMT-022, REQ-CMT-023.
+    """
+    origin = manifest.origin
+    tombstone = Tombstone(
+        run_id=origin.run_id, launch=origin.launch, step=origin.step, manifest_digest=manifest.digest
+    )
+    store.replace(MANIFEST_NAME, tombstone.dump())
+    store.sync("")
+    _delete_all_but_register(store)
+
+
+def sweep(store: Store) -> None:
+    """Remove what an interrupted `abort` or `retire` left behind a record that is there already. Spec: REQ-CMT-024."""
+    store.sync("")
+    _delete_all_but_register(store)
+
+
+def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Manifest:
+    """Wait until the committer has decided, or a writer says that it failed.
+
+    Raises: CommitError(WRITER_FAILED, WRITERS_MISSING, COMMIT_CONFLICT); IntegrityError(CHECKPOINT_ABORTED,
+        CHECKPOINT_RETIRED).
+    Spec: REQ-CMT-009.
+    """
+    for _ in _poll(deadline_s):
+        register = read_register(store)
+        if isinstance(register, Manifest) and register.origin.attempt == origin.attempt:
+            return register
+        if register is not None:
+            raise _refusal(register)
+        _raise_failures(store, origin)
+    raise err(
+        Code.WRITERS_MISSING,
+        f"the committer didn't decide within {deadline_s:g} s",
+        where=MANIFEST_NAME,
+        requirement="REQ-CMT-009",
+        remedy="See why writer 0 stopped; save again.",
+    )
+
+
+# --- waiting ------------------------------------------------------------------------------------------------------------
+
+
+def _poll(deadline_s: float) -> Iterable[None]:
+    """Yield at once, then ever more slowly until the deadline, and a last time after it."""
+    end = time.monotonic() + deadline_s
+    pause = _POLL_MIN_S
+    while True:
+        late = time.monotonic() >= end
+        yield None
+        if late:
+            return
+        time.sleep(min(pause, max(0.0, end - time.monotonic())))
+        pause = min(_POLL_MAX_S, pause * 1.5)
+
+
+def _wait_for_parts(
+    store: Store, origin: Origin, deadline_s: float, on_wait: Callable[[list[int]], None] | None
+) -> None:
+    missing = list(range(origin.writer_count))
+    for _ in _poll(deadline_s):
+        present = set(store.list_names("parts"))
+        missing = [writer for writer in missing if part_path(origin.attempt, writer)[len("parts/") :] not in present]
+        if not missing:
+            return
+        _raise_failures(store, origin, present)
+        if on_wait is not None:
+            on_wait(missing)
+    raise err(
+        Code.WRITERS_MISSING,
+        f"no part of writers {', '.join(map(str, missing[:16]))} within {deadline_s:g} s",
+        where="parts/",
+        requirement="REQ-CMT-005",
+    )
+
+
+def _raise_failures(store: Store, origin: Origin, present: set[str] | None = None) -> None:
+    names = set(store.list_names("parts")) if present is None else present
+    for writer in range(origin.writer_count):
+        path = failure_path(origin.attempt, writer)
+        if path[len("parts/") :] in names:
+            record, _ = parse_document(
+                store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path, types=("failure",)
+            )
+            raise err(
+                Code.WRITER_FAILED,
+                f"writer {writer}: {record['code']}: {record['detail'][:300]}",
+                where=path,
+                requirement="REQ-CMT-004",
+            )
+
+
+# --- deciding -----------------------------------------------------------------------------------------------------------
+
+
+def _read_part(store: Store, origin: Origin, writer: int) -> PartFileEntry:
+    path = part_path(origin.attempt, writer)
+    content = store.read(path, limit_nbytes=limits.MSGPACK_NBYTES)
+    part, digest = Part.parse(content, where=path)
+    if part.origin != origin or part.writer != writer:
+        raise err(
+            Code.WRITERS_DIVERGED,
+            f"the part of writer {writer} isn't of this attempt",
+            where=path,
+            requirement="REQ-CMT-010",
+        )
+    return PartFileEntry(part=part, digest=digest, nbytes=len(content))
+
+
+def _check_file(store: Store, path: str, nbytes: int) -> None:
+    actual = store.nbytes(path)
+    if actual != nbytes:
+        raise err(
+            Code.FILE_NBYTES, f"{actual} bytes where {nbytes} were written", where=path, requirement="REQ-CMT-007"
+        )
+
+
+def _decide(store: Store, content: bytes) -> None:
+    """Create the decision register, or find out who did. Spec: REQ-CMT-008."""
+    for _ in range(_TRIES):
+        try:
+            store.create(MANIFEST_NAME, [content])
+        except CkptError as error:
+            if error.code not in (Code.STORE_EXISTS, Code.STORE_NO_ANSWER):
+                raise
+        else:
+            return
+        found = _read_back(store)
+        if found == content:
+            return
+        if found is not None:
+            raise _refusal(parse_register(found))
+        # Not there: the request was lost, or comes late. To repeat it is safe, for only one can win.
+    raise err(
+        Code.COMMIT_UNKNOWN,
+        "the store doesn't say whether the register was created",
+        where=MANIFEST_NAME,
+        requirement="REQ-CMT-008",
+    )
+
+
+def _read_back(store: Store) -> bytes | None:
+    try:
+        return store.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
+    except CkptError as error:
+        if error.code == Code.FILE_MISSING:
+            return None
+        raise err(
+            Code.COMMIT_UNKNOWN, f"the register can't be read back: {error}", where=MANIFEST_NAME,
+            requirement="REQ-CMT-008",
+        ) from error
+
+
+def _refusal(register: Manifest | Abort | Tombstone) -> CkptError:
+    if isinstance(register, Abort):
+        return err(
+            Code.CHECKPOINT_ABORTED, register.reason, where=MANIFEST_NAME, requirement="REQ-MAN-001",
+            remedy="A newer launch cleaned up; stop this process.",
+        )
+    if isinstance(register, Tombstone):
+        return err(
+            Code.CHECKPOINT_RETIRED, "a checkpoint was here and was retired", where=MANIFEST_NAME,
+            requirement="REQ-MAN-001", remedy="Save another step, or to another path.",
+        )
+    return err(
+        Code.COMMIT_CONFLICT,
+        f"attempt {register.origin.attempt} of step {register.origin.step} was committed here",
+        where=MANIFEST_NAME,
+        requirement="REQ-CMT-008",
+    )
+
+
+def _delete_all_but_register(store: Store) -> None:
+    for path in store.list(""):
+        if path != MANIFEST_NAME:
+            store.delete(path)
+    store.delete_leftovers("")
+    store.remove_directory("parts")
+    store.sync("")

@@ -1,0 +1,448 @@
+"""Read a checkpoint: open the manifest and the index, then only what is asked for, each block verified first.
+
+Spec: REQ-OPN-001 to REQ-OPN-008.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ckptfmt import limits
+from ckptfmt.arithmetic.merge import check_index_tiling, summarise
+from ckptfmt.arithmetic.plan import PieceRead, iter_chunks, plan_blocks, plan_pieces, strides_of
+from ckptfmt.box import Box
+from ckptfmt.digest import DIGEST_NBYTES, PREFIX, digest_bytes
+from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
+from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, index_name, part_path
+from ckptfmt.documents.part import Part, PartBox, PartTensor
+from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tree import parse_tree
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.commit import read_register
+from ckptfmt.errors import Code, err
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from ckptfmt.engines.snapshot import TensorSink
+    from ckptfmt.store.protocol import Store
+
+__all__ = ["Checkpoint", "numpy_dtype"]
+
+#: How many bytes of a tensor are held at a time, beside the destination.
+CHUNK_NBYTES: Final = 32 << 20
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the numpy dtype of a dtype of the format; bfloat16 and the float8 family come from ml_dtypes.
+
+    Raises: StateError(STATE_UNSUPPORTED) for the few that neither has.
+    """
+    import ml_dtypes  # noqa: PLC0415 - a twentieth of a second that validate needn't pay
+
+    if hasattr(ml_dtypes, name):
+        return np.dtype(getattr(ml_dtypes, name))
+    try:
+        return np.dtype(name).newbyteorder("<")
+    except TypeError:
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            f"numpy has no dtype {name}",
+            remedy="Load it into a torch tensor: pass a state, or framework='torch'.",
+        ) from None
+
+
+class Checkpoint:
+    """A committed checkpoint, opened for reading. Only manifest and index are read until more is asked for.
+
+    Args:
+        store: rooted at the checkpoint's directory.
+        digest: the manifest digest that is expected, if one is.
+
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED, FILE_MISSING, FILE_NBYTES,
+        DOC_DIGEST); FormatError; UnsupportedError; LayoutError (tiling); StoreError.
+    Spec: REQ-OPN-001 to REQ-OPN-004.
+    """
+
+    def __init__(self, store: Store, *, digest: str | None = None) -> None:
+        self.store = store
+        self.manifest = read_manifest(store)
+        if digest is not None and self.manifest.digest != digest:
+            raise err(
+                Code.DOC_DIGEST,
+                f"the manifest is {self.manifest.digest}, not {digest}",
+                where=MANIFEST_NAME,
+                requirement="REQ-OPN-001",
+            )
+        self.index = read_index(store, self.manifest)
+        self.tensors: dict[TensorKey, IndexTensor] = {tensor.key: tensor for tensor in self.index.tensors}
+        self.leaves: dict[TensorKey, IndexLeaf] = {
+            (leaf.field, leaf.name, leaf.scope): leaf for leaf in self.index.leaves
+        }
+        self.streams: dict[tuple[str, str], IndexStream] = {
+            (stream.name, stream.scope): stream for stream in self.index.streams
+        }
+        self._parts: dict[int, tuple[Part, dict[TensorKey, PartTensor]]] = {}
+        self._aliases = {
+            (tensor.field, alias, tensor.scope): tensor for tensor in self.index.tensors for alias in tensor.aliases
+        }
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what was read."""
+        self._parts.clear()
+
+    @property
+    def step(self) -> int:
+        """Training steps done when it was saved."""
+        return self.manifest.origin.step
+
+    @property
+    def digest(self) -> str:
+        """The digest of the manifest: the name of the checkpoint."""
+        return self.manifest.digest
+
+    @property
+    def weights(self) -> TensorView:
+        """The weights by name, as numpy arrays, read when they are indexed."""
+        return TensorView(self, "weights")
+
+    @property
+    def optimizer(self) -> TensorView:
+        """The optimizer's tensors by name, as numpy arrays, read when they are indexed."""
+        return TensorView(self, "optimizer")
+
+    def field(self, field: str) -> TensorView:
+        """Return the tensors of a field by name."""
+        return TensorView(self, field)
+
+    def find(self, field: str, name: str, scope: str = "global") -> IndexTensor | None:
+        """Return what the index says of a tensor, by its name or one of its aliases."""
+        key = (field, name, scope)
+        return self.tensors.get(key) or self._aliases.get(key)
+
+    def leaf(self, field: str, name: str = "", scope: str = "global") -> Any:  # noqa: ANN401 - any plain value
+        """Return a plain value; tensors within are `TensorRef`.
+
+        Raises: StateError(LEAF_MISSING).
+        """
+        entry = self.leaves.get((field, name, scope))
+        if entry is None:
+            raise err(Code.LEAF_MISSING, f"{field} has no value {name!r} ({scope})", where=name)
+        where = part_path(self.manifest.origin.attempt, entry.part)
+        for leaf in self._part(entry.part)[0].leaves:
+            if (leaf.field, leaf.name, leaf.scope) == (field, name, scope):
+                return parse_tree(leaf.value, where=f"{where}#/leaves/{field}/{name}")
+        raise self._contradiction(entry.part, f"has no value {name!r} of {field}")
+
+    def stream(self, name: str, scope: str) -> tuple[str, Any]:
+        """Return kind and state of a random-number stream.
+
+        Raises: StateError(STREAM_MISSING).
+        """
+        entry = self.streams.get((name, scope))
+        if entry is None:
+            raise err(Code.STREAM_MISSING, f"no stream {name!r} ({scope})", where=name)
+        where = part_path(self.manifest.origin.attempt, entry.part)
+        for stream in self._part(entry.part)[0].streams:
+            if (stream.name, stream.scope) == (name, scope):
+                return stream.kind, parse_tree(stream.state, where=f"{where}#/streams/{name}")
+        raise self._contradiction(entry.part, f"has no stream {name!r}")
+
+    def read(self, field: str, name: str, scope: str = "global", box: Box | None = None) -> NDArray[Any]:
+        """Return a tensor, or a piece of it, as a numpy array of its own.
+
+        Raises: StateError(TENSOR_MISSING, ARGUMENT); IntegrityError.
+        Spec: REQ-OPN-005, REQ-OPN-006.
+        """
+        tensor = self.find(field, name, scope)
+        if tensor is None:
+            raise err(Code.TENSOR_MISSING, f"{field} has no tensor {name!r} ({scope})", where=name)
+        whole = Box.whole(tensor.global_shape)
+        wanted = whole if box is None else box
+        if len(wanted.shape) != len(whole.shape) or not whole.contains(wanted):
+            raise err(Code.ARGUMENT, f"{wanted} leaves the tensor's {tensor.global_shape}", where=name)
+        array = np.empty(wanted.shape, numpy_dtype(tensor.dtype))
+        flat = array.view(_raw(tensor.dtype))
+        for piece, content in self.iter_content(tensor, wanted):
+            flat[piece.relative_to(wanted)] = np.frombuffer(content, _raw(tensor.dtype)).reshape(piece.shape)
+        return array
+
+    def read_into(self, sinks: Sequence[TensorSink]) -> None:
+        """Fill every sink. Bytes are handed on only when their block is verified.
+
+        Raises: StateError(TENSOR_MISSING, DTYPE_MISMATCH, SHAPE_MISMATCH); IntegrityError.
+        Spec: REQ-OPN-005, REQ-OPN-006.
+        """
+        for sink in sinks:
+            tensor = self.find(sink.field, sink.name, sink.scope)
+            if tensor is None:
+                raise err(
+                    Code.TENSOR_MISSING, f"{sink.field} has no tensor {sink.name!r} ({sink.scope})", where=sink.name
+                )
+            if sink.dtype != tensor.dtype:
+                raise err(Code.DTYPE_MISMATCH, f"saved as {tensor.dtype}, wanted as {sink.dtype}", where=sink.name)
+            if tuple(sink.global_shape) != tensor.global_shape:
+                raise err(
+                    Code.SHAPE_MISMATCH,
+                    f"saved as {tensor.global_shape}, wanted as {tuple(sink.global_shape)}",
+                    where=sink.name,
+                )
+            for wanted in sink.boxes:
+                for piece, content in self.iter_content(tensor, wanted):
+                    sink.copy_from(piece, content)
+
+    def iter_content(self, tensor: IndexTensor, wanted: Box) -> Iterator[tuple[Box, memoryview]]:
+        """Yield the elements of `wanted`, piece by piece: C order, little-endian, verified."""
+        for read in plan_pieces(tensor.sharding, wanted):
+            for chunk in iter_chunks(read.wanted, DTYPES[tensor.dtype].nbytes, CHUNK_NBYTES):
+                yield chunk, self._read_chunk(tensor, PieceRead(read.stored, read.part, chunk))
+
+    def _read_chunk(self, tensor: IndexTensor, read: PieceRead) -> memoryview:
+        element_nbytes = DTYPES[tensor.dtype].nbytes
+        block_nbytes = self.manifest.origin.block_nbytes
+        blocks = plan_blocks(read.stored, read.wanted, element_nbytes, block_nbytes)
+        held, part = self._locate(tensor, read)
+        content = bytearray(blocks.byte_end - blocks.byte_begin)
+        for extent in held.extents:
+            begin = max(blocks.byte_begin, extent.block_begin * block_nbytes)
+            end = min(blocks.byte_end, (extent.block_begin + extent.block_count) * block_nbytes)
+            if begin < end:
+                at = extent.byte_begin + begin - extent.block_begin * block_nbytes
+                path = part.files[extent.file].name
+                got = self.store.read_range(path, at, end - begin)
+                _check_blocks(got, held.digests, begin // block_nbytes, block_nbytes, path, at)
+                content[begin - blocks.byte_begin : end - blocks.byte_begin] = got
+        return _cut(content, blocks.byte_begin, read, element_nbytes)
+
+    def _locate(self, tensor: IndexTensor, read: PieceRead) -> tuple[PartBox, Part]:
+        part, tensors = self._part(read.part)
+        held = tensors.get(tensor.key)
+        if held is not None and held.dtype == tensor.dtype and held.global_shape == tensor.global_shape:
+            for box in held.boxes:
+                if box.box == read.stored and box.extents:
+                    return box, part
+        raise self._contradiction(read.part, f"doesn't store {read.stored} of {tensor.name!r}")
+
+    def _part(self, number: int) -> tuple[Part, dict[TensorKey, PartTensor]]:
+        if number not in self._parts:
+            part = self.read_part(number)
+            self._parts[number] = part, {tensor.key: tensor for tensor in part.tensors}
+        return self._parts[number]
+
+    def read_part(self, number: int) -> Part:
+        """Read and check one part.
+
+        Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST); FormatError.
+        Spec: REQ-OPN-004.
+        """
+        origin, entry = self.manifest.origin, self.index.parts[number]
+        path = part_path(origin.attempt, number)
+        content = _read_exactly(self.store, path, entry.nbytes)
+        part, _ = Part.parse(content, where=path, digest=entry.digest)
+        if part.origin != origin or part.writer != number:
+            raise self._contradiction(number, "is of another attempt or writer")
+        return part
+
+    def _contradiction(self, number: int, detail: str) -> Exception:
+        path = part_path(self.manifest.origin.attempt, number)
+        return err(
+            Code.DOC_MISMATCH, f"against what the index says, {path} {detail}", where=path, requirement="REQ-IDX-001"
+        )
+
+
+class TensorView:
+    """The tensors of one field by name; indexing returns a `TensorHandle`, which reads when it is sliced.
+
+    A tensor that only has per-worker copies is found under the name of its first worker's.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, field: str, scope: str | None = None) -> None:
+        self._checkpoint = checkpoint
+        self._field = field
+        self._scope = scope
+
+    def scoped(self, scope: str) -> TensorView:
+        """Return the view of one scope only, such as ``lw/0``."""
+        return TensorView(self._checkpoint, self._field, scope)
+
+    def __getitem__(self, name: str) -> TensorHandle:
+        for scope in (self._scope,) if self._scope else ("global", "lw/0"):
+            tensor = self._checkpoint.find(self._field, name, scope)
+            if tensor is not None:
+                return TensorHandle(self._checkpoint, tensor)
+        raise err(Code.TENSOR_MISSING, f"{self._field} has no tensor {name!r}", where=name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in set(self)
+
+    def __iter__(self) -> Iterator[str]:
+        names: dict[str, None] = {}
+        for tensor in self._checkpoint.index.tensors:
+            if tensor.field == self._field and self._scope in (None, tensor.scope):
+                names.update(dict.fromkeys((tensor.name, *tensor.aliases)))
+        return iter(names)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def keys(self) -> list[str]:
+        """Return the names, aliases included."""
+        return list(self)
+
+
+class TensorHandle:
+    """A tensor of a checkpoint: shape and dtype at once, elements when it is sliced."""
+
+    def __init__(self, checkpoint: Checkpoint, tensor: IndexTensor) -> None:
+        self._checkpoint = checkpoint
+        self._tensor = tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape in elements."""
+        return self._tensor.global_shape
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype."""
+        return self._tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole tensor in bytes."""
+        return self._tensor.nbytes
+
+    def __repr__(self) -> str:
+        return f"TensorHandle({self._tensor.name!r}, {self.dtype}, {self.shape})"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: ANN401, FBT001 - numpy's
+        del copy
+        array = self[...]
+        return array if dtype is None else array.astype(dtype)
+
+    def __getitem__(self, item: Any) -> NDArray[Any]:  # noqa: ANN401 - as in numpy
+        """Return elements; of basic indices with step 1, only the blocks that have them are read."""
+        items = item if isinstance(item, tuple) else (item,)
+        box, keep = _box_of(items, self.shape, self._tensor.name)
+        key = self._tensor.key
+        array = self._checkpoint.read(*key, box=box)
+        return array[keep]
+
+
+def read_manifest(store: Store) -> Manifest:
+    """Return the manifest in a checkpoint directory's register.
+
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED) and those of `read_register`.
+    Spec: REQ-MAN-001.
+    """
+    register = read_register(store)
+    if isinstance(register, Manifest):
+        return register
+    if register is None:
+        code, detail = Code.NOT_COMMITTED, f"{store.name} has no {MANIFEST_NAME}"
+    elif isinstance(register, Abort):
+        code, detail = Code.CHECKPOINT_ABORTED, register.reason
+    else:
+        code, detail = Code.CHECKPOINT_RETIRED, f"it was {register.manifest_digest}"
+    raise err(code, detail, where=MANIFEST_NAME, requirement="REQ-MAN-001")
+
+
+def read_index(store: Store, manifest: Manifest) -> Index:
+    """Return the index that a manifest names, checked against it.
+
+    Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST); FormatError(DOC_MISMATCH, MANIFEST_SUMMARY and
+        those of parsing); LayoutError.
+    Spec: REQ-IDX-001, REQ-IDX-004, REQ-MAN-006.
+    """
+    path = index_name(manifest.origin.attempt)
+    content = _read_exactly(store, path, manifest.index_nbytes)
+    digest = bytes.fromhex(manifest.index_digest.removeprefix(PREFIX))
+    index = Index.parse(content, where=path, digest=digest)
+    if index.origin != manifest.origin or index.saved_unix_s != manifest.saved_unix_s:
+        raise err(
+            Code.DOC_MISMATCH, "manifest and index are of different attempts", where=path, requirement="REQ-IDX-001"
+        )
+    if summarise(index) != manifest.fields:
+        raise err(
+            Code.MANIFEST_SUMMARY,
+            "the fields aren't as the index says",
+            where=f"{MANIFEST_NAME}#/signed/fields",
+            requirement="REQ-MAN-006",
+        )
+    check_index_tiling(index)
+    return index
+
+
+def _read_exactly(store: Store, path: str, nbytes: int) -> bytes:
+    actual = store.nbytes(path)
+    if actual != nbytes:
+        raise err(
+            Code.FILE_NBYTES, f"{actual} bytes where {nbytes} are declared", where=path, requirement="REQ-CKP-003"
+        )
+    return store.read(path, limit_nbytes=nbytes)
+
+
+def _check_blocks(
+    content: bytes, digests: bytes, block_begin: int, block_nbytes: int, path: str, byte_begin: int
+) -> None:
+    view = memoryview(content)
+    for number, begin in enumerate(range(0, len(content), block_nbytes), start=block_begin):
+        end = min(begin + block_nbytes, len(content))
+        if digest_bytes(view[begin:end]) != digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
+            raise err(
+                Code.BLOCK_DIGEST,
+                f"block {number} isn't what was saved",
+                where=f"{path}[{byte_begin + begin}:{byte_begin + end}]",
+                requirement="REQ-OPN-006",
+            )
+
+
+def _raw(dtype: str) -> np.dtype[Any]:
+    return np.dtype((np.void, DTYPES[dtype].nbytes))
+
+
+def _cut(content: bytearray, byte_begin: int, read: PieceRead, element_nbytes: int) -> memoryview:
+    """Return the wanted elements out of the bytes of a stored piece from `byte_begin` on."""
+    strides = strides_of(read.stored.shape, element_nbytes)
+    offsets = (begin - base for begin, base in zip(read.wanted.begin, read.stored.begin, strict=True))
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)) - byte_begin
+    raw = np.dtype((np.void, element_nbytes))
+    view = np.ndarray(read.wanted.shape, raw, buffer=content, offset=first, strides=strides)
+    return memoryview(np.ascontiguousarray(view).reshape(-1).view(np.uint8)).cast("B")
+
+
+def _box_of(items: tuple[Any, ...], shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any, ...]]:
+    """Return the box that basic indices select, and the index that drops what integers select of it."""
+    if items.count(Ellipsis) > 1 or len(items) - items.count(Ellipsis) > len(shape):
+        raise err(Code.ARGUMENT, f"too many indices for shape {shape}", where=name)
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        filled = (slice(None),) * (len(shape) - len(items) + 1)
+        items = (*items[:at], *filled, *items[at + 1 :])
+    items = (*items, *(slice(None),) * (len(shape) - len(items)))
+    begin, extents, keep = [], [], []
+    for index, extent in zip(items, shape, strict=True):
+        if isinstance(index, slice):
+            start, stop, step = index.indices(extent)
+            if step != 1:
+                raise err(Code.ARGUMENT, "a slice with a step; read it without, then slice the array", where=name)
+            begin.append(start)
+            extents.append(max(0, stop - start))
+            keep.append(slice(None))
+        elif isinstance(index, int) and -extent <= index < extent:
+            begin.append(index % extent)
+            extents.append(1)
+            keep.append(0)  # type: ignore[arg-type]
+        else:
+            raise err(Code.ARGUMENT, f"index {index!r} doesn't fit an extent of {extent}", where=name)
+    return Box(tuple(begin), tuple(extents)), tuple(keep)
