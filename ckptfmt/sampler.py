@@ -42,14 +42,14 @@ class Sampler:
     It is a `batch_sampler` for a map-style DataLoader, ``DataLoader(dataset, batch_sampler=sampler)``, without torch.
 
     **Order.** The order is a pure function of `seed`: epoch after epoch without end, each a permutation
-    (``feistel-v1``) in which every sample stands once. Step s takes the next `global_batch` positions, and worker i of w the contiguous
-    slice from ``i * global_batch // w`` to ``(i + 1) * global_batch // w`` of them: so the samples of a step don't
-    depend on w. There is no short batch: one that reaches the end of an epoch goes on with the next (nothing is dropped
-    or padded, so `drop_last` has no meaning here).
+    (``feistel-v1``) in which every sample stands once. Step s takes the next `global_batch` positions, and worker i
+    of w the contiguous slice from ``i * global_batch // w`` to ``(i + 1) * global_batch // w`` of them: so the
+    samples of a step don't depend on w. There is no short batch: one that reaches the end of an epoch goes on with
+    the next (nothing is dropped or padded, so `drop_last` has no meaning here).
 
-    **Position.** What a loader has fetched is not what the run has consumed. The cursor moves only when the program says
-    that a step is done: `commit` with the number of steps done, or `advance` after each. Iterators start at the cursor,
-    and those from before a `load_state_dict` are refused, since what they prefetched is no longer due.
+    **Position.** What a loader has fetched is not what the run has consumed. The cursor moves only when the program
+    says that a step is done: `commit` with the number of steps done, or `advance` after each. Iterators start at
+    the cursor, and those from before a `load_state_dict` are refused, since what they prefetched is no longer due.
 
     Args:
         dataset: the data set, or its number of samples.
@@ -188,6 +188,8 @@ class Sampler:
         if sample != vector.id:
             detail = f"the order has sample {sample} at position {vector.pos}, the cursor says {vector.id}"
             raise err(Code.CURSOR_FORM, detail, where="cursor/order/vector_check", requirement="REQ-CUR-006")
+        if self._source.fingerprint is None:
+            self._source = cursor.sources[0]
         self._loaded = cursor
         step, position = cursor.commit.step, cursor.commit.global_pos
         self._progress = _Progress(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckptfmt.errors import Code, err
 
@@ -13,7 +13,7 @@ __all__ = ["assign_writers"]
 class _Key(Hashable, Protocol):
     """What can be put into a set and into order."""
 
-    def __lt__(self, other: object, /) -> bool: ...
+    def __lt__(self, other: Any, /) -> bool: ...  # noqa: ANN401 - of the key's own type
 
 
 K = TypeVar("K", bound=_Key)

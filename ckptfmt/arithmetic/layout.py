@@ -10,9 +10,9 @@ dimension is the list of intervals of the global tensor that the local one holds
 * `Replicate` takes everything.
 
 Placements are applied in the order of the mesh dimensions. FSDP2 does otherwise: it cuts plainly what tensor
-parallelism left of a parameter, then declares the result as ``(StridedShard(0, tp), Shard(0))``. Both readings agree when the
-dimension divides evenly and differ in some uneven cases (16 rows on 4 by 3 ranks: the last row is on rank (3, 2) or, by
-the mesh's order, (3, 0)), so `local_boxes` asks the local shape which one it was.
+parallelism left of a parameter, then declares the result as ``(StridedShard(0, tp), Shard(0))``. Both readings agree
+when the dimension divides evenly and differ in some uneven cases (16 rows on 4 by 3 ranks: the last row is on rank
+(3, 2) or, by the mesh's order, (3, 0)), so `local_boxes` asks the local shape which one it was.
 """
 
 from __future__ import annotations

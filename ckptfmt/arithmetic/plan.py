@@ -53,26 +53,18 @@ def iter_chunks(wanted: Box, element_nbytes: int, chunk_nbytes: int) -> Iterator
     >>> [chunk.shape for chunk in iter_chunks(Box((0, 0), (5, 4)), 1, 8)]
     [(2, 4), (2, 4), (1, 4)]
     """
-    for axis, extent in enumerate(wanted.shape):
-        inner = math.prod(wanted.shape[axis + 1 :]) * element_nbytes
-        step = chunk_nbytes // max(1, inner)
-        if step >= 1 and math.prod(wanted.shape[:axis]) == 1:
-            break
-        if math.prod(wanted.shape[: axis + 1]) > 1:
-            step = max(1, step)
-            break
-    else:
+    axis = next((axis for axis, extent in enumerate(wanted.shape) if extent > 1), None)
+    if axis is None or wanted.element_count * element_nbytes <= chunk_nbytes:
         yield wanted
         return
+    extent = wanted.shape[axis]
+    step = max(1, chunk_nbytes * extent // (wanted.element_count * element_nbytes))
     for begin in range(0, extent, step):
         piece = Box(
             (*wanted.begin[:axis], wanted.begin[axis] + begin, *wanted.begin[axis + 1 :]),
             (*wanted.shape[:axis], min(step, extent - begin), *wanted.shape[axis + 1 :]),
         )
-        if piece.element_count * element_nbytes > chunk_nbytes and any(e > 1 for e in piece.shape[axis + 1 :]):
-            yield from iter_chunks(piece, element_nbytes, chunk_nbytes)
-        else:
-            yield piece
+        yield from iter_chunks(piece, element_nbytes, chunk_nbytes)
 
 
 def strides_of(shape: tuple[int, ...], element_nbytes: int) -> tuple[int, ...]:

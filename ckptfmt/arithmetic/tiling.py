@@ -1,9 +1,10 @@
 """Whether boxes tile a tensor exactly, by counting signed corners; and whether boxes of a part overlap.
 
 Give each box the sign ``+1`` at the corner where it begins and a change of sign for every coordinate that is an end.
-The sum of all boxes' corners says where the number of boxes above an element changes; boxes tile a tensor if and only if
-that sum is the corners of the whole tensor. The first corner (in C order) at which the two differ is the first element
-that is in no box, or in more than one: nothing smaller has a wrong count, so what changes there is the count itself.
+The sum of all boxes' corners says where the number of boxes above an element changes; boxes tile a tensor if and only
+if that sum is the corners of the whole tensor. The first corner (in C order) at which the two differ is the first
+element that is in no box, or in more than one: nothing smaller has a wrong count, so what changes there is the count
+itself.
 
 The cost is that of sorting ``boxes * 2**d`` integers, d the number of dimensions in which the tensor is cut at all.
 """

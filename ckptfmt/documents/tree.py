@@ -19,7 +19,7 @@ from ckptfmt.errors import Code, err
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["DeviceName", "DtypeName", "InlineArray", "Size", "TensorRef", "dump_tree", "find_difference", "parse_tree"]
+__all__ = ["DeviceName", "DtypeName", "InlineArray", "Size", "TensorRef", "dump_tree", "find_difference", "iter_values", "parse_tree"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +120,17 @@ def find_difference(left: object, right: object, path: str = "") -> str | None:
             return None if same else path or "/"
         return next((found for key, a, b in pairs if (found := find_difference(a, b, f"{path}/{key}"))), None)
     return path or "/"
+
+
+def iter_values(value: object) -> Iterator[object]:
+    """Yield every value of a tree that isn't a container, keys of dicts left out."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        for item in value:
+            yield from iter_values(item)
+    else:
+        yield value
 
 
 # --- encode ---------------------------------------------------------------------------------------------------------

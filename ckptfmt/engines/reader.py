@@ -224,6 +224,10 @@ class Checkpoint:
                 content[begin - blocks.byte_begin : end - blocks.byte_begin] = got
         return _cut(content, blocks.byte_begin, read, element_nbytes)
 
+    def check_stored(self, tensor: IndexTensor, box: Box, part: int) -> None:
+        """Raise unless a part stores a piece as the index says. Raises: FormatError(DOC_MISMATCH), and of parts."""
+        self._locate(tensor, PieceRead(box, part, box))
+
     def _locate(self, tensor: IndexTensor, read: PieceRead) -> tuple[PartBox, Part]:
         part, tensors = self._part(read.part)
         held = tensors.get(tensor.key)

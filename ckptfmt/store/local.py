@@ -349,7 +349,8 @@ class LocalStore:
             # Held open, so that its inode number isn't given to another writer's file when the name goes.
             held = self._calls.open_read(temporary, directory)
             try:
-                self._calls.unlink(temporary, directory)
+                with contextlib.suppress(FileNotFoundError):
+                    self._calls.unlink(temporary, directory)
                 found = self._calls.lstat(name, directory)
                 return os.path.samestat(found, self._calls.fstat(held))
             except FileNotFoundError:

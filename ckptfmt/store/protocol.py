@@ -50,6 +50,8 @@ TEMPORARY_PREFIX: Final = ".tmp-"
 #: Longest component of a path, in UTF-8: what common file systems take.
 COMPONENT_NBYTES: Final = 255
 
+_FORBIDDEN: Final = {"\\", "\x7f", *map(chr, range(0x20))}
+
 
 class Store(Protocol):
     """Files under a root, created whole and at most once."""
@@ -153,8 +155,7 @@ class Store(Protocol):
         """Make durable which names are in the directory `path` and in its parents up to the root; objects: no-op.
 
         "Root" is that of the store which was opened, above all `at`. Directories *below* `path` aren't included.
-        Never
-        retried: after an error nobody knows what is durable.
+        Never retried: after an error nobody knows what is durable.
 
         Raises:
             CkptError: ``FILE_MISSING`` if there is no such directory.
@@ -169,8 +170,8 @@ def check_path(path: str) -> None:
 
     Raises:
         CkptError: ``UNSAFE_PATH`` for an absolute or empty path; for a component that is empty, ``.``, ``..``,
-            longer than `COMPONENT_NBYTES` or a store's own (`TEMPORARY_PREFIX`); for backslash, NUL, and what isn't
-            Unicode.
+            longer than `COMPONENT_NBYTES` or a store's own (`TEMPORARY_PREFIX`); for backslash, NUL and other control
+            characters; for what isn't Unicode.
 
     Spec: REQ-CKP-001
 
@@ -185,8 +186,8 @@ def check_path(path: str) -> None:
             raise _unsafe(path, f"component {component!r} isn't allowed")
         if component.startswith(TEMPORARY_PREFIX):
             raise _unsafe(path, f"component {component!r} is of the store's own names")
-    if "\\" in path or "\0" in path:
-        raise _unsafe(path, "backslash and NUL aren't allowed")
+    if _FORBIDDEN & set(path):
+        raise _unsafe(path, "backslash and control characters aren't allowed")
     try:
         encoded = path.encode()
     except UnicodeEncodeError as error:

@@ -14,7 +14,7 @@ from ckptfmt.errors import CkptError, Code
 @st.composite
 def holdings(draw):
     """What up to five writers hold of up to twenty keys; each key has at least one holder."""
-    held = [[] for _ in range(draw(st.integers(1, 5)))]
+    held: list[list[tuple[tuple[str, str], int]]] = [[] for _ in range(draw(st.integers(1, 5)))]
     for key in range(draw(st.integers(0, 20))):
         nbytes = draw(st.integers(0, 100))
         for writer in draw(st.sets(st.integers(0, len(held) - 1), min_size=1)):

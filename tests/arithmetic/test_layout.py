@@ -35,7 +35,9 @@ def gather(global_shape, pieces):
     if not pieces:
         return np.zeros(0, int)
     for piece in pieces:
-        local[piece.local_box.relative_to(Box.whole(local.shape))] = whole[piece.box.relative_to(Box.whole(global_shape))]
+        local[piece.local_box.relative_to(Box.whole(local.shape))] = whole[
+            piece.box.relative_to(Box.whole(global_shape))
+        ]
     return local
 
 
@@ -59,7 +61,9 @@ def test_the_pieces_of_all_ranks_tile_the_tensor(layout, fsdp2):
         if replica_index(mesh_shape, coordinate, placements) == 0
         for piece in boxes_of(global_shape, mesh_shape, coordinate, placements, fsdp2=fsdp2)
     ]
-    rows = [np.array([getattr(b, a) for b in boxes], np.int64).reshape(-1, len(global_shape)) for a in ("begin", "shape")]
+    rows = [
+        np.array([getattr(b, a) for b in boxes], np.int64).reshape(-1, len(global_shape)) for a in ("begin", "shape")
+    ]
     check_tiling(global_shape, *rows, where="w")
 
 
@@ -77,7 +81,7 @@ def test_the_local_boxes_of_a_rank_tile_its_local_tensor(layout):
 @given(layouts())
 def test_ranks_of_one_replica_group_hold_the_same(layout):
     global_shape, mesh_shape, placements = layout
-    holders = {}
+    holders: dict[object, list[int]] = {}
     for coordinate in coordinates(mesh_shape):
         key = tuple(
             -1 if isinstance(placement, Replicate) else at for at, placement in zip(coordinate, placements, strict=True)
@@ -103,7 +107,9 @@ def test_a_contiguous_shard_is_one_piece():
     placements = (StridedShard(0, split_factor=2), Shard(0))
     for coordinate in coordinates((2, 2)):
         assert len(boxes_of((8, 5), (2, 2), coordinate, placements)) == 1
-    assert boxes_of((8,), (1,), (0,), (StridedShard(0, split_factor=4),)) == (LocalPiece(Box((0,), (8,)), Box((0,), (8,))),)
+    assert boxes_of((8,), (1,), (0,), (StridedShard(0, split_factor=4),)) == (
+        LocalPiece(Box((0,), (8,)), Box((0,), (8,))),
+    )
 
 
 def test_a_scalar_and_an_empty_shard():
@@ -181,7 +187,9 @@ def test_pieces_are_the_local_tensors_of_dtensor(fake_rank):
 
     for rank in range(8):
         fake_rank(rank, 8)
-        meshes = {shape: torch.distributed.init_device_mesh("cpu", shape) for shape in ((8,), (2, 4), (4, 2), (2, 2, 2))}
+        meshes = {
+            shape: torch.distributed.init_device_mesh("cpu", shape) for shape in ((8,), (2, 4), (4, 2), (2, 2, 2))
+        }
         for shape, mesh_shape, placements in cases():
             full = torch.arange(math.prod(shape)).reshape(shape)
             mesh = meshes[mesh_shape]

@@ -1,16 +1,14 @@
-"""A directory in memory, where fsync costs nothing and which is a second kind of file system besides."""
+"""A directory in memory."""
 
-import os
 import pathlib
 import tempfile
 
 import pytest
 
+from tests.store.helpers import FAST_DIRECTORY
+
 
 @pytest.fixture
-def fast_path(tmp_path):
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="ckptfmt-test-") as path:
+def fast_path():
+    with tempfile.TemporaryDirectory(dir=FAST_DIRECTORY, prefix="ckptfmt-test-") as path:
         yield pathlib.Path(path)

@@ -1,0 +1,263 @@
+"""Which checkpoint a run goes on from, and who owns the run. Spec: REQ-RUN-001 to REQ-RUN-007."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from typing import TYPE_CHECKING
+
+from ckptfmt import limits
+from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, parse_checkpoint_name
+from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, Run, launch_name, parse_launch_name
+from ckptfmt.engines.commit import create_once, read_register
+from ckptfmt.engines.verify import Report, check_place, verify_checkpoint
+from ckptfmt.errors import CkptError, Code, StoreError, err
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckptfmt.store.protocol import Store
+
+__all__ = [
+    "RunEntry",
+    "begin_launch",
+    "check_not_fenced",
+    "iter_lineage",
+    "list_checkpoints",
+    "list_launches",
+    "open_run",
+    "read_run",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunEntry:
+    """One checkpoint directory of a run.
+
+    Attributes:
+        name: of the directory.
+        step: of its name.
+        launch: of its name.
+        register: what its register holds; None if undecided; the error if it can't be read.
+    """
+
+    name: str
+    step: int
+    launch: int
+    register: Manifest | Abort | Tombstone | CkptError | None
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest, where the checkpoint is committed."""
+        return self.register if isinstance(self.register, Manifest) else None
+
+
+def read_run(store: Store) -> Run | None:
+    """Return the record of a run, or None where there is none. Raises: FormatError, IntegrityError."""
+    try:
+        return Run.parse(store.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES))
+    except CkptError as error:
+        if error.code == Code.FILE_MISSING:
+            return None
+        raise
+
+
+def open_run(store: Store) -> Run:
+    """Return the record of a run, made if there is none; who comes second takes the first one's.
+
+    Raises: StoreError; UnsupportedError; FormatError. Spec: REQ-RUN-001.
+    """
+    run = read_run(store)
+    if run is not None:
+        return run
+    content = Run(run_id=secrets.token_hex(16)).dump()
+    try:
+        create_once(store, RUN_NAME, lambda: [content], content=content)
+    except CkptError as error:
+        if error.code != Code.COMMIT_CONFLICT:
+            raise
+    store.sync("")
+    run = read_run(store)
+    if run is None:
+        raise err(Code.STORE_IO, "the run's record was created and isn't there", where=RUN_NAME)
+    return run
+
+
+def list_launches(store: Store, run: Run | None = None) -> list[Launch]:
+    """Return the launches of a run, oldest first.
+
+    Raises: FormatError(RUN_MISMATCH and those of parsing), IntegrityError. Spec: REQ-RUN-003, REQ-RUN-005.
+    """
+    launches = [read_launch(store, number, run) for number in list_launch_numbers(store)]
+    return sorted(launches, key=lambda launch: launch.launch)
+
+
+def list_launch_numbers(store: Store) -> list[int]:
+    """Return the numbers of a run's launches, ascending, as numbers."""
+    numbers = (parse_launch_name(name) for name in store.list_names(LAUNCHES))
+    return sorted(number for number in numbers if number is not None)
+
+
+def read_launch(store: Store, number: int, run: Run | None = None) -> Launch:
+    """Return one launch record. Raises: FormatError, IntegrityError."""
+    path = f"{LAUNCHES}/{launch_name(number)}"
+    launch = Launch.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
+    if run is not None and launch.run_id != run.run_id:
+        raise err(Code.RUN_MISMATCH, f"it belongs to run {launch.run_id}", where=path, requirement="REQ-RUN-003")
+    return launch
+
+
+def list_checkpoints(store: Store, run: Run | None = None) -> list[RunEntry]:
+    """Return every checkpoint directory of a run by step, then launch, compared as numbers.
+
+    A register that can't be read becomes an entry with its error: nobody decides for it.
+    """
+    entries = []
+    for name in store.list_names(""):
+        found = parse_checkpoint_name(name.rstrip("/"))
+        if found is not None and name.endswith("/"):
+            entries.append(_read_entry(store, name.rstrip("/"), found, run))
+    return sorted(entries, key=lambda entry: (entry.step, entry.launch))
+
+
+def iter_lineage(launches: list[Launch], entries: list[RunEntry]) -> Iterator[RunEntry]:
+    """Yield the checkpoints that the newest launch may resume from, best first.
+
+    The newest launch's own commits come first, greatest step first; then what it resumed from, and the older commits of
+    the launch that saved that; and so on down. A rollback thereby stays rolled back. Entries whose register can't be
+    read are yielded too: whoever resumes must know what it passes over.
+
+    Spec: REQ-RUN-006.
+    """
+    by_number = {launch.launch: launch for launch in launches}
+    number = max(by_number, default=None)
+    bound: int | None = None
+    seen: set[int] = set()
+    while number is not None and number not in seen:
+        seen.add(number)
+        own = [entry for entry in entries if entry.launch == number and (bound is None or entry.step <= bound)]
+        for entry in sorted(own, key=lambda entry: -entry.step):
+            if entry.manifest is not None or isinstance(entry.register, CkptError):
+                yield entry
+        resume = by_number[number].resume_from if number in by_number else None
+        found = parse_checkpoint_name(resume.name) if resume is not None else None
+        bound, number = found if found is not None else (None, None)
+
+
+def check_not_fenced(store: Store, launch: int) -> None:
+    """Raise if a newer launch owns the run. Raises: FencedError(FENCED). Spec: REQ-RUN-004."""
+    newest = max(list_launch_numbers(store), default=launch)
+    if newest > launch:
+        raise err(
+            Code.FENCED,
+            f"launch {newest} has taken over from launch {launch}",
+            where=f"{LAUNCHES}/{launch_name(newest)}",
+            requirement="REQ-RUN-004",
+        )
+
+
+def begin_launch(
+    store: Store,
+    run: Run,
+    *,
+    choose: str | None = None,
+    fresh: bool = False,
+    on_passed_over: Callable[[str], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Launch:
+    """Choose what to resume from, check it wholly, and take the next launch number with that choice.
+
+    Args:
+        choose: name or manifest digest of a checkpoint, chosen by hand; None to follow the lineage.
+        fresh: start from nothing, by hand.
+        on_passed_over: called with a sentence for each newer checkpoint that isn't valid.
+        on_progress: called with the number of bytes just checked.
+
+    Raises: IntegrityError(NO_VALID_CHECKPOINT, NOT_COMMITTED); StoreError; FormatError.
+    Spec: REQ-RUN-002, REQ-RUN-006, REQ-RUN-007.
+    """
+    while True:
+        launches = list_launches(store, run)
+        if fresh:
+            resume, chosen_by = None, "hand"
+        elif choose is not None:
+            resume, chosen_by = _choose_by_hand(store, run, choose), "hand"
+        else:
+            resume, chosen_by = _choose_by_lineage(store, run, launches, on_passed_over, on_progress)
+        number = max((launch.launch for launch in launches), default=0) + 1
+        launch = Launch(
+            run_id=run.run_id, launch=number, nonce=secrets.token_hex(16), chosen_by=chosen_by, resume_from=resume
+        )
+        content = launch.dump()
+        try:
+            create_once(store, f"{LAUNCHES}/{launch_name(number)}", lambda content=content: [content], content=content)
+        except CkptError as error:
+            if error.code == Code.COMMIT_CONFLICT:
+                continue  # Somebody took the number; what to resume from may have changed with it.
+            raise
+        store.sync(LAUNCHES)
+        return launch
+
+
+def _choose_by_hand(store: Store, run: Run, choose: str) -> ResumeFrom:
+    for entry in list_checkpoints(store, run):
+        if entry.manifest is not None and choose in (entry.name, entry.manifest.digest):
+            return ResumeFrom(name=entry.name, digest=entry.manifest.digest)
+    raise err(
+        Code.NOT_COMMITTED,
+        f"the run has no committed checkpoint {choose!r}",
+        where=store.name,
+        remedy="`python -m ckptfmt log` lists the checkpoints of a run; give a name or a digest.",
+    )
+
+
+def _choose_by_lineage(
+    store: Store,
+    run: Run,
+    launches: list[Launch],
+    on_passed_over: Callable[[str], None] | None,
+    on_progress: Callable[[int], None] | None,
+) -> tuple[ResumeFrom | None, str]:
+    passed_over = []
+    for entry in iter_lineage(launches, list_checkpoints(store, run)):
+        problem = _find_problem(store, entry, on_progress)
+        if problem is None and entry.manifest is not None:
+            resume = ResumeFrom(name=entry.name, digest=entry.manifest.digest)
+            return resume, "fallback" if passed_over else "lineage"
+        passed_over.append(entry.name)
+        if on_passed_over is not None:
+            on_passed_over(f"{entry.name} isn't valid: {problem}")
+    head = launches[-1].resume_from if launches else None
+    if passed_over or head is not None:
+        named = ", ".join(passed_over) or (head.name if head else "")
+        raise err(
+            Code.NO_VALID_CHECKPOINT,
+            f"the lineage leads to {named}; none of them is valid",
+            where=store.name,
+            requirement="REQ-RUN-006",
+        )
+    return None, "lineage"
+
+
+def _find_problem(store: Store, entry: RunEntry, on_progress: Callable[[int], None] | None) -> CkptError | None:
+    if isinstance(entry.register, CkptError):
+        return entry.register
+    report = Report(target=entry.name, kind="checkpoint")
+    verify_checkpoint(store.at(entry.name), report, on_progress=on_progress)
+    return report.violations[0] if report.violations else None
+
+
+def _read_entry(store: Store, name: str, found: tuple[int, int], run: Run | None) -> RunEntry:
+    step, launch = found
+    register: Manifest | Abort | Tombstone | CkptError | None
+    try:
+        register = read_register(store.at(name))
+        if register is not None:
+            check_place(register, found, run.run_id if run is not None else None)
+    except StoreError:
+        raise
+    except CkptError as error:
+        register = error
+    return RunEntry(name=name, step=step, launch=launch, register=register)
+
+

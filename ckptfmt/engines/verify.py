@@ -1,0 +1,326 @@
+"""Check every byte of a checkpoint or of a run, and collect everything that is wrong. Spec: REQ-OPN-009."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Final
+
+from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.documents.cursor import KIND as CURSOR_KIND
+from ckptfmt.documents.cursor import parse_cursor
+from ckptfmt import limits
+from ckptfmt.documents.manifest import (
+    MANIFEST_NAME,
+    Abort,
+    Manifest,
+    Tombstone,
+    index_name,
+    parse_checkpoint_name,
+    part_path,
+)
+from ckptfmt.documents.part import Extent, Part, PartBox, PartFile, PartTensor, extent_nbytes
+from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, Run, parse_launch_name
+from ckptfmt.documents.shard import ShardEntry, parse_shard_header
+from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.commit import read_register
+from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.errors import CkptError, Code, err
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckptfmt.store.protocol import Store
+
+__all__ = ["Report", "verify_checkpoint", "verify_run"]
+
+#: How many bytes are read at a time.
+_READ_NBYTES: Final = 16 << 20
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Report:
+    """What a check found.
+
+    Attributes:
+        target: name of what was checked.
+        kind: ``checkpoint`` or ``run``.
+        violations: what breaks the specification, each as an error with code, place, clause and remedy.
+        warnings: what is allowed, and worth knowing.
+        checkpoints: names of the checkpoints that were checked, with their manifest digests.
+        nbytes: how many bytes were read and compared with a digest.
+    """
+
+    target: str
+    kind: str
+    violations: list[CkptError] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    checkpoints: dict[str, str] = dataclasses.field(default_factory=dict)
+    nbytes: int = 0
+
+    @property
+    def valid(self) -> bool:
+        """Whether nothing was found wrong."""
+        return not self.violations
+
+    def as_json(self) -> dict[str, object]:
+        """Return the report as a JSON-ready mapping."""
+        return {
+            "target": self.target,
+            "kind": self.kind,
+            "valid": self.valid,
+            "violations": [violation.as_json() for violation in self.violations],
+            "warnings": self.warnings,
+            "checkpoints": self.checkpoints,
+            "nbytes": self.nbytes,
+            # A full checkpoint reads from nothing else; deltas will list here what they read from.
+            "references": [],
+        }
+
+    @contextlib.contextmanager
+    def collect(self, prefix: str = "") -> Iterator[None]:
+        """Add an error to the violations instead of raising it."""
+        try:
+            yield
+        except CkptError as error:
+            where = f"{prefix}{error.where}" if error.where else prefix.rstrip("/") or None
+            self.violations.append(
+                type(error)(
+                    error.code, error.detail, where=where, requirement=error.requirement, remedy=error.remedy
+                )
+            )
+
+
+def verify_checkpoint(
+    store: Store, report: Report, *, prefix: str = "", on_progress: Callable[[int], None] | None = None
+) -> Checkpoint | None:
+    """Check every byte of one checkpoint.
+
+    Args:
+        store: rooted at the checkpoint's directory.
+        report: takes what is found.
+        prefix: stands before the places in the report.
+        on_progress: called with the number of bytes just checked.
+
+    Returns: the checkpoint, where manifest and index are sound.
+    Raises: StoreError where the store itself fails.
+    Spec: REQ-OPN-009.
+    """
+    checkpoint = None
+    with report.collect(prefix):
+        checkpoint = Checkpoint(store)
+    if checkpoint is None:
+        return None
+    manifest = checkpoint.manifest
+    report.checkpoints[prefix.rstrip("/") or report.target] = manifest.digest
+    report.nbytes += manifest.index_nbytes
+    expected = {MANIFEST_NAME, index_name(manifest.origin.attempt)}
+    for number, entry in enumerate(checkpoint.index.parts):
+        expected.add(part_path(manifest.origin.attempt, number))
+        with report.collect(prefix):
+            part = checkpoint.read_part(number)
+            report.nbytes += entry.nbytes
+            expected.update(file.name for file in part.files)
+            _verify_part(checkpoint, part, report, prefix, on_progress)
+    _verify_holders(checkpoint, report, prefix)
+    for path in store.list(""):
+        if path not in expected:
+            report.warnings.append(f"{prefix}{path} doesn't belong to the checkpoint; readers ignore it")
+    return checkpoint
+
+
+def verify_run(store: Store, report: Report, *, on_progress: Callable[[int], None] | None = None) -> None:
+    """Check a run: its record, its launches, and every checkpoint that is committed.
+
+    Raises: StoreError where the store itself fails.
+    Spec: REQ-RUN-003, REQ-RUN-005, REQ-MAN-002, REQ-OPN-009.
+    """
+    run: Run | None = None
+    with report.collect():
+        run = Run.parse(store.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES))
+    run_id = run.run_id if run is not None else None
+    for name in store.list_names(LAUNCHES):
+        if parse_launch_name(name) is not None:
+            with report.collect():
+                path = f"{LAUNCHES}/{name}"
+                launch = Launch.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
+                _check_run_id(run_id, launch.run_id, path)
+    for name in store.list_names(""):
+        found = parse_checkpoint_name(name.rstrip("/")) if name.endswith("/") else None
+        if found is not None:
+            _verify_in_run(store.at(name.rstrip("/")), found, run_id, report, name, on_progress)
+
+
+def _verify_in_run(
+    store: Store,
+    step_and_launch: tuple[int, int],
+    run_id: str | None,
+    report: Report,
+    prefix: str,
+    on_progress: Callable[[int], None] | None,
+) -> None:
+    with report.collect(prefix):
+        register = read_register(store)
+        if register is None:
+            report.warnings.append(f"{prefix} isn't committed; readers ignore it")
+            return
+        check_place(register, step_and_launch, run_id)
+        if isinstance(register, Manifest):
+            verify_checkpoint(store, report, prefix=prefix, on_progress=on_progress)
+
+
+def check_place(
+    register: Manifest | Abort | Tombstone, step_and_launch: tuple[int, int], run_id: str | None
+) -> None:
+    """Raise unless a register is that of its directory's step, launch and run.
+
+    Raises: FormatError(STEP_MISMATCH, RUN_MISMATCH). Spec: REQ-MAN-002, REQ-RUN-003.
+    """
+    said = register.origin if isinstance(register, Manifest) else register
+    if (said.step, said.launch) != step_and_launch:
+        raise err(
+            Code.STEP_MISMATCH,
+            f"the register is that of step {said.step}, launch {said.launch}",
+            where=MANIFEST_NAME,
+            requirement="REQ-MAN-002",
+        )
+    _check_run_id(run_id, said.run_id, MANIFEST_NAME)
+
+
+def _check_run_id(run_id: str | None, said: str | None, where: str) -> None:
+    if run_id is not None and said != run_id:
+        raise err(Code.RUN_MISMATCH, f"it belongs to run {said}", where=where, requirement="REQ-RUN-003")
+
+
+def _verify_part(
+    checkpoint: Checkpoint,
+    part: Part,
+    report: Report,
+    prefix: str,
+    on_progress: Callable[[int], None] | None,
+) -> None:
+    store = checkpoint.store
+    for number, file in enumerate(part.files):
+        with report.collect(prefix):
+            _verify_header(store, part, number, file)
+            report.nbytes += file.header_nbytes
+            for error in _iter_block_errors(store, part, number, file, report, on_progress):
+                with report.collect(prefix):
+                    raise error
+    where = part_path(part.origin.attempt, part.writer)
+    for stream in part.streams:
+        with report.collect(prefix):
+            parse_tree(stream.state, where=f"{where}#/streams/{stream.name}")
+    for leaf in part.leaves:
+        with report.collect(prefix):
+            value = parse_tree(leaf.value, where=f"{where}#/leaves/{leaf.field}/{leaf.name}")
+            _check_references(checkpoint, leaf.field, leaf.scope, value, f"{where}#/leaves/{leaf.field}/{leaf.name}")
+            if leaf.field == "data" and isinstance(value, dict) and value.get("kind") == CURSOR_KIND:
+                parse_cursor(value)
+
+
+def _check_references(checkpoint: Checkpoint, field: str, scope: str, value: object, where: str) -> None:
+    for item in iter_values(value):
+        if isinstance(item, TensorRef) and checkpoint.find(field, item.name, scope) is None:
+            raise err(
+                Code.TREE_REFERENCE, f"refers to the tensor {item.name[:64]!r}, which isn't there", where=where,
+                requirement="REQ-TRE-004",
+            )
+
+
+def _verify_header(store: Store, part: Part, number: int, file: PartFile) -> None:
+    """Check a file's size, and that its header is the one digested and says what the part says."""
+    actual = store.nbytes(file.name)
+    if actual != file.nbytes:
+        raise err(
+            Code.FILE_NBYTES,
+            f"{actual} bytes where {file.nbytes} are declared",
+            where=file.name,
+            requirement="REQ-CKP-003",
+        )
+    header = store.read_range(file.name, 0, file.header_nbytes)
+    if digest_bytes(header) != file.header_digest:
+        raise err(
+            Code.HEADER_DIGEST,
+            "the header isn't the one that was saved",
+            where=f"{file.name}[0:{file.header_nbytes}]",
+            requirement="REQ-PRT-008",
+        )
+    entries = parse_shard_header(header, file_nbytes=file.nbytes, where=file.name)
+    expected = {extent.key: (tensor, held, extent.byte_begin) for tensor, held, extent in _extents_of(part, number)}
+    if set(entries) != set(expected) or any(
+        not _agrees(entries[key], *expected[key]) for key in expected
+    ):
+        raise err(
+            Code.SHARD_MISMATCH,
+            "the header's keys, dtypes, shapes or places aren't those of the part",
+            where=file.name,
+            requirement="REQ-SHD-010",
+        )
+
+
+def _agrees(entry: ShardEntry, tensor: PartTensor, held: PartBox, byte_begin: int) -> bool:
+    dtype = DTYPES[tensor.dtype]
+    nbytes = tensor.box_nbytes(held.box)
+    shape = held.box.shape if dtype.safetensors else (nbytes,)
+    return (entry.tag, entry.shape, entry.byte_begin, entry.byte_end) == (
+        dtype.safetensors or "U8",
+        shape,
+        byte_begin,
+        byte_begin + nbytes,
+    )
+
+
+def _extents_of(part: Part, number: int) -> Iterator[tuple[PartTensor, PartBox, Extent]]:
+    for tensor in part.tensors:
+        for held in tensor.boxes:
+            for extent in held.extents:
+                if extent.file == number:
+                    yield tensor, held, extent
+
+
+def _iter_block_errors(
+    store: Store,
+    part: Part,
+    number: int,
+    file: PartFile,
+    report: Report,
+    on_progress: Callable[[int], None] | None,
+) -> Iterator[CkptError]:
+    """Yield an error for every run of a file's blocks that isn't what was saved."""
+    block_nbytes = part.origin.block_nbytes
+    step = max(1, _READ_NBYTES // block_nbytes) * block_nbytes
+    for tensor, held, extent in _extents_of(part, number):
+        total = extent_nbytes(tensor, held, extent, block_nbytes)
+        for begin in range(0, total, step):
+            nbytes = min(step, total - begin)
+            content = memoryview(store.read_range(file.name, extent.byte_begin + begin, nbytes))
+            first = extent.block_begin + begin // block_nbytes
+            for block, at in enumerate(range(0, nbytes, block_nbytes), start=first):
+                end = min(at + block_nbytes, nbytes)
+                digest = held.digests[block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]
+                if digest_bytes(content[at:end]) != digest:
+                    place = extent.byte_begin + begin
+                    yield err(
+                        Code.BLOCK_DIGEST,
+                        f"block {block} of {tensor.field} {tensor.name[:100]!r} isn't what was saved",
+                        where=f"{file.name}[{place + at}:{place + end}]",
+                        requirement="REQ-OPN-006",
+                    )
+            report.nbytes += nbytes
+            if on_progress is not None:
+                on_progress(nbytes)
+
+
+def _verify_holders(checkpoint: Checkpoint, report: Report, prefix: str) -> None:
+    """Check that every part has what the index says it has."""
+    with report.collect(prefix):
+        for tensor in checkpoint.index.tensors:
+            for box, part in tensor.sharding:
+                checkpoint.check_stored(tensor, box, part)
+        for key in checkpoint.leaves:
+            checkpoint.leaf(*key)
+        for stream in checkpoint.streams:
+            checkpoint.stream(*stream)
+

@@ -1,0 +1,148 @@
+"""Every system call of every operation fails once, from then on, or after it was carried out."""
+
+import errno
+import itertools
+
+import pytest
+
+from ckptfmt.errors import CkptError, Code
+from ckptfmt.store import LocalStore, MemoryStore
+from ckptfmt.store.faults import Fault, FaultCalls, FaultStore
+from tests.store.helpers import NoLinkCalls, code_of, no_fd_leak, temporaries
+
+OPERATIONS = {
+    "create": lambda store: store.create("run/new", [b"new", b"er"]),
+    "create deep": lambda store: store.create("a/b/new", [b"newer"]),
+    "create taken": lambda store: store.create("run/old", [b"newer"]),
+    "replace": lambda store: store.replace("run/old", b"newer"),
+    "read": lambda store: store.read("run/old", limit_nbytes=9),
+    "read_range": lambda store: store.read_range("run/old", 1, 2),
+    "nbytes": lambda store: store.nbytes("run/old"),
+    "list": lambda store: store.list(""),
+    "list_names": lambda store: store.list_names("run"),
+    "delete": lambda store: store.delete("run/old"),
+    "delete_leftovers": lambda store: store.delete_leftovers(""),
+    "remove_directory": lambda store: store.remove_directory("empty"),
+    "sync": lambda store: store.sync("run"),
+}
+WHOLE = {b"old", b"newer"}
+
+
+def contents(root):
+    """Return the contents of all files by their paths, read without the store."""
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def fault_run(root, inner, fault, number, operation):
+    """Do `operation` with a fault in it; return its code."""
+    root.mkdir()
+    healthy = LocalStore(root, writable=True, calls=inner)
+    healthy.create("run/old", [b"old"])
+    healthy.create("empty/a", [])
+    healthy.delete("empty/a")
+    store = healthy.at("")
+    store._calls = FaultCalls(root, fault, errno_value=number, inner=inner)
+    with no_fd_leak():
+        return healthy, code_of(lambda: OPERATIONS[operation](store))
+
+
+@pytest.mark.parametrize("kind", ["link", "rename"])
+@pytest.mark.parametrize("mode", ["once", "sticky", "applied once", "applied sticky"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ETIMEDOUT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_failing_call_gives_a_named_error_and_whole_files(fast_path, operation, number, mode, kind):
+    inner = None if kind == "link" else NoLinkCalls()
+    for fail_at in itertools.count(1):
+        root = fast_path / str(fail_at)
+        fault = Fault(fail_at=fail_at, sticky="sticky" in mode, applied="applied" in mode)
+        healthy, code = fault_run(root, inner, fault, number, operation)
+
+        after = contents(root)
+        assert {data for path, data in after.items() if ".tmp-" not in path} <= WHOLE
+        if operation.startswith("create") and code not in ("ok", Code.STORE_NO_ANSWER):
+            assert not {"run/new", "a/b/new"} & after.keys(), code
+        if operation.startswith("create") and code == "ok":
+            assert {"run/new", "a/b/new"} & after.keys()
+        if not fault.sticky and "unlink" not in mode:
+            assert len(temporaries(root)) <= 1
+        assert code_of(lambda: OPERATIONS[operation](healthy)) in ("ok", Code.STORE_EXISTS, Code.FILE_MISSING)  # noqa: B023
+        healthy.delete_leftovers("")
+        assert temporaries(root) == []
+        if not fault.fired_count:
+            break
+
+    assert fail_at > 3
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+@pytest.mark.parametrize("applied", [False, True])
+@pytest.mark.parametrize("op", ["write", "fsync", "close", "link", "rename", "open_new", "mkdir", "fsync_directory"])
+@pytest.mark.parametrize("operation", ["create", "create deep", "replace"])
+def test_no_temporary_is_left_as_long_as_names_can_be_removed(fast_path, operation, op, applied, sticky):
+    for fail_at in itertools.count(1):
+        root = fast_path / str(fail_at)
+        fault = Fault(fail_at=fail_at, sticky=sticky, applied=applied, operations=frozenset({op}))
+        fault_run(root, None, fault, errno.EIO, operation)
+
+        assert temporaries(root) == []
+        if not fault.fired_count:
+            break
+
+
+def test_an_fsync_that_fails_is_not_tried_again(tmp_path):
+    fault = Fault(fail_at=1, operations=frozenset({"fsync"}))
+    _, code = fault_run(tmp_path / "root", None, fault, errno.EIO, "create")
+
+    assert code == Code.STORE_IO
+    assert fault._seen_count == 1
+
+
+def test_only_operations_that_are_meant_count():
+    fault = Fault(fail_at=2, operations=frozenset({"create"}), path_end=".json")
+    store = FaultStore(MemoryStore(), fault, code=Code.NO_SPACE)
+
+    store.create("a", [])
+    store.create("a.json", [])
+    store.replace("a.json", b"")
+    assert code_of(lambda: store.at("lower").create("b.json", [])) == Code.NO_SPACE
+    store.create("c.json", [])
+
+    assert fault.fired_count == 1
+    assert store.list("") == ["a", "a.json", "c.json"]
+
+
+def test_a_sticky_fault_goes_on_in_all_views_of_a_store():
+    store = FaultStore(MemoryStore(), Fault(fail_at=1, sticky=True))
+
+    assert code_of(lambda: store.at("a").create("b", [])) == Code.STORE_IO
+    assert code_of(lambda: store.list("")) == Code.STORE_IO
+
+
+def test_an_applied_fault_loses_the_answer_only():
+    inner = MemoryStore()
+    store = FaultStore(inner, Fault(fail_at=1, applied=True), code=Code.STORE_NO_ANSWER)
+
+    with pytest.raises(CkptError) as caught:
+        store.create("a", [b"1"])
+
+    assert caught.value.code == Code.STORE_NO_ANSWER
+    assert inner.snapshot() == {"a": b"1"}
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+@pytest.mark.parametrize("applied", [False, True])
+def test_every_failing_call_while_opening_gives_a_named_error(fast_path, applied, sticky):
+    for fail_at in itertools.count(1):
+        root = fast_path / str(fail_at) / "run"
+        fault = Fault(fail_at=fail_at, sticky=sticky, applied=applied)
+        calls = FaultCalls(root, fault, errno_value=errno.EIO)
+        with no_fd_leak():
+            code = code_of(lambda: LocalStore(root, writable=True, calls=calls))  # noqa: B023
+
+        assert code in ("ok", Code.STORE_IO)
+        LocalStore(root, writable=True).delete_leftovers("")
+        assert list(root.iterdir()) == []
+        if not fault.fired_count:
+            break
+
+    assert fail_at > 10
