@@ -6,6 +6,7 @@ exclusive creation of the decision register decides, once and for all.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from ckptfmt.documents.manifest import (
     part_path,
 )
 from ckptfmt.documents.part import Part
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, FormatError, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -340,7 +341,8 @@ def _refusal(register: Manifest | Abort | Tombstone) -> CkptError:
 def _delete_all_but_register(store: Store) -> None:
     for path in store.list(""):
         if path != MANIFEST_NAME:
-            store.delete(path)
+            with contextlib.suppress(FormatError):  # not one of ours: a directory entry with a name of another kind
+                store.delete(path)
     store.delete_leftovers("")
     store.remove_directory("parts")
     store.sync("")

@@ -220,17 +220,12 @@ class LocalStore:
 
     def _make_directory(self, path: str) -> None:
         """Make a directory and its missing ancestors."""
-        with contextlib.suppress(FileNotFoundError):
-            self._release(self._calls.open_root(path))
+        with contextlib.suppress(FileNotFoundError), self._at_path(path):
             return
         parent, name = os.path.split(path)
         self._make_directory(parent)
-        parent_fd = self._calls.open_root(parent)
-        try:
-            with contextlib.suppress(FileExistsError):
-                self._calls.mkdir(name, parent_fd)
-        finally:
-            self._release(parent_fd)
+        with self._at_path(parent) as directory, contextlib.suppress(FileExistsError):
+            self._calls.mkdir(name, directory)
 
     def _sync_ancestors(self) -> None:
         """Make durable the root's name and those above it, up to the mount point.
@@ -238,20 +233,16 @@ class LocalStore:
         Whoever made the root, a moment ago or in another process, may not have done it. What lies above somebody
         else's directory was made by somebody else, and is left to them.
         """
-        fd = self._calls.open_root(self._root)
-        device = self._calls.fstat(fd).st_dev
-        self._release(fd)
         path = self._root
+        with self._at_path(path) as directory:
+            device = self._calls.fstat(directory).st_dev
         while path != os.path.dirname(path):
             path = os.path.dirname(path)
             try:
-                fd = self._calls.open_root(path)
-                try:
-                    if self._calls.fstat(fd).st_dev != device:
+                with self._at_path(path) as directory:
+                    if self._calls.fstat(directory).st_dev != device:
                         return
-                    self._calls.fsync_directory(fd)
-                finally:
-                    self._release(fd)
+                    self._calls.fsync_directory(directory)
             except OSError as error:
                 if error.errno not in _FOREIGN:
                     raise
@@ -259,8 +250,7 @@ class LocalStore:
 
     def _probe(self) -> bool:
         """Try out what every promise rests on; return whether files are created by ``link`` (else by rename)."""
-        directory = self._calls.open_root(self._root)
-        try:
+        with self._at_path(self._root) as directory:
             try:
                 self._calls.fsync_directory(directory)
             except OSError as error:
@@ -271,9 +261,16 @@ class LocalStore:
                 return True
             if self._is_exclusive(directory, self._calls.rename_noreplace):
                 return False
-        finally:
-            self._release(directory)
         raise err(Code.STORE_UNSUPPORTED, "neither link nor renameat2 refuses a taken name", where=self.name)
+
+    @contextlib.contextmanager
+    def _at_path(self, path: str) -> Iterator[int]:
+        """Open a directory by its absolute path."""
+        fd = self._calls.open_root(path)
+        try:
+            yield fd
+        finally:
+            self._release(fd)
 
     def _is_exclusive(self, directory: int, publish: Callable[[str, str, int], None]) -> bool:
         """Say whether `publish` gives a free name and refuses a taken one; leave nothing behind."""

@@ -1,6 +1,7 @@
 """What is recorded, in which order, and what a gate can do."""
 
 import threading
+from typing import ClassVar
 
 import pytest
 
@@ -62,8 +63,11 @@ def test_a_gate_can_interleave_actors():
     other = {"w0": "w1", "w1": "w0"}
     log, store = Log(), MemoryStore()
 
+    def wait(turn):
+        turn.acquire()
+
     def act(who):
-        recorder = Recorder(store, log=log, who=who, gate=lambda _: turns[who].acquire())
+        recorder = Recorder(store, log=log, who=who, gate=lambda _: wait(turns[who]))
         for number in range(5):
             recorder.create(f"{who}-{number}", [])
             turns[other[who]].release()
@@ -111,7 +115,7 @@ class Stopped(BaseException):
 def test_an_actor_that_is_stopped_at_a_call_makes_no_further_one(tmp_path):
     LocalStore(tmp_path, writable=True)
     for stop_at in range(1, 100):
-        seen = []
+        seen: list[Operation] = []
 
         def gate(operation, seen=seen, stop_at=stop_at):
             seen.append(operation)
@@ -134,7 +138,7 @@ def test_an_actor_that_is_stopped_at_a_call_makes_no_further_one(tmp_path):
 
 def test_hooks_see_failed_calls_with_their_errno(tmp_path):
     class Watching(HookedCalls):
-        outcomes = []
+        outcomes: ClassVar[list[tuple[str, str]]] = []
 
         def after(self, operation):
             self.outcomes.append((operation.op, operation.outcome))

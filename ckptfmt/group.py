@@ -1,0 +1,224 @@
+"""How the writers of one job tell each other the little that must be the same on all of them.
+
+Never tensors, never anything on the byte path: a step, an attempt's id, who holds what. A writer that refuses says so
+here, so that the others raise as well and nobody waits.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from ckptfmt.errors import CkptError, Code, err
+
+if TYPE_CHECKING:
+    from ckptfmt.store.protocol import Store
+
+__all__ = ["Agree", "Group", "find_worker", "make_group"]
+
+#: Gather the bytes of all writers, in writer order; or a token, the same on all writers and new at each start.
+Agree: TypeAlias = "Callable[[bytes], Sequence[bytes]] | str | None"
+
+EXCHANGE: Final = "exchange"
+_TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_EXCHANGE_NBYTES: Final = 1 << 30
+
+
+class Group:
+    """The writers of a job: this one's number, how many there are, and a gather of small values among them.
+
+    Args:
+        writer: number of this writer, from 0.
+        writer_count: how many there are.
+        gather: returns the values of all writers in their order; every writer calls it equally often.
+    """
+
+    def __init__(self, writer: int, writer_count: int, gather: Callable[[bytes], Sequence[bytes]]) -> None:
+        self.writer = writer
+        self.writer_count = writer_count
+        self._gather = gather
+
+    def all_gather(self, value: object) -> list[Any]:
+        """Return the JSON values of all writers, in writer order.
+
+        Raises: LayoutError(WRITERS_DIVERGED) if the gather doesn't return one value for each writer, with this
+            writer's own at its place; CommitError(WRITERS_MISSING) at a deadline.
+        """
+        own = json.dumps(value).encode()
+        gathered = [bytes(item) for item in self._gather(own)]
+        if len(gathered) != self.writer_count or gathered[self.writer] != own:
+            raise err(
+                Code.WRITERS_DIVERGED,
+                f"agree= gave {len(gathered)} values to writer {self.writer} of {self.writer_count}",
+                remedy="agree is an all-gather of bytes: the values of all writers, in writer order, on every writer.",
+            )
+        return [json.loads(item) for item in gathered]
+
+    def run_on_first(self, action: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the action returns
+        """Run an action on writer 0 and return its JSON result on all; if it raises there, raise everywhere.
+
+        Raises: what the action raises; on the other writers an error of the same code.
+        """
+        result: Any = None
+        error: CkptError | None = None
+        if self.writer == 0:
+            try:
+                result = action()
+            except CkptError as caught:
+                error = caught
+        self.raise_together(error, value=result)
+        return self._last[0]["value"]
+
+    def raise_together(self, error: CkptError | None, *, value: object = None) -> list[Any]:
+        """Tell all writers of an error here, or of none, along with a value; raise on all if there is one anywhere.
+
+        Returns: the values of all writers.
+        Raises: `error`; on writers without one StateError(PEER_FAILED), or writer 0's own code where it decides for
+            all, such as FENCED.
+        """
+        mine = {"error": None if error is None else error.as_json(), "value": value}
+        self._last = self.all_gather(mine) if self.writer_count > 1 else [mine]
+        if error is not None:
+            raise error
+        for writer, theirs in enumerate(self._last):
+            if theirs["error"] is not None:
+                raise _peer_error(writer, theirs["error"])
+        return [theirs["value"] for theirs in self._last]
+
+
+def _peer_error(writer: int, error: dict[str, Any]) -> CkptError:
+    if writer == 0:
+        return err(
+            Code(error["code"]), error["detail"], where=error["where"], requirement=error["requirement"],
+            remedy=error["remedy"],
+        )
+    return err(Code.PEER_FAILED, f"writer {writer}: {error['code']}: {error['detail']}", where=error["where"])
+
+
+def find_worker(writer: tuple[int, int] | None) -> tuple[int, int]:
+    """Return number and count of this worker: as given, or as torch.distributed says, or the only one.
+
+    Raises: StateError(ARGUMENT).
+    """
+    if writer is not None:
+        number, count = writer
+        if not (isinstance(number, int) and isinstance(count, int) and 0 <= number < count):
+            raise err(Code.ARGUMENT, f"writer={writer!r} isn't (number, count)", where="writer=")
+        return number, count
+    distributed = _find_distributed()
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed is not None else (0, 1)
+
+
+def make_group(writer: tuple[int, int] | None, agree: Agree, store: Store, *, deadline_s: float) -> Group:
+    """Return the group of this job's writers.
+
+    Args:
+        writer: (number, count); None to ask torch.distributed, else the only one.
+        agree: see `Agree`; None to use the key-value store of torch.distributed.
+        store: for the exchange by token.
+        deadline_s: how long to wait for the others, in seconds.
+
+    Raises: StateError(WRITERS_UNKNOWN, ARGUMENT).
+    """
+    number, count = find_worker(writer)
+    if count == 1:
+        return Group(0, 1, lambda value: [value])
+    if callable(agree):
+        return Group(number, count, agree)
+    if isinstance(agree, str):
+        return Group(number, count, _StoreExchange(store, agree, number, count, deadline_s))
+    distributed = _find_distributed()
+    if distributed is not None and (distributed.get_rank(), distributed.get_world_size()) == (number, count):
+        return Group(number, count, _TorchExchange(distributed, number, count, deadline_s))
+    raise err(Code.WRITERS_UNKNOWN, f"writer {number} of {count} has no way to reach the others", where="agree=")
+
+
+def _find_distributed() -> Any:  # noqa: ANN401 - a module of torch, which this module must not import
+    """Return torch.distributed where the program has imported and initialised it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
+
+
+class _TorchExchange:
+    """All-gather through torch.distributed's key-value store: no process group is used, no device is touched.
+
+    Rounds need no counter in this process: the store counts arrivals, and nobody arrives at round r + 1 before all
+    have arrived at round r.
+    """
+
+    def __init__(self, distributed: Any, writer: int, writer_count: int, deadline_s: float) -> None:  # noqa: ANN401
+        default_store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
+        self._store = distributed.PrefixStore("ckptfmt", default_store)
+        self._writer = writer
+        self._writer_count = writer_count
+        self._deadline = datetime.timedelta(seconds=deadline_s)
+
+    def __call__(self, value: bytes) -> list[bytes]:
+        number = (self._store.add("arrivals", 1) - 1) // self._writer_count
+        self._store.set(f"{number}/{self._writer}", base64.b64encode(value).decode())
+        keys = [f"{number}/{writer}" for writer in range(self._writer_count)]
+        try:
+            self._store.wait(keys, self._deadline)
+        except RuntimeError as error:
+            raise err(
+                Code.WRITERS_MISSING,
+                f"not every writer came within {self._deadline.total_seconds():g} s",
+                requirement="REQ-CMT-001",
+            ) from error
+        values = [base64.b64decode(self._store.get(key)) for key in keys]
+        if number > 0:
+            # All have arrived here, so all have read the round before.
+            self._store.delete_key(f"{number - 1}/{self._writer}")
+        return values
+
+
+class _StoreExchange:
+    """All-gather through files, for writers that share nothing but the store and a token that is new at each start."""
+
+    def __init__(self, store: Store, token: str, writer: int, writer_count: int, deadline_s: float) -> None:
+        if not _TOKEN.fullmatch(token):
+            raise err(Code.ARGUMENT, f"{token!r}: letters, digits, - and _ only", where="agree=")
+        self._store = store
+        self._prefix = f"{EXCHANGE}/{token}"
+        self._writer = writer
+        self._writer_count = writer_count
+        self._deadline_s = deadline_s
+
+    def __call__(self, value: bytes) -> list[bytes]:
+        number = 0
+        while True:
+            try:
+                self._store.create(self._path(number, self._writer), [value])
+                break
+            except CkptError as error:
+                # An earlier round of this start, in this process or in an object that it has let go.
+                if error.code != Code.STORE_EXISTS:
+                    raise
+                number += 1
+        return [self._wait_for(number, writer) for writer in range(self._writer_count)]
+
+    def _path(self, number: int, writer: int) -> str:
+        return f"{self._prefix}/{number:06d}-{writer:05d}.json"
+
+    def _wait_for(self, number: int, writer: int) -> bytes:
+        end = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                return self._store.read(self._path(number, writer), limit_nbytes=_EXCHANGE_NBYTES)
+            except CkptError as error:
+                if error.code != Code.FILE_MISSING:
+                    raise
+            if time.monotonic() > end:
+                raise err(
+                    Code.WRITERS_MISSING, f"writer {writer} didn't come within {self._deadline_s:g} s",
+                    requirement="REQ-CMT-001",
+                )
+            time.sleep(0.01)

@@ -1,0 +1,60 @@
+"""How live objects are called in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptfmt.errors import CkptError, Code, err
+
+__all__ = ["GLOBAL", "check_unique", "join_name", "key_text", "prefix_of", "worker_scope"]
+
+#: The scope of what is the same on all workers, or in pieces on them.
+GLOBAL = "global"
+
+
+def worker_scope(worker: int) -> str:
+    """Return the scope of what belongs to one worker alone."""
+    return f"lw/{worker}"
+
+
+def key_text(key: object) -> str:
+    """Return how a key of a mapping stands in a name: ``~`` and ``/`` escaped as in a JSON pointer.
+
+    >>> key_text("a/b~c"), key_text(3)
+    ('a~1b~0c', '3')
+    """
+    text = key if isinstance(key, str) else repr(key)
+    return text.replace("~", "~0").replace("/", "~1")
+
+
+def join_name(path: Iterable[object]) -> str:
+    """Return the name of what lies at `path`, a sequence of keys.
+
+    >>> join_name(["extra", "ema", "layers.0.weight"])
+    'extra/ema/layers.0.weight'
+    """
+    return "/".join(key_text(key) for key in path)
+
+
+def prefix_of(path: Iterable[object]) -> str:
+    """Return what stands before the names of everything beneath `path`.
+
+    >>> prefix_of([]), prefix_of(["gen"])
+    ('', 'gen/')
+    """
+    name = join_name(path)
+    return f"{name}/" if name else ""
+
+
+def check_unique(keys: Iterable[tuple[str, str, str]], what: str) -> None:
+    """Check that nothing has the same field, name and scope. Raises: StateError(STATE_NAME)."""
+    seen: set[tuple[str, str, str]] = set()
+    for key in keys:
+        if key in seen:
+            raise _name_error(key, what)
+        seen.add(key)
+
+
+def _name_error(key: tuple[str, str, str], what: str) -> CkptError:
+    field, name, scope = key
+    return err(Code.STATE_NAME, f"two {what} of {field} are called {name!r} in scope {scope}", where=f"{field}:{name}")

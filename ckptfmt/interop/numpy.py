@@ -1,0 +1,130 @@
+"""Numpy arrays as sources, sinks and values of trees."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from ckptfmt.box import Box
+from ckptfmt.documents.tree import InlineArray
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.errors import Code, err
+
+__all__ = ["Array", "ArraySink", "ArraySource", "array_of", "check_array", "dtype_name", "inline_array", "numpy_dtype"]
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+
+def dtype_name(dtype: np.dtype[Any], *, where: str) -> str:
+    """Return the format's name of a numpy dtype, of either byte order. Raises: StateError(STATE_UNSUPPORTED)."""
+    if dtype.hasobject or dtype.name not in DTYPES:
+        raise err(Code.STATE_UNSUPPORTED, f"the format has no dtype like numpy's {dtype}", where=where)
+    return dtype.name
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the little-endian numpy dtype of a name of the format.
+
+    Raises: StateError(STATE_UNSUPPORTED) for the few that only torch has.
+
+    >>> numpy_dtype("bfloat16"), numpy_dtype("int16")
+    (dtype(bfloat16), dtype('int16'))
+    """
+    kind = getattr(ml_dtypes, name, None) or getattr(np, name, None)
+    if name not in DTYPES or kind is None:
+        raise err(Code.STATE_UNSUPPORTED, f"numpy has no dtype like {name}", remedy="Load with framework='torch'.")
+    return np.dtype(kind).newbyteorder("<")
+
+
+def check_array(array: Array, *, where: str) -> None:
+    """Check that an array can be saved as it is.
+
+    Raises: StateError(STATE_UNSUPPORTED) for subclasses and for dtypes that the format lacks.
+    """
+    if type(array) is not np.ndarray:
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            f"{type(array).__module__}.{type(array).__qualname__} is a kind of array of its own",
+            where=where,
+            remedy="Pass np.asarray(...) of it.",
+        )
+    dtype_name(array.dtype, where=where)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ArraySource:
+    """A numpy array to be written; see `ckptfmt.engines.snapshot.TensorSource`."""
+
+    field: str
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    scope: str
+    array: Array
+    boxes: tuple[Box, ...]
+    replica: bool = False
+    storage: str = "persistent"
+    aliases: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, array: Array, *, field: str, name: str, scope: str) -> ArraySource:
+        """Return the source of an array. Raises: StateError(STATE_UNSUPPORTED)."""
+        check_array(array, where=f"{field}:{name}")
+        return cls(
+            field=field,
+            name=name,
+            dtype=dtype_name(array.dtype, where=f"{field}:{name}"),
+            global_shape=array.shape,
+            scope=scope,
+            array=array,
+            boxes=(Box.whole(array.shape),),
+        )
+
+    def copy_into(self, box: Box, out: memoryview) -> None:
+        """Copy the elements of `box` into `out`."""
+        out[:] = _content(self.array[(*box.relative_to(Box.whole(self.global_shape)), ...)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ArraySink:
+    """A numpy array to be filled; see `ckptfmt.engines.snapshot.TensorSink`. Another dtype of the array converts."""
+
+    field: str
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    scope: str
+    array: Array
+    boxes: tuple[Box, ...]
+
+    def copy_from(self, box: Box, content: memoryview) -> None:
+        """Take the elements of `box`."""
+        incoming = np.frombuffer(content, dtype=numpy_dtype(self.dtype)).reshape(box.shape)
+        target = self.array[(*box.relative_to(Box.whole(self.global_shape)), ...)]
+        np.copyto(target, incoming, casting="unsafe")
+
+
+def inline_array(value: Array | np.generic, *, where: str) -> InlineArray:
+    """Return an array, or a numpy scalar, as a value of a tree. Raises: StateError(STATE_UNSUPPORTED)."""
+    scalar = isinstance(value, np.generic)
+    array = np.asarray(value)
+    check_array(array, where=where)
+    return InlineArray(dtype_name(array.dtype, where=where), array.shape, bytes(_content(array)), scalar)
+
+
+def array_of(value: InlineArray) -> Array | np.generic:
+    """Return the array, or the numpy scalar, that a tree holds.
+
+    >>> array_of(inline_array(np.float32(2), where="x"))
+    np.float32(2.0)
+    """
+    array = np.frombuffer(value.content, dtype=numpy_dtype(value.dtype)).reshape(value.shape).copy()
+    return array[()] if value.scalar else array  # type: ignore[no-any-return]
+
+
+def _content(array: Array) -> memoryview:
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return memoryview(little.reshape(-1).view(np.uint8))

@@ -1,0 +1,248 @@
+"""From trees to live values: into the ones that are there, or new ones."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import MutableMapping
+from typing import Any, Final
+
+import numpy as np
+
+from ckptfmt.box import Box
+from ckptfmt.documents.index import IndexTensor
+from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
+from ckptfmt.errors import Code, err
+from ckptfmt.interop import torch_side
+from ckptfmt.interop.numpy import Array, ArraySink, array_of, dtype_name, numpy_dtype
+from ckptfmt.interop.plan import Plan
+from ckptfmt.interop.trees import FLATTENED
+
+__all__ = ["Placer", "fill", "refuses"]
+
+_DICTS: Final = (dict, OrderedDict)
+
+
+class Placer:
+    """Builds the live values of one saved leaf; tensors are filled when the plan is carried out.
+
+    Args:
+        plan: the load.
+        field: field of the leaf.
+        scope: scope in which the leaf was found; that of the tensors it refers to.
+        framework: ``torch`` or ``numpy`` for new tensors, None for what each was saved as.
+    """
+
+    def __init__(self, plan: Plan, *, field: str, scope: str, framework: str | None = None) -> None:
+        self.plan = plan
+        self.field = field
+        self.scope = scope
+        self.framework = framework
+
+    # --- in place -----------------------------------------------------------------------------------------------------
+
+    def place(self, live: Any, saved: Any, name: str) -> Any:  # noqa: ANN401 - trees
+        """Return what shall stand where `live` stands: `live` itself, to be changed in place, or a new value."""
+        if isinstance(saved, TensorRef) and _is_tensor(live):
+            self._fill_reference(live, saved)
+            return live
+        if isinstance(saved, dict) and FLATTENED in saved and _is_tensor(live):
+            self._fill_flattened(live, saved, name)
+            return live
+        if type(live) in _DICTS and type(saved) in _DICTS:
+            self._place_dict(live, saved, name)
+            return live
+        if type(live) is type(saved) and isinstance(live, list | tuple | deque):
+            return self._place_items(live, saved, name)
+        fresh = self.fresh(saved, name)
+        if type(live) is type(fresh) and isinstance(live, set | Counter):
+            self.plan.actions.append(lambda: _refill(live, fresh))
+            return live
+        return fresh
+
+    def _place_dict(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], name: str) -> None:
+        taken = dict(saved)
+        if live:
+            for key in [key for key in saved if key not in live]:
+                where = f"{self.field}:{self._child(name, key)}"
+                self.plan.problem(Code.LEAF_UNEXPECTED, where, "the live mapping has no such key")
+                self._take_references(taken.pop(key))
+            for key in [key for key in live if key not in saved]:
+                where = f"{self.field}:{self._child(name, key)}"
+                self.plan.problem(Code.LEAF_MISSING, where, "the saved mapping has no such key")
+        placed = {
+            key: self.place(live[key], value, self._child(name, key))
+            if key in live
+            else self.fresh(value, self._child(name, key))
+            for key, value in taken.items()
+        }
+        self.plan.actions.append(lambda: live.update(placed))
+
+    def _place_items(self, live: Any, saved: Any, name: str) -> Any:  # noqa: ANN401 - list, tuple or deque
+        before: list[Any] = list(live) if len(live) == len(saved) else [None] * len(saved)
+        items = [
+            self.place(old, value, self._child(name, index))
+            for index, (old, value) in enumerate(zip(before, saved, strict=True))
+        ]
+        if isinstance(live, tuple):
+            return tuple(items)
+        if isinstance(live, deque) and live.maxlen != saved.maxlen:
+            return deque(items, saved.maxlen)
+        self.plan.actions.append(lambda: _refill(live, items))
+        return live
+
+    def _fill_reference(self, live: Any, saved: TensorRef) -> None:  # noqa: ANN401 - array or tensor
+        tensor = self._referred(saved)
+        if tensor is not None:
+            fill(self.plan, live, tensor)
+
+    def _fill_flattened(self, live: Any, saved: dict[Any, Any], name: str) -> None:  # noqa: ANN401 - a tensor
+        side = torch_side()
+        inner = {} if side is None else dict(side.inner_tensors(live, name))
+        for reference in _references(saved):
+            if reference.name in inner:
+                self._fill_reference(inner.pop(reference.name), reference)
+            else:
+                where = f"{self.field}:{reference.name}"
+                self.plan.problem(Code.TENSOR_UNEXPECTED, where, "the live tensor has no such inner tensor")
+        for missing in inner:
+            self.plan.problem(Code.TENSOR_MISSING, f"{self.field}:{missing}", "the saved tensor has no such part")
+
+    # --- new ----------------------------------------------------------------------------------------------------------
+
+    def fresh(self, saved: Any, name: str, like: Any = None) -> Any:  # noqa: ANN401 - trees
+        """Return a new value; tensors take device and placements from those at the same place in `like`."""
+        if isinstance(saved, TensorRef):
+            return self._fresh_tensor(saved, like)
+        if isinstance(saved, InlineArray):
+            return array_of(saved)
+        if isinstance(saved, DtypeName | DeviceName | Size):
+            side = torch_side()
+            return saved if side is None else side.decode(saved)
+        if type(saved) in _DICTS:
+            if FLATTENED in saved:
+                raise self._needs_live(saved, name)
+            before = like if isinstance(like, dict) else {}
+            pairs = ((key, self.fresh(item, self._child(name, key), before.get(key))) for key, item in saved.items())
+            return type(saved)(pairs)
+        if type(saved) in (list, tuple, deque):
+            same = type(like) is type(saved) and len(like) == len(saved)
+            old = list(like) if same else [None] * len(saved)
+            items = [self.fresh(item, self._child(name, i), old[i]) for i, item in enumerate(saved)]
+            return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
+        if type(saved) in (set, frozenset):
+            return type(saved)(self.fresh(item, name) for item in saved)
+        return saved
+
+    def _fresh_tensor(self, saved: TensorRef, like: object) -> object:
+        tensor = self._referred(saved)
+        if tensor is None:
+            return None
+        side = torch_side()
+        if (self.framework or saved.kind) == "torch" and side is not None:
+            made = side.allocate(tensor.dtype, tensor.global_shape, **side.placed_like(like, tensor.global_shape))
+        else:
+            made = np.empty(tensor.global_shape, numpy_dtype(tensor.dtype))
+        fill(self.plan, made, tensor)
+        return made
+
+    def _referred(self, saved: TensorRef) -> IndexTensor | None:
+        tensor = self.plan.checkpoint.find(self.field, saved.name, self.scope)
+        if tensor is None:
+            raise err(
+                Code.TREE_REFERENCE, f"no tensor {saved.name!r}", where=self.field, requirement="REQ-TRE-004"
+            )
+        self.plan.taken_tensors.add(tensor.key)
+        return tensor
+
+    def _take_references(self, saved: object) -> None:
+        for reference in _references(saved):
+            self._referred(reference)
+
+    def _needs_live(self, saved: dict[Any, Any], name: str) -> Exception:
+        return err(
+            Code.STATE_UNSUPPORTED,
+            f"a tensor of {saved[FLATTENED]} can only be filled in place",
+            where=f"{self.field}:{name}",
+            remedy="Create it before the load, for an optimizer by one step.",
+        )
+
+    @staticmethod
+    def _child(name: str, key: object) -> str:
+        return f"{name}/{key}" if name else str(key)
+
+
+def fill(plan: Plan, live: Any, saved: IndexTensor) -> None:  # noqa: ANN401 - array or tensor
+    """Plan to fill a live tensor or array with a saved one, or take note of why that can't be.
+
+    Problems: SHAPE_MISMATCH, DTYPE_MISMATCH (converted where allowed), META_DESTINATION.
+    Raises: StateError(STATE_UNSUPPORTED).
+    """
+    where = f"{saved.field}:{saved.name}"
+    if tuple(live.shape) != saved.global_shape:
+        detail = f"saved with shape {saved.global_shape}, here {tuple(live.shape)}"
+        plan.problem(Code.SHAPE_MISMATCH, where, detail)
+        return
+    kind = _dtype_name(live, where)
+    if kind != saved.dtype and not plan.problem(Code.DTYPE_MISMATCH, where, f"saved as {saved.dtype}, here {kind}"):
+        return
+    if isinstance(live, np.ndarray):
+        plan.sinks.append(_array_sink(live, saved, where))
+        return
+    side = torch_side()
+    if side is not None and side.is_meta(live):
+        plan.problem(Code.META_DESTINATION, where, "the live tensor is on the meta device")
+    elif side is not None:
+        plan.sinks.append(
+            side.sink_of(live, field=saved.field, name=saved.name, scope=saved.scope, dtype=saved.dtype)
+        )
+
+
+def refuses(live: Any, saved: IndexTensor) -> bool:  # noqa: ANN401 - anything
+    """Tell whether `live` isn't a tensor or array of just the saved dtype and shape."""
+    if not _is_tensor(live) or tuple(live.shape) != saved.global_shape:
+        return True
+    return _dtype_name(live, saved.name) != saved.dtype
+
+
+def _array_sink(live: Array, saved: IndexTensor, where: str) -> ArraySink:
+    if not live.flags.writeable:
+        raise err(Code.STATE_UNSUPPORTED, "the live array is read-only", where=where, remedy="Pass a copy of it.")
+    return ArraySink(
+        field=saved.field,
+        name=saved.name,
+        dtype=saved.dtype,
+        global_shape=saved.global_shape,
+        scope=saved.scope,
+        array=live,
+        boxes=(Box.whole(saved.global_shape),),
+    )
+
+
+def _dtype_name(live: Any, where: str) -> str:  # noqa: ANN401 - array or tensor
+    if isinstance(live, np.ndarray):
+        return dtype_name(live.dtype, where=where)
+    side = torch_side()
+    return "" if side is None else str(side.dtype_name(live.dtype, where=where))
+
+
+def _is_tensor(value: object) -> bool:
+    side = torch_side()
+    return isinstance(value, np.ndarray) or (side is not None and side.is_tensor(value))
+
+
+def _references(saved: object) -> list[TensorRef]:
+    if isinstance(saved, TensorRef):
+        return [saved]
+    if isinstance(saved, dict):
+        saved = list(saved.values())
+    if isinstance(saved, list | tuple | deque):
+        return [reference for item in saved for reference in _references(item)]
+    return []
+
+
+def _refill(live: Any, items: Any) -> None:  # noqa: ANN401 - a mutable container and new contents
+    live.clear()
+    if isinstance(live, list | deque):
+        live.extend(items)
+    else:
+        live.update(items)

@@ -1,0 +1,204 @@
+"""A load in the making: what to read into what, what to do afterwards, and everything that is wrong with it.
+
+Nothing live is changed while a plan is made, so that a load that can't succeed leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
+from ckptfmt.documents.manifest import Manifest
+from ckptfmt.documents.tables import TensorKey
+from ckptfmt.engines.snapshot import TensorSink
+from ckptfmt.errors import Code, err
+from ckptfmt.interop.names import GLOBAL, worker_scope
+
+__all__ = ["MISSING", "Plan", "Readable"]
+
+#: Stands for a value that the checkpoint lacks.
+MISSING: Final = object()
+
+#: Codes that a caller may allow, by the word for it.
+_ALLOWED_BY: Final = {
+    Code.TENSOR_MISSING: "missing",
+    Code.LEAF_MISSING: "missing",
+    Code.TENSOR_UNEXPECTED: "unexpected",
+    Code.LEAF_UNEXPECTED: "unexpected",
+    Code.DTYPE_MISMATCH: "dtype",
+    Code.STREAM_MISSING: "streams",
+    Code.STREAM_UNEXPECTED: "streams",
+}
+
+_SHOWN: Final = 10
+
+
+class Readable(Protocol):
+    """What a load needs of an open checkpoint; `ckptfmt.engines.reader.Checkpoint` has it."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest."""
+
+    @property
+    def index(self) -> Index:
+        """The index."""
+
+    @property
+    def tensors(self) -> Mapping[TensorKey, IndexTensor]:
+        """The tensors, by field, name and scope."""
+
+    @property
+    def leaves(self) -> Mapping[TensorKey, IndexLeaf]:
+        """The leaves, by field, name and scope."""
+
+    @property
+    def streams(self) -> Mapping[tuple[str, str], IndexStream]:
+        """The streams, by name and scope."""
+
+    def find(self, field: str, name: str, scope: str) -> IndexTensor | None:
+        """Return a tensor by its name or another name of it."""
+
+    def leaf(self, field: str, name: str, scope: str) -> Any:  # noqa: ANN401 - any value of the closed set
+        """Return a leaf's value."""
+
+    def stream(self, name: str, scope: str) -> tuple[str, Any]:
+        """Return a stream's kind and state."""
+
+    def read_into(self, sinks: Sequence[TensorSink]) -> None:
+        """Fill the sinks with verified elements."""
+
+    def read(self, field: str, name: str, scope: str) -> Any:  # noqa: ANN401 - a numpy array
+        """Return a whole tensor as a numpy array."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """Something for which a load is refused."""
+
+    code: Code
+    where: str
+    detail: str
+
+
+class Plan:
+    """What a load of one worker will do.
+
+    Args:
+        checkpoint: what is loaded.
+        worker: number of this worker.
+        worker_count: number of workers that load.
+        allow: kinds of differences that the caller accepts: ``missing``, ``unexpected``, ``dtype``, ``streams``.
+
+    Attributes:
+        sinks: destinations to fill.
+        actions: what to do after that, in this order.
+        problems: why the load is refused.
+        downgrades: what is done in another way than asked for; lowers the claim.
+        notes: what changed and is worth a line; doesn't lower the claim.
+        values: values that could not be put back into an immutable place, by name.
+    """
+
+    def __init__(self, checkpoint: Readable, *, worker: int, worker_count: int, allow: frozenset[str]) -> None:
+        unknown = allow - set(_ALLOWED_BY.values())
+        if unknown:
+            known = ", ".join(sorted(set(_ALLOWED_BY.values())))
+            raise err(Code.ARGUMENT, f"allow={sorted(unknown)}; known are {known}", where="allow")
+        self.checkpoint = checkpoint
+        self.worker = worker
+        self.worker_count = worker_count
+        self.allow = allow
+        self.sinks: list[TensorSink] = []
+        self.actions: list[Callable[[], None]] = []
+        self.problems: list[Problem] = []
+        self.downgrades: list[str] = []
+        self.notes: list[str] = []
+        self.values: dict[str, object] = {}
+        self.taken_tensors: set[TensorKey] = set()
+        self.taken_leaves: set[TensorKey] = set()
+
+    # --- look up ------------------------------------------------------------------------------------------------------
+
+    def tensor(self, field: str, names: Iterable[str], scope: str) -> IndexTensor | None:
+        """Return the saved tensor of one of `names`, and count it as taken; None if there is none.
+
+        Another scope than the wanted one is taken where that isn't there, and reported.
+        """
+        names = tuple(names)
+        for at in self._scopes(scope):
+            for name in names:
+                found = self.checkpoint.find(field, name, at)
+                if found is not None:
+                    self.taken_tensors.add(found.key)
+                    self._report_scope(field, name, scope, at)
+                    return found
+        return None
+
+    def leaf(self, field: str, names: Iterable[str], scope: str) -> tuple[str, str, Any]:
+        """Return name, scope and value of the saved leaf of one of `names`, and count it as taken, or MISSING for it."""
+        names = tuple(names)
+        for at in self._scopes(scope):
+            for name in names:
+                if (field, name, at) in self.checkpoint.leaves:
+                    self.taken_leaves.add((field, name, at))
+                    self._report_scope(field, name, scope, at)
+                    return name, at, self.checkpoint.leaf(field, name, at)
+        return names[0], scope, MISSING
+
+    def _scopes(self, scope: str) -> tuple[str, ...]:
+        own = worker_scope(self.worker)
+        return (GLOBAL, own, worker_scope(0)) if scope == GLOBAL else (scope, GLOBAL, worker_scope(0))
+
+    def _report_scope(self, field: str, name: str, wanted: str, found: str) -> None:
+        if wanted != found:
+            self.downgrades.append(f"{field}:{name} of scope {wanted} is taken from scope {found}")
+
+    # --- problems -----------------------------------------------------------------------------------------------------
+
+    def problem(self, code: Code, where: str, detail: str) -> bool:
+        """Take note of a problem; return whether the caller allows it, and the load goes on without."""
+        if _ALLOWED_BY.get(code) in self.allow:
+            self.downgrades.append(f"{code} at {where}: {detail}")
+            return True
+        self.problems.append(Problem(code, where, detail))
+        return False
+
+    def check(self) -> None:
+        """Raise the first problem's error, with the places of all problems of its code."""
+        if not self.problems:
+            return
+        code, first = self.problems[0].code, self.problems[0]
+        same = [problem for problem in self.problems if problem.code is code]
+        shown = "; ".join(f"{problem.where}: {problem.detail}" for problem in same[:_SHOWN])
+        more = f"; and {len(same) - _SHOWN} more" if len(same) > _SHOWN else ""
+        raise err(code, f"{shown}{more}" if len(same) > 1 else first.detail, where=first.where)
+
+    def leftover(self, fields: Iterable[str]) -> frozenset[tuple[str, TensorKey]]:
+        """Return what of these fields nobody took here: ``tensor`` or ``leaf``, with the key.
+
+        What belongs to another worker that loads too is left to it.
+        """
+        fields = set(fields)
+        tensors = {("tensor", key) for key in self.checkpoint.tensors if key not in self.taken_tensors}
+        leaves = {("leaf", key) for key in self.checkpoint.leaves if key not in self.taken_leaves}
+        return frozenset(
+            (kind, key) for kind, key in tensors | leaves if key[0] in fields and self._is_mine(key[2])
+        )
+
+    def _is_mine(self, scope: str) -> bool:
+        return scope in (GLOBAL, worker_scope(self.worker)) or int(scope.removeprefix("lw/")) >= self.worker_count
+
+    def refuse_leftover(self, leftover: frozenset[tuple[str, TensorKey]]) -> None:
+        """Make problems of what nobody takes; what belonged to workers that no longer are is only reported."""
+        gone = 0
+        for kind, (field, name, scope) in sorted(leftover):
+            if scope != GLOBAL and scope != worker_scope(self.worker):
+                gone += 1
+                continue
+            code = Code.TENSOR_UNEXPECTED if kind == "tensor" else Code.LEAF_UNEXPECTED
+            suffix = "" if scope == GLOBAL else f" of scope {scope}"
+            self.problem(code, f"{field}:{name}", f"saved{suffix}, and nothing here takes it")
+        if gone:
+            self.downgrades.append(f"{gone} tensors and values of workers that no longer exist are left")

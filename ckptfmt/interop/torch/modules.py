@@ -1,0 +1,225 @@
+"""What a module holds: parameters, buffers, extra state, and what its own hooks put into its state_dict."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from ckptfmt.errors import Code, err
+from ckptfmt.interop.names import worker_scope
+from ckptfmt.interop.torch.tensors import memory_of
+
+__all__ = ["Entry", "ModuleView", "merge_tied", "view_module"]
+
+_EXTRA_STATE: Final = "_extra_state"
+
+#: Wrappers by module and class, each with the attribute that holds what it wraps.
+_WRAPPERS: Final = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Entry:
+    """A live tensor of a module; `names` are all of its names, the first in the order of state_dict."""
+
+    names: tuple[str, ...]
+    scope: str
+    storage: str
+    tensor: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModuleView:
+    """What a module holds just now.
+
+    Attributes:
+        module: the module as it was given, wrapped or not.
+        scope: of everything that isn't in `entries`.
+        entries: live parameters and buffers, each with its own scope.
+        parameters: all names of each live parameter by its id, saved or not, for optimizers.
+        extra_states: by name, the module whose get_extra_state it is, and its value.
+        foreign: by name, key in state_dict and value of what is no live tensor: the work of hooks.
+    """
+
+    module: torch.nn.Module
+    scope: str
+    entries: tuple[Entry, ...]
+    parameters: dict[int, tuple[str, ...]]
+    extra_states: dict[str, tuple[torch.nn.Module, object]]
+    foreign: dict[str, tuple[str, object]]
+
+
+def view_module(
+    module: torch.nn.Module, *, field: str, prefix: str, scope: str, worker: int, worker_count: int
+) -> ModuleView:
+    """Return what a module holds.
+
+    Args:
+        module: wrapped or not; wrappers don't show in the names.
+        field: field that it is saved in, for messages.
+        prefix: what its names begin with.
+        scope: of its tensors, but for those that each worker of a data-parallel module has for itself.
+        worker: number of this worker.
+        worker_count: how many there are.
+
+    Raises: StateError(STATE_UNSUPPORTED, STATE_NAME).
+    """
+    _refuse_fsdp1(module, f"{field}:{prefix}")
+    # First of all, and at each save: it also puts FSDP2's parameters back into shards after an evaluation.
+    with torch.no_grad():
+        state_dict = module.state_dict(keep_vars=True)
+    live = _Live(module)
+    own = _per_worker_buffers(module) if worker_count > 1 else set()
+    entries: list[Entry] = []
+    extra_states: dict[str, tuple[torch.nn.Module, object]] = {}
+    foreign: dict[str, tuple[str, object]] = {}
+    for key, value in state_dict.items():
+        name = prefix + _clean(module, key)
+        owner = _extra_state_owner(module, key)
+        if owner is not None:
+            extra_states[name] = (owner, value)
+        elif live.has(value):
+            at = worker_scope(worker) if id(value) in own else scope
+            entries.append(Entry(names=(name,), scope=at, storage="persistent", tensor=value))
+        else:
+            foreign[name] = (key, value)
+    entries += [
+        Entry(names=(prefix + name,), scope=scope, storage="non-persistent", tensor=tensor)
+        for name, tensor in _non_persistent(module)
+    ]
+    _refuse_double_names(entries, field)
+    return ModuleView(
+        module=module,
+        scope=scope,
+        entries=tuple(entries),
+        parameters=_parameter_names(module, prefix),
+        extra_states=extra_states,
+        foreign=foreign,
+    )
+
+
+def merge_tied(entries: list[Entry]) -> list[Entry]:
+    """Return entries of which each has memory of its own; what was tied has several names.
+
+    Tied is what is the same object, or has the same storage, offset, shape and strides.
+    """
+    merged: dict[tuple[object, ...], Entry] = {}
+    for entry in entries:
+        key = (entry.scope, memory_of(entry.tensor) or id(entry.tensor))
+        first = merged.get(key)
+        if first is not None:
+            names = (*first.names, *(name for name in entry.names if name not in first.names))
+            entry = dataclasses.replace(first, names=names)  # noqa: PLW2901 - the entry that stands for both
+        merged[key] = entry
+    return list(merged.values())
+
+
+class _Live:
+    """The memory of a module's parameters and buffers."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        tensors = [*module.parameters(), *module.buffers()]
+        self.ids = {id(tensor) for tensor in tensors}
+        self.storages = {_storage(tensor) for tensor in tensors} - {None}
+
+    def has(self, value: object) -> bool:
+        """Tell whether writing to `value` writes to the module."""
+        return isinstance(value, torch.Tensor) and (id(value) in self.ids or _storage(value) in self.storages)
+
+
+def _storage(tensor: torch.Tensor) -> object:
+    memory = memory_of(tensor)
+    return None if memory is None else memory[:2]
+
+
+def _wrapped_attribute(module: torch.nn.Module) -> str | None:
+    for module_name, class_name, attribute in _WRAPPERS:
+        kind = getattr(sys.modules.get(module_name), class_name, None)
+        if kind is not None and isinstance(module, kind):
+            return attribute
+    return None
+
+
+def _walk(root: torch.nn.Module, parts: list[str]) -> Iterator[tuple[torch.nn.Module | None, str]]:
+    """Yield each part of a key with the module that has it, wrappers left out, even those whose hooks did that."""
+    module: torch.nn.Module | None = root
+    for part in parts:
+        attribute = None if module is None else _wrapped_attribute(module)
+        if module is not None and attribute == part:
+            module = module._modules.get(part)  # noqa: SLF001 - get_submodule would run the wrapper's __getattr__
+            continue
+        while module is not None and attribute is not None:
+            module = module._modules.get(attribute)  # noqa: SLF001
+            attribute = None if module is None else _wrapped_attribute(module)
+        yield module, part
+        module = None if module is None else module._modules.get(part)  # noqa: SLF001
+
+
+def _clean(root: torch.nn.Module, key: str) -> str:
+    return ".".join(part for _, part in _walk(root, key.split(".")))
+
+
+def _extra_state_owner(root: torch.nn.Module, key: str) -> torch.nn.Module | None:
+    *_, (owner, part) = _walk(root, key.split("."))
+    if part != _EXTRA_STATE or owner is None:
+        return None
+    return owner if type(owner).get_extra_state is not torch.nn.Module.get_extra_state else None
+
+
+def _parameter_names(root: torch.nn.Module, prefix: str) -> dict[int, tuple[str, ...]]:
+    names: dict[int, tuple[str, ...]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():  # noqa: SLF001 - with the raw path, which wrappers rewrite
+            if parameter is not None:
+                name = prefix + _clean(root, f"{path}.{key}" if path else key)
+                names[id(parameter)] = (*names.get(id(parameter), ()), name)
+    return names
+
+
+def _non_persistent(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in root.named_modules(remove_duplicate=False):
+        for key in sorted(module._non_persistent_buffers_set):  # noqa: SLF001 - torch has no public name for it
+            buffer = module._buffers.get(key)  # noqa: SLF001
+            if buffer is not None:
+                yield _clean(root, f"{path}.{key}" if path else key), buffer
+
+
+def _per_worker_buffers(root: torch.nn.Module) -> set[int]:
+    """Return the ids of statistics that each data-parallel worker keeps for itself."""
+    ids = set()
+    for wrapper in root.modules():
+        if not isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
+            continue
+        for module in wrapper.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._NormBase) and not isinstance(  # noqa: SLF001
+                module, torch.nn.SyncBatchNorm
+            ):
+                ids |= {id(buffer) for buffer in module.buffers(recurse=False)}
+    return ids
+
+
+def _refuse_fsdp1(root: torch.nn.Module, where: str) -> None:
+    old: Any = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if old is not None and any(isinstance(module, old.FullyShardedDataParallel) for module in root.modules()):
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            "a module wrapped in FullyShardedDataParallel (FSDP1)",
+            where=where,
+            remedy="Use FSDP2: torch.distributed.fsdp.fully_shard.",
+        )
+
+
+def _refuse_double_names(entries: list[Entry], field: str) -> None:
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.names[0] in seen:
+            raise err(Code.STATE_NAME, "two tensors of a module have this name", where=f"{field}:{entry.names[0]}")
+        seen.add(entry.names[0])

@@ -1,0 +1,104 @@
+"""Putting a module's tensors back: in place where they are live, by its own hooks where those made them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ckptfmt.documents.index import IndexTensor
+from ckptfmt.documents.tree import TensorRef
+from ckptfmt.errors import Code, err
+from ckptfmt.interop.placing import Placer, fill
+from ckptfmt.interop.plan import MISSING, Plan
+from ckptfmt.interop.torch.modules import Entry, ModuleView
+from ckptfmt.interop.torch.subclasses import inner_tensors
+from ckptfmt.interop.trees import fingerprint
+
+__all__ = ["plan_entry", "plan_module"]
+
+
+def plan_entry(plan: Plan, entry: Entry, field: str) -> None:
+    """Plan to fill a live tensor of a module from whichever of its names was saved."""
+    for index, (_, tensor) in enumerate(inner_tensors(entry.tensor, "")):
+        names = [inner_tensors(entry.tensor, name)[index][0] for name in entry.names]
+        saved = plan.tensor(field, names, entry.scope)
+        if saved is None:
+            plan.problem(Code.TENSOR_MISSING, f"{field}:{names[0]}", f"not saved (shape here {tuple(tensor.shape)})")
+            continue
+        fill(plan, tensor, saved)
+        _plan_tied(plan, names, saved)
+
+
+def _plan_tied(plan: Plan, names: list[str], taken: IndexTensor) -> None:
+    """Take the tensors that were saved apart and are tied here; other contents would be lost silently."""
+    for name in names:
+        other = plan.checkpoint.find(taken.field, name, taken.scope)
+        if other is None or other.key in plan.taken_tensors:
+            continue
+        plan.taken_tensors.add(other.key)
+        same = (other.dtype, other.global_shape) == (taken.dtype, taken.global_shape)
+        if not same or plan.checkpoint.read(*other.key).tobytes() != plan.checkpoint.read(*taken.key).tobytes():
+            where = f"{taken.field}:{name}"
+            plan.problem(Code.TENSOR_UNEXPECTED, where, f"tied to {taken.name} here, but saved with other contents")
+
+
+def plan_module(plan: Plan, view: ModuleView, field: str) -> None:
+    """Plan to put back extra state and what hooks made; the entries are planned on their own."""
+    for name, (owner, live) in view.extra_states.items():
+        value = _saved_value(plan, field, name, view.scope, live)
+        if value is not MISSING:
+            _plan_extra_state(plan, owner, value, f"{field}:{name}")
+    foreign = {}
+    for name, (key, live) in view.foreign.items():
+        value = (
+            _saved_tensor(plan, field, name, view.scope, live)
+            if isinstance(live, torch.Tensor)
+            else _saved_value(plan, field, name, view.scope, live)
+        )
+        if value is not MISSING:
+            foreign[key] = value
+    if foreign:
+        plan.actions.append(lambda: _load_foreign(view.module, foreign, field))
+
+
+def _saved_value(plan: Plan, field: str, name: str, scope: str, live: object) -> Any:  # noqa: ANN401 - a tree
+    found, at, saved = plan.leaf(field, [name], scope)
+    if saved is MISSING:
+        plan.problem(Code.LEAF_MISSING, f"{field}:{name}", "not saved")
+        return MISSING
+    return Placer(plan, field=field, scope=at).fresh(saved, found, live)
+
+
+def _saved_tensor(plan: Plan, field: str, name: str, scope: str, live: torch.Tensor) -> Any:  # noqa: ANN401
+    saved = plan.tensor(field, [name], scope)
+    if saved is None:
+        plan.problem(Code.TENSOR_MISSING, f"{field}:{name}", f"not saved (shape here {tuple(live.shape)})")
+        return MISSING
+    return Placer(plan, field=field, scope=saved.scope).fresh(TensorRef(saved.name, "torch"), saved.name, live)
+
+
+def _plan_extra_state(plan: Plan, owner: torch.nn.Module, value: object, where: str) -> None:
+    def load() -> None:
+        wanted = fingerprint(value, field="weights", name="")
+        owner.set_extra_state(value)
+        _check_read_back(wanted, owner.get_extra_state(), where)
+
+    plan.actions.append(load)
+
+
+def _load_foreign(module: torch.nn.Module, foreign: dict[str, Any], field: str) -> None:
+    wanted = {key: fingerprint(value, field=field, name="") for key, value in foreign.items()}
+    # Given as a whole, since hooks may look at several keys; the live tensors are copied onto themselves.
+    module.load_state_dict({**module.state_dict(), **foreign})
+    with torch.no_grad():
+        after = module.state_dict()
+    for key, fingerprints in wanted.items():
+        _check_read_back(fingerprints, after.get(key), f"{field}:{key}")
+
+
+def _check_read_back(wanted: tuple[bytes, dict[str, bytes]], live: object, where: str) -> None:
+    if fingerprint(live, field="weights", name="") != wanted:
+        raise err(Code.READ_BACK, "after the load it gives another value than the one it was given", where=where)
+
+

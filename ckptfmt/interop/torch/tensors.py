@@ -1,0 +1,321 @@
+"""Torch tensors and DTensors as sources and sinks: bytes are moved, values are never converted unless asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ckptfmt.arithmetic import layout
+from ckptfmt.arithmetic.layout import LocalPiece
+from ckptfmt.box import Box
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.errors import CkptError, Code, err
+
+__all__ = [
+    "DTYPE_NAMES",
+    "TORCH_DTYPES",
+    "TorchSink",
+    "TorchSource",
+    "allocate",
+    "check_tensor",
+    "dtype_name",
+    "is_distributed",
+    "local_of",
+    "memory_of",
+    "mesh_of",
+    "pieces_of",
+    "sink_of",
+    "source_of",
+]
+
+#: Those dtypes of the format that this torch has.
+TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, name) for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
+}
+DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+#: Integers of the size of an element: copied as these, no bit of a NaN is lost and no conversion can happen.
+_CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def dtype_name(dtype: torch.dtype, *, where: str) -> str:
+    """Return the format's name of a torch dtype. Raises: StateError(STATE_UNSUPPORTED)."""
+    if dtype not in DTYPE_NAMES:
+        raise err(Code.STATE_UNSUPPORTED, f"the format has no dtype like {dtype}", where=where)
+    return DTYPE_NAMES[dtype]
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Tell whether this is a DTensor, and nothing derived from one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and type(tensor) is module.DTensor
+
+
+def check_tensor(tensor: torch.Tensor, *, where: str) -> None:
+    """Check that a tensor is of a kind whose bytes are all there is to it.
+
+    Raises: StateError(STATE_UNSUPPORTED) for subclasses, sparse, quantized and nested tensors, unknown dtypes, and
+        DTensors with partial placements.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_distributed(tensor):
+        raise _unsupported(
+            f"{type(tensor).__module__}.{type(tensor).__qualname__} is a kind of tensor of its own",
+            where,
+            "Register it with ckptfmt.interop.torch.register_flatten, if __tensor_flatten__ gives all of it.",
+        )
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise _unsupported(f"a tensor of layout {tensor.layout}", where, "Save its parts as dense tensors.")
+    if tensor.is_quantized:
+        raise _unsupported("a quantized tensor", where, "Save int_repr() and the scales as tensors.")
+    dtype_name(tensor.dtype, where=where)
+    if is_distributed(tensor):
+        _placements(tensor, where)
+        check_tensor(local_of(tensor), where=where)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory that this worker holds of a tensor, detached."""
+    if not is_distributed(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return tensor.to_local().detach()  # type: ignore[attr-defined, no-any-return]
+
+
+def mesh_of(tensor: torch.Tensor) -> dict[str, list[Any] | None] | None:
+    """Return names and shape of a DTensor's mesh, None for a plain tensor."""
+    if not is_distributed(tensor):
+        return None
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    names = mesh.mesh_dim_names
+    return {"names": None if names is None else list(names), "shape": list(mesh.shape)}
+
+
+def pieces_of(tensor: torch.Tensor, *, where: str) -> tuple[LocalPiece, ...]:
+    """Return what this worker holds of a tensor: all of a plain one, nothing outside of a DTensor's mesh.
+
+    Raises: StateError(STATE_UNSUPPORTED).
+    """
+    if not is_distributed(tensor):
+        whole = Box.whole(tuple(tensor.shape))
+        return (LocalPiece(whole, whole),)
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    try:
+        return layout.local_boxes(
+            tuple(tensor.shape),
+            tuple(mesh.shape),
+            tuple(coordinate),
+            _placements(tensor, where),
+            tuple(local_of(tensor).shape),
+        )
+    except CkptError as error:
+        error.where = where
+        raise
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return what is equal for two tensors of exactly the same memory; None where that can't be told."""
+    try:
+        local = local_of(tensor)
+        address = local.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None  # a wrapper around several tensors has no storage of its own
+    if not address or local.device.type == "meta":
+        return None
+    placements = str(tensor.placements) if is_distributed(tensor) else ""  # type: ignore[attr-defined]
+    shape = (tuple(tensor.shape), tuple(local.shape), local.stride())
+    return (local.device, address, local.storage_offset(), local.dtype, local.is_conj(), *shape, placements)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TorchSource:
+    """A tensor to be written; see `ckptfmt.engines.snapshot.TensorSource`.
+
+    Attributes:
+        tensor: the live one.
+        local: the memory of it that is here.
+        pieces: the boxes, and where they lie in `local`.
+    """
+
+    field: str
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    scope: str
+    tensor: torch.Tensor
+    local: torch.Tensor
+    pieces: tuple[LocalPiece, ...]
+    replica: bool
+    storage: str
+    aliases: tuple[str, ...]
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The pieces held here."""
+        return tuple(piece.box for piece in self.pieces)
+
+    def copy_into(self, box: Box, out: memoryview) -> None:
+        """Copy the elements of `box` into `out`."""
+        if not box.element_count:
+            return
+        piece = next(piece for piece in self.pieces if piece.box == box)
+        local = self.local[piece.local_box.relative_to(Box.whole(tuple(self.local.shape)))]
+        held = _as_integers(local.resolve_conj().resolve_neg()).contiguous().reshape(-1).view(torch.uint8)
+        torch.frombuffer(out, dtype=torch.uint8).copy_(held)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TorchSink:
+    """A tensor to be filled in place; see `ckptfmt.engines.snapshot.TensorSink`. Another dtype of it converts."""
+
+    field: str
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    scope: str
+    tensor: torch.Tensor
+    local: torch.Tensor
+    pieces: tuple[LocalPiece, ...]
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The pieces wanted."""
+        return tuple(piece.box for piece in self.pieces)
+
+    def copy_from(self, box: Box, content: memoryview) -> None:
+        """Take the elements of `box`."""
+        if not box.element_count:
+            return
+        piece = next(piece for piece in self.pieces if piece.box.contains(box))
+        slices = tuple(
+            slice(at.start + base, at.stop + base)
+            for at, base in zip(box.relative_to(piece.box), piece.local_box.begin, strict=True)
+        )
+        incoming = torch.empty(content.nbytes, dtype=torch.uint8)
+        np.copyto(incoming.numpy(), np.frombuffer(content, np.uint8))
+        _copy(self.local[slices], incoming.view(TORCH_DTYPES[self.dtype]).reshape(box.shape))
+
+
+def source_of(
+    tensor: torch.Tensor, *, field: str, name: str, scope: str, storage: str, aliases: tuple[str, ...]
+) -> TorchSource:
+    """Return the source of a tensor. Raises: StateError(STATE_UNSUPPORTED), also for one on meta."""
+    where = f"{field}:{name}"
+    check_tensor(tensor, where=where)
+    local = local_of(tensor)
+    if local.device.type == "meta":
+        raise _unsupported("a tensor on the meta device has no contents", where, "Materialise it before the save.")
+    return TorchSource(
+        field=field,
+        name=name,
+        dtype=dtype_name(tensor.dtype, where=where),
+        global_shape=tuple(tensor.shape),
+        scope=scope,
+        tensor=tensor,
+        local=local,
+        pieces=pieces_of(tensor, where=where),
+        replica=is_distributed(tensor) and layout.is_replica(_mesh_shape(tensor), _placements(tensor, where)),
+        storage=storage,
+        aliases=aliases,
+    )
+
+
+def sink_of(tensor: torch.Tensor, *, field: str, name: str, scope: str, dtype: str) -> TorchSink:
+    """Return the sink of a live tensor for what was saved under `name`, of dtype `dtype`.
+
+    Raises: StateError(STATE_UNSUPPORTED; META_DESTINATION for one without memory).
+    """
+    where = f"{field}:{name}"
+    check_tensor(tensor, where=where)
+    local = local_of(tensor)
+    if local.device.type == "meta":
+        raise err(Code.META_DESTINATION, "the live tensor is on the meta device", where=where)
+    if dtype not in TORCH_DTYPES:
+        raise err(Code.STATE_UNSUPPORTED, f"this torch ({torch.__version__}) has no dtype {dtype}", where=where)
+    if any(stride == 0 and extent > 1 for stride, extent in zip(local.stride(), local.shape, strict=True)):
+        raise _unsupported("an expanded tensor can't be filled", where, "Call clone() or contiguous() on it first.")
+    return TorchSink(
+        field=field,
+        name=name,
+        dtype=dtype,
+        global_shape=tuple(tensor.shape),
+        scope=scope,
+        tensor=tensor,
+        local=local,
+        pieces=pieces_of(tensor, where=where),
+    )
+
+
+def allocate(
+    dtype: str, shape: tuple[int, ...], *, like: torch.Tensor | None = None, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return a new tensor, uninitialised.
+
+    Args:
+        dtype: of the format.
+        shape: of the whole tensor.
+        like: where its shape is the same: one whose placements, strides and device are taken over.
+        device: where `like` doesn't say: CPU if left out.
+
+    Raises: StateError(STATE_UNSUPPORTED) for a dtype that this torch lacks.
+    """
+    if dtype not in TORCH_DTYPES:
+        raise err(Code.STATE_UNSUPPORTED, f"this torch ({torch.__version__}) has no dtype {dtype}")
+    kind = TORCH_DTYPES[dtype]
+    if like is None or tuple(like.shape) != shape or local_of(like).device.type == "meta":
+        return torch.empty(shape, dtype=kind, device=device)
+    local = torch.empty_like(local_of(like), dtype=kind)
+    if not is_distributed(like):
+        return local
+    make: Callable[..., torch.Tensor] = type(like).from_local  # type: ignore[attr-defined]
+    with torch.no_grad():
+        return make(
+            local,
+            like.device_mesh,  # type: ignore[attr-defined]
+            like.placements,  # type: ignore[attr-defined]
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+
+def _copy(target: torch.Tensor, incoming: torch.Tensor) -> None:
+    if target.dtype == incoming.dtype and not (target.is_conj() or target.is_neg()):
+        target, incoming = _as_integers(target), _as_integers(incoming)
+    with torch.no_grad():
+        target.copy_(incoming)
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    carrier = _CARRIERS.get(tensor.element_size())
+    return tensor if carrier is None else tensor.view(carrier)
+
+
+def _mesh_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.device_mesh.shape)  # type: ignore[attr-defined]
+
+
+def _placements(tensor: torch.Tensor, where: str) -> tuple[layout.Placement, ...]:
+    return tuple(_placement(placement, where) for placement in tensor.placements)  # type: ignore[attr-defined]
+
+
+def _placement(placement: Any, where: str) -> layout.Placement:  # noqa: ANN401 - torch's, of whichever class
+    kind = type(placement).__name__
+    if kind == "Replicate":
+        return layout.Replicate()
+    if kind == "_StridedShard":
+        return layout.StridedShard(int(placement.dim), int(placement.split_factor))
+    if kind == "Shard":
+        return layout.Shard(int(placement.dim))
+    raise _unsupported(f"a DTensor with the placement {placement}", where, "Redistribute it before the save.")
+
+
+def _unsupported(detail: str, where: str, remedy: str) -> CkptError:
+    return err(Code.STATE_UNSUPPORTED, detail, where=where, remedy=remedy)

@@ -1,0 +1,120 @@
+"""From live values to trees: plain values as they are, tensors and arrays as references to sources."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from ckptfmt.digest import digest_bytes
+from ckptfmt.documents.part import Leaf
+from ckptfmt.documents.tree import TensorRef, dump_tree
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.snapshot import TensorSource
+from ckptfmt.interop import torch_side
+from ckptfmt.interop.names import key_text
+from ckptfmt.interop.numpy import ArraySource, inline_array
+
+__all__ = ["FLATTENED", "Encoder", "fingerprint"]
+
+#: Marks the tree of a tensor that is made of several: a dict from here to its class's name, then its inner tensors.
+FLATTENED: Final = "ckptfmt.flattened"
+
+
+class Encoder:
+    """Turns live values into trees, and collects the tensors in them.
+
+    Args:
+        field: field of the leaves and tensors.
+        scope: their scope.
+        inline: put numpy arrays into the tree itself; torch tensors have no form then.
+    """
+
+    def __init__(self, *, field: str, scope: str, inline: bool = False) -> None:
+        self.field = field
+        self.scope = scope
+        self.inline = inline
+        self.sources: list[TensorSource] = []
+
+    def leaf(self, name: str, value: object, *, tensors_under: str | None = None) -> Leaf:
+        """Return the leaf of a value.
+
+        Args:
+            name: of the leaf.
+            value: live; tensors in it become sources.
+            tensors_under: what their names begin with, if not with the leaf's.
+
+        Raises: StateError(STATE_UNSUPPORTED); FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
+        """
+        tree = self.encode(value, name if tensors_under is None else tensors_under)
+        content = dump_tree(tree, where=f"{self.field}:{name}")
+        return Leaf(field=self.field, name=name, scope=self.scope, value=content)
+
+    def encode(self, value: object, name: str) -> object:
+        """Return the tree of a value; what has no form stays as it is, for `dump_tree` to name."""
+        encode = _CONTAINERS.get(type(value))
+        if encode is not None:
+            return encode(self, value, name)
+        if isinstance(value, np.generic) or (self.inline and isinstance(value, np.ndarray)):
+            return inline_array(value, where=f"{self.field}:{name}")
+        if isinstance(value, np.ndarray):
+            self.sources.append(ArraySource.of(value, field=self.field, name=name, scope=self.scope))
+            return TensorRef(name, "numpy")
+        side = torch_side()
+        return value if side is None else side.encode(self, value, name)
+
+    def child(self, name: str, key: object) -> str:
+        """Return the name of what lies under `key`."""
+        return f"{name}/{key_text(key)}" if name else key_text(key)
+
+
+def fingerprint(value: object, *, field: str, name: str) -> tuple[bytes, dict[str, bytes]]:
+    """Return the tree of a value and a digest of each tensor in it: equal exactly if all bits are."""
+    encoder = Encoder(field=field, scope="global")
+    leaf = encoder.leaf(name, value)
+    return leaf.value, {source.name: source_digest(source) for source in encoder.sources}
+
+
+def source_digest(source: TensorSource) -> bytes:
+    """Return the digest of kind and contents of what is held of a tensor."""
+    content = bytearray(repr((source.dtype, source.global_shape)).encode())
+    for box in source.boxes:
+        piece = bytearray(box.element_count * DTYPES[source.dtype].nbytes)
+        source.copy_into(box, memoryview(piece))
+        content += digest_bytes(piece)
+    return digest_bytes(content)
+
+
+def _encode_list(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - list, tuple or deque
+    items = [encoder.encode(item, encoder.child(name, index)) for index, item in enumerate(value)]
+    return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
+
+
+def _encode_dict(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - dict or OrderedDict
+    return type(value)((key, encoder.encode(item, encoder.child(name, key))) for key, item in value.items())
+
+
+def _encode_counter(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - Counter
+    counter: Counter[object] = Counter()
+    for key, item in value.items():
+        counter[key] = encoder.encode(item, encoder.child(name, key))  # type: ignore[assignment]
+    return counter
+
+
+def _encode_set(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - set or frozenset
+    return type(value)(encoder.encode(item, encoder.child(name, item)) for item in value)
+
+
+#: Exactly these types; what derives from them may hold more than its items.
+_CONTAINERS: Final[dict[type, Callable[[Encoder, Any, str], object]]] = {
+    list: _encode_list,
+    tuple: _encode_list,
+    deque: _encode_list,
+    dict: _encode_dict,
+    OrderedDict: _encode_dict,
+    Counter: _encode_counter,
+    set: _encode_set,
+    frozenset: _encode_set,
+}

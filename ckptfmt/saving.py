@@ -1,0 +1,172 @@
+"""One save, from live objects to a committed checkpoint, the same for a lone path and for a run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from ckptfmt.arithmetic.assign import assign_writers
+from ckptfmt.box import Box
+from ckptfmt.capture import capture
+from ckptfmt.digest import digest_bytes
+from ckptfmt.documents.manifest import Manifest, Origin
+from ckptfmt.documents.tree import dump_tree, parse_tree
+from ckptfmt.engines.commit import commit, wait_for_decision
+from ckptfmt.engines.writer import check_snapshot, list_holdings, write_failure, write_part
+from ckptfmt.errors import CkptError, Code, err
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptfmt.documents.tables import TensorKey
+    from ckptfmt.engines.snapshot import Snapshot
+    from ckptfmt.group import Group
+    from ckptfmt.state import State
+    from ckptfmt.store.protocol import Store
+
+__all__ = ["Ownership", "SaveReport", "save_once"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What a save did.
+
+    Attributes:
+        path: where the checkpoint is.
+        digest: of its manifest: its name.
+        step: training steps done.
+        nbytes: size of all tensors in bytes, each counted once.
+        writer_count: how many writers it took.
+        removed: checkpoints of the run that retention let go afterwards.
+    """
+
+    path: str
+    digest: str
+    step: int
+    nbytes: int
+    writer_count: int
+    removed: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class Ownership:
+    """Who writes what, found once per structure and kept between saves. Names and boxes only, never a tensor."""
+
+    fingerprints: list[str] = dataclasses.field(default_factory=list)
+    written: frozenset[tuple[TensorKey, Box]] | None = None
+
+
+def save_once(
+    store: Store,
+    group: Group,
+    state: State,
+    *,
+    step: int,
+    run_id: str | None = None,
+    launch: int | None = None,
+    nonce: str | None = None,
+    block_nbytes: int,
+    deadline_s: float,
+    ownership: Ownership,
+    check: Callable[[], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Manifest:
+    """Save `state` into the checkpoint directory that `store` is rooted at.
+
+    Args:
+        check: run on writer 0 before anything is written; what it raises stops all writers.
+        ownership: kept by the caller between saves.
+
+    Raises: CkptError of any kind; then no checkpoint was committed, unless the code is COMMIT_UNKNOWN.
+    Spec: the steps of REQ-CMT-001 to REQ-CMT-009.
+    """
+    snapshot, error = _capture(state, group, step, check)
+    mine = {
+        "step": step,
+        "fingerprint": "" if snapshot is None else _fingerprint(snapshot),
+        "nonce": nonce or secrets.token_hex(16),
+        "attempt": secrets.token_hex(8),
+    }
+    told = group.raise_together(error, value=mine)
+    assert snapshot is not None  # noqa: S101 - raise_together raised otherwise
+    steps = sorted({theirs["step"] for theirs in told})
+    if len(steps) > 1:
+        raise err(Code.WRITERS_DIVERGED, f"the writers save steps {steps}", requirement="REQ-CMT-001")
+    origin = Origin(
+        run_id=run_id,
+        launch=launch,
+        nonce=told[0]["nonce"],
+        step=step,
+        attempt=told[0]["attempt"],
+        writer_count=group.writer_count,
+        block_nbytes=block_nbytes,
+    )
+    fingerprints = [theirs["fingerprint"] for theirs in told]
+    if fingerprints != ownership.fingerprints:
+        ownership.written = _find_written(group, snapshot)
+        ownership.fingerprints = fingerprints
+    return _write_and_commit(store, group, snapshot, origin, ownership, deadline_s, on_progress)
+
+
+def _capture(
+    state: State, group: Group, step: int, check: Callable[[], None] | None
+) -> tuple[Snapshot | None, CkptError | None]:
+    try:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+            raise err(Code.ARGUMENT, f"step={step!r} isn't a number of steps", where="step=")
+        if check is not None and group.writer == 0:
+            check()
+        snapshot = capture(state, worker=group.writer, worker_count=group.writer_count)
+        check_snapshot(snapshot)
+    except CkptError as error:
+        return None, error
+    return snapshot, None
+
+
+def _fingerprint(snapshot: Snapshot) -> str:
+    return digest_bytes(_dump_holdings(snapshot)).hex()
+
+
+def _dump_holdings(snapshot: Snapshot) -> bytes:
+    holdings = [(key, box.begin, box.shape, nbytes) for (key, box), nbytes in list_holdings(snapshot)]
+    return dump_tree(holdings, where="holdings")
+
+
+def _find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey, Box]] | None:
+    """Tell all writers what this one holds, and return which pieces it writes; None for all of them."""
+    if group.writer_count == 1:
+        return None
+    gathered = group.all_gather(_dump_holdings(snapshot).hex())
+    holdings = [_parse_holdings(bytes.fromhex(theirs)) for theirs in gathered]
+    return assign_writers(holdings)[group.writer]
+
+
+def _parse_holdings(content: bytes) -> list[tuple[tuple[TensorKey, Box], int]]:
+    rows: list[Any] = parse_tree(content, where="holdings")
+    return [((key, Box(begin, shape)), nbytes) for key, begin, shape, nbytes in rows]
+
+
+def _write_and_commit(
+    store: Store,
+    group: Group,
+    snapshot: Snapshot,
+    origin: Origin,
+    ownership: Ownership,
+    deadline_s: float,
+    on_progress: Callable[[int], None] | None,
+) -> Manifest:
+    try:
+        write_part(
+            store, snapshot, origin, writer=group.writer, written=ownership.written, on_progress=on_progress
+        )
+        if group.writer == 0:
+            return commit(store, origin, deadline_s=deadline_s)
+    except CkptError as error:
+        if group.writer_count > 1 and error.code != Code.COMMIT_UNKNOWN:
+            # Best effort: the others find the deadline if the store takes this neither.
+            with contextlib.suppress(CkptError):
+                write_failure(store, origin, group.writer, error)
+        raise
+    return wait_for_decision(store, origin, deadline_s=deadline_s)

@@ -1,0 +1,87 @@
+"""What the user hands over: `State`, the seven fields of a run, and `PerWorker`, what belongs to one worker alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final
+
+from ckptfmt.documents.manifest import FIELDS
+from ckptfmt.errors import Code, err
+
+__all__ = ["NOT_GIVEN", "PerWorker", "State"]
+
+#: Why a field is absent that the caller left out.
+NOT_GIVEN: Final = "not given to State"
+
+#: Fields that every checkpoint has; rng and provenance collect what the caller didn't give.
+_COLLECTED: Final = ("rng", "topology", "provenance")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PerWorker:
+    """A value that differs between workers: saved by each, and given back to the worker of the same number.
+
+    >>> PerWorker({"batches": 3})
+    PerWorker(value={'batches': 3})
+    """
+
+    value: object
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class State:
+    """The live objects of a run that a checkpoint is made of and loaded into.
+
+    Each of `weights`, `optimizer`, `data` and the values of `extra` is a module, an optimizer, an object with
+    ``state_dict`` and ``load_state_dict``, a tree of tensors, arrays and plain values, or a mapping or list of those.
+
+    Attributes:
+        weights: module or modules; a mapping of tensors.
+        optimizer: optimizer or optimizers; their parameters are named by `weights`.
+        data: what says where the run stands in its data, such as a `ckptfmt.Sampler`.
+        config: a tree; namespaces, dataclasses, paths and enums are turned into plain values. Compared, never loaded.
+        extra: everything else that a step changes, by name: schedulers, scalers, averaged weights, counters.
+        rng: the caller's own generators, by name, besides those of Python, numpy and torch.
+        provenance: what the caller says of where the run comes from; a tree.
+        identity: keys of `config`, such as ``"model/width"``, that must be equal on load.
+        absent: reasons for fields that are left out on purpose.
+
+    Raises: StateError(ARGUMENT).
+
+    >>> State(weights={"w": 1}, absent={"data": "synthetic"}).absent_reasons()["data"]
+    'synthetic'
+    """
+
+    weights: object = None
+    optimizer: object = None
+    data: object = None
+    config: object = None
+    extra: Mapping[str, object] | None = None
+    rng: Mapping[str, object] | None = None
+    provenance: Mapping[str, object] | None = None
+    identity: tuple[str, ...] = ()
+    absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.identity, str):
+            raise err(Code.ARGUMENT, "identity is a tuple of keys, not one string", where="State(identity=...)")
+        for name in ("extra", "rng", "provenance"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+                raise err(Code.ARGUMENT, "not a mapping with names as keys", where=f"State({name}=...)")
+        for field, reason in self.absent.items():
+            if field not in FIELDS or field in _COLLECTED:
+                raise err(Code.ARGUMENT, f"{field!r} is no field that may be left out", where="State(absent=...)")
+            if not isinstance(reason, str) or not reason:
+                raise err(Code.ARGUMENT, f"{field!r} needs a reason", where="State(absent=...)")
+            if not self._is_left_out(field):
+                raise err(Code.ARGUMENT, f"{field!r} is given all the same", where="State(absent=...)")
+
+    def absent_reasons(self) -> dict[str, str]:
+        """Return the fields that are left out, each with its reason."""
+        fields = [field for field in FIELDS if field not in _COLLECTED and self._is_left_out(field)]
+        return {field: self.absent.get(field, NOT_GIVEN) for field in fields}
+
+    def _is_left_out(self, field: str) -> bool:
+        return getattr(self, field) is None and not (field == "optimizer" and self.extra)
