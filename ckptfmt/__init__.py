@@ -17,7 +17,7 @@ from ckptfmt.errors import CkptError
 from ckptfmt.sampler import Sampler
 from ckptfmt.state import PerWorker, State
 
-open = open_checkpoint  # noqa: A001 - ckptfmt.open(path), as gzip.open and tarfile.open
+open = open_checkpoint  # as gzip.open and tarfile.open
 
 __version__ = "0.1.0"
 

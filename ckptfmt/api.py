@@ -120,9 +120,7 @@ def load(
         if state is None:
             return load_trees(checkpoint, framework)
         number, count = find_worker(writer)
-        return restore(
-            state, checkpoint, worker=number, worker_count=count, allow=frozenset(allow), strict=strict
-        )
+        return restore(state, checkpoint, worker=number, worker_count=count, allow=frozenset(allow), strict=strict)
 
 
 def open_checkpoint(path: PathOrStore, *, digest: str | None = None) -> Checkpoint:
@@ -147,12 +145,9 @@ def validate(path: PathOrStore, *, on_progress: Callable[[int], None] | None = N
     Spec: REQ-OPN-009.
     """
     store = open_store(path, writable=False)
-    if is_run(store):
-        report = Report(target=store.name, kind="run")
-        verify_run(store, report, on_progress=on_progress)
-    else:
-        report = Report(target=store.name, kind="checkpoint")
-        verify_checkpoint(store, report, on_progress=on_progress)
+    kind, verify = ("run", verify_run) if is_run(store) else ("checkpoint", verify_checkpoint)
+    report = Report(target=store.name, kind=kind, on_progress=on_progress)
+    verify(store, report)
     return report
 
 
@@ -190,7 +185,10 @@ def _find_checkpoint(store: Store) -> Store:
     for entry in iter_lineage(list_launches(store, run), list_checkpoints(store, run)):
         return store.at(entry.name)
     raise err(
-        Code.NOT_COMMITTED, "the run has no checkpoint yet", where=store.name, requirement="REQ-RUN-006",
+        Code.NOT_COMMITTED,
+        "the run has no checkpoint yet",
+        where=store.name,
+        requirement="REQ-RUN-006",
         remedy="Train until the first save.",
     )
 
@@ -211,5 +209,3 @@ def _delete_exchange(store: Store) -> None:
     for name in store.list_names(EXCHANGE):
         store.remove_directory(f"{EXCHANGE}/{name.rstrip('/')}")
     store.remove_directory(EXCHANGE)
-
-

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import re
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from ckptfmt import limits
 from ckptfmt.api import DEADLINE_S, check_vacant, report_save
@@ -81,8 +81,7 @@ class Checkpointer:
     ) -> None:
         self._cadence = _parse_every(every)
         for name, value in (("keep", keep), ("keep_every", keep_every)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise err(Code.ARGUMENT, f"{name}={value!r} isn't a positive number", where=f"{name}=")
+            _check_positive(name, value)
         self._store = open_store(run, writable=True)
         self._state = state
         self._keep, self._keep_every = keep, keep_every
@@ -101,7 +100,7 @@ class Checkpointer:
         self.load_report: LoadReport | None = None
         self.passed_over: list[str] = []
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> Self:
         self.restore()
         return self
 
@@ -201,9 +200,7 @@ class Checkpointer:
             passed_over.append(sentence)
 
         by_hand = None if self._resume in ("auto", "fresh") else self._resume
-        launch = begin_launch(
-            self._store, run, choose=by_hand, fresh=self._resume == "fresh", on_passed_over=note
-        )
+        launch = begin_launch(self._store, run, choose=by_hand, fresh=self._resume == "fresh", on_passed_over=note)
         return {
             "launch": dataclasses.asdict(launch),
             "writer_features": list(run.writer_features),
@@ -287,6 +284,11 @@ class _Timer:
     last_s: float = 0.0
     steps_since: int = 0
     next_step: int = 0
+
+
+def _check_positive(name: str, value: object) -> None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise err(Code.ARGUMENT, f"{name}={value!r} isn't a positive number", where=f"{name}=")
 
 
 def _parse_every(every: int | str | None) -> int | float | None:

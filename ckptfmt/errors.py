@@ -438,7 +438,7 @@ def err(
     )
 
 
-def _rebuild(
+def _rebuild(  # noqa: PLR0917 - pickle passes arguments by position
     cls: type[CkptError], code: Code, detail: str, where: str | None, requirement: str | None, remedy: str
 ) -> CkptError:
     return cls(code, detail, where=where, requirement=requirement, remedy=remedy)

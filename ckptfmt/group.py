@@ -7,7 +7,7 @@ here, so that the others raise as well and nobody waits.
 from __future__ import annotations
 
 import base64
-import datetime
+import datetime as dt
 import json
 import re
 import sys
@@ -95,7 +95,10 @@ class Group:
 def _peer_error(writer: int, error: dict[str, Any]) -> CkptError:
     if writer == 0:
         return err(
-            Code(error["code"]), error["detail"], where=error["where"], requirement=error["requirement"],
+            Code(error["code"]),
+            error["detail"],
+            where=error["where"],
+            requirement=error["requirement"],
             remedy=error["remedy"],
         )
     return err(Code.PEER_FAILED, f"writer {writer}: {error['code']}: {error['detail']}", where=error["where"])
@@ -108,7 +111,7 @@ def find_worker(writer: tuple[int, int] | None) -> tuple[int, int]:
     """
     if writer is not None:
         number, count = writer
-        if not (isinstance(number, int) and isinstance(count, int) and 0 <= number < count):
+        if not 0 <= number < count:
             raise err(Code.ARGUMENT, f"writer={writer!r} isn't (number, count)", where="writer=")
         return number, count
     distributed = _find_distributed()
@@ -159,7 +162,7 @@ class _TorchExchange:
         self._store = distributed.PrefixStore("ckptfmt", default_store)
         self._writer = writer
         self._writer_count = writer_count
-        self._deadline = datetime.timedelta(seconds=deadline_s)
+        self._deadline = dt.timedelta(seconds=deadline_s)
 
     def __call__(self, value: bytes) -> list[bytes]:
         number = (self._store.add("arrivals", 1) - 1) // self._writer_count
@@ -218,7 +221,8 @@ class _StoreExchange:
                     raise
             if time.monotonic() > end:
                 raise err(
-                    Code.WRITERS_MISSING, f"writer {writer} didn't come within {self._deadline_s:g} s",
+                    Code.WRITERS_MISSING,
+                    f"writer {writer} didn't come within {self._deadline_s:g} s",
                     requirement="REQ-CMT-001",
                 )
             time.sleep(0.01)

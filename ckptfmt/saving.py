@@ -7,6 +7,7 @@ import dataclasses
 import secrets
 from typing import TYPE_CHECKING, Any
 
+from ckptfmt import limits
 from ckptfmt.arithmetic.assign import assign_writers
 from ckptfmt.box import Box
 from ckptfmt.capture import capture
@@ -71,7 +72,6 @@ def save_once(
     deadline_s: float,
     ownership: Ownership,
     check: Callable[[], None] | None = None,
-    on_progress: Callable[[int], None] | None = None,
 ) -> Manifest:
     """Save `state` into the checkpoint directory that `store` is rooted at.
 
@@ -107,15 +107,14 @@ def save_once(
     if fingerprints != ownership.fingerprints:
         ownership.written = _find_written(group, snapshot)
         ownership.fingerprints = fingerprints
-    return _write_and_commit(store, group, snapshot, origin, ownership, deadline_s, on_progress)
+    return _write_and_commit(store, group, snapshot, origin, written=ownership.written, deadline_s=deadline_s)
 
 
 def _capture(
     state: State, group: Group, step: int, check: Callable[[], None] | None
 ) -> tuple[Snapshot | None, CkptError | None]:
     try:
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
-            raise err(Code.ARGUMENT, f"step={step!r} isn't a number of steps", where="step=")
+        _check_step(step)
         if check is not None and group.writer == 0:
             check()
         snapshot = capture(state, worker=group.writer, worker_count=group.writer_count)
@@ -123,6 +122,11 @@ def _capture(
     except CkptError as error:
         return None, error
     return snapshot, None
+
+
+def _check_step(step: object) -> None:
+    if type(step) is not int or not 0 <= step <= limits.JSON_INTEGER:
+        raise err(Code.ARGUMENT, f"step={step!r} isn't a number of steps", where="step=")
 
 
 def _fingerprint(snapshot: Snapshot) -> str:
@@ -153,14 +157,12 @@ def _write_and_commit(
     group: Group,
     snapshot: Snapshot,
     origin: Origin,
-    ownership: Ownership,
+    *,
+    written: frozenset[tuple[TensorKey, Box]] | None,
     deadline_s: float,
-    on_progress: Callable[[int], None] | None,
 ) -> Manifest:
     try:
-        write_part(
-            store, snapshot, origin, writer=group.writer, written=ownership.written, on_progress=on_progress
-        )
+        write_part(store, snapshot, origin, writer=group.writer, written=written)
         if group.writer == 0:
             return commit(store, origin, deadline_s=deadline_s)
     except CkptError as error:

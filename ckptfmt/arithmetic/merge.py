@@ -44,15 +44,14 @@ def merge_parts(entries: Sequence[PartFileEntry]) -> Index:
     """Return the index of an attempt, given all of its parts in writer order.
 
     Raises: LayoutError: WRITERS_DIVERGED where the parts aren't of one attempt; TENSOR_DIVERGED, REPLICA_DIVERGED,
-        HELD_NOT_WRITTEN, LEAF_DIVERGED, TILING_GAP, TILING_OVERLAP, BOX_BOUNDS, each naming tensor or value and writers.
+        HELD_NOT_WRITTEN, LEAF_DIVERGED, TILING_GAP, TILING_OVERLAP, BOX_BOUNDS; each names tensor or value and writers.
     Spec: REQ-CMT-010 to REQ-CMT-018, REQ-IDX-004, REQ-IDX-005.
     """
     parts = [entry.part for entry in entries]
     origin = _check_origins(parts)
     tensors = tuple(
-        _merge_tensor(key, holders, origin.block_nbytes) for key, holders in sorted(
-            _by_key(parts).items(), key=lambda item: sort_key(item[0])
-        )
+        _merge_tensor(key, holders, origin.block_nbytes)
+        for key, holders in sorted(_by_key(parts).items(), key=lambda item: sort_key(item[0]))
     )
     index = Index(
         origin=origin,
@@ -110,9 +109,7 @@ def _check_origins(parts: Sequence[Part]) -> Origin:
                 requirement="REQ-CMT-010",
             )
     if len(parts) != origin.writer_count:
-        raise err(
-            Code.WRITERS_MISSING, f"{len(parts)} parts of {origin.writer_count}", requirement="REQ-CMT-010"
-        )
+        raise err(Code.WRITERS_MISSING, f"{len(parts)} parts of {origin.writer_count}", requirement="REQ-CMT-010")
     return origin
 
 
@@ -236,7 +233,9 @@ def _diverged(title: str, one: int, other: int, path: str | None) -> Exception:
 
 def _absent_fields(parts: Sequence[Part], index: Index) -> dict[str, str]:
     """Return the fields that every writer says it has nothing for, with the first writer's reason."""
-    present = {row.field for row in (*index.tensors, *index.leaves)} | ({"rng"} if index.streams else set())
+    present = {tensor.field for tensor in index.tensors} | {leaf.field for leaf in index.leaves}
+    if index.streams:
+        present.add("rng")
     return {
         field: parts[0].absent[field]
         for field in FIELDS

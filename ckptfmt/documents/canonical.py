@@ -19,9 +19,7 @@ READER_FEATURES: Final[frozenset[str]] = frozenset()
 
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
-_FORBIDDEN: Final = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+_FORBIDDEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def dump_canonical(value: object) -> bytes:
@@ -66,9 +64,7 @@ def parse_document(
             Code.DOC_SCHEMA, "a document has the members digest and signed", where=where, requirement="REQ-DOC-011"
         )
     if dump_canonical(value) != content:
-        raise err(
-            Code.DOC_NOT_CANONICAL, "the bytes aren't the canonical form", where=where, requirement="REQ-DOC-001"
-        )
+        raise err(Code.DOC_NOT_CANONICAL, "the bytes aren't the canonical form", where=where, requirement="REQ-DOC-001")
     signed: dict[str, Any] = value["signed"]
     digest = digest_text(digest_bytes(dump_canonical(signed)))
     if value["digest"] != digest:
@@ -146,9 +142,7 @@ def _parse_json(content: bytes, where: str) -> dict[str, Any]:
     _check_depth(content, where)
 
     def raise_number(text: str) -> NoReturn:
-        raise err(
-            Code.DOC_NUMBER, f"{text[:32]!r} isn't an allowed number", where=where, requirement="REQ-DOC-005"
-        )
+        raise err(Code.DOC_NUMBER, f"{text[:32]!r} isn't an allowed number", where=where, requirement="REQ-DOC-005")
 
     def parse_integer(text: str) -> int:
         # 17 characters hold every allowed integer; int() on a long one takes quadratic time.
@@ -161,9 +155,7 @@ def _parse_json(content: bytes, where: str) -> dict[str, Any]:
         if len(members) != len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise err(
-                Code.DOC_DUPLICATE_KEY, f"member {twice[:64]!r} twice", where=where, requirement="REQ-DOC-004"
-            )
+            raise err(Code.DOC_DUPLICATE_KEY, f"member {twice[:64]!r} twice", where=where, requirement="REQ-DOC-004")
         return members
 
     if content.startswith(b"\xef\xbb\xbf"):
@@ -196,9 +188,7 @@ def _check_depth(content: bytes, where: str) -> None:
     for bracket in _BRACKET.finditer(_STRING.sub(b"", content)):
         depth += 1 if bracket.group() in b"[{" else -1
         if depth > limits.JSON_DEPTH:
-            raise err(
-                Code.DOC_DEPTH, f"nests deeper than {limits.JSON_DEPTH}", where=where, requirement="REQ-DOC-007"
-            )
+            raise err(Code.DOC_DEPTH, f"nests deeper than {limits.JSON_DEPTH}", where=where, requirement="REQ-DOC-007")
 
 
 def _check_strings(value: object, where: str) -> None:

@@ -22,6 +22,7 @@ from ckptfmt.documents.tables import (
     alias_columns,
     check_dtypes,
     check_scopes,
+    collect_scopes,
     parse_absent,
     parse_aliases,
     parse_boxes,
@@ -106,7 +107,7 @@ class Index:
 
     def dump(self) -> tuple[bytes, bytes]:
         """Return the bytes of the index file, and the digest that names them."""
-        scopes = sorted({row.scope for row in (*self.tensors, *self.streams, *self.leaves)})
+        scopes = collect_scopes(self.tensors, self.streams, self.leaves)
         dtypes = sorted({tensor.dtype for tensor in self.tensors})
         numbers: dict[Sharding, int] = {}
         for tensor in self.tensors:

@@ -175,7 +175,9 @@ class Manifest:
         )
         if len(content) > limits.MANIFEST_NBYTES:
             raise err(
-                Code.LIMIT_EXCEEDED, f"a manifest of {len(content)} bytes", where=MANIFEST_NAME,
+                Code.LIMIT_EXCEEDED,
+                f"a manifest of {len(content)} bytes",
+                where=MANIFEST_NAME,
                 requirement="REQ-MAN-004",
             )
         return content

@@ -16,8 +16,10 @@ from ckptfmt.errors import Code, err
 
 __all__ = ["dump_msgpack", "dump_packed_document", "parse_msgpack", "parse_packed_document"]
 
-# First byte -> (kind, argument): what a value is, and how many bytes behind the first say how long it is.
-_FIXED_NBYTES: Final = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+# First byte -> how many bytes follow that are the value, or that say how long it is.
+_FIXED_NBYTES: Final = {
+    0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
+}  # fmt: skip
 _STRING_LENGTH_NBYTES: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _ARRAY_LENGTH_NBYTES: Final = {0xDC: 2, 0xDD: 4}
 _MAP_LENGTH_NBYTES: Final = {0xDE: 2, 0xDF: 4}
@@ -60,8 +62,10 @@ def parse_packed_document(content: bytes, *, where: str, digest: bytes | None = 
     Spec: REQ-DOC-020 to REQ-DOC-025.
     """
     envelope = parse_msgpack(content, where=where, limit_items=8)
-    if not isinstance(envelope, dict) or set(envelope) != _ENVELOPE_KEYS or not all(
-        isinstance(member, bytes) for member in envelope.values()
+    if (
+        not isinstance(envelope, dict)
+        or set(envelope) != _ENVELOPE_KEYS
+        or not all(isinstance(member, bytes) for member in envelope.values())
     ):
         raise err(
             Code.DOC_SCHEMA, "a document has the members digest and signed", where=where, requirement="REQ-DOC-025"
@@ -121,9 +125,7 @@ def _check_structure(content: bytes, *, where: str, limit_items: int) -> None:
         open_counts[-1] -= 1
         items += 1
         if items > limit_items:
-            raise err(
-                Code.LIMIT_EXCEEDED, f"more than {limit_items} values", where=where, requirement="REQ-DOC-023"
-            )
+            raise err(Code.LIMIT_EXCEEDED, f"more than {limit_items} values", where=where, requirement="REQ-DOC-023")
         at, children = _step(content, at, where)
         # Each value still to come takes a byte at least: a greater count is a lie.
         if children > len(content) - at:

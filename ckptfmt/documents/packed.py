@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Final
 
 import numpy as np
@@ -18,10 +19,10 @@ _WIDTHS: Final = (1, 2, 4, 8)
 
 
 def dump_packed(values: ArrayLike) -> list[object]:
-    """Return non-negative integers as ``[width, bytes]``: little-endian, in the smallest width that holds them all.
+    r"""Return non-negative integers as ``[width, bytes]``: little-endian, in the smallest width that holds them all.
 
     >>> dump_packed([1, 2, 300])
-    [2, b'\\x01\\x00\\x02\\x00,\\x01']
+    [2, b'\x01\x00\x02\x00,\x01']
     """
     array = np.asarray(values, dtype=np.int64)
     width = _width(array)
@@ -83,8 +84,10 @@ class Columns:
     def packed(self, key: str, *, count: int | None = None, below: int = limits.ELEMENTS + 1) -> list[int]:
         """Return a packed column of `count` entries, each less than `below`."""
         array = parse_packed(self._value[key], self.place(key))
-        if (count is not None and len(array) != count) or int(array.max(initial=0)) >= below > 0 or (
-            below == 0 and len(array)
+        if (
+            (count is not None and len(array) != count)
+            or int(array.max(initial=0)) >= below > 0
+            or (below == 0 and len(array))
         ):
             raise self.broken(key, f"{len(array)} entries up to {array.max(initial=0)}; {count} below {below} expected")
         return [int(entry) for entry in array]
@@ -125,7 +128,7 @@ class Columns:
 
     def check_increasing(self, key: str, rows: list[Any]) -> None:
         """Raise unless `rows`, the rows of this table by which it is sorted, increase strictly. Spec: REQ-IDX-003."""
-        if any(a >= b for a, b in zip(rows, rows[1:], strict=False)):
+        if any(a >= b for a, b in itertools.pairwise(rows)):
             raise err(
                 Code.COLUMN_ORDER, "rows aren't sorted and unique", where=self.place(key), requirement="REQ-IDX-003"
             )

@@ -22,6 +22,7 @@ from ckptfmt.documents.tables import (
     block_count,
     check_dtypes,
     check_scopes,
+    collect_scopes,
     parse_absent,
     parse_aliases,
     parse_boxes,
@@ -35,7 +36,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
 __all__ = [
     "Extent",
@@ -53,6 +54,7 @@ ENCODINGS: Final = ("raw",)
 FILE_KINDS: Final = ("safetensors",)
 
 _FILE_NAME: Final = re.compile(r"[a-z][a-z_]{0,40}-([0-9a-f]{16})-([0-9]{5,9})\.safetensors")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartFile:
@@ -172,7 +174,7 @@ class Part:
 
     def dump(self) -> tuple[bytes, bytes]:
         """Return the bytes of the part's file, and the digest that names them."""
-        scopes = sorted({row.scope for row in (*self.tensors, *self.streams, *self.leaves)})
+        scopes = collect_scopes(self.tensors, self.streams, self.leaves)
         dtypes = sorted({tensor.dtype for tensor in self.tensors})
         return dump_packed_document(
             {
@@ -290,7 +292,7 @@ def _parse_part(signed: dict[str, Any], where: str) -> Part:
     scopes = check_scopes(columns)
     files = _parse_files(columns, origin, writer)
     tensors = _parse_tensors(columns, origin, scopes, len(files))
-    _check_files_covered(files, tensors, origin.block_nbytes, Columns(columns.any("files"), _FILE_KEYS, f"{where}#/files"))
+    _check_files_covered(files, tensors, origin.block_nbytes, columns.columns("files", _FILE_KEYS))
     return Part(
         origin=origin,
         writer=writer,
@@ -311,7 +313,9 @@ def _parse_files(columns: Columns, origin: Origin, writer: int) -> tuple[PartFil
         found = _FILE_NAME.fullmatch(name)
         if not found or found[1] != origin.attempt or found[2] != f"{writer:05d}":
             raise err(
-                Code.UNSAFE_PATH, f"{name[:64]!r} isn't a file name of this part", where=table.place("name"),
+                Code.UNSAFE_PATH,
+                f"{name[:64]!r} isn't a file name of this part",
+                where=table.place("name"),
                 requirement="REQ-CKP-001",
             )
     kinds = table.strings("kind", count=len(names))
@@ -390,7 +394,7 @@ def _parse_extents(table: Columns, box_count: int, file_count: int) -> list[tupl
     return [tuple(found) for found in extents]
 
 
-def _split_digests(columns: Columns, box_table: Columns, box_count: int) -> Iterable[bytes]:
+def _split_digests(columns: Columns, box_table: Columns, box_count: int) -> Iterator[bytes]:
     counts = box_table.packed("digest_count", count=box_count)
     content = columns.any("digests")
     if not isinstance(content, bytes) or len(content) != sum(counts) * DIGEST_NBYTES:
@@ -405,29 +409,37 @@ def _check_boxes(tensor: PartTensor, block_nbytes: int, table: Columns) -> None:
     for held in tensor.boxes:
         if not whole.contains(held.box):
             raise err(
-                Code.BOX_BOUNDS, f"{held.box} leaves {tensor.global_shape} of {tensor.name[:64]!r}",
-                where=table.place("begin"), requirement="REQ-PRT-004",
+                Code.BOX_BOUNDS,
+                f"{held.box} leaves {tensor.global_shape} of {tensor.name[:64]!r}",
+                where=table.place("begin"),
+                requirement="REQ-PRT-004",
             )
         blocks = block_count(tensor.box_nbytes(held.box), block_nbytes)
         digests = len(held.digests) // DIGEST_NBYTES
         must_have = bool(held.extents) or not held.replica
         if digests != blocks and (must_have or digests):
             raise err(
-                Code.EXTENT_COVERAGE, f"{digests} digests for the {blocks} blocks of {tensor.name[:64]!r}",
-                where=table.place("digest_count"), requirement="REQ-PRT-005",
+                Code.EXTENT_COVERAGE,
+                f"{digests} digests for the {blocks} blocks of {tensor.name[:64]!r}",
+                where=table.place("digest_count"),
+                requirement="REQ-PRT-005",
             )
         at = 0
         for extent in held.extents:
             if extent.block_begin != at or (extent.block_count == 0 and blocks):
                 raise err(
-                    Code.EXTENT_COVERAGE, f"the extents of {tensor.name[:64]!r} skip or repeat block {at}",
-                    where=table.place("begin"), requirement="REQ-PRT-006",
+                    Code.EXTENT_COVERAGE,
+                    f"the extents of {tensor.name[:64]!r} skip or repeat block {at}",
+                    where=table.place("begin"),
+                    requirement="REQ-PRT-006",
                 )
             at += extent.block_count
         if held.extents and at != blocks:
             raise err(
-                Code.EXTENT_COVERAGE, f"the extents of {tensor.name[:64]!r} hold {at} of {blocks} blocks",
-                where=table.place("begin"), requirement="REQ-PRT-006",
+                Code.EXTENT_COVERAGE,
+                f"the extents of {tensor.name[:64]!r} hold {at} of {blocks} blocks",
+                where=table.place("begin"),
+                requirement="REQ-PRT-006",
             )
 
 
@@ -458,8 +470,10 @@ def _check_files_covered(
             if at == file.nbytes:
                 continue
         raise err(
-            Code.FILE_COVERAGE, f"byte {at} of {file.name} (of {file.nbytes}) is covered by nothing, or twice",
-            where=table.place("nbytes"), requirement="REQ-PRT-007",
+            Code.FILE_COVERAGE,
+            f"byte {at} of {file.name} (of {file.nbytes}) is covered by nothing, or twice",
+            where=table.place("nbytes"),
+            requirement="REQ-PRT-007",
         )
 
 

@@ -174,9 +174,7 @@ def _parse_header(text: bytes, where: str) -> dict[str, Any]:
         for key in header:
             key.encode()
     except (UnicodeError, json.JSONDecodeError, RecursionError) as error:
-        raise err(
-            Code.SHARD_HEADER_SYNTAX, str(error)[:200], where=where, requirement="REQ-SHD-004"
-        ) from None
+        raise err(Code.SHARD_HEADER_SYNTAX, str(error)[:200], where=where, requirement="REQ-SHD-004") from None
     if not text.rstrip(b" ").endswith(b"}"):
         syntax_error("padded with something other than spaces")
     return dict(header)
@@ -190,16 +188,14 @@ def _parse_entry(key: str, value: object, header_nbytes: int, where: str) -> Sha
         raise err(
             Code.SHARD_DTYPE, f"{key[:64]!r} has the dtype {str(tag)[:32]!r}", where=where, requirement="REQ-SHD-006"
         )
-    if not isinstance(shape, list) or len(shape) > limits.NDIM or not all(
-        type(extent) is int and 0 <= extent <= limits.DIM for extent in shape
+    if (
+        not isinstance(shape, list)
+        or len(shape) > limits.NDIM
+        or not all(type(extent) is int and 0 <= extent <= limits.DIM for extent in shape)
     ):
-        raise err(
-            Code.SHARD_SHAPE, f"{key[:64]!r} has a shape out of range", where=where, requirement="REQ-SHD-007"
-        )
+        raise err(Code.SHARD_SHAPE, f"{key[:64]!r} has a shape out of range", where=where, requirement="REQ-SHD-007")
     if math.prod(extent for extent in shape if extent) > limits.ELEMENTS:
-        raise err(
-            Code.SHARD_SHAPE, f"{key[:64]!r} has too many elements", where=where, requirement="REQ-SHD-007"
-        )
+        raise err(Code.SHARD_SHAPE, f"{key[:64]!r} has too many elements", where=where, requirement="REQ-SHD-007")
     match offsets:
         case [int() as begin, int() as end] if type(begin) is int and type(end) is int and 0 <= begin <= end:
             pass

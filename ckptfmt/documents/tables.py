@@ -27,6 +27,7 @@ __all__ = [
     "block_count",
     "check_dtypes",
     "check_scopes",
+    "collect_scopes",
     "parse_absent",
     "parse_aliases",
     "parse_boxes",
@@ -105,9 +106,7 @@ def parse_tensor_rows(
             raise columns.broken("global_shape", f"{shape} has too many elements")
     keys = [(FIELDS[f], name, scopes[s]) for f, name, s in zip(fields, names, scope, strict=True)]
     columns.check_increasing("name", [sort_key(key) for key in keys])
-    return [
-        (key, dtypes[d], shape, STORAGE[s]) for key, d, shape, s in zip(keys, dtype, shapes, storage, strict=True)
-    ]
+    return [(key, dtypes[d], shape, STORAGE[s]) for key, d, shape, s in zip(keys, dtype, shapes, storage, strict=True)]
 
 
 def parse_aliases(columns: Columns, tensor_count: int) -> list[tuple[str, ...]]:
@@ -128,12 +127,14 @@ def parse_boxes(columns: Columns, shapes: Iterable[tuple[int, int]]) -> list[lis
     begins = iter(columns.packed("begin", count=number_count, below=limits.DIM + 1))
     extents = iter(columns.packed("box_shape", count=number_count, below=limits.DIM + 1))
     return [
-        [
-            Box(tuple(itertools.islice(begins, rank)), tuple(itertools.islice(extents, rank)))
-            for _ in range(count)
-        ]
+        [Box(tuple(itertools.islice(begins, rank)), tuple(itertools.islice(extents, rank))) for _ in range(count)]
         for rank, count in owners
     ]
+
+
+def collect_scopes(*tables: Sequence[Any]) -> list[str]:
+    """Return the scopes that rows of any table have, sorted."""
+    return sorted({row.scope for table in tables for row in table})
 
 
 def check_scopes(columns: Columns) -> list[str]:
@@ -142,9 +143,7 @@ def check_scopes(columns: Columns) -> list[str]:
     columns.check_increasing("scopes", scopes)
     for scope in scopes:
         if not _SCOPE.fullmatch(scope):
-            raise err(
-                Code.SCOPE_FORM, f"{scope[:64]!r}", where=columns.place("scopes"), requirement="REQ-IDX-006"
-            )
+            raise err(Code.SCOPE_FORM, f"{scope[:64]!r}", where=columns.place("scopes"), requirement="REQ-IDX-006")
     return scopes
 
 
@@ -186,7 +185,9 @@ def parse_absent(columns: Columns) -> dict[str, str]:
         field in FIELDS and isinstance(reason, str) and reason for field, reason in absent.items()
     ):
         raise err(
-            Code.MANIFEST_FIELDS, "not a map from field to reason", where=columns.place("absent"),
+            Code.MANIFEST_FIELDS,
+            "not a map from field to reason",
+            where=columns.place("absent"),
             requirement="REQ-MAN-003",
         )
     return absent

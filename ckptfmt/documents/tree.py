@@ -7,6 +7,7 @@ blur (tuple or list, float bits, key order, integers beyond 64 bits, arrays) is 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import struct
 from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -19,7 +20,17 @@ from ckptfmt.errors import Code, err
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["DeviceName", "DtypeName", "InlineArray", "Size", "TensorRef", "dump_tree", "find_difference", "iter_values", "parse_tree"]
+__all__ = [
+    "DeviceName",
+    "DtypeName",
+    "InlineArray",
+    "Size",
+    "TensorRef",
+    "dump_tree",
+    "find_difference",
+    "iter_values",
+    "parse_tree",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,7 +255,9 @@ def _decode(value: object, where: str) -> Any:  # noqa: ANN401 - any value of th
     except (ValueError, TypeError, struct.error):
         pass
     raise err(
-        Code.TREE_TAG, f"{str(value[:1])[:64]} is no tag, or holds the wrong things", where=where,
+        Code.TREE_TAG,
+        f"{str(value[:1])[:64]} is no tag, or holds the wrong things",
+        where=where,
         requirement="REQ-TRE-001",
     )
 
@@ -264,7 +277,7 @@ def _decode_pairs(items: list[object], where: str) -> list[tuple[Any, Any]]:
 
 def _decode_set(items: list[object], where: str) -> list[Any]:
     encoded = [dump_msgpack(item) for item in items]
-    if any(a >= b for a, b in zip(encoded, encoded[1:], strict=False)):
+    if any(a >= b for a, b in itertools.pairwise(encoded)):
         raise ValueError
     return _decode_items(items, where)
 
@@ -294,10 +307,10 @@ def _decode_big_int(items: list[object], _where: str) -> int:
 
 
 def _decode_deque(items: list[object], where: str) -> deque[Any]:
-    maxlen = items[0]
-    if maxlen is not None and _exactly(int, maxlen) < len(items) - 1:
+    maxlen = None if items[0] is None else _exactly(int, items[0])
+    if maxlen is not None and maxlen < len(items) - 1:
         raise ValueError
-    return deque(_decode_items(items[1:], where), maxlen)  # type: ignore[arg-type]
+    return deque(_decode_items(items[1:], where), maxlen)
 
 
 def _decode_array(items: list[object], _where: str) -> InlineArray:
@@ -343,7 +356,7 @@ def _decode_size(items: list[object], _where: str) -> Size:
 def _exactly(kind: type[T], value: object) -> T:
     if type(value) is not kind:
         raise TypeError
-    return value  # type: ignore[return-value]
+    return value
 
 
 def _dtype(value: object) -> str:

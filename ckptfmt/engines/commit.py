@@ -169,9 +169,7 @@ def retire(store: Store, manifest: Manifest) -> None:
     Spec: REQ-CMT-022, REQ-CMT-023.
     """
     origin = manifest.origin
-    tombstone = Tombstone(
-        run_id=origin.run_id, launch=origin.launch, step=origin.step, manifest_digest=manifest.digest
-    )
+    tombstone = Tombstone(run_id=origin.run_id, launch=origin.launch, step=origin.step, manifest_digest=manifest.digest)
     store.replace(MANIFEST_NAME, tombstone.dump())
     store.sync("")
     _delete_all_but_register(store)
@@ -206,7 +204,7 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Man
     )
 
 
-# --- waiting ------------------------------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------------------------
 
 
 def _poll(deadline_s: float) -> Iterable[None]:
@@ -258,7 +256,7 @@ def _raise_failures(store: Store, origin: Origin, present: set[str] | None = Non
             )
 
 
-# --- deciding -----------------------------------------------------------------------------------------------------------
+# --- deciding -------------------------------------------------------------------------------------------------------
 
 
 def _read_part(store: Store, origin: Origin, writer: int) -> PartFileEntry:
@@ -314,7 +312,9 @@ def _read_back(store: Store) -> bytes | None:
         if error.code == Code.FILE_MISSING:
             return None
         raise err(
-            Code.COMMIT_UNKNOWN, f"the register can't be read back: {error}", where=MANIFEST_NAME,
+            Code.COMMIT_UNKNOWN,
+            f"the register can't be read back: {error}",
+            where=MANIFEST_NAME,
             requirement="REQ-CMT-008",
         ) from error
 
@@ -322,13 +322,19 @@ def _read_back(store: Store) -> bytes | None:
 def _refusal(register: Manifest | Abort | Tombstone) -> CkptError:
     if isinstance(register, Abort):
         return err(
-            Code.CHECKPOINT_ABORTED, register.reason, where=MANIFEST_NAME, requirement="REQ-MAN-001",
+            Code.CHECKPOINT_ABORTED,
+            register.reason,
+            where=MANIFEST_NAME,
+            requirement="REQ-MAN-001",
             remedy="A newer launch cleaned up; stop this process.",
         )
     if isinstance(register, Tombstone):
         return err(
-            Code.CHECKPOINT_RETIRED, "a checkpoint was here and was retired", where=MANIFEST_NAME,
-            requirement="REQ-MAN-001", remedy="Save another step, or to another path.",
+            Code.CHECKPOINT_RETIRED,
+            "a checkpoint was here and was retired",
+            where=MANIFEST_NAME,
+            requirement="REQ-MAN-001",
+            remedy="Save another step, or to another path.",
         )
     return err(
         Code.COMMIT_CONFLICT,

@@ -190,13 +190,17 @@ def begin_launch(
         )
         content = launch.dump()
         try:
-            create_once(store, f"{LAUNCHES}/{launch_name(number)}", lambda content=content: [content], content=content)
+            _create_launch(store, number, content)
         except CkptError as error:
             if error.code == Code.COMMIT_CONFLICT:
                 continue  # Somebody took the number; what to resume from may have changed with it.
             raise
         store.sync(LAUNCHES)
         return launch
+
+
+def _create_launch(store: Store, number: int, content: bytes) -> None:
+    create_once(store, f"{LAUNCHES}/{launch_name(number)}", lambda: [content], content=content)
 
 
 def _choose_by_hand(store: Store, run: Run, choose: str) -> ResumeFrom:
@@ -218,7 +222,7 @@ def _choose_by_lineage(
     on_passed_over: Callable[[str], None] | None,
     on_progress: Callable[[int], None] | None,
 ) -> tuple[ResumeFrom | None, str]:
-    passed_over = []
+    passed_over: list[str] = []
     for entry in iter_lineage(launches, list_checkpoints(store, run)):
         problem = _find_problem(store, entry, on_progress)
         if problem is None and entry.manifest is not None:
@@ -242,8 +246,8 @@ def _choose_by_lineage(
 def _find_problem(store: Store, entry: RunEntry, on_progress: Callable[[int], None] | None) -> CkptError | None:
     if isinstance(entry.register, CkptError):
         return entry.register
-    report = Report(target=entry.name, kind="checkpoint")
-    verify_checkpoint(store.at(entry.name), report, on_progress=on_progress)
+    report = Report(target=entry.name, kind="checkpoint", on_progress=on_progress)
+    verify_checkpoint(store.at(entry.name), report)
     return report.violations[0] if report.violations else None
 
 
@@ -259,5 +263,3 @@ def _read_entry(store: Store, name: str, found: tuple[int, int], run: Run | None
     except CkptError as error:
         register = error
     return RunEntry(name=name, step=step, launch=launch, register=register)
-
-

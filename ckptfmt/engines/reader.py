@@ -5,11 +5,10 @@ Spec: REQ-OPN-001 to REQ-OPN-008.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
-from ckptfmt import limits
 from ckptfmt.arithmetic.merge import check_index_tiling, summarise
 from ckptfmt.arithmetic.plan import PieceRead, iter_chunks, plan_blocks, plan_pieces, strides_of
 from ckptfmt.box import Box
@@ -45,7 +44,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     import ml_dtypes  # noqa: PLC0415 - a twentieth of a second that validate needn't pay
 
     if hasattr(ml_dtypes, name):
-        return np.dtype(getattr(ml_dtypes, name))
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found
     try:
         return np.dtype(name).newbyteorder("<")
     except TypeError:
@@ -91,7 +91,7 @@ class Checkpoint:
             (tensor.field, alias, tensor.scope): tensor for tensor in self.index.tensors for alias in tensor.aliases
         }
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -220,7 +220,14 @@ class Checkpoint:
                 at = extent.byte_begin + begin - extent.block_begin * block_nbytes
                 path = part.files[extent.file].name
                 got = self.store.read_range(path, at, end - begin)
-                _check_blocks(got, held.digests, begin // block_nbytes, block_nbytes, path, at)
+                _check_blocks(
+                    got,
+                    held.digests,
+                    block_begin=begin // block_nbytes,
+                    block_nbytes=block_nbytes,
+                    path=path,
+                    byte_begin=at,
+                )
                 content[begin - blocks.byte_begin : end - blocks.byte_begin] = got
         return _cut(content, blocks.byte_begin, read, element_nbytes)
 
@@ -340,7 +347,8 @@ class TensorHandle:
         box, keep = _box_of(items, self.shape, self._tensor.name)
         key = self._tensor.key
         array = self._checkpoint.read(*key, box=box)
-        return array[keep]
+        kept: NDArray[Any] = array[keep]
+        return kept
 
 
 def read_manifest(store: Store) -> Manifest:
@@ -397,7 +405,7 @@ def _read_exactly(store: Store, path: str, nbytes: int) -> bytes:
 
 
 def _check_blocks(
-    content: bytes, digests: bytes, block_begin: int, block_nbytes: int, path: str, byte_begin: int
+    content: bytes, digests: bytes, *, block_begin: int, block_nbytes: int, path: str, byte_begin: int
 ) -> None:
     view = memoryview(content)
     for number, begin in enumerate(range(0, len(content), block_nbytes), start=block_begin):
@@ -422,7 +430,7 @@ def _cut(content: bytearray, byte_begin: int, read: PieceRead, element_nbytes: i
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)) - byte_begin
     raw = np.dtype((np.void, element_nbytes))
     view = np.ndarray(read.wanted.shape, raw, buffer=content, offset=first, strides=strides)
-    return memoryview(np.ascontiguousarray(view).reshape(-1).view(np.uint8)).cast("B")
+    return np.ascontiguousarray(view).reshape(-1).view(np.uint8).data
 
 
 def _box_of(items: tuple[Any, ...], shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any, ...]]:

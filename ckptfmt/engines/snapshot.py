@@ -14,29 +14,52 @@ __all__ = ["Snapshot", "TensorSink", "TensorSource"]
 
 @runtime_checkable
 class TensorSource(Protocol):
-    """A tensor, or the pieces of it that this writer holds, ready to be written.
+    """A tensor, or the pieces of it that this writer holds, ready to be written."""
 
-    Attributes:
-        field: one of the seven fields.
-        name: unique within field and scope; any string.
-        dtype: a name of the format's table of dtypes.
-        global_shape: of the whole tensor, in elements.
-        scope: ``global``, or ``lw/<i>`` for what belongs to logical worker i alone.
-        boxes: the pieces held here; disjoint; none on a writer that holds nothing of it.
-        replica: whether mesh or caller say that every holder of a piece has the same bytes.
-        storage: ``persistent`` or ``non-persistent``.
-        aliases: other names of the same memory.
-    """
+    @property
+    def field(self) -> str:
+        """One of the seven fields."""
+        ...
 
-    field: str
-    name: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    scope: str
-    boxes: tuple[Box, ...]
-    replica: bool
-    storage: str
-    aliases: tuple[str, ...]
+    @property
+    def name(self) -> str:
+        """Unique within field and scope; any string."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """A name of the format's table of dtypes."""
+        ...
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Of the whole tensor, in elements."""
+        ...
+
+    @property
+    def scope(self) -> str:
+        """``global``, or ``lw/<i>`` for what belongs to logical worker i alone."""
+        ...
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The pieces held here; disjoint; none on a writer that holds nothing of it."""
+        ...
+
+    @property
+    def replica(self) -> bool:
+        """Whether mesh or caller say that every holder of a piece has the same bytes."""
+        ...
+
+    @property
+    def storage(self) -> str:
+        """``persistent`` or ``non-persistent``."""
+        ...
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Other names of the same memory."""
+        ...
 
     def copy_into(self, box: Box, out: memoryview) -> None:
         """Copy the elements of `box`, one of `boxes`, into `out`: C order, little-endian."""
@@ -45,19 +68,37 @@ class TensorSource(Protocol):
 
 @runtime_checkable
 class TensorSink(Protocol):
-    """A destination for pieces of a tensor.
+    """A destination for pieces of a tensor."""
 
-    Attributes:
-        field, name, dtype, global_shape, scope: as those of the tensor to be read; dtype and shape are checked.
-        boxes: the pieces wanted.
-    """
+    @property
+    def field(self) -> str:
+        """One of the seven fields."""
+        ...
 
-    field: str
-    name: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    scope: str
-    boxes: tuple[Box, ...]
+    @property
+    def name(self) -> str:
+        """Of the tensor to be read, or an alias."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """That of the tensor; another is refused."""
+        ...
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """That of the tensor; another is refused."""
+        ...
+
+    @property
+    def scope(self) -> str:
+        """That of the tensor."""
+        ...
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The pieces wanted."""
+        ...
 
     def copy_from(self, box: Box, content: memoryview) -> None:
         """Take verified elements: `box` lies within one of `boxes`; C order, little-endian."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
+from ckptfmt import limits
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
-from ckptfmt import limits
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
     Abort,
@@ -26,7 +25,7 @@ from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.reader import Checkpoint
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, StoreError, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,6 +49,7 @@ class Report:
         warnings: what is allowed, and worth knowing.
         checkpoints: names of the checkpoints that were checked, with their manifest digests.
         nbytes: how many bytes were read and compared with a digest.
+        on_progress: called with the number of bytes just checked.
     """
 
     target: str
@@ -58,6 +58,13 @@ class Report:
     warnings: list[str] = dataclasses.field(default_factory=list)
     checkpoints: dict[str, str] = dataclasses.field(default_factory=dict)
     nbytes: int = 0
+    on_progress: Callable[[int], None] | None = None
+
+    def count(self, nbytes: int) -> None:
+        """Note that so many bytes were checked."""
+        self.nbytes += nbytes
+        if self.on_progress is not None:
+            self.on_progress(nbytes)
 
     @property
     def valid(self) -> bool:
@@ -78,30 +85,36 @@ class Report:
             "references": [],
         }
 
-    @contextlib.contextmanager
-    def collect(self, prefix: str = "") -> Iterator[None]:
-        """Add an error to the violations instead of raising it."""
-        try:
-            yield
-        except CkptError as error:
-            where = f"{prefix}{error.where}" if error.where else prefix.rstrip("/") or None
-            self.violations.append(
-                type(error)(
-                    error.code, error.detail, where=where, requirement=error.requirement, remedy=error.remedy
-                )
-            )
+    def collect(self, prefix: str = "") -> _Collector:
+        """Return a context that adds an error to the violations instead of raising it."""
+        return _Collector(self, prefix)
 
 
-def verify_checkpoint(
-    store: Store, report: Report, *, prefix: str = "", on_progress: Callable[[int], None] | None = None
-) -> Checkpoint | None:
+class _Collector:
+    def __init__(self, report: Report, prefix: str) -> None:
+        self._report = report
+        self._prefix = prefix
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, CkptError) or isinstance(error, StoreError):
+            return False
+        where = f"{self._prefix}{error.where}" if error.where else self._prefix.rstrip("/") or None
+        self._report.violations.append(
+            type(error)(error.code, error.detail, where=where, requirement=error.requirement, remedy=error.remedy)
+        )
+        return True
+
+
+def verify_checkpoint(store: Store, report: Report, *, prefix: str = "") -> Checkpoint | None:
     """Check every byte of one checkpoint.
 
     Args:
         store: rooted at the checkpoint's directory.
         report: takes what is found.
         prefix: stands before the places in the report.
-        on_progress: called with the number of bytes just checked.
 
     Returns: the checkpoint, where manifest and index are sound.
     Raises: StoreError where the store itself fails.
@@ -114,15 +127,15 @@ def verify_checkpoint(
         return None
     manifest = checkpoint.manifest
     report.checkpoints[prefix.rstrip("/") or report.target] = manifest.digest
-    report.nbytes += manifest.index_nbytes
+    report.count(manifest.index_nbytes)
     expected = {MANIFEST_NAME, index_name(manifest.origin.attempt)}
     for number, entry in enumerate(checkpoint.index.parts):
         expected.add(part_path(manifest.origin.attempt, number))
         with report.collect(prefix):
             part = checkpoint.read_part(number)
-            report.nbytes += entry.nbytes
+            report.count(entry.nbytes)
             expected.update(file.name for file in part.files)
-            _verify_part(checkpoint, part, report, prefix, on_progress)
+            _verify_part(checkpoint, part, report, prefix)
     _verify_holders(checkpoint, report, prefix)
     for path in store.list(""):
         if path not in expected:
@@ -130,7 +143,7 @@ def verify_checkpoint(
     return checkpoint
 
 
-def verify_run(store: Store, report: Report, *, on_progress: Callable[[int], None] | None = None) -> None:
+def verify_run(store: Store, report: Report) -> None:
     """Check a run: its record, its launches, and every checkpoint that is committed.
 
     Raises: StoreError where the store itself fails.
@@ -149,7 +162,7 @@ def verify_run(store: Store, report: Report, *, on_progress: Callable[[int], Non
     for name in store.list_names(""):
         found = parse_checkpoint_name(name.rstrip("/")) if name.endswith("/") else None
         if found is not None:
-            _verify_in_run(store.at(name.rstrip("/")), found, run_id, report, name, on_progress)
+            _verify_in_run(store.at(name.rstrip("/")), found, run_id, report, name)
 
 
 def _verify_in_run(
@@ -158,7 +171,6 @@ def _verify_in_run(
     run_id: str | None,
     report: Report,
     prefix: str,
-    on_progress: Callable[[int], None] | None,
 ) -> None:
     with report.collect(prefix):
         register = read_register(store)
@@ -167,12 +179,10 @@ def _verify_in_run(
             return
         check_place(register, step_and_launch, run_id)
         if isinstance(register, Manifest):
-            verify_checkpoint(store, report, prefix=prefix, on_progress=on_progress)
+            verify_checkpoint(store, report, prefix=prefix)
 
 
-def check_place(
-    register: Manifest | Abort | Tombstone, step_and_launch: tuple[int, int], run_id: str | None
-) -> None:
+def check_place(register: Manifest | Abort | Tombstone, step_and_launch: tuple[int, int], run_id: str | None) -> None:
     """Raise unless a register is that of its directory's step, launch and run.
 
     Raises: FormatError(STEP_MISMATCH, RUN_MISMATCH). Spec: REQ-MAN-002, REQ-RUN-003.
@@ -198,14 +208,13 @@ def _verify_part(
     part: Part,
     report: Report,
     prefix: str,
-    on_progress: Callable[[int], None] | None,
 ) -> None:
     store = checkpoint.store
     for number, file in enumerate(part.files):
         with report.collect(prefix):
             _verify_header(store, part, number, file)
-            report.nbytes += file.header_nbytes
-            for error in _iter_block_errors(store, part, number, file, report, on_progress):
+            report.count(file.header_nbytes)
+            for error in _iter_block_errors(store, part, number, file, report):
                 with report.collect(prefix):
                     raise error
     where = part_path(part.origin.attempt, part.writer)
@@ -224,7 +233,9 @@ def _check_references(checkpoint: Checkpoint, field: str, scope: str, value: obj
     for item in iter_values(value):
         if isinstance(item, TensorRef) and checkpoint.find(field, item.name, scope) is None:
             raise err(
-                Code.TREE_REFERENCE, f"refers to the tensor {item.name[:64]!r}, which isn't there", where=where,
+                Code.TREE_REFERENCE,
+                f"refers to the tensor {item.name[:64]!r}, which isn't there",
+                where=where,
                 requirement="REQ-TRE-004",
             )
 
@@ -249,9 +260,7 @@ def _verify_header(store: Store, part: Part, number: int, file: PartFile) -> Non
         )
     entries = parse_shard_header(header, file_nbytes=file.nbytes, where=file.name)
     expected = {extent.key: (tensor, held, extent.byte_begin) for tensor, held, extent in _extents_of(part, number)}
-    if set(entries) != set(expected) or any(
-        not _agrees(entries[key], *expected[key]) for key in expected
-    ):
+    if set(entries) != set(expected) or any(not _agrees(entries[key], *expected[key]) for key in expected):
         raise err(
             Code.SHARD_MISMATCH,
             "the header's keys, dtypes, shapes or places aren't those of the part",
@@ -286,7 +295,6 @@ def _iter_block_errors(
     number: int,
     file: PartFile,
     report: Report,
-    on_progress: Callable[[int], None] | None,
 ) -> Iterator[CkptError]:
     """Yield an error for every run of a file's blocks that isn't what was saved."""
     block_nbytes = part.origin.block_nbytes
@@ -308,9 +316,7 @@ def _iter_block_errors(
                         where=f"{file.name}[{place + at}:{place + end}]",
                         requirement="REQ-OPN-006",
                     )
-            report.nbytes += nbytes
-            if on_progress is not None:
-                on_progress(nbytes)
+            report.count(nbytes)
 
 
 def _verify_holders(checkpoint: Checkpoint, report: Report, prefix: str) -> None:
@@ -323,4 +329,3 @@ def _verify_holders(checkpoint: Checkpoint, report: Report, prefix: str) -> None
             checkpoint.leaf(*key)
         for stream in checkpoint.streams:
             checkpoint.stream(*stream)
-

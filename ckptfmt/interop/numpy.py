@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeAlias
 
-import ml_dtypes
 import numpy as np
 
 from ckptfmt.box import Box
 from ckptfmt.documents.tree import InlineArray
 from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.reader import numpy_dtype
 from ckptfmt.errors import Code, err
 
-__all__ = ["Array", "ArraySink", "ArraySource", "array_of", "check_array", "dtype_name", "inline_array", "numpy_dtype"]
+__all__ = ["Array", "ArraySink", "ArraySource", "array_of", "check_array", "dtype_name", "inline_array"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -23,20 +23,6 @@ def dtype_name(dtype: np.dtype[Any], *, where: str) -> str:
     if dtype.hasobject or dtype.name not in DTYPES:
         raise err(Code.STATE_UNSUPPORTED, f"the format has no dtype like numpy's {dtype}", where=where)
     return dtype.name
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the little-endian numpy dtype of a name of the format.
-
-    Raises: StateError(STATE_UNSUPPORTED) for the few that only torch has.
-
-    >>> numpy_dtype("bfloat16"), numpy_dtype("int16")
-    (dtype(bfloat16), dtype('int16'))
-    """
-    kind = getattr(ml_dtypes, name, None) or getattr(np, name, None)
-    if name not in DTYPES or kind is None:
-        raise err(Code.STATE_UNSUPPORTED, f"numpy has no dtype like {name}", remedy="Load with framework='torch'.")
-    return np.dtype(kind).newbyteorder("<")
 
 
 def check_array(array: Array, *, where: str) -> None:

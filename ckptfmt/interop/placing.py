@@ -11,9 +11,10 @@ import numpy as np
 from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
+from ckptfmt.engines.reader import numpy_dtype
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
-from ckptfmt.interop.numpy import Array, ArraySink, array_of, dtype_name, numpy_dtype
+from ckptfmt.interop.numpy import Array, ArraySink, array_of, dtype_name
 from ckptfmt.interop.plan import Plan
 from ckptfmt.interop.trees import FLATTENED
 
@@ -30,13 +31,17 @@ class Placer:
         field: field of the leaf.
         scope: scope in which the leaf was found; that of the tensors it refers to.
         framework: ``torch`` or ``numpy`` for new tensors, None for what each was saved as.
+        device: of new torch tensors that have none to be like; CPU if left out.
     """
 
-    def __init__(self, plan: Plan, *, field: str, scope: str, framework: str | None = None) -> None:
+    def __init__(
+        self, plan: Plan, *, field: str, scope: str, framework: str | None = None, device: object = None
+    ) -> None:
         self.plan = plan
         self.field = field
         self.scope = scope
         self.framework = framework
+        self.device = device
 
     # --- in place -----------------------------------------------------------------------------------------------------
 
@@ -65,7 +70,7 @@ class Placer:
             for key in [key for key in saved if key not in live]:
                 where = f"{self.field}:{self._child(name, key)}"
                 self.plan.problem(Code.LEAF_UNEXPECTED, where, "the live mapping has no such key")
-                self._take_references(taken.pop(key))
+                self.take(taken.pop(key))
             for key in [key for key in live if key not in saved]:
                 where = f"{self.field}:{self._child(name, key)}"
                 self.plan.problem(Code.LEAF_MISSING, where, "the saved mapping has no such key")
@@ -91,9 +96,7 @@ class Placer:
         return live
 
     def _fill_reference(self, live: Any, saved: TensorRef) -> None:  # noqa: ANN401 - array or tensor
-        tensor = self._referred(saved)
-        if tensor is not None:
-            fill(self.plan, live, tensor)
+        fill(self.plan, live, self.referred(saved))
 
     def _fill_flattened(self, live: Any, saved: dict[Any, Any], name: str) -> None:  # noqa: ANN401 - a tensor
         side = torch_side()
@@ -134,18 +137,17 @@ class Placer:
         return saved
 
     def _fresh_tensor(self, saved: TensorRef, like: object) -> object:
-        tensor = self._referred(saved)
-        if tensor is None:
-            return None
+        tensor = self.referred(saved)
         side = torch_side()
         if (self.framework or saved.kind) == "torch" and side is not None:
-            made = side.allocate(tensor.dtype, tensor.global_shape, **side.placed_like(like, tensor.global_shape))
+            made = side.allocate(tensor.dtype, tensor.global_shape, like=like, device=self.device)
         else:
             made = np.empty(tensor.global_shape, numpy_dtype(tensor.dtype))
         fill(self.plan, made, tensor)
         return made
 
-    def _referred(self, saved: TensorRef) -> IndexTensor | None:
+    def referred(self, saved: TensorRef) -> IndexTensor:
+        """Return the tensor that a tree refers to, and count it as taken. Raises: FormatError(TREE_REFERENCE)."""
         tensor = self.plan.checkpoint.find(self.field, saved.name, self.scope)
         if tensor is None:
             raise err(
@@ -154,9 +156,10 @@ class Placer:
         self.plan.taken_tensors.add(tensor.key)
         return tensor
 
-    def _take_references(self, saved: object) -> None:
+    def take(self, saved: object) -> None:
+        """Count all tensors that a tree refers to as taken."""
         for reference in _references(saved):
-            self._referred(reference)
+            self.referred(reference)
 
     def _needs_live(self, saved: dict[Any, Any], name: str) -> Exception:
         return err(

@@ -45,6 +45,11 @@ def test_a_sole_holder_is_counted_before_the_others_are_balanced():
     assert [sorted(keys) for keys in assign_writers(held)] == [["only"], ["a", "b"]]
 
 
+def test_the_largest_goes_first():
+    held = [[("a", 1), ("b", 1), ("c", 2)]] * 2
+    assert [sorted(keys) for keys in assign_writers(held)] == [["c"], ["a", "b"]]
+
+
 def test_ties_go_to_the_lower_key_and_writer():
     held = [[(key, 1) for key in "dcba"]] * 3
     assert [sorted(keys) for keys in assign_writers(held)] == [["a", "d"], ["b"], ["c"]]

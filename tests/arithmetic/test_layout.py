@@ -143,6 +143,32 @@ def test_a_local_tensor_that_no_reading_explains_is_refused():
     assert raised.value.code is Code.STATE_UNSUPPORTED
 
 
+def test_a_local_tensor_that_two_readings_explain_is_refused():
+    placements = (StridedShard(0, split_factor=6), Shard(0))
+    readings = [boxes_of((111,), (8, 6), (6, 3), placements, fsdp2=fsdp2)[0].box for fsdp2 in (False, True)]
+    assert readings == [Box((108,), (1,)), Box((75,), (1,))]
+    with pytest.raises(CkptError) as raised:
+        local_boxes((111,), (8, 6), (6, 3), placements, (1,))
+    assert raised.value.code is Code.STATE_UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("placements", "order"),
+    [
+        ((StridedShard(0, split_factor=3), Shard(0)), (1, 0)),
+        ((StridedShard(0, split_factor=3), Shard(1), Shard(0)), (1, 2, 0)),
+        ((StridedShard(0, split_factor=6), StridedShard(0, split_factor=3), Shard(0)), (2, 1, 0)),
+        ((Replicate(), StridedShard(1, split_factor=3), Shard(1)), (0, 2, 1)),
+    ],
+)
+def test_fsdp2_cuts_plainly_what_the_shards_to_the_right_left(placements, order):
+    mesh_shape = (4, 2, 3)[-len(placements) :]
+    plain = tuple(p if isinstance(p, Replicate) else Shard(p.dim) for p in placements)
+    for coordinate in coordinates(mesh_shape):
+        turned = [tuple(values[i] for i in order) for values in (mesh_shape, coordinate, plain)]
+        assert boxes_of((23, 31), mesh_shape, coordinate, placements, fsdp2=True) == boxes_of((23, 31), *turned)
+
+
 def cases():
     """Shapes, meshes and placements for real DTensors: even, uneven and empty, nested and strided."""
     one = [Replicate(), Shard(0), Shard(1), StridedShard(0, 2), StridedShard(1, 3), StridedShard(0, 5)]

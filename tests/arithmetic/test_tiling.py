@@ -181,6 +181,22 @@ def test_dimensions_that_are_not_cut_do_not_count():
     assert verdict(shape, whole_last[:-1]) == (Code.TILING_GAP, f"element {(*(1,) * (ndim - 1), 0)}")
 
 
+def test_an_empty_box_cuts_nothing():
+    ndim = limits.SPLIT_NDIM + 1
+    whole, empty = Box((0,) * ndim, (2,) * ndim), Box((1,) * ndim, (0,) * ndim)
+    assert verdict((2,) * ndim, [whole, empty]) is None
+
+
+def test_sums_are_not_taken_in_a_narrow_type():
+    assert verdict((250,), [Box((200,), (100,))], np.uint8) is Code.BOX_BOUNDS
+    assert verdict((250,), [Box((0,), (200,)), Box((200,), (50,))], np.uint8) is None
+
+
+def test_a_box_that_ends_before_its_predecessor_hides_no_overlap():
+    boxes = [Box((0, 0), (10, 1)), Box((1, 1), (1, 1)), Box((5, 0), (1, 1))]
+    assert find_overlap(boxes) == (boxes[0], boxes[2])
+
+
 def test_arrays_of_another_rank_are_refused():
     with pytest.raises(CkptError) as raised:
         check_tiling((2, 2), np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), where="w")

@@ -254,23 +254,25 @@ def sink_of(tensor: torch.Tensor, *, field: str, name: str, scope: str, dtype: s
 
 
 def allocate(
-    dtype: str, shape: tuple[int, ...], *, like: torch.Tensor | None = None, device: torch.device | None = None
+    dtype: str, shape: tuple[int, ...], *, like: object = None, device: torch.device | None = None
 ) -> torch.Tensor:
     """Return a new tensor, uninitialised.
 
     Args:
         dtype: of the format.
         shape: of the whole tensor.
-        like: where its shape is the same: one whose placements, strides and device are taken over.
-        device: where `like` doesn't say: CPU if left out.
+        like: a tensor whose device is taken over and, where its shape is the same, also placements and strides.
+        device: where `like` is none; CPU if left out.
 
     Raises: StateError(STATE_UNSUPPORTED) for a dtype that this torch lacks.
     """
     if dtype not in TORCH_DTYPES:
         raise err(Code.STATE_UNSUPPORTED, f"this torch ({torch.__version__}) has no dtype {dtype}")
     kind = TORCH_DTYPES[dtype]
-    if like is None or tuple(like.shape) != shape or local_of(like).device.type == "meta":
+    if not isinstance(like, torch.Tensor) or local_of(like).device.type == "meta":
         return torch.empty(shape, dtype=kind, device=device)
+    if tuple(like.shape) != shape:
+        return torch.empty(shape, dtype=kind, device=local_of(like).device)
     local = torch.empty_like(local_of(like), dtype=kind)
     if not is_distributed(like):
         return local

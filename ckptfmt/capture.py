@@ -1,0 +1,2 @@
+"""Placeholder until the real module lands."""
+def capture(*a, **k): raise NotImplementedError

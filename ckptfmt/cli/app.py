@@ -1,0 +1,170 @@
+"""The parser, and the guard: whatever happens, one line says what, and the exit code says which kind.
+
+Exit codes: 0 done, and valid · 1 violations were found (`validate`) · 2 it couldn't be done · 130 interrupted.
+
+An error that isn't a `CkptError` is a bug of ckptfmt, and shown as one line too; with ``CKPTFMT_TRACEBACK=1`` in the
+environment its traceback is shown, for the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING, Final
+
+from ckptfmt.cli.console import Console, clean, is_terminal
+from ckptfmt.errors import CkptError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "run"]
+
+EXIT_FAILED: Final = 2
+EXIT_INTERRUPTED: Final = 130
+#: What a shell says of a program that wrote into a pipe that nobody reads any more: 128 + SIGPIPE.
+EXIT_PIPE: Final = 141
+
+_PROGRAM: Final = "python -m ckptfmt"
+
+
+def run(argv: list[str]) -> int:
+    """Run one command and return its exit code. Nothing but SystemExit of the interpreter's own leaves this call."""
+    try:
+        code = _dispatch(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except SystemExit as request:  # argparse: usage is printed
+        return request.code if isinstance(request.code, int) else EXIT_FAILED
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _forget_output()
+        return EXIT_PIPE
+    except CkptError as error:
+        return _fail(error, as_json="--json" in argv)
+    except Exception as error:  # noqa: BLE001 - the outermost frame: a traceback says nothing to who runs a command
+        return _fail_unexpectedly(error)
+    return code
+
+
+def _dispatch(argv: list[str]) -> int:
+    if argv[:1] == ["demo"]:  # it has a parser of its own
+        from ckptfmt.cli.demo import run_demo
+
+        return run_demo(argv[1:])
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.run
+    return command(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description="Checkpoints: weights and the context they came from.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of library and format")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands.add_parser("demo", help="the whole story on this machine, in about a minute", add_help=False)
+
+    validate = commands.add_parser(
+        "validate",
+        help="check every byte of a checkpoint or of a run",
+        description="Check every byte. Exit code 0: valid; 1: violations; 2: the check couldn't be made, or finished.",
+    )
+    validate.add_argument("path", metavar="PATH", help="directory of a checkpoint or of a run")
+    validate.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    validate.add_argument("--quiet", action="store_true", help="no text and no progress: only the exit code")
+    validate.set_defaults(run=_validate)
+
+    inspect = commands.add_parser("inspect", help="what is in a checkpoint, or in a run")
+    inspect.add_argument("path", metavar="PATH", help="directory of a checkpoint or of a run")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    inspect.add_argument(
+        "--tensors", metavar="PATTERN", nargs="?", const="*", help="list each tensor, or those that match, as in a shell"
+    )
+    inspect.add_argument("--field", metavar="FIELD", help="show only this one of the seven fields, and all of it")
+    inspect.set_defaults(run=_inspect)
+
+    log = commands.add_parser("log", help="the checkpoints of a run and their lineage, newest first")
+    log.add_argument("path", metavar="RUN", help="directory of a run")
+    log.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    log.set_defaults(run=_log)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from ckptfmt.cli.versions import version_members
+
+        members = version_members()
+        print(f"ckptfmt {members['version']} (format {members['format']})")
+        parser.exit()
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from ckptfmt.cli.validate import run_validate
+
+    return run_validate(arguments.path, as_json=arguments.json, quiet=arguments.quiet)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from ckptfmt.cli.inspect import run_inspect
+
+    return run_inspect(arguments.path, as_json=arguments.json, pattern=arguments.tensors, field=arguments.field)
+
+
+def _log(arguments: argparse.Namespace) -> int:
+    from ckptfmt.cli.log import run_log
+
+    return run_log(arguments.path, as_json=arguments.json)
+
+
+def _fail(error: CkptError, *, as_json: bool) -> int:
+    if as_json:
+        from ckptfmt.cli.versions import print_json
+
+        print_json({"error": error.as_json()})
+    place = f" at {error.where}" if error.where else ""
+    clause = f" [{error.requirement}]" if error.requirement else ""
+    _say(f"error: {error.code}{place}: {error.detail}{clause}", error.remedy)
+    return EXIT_FAILED
+
+
+def _fail_unexpectedly(error: Exception) -> int:
+    if os.environ.get("CKPTFMT_TRACEBACK"):
+        import traceback
+
+        traceback.print_exc()
+    if isinstance(error, OSError):
+        _forget_output()  # what couldn't be written would be tried again, and complained about, at exit
+        _say(f"error: {error}")
+    elif isinstance(error, MemoryError):
+        _say("error: this machine hasn't enough memory for it")
+    else:
+        _say(
+            f"error: {type(error).__name__}: {error}",
+            "This is a bug of ckptfmt: run it again with CKPTFMT_TRACEBACK=1 and report what it says.",
+        )
+    return EXIT_FAILED
+
+
+def _say(text: str, remedy: str = "") -> None:
+    """Say one thing on standard error, and what to do about it."""
+    if sys.stderr is None:
+        return
+    console = Console(sys.stderr)
+    if is_terminal(sys.stderr):
+        console.line(("\r\x1b[K", ""))
+    console.line((clean(text[:2000]), "red"))
+    if remedy:
+        console.line(f"  {clean(remedy)}")
+
+
+def _forget_output() -> None:
+    """Let what couldn't be written go, so that the interpreter doesn't complain at exit."""
+    try:
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
+    except (OSError, ValueError, AttributeError):
+        return

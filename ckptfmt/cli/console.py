@@ -1,0 +1,170 @@
+"""What text looks like: colours on a terminal only, aligned tables, sizes, times; and no name can play tricks with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from typing import IO, TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["Cell", "Console", "bytes_text", "clean", "count_text", "is_terminal", "shorten", "time_text"]
+
+_SGR: Final = {
+    "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
+}  # fmt: skip
+
+#: A cell of a table: its text, and the style of that text ("" for none).
+Cell = tuple[str, str]
+
+
+def clean(text: str) -> str:
+    r"""Return text that shows as it is: control, bidi and other unprintable characters become escapes.
+
+    >>> print(clean("a\x1b[31mb\nc"))
+    a\x1b[31mb\nc
+    """
+    return text if text.isprintable() else "".join(map(_escape, text))
+
+
+def _escape(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+
+
+def bytes_text(nbytes: int) -> str:
+    """Return a number of bytes for eyes.
+
+    >>> [bytes_text(nbytes) for nbytes in (0, 1023, 1024, 1536, 3 << 30)]
+    ['0 B', '1023 B', '1.0 KiB', '1.5 KiB', '3.0 GiB']
+    """
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    units = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+    power = min((nbytes.bit_length() - 1) // 10, len(units))
+    if power < len(units) and nbytes * 10 >= 10239.5 * 1024**power:  # it would be printed as 1024.0
+        power += 1
+    return f"{nbytes / 1024**power:.1f} {units[power - 1]}"
+
+
+def count_text(count: int, noun: str, plural: str = "") -> str:
+    """Return a count with its noun.
+
+    >>> count_text(1, "leaf", "leaves"), count_text(2, "tensor")
+    ('1 leaf', '2 tensors')
+    """
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def time_text(unix_s: int) -> str:
+    """Return a time as ISO 8601 in UTC; seconds that no calendar has, as they are.
+
+    >>> time_text(0), time_text(1 << 53)
+    ('1970-01-01T00:00:00Z', '9007199254740992 s')
+    """
+    import time
+
+    try:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(unix_s))
+    except (ValueError, OverflowError, OSError):
+        return f"{unix_s} s"
+
+
+def shorten(text: str, width: int) -> str:
+    """Return at most `width` characters of a text, both ends kept.
+
+    >>> shorten("layers.0.attention.weight", 12)
+    'layers...ght'
+    """
+    if len(text) <= width:
+        return text
+    tail = max(0, (width - 3) // 3)
+    return f"{text[: max(0, width - 3 - tail)]}...{text[len(text) - tail :] if tail else ''}"[: max(width, 0)]
+
+
+def is_terminal(stream: IO[str] | None) -> bool:
+    """Tell whether a person is at the other end."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # it is closed
+        return False
+
+
+class Console:
+    """Where text goes, and how wide and colourful it may be there.
+
+    Args:
+        stream: where to; standard output if none is given.
+
+    Attributes:
+        colour: whether styles are shown: on a terminal that isn't dumb, unless NO_COLOR is set.
+        width: columns of the terminal; None in a pipe, where nothing is cut.
+    """
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        terminal = is_terminal(self._stream)
+        self.colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self.width = max(40, shutil.get_terminal_size((100, 24)).columns) if terminal else None
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            self._stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+    def style(self, text: str, style: str) -> str:
+        """Return text in a style: names of `_SGR` joined by spaces; plain where there is no colour."""
+        if not self.colour or not style or not text:
+            return text
+        return f"\x1b[{';'.join(_SGR[name] for name in style.split())}m{text}\x1b[0m"
+
+    def line(self, *cells: Cell | str) -> None:
+        """Print cells one after the other, as one line."""
+        print("".join(self._cell(cell) for cell in cells).rstrip(" "), file=self._stream)
+
+    def title(self, text: str) -> None:
+        """Print the title of a section, with an empty line before."""
+        self.line()
+        self.line((text, "bold"))
+
+    def table(self, rows: Iterable[Sequence[Cell | str]], *, right: Sequence[int] = (), indent: int = 2) -> None:
+        """Print rows in aligned columns; columns that are empty throughout are left out.
+
+        On a terminal, lines that are too long lose the end of their last column.
+
+        Args:
+            rows: of cells; all rows have as many.
+            right: numbers of the columns that are aligned to the right.
+            indent: spaces before each line.
+        """
+        table = [[cell if isinstance(cell, tuple) else (cell, "") for cell in row] for row in rows]
+        if not table:
+            return
+        widths = [max(len(row[column][0]) for row in table) for column in range(len(table[0]))]
+        shown = [column for column, width in enumerate(widths) if width]
+        for row in table:
+            pieces: list[Cell] = [(" " * indent, "")]
+            for column in shown:
+                text, style = row[column]
+                gap = " " * (widths[column] - len(text))
+                pieces += [(gap, ""), (text, style)] if column in right else [(text, style), (gap, "")]
+                pieces.append(("  ", ""))
+            self.line(*self._fit(pieces[:-1]))
+
+    def _fit(self, pieces: list[Cell]) -> list[Cell]:
+        """Cut what leaves the terminal."""
+        if self.width is None:
+            return pieces
+        room, fitting = self.width, []
+        while pieces and not pieces[-1][0].strip():
+            pieces = pieces[:-1]
+        for number, (text, style) in enumerate(pieces):
+            if len(text) > room:
+                last = number == len(pieces) - 1
+                fitting.append((shorten(text, room) if last else text[:room], style))
+                break
+            fitting.append((text, style))
+            room -= len(text)
+        return fitting
+
+    def _cell(self, cell: Cell | str) -> str:
+        return cell if isinstance(cell, str) else self.style(*cell)

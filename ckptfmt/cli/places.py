@@ -1,0 +1,73 @@
+"""What a path is: a checkpoint, a run, or a reason why neither."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING
+
+from ckptfmt.documents.manifest import MANIFEST_NAME
+from ckptfmt.documents.run import LAUNCHES, RUN_NAME
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store import open_store
+
+if TYPE_CHECKING:
+    from ckptfmt.store import Store
+
+__all__ = ["Place", "open_place", "open_run_place"]
+
+_REMEDY = "Give the directory of a checkpoint (it has a manifest.json) or of a run (it has a run.json)."
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A directory that somebody pointed at.
+
+    Attributes:
+        path: as it was given.
+        store: rooted there, for reading.
+        is_run: whether it is a run: it has ``run.json`` or ``launches/``, and no ``manifest.json``. A directory with
+            none of these is taken for a checkpoint that isn't committed.
+    """
+
+    path: str
+    store: Store
+    is_run: bool
+
+
+def open_place(path: str) -> Place:
+    """Return what is at `path`.
+
+    Raises: IntegrityError(FILE_MISSING) where nothing is; StateError(ARGUMENT) where a file is; StoreError.
+    """
+    store = open_store(path, writable=False)
+    try:
+        is_directory = os.path.isdir(path) if os.stat(path) else False
+    except (FileNotFoundError, NotADirectoryError):
+        raise err(Code.FILE_MISSING, "there is nothing here", where=path, remedy=_REMEDY) from None
+    except ValueError:
+        raise err(Code.ARGUMENT, "no path has a NUL character", where=path, remedy=_REMEDY) from None
+    except OSError as error:
+        code = Code.STORE_ACCESS if isinstance(error, PermissionError) else Code.STORE_IO
+        raise err(code, error.strerror or str(error), where=path) from error
+    if not is_directory:
+        raise err(Code.ARGUMENT, "it is a file, not a directory", where=path, remedy=_REMEDY)
+    try:
+        names = {name.rstrip("/") for name in store.list_names("")}
+    except CkptError as error:
+        raise type(error)(error.code, error.detail, where=path, remedy=error.remedy) from error
+    is_run = MANIFEST_NAME not in names and not names.isdisjoint((RUN_NAME, LAUNCHES))
+    return Place(path=path, store=store, is_run=is_run)
+
+
+def open_run_place(path: str) -> Place:
+    """Return the run at `path`. Raises: as `open_place`; StateError(ARGUMENT) where no run is."""
+    place = open_place(path)
+    if not place.is_run:
+        raise err(
+            Code.ARGUMENT,
+            f"it isn't a run: it has neither {RUN_NAME} nor {LAUNCHES}/, or it has a {MANIFEST_NAME}",
+            where=path,
+            remedy="Give the directory of a run; `python -m ckptfmt inspect` shows a checkpoint.",
+        )
+    return place

@@ -1,0 +1,148 @@
+"""Options of parameter groups: put back by the names of the parameters, whichever way they were grouped."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+
+from ckptfmt.documents.tree import TensorRef, dump_tree
+from ckptfmt.errors import Code
+from ckptfmt.interop.names import GLOBAL
+from ckptfmt.interop.placing import Placer
+from ckptfmt.interop.plan import Plan
+from ckptfmt.interop.torch.tensors import local_of
+
+__all__ = ["plan_groups"]
+
+_NOT_OPTIONS: Final = ("params", "param_names")
+#: Options that choose another kernel, and with it other bits.
+_FLAGS: Final = ("foreach", "fused", "capturable", "maximize", "differentiable")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Saved:
+    """A group of the checkpoint."""
+
+    name: str
+    scope: str
+    options: dict[str, Any]
+
+
+def plan_groups(
+    plan: Plan,
+    groups: Sequence[dict[str, Any]],
+    names: Sequence[Sequence[tuple[str, ...]]],
+    *,
+    prefix: str,
+    field: str,
+    scope: str,
+) -> list[dict[str, Any]]:
+    """Plan to give each live group the options that its parameters were saved with; return these, as trees.
+
+    Args:
+        plan: the load.
+        groups: the live ones.
+        names: for each group, all names of each of its parameters.
+        prefix: what the names of the leaves begin with.
+        field: their field.
+        scope: their scope.
+
+    Problems: GROUP_MISMATCH for a parameter that no saved group has, or when a live group would need two groups'
+        options; LEAF_MISSING for an option that wasn't saved.
+    """
+    by_parameter = _saved_groups(plan, prefix=prefix, field=field, scope=scope)
+    chosen = []
+    for index, (group, members) in enumerate(zip(groups, names, strict=True)):
+        keys: list[Iterable[str]] = [*members] or [[f"#{index}"]]
+        where = f"{field}:{prefix}group/{next(iter(keys[0]))}"
+        found = _groups_of(plan, by_parameter, keys, where)
+        for saved in found:
+            plan.taken_leaves.add((field, saved.name, saved.scope))
+            Placer(plan, field=field, scope=saved.scope).take(saved.options)
+        options = found[0].options if found else {}
+        if any(not _same_options(plan, field, found[0], other) for other in found[1:]):
+            plan.problem(Code.GROUP_MISMATCH, where, "its parameters were saved with different options")
+        elif found:
+            _plan_options(plan, group, found[0], field, where)
+        chosen.append(options)
+    return chosen
+
+
+def _saved_groups(plan: Plan, *, prefix: str, field: str, scope: str) -> dict[str, _Saved]:
+    begins = f"{prefix}group/"
+    by_parameter: dict[str, _Saved] = {}
+    for at in dict.fromkeys((GLOBAL, scope)):
+        for key in plan.checkpoint.leaves:
+            if key[0] == field and key[2] == at and key[1].startswith(begins):
+                value = plan.checkpoint.leaf(*key)
+                saved = _Saved(key[1], at, value["options"])
+                by_parameter |= dict.fromkeys(value["params"] or [key[1].removeprefix(begins)], saved)
+    return by_parameter
+
+
+def _groups_of(
+    plan: Plan, by_parameter: dict[str, _Saved], members: Iterable[Iterable[str]], where: str
+) -> list[_Saved]:
+    found: dict[str, _Saved] = {}
+    for names in members:
+        names = list(names)  # noqa: PLW2901 - looked through twice
+        saved = next((by_parameter[name] for name in names if name in by_parameter), None)
+        if saved is not None:
+            found[saved.name] = saved
+        elif "missing" in plan.allow:
+            plan.downgrades.append(f"{names[0]} is in no saved group, and keeps the options of its live one")
+        else:
+            plan.problem(Code.GROUP_MISMATCH, where, f"{names[0]} is in no saved group")
+    return list(found.values())
+
+
+def _same_options(plan: Plan, field: str, left: _Saved, right: _Saved) -> bool:
+    if left.options.keys() != right.options.keys():
+        return False
+    contents = []
+    for group in (left, right):
+        options = {key: _contents(plan, field, group.scope, value) for key, value in sorted(group.options.items())}
+        contents.append(dump_tree(options, where=group.name))
+    return contents[0] == contents[1]
+
+
+def _contents(plan: Plan, field: str, scope: str, value: Any) -> object:  # noqa: ANN401 - a tree
+    if isinstance(value, TensorRef):
+        found = plan.checkpoint.find(field, value.name, scope)
+        return None if found is None else (found.dtype, plan.checkpoint.read(*found.key).tobytes())
+    if isinstance(value, list | tuple):
+        return [_contents(plan, field, scope, item) for item in value]
+    return value
+
+
+def _plan_options(plan: Plan, group: dict[str, Any], saved: _Saved, field: str, where: str) -> None:
+    options = saved.options
+    for key in group:
+        if key not in options and key not in _NOT_OPTIONS:
+            plan.problem(Code.LEAF_MISSING, f"{where}/{key}", "the live group has this option")
+    on_device = (options.get("capturable") or options.get("fused")) and group["params"]
+    device = local_of(group["params"][0]).device if on_device else None
+    placer = Placer(plan, field=field, scope=saved.scope, device=device)
+    for key, value in options.items():
+        live = group.get(key)
+        if key in _FLAGS and key in group and live != value:
+            plan.notes.append(f"{where}: {key}={value!r} as saved, instead of {live!r}")
+        if isinstance(live, torch.Tensor) and isinstance(value, int | float):
+            plan.actions.append(lambda live=live, value=value: _fill(live, value))  # type: ignore[misc]
+        else:
+            plan.actions.append(_setter(group, key, placer.place(live, value, f"{saved.name}/{key}")))
+
+
+def _setter(group: dict[str, Any], key: str, value: object) -> Any:  # noqa: ANN401 - an action
+    def put() -> None:
+        group[key] = value
+
+    return put
+
+
+def _fill(live: torch.Tensor, value: float) -> None:
+    with torch.no_grad():
+        live.fill_(value)

@@ -1,0 +1,171 @@
+"""Optimizers by the names of their parameters: state and options as they are, without Optimizer.load_state_dict.
+
+That one casts state to the dtype of the parameter, and numbers parameters where they have names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from ckptfmt.documents.index import IndexTensor
+from ckptfmt.documents.part import Leaf
+from ckptfmt.documents.tree import TensorRef
+from ckptfmt.errors import Code, err
+from ckptfmt.interop.placing import Placer, fill, refuses
+from ckptfmt.interop.plan import MISSING, Plan
+from ckptfmt.interop.torch.groups import plan_groups
+from ckptfmt.interop.torch.subclasses import is_registered
+from ckptfmt.interop.torch.tensors import is_distributed, local_of
+from ckptfmt.interop.trees import Encoder
+
+__all__ = ["Names", "capture_optimizer", "is_plain_optimizer", "plan_optimizer"]
+
+#: All names of each parameter, by its id; the first is the one to save under.
+Names = Mapping[int, tuple[str, ...]]
+
+_NOT_OPTIONS: Final = ("params", "param_names")
+#: State that torch keeps on the host unless the group says capturable or fused.
+_HOST_KEYS: Final = ("step", "mu_product")
+
+
+def is_plain_optimizer(value: object) -> bool:
+    """Tell whether all there is to an optimizer is in `state` and `param_groups`.
+
+    One with its own state_dict or load_state_dict, or with hooks on them, goes by its own protocol instead.
+    """
+    if not isinstance(value, torch.optim.Optimizer):
+        return False
+    own = type(value).state_dict is not torch.optim.Optimizer.state_dict
+    own = own or type(value).load_state_dict is not torch.optim.Optimizer.load_state_dict
+    hooks = (f"_optimizer_{verb}_{order}_hooks" for verb in ("state_dict", "load_state_dict") for order in ("pre", "post"))
+    return not own and not any(getattr(value, hook, None) for hook in hooks)
+
+
+def capture_optimizer(optimizer: torch.optim.Optimizer, names: Names, *, prefix: str, encoder: Encoder) -> list[Leaf]:
+    """Return a leaf for each group and for each parameter with state; tensors become sources of the encoder.
+
+    Raises: StateError(PARAMETER_UNNAMED, STATE_UNSUPPORTED).
+    """
+    where = f"{encoder.field}:{prefix}"
+    _check_state_keys(optimizer, where)
+    leaves = []
+    for index, group in enumerate(optimizer.param_groups):
+        members = [(_names_of(parameter, names, index, where)[0], parameter) for parameter in group["params"]]
+        ordered = sorted(name for name, _ in members)
+        name = f"{prefix}group/{ordered[0] if ordered else f'#{index}'}"
+        options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+        tree = {"params": ordered, "options": encoder.encode(options, name)}
+        leaves.append(encoder.leaf(name, tree))
+        for member, parameter in members:
+            state = optimizer.state.get(parameter)
+            if state:
+                leaves.append(encoder.leaf(f"{prefix}state/{member}", state, tensors_under=f"{prefix}{member}"))
+    return leaves
+
+
+def plan_optimizer(
+    plan: Plan, optimizer: torch.optim.Optimizer, names: Names, *, prefix: str, field: str, scope: str
+) -> None:
+    """Plan to put back groups and state; state that doesn't exist yet is made, without a step.
+
+    Problems: GROUP_MISMATCH, LEAF_MISSING. Raises: StateError(PARAMETER_UNNAMED, STATE_UNSUPPORTED).
+    """
+    where = f"{field}:{prefix}"
+    _check_state_keys(optimizer, where)
+    named = [
+        [(parameter, _names_of(parameter, names, index, where)) for parameter in group["params"]]
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    all_options = plan_groups(
+        plan, optimizer.param_groups, [[found for _, found in group] for group in named],
+        prefix=prefix, field=field, scope=scope,
+    )  # fmt: skip
+    for group, options in zip(named, all_options, strict=True):
+        for parameter, found in group:
+            on_device = bool(options.get("capturable") or options.get("fused")) or isinstance(
+                optimizer, torch.optim.ASGD
+            )
+            _ParameterState(plan, optimizer, parameter, field=field, on_device=on_device).restore(found, prefix, scope)
+
+
+class _ParameterState:
+    """The state of one parameter, about to be put back."""
+
+    def __init__(
+        self, plan: Plan, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, *, field: str, on_device: bool
+    ) -> None:
+        self.plan = plan
+        self.optimizer = optimizer
+        self.parameter = parameter
+        self.field = field
+        self.on_device = on_device
+        self.live: dict[Any, Any] = optimizer.state.get(parameter) or {}
+
+    def restore(self, names: Iterable[str], prefix: str, scope: str) -> None:
+        """Plan to put back what was saved under one of `names`."""
+        name, at, saved = self.plan.leaf(self.field, [f"{prefix}state/{name}" for name in names], scope)
+        if saved is MISSING:
+            if self.live:
+                self.plan.problem(Code.LEAF_MISSING, f"{self.field}:{name}", "the live optimizer has this state")
+            return
+        placer = Placer(self.plan, field=self.field, scope=at, device=local_of(self.parameter).device)
+        state = {key: self._value(placer, key, value, name) for key, value in saved.items()}
+        for key in self.live:
+            if key not in saved:
+                self.plan.problem(Code.LEAF_MISSING, f"{self.field}:{name}/{key}", "the live optimizer has this state")
+                state[key] = self.live[key]
+        self.plan.actions.append(lambda: self._put(state))
+
+    def _put(self, state: dict[Any, Any]) -> None:
+        kept = self.optimizer.state[self.parameter]
+        kept.clear()
+        kept.update(state)
+
+    def _value(self, placer: Placer, key: object, saved: object, name: str) -> object:
+        live = self.live.get(key)
+        if isinstance(live, torch.Tensor) and is_registered(live):
+            return placer.place(live, saved, f"{name}/{key}")
+        if not isinstance(saved, TensorRef):
+            return placer.fresh(saved, f"{name}/{key}", live)
+        tensor = placer.referred(saved)
+        device = self._device(key)
+        if isinstance(live, torch.Tensor) and not refuses(live, tensor) and local_of(live).device == device:
+            fill(self.plan, live, tensor)
+            return live
+        alone = key in _HOST_KEYS or tensor.global_shape != tuple(self.parameter.shape)
+        if alone and is_distributed(self.parameter) and len(tensor.sharding) > 1:
+            raise self._unplaced(tensor)
+        like = None if alone else self.parameter
+        return Placer(self.plan, field=self.field, scope=placer.scope, device=device).fresh(saved, name, like)
+
+    def _device(self, key: object) -> torch.device:
+        on_host = key in _HOST_KEYS and not self.on_device
+        return torch.device("cpu") if on_host else local_of(self.parameter).device
+
+    def _unplaced(self, tensor: IndexTensor) -> Exception:
+        return err(
+            Code.STATE_UNSUPPORTED,
+            f"saved in {len(tensor.sharding)} pieces, of a shape that isn't its parameter's",
+            where=f"{self.field}:{tensor.name}",
+            remedy="Let the optimizer create this state, by one step, before the load.",
+        )
+
+
+def _names_of(parameter: torch.Tensor, names: Names, group: int, where: str) -> tuple[str, ...]:
+    found = names.get(id(parameter))
+    if not found:
+        detail = f"group {group} has a parameter of shape {tuple(parameter.shape)} that no module of weights has"
+        raise err(Code.PARAMETER_UNNAMED, detail, where=where)
+    return found
+
+
+def _check_state_keys(optimizer: torch.optim.Optimizer, where: str) -> None:
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    strange = [key for key in optimizer.state if id(key) not in known]
+    if strange:
+        kind = type(optimizer).__qualname__
+        detail = f"{kind} keeps state under {type(strange[0]).__qualname__} {str(strange[0])[:64]!r}, not a parameter"
+        raise err(Code.STATE_UNSUPPORTED, detail, where=where, remedy="Give the optimizer its own state_dict.")

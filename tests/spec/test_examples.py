@@ -1,0 +1,274 @@
+"""Every fenced example of the specification is executed, as its tags say (00-overview.md, Notation)."""
+
+import copy
+import doctest
+import json
+import re
+from collections import Counter, OrderedDict, deque
+
+import pytest
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
+
+from ckptfmt import limits
+from ckptfmt.digest import digest_bytes, digest_text
+from ckptfmt.documents import msgpk, tree
+from ckptfmt.documents.canonical import dump_document, parse_document
+from ckptfmt.documents.cursor import dump_cursor, parse_cursor
+from ckptfmt.documents.index import Index
+from ckptfmt.documents.manifest import Manifest, parse_register
+from ckptfmt.documents.packed import dump_packed, parse_packed
+from ckptfmt.documents.part import Part
+from ckptfmt.documents.run import Launch, Run
+from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
+from ckptfmt.errors import CkptError
+from tests.spec.pages import SCHEMA, fences
+from tests.spec.views import document_of, load_schema, view_of
+
+#: Which tags a fence of each language may have, and must have.
+TAGS = {
+    "text": (set(), set()),
+    "python": (set(), set()),
+    "json document": ({"document", "name", "for"}, {"name", "for"}),
+    "json view": ({"view", "name", "for"}, {"name", "for"}),
+    "json tree": ({"tree", "name"}, {"name"}),
+    "json shard": ({"shard", "name", "for"}, {"name", "for"}),
+    "edits": ({"of"}, {"of"}),
+    "rejects": ({"parse"}, {"parse"}),
+    "hex": ({"parse"}, {"parse"}),
+}
+
+#: What a line of examples ends with: the code and the clause of the refusal, and other clauses that it shows.
+REFUSAL = re.compile(r"(.*) -> ([A-Z_0-9]+) (REQ-[A-Z]{3}-[0-9]{3})((?: REQ-[A-Z]{3}-[0-9]{3})*)")
+EDIT = re.compile(r"(add|replace|remove) (/\S+)(?: (.+))?")
+
+# The names in which the values of trees are written.
+VALUES = {
+    **{name: getattr(tree, name) for name in ("DeviceName", "DtypeName", "InlineArray", "Size", "TensorRef")},
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "deque": deque,
+}
+
+
+def kind_of(fence):
+    return next((f"json {tag}" for tag in fence.tags if fence.language == "json" and f"json {tag}" in TAGS), None) or (
+        fence.language
+    )
+
+
+def only(*kinds):
+    return pytest.mark.parametrize(
+        "fence", [fence for fence in fences() if kind_of(fence) in kinds], ids=lambda fence: fence.place
+    )
+
+
+def example(name):
+    (found,) = [fence for fence in fences() if fence.tags.get("name") == name]
+    return found
+
+
+# --- what an example stands for ---------------------------------------------------------------------------------------
+
+
+def parse_json_document(content, where, kind):
+    if kind == "run":
+        return Run.parse(content, where=where)
+    if kind == "launch":
+        return Launch.parse(content, where=where)
+    if kind == "failure":
+        return parse_document(content, where=where, types=("failure",))
+    return parse_register(content, where=where)
+
+
+def parse_view(signed, where, kind):
+    content, _ = msgpk.dump_packed_document(document_of(signed, load_schema(kind)))
+    return {"index": Index, "part": Part}[kind].parse(content, where=where), content
+
+
+def parse_shard(header, where):
+    content = dump_shard_header(header)
+    return parse_shard_header(content, file_nbytes=len(content) + 36, where=where)
+
+
+def accept(fence, value):
+    """Parse what an example says, or raise."""
+    where = fence.tags.get("for", "example")
+    match kind_of(fence):
+        case "json document":
+            return parse_json_document(dump_document(value), where, fence.tags["document"])
+        case "json view":
+            return parse_view(value, where, fence.tags["view"])
+        case "json shard":
+            return parse_shard(value, where)
+    return parse_cursor(value)
+
+
+def check_refused(call, line):
+    """The call fails with the code and by the clause that the line names."""
+    _, code, clause, _ = REFUSAL.fullmatch(line).groups()
+    with pytest.raises(CkptError) as caught:
+        call()
+    assert (str(caught.value.code), caught.value.requirement) == (code, clause), str(caught.value)
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fence", fences(), ids=lambda fence: fence.place)
+def test_every_fence_says_how_it_is_executed(fence):
+    assert kind_of(fence) in TAGS, f"```{fence.language} is no kind of example"
+    allowed, needed = TAGS[kind_of(fence)]
+
+    assert needed <= fence.tags.keys() <= allowed
+    assert fence.content.strip()
+
+
+def test_names_of_examples_are_unique():
+    names = [fence.tags["name"] for fence in fences() if "name" in fence.tags]
+
+    assert len(names) == len(set(names))
+
+
+@only("json document", "json view", "json tree", "json shard")
+def test_an_example_is_accepted(fence):
+    assert accept(fence, json.loads(fence.content))
+
+
+@only("json view", "json tree")
+def test_an_example_fits_its_schema(fence):
+    name = fence.tags.get("view") or fence.tags["tree"]
+    resources = [Resource.from_contents(json.loads(path.read_text("utf-8"))) for path in SCHEMA.glob("*.json")]
+    registry = Registry().with_resources([(one.id(), one) for one in resources])
+
+    Draft202012Validator(load_schema(name), registry=registry).validate(json.loads(fence.content))
+
+
+@only("json view")
+def test_an_example_is_what_is_dumped(fence):
+    parsed, content = accept(fence, json.loads(fence.content))
+    parsed = parsed[0] if isinstance(parsed, tuple) else parsed
+
+    assert parsed.dump()[0] == content
+    assert view_of(msgpk.parse_packed_document(content, where="example")[0]) == json.loads(fence.content)
+
+
+@only("json tree")
+def test_an_example_cursor_is_what_is_dumped(fence):
+    cursor = json.loads(fence.content)
+
+    assert dump_cursor(parse_cursor(cursor)) == cursor
+
+
+@only("edits")
+def test_an_edited_example_is_refused(fence):
+    source = example(fence.tags["of"])
+    for number, line in fence.numbered_lines():
+        match = REFUSAL.fullmatch(line)
+        assert match, f"line {number}: {line}"
+        edited = edit(json.loads(source.content), match[1])
+        assert edited != json.loads(source.content), f"line {number} changes nothing"
+        check_refused(lambda edited=edited: accept(source, edited), line)
+
+
+def edit(value, text):
+    """One edit: `add`, `replace` or `remove`, a JSON pointer, and the new value."""
+    operation, pointer, new = EDIT.fullmatch(text).groups()
+    value = copy.deepcopy(value)
+    *path, last = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
+    place = value
+    for step in path:
+        place = place[int(step) if isinstance(place, list) else step]
+    last = int(last) if isinstance(place, list) else last
+    if operation == "add" and isinstance(place, list):
+        place.insert(last, json.loads(new))
+    elif operation == "remove":
+        del place[last]
+    else:
+        assert (last in place) == (operation == "replace") or isinstance(place, list), f"{text}: wrong operation"
+        place[last] = json.loads(new)
+    return value
+
+
+@only("rejects")
+def test_a_bad_document_is_refused(fence):
+    for number, line in fence.numbered_lines():
+        match = REFUSAL.fullmatch(line)
+        assert match, f"line {number}: {line}"
+        text = match[1].removesuffix(" ->")
+        if text.startswith("hex:"):
+            content = bytes.fromhex(text.removeprefix("hex:"))
+        elif text.startswith("padded:"):
+            content = pad(text.removeprefix("padded:").encode())
+        else:
+            content = text.encode()
+        parse = {
+            "run": lambda content: Run.parse(content),
+            "shard": lambda content: parse_shard_header(content, file_nbytes=len(content), where="example"),
+        }[fence.tags["parse"]]
+        check_refused(lambda parse=parse, content=content: parse(content), line)
+
+
+def pad(text):
+    text += b" " * (-(8 + len(text)) % limits.SHARD_ALIGN_NBYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+@only("hex")
+def test_bytes_are_what_the_page_says(fence):
+    parse, dump = {
+        "msgpack": (lambda content: msgpk.parse_msgpack(content, where="example", limit_items=99), msgpk.dump_msgpack),
+        "packed": (
+            lambda content: (
+                parse_packed(msgpk.parse_msgpack(content, where="example", limit_items=99), "example").tolist()
+            ),
+            lambda value: msgpk.dump_msgpack(dump_packed(value)),
+        ),
+        "packed_document": (lambda content: msgpk.parse_packed_document(content, where="example"), None),
+        "tree": (
+            lambda content: tree.parse_tree(content, where="example"),
+            lambda value: tree.dump_tree(value, where="example"),
+        ),
+    }[fence.tags["parse"]]
+    for number, line in fence.numbered_lines():
+        if " -> " in line:
+            content = bytes.fromhex(REFUSAL.fullmatch(line)[1])
+            check_refused(lambda content=content: parse(content), line)
+            continue
+        digits, _, text = line.partition(" = ")
+        value = eval(text, dict(VALUES))  # noqa: S307 - the pages are our own
+        assert dump(value).hex() == digits, f"line {number}"
+        parsed = parse(bytes.fromhex(digits))
+        # repr tells True from 1, -0.0 from 0.0, and the order of a dict.
+        assert repr(parsed) == repr(value), f"line {number}"
+
+
+@only("python")
+def test_a_session_prints_what_the_page_says(fence):
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    parsed = doctest.DocTestParser().get_doctest(fence.content, {}, fence.place, fence.page, fence.line)
+    report = []
+
+    doctest.DocTestRunner(optionflags=flags).run(parsed, out=report.append)
+
+    assert not report, "".join(report)
+    assert parsed.examples
+
+
+def test_the_examples_are_one_checkpoint():
+    """Shard, part, index, manifest, launch and tombstone name each other by true names, sizes and digests."""
+    value = {name: json.loads(example(name).content) for name in ("shard", "part", "index", "manifest")}
+    header = dump_shard_header(value["shard"])
+    (part, part_digest), part_content = accept(example("part"), value["part"])
+    index, index_content = accept(example("index"), value["index"])
+    manifest = accept(example("manifest"), value["manifest"])
+    assert isinstance(manifest, Manifest)
+
+    assert part.files[0].name == example("shard").tags["for"]
+    assert part.files[0].header_digest == digest_bytes(header)
+    assert part.files[0].nbytes == len(header) + 36
+    assert (index.parts[0].digest, index.parts[0].nbytes) == (part_digest, len(part_content))
+    assert manifest.index_digest == digest_text(msgpk.parse_packed_document(index_content, where="index")[1])
+    assert manifest.index_nbytes == len(index_content)
+    assert manifest.origin == index.origin == part.origin
+    assert json.loads(example("tombstone").content)["manifest_digest"] == manifest.digest
