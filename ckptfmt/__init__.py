@@ -11,6 +11,7 @@ Importing this package doesn't import torch, and changes nothing: no signal hand
 from __future__ import annotations
 
 from ckptfmt.api import load, open_checkpoint, save, validate
+from ckptfmt.box import Box
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.engines.snapshot import TensorSink, TensorSource
 from ckptfmt.errors import CkptError
@@ -22,6 +23,7 @@ open = open_checkpoint  # as gzip.open and tarfile.open
 __version__ = "0.1.0"
 
 __all__ = [
+    "Box",
     "Checkpointer",
     "CkptError",
     "PerWorker",
@@ -29,7 +31,6 @@ __all__ = [
     "State",
     "TensorSink",
     "TensorSource",
-    "__version__",
     "load",
     "open",
     "save",

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Final
 
-from ckptfmt.cli.console import Console, clean, is_terminal
+from ckptfmt.cli.console import Console, clean
 from ckptfmt.errors import CkptError
 
 if TYPE_CHECKING:
@@ -153,8 +153,6 @@ def _say(text: str, remedy: str = "") -> None:
     if sys.stderr is None:
         return
     console = Console(sys.stderr)
-    if is_terminal(sys.stderr):
-        console.line(("\r\x1b[K", ""))
     console.line((clean(text[:2000]), "red"))
     if remedy:
         console.line(f"  {clean(remedy)}")

@@ -1,0 +1,93 @@
+"""The tensors of a checkpoint for eyes: like ones in one row, with what they are and how they are cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ckptfmt.documents.index import IndexTensor, Sharding
+
+__all__ = ["TensorRow", "group_tensors", "sharding_text"]
+
+#: A component of a name that is a number, such as the 0 of ``layers.0.weight`` and of ``lw/0``.
+_NUMBER: Final = re.compile(r"(?:(?<=[./])|^)[0-9]+(?=[./]|$)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRow:
+    """One tensor, or several that differ only in the numbers of their names.
+
+    Attributes:
+        name: with ``{first..last}`` or ``*`` for numbers that differ.
+        scope: in the same way.
+        tensors: which they are.
+    """
+
+    name: str
+    scope: str
+    tensors: tuple[IndexTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all of them in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def group_tensors(tensors: Iterable[IndexTensor]) -> list[TensorRow]:
+    """Return rows of tensors that are alike in field, dtype, shape, storage and cut, in the order of the index."""
+    groups: dict[tuple[object, ...], list[IndexTensor]] = {}
+    cuts: dict[int, str] = {}
+    for tensor in tensors:
+        cut = cuts.get(id(tensor.sharding))
+        if cut is None:
+            cut = cuts[id(tensor.sharding)] = sharding_text(tensor.sharding)
+        key = (
+            tensor.field, _NUMBER.sub("*", tensor.name), _NUMBER.sub("*", tensor.scope), tensor.dtype,
+            tensor.global_shape, tensor.storage, cut, bool(tensor.aliases),
+        )  # fmt: skip
+        groups.setdefault(key, []).append(tensor)
+    return [
+        TensorRow(
+            name=common_name([tensor.name for tensor in group]),
+            scope=common_name([tensor.scope for tensor in group]),
+            tensors=tuple(group),
+        )
+        for group in groups.values()
+    ]
+
+
+def common_name(names: Sequence[str]) -> str:
+    """Return one name for names that differ only in numbers.
+
+    >>> common_name(["layers.0.w1", "layers.1.w1"]), common_name(["a.0", "a.2"]), common_name(["a.7"])
+    ('layers.{0..1}.w1', 'a.*', 'a.7')
+    """
+    columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
+    texts = iter([_common_number(column) for column in columns])
+    return _NUMBER.sub(lambda _: next(texts), names[0])
+
+
+def _common_number(numbers: Sequence[str]) -> str:
+    distinct = set(numbers)
+    if len(distinct) == 1:
+        return numbers[0]
+    if any(len(number) > 18 for number in distinct):
+        return "*"
+    values = sorted(map(int, distinct))
+    contiguous = values[-1] - values[0] + 1 == len(values) == len(distinct)
+    return f"{{{values[0]}..{values[-1]}}}" if contiguous else "*"
+
+
+def sharding_text(sharding: Sharding) -> str:
+    """Return how a tensor is cut: nothing for one that is whole."""
+    if len(sharding) < 2:
+        return "" if sharding else "no elements"
+    shapes = {box.shape for box, _ in sharding}
+    writers = len({part for _, part in sharding})
+    largest = max(shapes, key=lambda shape: (sum(shape), shape))
+    size = f"of {list(largest)}" if len(shapes) == 1 else f"up to {list(largest)}"
+    return f"{len(sharding)} boxes {size} from {writers} writer{'s' * (writers > 1)}"

@@ -1,0 +1,183 @@
+"""What the explored runs save: tiny states that follow from the attempt's id, so that any reader can tell the truth."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any, Final
+from unittest import mock
+
+import numpy as np
+
+from ckptfmt.box import Box
+from ckptfmt.documents import canonical
+from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
+from ckptfmt.documents.part import Leaf, Stream
+from ckptfmt.documents.run import Launch
+from ckptfmt.documents.tree import dump_tree
+from ckptfmt.engines import commit, lineage, writer
+from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.engines.snapshot import Snapshot
+from ckptfmt.store.protocol import Store
+
+__all__ = ["WRITER_COUNT", "ArraySource", "Loaded", "content_of", "deterministic", "load", "origin_of", "save"]
+
+WRITER_COUNT: Final = 2
+_ROWS, _COLUMNS = 4, 6
+_FIXED_UNIX_S: Final = 1_700_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArraySource:
+    """A piece of an array as a `TensorSource`."""
+
+    name: str
+    array: np.ndarray[Any, Any]
+    boxes: tuple[Box, ...]
+    field: str = "weights"
+    dtype: str = "int32"
+    scope: str = "global"
+    replica: bool = False
+    storage: str = "persistent"
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def copy_into(self, box: Box, out: memoryview) -> None:
+        piece = self.array[tuple(slice(begin, end) for begin, end in zip(box.begin, box.end, strict=True))]
+        out[:] = np.ascontiguousarray(piece).tobytes()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint that was read completely."""
+
+    step: int
+    launch: int
+    attempt: str
+    digest: str
+    content: tuple[Any, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is what this attempt handed to save."""
+        return self.content == content_of(self.attempt)
+
+
+def content_of(attempt: str) -> tuple[Any, ...]:
+    """Return what the attempt of this id saves, in the form in which `load` reads it."""
+    streams = tuple((f"lw/{w}", "demo", (attempt, w)) for w in range(WRITER_COUNT))
+    return _weights(attempt).tobytes(), {"attempt": attempt}, streams
+
+
+def origin_of(launch: Launch, step: int, attempt_number: int) -> Origin:
+    """Return the origin of an attempt; no number is used twice in one run."""
+    return Origin(
+        run_id=launch.run_id,
+        launch=launch.launch,
+        nonce=launch.nonce,
+        step=step,
+        attempt=f"{attempt_number:016x}",
+        writer_count=WRITER_COUNT,
+    )
+
+
+def snapshot_of(attempt: str, number: int) -> Snapshot:
+    """Return what writer `number` holds: every other row of one tensor, a stream of its own, a leaf that all have."""
+    boxes = tuple(Box((row, 0), (1, _COLUMNS)) for row in range(number, _ROWS, WRITER_COUNT))
+    return Snapshot(
+        tensors=(ArraySource(name="w", array=_weights(attempt), boxes=boxes),),
+        streams=(Stream(name="python", scope=f"lw/{number}", kind="demo", state=dump_tree((attempt, number), where="")),),
+        leaves=(Leaf(field="config", name="", scope="global", value=dump_tree({"attempt": attempt}, where="")),),
+        absent={"data": "none"},
+    )
+
+
+def write(run_store: Store, origin: Origin, number: int) -> None:
+    """Write the part of one writer; the store is rooted at the run."""
+    writer.write_part(place_of(run_store, origin), snapshot_of(origin.attempt, number), origin, writer=number)
+
+
+def save(run_store: Store, origin: Origin) -> Manifest:
+    """Write all parts, one after the other, and commit them."""
+    for number in range(WRITER_COUNT):
+        write(run_store, origin, number)
+    return commit.finalize(place_of(run_store, origin), origin)
+
+
+def place_of(run_store: Store, origin: Origin) -> Store:
+    """Return the store rooted at an attempt's checkpoint directory."""
+    return run_store.at(name_of(origin))
+
+
+def name_of(origin: Origin) -> str:
+    """Return the name of an attempt's checkpoint directory."""
+    assert origin.launch is not None
+    return checkpoint_name(origin.step, origin.launch)
+
+
+def load(store: Store, *, digest: str | None = None) -> Loaded:
+    """Read a checkpoint completely with the real reader."""
+    with Checkpoint(store, digest=digest) as checkpoint:
+        origin = checkpoint.manifest.origin
+        assert origin.launch is not None
+        streams = tuple(
+            (stream.scope, *checkpoint.stream(stream.name, stream.scope)) for stream in checkpoint.index.streams
+        )
+        content = (checkpoint.weights["w"][...].tobytes(), checkpoint.leaf("config"), streams)
+        return Loaded(checkpoint.step, origin.launch, origin.attempt, checkpoint.digest, content)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Make nonces and times follow from the thread's name and the order of calls; remember parsed documents.
+
+    A schedule can then be run again, step for step. Parsing is pure: the same bytes give the same object.
+    """
+    nonces = _Nonces()
+    parse = _Remembered()
+    clock = types.SimpleNamespace(time=lambda: _FIXED_UNIX_S)
+    with (
+        mock.patch.object(lineage, "secrets", types.SimpleNamespace(token_hex=nonces)),
+        mock.patch.object(writer, "time", clock),
+        mock.patch("ckptfmt.documents.manifest.parse_document", parse),
+        mock.patch("ckptfmt.documents.run.parse_document", parse),
+    ):
+        yield
+
+
+class _Nonces:
+    """Instead of `secrets.token_hex`: numbered per thread."""
+
+    def __init__(self) -> None:
+        self._of_thread: dict[str, Iterator[int]] = {}
+
+    def __call__(self, nbytes: int) -> str:
+        name = threading.current_thread().name
+        number = next(self._of_thread.setdefault(name, itertools.count(1)))
+        text = f"{name}/{number}".encode().hex()
+        return (text * nbytes)[-2 * nbytes :]
+
+
+class _Remembered:
+    """Instead of `parse_document`: the schemas of equal bytes are checked once."""
+
+    def __init__(self) -> None:
+        self._answers: dict[Any, Any] = {}
+
+    def __call__(self, content: bytes, **arguments: Any) -> Any:
+        key = (content, tuple(sorted(arguments.items())))
+        if key not in self._answers:
+            self._answers[key] = canonical.parse_document(content, **arguments)
+        return self._answers[key]
+
+
+@functools.cache
+def _weights(attempt: str) -> np.ndarray[Any, Any]:
+    base = int(attempt, 16) * 1000
+    return np.arange(base, base + _ROWS * _COLUMNS, dtype="<i4").reshape(_ROWS, _COLUMNS)

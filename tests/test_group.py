@@ -1,0 +1,132 @@
+"""How writers tell each other what must be the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.group import Group, find_worker, make_group
+from ckptfmt.store.memory import MemoryStore
+
+
+class Allgather:
+    """What mpi4py's comm.allgather does, for threads."""
+
+    def __init__(self, count: int) -> None:
+        self._values: list[bytes] = [b""] * count
+        self._barrier = threading.Barrier(count, timeout=20)
+
+    def of(self, writer: int) -> Callable[[bytes], list[bytes]]:
+        def gather(value: bytes) -> list[bytes]:
+            self._values[writer] = value
+            self._barrier.wait()
+            found = list(self._values)
+            self._barrier.wait()
+            return found
+
+        return gather
+
+
+def run_writers(count: int, body: Callable[[int], Any]) -> list[Any]:
+    """Run `body` for each writer in a thread of its own; errors come back as values."""
+
+    def attempt(writer: int) -> Any:
+        try:
+            return body(writer)
+        except CkptError as error:
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(attempt, range(count)))
+
+
+def test_one_writer_asks_nobody() -> None:
+    group = make_group(None, None, MemoryStore(), deadline_s=1)
+    assert (group.writer, group.writer_count) == (0, 1)
+    assert group.all_gather({"step": 3}) == [{"step": 3}]
+
+
+@pytest.mark.parametrize("writer", [(1, 1), (-1, 2), (2, 2), (0, 0)])
+def test_impossible_writer_is_refused(writer: tuple[int, int]) -> None:
+    with pytest.raises(CkptError) as caught:
+        find_worker(writer)
+    assert caught.value.code == Code.ARGUMENT
+
+
+def test_several_writers_without_a_way_to_agree_are_refused() -> None:
+    with pytest.raises(CkptError) as caught:
+        make_group((0, 2), None, MemoryStore(), deadline_s=1)
+    assert caught.value.code == Code.WRITERS_UNKNOWN
+
+
+@pytest.mark.parametrize("how", ["callable", "token"])
+def test_all_gather_returns_values_in_writer_order(how: str) -> None:
+    allgather, store = Allgather(3), MemoryStore()
+
+    def body(writer: int) -> list[Any]:
+        agree = allgather.of(writer) if how == "callable" else "start-1"
+        group = make_group((writer, 3), agree, store, deadline_s=20)
+        return [group.all_gather(writer * 10), group.all_gather([writer])]
+
+    assert run_writers(3, body) == [[[0, 10, 20], [[0], [1], [2]]]] * 3
+
+
+def test_token_exchange_goes_on_in_a_second_group_of_the_same_start() -> None:
+    store = MemoryStore()
+
+    def body(writer: int) -> list[Any]:
+        first = make_group((writer, 2), "start-1", store, deadline_s=20).all_gather(f"a{writer}")
+        second = make_group((writer, 2), "start-1", store, deadline_s=20).all_gather(f"b{writer}")
+        return [first, second]
+
+    assert run_writers(2, body) == [[["a0", "a1"], ["b0", "b1"]]] * 2
+
+
+def test_token_of_another_start_sees_nothing_of_this_one() -> None:
+    store = MemoryStore()
+    for token in ("start-1", "start-2"):
+        values = run_writers(
+            2, lambda writer, token=token: make_group((writer, 2), token, store, deadline_s=20).all_gather(token)
+        )
+        assert values == [[token, token]] * 2
+
+
+def test_writer_that_never_comes_is_named_at_the_deadline() -> None:
+    group = make_group((0, 2), "start-1", MemoryStore(), deadline_s=0.05)
+    with pytest.raises(CkptError, match="writer 1") as caught:
+        group.all_gather(0)
+    assert caught.value.code == Code.WRITERS_MISSING
+
+
+def test_refusal_of_one_writer_reaches_all() -> None:
+    allgather = Allgather(3)
+
+    def body(writer: int) -> None:
+        group = Group(writer, 3, allgather.of(writer))
+        group.raise_together(err(Code.STATE_UNSUPPORTED, "a socket", where="extra/x") if writer == 1 else None)
+
+    codes = [error.code for error in run_writers(3, body)]
+    assert codes == [Code.PEER_FAILED, Code.STATE_UNSUPPORTED, Code.PEER_FAILED]
+
+
+def test_refusal_of_writer_0_has_its_own_code_everywhere() -> None:
+    allgather = Allgather(2)
+
+    def refuse() -> None:
+        raise err(Code.FENCED, "launch 4 has taken over")
+
+    errors = run_writers(2, lambda writer: Group(writer, 2, allgather.of(writer)).run_on_first(refuse))
+    assert [error.code for error in errors] == [Code.FENCED, Code.FENCED]
+    assert type(errors[0]) is type(errors[1])
+
+
+def test_broadcast_instead_of_all_gather_is_refused() -> None:
+    group = make_group((0, 2), lambda value: [value], MemoryStore(), deadline_s=1)
+    with pytest.raises(CkptError, match="all-gather") as caught:
+        group.all_gather(0)
+    assert caught.value.code == Code.WRITERS_DIVERGED
