@@ -1,5 +1,309 @@
-"""Placeholder until the real module lands."""
-class LoadReport: pass
-def restore(*a, **k): raise NotImplementedError
-def restore_streams(*a, **k): raise NotImplementedError
-def load_trees(*a, **k): raise NotImplementedError
+"""From an open checkpoint back into a live `State`, in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from ckptfmt.capture import LOCAL_TOPOLOGY
+from ckptfmt.documents.manifest import FIELDS
+from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tree import find_difference, parse_tree
+from ckptfmt.errors import Code, err
+from ckptfmt.interop import torch_side
+from ckptfmt.interop.context import find_differences, local_facts, plain_config, topology
+from ckptfmt.interop.live import Live, optimizer_prefix
+from ckptfmt.interop.names import GLOBAL
+from ckptfmt.interop.placing import Placer
+from ckptfmt.interop.plan import MISSING, Plan, Readable
+from ckptfmt.interop.standalone import load_trees
+from ckptfmt.interop.streams import live_streams, plan_streams
+from ckptfmt.interop.trees import Encoder, fingerprint
+from ckptfmt.interop.walk import Kind, Unit
+from ckptfmt.state import State
+
+__all__ = ["LoadReport", "Restoration", "load_trees", "plan_restore", "restore", "restore_streams"]
+
+#: Fields that are loaded; the others are compared, or put back as streams.
+_LOADED: Final = ("weights", "optimizer", "data")
+_CURSOR_KIND: Final = "ckptfmt.data_cursor"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a load did, and what may be claimed of the run that goes on from it.
+
+    Attributes:
+        step: training steps done.
+        digest: of the manifest.
+        claim: ``T1`` same trajectory bit by bit; ``S1`` same order of samples, each once; ``S0`` same bytes.
+        lowered_by: why the claim isn't T1.
+        downgrades: what was loaded in another way than saved; among `lowered_by`.
+        notes: changes worth a line that don't lower the claim.
+        config_differences: path, saved and live value; configuration is never loaded.
+        values: loaded values that stand in no container that could be changed, by field and name.
+    """
+
+    step: int
+    digest: str
+    claim: str
+    lowered_by: tuple[str, ...]
+    downgrades: tuple[str, ...]
+    notes: tuple[str, ...]
+    config_differences: tuple[tuple[str, object, object], ...]
+    values: dict[str, object]
+
+
+def restore(
+    state: State,
+    checkpoint: Readable,
+    *,
+    worker: int,
+    worker_count: int,
+    allow: Iterable[str] = frozenset(),
+    strict: bool = True,
+    streams: bool = True,
+) -> LoadReport:
+    """Load a checkpoint into the live objects of a state.
+
+    Everything that can be known to be wrong is found before anything live is changed. With several workers, what this
+    one leaves may be another's: then nothing is refused as unexpected here; use `plan_restore`.
+
+    Args:
+        state: live objects; parameters, containers and arrays are filled in place.
+        checkpoint: an open one.
+        worker: number of this worker, from 0.
+        worker_count: how many workers load.
+        allow: differences to accept: ``missing``, ``unexpected``, ``dtype``, ``streams``.
+        strict: refuse random-number streams of another number of workers.
+        streams: put random-number streams back too; else `restore_streams` does, once iterators exist.
+
+    Raises: StateError (TENSOR_MISSING, TENSOR_UNEXPECTED, SHAPE_MISMATCH, DTYPE_MISMATCH, META_DESTINATION,
+        LEAF_MISSING, LEAF_UNEXPECTED, GROUP_MISMATCH, STREAM_MISSING, STREAM_UNEXPECTED, CONFIG_IDENTITY, READ_BACK);
+        and what reading raises.
+    """
+    restoration = plan_restore(
+        state, checkpoint, worker=worker, worker_count=worker_count, allow=allow, strict=strict
+    )
+    restoration.check(restoration.leftover() if worker_count == 1 else frozenset())
+    return restoration.apply(streams=streams)
+
+
+def restore_streams(
+    state: State,
+    checkpoint: Readable,
+    *,
+    worker: int,
+    worker_count: int,
+    allow: Iterable[str] = frozenset(),
+    strict: bool = True,
+) -> tuple[str, ...]:
+    """Put the random-number streams back, and return what couldn't be: the last thing to do before the first step.
+
+    Raises: StateError(STREAM_MISSING, STREAM_UNEXPECTED).
+    """
+    live = Live.of(state, worker=worker, worker_count=worker_count)
+    plan = Plan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow))
+    actions = plan_streams(plan, live_streams(state.rng, live.devices), strict=strict)
+    plan.check()
+    for action in actions:
+        action()
+    return tuple(plan.downgrades)
+
+
+def plan_restore(
+    state: State,
+    checkpoint: Readable,
+    *,
+    worker: int,
+    worker_count: int,
+    allow: Iterable[str] = frozenset(),
+    strict: bool = True,
+) -> Restoration:
+    """Return what a load would do; nothing live is changed. Arguments and errors are those of `restore`."""
+    live = Live.of(state, worker=worker, worker_count=worker_count)
+    plan = Plan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow))
+    side = torch_side()
+    for field, entries in live.entries.items():
+        for entry in entries:
+            if side is not None:
+                side.plan_entry(plan, entry, field)
+    for number, unit in enumerate(live.units):
+        _PLANS[unit.kind](plan, unit, live, number)
+    stream_actions = plan_streams(plan, live_streams(state.rng, live.devices), strict=strict)
+    differences = _compare_config(plan, state)
+    lowered = (*_missing_fields(plan, state), *_compare_topology(plan, live))
+    return Restoration(plan, state, stream_actions, tuple(differences), lowered)
+
+
+class Restoration:
+    """A load that is planned and not yet done: `leftover`, `check`, then `apply`.
+
+    Workers agree on what none of them takes by intersecting their `leftover`, and give the result to `check`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        state: State,
+        stream_actions: list[Callable[[], None]],
+        config_differences: tuple[tuple[str, object, object], ...],
+        lowered_by: tuple[str, ...],
+    ) -> None:
+        self._plan = plan
+        self._state = state
+        self._stream_actions = stream_actions
+        self._config_differences = config_differences
+        self._lowered_by = lowered_by
+
+    def leftover(self) -> frozenset[tuple[str, TensorKey]]:
+        """Return what this worker has no place for: ``tensor`` or ``leaf``, with field, name and scope."""
+        return self._plan.leftover(field for field in _LOADED if not _is_left_out(self._state, field))
+
+    def check(self, leftover: frozenset[tuple[str, TensorKey]]) -> None:
+        """Raise what is wrong with this load; `leftover` is what no worker takes."""
+        self._plan.refuse_leftover(leftover)
+        self._plan.check()
+
+    def apply(self, *, streams: bool = True) -> LoadReport:
+        """Fill the live objects. Raises: StateError(READ_BACK), and what reading raises."""
+        plan = self._plan
+        plan.checkpoint.read_into(plan.sinks)
+        for action in plan.actions:
+            action()
+        for action in self._stream_actions if streams else ():
+            action()
+        lowered = (*self._lowered_by, *plan.downgrades)
+        manifest = plan.checkpoint.manifest
+        return LoadReport(
+            step=manifest.origin.step,
+            digest=manifest.digest,
+            claim=self._claim(lowered),
+            lowered_by=lowered,
+            downgrades=tuple(plan.downgrades),
+            notes=tuple(plan.notes),
+            config_differences=self._config_differences,
+            values=plan.values,
+        )
+
+    def _claim(self, lowered: tuple[str, ...]) -> str:
+        if not lowered:
+            return "T1"
+        checkpoint = self._plan.checkpoint
+        if ("data", "", GLOBAL) not in self._plan.taken_leaves:
+            return "S0"
+        cursor = checkpoint.leaf("data", "", GLOBAL)
+        return "S1" if isinstance(cursor, dict) and cursor.get("kind") == _CURSOR_KIND else "S0"
+
+
+# --- units ------------------------------------------------------------------------------------------------------------
+
+
+def _plan_module(plan: Plan, unit: Unit, live: Live, number: int) -> None:
+    side = torch_side()
+    if side is not None:
+        side.plan_module(plan, live.views[number], unit.field)
+
+
+def _plan_optimizer(plan: Plan, unit: Unit, live: Live, _number: int) -> None:
+    side = torch_side()
+    if side is not None:
+        side.plan_optimizer(
+            plan, unit.value, live.names, prefix=optimizer_prefix(unit), field=unit.field, scope=unit.scope
+        )
+
+
+def _plan_stateful(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
+    name, at, saved = plan.leaf(unit.field, [unit.name], unit.scope)
+    where = f"{unit.field}:{name}"
+    if saved is MISSING:
+        plan.problem(Code.LEAF_MISSING, where, "nothing was saved for this object")
+        return
+    value = Placer(plan, field=unit.field, scope=at).fresh(saved, name, unit.value.state_dict())
+    plan.actions.append(functools.partial(_load_stateful, unit.value, value, where))
+
+
+def _load_stateful(live: Any, value: object, where: str) -> None:  # noqa: ANN401 - has the two methods
+    wanted = fingerprint(value, field=where, name="")
+    try:
+        live.load_state_dict(value)
+    except Exception as error:
+        error.add_note(f"ckptfmt: raised by the load_state_dict of {where}")
+        raise
+    found = fingerprint(live.state_dict(), field=where, name="")
+    if found != wanted:
+        path = find_difference(parse_tree(wanted[0], where=where), parse_tree(found[0], where=where))
+        differing = path or next(name for name, digest in wanted[1].items() if found[1].get(name) != digest)
+        raise err(Code.READ_BACK, f"its state_dict differs from the loaded one, first at {differing}", where=where)
+
+
+def _plan_tree(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
+    name, at, saved = plan.leaf(unit.field, [unit.name], unit.scope)
+    where = f"{unit.field}:{name}"
+    if saved is MISSING:
+        plan.problem(Code.LEAF_MISSING, where, "not saved")
+        return
+    placed = Placer(plan, field=unit.field, scope=at).place(unit.value, saved, name)
+    if placed is unit.value:
+        return
+    if unit.put is None:
+        plan.values[where] = placed
+    else:
+        plan.actions.append(functools.partial(unit.put, placed))
+
+
+_PLANS: Final[dict[Kind, Callable[[Plan, Unit, Live, int], None]]] = {
+    Kind.MODULE: _plan_module,
+    Kind.OPTIMIZER: _plan_optimizer,
+    Kind.STATEFUL: _plan_stateful,
+    Kind.TREE: _plan_tree,
+}
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------------
+
+
+def _is_left_out(state: State, field: str) -> bool:
+    return field in state.absent_reasons()
+
+
+def _missing_fields(plan: Plan, state: State) -> list[str]:
+    fields = plan.checkpoint.manifest.fields
+    absent = [f"{field} wasn't saved: {fields[field].reason}" for field in FIELDS if fields[field].reason is not None]
+    left = [field for field in _LOADED if fields[field].reason is None and _is_left_out(state, field)]
+    return absent + [f"{field} isn't loaded" for field in left]
+
+
+def _compare_config(plan: Plan, state: State) -> list[tuple[str, object, object]]:
+    if state.config is None:
+        return []
+    live = Encoder(field="config", scope=GLOBAL, inline=True).encode(plain_config(state.config, where="config:"), "")
+    key = ("config", "", GLOBAL)
+    saved = plan.checkpoint.leaf(*key) if key in plan.checkpoint.leaves else {}
+    differences = find_differences(saved, live)
+    known = [path for path, _, _ in find_differences({}, live)]
+    for identity in state.identity:
+        if not any(_lies_under(path, identity) for path in known):
+            raise err(Code.ARGUMENT, f"config has no key {identity!r}", where="State(identity=...)")
+        for path, before, now in differences:
+            if _lies_under(path, identity):
+                plan.problem(Code.CONFIG_IDENTITY, f"config:{path}", f"saved {before!r}, here {now!r}")
+    return differences
+
+
+def _lies_under(path: str, key: str) -> bool:
+    return path == key or path.startswith(f"{key}/")
+
+
+def _compare_topology(plan: Plan, live: Live) -> list[str]:
+    facts: dict[str, object] = {"": topology(worker_count=plan.worker_count)}
+    if plan.worker == 0:
+        facts[LOCAL_TOPOLOGY] = local_facts(devices=live.devices, meshes=live.meshes)
+    lowered = []
+    for name, now in facts.items():
+        key = ("topology", name, GLOBAL)
+        saved = plan.checkpoint.leaf(*key) if key in plan.checkpoint.leaves else {}
+        lowered += [f"{path}: saved {before!r}, here {after!r}" for path, before, after in find_differences(saved, now)]
+    return lowered

@@ -14,7 +14,7 @@ from ckptfmt.capture import capture
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import Manifest, Origin
 from ckptfmt.documents.tree import dump_tree, parse_tree
-from ckptfmt.engines.commit import commit, wait_for_decision
+from ckptfmt.engines.commit import commit, sweep_attempts, wait_for_decision
 from ckptfmt.engines.writer import check_snapshot, list_holdings, write_failure, write_part
 from ckptfmt.errors import CkptError, Code, err
 
@@ -164,7 +164,11 @@ def _write_and_commit(
     try:
         write_part(store, snapshot, origin, writer=group.writer, written=written)
         if group.writer == 0:
-            return commit(store, origin, deadline_s=deadline_s)
+            manifest = commit(store, origin, deadline_s=deadline_s)
+            # The save is done. What a killed attempt left takes space, and isn't worth an error.
+            with contextlib.suppress(CkptError):
+                sweep_attempts(store, origin)
+            return manifest
     except CkptError as error:
         if group.writer_count > 1 and error.code != Code.COMMIT_UNKNOWN:
             # Best effort: the others find the deadline if the store takes this neither.

@@ -64,13 +64,15 @@ class State:
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.identity, str):
+        identity: object = self.identity
+        if isinstance(identity, str):
             raise err(Code.ARGUMENT, "identity is a tuple of keys, not one string", where="State(identity=...)")
         for name in ("extra", "rng", "provenance"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
                 raise err(Code.ARGUMENT, "not a mapping with names as keys", where=f"State({name}=...)")
-        for field, reason in self.absent.items():
+        given: Mapping[str, object] = self.absent
+        for field, reason in given.items():
             if field not in FIELDS or field in _COLLECTED:
                 raise err(Code.ARGUMENT, f"{field!r} is no field that may be left out", where="State(absent=...)")
             if not isinstance(reason, str) or not reason:

@@ -137,6 +137,13 @@ def _merge_tensor(key: TensorKey, holders: list[tuple[int, PartTensor]], block_n
     for writer, tensor in holders:
         for held in tensor.boxes:
             if held.box.element_count or 0 in first.global_shape:
+                if pieces[held.box] and pieces[held.box][-1][0] == writer:
+                    raise err(
+                        Code.TILING_OVERLAP,
+                        f"writer {writer} lists {held.box} twice",
+                        where=_title(key),
+                        requirement="REQ-PRT-008",
+                    )
                 pieces[held.box].append((writer, held))
     return IndexTensor(
         field=first.field,

@@ -80,7 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", metavar="PATH", help="directory of a checkpoint or of a run")
     inspect.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     inspect.add_argument(
-        "--tensors", metavar="PATTERN", nargs="?", const="*", help="list each tensor, or those that match, as in a shell"
+        "--tensors",
+        metavar="PATTERN",
+        nargs="?",
+        const="*",
+        help="list each tensor, or those whose name matches",
     )
     inspect.add_argument("--field", metavar="FIELD", help="show only this one of the seven fields, and all of it")
     inspect.set_defaults(run=_inspect)

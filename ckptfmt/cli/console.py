@@ -1,4 +1,4 @@
-"""What text looks like: colours on a terminal only, aligned tables, sizes, times; and no name can play tricks with it."""
+"""What text looks like: colours on a terminal only, aligned tables, sizes, times; no name can play tricks with it."""
 
 from __future__ import annotations
 

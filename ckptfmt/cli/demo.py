@@ -18,7 +18,9 @@ def run_demo(argv: list[str]) -> int:
         if error.name is None or error.name.partition(".")[0] != "torch":
             raise
         raise err(
-            Code.STATE_UNSUPPORTED, "the demo trains a small model with torch", where="demo",
+            Code.STATE_UNSUPPORTED,
+            "the demo trains a small model with torch",
+            where="demo",
             remedy='Install it: pip install "ckptfmt[torch]".',
         ) from error
     return demo_main(argv)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import stat
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptfmt.documents.manifest import MANIFEST_NAME
@@ -42,7 +43,7 @@ def open_place(path: str) -> Place:
     """
     store = open_store(path, writable=False)
     try:
-        is_directory = os.path.isdir(path) if os.stat(path) else False
+        is_directory = stat.S_ISDIR(Path(path).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         raise err(Code.FILE_MISSING, "there is nothing here", where=path, remedy=_REMEDY) from None
     except ValueError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from ckptfmt.cli.console import bytes_text, is_terminal
 
@@ -36,7 +36,7 @@ class Progress:
         self._begin_s = self._last_s = time.monotonic()
         self._drawn = False
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -46,7 +46,7 @@ def group_tensors(tensors: Iterable[IndexTensor]) -> list[TensorRow]:
         if cut is None:
             cut = cuts[id(tensor.sharding)] = sharding_text(tensor.sharding)
         key = (
-            tensor.field, _NUMBER.sub("*", tensor.name), _NUMBER.sub("*", tensor.scope), tensor.dtype,
+            tensor.field, *(tuple(_NUMBER.split(text)) for text in (tensor.name, tensor.scope)), tensor.dtype,
             tensor.global_shape, tensor.storage, cut, bool(tensor.aliases),
         )  # fmt: skip
         groups.setdefault(key, []).append(tensor)

@@ -23,7 +23,7 @@ from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.store import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ckptfmt.cli.console import Cell
 
@@ -35,17 +35,17 @@ _NOTE: Final = "Full checkpoints only: they read from no other, so there are no 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """A finished check; `failures` are what kept it from being a whole one."""
+    """What a check found; `failure` is how the store kept it from being a whole one."""
 
     report: Report
     violations: list[CkptError]
-    failures: list[CkptError]
+    failure: StoreError | None
     elapsed_s: float
 
     @property
     def verdict(self) -> str:
         """One of ``valid``, ``invalid``, ``incomplete``: what a failing store lets pass or damages proves nothing."""
-        if self.failures:
+        if self.failure is not None:
             return "incomplete"
         return "invalid" if self.violations else "valid"
 
@@ -67,20 +67,22 @@ def run_validate(path: str, *, as_json: bool, quiet: bool) -> int:
 
 def _check(place: Place, on_progress: Callable[[int], None]) -> _Outcome:
     begin_s = time.perf_counter()
-    report = Report(target=place.path, kind="run" if place.is_run else "checkpoint")
-    with report.collect():
+    report = Report(target=place.path, kind="run" if place.is_run else "checkpoint", on_progress=on_progress)
+    failure = None
+    try:
         if place.is_run:
-            verify_run(place.store, report, on_progress=on_progress)
+            verify_run(place.store, report)
         else:
-            checkpoint = verify_checkpoint(place.store, report, on_progress=on_progress)
+            checkpoint = verify_checkpoint(place.store, report)
             if checkpoint is not None:
-                _check_surroundings(place, checkpoint.manifest)
-    found = list({(error.code, error.where, error.detail): error for error in report.violations}.values())
+                with report.collect():
+                    _check_surroundings(place, checkpoint.manifest)
+    except StoreError as error:
+        failure = error
+    # A part that can't be read is found once as itself, and again by what needs it.
+    found = {(error.code, error.where, error.detail): error for error in report.violations}
     return _Outcome(
-        report=report,
-        violations=[error for error in found if not isinstance(error, StoreError)],
-        failures=[error for error in found if isinstance(error, StoreError)],
-        elapsed_s=time.perf_counter() - begin_s,
+        report=report, violations=list(found.values()), failure=failure, elapsed_s=time.perf_counter() - begin_s
     )
 
 
@@ -116,7 +118,7 @@ def _print_json(outcome: _Outcome) -> None:
 
     own = {
         "valid": not outcome.violations,
-        "complete": not outcome.failures,
+        "complete": outcome.failure is None,
         "nbytes": outcome.report.nbytes,
         "violation_count": len(outcome.violations),
     }
@@ -126,7 +128,7 @@ def _print_json(outcome: _Outcome) -> None:
             "valid": outcome.verdict == "valid",
             "verdict": outcome.verdict,
             "violations": [error.as_json() for error in outcome.violations],
-            "failures": [error.as_json() for error in outcome.failures],
+            "failure": outcome.failure.as_json() if outcome.failure is not None else None,
             "own": own,
             "references": [],
             "closure": [],
@@ -139,15 +141,16 @@ def _print_json(outcome: _Outcome) -> None:
 def _print_text(outcome: _Outcome) -> None:
     console = Console()
     _print_errors(console, outcome.violations, "red bold")
-    _print_errors(console, outcome.failures, "magenta bold")
+    if outcome.failure is not None:
+        _print_errors(console, [outcome.failure], "magenta bold")
     for warning in outcome.report.warnings:
         console.line(("warning", "yellow bold"), f"  {clean(warning)}")
-    if outcome.violations or outcome.failures or outcome.report.warnings:
+    if outcome.violations or outcome.failure or outcome.report.warnings:
         console.line()
     console.line(*_verdict_cells(outcome))
 
 
-def _print_errors(console: Console, errors: list[CkptError], style: str) -> None:
+def _print_errors(console: Console, errors: Sequence[CkptError], style: str) -> None:
     """Print a line for each error, and the remedy once for neighbours that share it."""
     for (code, remedy), same in itertools.groupby(errors, key=lambda error: (error.code, error.remedy)):
         for error in same:
@@ -164,14 +167,9 @@ def _print_errors(console: Console, errors: list[CkptError], style: str) -> None
 def _verdict_cells(outcome: _Outcome) -> list[Cell]:
     report = outcome.report
     style = {"valid": "green bold", "invalid": "red bold", "incomplete": "magenta bold"}[outcome.verdict]
-    counts = [
-        count_text(len(found), noun)
-        for found, noun in (
-            (outcome.violations, "violation"), (outcome.failures, "failure of the store"), (report.warnings, "warning"),
-        )
-        if found
-    ]  # fmt: skip
-    counts.append(count_text(len(report.checkpoints), "checkpoint"))
+    found = ((len(outcome.violations), "violation"), (len(report.warnings), "warning"))
+    counts = [count_text(len(report.checkpoints), "checkpoint")]
+    counts += [count_text(count, noun) for count, noun in found if count]
     checked = f"{bytes_text(report.nbytes)} of own bytes checked in {outcome.elapsed_s:.2f} s"
     return [
         (outcome.verdict, style),

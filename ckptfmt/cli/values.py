@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptfmt import limits
 from ckptfmt.cli.console import bytes_text, clean, shorten
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
+from ckptfmt.errors import CkptError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +36,8 @@ __all__ = ["dump_view", "iter_lines"]
 #: Integers with more bits than this aren't printed in decimal, which takes quadratic time.
 _DECIMAL_BITS: Final = 4096
 _TEXT_WIDTH: Final = 72
+#: Arrays with more elements than this are shown by dtype and shape alone.
+_ARRAY_ELEMENTS: Final = 8
 
 
 def dump_view(value: Any) -> Any:  # noqa: ANN401, PLR0911 - any plain value; one line for each kind
@@ -56,7 +59,7 @@ def dump_view(value: Any) -> Any:  # noqa: ANN401, PLR0911 - any plain value; on
     if isinstance(value, list | tuple | deque):
         return [dump_view(item) for item in value]
     if isinstance(value, set | frozenset):
-        return {"$set": [dump_view(item) for item in sorted(value, key=repr)]}
+        return {"$set": [dump_view(item) for item in sorted(value, key=_text)]}
     if isinstance(value, dict):
         return _dump_map(value)
     return _dump_named(value)
@@ -96,7 +99,7 @@ def iter_lines(value: object, depth: int = 0) -> Iterator[tuple[int, str, str]]:
     width = min(max(map(len, keys)), 28)
     for key, (_, item) in zip(keys, pairs, strict=True):
         text = _text(item)
-        if _pairs(item) and len(text) > _TEXT_WIDTH or isinstance(item, dict) and item:
+        if _pairs(item) and (isinstance(item, dict) or len(text) > _TEXT_WIDTH):
             yield depth, key, ""
             yield from iter_lines(item, depth + 1)
         else:
@@ -125,7 +128,7 @@ def _text(value: Any) -> str:  # noqa: ANN401, PLR0911 - any plain value; one li
     if isinstance(value, list | deque):
         return f"[{_texts(value)}]"
     if isinstance(value, set | frozenset):
-        return f"{{{_texts(sorted(value, key=repr))}}}" if value else "set()"
+        return f"{{{_texts(sorted(value, key=_text))}}}" if value else "set()"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
     return _named_text(value)
@@ -137,7 +140,7 @@ def _texts(values: Any) -> str:  # noqa: ANN401 - any iterable of plain values
 
 def _named_text(value: object) -> str:
     if isinstance(value, InlineArray):
-        return f"{value.dtype} array {list(value.shape)}" if not value.scalar else f"{value.dtype} {value.content.hex()}"
+        return _array_text(value)
     if isinstance(value, TensorRef):
         return f"tensor {clean(value.name)}"
     if isinstance(value, DtypeName | DeviceName):
@@ -145,3 +148,19 @@ def _named_text(value: object) -> str:
     if isinstance(value, Size):
         return f"Size{list(value.shape)}"
     return repr(value)
+
+
+def _array_text(value: InlineArray) -> str:
+    """Return what kind of array it is, and its elements if they are few."""
+    import numpy as np
+
+    from ckptfmt.engines.reader import numpy_dtype
+
+    text = value.dtype if value.scalar else f"{value.dtype}{list(value.shape)}"
+    if math.prod(value.shape) > _ARRAY_ELEMENTS:
+        return text
+    try:
+        elements = np.frombuffer(value.content, numpy_dtype(value.dtype))
+    except CkptError:  # numpy has no such dtype
+        return f"{text} {value.content.hex()}"
+    return f"{text} {', '.join(map(str, elements))}"

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections import Counter
 from typing import Any, Final, NoReturn
 
 from ckptfmt import limits
 from ckptfmt.digest import digest_bytes, digest_text
 from ckptfmt.documents.schema import check_schema
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["READER_FEATURES", "check_string", "check_version", "dump_canonical", "dump_document", "parse_document"]
+__all__ = ["READER_FEATURES", "check_string", "check_version", "dump_canonical", "dump_document", "nests_deeper", "parse_document"]
 
 #: The reader features that this implementation understands; format 0.1 needs none.
 READER_FEATURES: Final[frozenset[str]] = frozenset()
 
-_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+# Possessive: a backtracking one remembers every byte of a long string, a hundred bytes of memory for each.
+_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
+_FEATURES: Final = 64
+_FEATURE: Final = re.compile(r"[a-z][a-z0-9._-]{0,63}")
 _FORBIDDEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -102,14 +106,15 @@ def check_version(signed: dict[str, Any], where: str) -> None:
             requirement="REQ-DOC-010",
         )
     features = signed.get("features")
-    needed = features.get("reader") if isinstance(features, dict) else None
-    if not isinstance(needed, list) or not all(isinstance(feature, str) for feature in needed):
-        raise err(
-            Code.DOC_SCHEMA,
-            "features.reader isn't a list of strings",
-            where=f"{where}#/signed/features",
-            requirement="REQ-DOC-011",
-        )
+    if not isinstance(features, dict) or set(features) != {"reader", "writer"}:
+        raise _features_error("features hasn't exactly the members reader and writer", where)
+    for needed in features.values():
+        # Before the schema, whose check that items are unique takes quadratic time if they aren't strings.
+        if not isinstance(needed, list) or len(needed) > _FEATURES or not all(map(_is_feature, needed)):
+            raise _features_error("features aren't two short lists of names", where)
+        if len(set(needed)) != len(needed):
+            raise _features_error("a feature is named twice", where)
+    needed = features["reader"]
     unknown = sorted(set(needed) - READER_FEATURES)
     if unknown:
         raise err(
@@ -118,6 +123,14 @@ def check_version(signed: dict[str, Any], where: str) -> None:
             where=f"{where}#/signed/features/reader",
             requirement="REQ-DOC-010",
         )
+
+
+def _is_feature(name: object) -> bool:
+    return isinstance(name, str) and _FEATURE.fullmatch(name) is not None
+
+
+def _features_error(detail: str, where: str) -> CkptError:
+    return err(Code.DOC_SCHEMA, detail, where=f"{where}#/signed/features", requirement="REQ-VER-008")
 
 
 def check_string(text: str, where: str) -> None:
@@ -139,7 +152,8 @@ def check_string(text: str, where: str) -> None:
 
 def _parse_json(content: bytes, where: str) -> dict[str, Any]:
     """Return the one JSON object of `content`, with everything checked that needs no schema."""
-    _check_depth(content, where)
+    if nests_deeper(content, limits.JSON_DEPTH):
+        raise err(Code.DOC_DEPTH, f"nests deeper than {limits.JSON_DEPTH}", where=where, requirement="REQ-DOC-007")
 
     def raise_number(text: str) -> NoReturn:
         raise err(Code.DOC_NUMBER, f"{text[:32]!r} isn't an allowed number", where=where, requirement="REQ-DOC-005")
@@ -153,8 +167,7 @@ def _parse_json(content: bytes, where: str) -> dict[str, Any]:
     def check_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         members = dict(pairs)
         if len(members) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise err(Code.DOC_DUPLICATE_KEY, f"member {twice[:64]!r} twice", where=where, requirement="REQ-DOC-004")
         return members
 
@@ -182,13 +195,20 @@ def _parse_json(content: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _check_depth(content: bytes, where: str) -> None:
-    """Raise if brackets nest too deeply; before json.loads, whose RecursionError is no contract. Spec: REQ-DOC-007."""
-    depth = 0
+def nests_deeper(content: bytes, depth: int) -> bool:
+    """Say whether the brackets of a JSON text nest deeper than `depth`; those within strings don't count.
+
+    To be asked before `json.loads`, whose RecursionError is no contract. Spec: REQ-DOC-007.
+
+    >>> nests_deeper(b'{"[[": []}', 2), nests_deeper(b'{"": [[]]}', 2)
+    (False, True)
+    """
+    reached = 0
     for bracket in _BRACKET.finditer(_STRING.sub(b"", content)):
-        depth += 1 if bracket.group() in b"[{" else -1
-        if depth > limits.JSON_DEPTH:
-            raise err(Code.DOC_DEPTH, f"nests deeper than {limits.JSON_DEPTH}", where=where, requirement="REQ-DOC-007")
+        reached += 1 if bracket.group() in b"[{" else -1
+        if reached > depth:
+            return True
+    return False
 
 
 def _check_strings(value: object, where: str) -> None:

@@ -186,9 +186,16 @@ class Manifest:
     def from_signed(cls, signed: dict[str, Any], digest: str, *, where: str) -> Manifest:
         """Return the manifest of a signed object that fits the schema.
 
-        Raises: FormatError(PROFILE_MISMATCH, UNSAFE_PATH).
+        Raises: FormatError(DOC_SCHEMA, PROFILE_MISMATCH, UNSAFE_PATH).
         """
         origin = Origin(**{key.name: signed[key.name] for key in dataclasses.fields(Origin)})
+        if origin.block_nbytes.bit_count() != 1:
+            raise err(
+                Code.DOC_SCHEMA,
+                f"{origin.block_nbytes} is no power of two",
+                where=f"{where}#/signed/block_nbytes",
+                requirement="REQ-TEN-005",
+            )
         if signed["references"]:
             raise err(
                 Code.PROFILE_MISMATCH,

@@ -14,7 +14,7 @@ from ckptfmt import limits
 from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import Code, err
 
-__all__ = ["dump_msgpack", "dump_packed_document", "parse_msgpack", "parse_packed_document"]
+__all__ = ["check_msgpack", "dump_msgpack", "dump_packed_document", "parse_msgpack", "parse_packed_document"]
 
 # First byte -> how many bytes follow that are the value, or that say how long it is.
 _FIXED_NBYTES: Final = {
@@ -86,7 +86,7 @@ def parse_msgpack(content: bytes, *, where: str, limit_items: int) -> Any:  # no
 
     Raises: FormatError(MSGPACK_SYNTAX, MSGPACK_TYPE, DOC_DEPTH, LIMIT_EXCEEDED, DOC_DUPLICATE_KEY, DOC_NOT_CANONICAL).
     """
-    _check_structure(content, where=where, limit_items=limit_items)
+    check_msgpack(content, where=where, limit_items=limit_items)
 
     def check_pairs(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
         if not all(isinstance(key, str) for key, _ in pairs):
@@ -114,7 +114,7 @@ def parse_msgpack(content: bytes, *, where: str, limit_items: int) -> Any:  # no
     return value
 
 
-def _check_structure(content: bytes, *, where: str, limit_items: int) -> None:
+def check_msgpack(content: bytes, *, where: str, limit_items: int) -> None:
     """Walk the values of `content` without building any. Spec: REQ-DOC-020, REQ-DOC-021, REQ-DOC-023."""
     at = items = 0
     open_counts = [1]

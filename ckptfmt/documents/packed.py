@@ -35,7 +35,9 @@ def parse_packed(value: object, where: str) -> Integers:
     Raises: FormatError(PACKED_FORM). Spec: REQ-DOC-024.
     """
     match value:
-        case [int() as width, bytes() as content] if width in _WIDTHS and len(content) % width == 0:
+        case [int() as width, bytes() as content] if (
+            type(width) is int and width in _WIDTHS and len(content) % width == 0
+        ):
             array = np.frombuffer(content, dtype=f"<u{width}")
             signed = array.astype(np.int64)
             if (signed >= 0).all() and _width(signed) == width:

@@ -280,10 +280,12 @@ _PART_KEYS: Final = (
 def _parse_part(signed: dict[str, Any], where: str) -> Part:
     check_version(signed, where)
     columns = Columns(signed, _PART_KEYS, where)
-    if (columns.any("type"), columns.any("references"), columns.any("encodings")) != ("part", [], list(ENCODINGS)):
+    if columns.any("type") != "part":
+        raise err(Code.DOC_SCHEMA, "not a part", where=columns.place("type"), requirement="REQ-DOC-011")
+    if (columns.any("references"), columns.any("encodings")) != ([], list(ENCODINGS)):
         raise err(
             Code.PROFILE_MISMATCH,
-            "not a part without references and with raw blocks only",
+            "a full checkpoint has no references, and raw blocks only",
             where=where,
             requirement="REQ-MAN-005",
         )
@@ -340,8 +342,9 @@ def _parse_tensors(columns: Columns, origin: Origin, scopes: list[str], file_cou
             Code.LIMIT_EXCEEDED, f"{sum(counts)} boxes", where=table.place("box_count"), requirement="REQ-LIM-001"
         )
     box_table = columns.columns("boxes", ("begin", "box_shape", "replica", "digest_count"))
-    boxes = parse_boxes(box_table, [(len(row[2]), count) for row, count in zip(rows, counts, strict=True)])
+    # Before the boxes: those of scalars have no numbers, so that nothing else would bound how many are built.
     replica = iter(box_table.packed("replica", count=sum(counts), below=2))
+    boxes = parse_boxes(box_table, [(len(row[2]), count) for row, count in zip(rows, counts, strict=True)])
     digests = _split_digests(columns, box_table, sum(counts))
     extents = _parse_extents(columns.columns("extents", _EXTENT_KEYS), sum(counts), file_count)
     numbers = itertools.count()

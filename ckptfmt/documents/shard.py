@@ -11,12 +11,15 @@ import math
 from typing import Any, Final, NoReturn
 
 from ckptfmt import limits
+from ckptfmt.documents.canonical import nests_deeper
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
 __all__ = ["ShardEntry", "dump_shard_header", "parse_shard_header", "plan_shard"]
 
 _PREFIX_NBYTES: Final = 8
+#: The header, a box, its shape.
+_DEPTH: Final = 3
 _METADATA_KEY: Final = "__metadata__"
 _METADATA: Final = {"format": "pt"}
 _ENTRY_KEYS: Final = {"dtype", "shape", "data_offsets"}
@@ -161,7 +164,7 @@ def _parse_header(text: bytes, where: str) -> dict[str, Any]:
 
     if not text.startswith(b"{"):
         syntax_error("doesn't begin with {")
-    if text.count(b"{") > 2 + text.count(b":{"):
+    if nests_deeper(text, _DEPTH):
         syntax_error("nests too deeply")
     try:
         header = json.loads(
@@ -171,9 +174,10 @@ def _parse_header(text: bytes, where: str) -> dict[str, Any]:
             parse_constant=lambda number: syntax_error(f"{number} isn't a number"),
             parse_int=parse_integer,
         )
-        for key in header:
-            key.encode()
-    except (UnicodeError, json.JSONDecodeError, RecursionError) as error:
+        for key, value in header.items():
+            # A lone surrogate can be escaped in JSON, and is no Unicode text.
+            json.dumps([key, value] if key == _METADATA_KEY else key, ensure_ascii=False).encode()
+    except (UnicodeError, json.JSONDecodeError) as error:
         raise err(Code.SHARD_HEADER_SYNTAX, str(error)[:200], where=where, requirement="REQ-SHD-004") from None
     if not text.rstrip(b" ").endswith(b"}"):
         syntax_error("padded with something other than spaces")

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt import limits
 from ckptfmt.box import Box
+from ckptfmt.documents.canonical import check_string
 from ckptfmt.documents.manifest import FIELDS, Origin
 from ckptfmt.documents.packed import Columns, dump_packed
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, FormatError, err
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,6 +43,8 @@ __all__ = [
 STORAGE: Final = ("persistent", "non-persistent")
 ORIGIN_KEYS: Final = tuple(field.name for field in dataclasses.fields(Origin))
 
+#: Longest reason why a field is absent, in characters, as the schema of manifests has it.
+_REASON_LENGTH: Final = 1000
 _SCOPE: Final = re.compile(r"global|lw/(0|[1-9][0-9]{0,8})")
 
 #: field, name, scope: what a tensor is called, whoever holds which piece of it.
@@ -175,22 +178,33 @@ def parse_origin(columns: Columns) -> Origin:
     for key, (least, most) in bounds.items():
         if type(values[key]) is not int or not least <= values[key] <= most:
             raise _schema_error(columns, key)
+    if values["block_nbytes"].bit_count() != 1:
+        raise _schema_error(columns, "block_nbytes")
     return Origin(**values)
 
 
 def parse_absent(columns: Columns) -> dict[str, str]:
     """Return the absent fields and their reasons. Raises: FormatError(MANIFEST_FIELDS). Spec: REQ-MAN-003."""
     absent = columns.any("absent")
-    if not isinstance(absent, dict) or not all(
-        field in FIELDS and isinstance(reason, str) and reason for field, reason in absent.items()
-    ):
+    if not isinstance(absent, dict) or not all(map(_is_absence, absent, absent.values())):
         raise err(
             Code.MANIFEST_FIELDS,
-            "not a map from field to reason",
+            "not a map from field to a reason that a manifest may hold",
             where=columns.place("absent"),
             requirement="REQ-MAN-003",
         )
     return absent
+
+
+def _is_absence(field: str, reason: object) -> bool:
+    """Say whether a manifest can repeat what a part says of a field. Spec: REQ-MAN-003, REQ-PRT-009."""
+    if field not in FIELDS or not isinstance(reason, str) or not 1 <= len(reason) <= _REASON_LENGTH:
+        return False
+    try:
+        check_string(reason, "")
+    except FormatError:
+        return False
+    return True
 
 
 def parse_counter(columns: Columns, key: str, *, below: int = limits.JSON_INTEGER + 1) -> int:

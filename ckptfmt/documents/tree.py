@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ckptfmt import limits
-from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
+from ckptfmt.documents.msgpk import check_msgpack, dump_msgpack, parse_msgpack
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
@@ -74,6 +74,8 @@ class Size:
 
 T = TypeVar("T")
 
+#: How many characters of a key are shown in messages.
+_KEY_LENGTH: Final = 64
 _INT64_MIN: Final = -(1 << 63)
 _UINT64_MAX: Final = (1 << 64) - 1
 
@@ -94,6 +96,8 @@ def dump_tree(value: object, *, where: str) -> bytes:
     (1, {'lr': -0.0})
     """
     content = dump_msgpack(_encode(value, where, 0))
+    # What is refused at reading must not be written.
+    check_msgpack(content, where=where, limit_items=limits.TREE_ITEMS)
     if len(content) > limits.TREE_NBYTES:
         raise err(
             Code.LIMIT_EXCEEDED,
@@ -129,7 +133,7 @@ def find_difference(left: object, right: object, path: str = "") -> str | None:
         else:
             same = dump_tree(left, where=path) == dump_tree(right, where=path)
             return None if same else path or "/"
-        return next((found for key, a, b in pairs if (found := find_difference(a, b, f"{path}/{key}"))), None)
+        return next((found for key, a, b in pairs if (found := find_difference(a, b, _below(path, key)))), None)
     return path or "/"
 
 
@@ -142,6 +146,15 @@ def iter_values(value: object) -> Iterator[object]:
             yield from iter_values(item)
     else:
         yield value
+
+
+def _below(where: str, key: object) -> str:
+    """Return the place of what `key` leads to, for messages."""
+    try:
+        text = str(key)[:_KEY_LENGTH]
+    except ValueError:  # Python refuses to print an integer of more than 4,300 digits.
+        text = f"({type(key).__name__})"
+    return f"{where}/{text}"
 
 
 # --- encode ---------------------------------------------------------------------------------------------------------
@@ -197,7 +210,7 @@ def _encode_items(tag: str) -> Callable[[Any, str, int], object]:
 
 def _encode_set(tag: str) -> Callable[[Any, str, int], object]:
     def encode(value: Any, where: str, depth: int) -> object:  # noqa: ANN401 - set or frozenset
-        return [tag, *sorted((_encode(item, f"{where}/{item!r}", depth) for item in value), key=dump_msgpack)]
+        return [tag, *sorted((_encode(item, _below(where, item), depth) for item in value), key=dump_msgpack)]
 
     return encode
 
@@ -206,7 +219,7 @@ def _encode_pairs(tag: str) -> Callable[[Any, str, int], object]:
     def encode(value: Any, where: str, depth: int) -> object:  # noqa: ANN401 - a dict
         flat: list[object] = [tag]
         for key, item in value.items():
-            flat += (_encode(key, f"{where}/{key!r}", depth), _encode(item, f"{where}/{key}", depth))
+            flat += (_encode(key, _below(where, key), depth), _encode(item, _below(where, key), depth))
         return flat
 
     return encode
@@ -252,7 +265,7 @@ def _decode(value: object, where: str) -> Any:  # noqa: ANN401 - any value of th
     try:
         if decoder is not None:
             return decoder(value[1:], where)
-    except (ValueError, TypeError, struct.error):
+    except (ValueError, TypeError, IndexError, OverflowError, struct.error):
         pass
     raise err(
         Code.TREE_TAG,
@@ -272,14 +285,17 @@ def _decode_pairs(items: list[object], where: str) -> list[tuple[Any, Any]]:
     keys = _decode_items(items[::2], where)
     if len(set(keys)) != len(keys) or len({dump_msgpack(key) for key in items[::2]}) != len(keys):
         raise err(Code.DOC_DUPLICATE_KEY, "a dict has one key twice", where=where, requirement="REQ-TRE-002")
-    return [(key, _decode(item, f"{where}/{key}")) for key, item in zip(keys, items[1::2], strict=True)]
+    return [(key, _decode(item, _below(where, key))) for key, item in zip(keys, items[1::2], strict=True)]
 
 
 def _decode_set(items: list[object], where: str) -> list[Any]:
     encoded = [dump_msgpack(item) for item in items]
     if any(a >= b for a, b in itertools.pairwise(encoded)):
         raise ValueError
-    return _decode_items(items, where)
+    decoded = _decode_items(items, where)
+    if len(set(decoded)) != len(decoded):
+        raise ValueError
+    return decoded
 
 
 def _decode_counter(items: list[object], where: str) -> Counter[Any]:

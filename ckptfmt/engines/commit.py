@@ -7,8 +7,9 @@ exclusive creation of the decision register decides, once and for all.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ckptfmt import limits
 from ckptfmt.arithmetic.merge import PartFileEntry, merge_parts, summarise
@@ -33,10 +34,22 @@ if TYPE_CHECKING:
 
     from ckptfmt.store.protocol import Buffer, Store
 
-__all__ = ["abort", "commit", "create_once", "finalize", "read_register", "retire", "wait_for_decision"]
+__all__ = [
+    "abort",
+    "commit",
+    "create_once",
+    "finalize",
+    "read_register",
+    "retire",
+    "sweep",
+    "sweep_attempts",
+    "wait_for_decision",
+]
 
+#: The attempt in the name of a file that belongs to one.
+_ATTEMPT: Final = re.compile(r"(?:^parts/|^index-|^[a-z][a-z_]*-)([0-9a-f]{16})(?=[-.])")
 #: How often a call without an answer is repeated before the outcome is called unknown.
-_TRIES = 3
+_TRIES: Final = 3
 #: How long a poll sleeps, in seconds: at first, and at most.
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.1
 
@@ -134,10 +147,11 @@ def finalize(store: Store, origin: Origin) -> Manifest:
     )
     store.sync("parts")
     content = manifest.dump()
-    _decide(store, content)
-    store.sync("")
+    # Before it decides: a register that no reader accepts could never be replaced by a better one.
     decided = parse_register(content)
     assert isinstance(decided, Manifest)  # noqa: S101 - it was dumped from one
+    _decide(store, content)
+    store.sync("")
     return decided
 
 
@@ -179,6 +193,18 @@ def sweep(store: Store) -> None:
     """Remove what an interrupted `abort` or `retire` left behind a record that is there already. Spec: REQ-CMT-024."""
     store.sync("")
     _delete_all_but_register(store)
+
+
+def sweep_attempts(store: Store, origin: Origin) -> None:
+    """Remove what other attempts left in a directory that is committed: none of them can be any more.
+
+    Spec: REQ-CMT-027.
+    """
+    for path in store.list(""):
+        found = _ATTEMPT.search(path)
+        if found is not None and found[1] != origin.attempt:
+            store.delete(path)
+    store.delete_leftovers("")
 
 
 def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Manifest:

@@ -5,17 +5,19 @@ Spec: REQ-OPN-001 to REQ-OPN-008.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
+from ckptfmt import limits
 from ckptfmt.arithmetic.merge import check_index_tiling, summarise
 from ckptfmt.arithmetic.plan import PieceRead, iter_chunks, plan_blocks, plan_pieces, strides_of
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES, PREFIX, digest_bytes
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
 from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, index_name, part_path
-from ckptfmt.documents.part import Part, PartBox, PartTensor
+from ckptfmt.documents.part import Leaf, Part, PartBox, PartTensor, Stream
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
@@ -56,6 +58,16 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         ) from None
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _OpenPart:
+    """A part with its rows by name: what it wrote of each tensor, by box."""
+
+    part: Part
+    tensors: dict[TensorKey, tuple[PartTensor, dict[Box, PartBox]]]
+    streams: dict[tuple[str, str], Stream]
+    leaves: dict[TensorKey, Leaf]
+
+
 class Checkpoint:
     """A committed checkpoint, opened for reading. Only manifest and index are read until more is asked for.
 
@@ -86,7 +98,7 @@ class Checkpoint:
         self.streams: dict[tuple[str, str], IndexStream] = {
             (stream.name, stream.scope): stream for stream in self.index.streams
         }
-        self._parts: dict[int, tuple[Part, dict[TensorKey, PartTensor]]] = {}
+        self._parts: dict[int, _OpenPart] = {}
         self._aliases = {
             (tensor.field, alias, tensor.scope): tensor for tensor in self.index.tensors for alias in tensor.aliases
         }
@@ -139,10 +151,14 @@ class Checkpoint:
         if entry is None:
             raise err(Code.LEAF_MISSING, f"{field} has no value {name!r} ({scope})", where=name)
         where = part_path(self.manifest.origin.attempt, entry.part)
-        for leaf in self._part(entry.part)[0].leaves:
-            if (leaf.field, leaf.name, leaf.scope) == (field, name, scope):
-                return parse_tree(leaf.value, where=f"{where}#/leaves/{field}/{name}")
-        raise self._contradiction(entry.part, f"has no value {name!r} of {field}")
+        return parse_tree(self.stored_leaf(entry).value, where=f"{where}#/leaves/{field}/{name}")
+
+    def stored_leaf(self, entry: IndexLeaf) -> Leaf:
+        """Return a plain value as its part has it. Raises: FormatError(DOC_MISMATCH), and of parts."""
+        leaf = self._part(entry.part).leaves.get((entry.field, entry.name, entry.scope))
+        if leaf is None:
+            raise self._contradiction(entry.part, f"has no value {entry.name!r} of {entry.field}")
+        return leaf
 
     def stream(self, name: str, scope: str) -> tuple[str, Any]:
         """Return kind and state of a random-number stream.
@@ -153,10 +169,14 @@ class Checkpoint:
         if entry is None:
             raise err(Code.STREAM_MISSING, f"no stream {name!r} ({scope})", where=name)
         where = part_path(self.manifest.origin.attempt, entry.part)
-        for stream in self._part(entry.part)[0].streams:
-            if (stream.name, stream.scope) == (name, scope):
-                return stream.kind, parse_tree(stream.state, where=f"{where}#/streams/{name}")
-        raise self._contradiction(entry.part, f"has no stream {name!r}")
+        return entry.kind, parse_tree(self.stored_stream(entry).state, where=f"{where}#/streams/{name}")
+
+    def stored_stream(self, entry: IndexStream) -> Stream:
+        """Return a stream as its part has it. Raises: FormatError(DOC_MISMATCH), and of parts."""
+        stream = self._part(entry.part).streams.get((entry.name, entry.scope))
+        if stream is None or stream.kind != entry.kind:
+            raise self._contradiction(entry.part, f"has no stream {entry.name!r} of kind {entry.kind!r}")
+        return stream
 
     def read(self, field: str, name: str, scope: str = "global", box: Box | None = None) -> NDArray[Any]:
         """Return a tensor, or a piece of it, as a numpy array of its own.
@@ -236,18 +256,15 @@ class Checkpoint:
         self._locate(tensor, PieceRead(box, part, box))
 
     def _locate(self, tensor: IndexTensor, read: PieceRead) -> tuple[PartBox, Part]:
-        part, tensors = self._part(read.part)
-        held = tensors.get(tensor.key)
-        if held is not None and held.dtype == tensor.dtype and held.global_shape == tensor.global_shape:
-            for box in held.boxes:
-                if box.box == read.stored and box.extents:
-                    return box, part
-        raise self._contradiction(read.part, f"doesn't store {read.stored} of {tensor.name!r}")
+        opened = self._part(read.part)
+        held, written = opened.tensors.get(tensor.key, (None, {}))
+        if held is None or _what(held) != _what(tensor) or read.stored not in written:
+            raise self._contradiction(read.part, f"doesn't store {read.stored} of {tensor.name!r}")
+        return written[read.stored], opened.part
 
-    def _part(self, number: int) -> tuple[Part, dict[TensorKey, PartTensor]]:
+    def _part(self, number: int) -> _OpenPart:
         if number not in self._parts:
-            part = self.read_part(number)
-            self._parts[number] = part, {tensor.key: tensor for tensor in part.tensors}
+            self._parts[number] = _open_part(self.read_part(number))
         return self._parts[number]
 
     def read_part(self, number: int) -> Part:
@@ -395,13 +412,29 @@ def read_index(store: Store, manifest: Manifest) -> Index:
     return index
 
 
+def _open_part(part: Part) -> _OpenPart:
+    return _OpenPart(
+        part=part,
+        tensors={
+            tensor.key: (tensor, {held.box: held for held in tensor.boxes if held.extents}) for tensor in part.tensors
+        },
+        streams={(stream.name, stream.scope): stream for stream in part.streams},
+        leaves={(leaf.field, leaf.name, leaf.scope): leaf for leaf in part.leaves},
+    )
+
+
+def _what(tensor: IndexTensor | PartTensor) -> tuple[object, ...]:
+    """Return what index and part must say alike of a tensor. Spec: REQ-IDX-001."""
+    return tensor.dtype, tensor.global_shape, tensor.storage
+
+
 def _read_exactly(store: Store, path: str, nbytes: int) -> bytes:
     actual = store.nbytes(path)
     if actual != nbytes:
         raise err(
             Code.FILE_NBYTES, f"{actual} bytes where {nbytes} are declared", where=path, requirement="REQ-CKP-003"
         )
-    return store.read(path, limit_nbytes=nbytes)
+    return store.read(path, limit_nbytes=min(nbytes, limits.MSGPACK_NBYTES))
 
 
 def _check_blocks(
@@ -435,10 +468,11 @@ def _cut(content: bytearray, byte_begin: int, read: PieceRead, element_nbytes: i
 
 def _box_of(items: tuple[Any, ...], shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any, ...]]:
     """Return the box that basic indices select, and the index that drops what integers select of it."""
-    if items.count(Ellipsis) > 1 or len(items) - items.count(Ellipsis) > len(shape):
+    # By identity: an array among the indices compares element by element.
+    dots = [at for at, item in enumerate(items) if item is Ellipsis]
+    if len(dots) > 1 or len(items) - len(dots) > len(shape):
         raise err(Code.ARGUMENT, f"too many indices for shape {shape}", where=name)
-    if Ellipsis in items:
-        at = items.index(Ellipsis)
+    for at in dots:
         filled = (slice(None),) * (len(shape) - len(items) + 1)
         items = (*items[:at], *filled, *items[at + 1 :])
     items = (*items, *(slice(None),) * (len(shape) - len(items)))

@@ -31,7 +31,7 @@ def plan_retention(
         keep: how many of the newest stay; None for all.
         keep_every: checkpoints of steps divisible by this stay as well.
 
-    Spec: REQ-CMT-025.
+    Spec: REQ-CMT-026.
     """
     if keep is None:
         return []
@@ -67,7 +67,7 @@ def clean_up(
             Code.FEATURE_UNSUPPORTED,
             f"cleaning up needs {', '.join(unknown)}; nothing was removed",
             where="run.json#/signed/features/writer",
-            requirement="REQ-CMT-026",
+            requirement="REQ-CMT-025",
         )
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run)

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
+from ckptfmt import limits
 from ckptfmt.digest import block_digests, digest_bytes
 from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_name
 from ckptfmt.documents.part import Extent, Part, PartBox, PartFile, PartTensor, dump_failure
@@ -42,18 +43,30 @@ class _Shard:
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
-    """Raise if two tensors, streams or leaves of a snapshot have one name.
+    """Raise if two tensors, streams or leaves of a snapshot have one name, or one that a document can't hold.
 
-    Raises: StateError(STATE_NAME). Spec: REQ-IDX-003.
+    Raises: StateError(STATE_NAME). Spec: REQ-IDX-003, REQ-IDX-008, REQ-LIM-001.
     """
     rows = [_key(source) for source in snapshot.tensors]
+    rows += [(source.field, alias, source.scope) for source in snapshot.tensors for alias in source.aliases]
     rows += [("rng", stream.name, stream.scope) for stream in snapshot.streams]
     rows += [(f"leaf of {leaf.field}", leaf.name, leaf.scope) for leaf in snapshot.leaves]
     seen = set()
     for row in rows:
         if row in seen:
             raise err(Code.STATE_NAME, f"{row[0]} has {row[1]!r} twice", where=row[1], requirement="REQ-IDX-003")
+        if len(row[1].encode(errors="replace")) > limits.NAME_NBYTES or not _is_text(row[1]):
+            raise err(
+                Code.STATE_NAME,
+                f"{row[0]} has a name that is too long, or isn't Unicode text",
+                where=ascii(row[1][:64]),
+                requirement="REQ-LIM-001",
+            )
         seen.add(row)
+
+
+def _is_text(name: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in name)
 
 
 def list_holdings(snapshot: Snapshot) -> list[Holding]:

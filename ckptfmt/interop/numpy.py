@@ -40,7 +40,7 @@ def check_array(array: Array, *, where: str) -> None:
     dtype_name(array.dtype, where=where)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ArraySource:
     """A numpy array to be written; see `ckptfmt.engines.snapshot.TensorSource`."""
 
@@ -71,10 +71,10 @@ class ArraySource:
 
     def copy_into(self, box: Box, out: memoryview) -> None:
         """Copy the elements of `box` into `out`."""
-        out[:] = _content(self.array[(*box.relative_to(Box.whole(self.global_shape)), ...)])
+        out[:] = _content(_view(self.array, box))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ArraySink:
     """A numpy array to be filled; see `ckptfmt.engines.snapshot.TensorSink`. Another dtype of the array converts."""
 
@@ -89,8 +89,7 @@ class ArraySink:
     def copy_from(self, box: Box, content: memoryview) -> None:
         """Take the elements of `box`."""
         incoming = np.frombuffer(content, dtype=numpy_dtype(self.dtype)).reshape(box.shape)
-        target = self.array[(*box.relative_to(Box.whole(self.global_shape)), ...)]
-        np.copyto(target, incoming, casting="unsafe")
+        np.copyto(_view(self.array, box), incoming, casting="unsafe")
 
 
 def inline_array(value: Array | np.generic, *, where: str) -> InlineArray:
@@ -108,9 +107,16 @@ def array_of(value: InlineArray) -> Array | np.generic:
     np.float32(2.0)
     """
     array = np.frombuffer(value.content, dtype=numpy_dtype(value.dtype)).reshape(value.shape).copy()
-    return array[()] if value.scalar else array  # type: ignore[no-any-return]
+    return array[()] if value.scalar else array
+
+
+def _view(array: Array, box: Box) -> Array:
+    index: tuple[Any, ...] = (*box.relative_to(Box.whole(array.shape)), ...)  # the dots keep an array of rank 0 one
+    view: Array = array[index]
+    return view
 
 
 def _content(array: Array) -> memoryview:
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return memoryview(little.reshape(-1).view(np.uint8))
+    content: memoryview = little.reshape(-1).view(np.uint8).data
+    return content

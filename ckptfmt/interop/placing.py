@@ -21,6 +21,7 @@ from ckptfmt.interop.trees import FLATTENED
 __all__ = ["Placer", "fill", "refuses"]
 
 _DICTS: Final = (dict, OrderedDict)
+_ITEMS: Final = (list, tuple, deque, set, frozenset)
 
 
 class Placer:
@@ -32,16 +33,25 @@ class Placer:
         scope: scope in which the leaf was found; that of the tensors it refers to.
         framework: ``torch`` or ``numpy`` for new tensors, None for what each was saved as.
         device: of new torch tensors that have none to be like; CPU if left out.
+        parts: give a tensor that is made of several as a dict of these; else it can only be filled in place.
     """
 
     def __init__(
-        self, plan: Plan, *, field: str, scope: str, framework: str | None = None, device: object = None
+        self,
+        plan: Plan,
+        *,
+        field: str,
+        scope: str,
+        framework: str | None = None,
+        device: object = None,
+        parts: bool = False,
     ) -> None:
         self.plan = plan
         self.field = field
         self.scope = scope
         self.framework = framework
         self.device = device
+        self.parts = parts
 
     # --- in place -----------------------------------------------------------------------------------------------------
 
@@ -122,19 +132,21 @@ class Placer:
             side = torch_side()
             return saved if side is None else side.decode(saved)
         if type(saved) in _DICTS:
-            if FLATTENED in saved:
-                raise self._needs_live(saved, name)
-            before = like if isinstance(like, dict) else {}
-            pairs = ((key, self.fresh(item, self._child(name, key), before.get(key))) for key, item in saved.items())
-            return type(saved)(pairs)
-        if type(saved) in (list, tuple, deque):
-            same = type(like) is type(saved) and len(like) == len(saved)
-            old = list(like) if same else [None] * len(saved)
-            items = [self.fresh(item, self._child(name, i), old[i]) for i, item in enumerate(saved)]
-            return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
-        if type(saved) in (set, frozenset):
-            return type(saved)(self.fresh(item, name) for item in saved)
-        return saved
+            return self._fresh_dict(saved, name, like if isinstance(like, dict) else {})
+        return self._fresh_items(saved, name, like) if type(saved) in _ITEMS else saved
+
+    def _fresh_dict(self, saved: Any, name: str, like: dict[Any, Any]) -> Any:  # noqa: ANN401 - dict or OrderedDict
+        if FLATTENED in saved and not self.parts:
+            raise self._needs_live(saved, name)
+        return type(saved)(
+            (key, self.fresh(item, self._child(name, key), like.get(key))) for key, item in saved.items()
+        )
+
+    def _fresh_items(self, saved: Any, name: str, like: Any) -> Any:  # noqa: ANN401 - one of _ITEMS
+        same = type(like) is type(saved) and len(like) == len(saved) and not isinstance(like, set | frozenset)
+        old: list[Any] = list(like) if same else [None] * len(saved)
+        items = [self.fresh(item, self._child(name, i), old[i]) for i, item in enumerate(saved)]
+        return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
 
     def _fresh_tensor(self, saved: TensorRef, like: object) -> object:
         tensor = self.referred(saved)

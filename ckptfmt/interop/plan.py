@@ -137,7 +137,7 @@ class Plan:
         return None
 
     def leaf(self, field: str, names: Iterable[str], scope: str) -> tuple[str, str, Any]:
-        """Return name, scope and value of the saved leaf of one of `names`, and count it as taken, or MISSING for it."""
+        """Return name, scope and value of the saved leaf of one of `names`, counted as taken; MISSING for none."""
         names = tuple(names)
         for at in self._scopes(scope):
             for name in names:

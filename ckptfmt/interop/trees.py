@@ -10,14 +10,14 @@ import numpy as np
 
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.part import Leaf
-from ckptfmt.documents.tree import TensorRef, dump_tree
+from ckptfmt.documents.tree import InlineArray, TensorRef, dump_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.snapshot import TensorSource
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.names import key_text
-from ckptfmt.interop.numpy import ArraySource, inline_array
+from ckptfmt.interop.numpy import ArraySource, array_of, inline_array
 
-__all__ = ["FLATTENED", "Encoder", "fingerprint"]
+__all__ = ["FLATTENED", "Encoder", "fingerprint", "plain_values"]
 
 #: Marks the tree of a tensor that is made of several: a dict from here to its class's name, then its inner tensors.
 FLATTENED: Final = "ckptfmt.flattened"
@@ -75,6 +75,17 @@ def fingerprint(value: object, *, field: str, name: str) -> tuple[bytes, dict[st
     encoder = Encoder(field=field, scope="global")
     leaf = encoder.leaf(name, value)
     return leaf.value, {source.name: source_digest(source) for source in encoder.sources}
+
+
+def plain_values(tree: Any) -> Any:  # noqa: ANN401 - any tree without tensors
+    """Return the live values of a tree that refers to no tensor."""
+    if isinstance(tree, InlineArray):
+        return array_of(tree)
+    if type(tree) in (list, tuple):
+        return type(tree)(plain_values(item) for item in tree)
+    if type(tree) is dict:
+        return {key: plain_values(item) for key, item in tree.items()}
+    return tree
 
 
 def source_digest(source: TensorSource) -> bytes:

@@ -166,7 +166,8 @@ def test_fsdp2_cuts_plainly_what_the_shards_to_the_right_left(placements, order)
     plain = tuple(p if isinstance(p, Replicate) else Shard(p.dim) for p in placements)
     for coordinate in coordinates(mesh_shape):
         turned = [tuple(values[i] for i in order) for values in (mesh_shape, coordinate, plain)]
-        assert boxes_of((23, 31), mesh_shape, coordinate, placements, fsdp2=True) == boxes_of((23, 31), *turned)
+        for shape in ((16, 31), (23, 16)):
+            assert boxes_of(shape, mesh_shape, coordinate, placements, fsdp2=True) == boxes_of(shape, *turned)
 
 
 def cases():

@@ -54,6 +54,7 @@ class _File:
     def __init__(self, content: bytes = b"", *, synced: bool = False) -> None:
         self.content = content
         self.synced = synced
+        self.named = False  # by another name than a temporary's
 
     def contents(self, model: str) -> list[bytes]:
         """Return every content that the file may have after a crash."""
@@ -128,9 +129,8 @@ class Disk:
                 directory.sync()
 
     def apply(self, operation: Operation) -> None:
-        """Carry out a recorded operation; `changed` says whether it may have changed the states after a crash."""
+        """Carry out a recorded operation; `changed` says whether a crash may leave more than before it."""
         self._number += 1
-        self.changed = True
         path = operation.path
         match operation.op:
             case "mkdir":
@@ -157,8 +157,7 @@ class Disk:
                 self._put(path, None)
             case _:
                 raise AssertionError(f"{operation.op} isn't modelled")
-        if operation.op in ("open_new", "write", "unlink", "fsync"):
-            self.changed = not _is_temporary(path) or operation.op in ("write", "fsync")
+        self.changed = self._adds_states(operation)
 
     def iter_states(self, model: str, rng: random.Random) -> Iterator[DiskState]:
         """Yield what a crash now may leave; all of it, or a sample where there is too much."""
@@ -173,6 +172,19 @@ class Disk:
         found: list[str] = []
         self._collect_temporaries(self._root, "", found)
         return [path for path in found if rng.random() < 0.5]
+
+    def _adds_states(self, operation: Operation) -> bool:
+        """Say whether an operation can lead to states that weren't possible before; an fsync only rules some out."""
+        match operation.op:
+            case "fsync" | "fsync_directory":
+                return False
+            case "write":
+                return self._files[operation.path].named
+            case "open_new" | "unlink":
+                return not _is_temporary(operation.path)
+            case "link" | "rename" | "rename_noreplace":
+                return not _is_temporary(operation.to)
+        return True
 
     def _iter_combinations(self, model: str, cut: int, rng: random.Random) -> Iterator[DiskState]:
         slots = self._slots(model, cut)
@@ -259,6 +271,8 @@ class Disk:
 
     def _put(self, path: str, node: _Node | None) -> None:
         head, _, name = path.rpartition("/")
+        if isinstance(node, _File) and not _is_temporary(name):
+            node.named = True
         self._directory(head).put(name, node, self._number)
 
 

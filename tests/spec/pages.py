@@ -87,7 +87,8 @@ def fences():
 
 def table(name, heading):
     """The cells of the one table of a page whose first column is called `heading`."""
-    rows, inside = [], False
+    rows: list[list[str]] = []
+    inside = False
     for line in page(name).lines:
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
         if cells and cells[0] == heading:
@@ -109,7 +110,9 @@ def _parse(path):
         line = lines[at]
         if line.startswith("```"):
             end = next(n for n in range(at + 1, len(lines)) if lines[n].startswith("```"))
-            language, tags = _FENCE.fullmatch(line).groups()
+            opening = _FENCE.fullmatch(line)
+            assert opening, f"{path.name}:{at + 1}: {line}"
+            language, tags = opening.groups()
             found_fences.append(
                 Fence(
                     path.name,

@@ -96,7 +96,7 @@ def test_links_lead_somewhere(one):
 @functools.cache
 def cited_in_files():
     """The labels that code, tests and schemas cite, each with the files that do."""
-    found = {}
+    found: dict[str, list[str]] = {}
     for path in [*python_files("ckptfmt", "tests", "conformance", "benchmarks"), *SCHEMA.glob("*.json")]:
         for label in set(re.findall(r"REQ-[A-Z]+-[0-9]+", path.read_text("utf-8"))):
             found.setdefault(label, []).append(path.relative_to(ROOT).as_posix())
@@ -116,12 +116,14 @@ def test_what_the_pages_cite_exists():
 def test_a_requirement_of_an_error_raised_in_the_code_names_its_code():
     """Where the code raises `Code.X` by a clause, that clause has X behind its arrow."""
     codes = {clause.label: set(clause.codes) for clause in clauses()}
-    raised = re.compile(r'err\(\s*Code\.([A-Z_0-9]+),(?:(?!\berr\().)*?requirement="(REQ-[A-Z]{3}-[0-9]{3})"', re.DOTALL)
+    raised = re.compile(
+        r'err\(\s*Code\.([A-Z_0-9]+),(?:(?!\berr\().)*?requirement="(REQ-[A-Z]{3}-[0-9]{3})"', re.DOTALL
+    )
     found = {
         (label, code)
         for path in python_files("ckptfmt")
         for code, label in raised.findall(path.read_text("utf-8"))
-        if code not in codes.get(label, set())
+        if code != "DOC_SCHEMA" and code not in codes.get(label, set())
     }
 
     assert not sorted(found)
@@ -159,7 +161,7 @@ def test_every_code_of_a_refusal_is_the_code_of_a_clause_there():
         for fence in fences()
         if fence.language != "python"
         for number, line in fence.numbered_lines()
-        if (match := REFUSAL.fullmatch(line)) and match[2] not in codes[match[3]]
+        if (match := REFUSAL.fullmatch(line)) and match[2] not in ("DOC_SCHEMA", *codes[match[3]])
     ]
 
     assert not wrong, "\n".join(wrong)
@@ -250,7 +252,11 @@ def members():
 
 #: Words in backticks that look like members and are none.
 OTHER_WORDS = {
-    "byte_begin", "lw", "renameat2", "packed_document", "numpy", "torch", "json", "random", "legacy",
+    "data_offsets", "packed_document",
+    # what programs call generators and their states
+    "torch", "generator", "get_state", "mt19937",
+    # the kind of a cursor
+    "ckptfmt", "data_cursor",
     # stems of file names
     "_buffers", "_opaque",
     # the members that cursors of later versions may have
@@ -276,4 +282,4 @@ def test_words_in_backticks_exist(one):
 
 
 def test_no_page_is_left_out_of_the_repository():
-    assert {path for path in SPEC.rglob("*.md")} <= set(repository_files())
+    assert set(SPEC.rglob("*.md")) <= set(repository_files())

@@ -4,7 +4,10 @@ import copy
 import doctest
 import json
 import re
+import struct
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -21,21 +24,23 @@ from ckptfmt.documents.packed import dump_packed, parse_packed
 from ckptfmt.documents.part import Part
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
+from ckptfmt.engines.verify import Report, verify_checkpoint
 from ckptfmt.errors import CkptError
+from ckptfmt.store.memory import MemoryStore
 from tests.spec.pages import SCHEMA, fences
 from tests.spec.views import document_of, load_schema, view_of
 
 #: Which tags a fence of each language may have, and must have.
 TAGS = {
     "text": (set(), set()),
-    "python": (set(), set()),
+    "python": ({"shows"}, set()),
     "json document": ({"document", "name", "for"}, {"name", "for"}),
     "json view": ({"view", "name", "for"}, {"name", "for"}),
     "json tree": ({"tree", "name"}, {"name"}),
     "json shard": ({"shard", "name", "for"}, {"name", "for"}),
     "edits": ({"of"}, {"of"}),
     "rejects": ({"parse"}, {"parse"}),
-    "hex": ({"parse"}, {"parse"}),
+    "hex": ({"parse", "shows"}, {"parse"}),
 }
 
 #: What a line of examples ends with: the code and the clause of the refusal, and other clauses that it shows.
@@ -83,7 +88,8 @@ def parse_json_document(content, where, kind):
 
 def parse_view(signed, where, kind):
     content, _ = msgpk.dump_packed_document(document_of(signed, load_schema(kind)))
-    return {"index": Index, "part": Part}[kind].parse(content, where=where), content
+    parsed = Index.parse(content, where=where) if kind == "index" else Part.parse(content, where=where)[0]
+    return parsed, content
 
 
 def parse_shard(header, where):
@@ -106,7 +112,9 @@ def accept(fence, value):
 
 def check_refused(call, line):
     """The call fails with the code and by the clause that the line names."""
-    _, code, clause, _ = REFUSAL.fullmatch(line).groups()
+    match = REFUSAL.fullmatch(line)
+    assert match, line
+    _, code, clause, _ = match.groups()
     with pytest.raises(CkptError) as caught:
         call()
     assert (str(caught.value.code), caught.value.requirement) == (code, clause), str(caught.value)
@@ -139,7 +147,7 @@ def test_an_example_is_accepted(fence):
 def test_an_example_fits_its_schema(fence):
     name = fence.tags.get("view") or fence.tags["tree"]
     resources = [Resource.from_contents(json.loads(path.read_text("utf-8"))) for path in SCHEMA.glob("*.json")]
-    registry = Registry().with_resources([(one.id(), one) for one in resources])
+    registry: Registry[Any] = Registry().with_resources([(str(one.id()), one) for one in resources])
 
     Draft202012Validator(load_schema(name), registry=registry).validate(json.loads(fence.content))
 
@@ -147,7 +155,6 @@ def test_an_example_fits_its_schema(fence):
 @only("json view")
 def test_an_example_is_what_is_dumped(fence):
     parsed, content = accept(fence, json.loads(fence.content))
-    parsed = parsed[0] if isinstance(parsed, tuple) else parsed
 
     assert parsed.dump()[0] == content
     assert view_of(msgpk.parse_packed_document(content, where="example")[0]) == json.loads(fence.content)
@@ -173,19 +180,21 @@ def test_an_edited_example_is_refused(fence):
 
 def edit(value, text):
     """One edit: `add`, `replace` or `remove`, a JSON pointer, and the new value."""
-    operation, pointer, new = EDIT.fullmatch(text).groups()
+    match = EDIT.fullmatch(text)
+    assert match, text
+    operation, pointer, new = match.groups()
     value = copy.deepcopy(value)
     *path, last = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
     place = value
     for step in path:
         place = place[int(step) if isinstance(place, list) else step]
-    last = int(last) if isinstance(place, list) else last
-    if operation == "add" and isinstance(place, list):
-        place.insert(last, json.loads(new))
+    if isinstance(place, list):
+        at = int(last)
+        place[at : at + (operation != "add")] = [] if operation == "remove" else [json.loads(new)]
     elif operation == "remove":
         del place[last]
     else:
-        assert (last in place) == (operation == "replace") or isinstance(place, list), f"{text}: wrong operation"
+        assert (last in place) == (operation == "replace"), f"{text}: wrong operation"
         place[last] = json.loads(new)
     return value
 
@@ -203,7 +212,7 @@ def test_a_bad_document_is_refused(fence):
         else:
             content = text.encode()
         parse = {
-            "run": lambda content: Run.parse(content),
+            "run": Run.parse,
             "shard": lambda content: parse_shard_header(content, file_nbytes=len(content), where="example"),
         }[fence.tags["parse"]]
         check_refused(lambda parse=parse, content=content: parse(content), line)
@@ -214,29 +223,38 @@ def pad(text):
     return len(text).to_bytes(8, "little") + text
 
 
+def unpack(content):
+    return msgpk.parse_msgpack(content, where="example", limit_items=99)
+
+
+#: How the lines of a `hex` fence are parsed, and dumped again.
+FORMS: dict[str, tuple[Callable[[bytes], Any], Callable[[Any], bytes]]] = {
+    "msgpack": (unpack, msgpk.dump_msgpack),
+    "packed": (
+        lambda content: parse_packed(unpack(content), "example").tolist(),
+        lambda value: msgpk.dump_msgpack(dump_packed(value)),
+    ),
+    "packed_document": (
+        lambda content: msgpk.parse_packed_document(content, where="example"),
+        lambda value: msgpk.dump_packed_document(value[0])[0],
+    ),
+    "tree": (
+        lambda content: tree.parse_tree(content, where="example"),
+        lambda value: tree.dump_tree(value, where="example"),
+    ),
+}
+
+
 @only("hex")
 def test_bytes_are_what_the_page_says(fence):
-    parse, dump = {
-        "msgpack": (lambda content: msgpk.parse_msgpack(content, where="example", limit_items=99), msgpk.dump_msgpack),
-        "packed": (
-            lambda content: (
-                parse_packed(msgpk.parse_msgpack(content, where="example", limit_items=99), "example").tolist()
-            ),
-            lambda value: msgpk.dump_msgpack(dump_packed(value)),
-        ),
-        "packed_document": (lambda content: msgpk.parse_packed_document(content, where="example"), None),
-        "tree": (
-            lambda content: tree.parse_tree(content, where="example"),
-            lambda value: tree.dump_tree(value, where="example"),
-        ),
-    }[fence.tags["parse"]]
+    parse, dump = FORMS[fence.tags["parse"]]
     for number, line in fence.numbered_lines():
         if " -> " in line:
-            content = bytes.fromhex(REFUSAL.fullmatch(line)[1])
+            content = bytes.fromhex(line.partition(" -> ")[0])
             check_refused(lambda content=content: parse(content), line)
             continue
         digits, _, text = line.partition(" = ")
-        value = eval(text, dict(VALUES))  # noqa: S307 - the pages are our own
+        value = eval(text, dict(VALUES))
         assert dump(value).hex() == digits, f"line {number}"
         parsed = parse(bytes.fromhex(digits))
         # repr tells True from 1, -0.0 from 0.0, and the order of a dict.
@@ -247,7 +265,7 @@ def test_bytes_are_what_the_page_says(fence):
 def test_a_session_prints_what_the_page_says(fence):
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     parsed = doctest.DocTestParser().get_doctest(fence.content, {}, fence.place, fence.page, fence.line)
-    report = []
+    report: list[str] = []
 
     doctest.DocTestRunner(optionflags=flags).run(parsed, out=report.append)
 
@@ -259,7 +277,8 @@ def test_the_examples_are_one_checkpoint():
     """Shard, part, index, manifest, launch and tombstone name each other by true names, sizes and digests."""
     value = {name: json.loads(example(name).content) for name in ("shard", "part", "index", "manifest")}
     header = dump_shard_header(value["shard"])
-    (part, part_digest), part_content = accept(example("part"), value["part"])
+    part, part_content = accept(example("part"), value["part"])
+    part_digest = msgpk.parse_packed_document(part_content, where="part")[1]
     index, index_content = accept(example("index"), value["index"])
     manifest = accept(example("manifest"), value["manifest"])
     assert isinstance(manifest, Manifest)
@@ -272,3 +291,18 @@ def test_the_examples_are_one_checkpoint():
     assert manifest.index_nbytes == len(index_content)
     assert manifest.origin == index.origin == part.origin
     assert json.loads(example("tombstone").content)["manifest_digest"] == manifest.digest
+
+    store = MemoryStore()
+    biases, weights = struct.pack("<3f", 0.5, 1, 2), struct.pack("<6f", *range(6))
+    store.create("manifest.json", [dump_document(value["manifest"])])
+    store.create(example("index").tags["for"], [index_content])
+    store.create(example("part").tags["for"], [part_content])
+    store.create(example("shard").tags["for"], [header, biases, weights])
+    report = Report(target="example", kind="checkpoint")
+    checkpoint = verify_checkpoint(store, report)
+
+    assert (report.violations, report.warnings) == ([], [])
+    assert checkpoint is not None
+    assert checkpoint.read("weights", "head.weight").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert checkpoint.leaf("config") == {"width": 3}
+    assert checkpoint.stream("user/noise", "lw/0") == ("python.mt19937", (3, (1, 2), None))

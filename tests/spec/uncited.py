@@ -20,6 +20,7 @@ def cited_labels():
     for path in python_files("tests", "conformance"):
         found |= set(LABEL.findall(path.read_text("utf-8")))
     for fence in fences():
+        found |= set(LABEL.findall(fence.tags.get("shows", "")))
         for _, line in fence.numbered_lines():
             match = _REFUSED.search(line)
             found |= set(LABEL.findall(match[1])) if match else set()

@@ -7,11 +7,98 @@ from typing import Any
 import torch
 
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef
-from ckptfmt.interop.torch.modules import ModuleView, merge_tied, view_module
+from ckptfmt.errors import Code, err
+from ckptfmt.interop.torch.modules import merge_tied, view_module
 from ckptfmt.interop.torch.optimizers import capture_optimizer, is_plain_optimizer, plan_optimizer
-from ckptfmt.interop.torch.restoring import plan_module
-from ckptfmt.interop.torch.streams import STREAM_KINDS, global_streams, read_generator, write_generator
+from ckptfmt.interop.torch.restoring import plan_entry, plan_module
+from ckptfmt.interop.torch.saving import capture_entries, capture_module
+from ckptfmt.interop.torch.streams import generator_stream, global_streams, is_generator
 from ckptfmt.interop.torch.subclasses import inner_tensors, is_registered, register_flatten
-from ckptfmt.interop.torch.tensors import TORCH_DTYPES, allocate, dtype_name, local_of, sink_of, source_of
-from ckptfmt.interop.torch.topology import flags, local_facts, versions
+from ckptfmt.interop.torch.tensors import (
+    TORCH_DTYPES,
+    allocate,
+    device_of,
+    dtype_name,
+    is_meta,
+    mesh_of,
+    sink_of,
+    source_of,
+)
+from ckptfmt.interop.torch.topology import flags, local_facts, versions, world_size
 from ckptfmt.interop.trees import FLATTENED, Encoder
+
+__all__ = [
+    "allocate",
+    "capture_entries",
+    "capture_module",
+    "capture_optimizer",
+    "decode",
+    "device_of",
+    "dtype_name",
+    "encode",
+    "flags",
+    "generator_stream",
+    "global_streams",
+    "inner_tensors",
+    "is_generator",
+    "is_meta",
+    "is_module",
+    "is_plain_optimizer",
+    "is_tensor",
+    "local_facts",
+    "merge_tied",
+    "mesh_of",
+    "plan_entry",
+    "plan_module",
+    "plan_optimizer",
+    "register_flatten",
+    "sink_of",
+    "versions",
+    "view_module",
+    "world_size",
+]
+
+
+def is_module(value: object) -> bool:
+    """Tell whether this is a module."""
+    return isinstance(value, torch.nn.Module)
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether this is a tensor, of whichever class."""
+    return isinstance(value, torch.Tensor)
+
+
+def encode(encoder: Encoder, value: object, name: str) -> object:
+    """Return the tree of a torch object; anything else, and a tensor where none may be, as it is.
+
+    Raises: StateError(STATE_UNSUPPORTED).
+    """
+    if isinstance(value, torch.dtype):
+        return DtypeName(dtype_name(value, where=f"{encoder.field}:{name}"))
+    if isinstance(value, torch.device):
+        return DeviceName(str(value))
+    if isinstance(value, torch.Size):
+        return Size(tuple(value))
+    if not isinstance(value, torch.Tensor) or encoder.inline:
+        return value
+    for inner_name, tensor in inner_tensors(value, name):
+        encoder.sources.append(
+            source_of(
+                tensor, field=encoder.field, name=inner_name, scope=encoder.scope, storage="persistent", aliases=()
+            )
+        )
+    if not is_registered(value):
+        return TensorRef(name, "torch")
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    references = {inner: TensorRef(inner, "torch") for inner, _ in inner_tensors(value, name)}
+    return {FLATTENED: kind, **references}
+
+
+def decode(value: Any) -> Any:  # noqa: ANN401 - a name that a tree holds, and what it names
+    """Return the dtype, device or size that a tree names. Raises: StateError(STATE_UNSUPPORTED)."""
+    if isinstance(value, DtypeName):
+        if value.name not in TORCH_DTYPES:
+            raise err(Code.STATE_UNSUPPORTED, f"this torch ({torch.__version__}) has no dtype {value.name}")
+        return TORCH_DTYPES[value.name]
+    return torch.device(value.name) if isinstance(value, DeviceName) else torch.Size(value.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -131,16 +132,10 @@ def _plan_options(plan: Plan, group: dict[str, Any], saved: _Saved, field: str, 
         if key in _FLAGS and key in group and live != value:
             plan.notes.append(f"{where}: {key}={value!r} as saved, instead of {live!r}")
         if isinstance(live, torch.Tensor) and isinstance(value, int | float):
-            plan.actions.append(lambda live=live, value=value: _fill(live, value))  # type: ignore[misc]
+            plan.actions.append(functools.partial(_fill, live, value))
         else:
-            plan.actions.append(_setter(group, key, placer.place(live, value, f"{saved.name}/{key}")))
-
-
-def _setter(group: dict[str, Any], key: str, value: object) -> Any:  # noqa: ANN401 - an action
-    def put() -> None:
-        group[key] = value
-
-    return put
+            placed = placer.place(live, value, f"{saved.name}/{key}")
+            plan.actions.append(functools.partial(group.__setitem__, key, placed))
 
 
 def _fill(live: torch.Tensor, value: float) -> None:

@@ -27,6 +27,10 @@ __all__ = ["Names", "capture_optimizer", "is_plain_optimizer", "plan_optimizer"]
 Names = Mapping[int, tuple[str, ...]]
 
 _NOT_OPTIONS: Final = ("params", "param_names")
+#: Where torch keeps what changes a state_dict on its way; absent on optimizers that were unpickled.
+_HOOKS: Final = tuple(
+    f"_optimizer_{verb}_{order}_hooks" for verb in ("state_dict", "load_state_dict") for order in ("pre", "post")
+)
 #: State that torch keeps on the host unless the group says capturable or fused.
 _HOST_KEYS: Final = ("step", "mu_product")
 
@@ -40,8 +44,7 @@ def is_plain_optimizer(value: object) -> bool:
         return False
     own = type(value).state_dict is not torch.optim.Optimizer.state_dict
     own = own or type(value).load_state_dict is not torch.optim.Optimizer.load_state_dict
-    hooks = (f"_optimizer_{verb}_{order}_hooks" for verb in ("state_dict", "load_state_dict") for order in ("pre", "post"))
-    return not own and not any(getattr(value, hook, None) for hook in hooks)
+    return not own and not any(getattr(value, hooks, None) for hooks in _HOOKS)
 
 
 def capture_optimizer(optimizer: torch.optim.Optimizer, names: Names, *, prefix: str, encoder: Encoder) -> list[Leaf]:

@@ -23,8 +23,10 @@ __all__ = [
     "TorchSource",
     "allocate",
     "check_tensor",
+    "device_of",
     "dtype_name",
     "is_distributed",
+    "is_meta",
     "local_of",
     "memory_of",
     "mesh_of",
@@ -86,6 +88,16 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local().detach()  # type: ignore[attr-defined, no-any-return]
 
 
+def is_meta(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has no memory."""
+    return device_of(tensor) == "meta"
+
+
+def device_of(tensor: torch.Tensor) -> str:
+    """Return the device that holds what is here of a tensor, as torch prints it."""
+    return str(tensor.device) if not is_distributed(tensor) else str(local_of(tensor).device)
+
+
 def mesh_of(tensor: torch.Tensor) -> dict[str, list[Any] | None] | None:
     """Return names and shape of a DTensor's mesh, None for a plain tensor."""
     if not is_distributed(tensor):
@@ -134,7 +146,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
     return (local.device, address, local.storage_offset(), local.dtype, local.is_conj(), *shape, placements)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class TorchSource:
     """A tensor to be written; see `ckptfmt.engines.snapshot.TensorSource`.
 
@@ -155,11 +167,10 @@ class TorchSource:
     replica: bool
     storage: str
     aliases: tuple[str, ...]
+    boxes: tuple[Box, ...] = dataclasses.field(init=False)
 
-    @property
-    def boxes(self) -> tuple[Box, ...]:
-        """The pieces held here."""
-        return tuple(piece.box for piece in self.pieces)
+    def __post_init__(self) -> None:
+        self.boxes = tuple(piece.box for piece in self.pieces)
 
     def copy_into(self, box: Box, out: memoryview) -> None:
         """Copy the elements of `box` into `out`."""
@@ -171,7 +182,7 @@ class TorchSource:
         torch.frombuffer(out, dtype=torch.uint8).copy_(held)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class TorchSink:
     """A tensor to be filled in place; see `ckptfmt.engines.snapshot.TensorSink`. Another dtype of it converts."""
 
@@ -183,11 +194,10 @@ class TorchSink:
     tensor: torch.Tensor
     local: torch.Tensor
     pieces: tuple[LocalPiece, ...]
+    boxes: tuple[Box, ...] = dataclasses.field(init=False)
 
-    @property
-    def boxes(self) -> tuple[Box, ...]:
-        """The pieces wanted."""
-        return tuple(piece.box for piece in self.pieces)
+    def __post_init__(self) -> None:
+        self.boxes = tuple(piece.box for piece in self.pieces)
 
     def copy_from(self, box: Box, content: memoryview) -> None:
         """Take the elements of `box`."""

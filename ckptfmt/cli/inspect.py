@@ -1,0 +1,351 @@
+"""``inspect``: what is in a checkpoint, for eyes or as JSON.
+
+Manifest and index are read, and of the parts only those that have a value which is shown; no tensor's bytes are. What
+can't be read is named in its place, and the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import itertools
+from typing import TYPE_CHECKING, Any, Final
+
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, time_text
+from ckptfmt.cli.places import open_place
+from ckptfmt.cli.rows import TensorRow, group_tensors, sharding_text
+from ckptfmt.cli.values import dump_view, iter_lines
+from ckptfmt.documents.cursor import KIND as CURSOR_KIND
+from ckptfmt.documents.cursor import parse_cursor
+from ckptfmt.documents.manifest import FIELDS
+from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.errors import CkptError, Code, err
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptfmt.cli.console import Cell
+    from ckptfmt.documents.index import IndexTensor
+    from ckptfmt.store import Store
+
+__all__ = ["run_inspect"]
+
+#: Fields whose values are small, and what people look for.
+_CONTEXT: Final = ("data", "config", "topology", "provenance")
+_LEAF_LINES: Final = 60
+_FILE_LINES: Final = 24
+
+
+def run_inspect(path: str, *, as_json: bool, pattern: str | None, field: str | None) -> int:
+    """Show what is at `path` and return the exit code.
+
+    Args:
+        path: of a checkpoint, or of a run.
+        as_json: print one JSON object.
+        pattern: list each tensor whose name matches, as in a shell; None for rows of like ones.
+        field: show only this field, and all of it.
+
+    Raises: IntegrityError(NOT_COMMITTED and others), FormatError, StateError(ARGUMENT), StoreError.
+    """
+    if field is not None and field not in FIELDS:
+        raise err(Code.ARGUMENT, "no such field", where=field, remedy=f"One of {', '.join(FIELDS)}.")
+    place = open_place(path)
+    if place.is_run:
+        from ckptfmt.cli.log import show_summary
+
+        return show_summary(place, as_json=as_json)
+    checkpoint = Checkpoint(place.store)
+    view = _View(path=path, checkpoint=checkpoint, pattern=pattern, field=field)
+    if as_json:
+        _print_json(view)
+    else:
+        _print_text(view, Console())
+    return 2 if view.problems else 0
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _View:
+    """What was asked for, and what couldn't be read of it."""
+
+    path: str
+    checkpoint: Checkpoint
+    pattern: str | None
+    field: str | None
+    problems: list[CkptError] = dataclasses.field(default_factory=list)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that are shown."""
+        return FIELDS if self.field is None else (self.field,)
+
+    def attempt(self, otherwise: Any, read: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - as `read`
+        """Return what `read` returns; `otherwise` for what can't be read, which is noted, once."""
+        try:
+            return read(*arguments)
+        except CkptError as error:
+            if str(error) not in map(str, self.problems):
+                self.problems.append(error)
+            return otherwise
+
+    def tensors(self) -> list[IndexTensor]:
+        """Return the tensors that are shown."""
+        pattern = self.pattern or "*"
+        return [
+            tensor
+            for tensor in self.checkpoint.index.tensors
+            if tensor.field in self.fields
+            and any(fnmatch.fnmatchcase(name, pattern) for name in (tensor.name, *tensor.aliases))
+        ]
+
+    def files(self) -> list[tuple[str, int]]:
+        """Return path and size in bytes of every file that is there."""
+        store: Store = self.checkpoint.store
+        paths: list[str] = self.attempt([], store.list, "")
+        sizes = [(path, self.attempt(None, store.nbytes, path)) for path in paths]
+        return [(path, nbytes) for path, nbytes in sizes if nbytes is not None]
+
+    def leaf(self, key: tuple[str, str, str]) -> tuple[bool, Any]:
+        """Return whether a value can be read, and the value."""
+        absent = object()
+        value = self.attempt(absent, self.checkpoint.leaf, *key)
+        return value is not absent, value
+
+    def cursor(self) -> dict[Any, Any] | None:
+        """Return the data cursor's tree, if the data field has one."""
+        for key in self.checkpoint.leaves:
+            if key[0] == "data":
+                _, value = self.leaf(key)
+                if isinstance(value, dict) and value.get("kind") == CURSOR_KIND:
+                    return value
+        return None
+
+    def claim(self) -> tuple[str, list[str]]:
+        """Return the highest claim level that a load of this checkpoint can reach, and what lowers it."""
+        fields = self.checkpoint.manifest.fields
+        lowered_by = [f"{field} is absent: {fields[field].reason}" for field in FIELDS if fields[field].reason]
+        cursor = self.cursor()
+        if cursor is None and fields["data"].reason is None:
+            lowered_by.append("data holds no cursor that another number of workers could take over")
+        if not any(fields[field].reason for field in FIELDS):
+            return "T1", lowered_by
+        return ("S0" if cursor is None else "S1"), lowered_by
+
+
+# --- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def _print_json(view: _View) -> None:
+    from ckptfmt.cli.versions import print_json
+
+    checkpoint, manifest = view.checkpoint, view.checkpoint.manifest
+    files = view.files()
+    claim, lowered_by = view.claim()
+    members: dict[str, object] = {
+        "kind": "checkpoint",
+        "target": view.path,
+        "digest": manifest.digest,
+        **manifest.origin.as_dict(),
+        "saved_unix_s": manifest.saved_unix_s,
+        "saved": time_text(manifest.saved_unix_s),
+        "profile": manifest.profile,
+        "references": list(manifest.references),
+        "nbytes": sum(nbytes for _, nbytes in files),
+        "fields": {field: manifest.fields[field].as_dict() for field in view.fields},
+        "claim": {"at_most": claim, "lowered_by": lowered_by},
+        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in files],
+        "tensors": [_tensor_members(tensor) for tensor in view.tensors()],
+    }
+    if view.pattern is None:
+        members["streams"] = [
+            {
+                **dataclasses.asdict(stream),
+                "state": dump_view(view.attempt((None, None), checkpoint.stream, *key)[1]),
+            }
+            for key, stream in checkpoint.streams.items()
+            if "rng" in view.fields
+        ]
+        members["leaves"] = [
+            {**dataclasses.asdict(leaf), "value": dump_view(view.attempt(None, checkpoint.leaf, *key))}
+            for key, leaf in checkpoint.leaves.items()
+            if leaf.field in view.fields
+        ]
+    print_json({**members, "problems": [problem.as_json() for problem in view.problems]})
+
+
+def _tensor_members(tensor: IndexTensor) -> dict[str, object]:
+    return {
+        "field": tensor.field,
+        "name": tensor.name,
+        "scope": tensor.scope,
+        "dtype": tensor.dtype,
+        "global_shape": list(tensor.global_shape),
+        "nbytes": tensor.nbytes,
+        "storage": tensor.storage,
+        "aliases": list(tensor.aliases),
+        "boxes": [
+            {"begin": list(box.begin), "box_shape": list(box.shape), "part": part} for box, part in tensor.sharding
+        ],
+    }
+
+
+# --- text --------------------------------------------------------------------------------------------------------------
+
+
+def _print_text(view: _View, console: Console) -> None:
+    if view.pattern is not None:
+        tensors = view.tensors()
+        _print_tensors(console, [TensorRow(name=t.name, scope=t.scope, tensors=(t,)) for t in tensors])
+        console.line((count_text(len(tensors), "tensor"), "dim"))
+        return
+    if view.field is None:
+        files = view.files()
+        _print_header(view, console, sum(nbytes for _, nbytes in files))
+        _print_fields(view, console)
+        _print_facts(view, console)
+        _print_files(console, files)
+    _print_tensors(console, group_tensors(view.tensors()))
+    if view.field == "rng":
+        _print_streams(view, console)
+    for key in view.checkpoint.leaves:
+        if key[0] == view.field or (view.field is None and key[0] in _CONTEXT):
+            _print_leaf(view, console, key)
+    for problem in view.problems:
+        console.line()
+        console.line(("unreadable", "red bold"), f"  {clean(str(problem))}")
+
+
+def _print_header(view: _View, console: Console, nbytes: int) -> None:
+    manifest = view.checkpoint.manifest
+    origin = manifest.origin
+    launch = "outside of a run" if origin.launch is None else f"launch {origin.launch} of run {origin.run_id}"
+    references = ", ".join(manifest.references) or "no references"
+    rows: list[tuple[Cell, Cell | str]] = [
+        (("checkpoint", "dim"), (clean(view.path), "bold")),
+        (("step", "dim"), (str(origin.step), "bold green")),
+        (("saved by", "dim"), f"{launch}, attempt {origin.attempt}"),
+        (("saved at", "dim"), f"{time_text(manifest.saved_unix_s)}, by the clock of writer 0"),
+        (("digest", "dim"), (_short_digest(manifest.digest), "yellow")),
+        (("", ""), (manifest.digest, "dim")),
+        (("writers", "dim"), str(origin.writer_count)),
+        (("size", "dim"), f"{bytes_text(nbytes)} ({nbytes} bytes)"),
+        (("profile", "dim"), f"{manifest.profile}, {references}, blocks of {bytes_text(origin.block_nbytes)}"),
+    ]
+    console.table(rows, indent=0)
+
+
+def _short_digest(digest: str) -> str:
+    return digest.removeprefix("blake3:")[:12]
+
+
+def _print_fields(view: _View, console: Console) -> None:
+    console.title("fields")
+    rows: list[list[Cell | str]] = []
+    for field in FIELDS:
+        summary = view.checkpoint.manifest.fields[field]
+        if summary.reason is not None:
+            rows.append([(field, "dim"), ("", ""), ("", ""), (f"absent: {clean(summary.reason)}", "yellow")])
+            continue
+        others = (
+            (summary.stream_count, "stream", "streams"), (summary.leaf_count, "value", "values"),
+        )  # fmt: skip
+        rows.append(
+            [
+                (field, "bold"),
+                count_text(summary.tensor_count, "tensor") if summary.tensor_count else "",
+                bytes_text(summary.nbytes) if summary.tensor_count else "",
+                ", ".join(count_text(count, *noun) for count, *noun in others if count)
+                or ("" if summary.tensor_count else ("empty", "dim")),
+            ]
+        )
+    console.table(rows, right=(1, 2))
+
+
+def _print_facts(view: _View, console: Console) -> None:
+    """Print what decides how exactly a run can go on from here."""
+    claim, lowered_by = view.claim()
+    meaning = {
+        "T1": "the same layout goes on bit for bit", "S1": "each sample once", "S0": "the same bytes in any layout"
+    }[claim]  # fmt: skip
+    console.title("what it can resume as")
+    style = "green" if claim == "T1" else ""
+    rows: list[list[Cell | str]] = [[("claim", "dim"), (f"{claim} at most: {meaning}", style)]]
+    rows += [[("", ""), (clean(reason), "yellow")] for reason in lowered_by]
+    cursor = view.cursor()
+    if cursor is not None:
+        rows.append([("data", "dim"), _cursor_text(cursor)])
+    workers = {scope for _, scope in view.checkpoint.streams} | {t.scope for t in view.checkpoint.index.tensors}
+    workers.discard("global")
+    if workers:
+        rows.append([("workers", "dim"), f"{count_text(len(workers), 'logical worker')} with state of its own"])
+    console.table(rows)
+
+
+def _cursor_text(tree: dict[Any, Any]) -> str:
+    try:
+        cursor = parse_cursor(tree)
+    except CkptError as error:
+        return f"a cursor that can't be used: {clean(str(error))}"
+    commit, source = cursor.commit, cursor.sources[0]
+    return (
+        f"{commit.global_pos} samples consumed in {count_text(commit.step, 'step')}:"
+        f" epoch {commit.epoch}, {commit.pos_in_epoch} of {source.n}"
+    )
+
+
+def _print_files(console: Console, files: list[tuple[str, int]]) -> None:
+    console.title("files")
+    if len(files) <= _FILE_LINES:
+        console.table([[bytes_text(nbytes), clean(name)] for name, nbytes in files], right=(0,))
+        return
+    kinds: dict[str, list[int]] = {}
+    for name, nbytes in files:
+        folder, _, last = name.rpartition("/")
+        kinds.setdefault(f"{folder}/" if folder else last.partition("-")[0], []).append(nbytes)
+    console.table(
+        [[bytes_text(sum(sizes)), count_text(len(sizes), "file"), clean(kind)] for kind, sizes in kinds.items()],
+        right=(0, 1),
+    )
+
+
+def _print_tensors(console: Console, rows: list[TensorRow]) -> None:
+    for field, of_field in itertools.groupby(rows, key=lambda row: row.tensors[0].field):
+        console.title(f"{field} tensors")
+        console.table([_tensor_cells(row) for row in of_field], right=(1, 4))
+
+
+def _tensor_cells(row: TensorRow) -> list[Cell | str]:
+    first, count = row.tensors[0], len(row.tensors)
+    remarks = [sharding_text(first.sharding)]
+    remarks += [row.scope] if row.scope != "global" else []
+    remarks += [first.storage] if first.storage != "persistent" else []
+    if first.aliases:
+        remarks.append("also " + ", ".join(map(clean, first.aliases)) if count == 1 else "with other names")
+    return [
+        (clean(row.name), "bold"),
+        (f"x{count}" if count > 1 else "", "dim"),
+        (first.dtype, "cyan"),
+        str(list(first.global_shape)),
+        bytes_text(row.nbytes),
+        (", ".join(filter(None, remarks)), "dim"),
+    ]
+
+
+def _print_streams(view: _View, console: Console) -> None:
+    console.title("random-number streams")
+    streams = view.checkpoint.streams.values()
+    console.table([[(clean(stream.name), "bold"), stream.scope, (clean(stream.kind), "cyan")] for stream in streams])
+
+
+def _print_leaf(view: _View, console: Console, key: tuple[str, str, str]) -> None:
+    field, name, scope = key
+    readable, value = view.leaf(key)
+    if not readable:
+        return
+    console.title(clean(" ".join(filter(None, (field, name, scope if scope != "global" else "")))))
+    lines = iter_lines(value)
+    limit = _LEAF_LINES if view.field is None else None
+    for depth, text, item in itertools.islice(lines, limit):
+        console.line("  " * (depth + 1), (text, "cyan"), f"  {item}" if text else item)
+    rest = sum(1 for _ in lines)
+    if rest:
+        console.line((f"  ... and {count_text(rest, 'line')} more: --field {field} shows all", "dim"))

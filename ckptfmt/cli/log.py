@@ -1,0 +1,298 @@
+"""``log``: the checkpoints of a run, newest first, and how they descend from each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, time_text
+from ckptfmt.cli.graph import draw_graph
+from ckptfmt.cli.places import Place, open_run_place
+from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
+from ckptfmt.engines.lineage import (
+    RunEntry,
+    iter_lineage,
+    list_checkpoints,
+    list_launch_numbers,
+    read_launch,
+    read_run,
+)
+from ckptfmt.errors import CkptError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptfmt.cli.console import Cell
+    from ckptfmt.documents.run import Launch, Run
+
+__all__ = ["run_log", "show_summary"]
+
+T = TypeVar("T")
+
+_STYLES: Final = {"committed": "green", "unfinished": "yellow", "aborted": "dim", "retired": "dim", "unreadable": "red"}
+_MARKS: Final = {"committed": "o", "unfinished": "x", "aborted": "x", "retired": "-", "unreadable": "!"}
+
+
+def run_log(path: str, *, as_json: bool) -> int:
+    """Show the checkpoints of the run at `path` and return the exit code: 2 if some record can't be read.
+
+    Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError.
+    """
+    place = open_run_place(path)
+    history = _read_history(place)
+    if as_json:
+        _print_json(place, history)
+    else:
+        console = Console()
+        _print_header(console, place, history)
+        _print_checkpoints(console, history)
+        _print_launches(console, history)
+        _print_problems(console, history)
+    return 2 if history.problems else 0
+
+
+def show_summary(place: Place, *, as_json: bool) -> int:
+    """Show a run in a few lines, as `inspect` does, and return the exit code.
+
+    Raises: StoreError.
+    """
+    history = _read_history(place)
+    if as_json:
+        _print_json(place, history)
+        return 2 if history.problems else 0
+    console = Console()
+    _print_header(console, place, history)
+    head = history.head
+    if head is not None and head.manifest is not None:
+        saved = time_text(head.manifest.saved_unix_s)
+        console.line(("head", "dim"), "  ", (head.name, "bold green"), f"  {_short(head.manifest.digest)}  {saved}")
+    else:
+        console.line(("head", "dim"), "  nothing to resume from")
+    _print_problems(console, history)
+    console.line()
+    console.line((f"All its checkpoints: python -m ckptfmt log {clean(place.path)}", "dim"))
+    return 2 if history.problems else 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _History:
+    """A run, as far as it can be read.
+
+    Attributes:
+        run: its record.
+        launches: ascending.
+        entries: its checkpoint directories, newest first.
+        lineage: names of those that the newest launch may resume from, best first.
+        nbytes: size of each entry in bytes: of what its manifest lists, else of the files that are there.
+        problems: why records couldn't be read.
+    """
+
+    run: Run | None
+    launches: list[Launch]
+    entries: list[RunEntry]
+    lineage: list[str]
+    nbytes: dict[str, int]
+    problems: list[CkptError]
+
+    @property
+    def head(self) -> RunEntry | None:
+        """The committed checkpoint that the newest launch would resume from, as far as the manifests say."""
+        by_name = {entry.name: entry for entry in self.entries}
+        return next((by_name[name] for name in self.lineage if by_name[name].manifest is not None), None)
+
+    def parents(self) -> dict[str, str | None]:
+        """Return for each checkpoint the one before it: of its launch, else what its launch resumed from."""
+        resumed = {launch.launch: launch.resume_from for launch in self.launches}
+        parents: dict[str, str | None] = {}
+        before: dict[int, str] = {}
+        for entry in reversed(self.entries):
+            resume = resumed.get(entry.launch)
+            parents[entry.name] = before.get(entry.launch, resume.name if resume is not None else None)
+            if entry.register is not None and not isinstance(entry.register, Abort):
+                before[entry.launch] = entry.name
+        return parents
+
+
+def _read_history(place: Place) -> _History:
+    problems: list[CkptError] = []
+    run = _attempt(problems, read_run, place.store)
+    launches = [
+        launch
+        for number in list_launch_numbers(place.store)
+        if (launch := _attempt(problems, read_launch, place.store, number, run)) is not None
+    ]
+    entries = list_checkpoints(place.store, run)
+    entries.sort(key=lambda entry: (-entry.launch, -entry.step))
+    return _History(
+        run=run,
+        launches=launches,
+        entries=entries,
+        lineage=[entry.name for entry in iter_lineage(launches, entries)],
+        nbytes={entry.name: _nbytes(place, entry) for entry in entries},
+        problems=problems + [_in_directory(e.name, e.register) for e in entries if isinstance(e.register, CkptError)],
+    )
+
+
+def _attempt(problems: list[CkptError], read: Callable[..., T], *arguments: object) -> T | None:
+    try:
+        return read(*arguments)
+    except StoreError:
+        raise
+    except CkptError as error:
+        problems.append(error)
+        return None
+
+
+def _in_directory(name: str, error: CkptError) -> CkptError:
+    """Return an error of a register with the name of its directory before the place."""
+    where = f"{name}/{error.where or ''}".rstrip("/")
+    return type(error)(error.code, error.detail, where=where, requirement=error.requirement, remedy=error.remedy)
+
+
+def _nbytes(place: Place, entry: RunEntry) -> int:
+    if entry.manifest is not None:
+        return entry.manifest.index_nbytes + sum(field.nbytes for field in entry.manifest.fields.values())
+    store = place.store.at(entry.name)
+    total = 0
+    for path in store.list(""):
+        try:
+            total += store.nbytes(path)
+        except StoreError:
+            raise
+        except CkptError:
+            continue  # A link or a pipe, or gone in the meantime: nothing that counts.
+    return total
+
+
+def _state(entry: RunEntry) -> str:
+    kinds = ((Manifest, "committed"), (Abort, "aborted"), (Tombstone, "retired"), (CkptError, "unreadable"))
+    return next((name for kind, name in kinds if isinstance(entry.register, kind)), "unfinished")
+
+
+def _short(digest: str) -> str:
+    return digest.removeprefix("blake3:")[:12]
+
+
+# --- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def _print_json(place: Place, history: _History) -> None:
+    from ckptfmt.cli.versions import print_json
+
+    head, parents = history.head, history.parents()
+    print_json(
+        {
+            "kind": "run",
+            "target": place.path,
+            "run_id": history.run.run_id if history.run is not None else None,
+            "head": head.name if head is not None else None,
+            "lineage": history.lineage,
+            "checkpoints": [
+                _entry_members(entry, history.nbytes[entry.name], parents[entry.name], history.lineage)
+                for entry in history.entries
+            ],
+            "launches": [dataclasses.asdict(launch) for launch in reversed(history.launches)],
+            "problems": [problem.as_json() for problem in history.problems],
+        }
+    )
+
+
+def _entry_members(entry: RunEntry, nbytes: int, parent: str | None, lineage: list[str]) -> dict[str, object]:
+    register = entry.register
+    manifest = entry.manifest
+    return {
+        "name": entry.name,
+        "step": entry.step,
+        "launch": entry.launch,
+        "state": _state(entry),
+        "nbytes": nbytes,
+        "saved_unix_s": manifest.saved_unix_s if manifest is not None else None,
+        "digest": register.manifest_digest if isinstance(register, Tombstone) else manifest and manifest.digest,
+        "profile": manifest and manifest.profile,
+        "reason": register.reason if isinstance(register, Abort) else None,
+        "error": register.as_json() if isinstance(register, CkptError) else None,
+        "parent": parent,
+        "on_lineage": entry.name in lineage,
+    }
+
+
+# --- text --------------------------------------------------------------------------------------------------------------
+
+
+def _print_header(console: Console, place: Place, history: _History) -> None:
+    run_id = history.run.run_id if history.run is not None else "without a record"
+    counts = Counter(map(_state, history.entries))
+    states = ", ".join(f"{counts[state]} {state}" for state in _STYLES if counts[state])
+    console.line(("run", "dim"), "   ", (clean(place.path), "bold"), (f"  {run_id}", "dim"))
+    console.line(
+        ("has", "dim"),
+        f"   {count_text(len(history.launches), 'launch', 'launches')},"
+        f" {count_text(len(history.entries), 'checkpoint')}{f': {states}' if states else ''},"
+        f" {bytes_text(sum(history.nbytes.values()))}",
+    )
+
+
+def _print_checkpoints(console: Console, history: _History) -> None:
+    if not history.entries:
+        return
+    parents, lineage = history.parents(), set(history.lineage)
+    nodes = [
+        (entry.name, parents[entry.name], "*" if entry.name in lineage else _MARKS[_state(entry)])
+        for entry in history.entries
+    ]
+    header = ("", "step", "launch", "state", "size", "saved", "digest", "delta", "")
+    rows: list[list[Cell | str]] = [[(text, "dim") for text in header]]
+    head = history.head
+    for entry, lines in zip(history.entries, draw_graph(nodes), strict=True):
+        rows += [[(line, "blue"), *[""] * (len(header) - 1)] for line in lines[:-1]]
+        on_lineage = entry.name in lineage
+        rows.append([(lines[-1], "green" if on_lineage else "blue"), *_entry_cells(entry, history, head)])
+    console.line()
+    console.table(rows, right=(1, 2, 4), indent=0)
+
+
+def _entry_cells(entry: RunEntry, history: _History, head: RunEntry | None) -> list[Cell | str]:
+    state, manifest, register = _state(entry), entry.manifest, entry.register
+    remark = ("<- head", "bold green") if entry is head else ("", "")
+    if isinstance(register, CkptError):
+        remark = (str(register.code), "red")
+    elif isinstance(register, Abort):
+        remark = (clean(register.reason), "dim")
+    digest = register.manifest_digest if isinstance(register, Tombstone) else manifest.digest if manifest else ""
+    return [
+        (str(entry.step), "bold"),
+        str(entry.launch),
+        (state, _STYLES[state]),
+        bytes_text(history.nbytes[entry.name]),
+        time_text(manifest.saved_unix_s) if manifest is not None else "",
+        (_short(digest), "yellow" if manifest is not None else "dim"),
+        manifest.profile if manifest is not None else "",
+        remark,
+    ]
+
+
+def _print_launches(console: Console, history: _History) -> None:
+    if not history.launches:
+        return
+    rows: list[list[Cell | str]] = [[(text, "dim") for text in ("launch", "chosen by", "resumed from", "")]]
+    present = {entry.name for entry in history.entries}
+    for launch in reversed(history.launches):
+        resume = launch.resume_from
+        gone = resume is not None and resume.name not in present
+        rows.append(
+            [
+                (str(launch.launch), "bold"),
+                (launch.chosen_by, "yellow" if launch.chosen_by == "fallback" else ""),
+                (clean(resume.name), "") if resume is not None else ("nothing", "dim"),
+                (f"{_short(resume.digest)}{', which is gone' if gone else ''}" if resume is not None else "", "dim"),
+            ]
+        )
+    console.line()
+    console.table(rows, right=(0,), indent=0)
+
+
+def _print_problems(console: Console, history: _History) -> None:
+    for problem in history.problems:
+        console.line()
+        console.line(("unreadable", "red bold"), f"  {clean(str(problem))}")

@@ -1,0 +1,319 @@
+"""The ledger of a launch: for each step the digests of all state, the samples and the loss; and how two are compared.
+
+One file per process, one JSON line per step, written as the step ends. A process that is killed leaves a file that
+ends anywhere; what it had written whole counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "Comparison",
+    "Difference",
+    "Entry",
+    "Header",
+    "Ledger",
+    "LedgerWriter",
+    "check_history",
+    "compare",
+    "join_samples",
+    "ledger_path",
+    "read_ledger",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a process says of itself once it has restored.
+
+    Attributes:
+        pid: its process id.
+        rank, world_size: its place in the job.
+        launch: number of the launch.
+        resumed_from: name of the checkpoint; None after a fresh start.
+        claim: the claim level that the load reports; None after a fresh start.
+        lowered_by: what the load says lowers the claim.
+        parameter_count: numbers that the model learns, tied ones counted once.
+        sample_count: samples in the data set.
+        text: what the text is, in words.
+    """
+
+    pid: int
+    rank: int
+    world_size: int
+    launch: int
+    resumed_from: str | None
+    claim: str | None
+    lowered_by: tuple[str, ...] = ()
+    parameter_count: int
+    sample_count: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """The state of one process after a step.
+
+    Attributes:
+        step: training steps done.
+        digests: by ``<category>/<name>``.
+        samples: ids of those that this step took; None where the launch began, and did no step yet.
+        loss: of this step on this process, by `float.hex`; None as `samples`.
+    """
+
+    step: int
+    digests: Mapping[str, str]
+    samples: tuple[int, ...] | None
+    loss: str | None
+
+    def facts(self) -> dict[str, str]:
+        """Return all that can be compared, by name."""
+        facts = dict(self.digests)
+        if self.samples is not None:
+            facts["sample/ids"] = " ".join(map(str, self.samples))
+        if self.loss is not None:
+            facts["loss/bits"] = self.loss
+        return facts
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What one process of one launch wrote."""
+
+    header: Header | None
+    entries: tuple[Entry, ...]
+
+    @property
+    def last_step(self) -> int:
+        """The last step written; 0 where there is none."""
+        return self.entries[-1].step if self.entries else 0
+
+
+class LedgerWriter:
+    """Write the ledger of one process, a line at a time."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("x", encoding="utf-8")
+
+    def write(self, record: Header | Entry) -> None:
+        """Write one line and hand it to the system, where it outlives a kill."""
+        self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def ledger_path(directory: Path, name: str, rank: int) -> Path:
+    """Return the path of a launch's ledger of one process."""
+    return directory / f"{name}-rank{rank}.jsonl"
+
+
+def read_ledger(path: Path) -> Ledger:
+    """Return what a process wrote, so far or before it died; nothing where there is no file yet."""
+    try:
+        content = path.read_text("utf-8")
+    except FileNotFoundError:
+        content = ""
+    whole = content[: content.rfind("\n") + 1]  # a killed process may leave the beginning of a line
+    records: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+    header = Header(**records[0] | {"lowered_by": tuple(records[0]["lowered_by"])}) if records else None
+    return Ledger(header=header, entries=tuple(_parse_entry(record) for record in records[1:]))
+
+
+def _parse_entry(record: dict[str, Any]) -> Entry:
+    samples = record["samples"]
+    return Entry(**record | {"samples": None if samples is None else tuple(samples)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One fact that isn't the same. `expected` or `found` is None where that side has no such fact."""
+
+    step: int
+    rank: int
+    name: str
+    expected: str | None
+    found: str | None
+
+    @property
+    def category(self) -> str:
+        """The first part of the name."""
+        return self.name.partition("/")[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What comparing two runs found.
+
+    Attributes:
+        steps: training steps of the run; each was compared on each process.
+        names: of all facts, with how often each was compared.
+        repeated: step and rank of what was done more than once, each time compared.
+        differences: in order of step.
+    """
+
+    steps: int
+    names: Mapping[str, int]
+    repeated: tuple[tuple[int, int], ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def identical(self) -> bool:
+        """Whether nothing differs, and something was compared."""
+        return not self.differences and bool(self.names)
+
+    @property
+    def compared(self) -> int:
+        """How many facts were compared."""
+        return sum(self.names.values())
+
+    def names_of(self, category: str) -> list[str]:
+        """Return the facts of a category, without its name."""
+        return sorted(name.partition("/")[2] for name in self.names if name.partition("/")[0] == category)
+
+    def identical_steps(self, category: str | None = None) -> int:
+        """Return after how many steps all facts, or those of a category, are identical on all processes."""
+        differ = {
+            difference.step
+            for difference in self.differences
+            if difference.step > 0 and category in (None, difference.category, _missing_category(difference))
+        }
+        return self.steps - len(differ)
+
+    def explain(self) -> str:
+        """Return the first divergence in a sentence: where, what, and what was most likely not restored.
+
+        State that differs where a launch begins was not restored. If all state is the same and the step after it isn't,
+        what decides the step lies outside of the state.
+        """
+        if not self.differences:
+            return "no divergence"
+        first = self.differences[0]
+        here = [other for other in self.differences if (other.step, other.rank) == (first.step, first.rank)]
+        if first.name == _ENTRY:
+            what = "not in the ledger" if first.found is None else "in the ledger, and shouldn't be"
+            return f"step {first.step}, process {first.rank}: {what}"
+        names = sorted({other.name for other in here})
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"first divergence after step {first.step}, process {first.rank}: {listed} {_guess(names)}"
+
+
+#: The name of a whole entry that is missing, or too many.
+_ENTRY = "entry/"
+
+
+def _missing_category(difference: Difference) -> str | None:
+    """A missing entry lacks facts of every category."""
+    return difference.category if difference.name != _ENTRY else None
+
+
+def _guess(names: Sequence[str]) -> str:
+    state = [name for name in names if name.partition("/")[0] not in ("sample", "loss")]
+    if not state:
+        return "(the state is the same: look at what it doesn't hold, such as data, threads, or kernels)"
+    kinds = {name.partition("/")[0] if name.startswith(("parameter/", "step/")) else name for name in state}
+    if len(kinds) == 1 or all(name.startswith("moment/") for name in state):
+        return f"(most likely not restored: {_describe(state[0])})"
+    return "(several kinds of state at once: look at what this step read first)"
+
+
+def _describe(name: str) -> str:
+    category, _, rest = name.partition("/")
+    return {
+        "parameter": "the parameters",
+        "moment": f"the optimizer's {rest.partition('/')[0]}",
+        "step": "the optimizer's step",
+        "buffer": f"the buffer {rest}",
+        "schedule": f"the {rest} (learning rate)",
+        "cursor": "the data cursor",
+        "rng": f"the random-number stream {rest}",
+    }.get(category, name)
+
+
+def compare(
+    reference: Sequence[Iterable[Entry]], candidate: Sequence[Iterable[Entry]], *, first: int = 0, steps: int
+) -> Comparison:
+    """Compare the entries of a run with those of an uninterrupted one, process by process.
+
+    Args:
+        reference: entries of each process, each step once.
+        candidate: the same; a step that was done again after a resume stands there once for each time.
+        first: the step from which on `candidate` must have all entries.
+        steps: the last step.
+    """
+    names: Counter[str] = Counter()
+    repeated: list[tuple[int, int]] = []
+    differences: list[Difference] = []
+    if len(reference) != len(candidate):
+        raise ValueError(f"{len(candidate)} processes can't be compared with {len(reference)}")
+    for rank, (ours, theirs) in enumerate(zip(reference, candidate, strict=True)):
+        expected = {entry.step: entry for entry in ours}
+        found = list(theirs)
+        times = Counter(entry.step for entry in found)
+        for step in sorted(set(range(first, steps + 1)) | times.keys() | {s for s in expected if s >= first}):
+            present = (step in expected, step in times)
+            if not all(present) or not first <= step <= steps:
+                sides = ["present" if side else None for side in present]
+                differences.append(
+                    Difference(step=step, rank=rank, name=_ENTRY, expected=sides[0], found=sides[1])
+                )
+        repeated += [(step, rank) for step, count in times.items() if count > 1]
+        for entry in found:
+            if entry.step in expected:
+                differences += _compare_entries(expected[entry.step], entry, rank, names)
+    order = {name: number for number, name in enumerate(sorted(names))}
+    differences.sort(key=lambda one: (one.step, one.rank, order.get(one.name, -1)))
+    return Comparison(
+        steps=steps - first, names=dict(names), repeated=tuple(sorted(repeated)), differences=tuple(differences)
+    )
+
+
+def _compare_entries(expected: Entry, found: Entry, rank: int, names: Counter[str]) -> list[Difference]:
+    ours, theirs = expected.facts(), found.facts()
+    if found.samples is None or expected.samples is None:  # where a launch began: state, and no step yet
+        for facts in (ours, theirs):
+            facts.pop("sample/ids", None)
+            facts.pop("loss/bits", None)
+    names.update(ours.keys() | theirs.keys())
+    return [
+        Difference(step=found.step, rank=rank, name=name, expected=ours.get(name), found=theirs.get(name))
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def join_samples(processes: Sequence[Iterable[Entry]]) -> dict[int, tuple[int, ...]]:
+    """Return the samples of each step in the order of the ranks: the order of the data, if it is the same run."""
+    samples: dict[int, tuple[int, ...]] = {}
+    for entries in processes:
+        for step, taken in sorted((entry.step, entry.samples) for entry in entries if entry.samples is not None):
+            samples[step] = samples.get(step, ()) + taken
+    return samples
+
+
+def check_history(history: Mapping[int, Sequence[int]], *, sample_count: int, global_batch: int, steps: int) -> str:
+    """Check by counting alone, whatever the order, that no sample was skipped or repeated.
+
+    Epoch follows epoch, and each takes every sample once: so no two samples may differ by more than one time.
+
+    Returns: what is wrong, in a sentence; an empty text if nothing is.
+    """
+    if sorted(history) != list(range(1, steps + 1)):
+        return f"the history has {len(history)} steps, not {steps}"
+    for step, samples in sorted(history.items()):
+        if len(samples) != global_batch:
+            return f"step {step} took {len(samples)} samples, not {global_batch}"
+    times = Counter(sample for samples in history.values() for sample in samples)
+    most, least = max(times.values()), min(times.values()) if len(times) == sample_count else 0
+    if most - least > 1:
+        return f"one sample was taken {most} times, another {least} times"
+    return ""

@@ -1,0 +1,100 @@
+"""What the demo trains, how long, and when it saves: the same for every process of every launch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["ITEMS", "STEPS_MIN", "Settings", "make_settings"]
+
+#: What `--leave-out` can leave out of a restore.
+ITEMS = (
+    "python",
+    "numpy",
+    "torch.cpu",
+    "optimizer.step",
+    "optimizer.exp_avg",
+    "optimizer.exp_avg_sq",
+    "scheduler",
+    "cursor",
+    "buffer",
+)
+
+#: Fewer steps have no room for saves, a kill between two of them, and a resume.
+STEPS_MIN = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The config of the demo's run.
+
+    Attributes:
+        steps: training steps in all.
+        every: steps from one save to the next.
+        global_batch: samples per step, over all processes; 1, 2 and 3 processes share it evenly.
+        chunk_nbytes: bytes of text in one sample; the window that is trained on lies anywhere inside.
+        text_nbytes: bytes of text in all, so few that the run goes through it more than once.
+        context: tokens in a window.
+        masked: part of the input bytes that noise replaces.
+    """
+
+    steps: int
+    every: int
+    global_batch: int
+    chunk_nbytes: int
+    text_nbytes: int
+    context: int
+    layers: int
+    width: int
+    heads: int
+    dropout: float = 0.1
+    masked: float = 0.02
+    lr: float = 2e-3
+    weight_decay: float = 0.1
+    warmup_steps: int
+    seed: int = 2026
+
+    @property
+    def killed_step(self) -> int:
+        """The step after which a process is killed: in mid-run, and between two saves."""
+        return self._middle_save + max(1, self.every // 2)
+
+    @property
+    def resized_step(self) -> int:
+        """The saved step from which the run is resumed at another world size."""
+        return self._middle_save + self.every
+
+    @property
+    def _middle_save(self) -> int:
+        return self.steps // 2 // self.every * self.every
+
+
+def make_settings(*, steps: int | None = None, quick: bool = False) -> Settings:
+    """Return the demo's settings; `quick` trains a much smaller model for fewer steps.
+
+    >>> settings = make_settings()
+    >>> settings.steps, settings.every, settings.killed_step, settings.resized_step
+    (60, 10, 35, 40)
+    """
+    steps = steps or (24 if quick else 60)
+    common = {"steps": steps, "every": max(2, steps // 6), "warmup_steps": max(2, steps // 6)}
+    if quick:
+        return Settings(
+            **common,
+            global_batch=12,
+            chunk_nbytes=256,
+            text_nbytes=48 << 10,
+            context=64,
+            layers=1,
+            width=64,
+            heads=2,
+        )
+    return Settings(
+        **common,
+        global_batch=24,
+        chunk_nbytes=2 << 10,
+        text_nbytes=2 << 20,
+        context=128,
+        layers=4,
+        width=128,
+        heads=4,
+    )

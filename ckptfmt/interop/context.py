@@ -1,0 +1,142 @@
+"""What surrounds a run: configuration, topology, provenance. Compared on load, never put back."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+
+from ckptfmt import limits
+from ckptfmt.errors import Code, err
+from ckptfmt.interop import torch_side
+
+__all__ = ["ABSENT", "find_differences", "local_facts", "plain_config", "provenance", "topology"]
+
+#: Stands in a difference for a value that isn't on this side.
+ABSENT: Final = "<absent>"
+
+#: Variables that choose kernels, reductions or thread counts.
+_ENVIRONMENT: Final = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA",
+    "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE",
+    "NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NTHREADS", "NCCL_NVLS_ENABLE",
+    "NCCL_COLLNET_ENABLE", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "FLASH_ATTENTION_DETERMINISTIC",
+    "MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC", "PYTHONHASHSEED",
+)  # fmt: skip
+_COMMIT_VARIABLES: Final = ("CKPTFMT_GIT_COMMIT", "GITHUB_SHA")
+
+
+def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:  # noqa: ANN401 - whatever the caller configures by
+    """Return a configuration as a tree.
+
+    Namespaces, dataclass instances and mappings become dicts, paths strings, enum members their names. What is left as
+    it is and has no form, `dump_tree` refuses by name.
+
+    Raises: FormatError(DOC_DEPTH).
+    """
+    if depth > limits.MSGPACK_DEPTH:
+        raise err(Code.DOC_DEPTH, "nests too deeply, or contains itself", where=where, remedy="Flatten it.")
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, argparse.Namespace | SimpleNamespace):
+        value = vars(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain_config(item, where=f"{where}/{key}", depth=depth + 1) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(
+            plain_config(item, where=f"{where}/{index}", depth=depth + 1) for index, item in enumerate(value)
+        )
+    return value
+
+
+def find_differences(saved: object, live: object) -> list[tuple[str, object, object]]:
+    """Return path, saved and live value of every plain value that differs between two trees.
+
+    >>> find_differences({"a": 1, "b": [2, 3]}, {"a": 1, "b": [2, 4], "c": 5})
+    [('b/1', 3, 4), ('c', '<absent>', 5)]
+    """
+    left, right = dict(_flatten(saved, "")), dict(_flatten(live, ""))
+    return [
+        (path, left.get(path, ABSENT), right.get(path, ABSENT))
+        for path in (*left, *(path for path in right if path not in left))
+        if path not in left or path not in right or not _same(left[path], right[path])
+    ]
+
+
+def _flatten(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        items: Any = value.items()
+    elif isinstance(value, list | tuple) and value:
+        items = enumerate(value)
+    else:
+        yield path, value
+        return
+    for key, item in items:
+        yield from _flatten(item, f"{path}/{key}" if path else str(key))
+
+
+def _same(left: object, right: object) -> bool:
+    if type(left) is not type(right):
+        return False
+    return left == right or (left != left and right != right)  # noqa: PLR0124 - a NaN equals the same NaN here
+
+
+def topology(*, worker_count: int) -> dict[str, object]:
+    """Return what must be equal on all workers: their number, and the settings and versions that decide bits."""
+    side = torch_side()
+    world_size = None if side is None else side.world_size()
+    return {
+        "worker_count": worker_count,
+        "logical_workers": worker_count,
+        "world_size": worker_count if world_size is None else world_size,
+        "flags": {} if side is None else side.flags(),
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            **({} if side is None else side.versions()),
+        },
+    }
+
+
+def local_facts(*, devices: frozenset[str], meshes: list[Any]) -> dict[str, object]:
+    """Return what is true of one worker's machine: devices, threads, environment, and the meshes that it is in."""
+    side = torch_side()
+    return {
+        "byte_order": sys.byteorder,
+        "machine": platform.machine(),
+        "mesh": meshes,
+        "env": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        **({} if side is None else side.local_facts(devices)),
+    }
+
+
+def provenance(given: Mapping[str, object] | None) -> dict[str, object]:
+    """Return where the run comes from, as far as program and environment say; the caller's word stands above."""
+    commit = next((os.environ[name] for name in _COMMIT_VARIABLES if os.environ.get(name)), None)
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": dict(_packages()),
+        **({} if commit is None else {"git_commit": commit}),
+        **plain_config(dict(given or {}), where="provenance"),
+    }
+
+
+@functools.cache
+def _packages() -> tuple[tuple[str, str], ...]:
+    found = ((part.metadata["Name"], part.version) for part in importlib.metadata.distributions())
+    return tuple(sorted((str(name), str(version)) for name, version in found if name))

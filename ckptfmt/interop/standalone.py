@@ -1,0 +1,84 @@
+"""A checkpoint as trees of new values, without a State to fill."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any, Final
+
+from ckptfmt.documents.manifest import FIELDS
+from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tree import TensorRef
+from ckptfmt.errors import Code, err
+from ckptfmt.interop.names import GLOBAL
+from ckptfmt.interop.placing import Placer
+from ckptfmt.interop.plan import Plan, Readable
+from ckptfmt.interop.trees import plain_values
+
+__all__ = ["load_trees"]
+
+_FRAMEWORKS: Final = (None, "numpy", "torch")
+
+
+def load_trees(checkpoint: Readable, framework: str | None = None) -> dict[str, Any]:
+    """Return everything in a checkpoint, by field.
+
+    A field that was saved as one tree is that tree. Any other is a mapping from names to tensors and values, every name
+    of a tied tensor included and non-persistent buffers left out: what a module was saved from goes into
+    ``load_state_dict`` as it is. What belongs to one worker alone is a mapping of its own under ``lw/<i>``. Fields that
+    are absent are left out.
+
+    Args:
+        checkpoint: an open one.
+        framework: ``torch`` or ``numpy`` for all tensors; None for what each was saved as, numpy where the program
+            hasn't loaded torch.
+
+    Raises: StateError(ARGUMENT; STATE_UNSUPPORTED for a dtype that the framework lacks); and what reading raises.
+    """
+    if framework not in _FRAMEWORKS:
+        raise err(Code.ARGUMENT, f"{framework!r} is neither 'torch' nor 'numpy'", where="framework")
+    if framework == "torch":
+        importlib.import_module("torch")
+    plan = Plan(checkpoint, worker=0, worker_count=1, allow=frozenset())
+    trees = {field: _field(plan, field, framework) for field in FIELDS if field != "rng"}
+    plan.check()
+    checkpoint.read_into(plan.sinks)
+    for action in plan.actions:
+        action()
+    trees["rng"] = _streams(checkpoint)
+    return {field: trees[field] for field in FIELDS if trees[field] != {} or _is_there(checkpoint, field)}
+
+
+def _is_there(checkpoint: Readable, field: str) -> bool:
+    return any(key[0] == field for key in (*checkpoint.leaves, *checkpoint.tensors))
+
+
+def _field(plan: Plan, field: str, framework: str | None) -> Any:  # noqa: ANN401 - a tree
+    values: dict[str, dict[str, Any]] = {}
+    for key in plan.checkpoint.leaves:
+        if key[0] == field:
+            placer = Placer(plan, field=field, scope=key[2], framework=framework, parts=True)
+            values.setdefault(key[2], {})[key[1]] = placer.fresh(plan.checkpoint.leaf(*key), key[1])
+    alone = [key for key in plan.checkpoint.tensors if key[0] == field and key not in plan.taken_tensors]
+    if not alone and list(values) == [GLOBAL] and list(values[GLOBAL]) == [""]:
+        return values[GLOBAL][""]
+    for key in alone:
+        _add_tensor(plan, key, framework, values.setdefault(key[2], {}))
+    return {**values.pop(GLOBAL, {}), **values}
+
+
+def _add_tensor(plan: Plan, key: TensorKey, framework: str | None, values: dict[str, Any]) -> None:
+    tensor = plan.checkpoint.tensors[key]
+    if tensor.storage != "persistent":
+        return
+    kind = framework or ("torch" if "torch" in sys.modules else "numpy")
+    made = Placer(plan, field=key[0], scope=key[2], framework=kind).fresh(TensorRef(tensor.name, kind), tensor.name)
+    values |= dict.fromkeys((tensor.name, *tensor.aliases), made)
+
+
+def _streams(checkpoint: Readable) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for name, scope in checkpoint.streams:
+        kind, state = checkpoint.stream(name, scope)
+        found.setdefault(scope, {})[name] = (kind, plain_values(state))
+    return found

@@ -1,0 +1,146 @@
+"""Random-number streams: the process's own of Python, numpy and torch, and the caller's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from ckptfmt.documents.part import Stream
+from ckptfmt.documents.tree import dump_tree
+from ckptfmt.errors import Code, err
+from ckptfmt.interop import torch_side
+from ckptfmt.interop.names import worker_scope
+from ckptfmt.interop.plan import Plan
+from ckptfmt.interop.trees import Encoder, plain_values
+
+__all__ = ["LiveStream", "capture_streams", "live_streams", "plan_streams"]
+
+_PYTHON: Final = "python.mt19937"
+_NUMPY_LEGACY: Final = "numpy.legacy"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LiveStream:
+    """A generator of this process.
+
+    Attributes:
+        name: logical; not that of a device, which another machine may number otherwise.
+        kind: which algorithm, and whose form of its state.
+        read: returns the state, of plain values and arrays.
+        write: takes a state of the same form.
+    """
+
+    name: str
+    kind: str
+    read: Callable[[], object]
+    write: Callable[[Any], None]
+
+
+def live_streams(rng: Mapping[str, object] | None, devices: frozenset[str]) -> list[LiveStream]:
+    """Return the streams of this process.
+
+    Args:
+        rng: the caller's generators, by name.
+        devices: torch devices that hold tensors of the state, such as ``cuda:0``.
+
+    Raises: StateError(STATE_UNSUPPORTED) for a generator of an unknown type.
+    """
+    streams = [
+        LiveStream(name="python", kind=_PYTHON, read=random.getstate, write=random.setstate),
+        LiveStream(
+            name="numpy",
+            kind=_NUMPY_LEGACY,
+            read=functools.partial(np.random.get_state, legacy=False),
+            write=np.random.set_state,
+        ),
+    ]
+    side = torch_side()
+    if side is not None:
+        streams += [LiveStream(**stream) for stream in side.global_streams(devices)]
+    return streams + [_user_stream(f"user/{name}", generator) for name, generator in (rng or {}).items()]
+
+
+def capture_streams(streams: list[LiveStream], *, worker: int) -> tuple[Stream, ...]:
+    """Return the streams as they stand now; a stream always belongs to one worker."""
+    scope = worker_scope(worker)
+    encoder = Encoder(field="rng", scope=scope, inline=True)
+    return tuple(
+        Stream(
+            name=stream.name,
+            scope=scope,
+            kind=stream.kind,
+            state=dump_tree(encoder.encode(stream.read(), stream.name), where=f"rng:{stream.name}"),
+        )
+        for stream in streams
+    )
+
+
+def plan_streams(plan: Plan, streams: list[LiveStream], *, strict: bool) -> list[Callable[[], None]]:
+    """Return what puts the streams back; the plan takes note of those that can't be.
+
+    Problems: STREAM_MISSING, STREAM_UNEXPECTED. With another number of workers these are only reported, and new
+    workers keep their fresh streams, unless `strict`.
+    """
+    saved_count = plan.checkpoint.manifest.origin.writer_count
+    elastic = saved_count != plan.worker_count
+    report: Callable[[Code, str, str], bool] = plan.problem
+    if elastic:
+        plan.downgrades.append(f"streams of {saved_count} workers, loaded by {plan.worker_count}")
+        report = report if strict else _report_only(plan)
+    scope = worker_scope(plan.worker)
+    saved = {name: entry.kind for (name, at), entry in plan.checkpoint.streams.items() if at == scope}
+    actions: list[Callable[[], None]] = []
+    for stream in streams:
+        where = f"rng:{stream.name} ({scope})"
+        if saved.get(stream.name) == stream.kind:
+            state = plain_values(plan.checkpoint.stream(stream.name, scope)[1])
+            actions.append(functools.partial(stream.write, state))
+        elif stream.name in saved:
+            report(Code.STREAM_MISSING, where, f"saved as {saved[stream.name]}, here {stream.kind}")
+        else:
+            report(Code.STREAM_MISSING, where, "not saved")
+    for name in saved.keys() - {stream.name for stream in streams}:
+        report(Code.STREAM_UNEXPECTED, f"rng:{name} ({scope})", "no such stream here")
+    for name, at in plan.checkpoint.streams:
+        if int(at.removeprefix("lw/")) >= plan.worker_count:
+            report(Code.STREAM_UNEXPECTED, f"rng:{name} ({at})", "there is no such worker any more")
+    return actions
+
+
+def _report_only(plan: Plan) -> Callable[[Code, str, str], bool]:
+    def report(code: Code, where: str, detail: str) -> bool:
+        plan.downgrades.append(f"{code} at {where}: {detail}")
+        return True
+
+    return report
+
+
+def _user_stream(name: str, generator: object) -> LiveStream:
+    if type(generator) is random.Random:
+        return LiveStream(name=name, kind=_PYTHON, read=generator.getstate, write=generator.setstate)
+    if isinstance(generator, np.random.RandomState):
+        read = functools.partial(generator.get_state, legacy=False)
+        return LiveStream(name=name, kind=_NUMPY_LEGACY, read=read, write=generator.set_state)
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return LiveStream(
+            name=name,
+            kind=f"numpy.{type(bits).__name__}",
+            read=lambda: bits.state,
+            write=functools.partial(setattr, bits, "state"),
+        )
+    side = torch_side()
+    if side is not None and side.is_generator(generator):
+        return LiveStream(name=name, **side.generator_stream(generator))
+    kind = f"{type(generator).__module__}.{type(generator).__qualname__}"
+    raise err(
+        Code.STATE_UNSUPPORTED,
+        f"{kind} is no generator that can be saved",
+        where=f"rng:{name}",
+        remedy="Use random.Random, numpy.random.Generator or torch.Generator.",
+    )

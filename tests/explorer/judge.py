@@ -1,0 +1,257 @@
+"""What must hold in every state that a crash or a schedule may leave, asked with the real reader and the real recovery.
+
+The rules, by the words that violations begin with:
+
+- ``silent``: a directory loads, but not what was handed to save; ``untyped``: it raises what isn't a CkptError;
+- ``lost``: what was acknowledged doesn't load, or isn't there;
+- ``partial``: the lineage, or a new launch, names what isn't whole; ``older``: it names an older one than was acknowledged;
+- ``stuck``: a new launch with a save and a clean-up doesn't work without a manual step;
+- ``reaped``: a clean-up removed what the lineage needs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, parse_checkpoint_name
+from ckptfmt.documents.run import Launch
+from ckptfmt.engines import commit, lineage, retention, verify
+from ckptfmt.errors import CkptError, Code
+from ckptfmt.store.memory import MemoryStore
+from ckptfmt.store.protocol import Store
+from tests.explorer import content
+
+__all__ = ["Judge", "Marks", "Promises", "Violation", "recover"]
+
+#: Attempts of a recovery are numbered from here, those of the recovery of a recovery from there.
+RECOVERY_ATTEMPT: Final = 0x1000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule that doesn't hold, and where."""
+
+    rule: str
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Promises:
+    """What somebody was told up to a moment, and may rely on.
+
+    Attributes:
+        launch: greatest launch number that a launch was told that it has.
+        saved: digests of acknowledged checkpoints by name, those that may be retired by now left out.
+        retired: names of which it was said that they are gone.
+    """
+
+    launch: int = 0
+    saved: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    retired: frozenset[str] = frozenset()
+
+    @property
+    def key(self) -> tuple[int, frozenset[tuple[str, str]], frozenset[str]]:
+        """What makes two of them one."""
+        return self.launch, frozenset(self.saved.items()), self.retired
+
+    def after(self, mark: str) -> "Promises":
+        """Return the promises after a mark of `Marks`."""
+        kind, name, digest = mark.split(" ")
+        rest = {key: value for key, value in self.saved.items() if key != name}
+        match kind:
+            case "launched":
+                return dataclasses.replace(self, launch=max(self.launch, int(name)))
+            case "saved":
+                return dataclasses.replace(self, saved={**self.saved, name: digest})
+            case "retiring":
+                return dataclasses.replace(self, saved=rest)
+            case "retired":
+                return dataclasses.replace(self, retired=self.retired | {name})
+        raise AssertionError(mark)
+
+
+class Marks:
+    """How a run tells the log what it tells its caller.
+
+    Args:
+        ack: takes a label: `Log.ack`, or what collects the labels elsewhere.
+    """
+
+    def __init__(self, ack: Callable[[str], None] = lambda _: None) -> None:
+        self._ack = ack
+
+    def launched(self, launch: Launch) -> None:
+        """The launch has its number."""
+        self._ack(f"launched {launch.launch} -")
+
+    def saved(self, manifest: Manifest) -> None:
+        """The checkpoint is committed and durable."""
+        self._ack(f"saved {content.name_of(manifest.origin)} {manifest.digest}")
+
+    def retiring(self, name: str) -> None:
+        """From here on the checkpoint may go."""
+        self._ack(f"retiring {name} -")
+
+    def retired(self, name: str) -> None:
+        """The checkpoint is gone for good."""
+        self._ack(f"retired {name} -")
+
+
+def clean_up(store: Store, run: object, launch: Launch, marks: Marks, *, keep: int | None) -> None:
+    """Clean up, telling beforehand what may go and afterwards what is gone."""
+    launches, entries = lineage.list_launches(store), lineage.list_checkpoints(store)
+    leaving = retention.plan_retention(launches, entries, keep=keep, keep_every=None)
+    for entry in leaving:
+        marks.retiring(entry.name)
+    retention.clean_up(store, run, launch=launch.launch, keep=keep)  # type: ignore[arg-type]
+    for entry in leaving:
+        marks.retired(entry.name)
+
+
+def recover(store: Store, marks: Marks, *, attempt_number: int = RECOVERY_ATTEMPT) -> Launch:
+    """Do what a restarted job does: launch, load what it says, clean up, save, retire what is old."""
+    run = lineage.open_run(store)
+    launch = lineage.begin_launch(store, run)
+    marks.launched(launch)
+    step = 1
+    if launch.resume_from is not None:
+        loaded = content.load(store.at(launch.resume_from.name), digest=launch.resume_from.digest)
+        assert loaded.exact, "the launch resumed from what nobody saved"
+        step = loaded.step + 1
+    clean_up(store, run, launch, marks, keep=None)
+    marks.saved(content.save(store, content.origin_of(launch, step, attempt_number)))
+    clean_up(store, run, launch, marks, keep=1)
+    return launch
+
+
+class Judge:
+    """Judges states; remembers its verdict on each checkpoint directory, of which most states share most."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[frozenset[tuple[str, bytes]], content.Loaded | BaseException] = {}
+
+    def judge(self, files: Mapping[str, bytes], promises: Promises, *, recovery: bool = True) -> list[Violation]:
+        """Return the violations in a state."""
+        store = MemoryStore.from_snapshot(files)
+        found = self._judge_directories(files, promises)
+        found += self._judge_lineage(store, promises)
+        if recovery and not found:
+            found += self._judge_recovery(store, promises)
+        return found
+
+    def load(self, files: Mapping[str, bytes]) -> content.Loaded | BaseException:
+        """Read the checkpoint that consists of `files`; return it or what was raised."""
+        key = frozenset(files.items())
+        if key not in self._verdicts:
+            self._verdicts[key] = _load(MemoryStore.from_snapshot(files))
+        return self._verdicts[key]
+
+    def _judge_directories(self, files: Mapping[str, bytes], promises: Promises) -> list[Violation]:
+        """Judge rules (i) and (ii)."""
+        found = []
+        loaded = {name: self.load(inner) for name, inner in _by_directory(files).items()}
+        for name, answer in loaded.items():
+            if isinstance(answer, content.Loaded):
+                if not answer.exact:
+                    found.append(Violation("silent", f"{name} loads what nobody saved"))
+            elif not isinstance(answer, CkptError):
+                found.append(Violation("untyped", f"{name}: {answer!r}"))
+        for name, digest in promises.saved.items():
+            answer = loaded.get(name, KeyError(name))
+            if not isinstance(answer, content.Loaded) or answer.digest != digest:
+                found.append(Violation("lost", f"{name} was acknowledged: {answer!r}"))
+        for name in promises.retired:
+            answer = loaded.get(name)
+            if not isinstance(answer, CkptError) or answer.code != Code.CHECKPOINT_RETIRED:
+                found.append(Violation("lost", f"that {name} is retired: {answer!r}"))
+        return found
+
+    def _judge_lineage(self, store: MemoryStore, promises: Promises) -> list[Violation]:
+        """Judge rule (iii)."""
+        try:
+            launches, entries = lineage.list_launches(store), lineage.list_checkpoints(store)
+        except CkptError as error:
+            return [Violation("stuck", f"the run can't be listed: {error}")]
+        found = []
+        newest = max((launch.launch for launch in launches), default=0)
+        if newest < promises.launch:
+            found.append(Violation("lost", f"launch {promises.launch}; the newest is {newest}"))
+        names = []
+        for entry in lineage.iter_lineage(launches, entries):
+            names.append(entry.name)
+            problem = _find_problem(store.at(entry.name))
+            if problem:
+                found.append(Violation("partial", f"the lineage names {entry.name}: {problem}"))
+        return found + _judge_head(names[0] if names else None, promises)
+
+    def _judge_recovery(self, store: MemoryStore, promises: Promises) -> list[Violation]:
+        """Judge rules (iv) and (v): recover, and see that the promises of before and of then are kept."""
+        before = store.snapshot()
+        told: list[str] = []
+        try:
+            recover(store, Marks(told.append))
+        except CkptError as error:
+            return [Violation("stuck", f"recovery after {told}: {error}")]
+        except AssertionError as error:
+            return [Violation("silent", str(error))]
+        for mark in told:
+            promises = promises.after(mark)
+        found = self._judge_directories(store.snapshot(), promises) + self._judge_lineage(store, promises)
+        found = [dataclasses.replace(violation, rule="reaped") for violation in found]
+        return found + _judge_deletions(before, store.snapshot(), told)
+
+
+def _judge_head(name: str | None, promises: Promises) -> list[Violation]:
+    acknowledged = max((_step_of(saved) for saved in promises.saved), default=0)
+    if acknowledged and (name is None or _step_of(name) < acknowledged):
+        return [Violation("older", f"the lineage begins with {name}; step {acknowledged} was acknowledged")]
+    return []
+
+
+def _judge_deletions(before: Mapping[str, bytes], after: Mapping[str, bytes], told: list[str]) -> list[Violation]:
+    """Judge what recovery removed: files of directories that it said it retires, or that weren't committed."""
+    retired = {mark.split(" ")[1] for mark in told if mark.startswith("retiring")}
+    found = []
+    for path in before.keys() - after.keys():
+        name = path.partition("/")[0]
+        register = commit.read_register(MemoryStore.from_snapshot(after).at(name))
+        if not isinstance(register, Tombstone | Abort) or (isinstance(register, Tombstone) and name not in retired):
+            # A retirement that was under way before the crash is finished; everything else needs a plan.
+            was = commit.read_register(MemoryStore.from_snapshot(before).at(name))
+            if not isinstance(was, Tombstone):
+                found.append(Violation("reaped", f"{path} was removed"))
+    return found
+
+
+def _by_directory(files: Mapping[str, bytes]) -> dict[str, dict[str, bytes]]:
+    """Return the files of each checkpoint directory, by their paths in it."""
+    directories: dict[str, dict[str, bytes]] = {}
+    for path, data in files.items():
+        name, _, inner = path.partition("/")
+        if parse_checkpoint_name(name) is not None:
+            directories.setdefault(name, {})[inner] = data
+    return directories
+
+
+def _load(store: MemoryStore) -> content.Loaded | BaseException:
+    try:
+        return content.load(store)
+    except Exception as error:  # noqa: BLE001 - which it is, is what is judged
+        return error
+
+
+def _find_problem(store: Store) -> str | None:
+    """Return what a complete check finds, if anything."""
+    report = verify.Report(target="", kind="checkpoint")
+    try:
+        verify.verify_checkpoint(store, report)
+    except CkptError as error:
+        return str(error)
+    return str(report.violations[0]) if report.violations else None
+
+
+def _step_of(name: str) -> int:
+    found = parse_checkpoint_name(name)
+    assert found is not None
+    return found[0]
+
