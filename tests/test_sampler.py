@@ -1,5 +1,6 @@
 """The sampler: one order for every number of workers, and a cursor that only finished steps move."""
 
+import dataclasses
 import itertools
 import sys
 import types
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic.ledger import ledger_of_range, ledger_of_samples
+from ckptfmt.arithmetic.ledger import add_ledgers, ledger_of_range, ledger_of_samples
 from ckptfmt.arithmetic.shuffle import sample_indices
+from ckptfmt.documents.cursor import Ledger
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.sampler import Sampler
 
@@ -125,6 +127,20 @@ def test_the_ledger_does_not_depend_on_when_it_was_brought_up_to_date():
         eager.advance()
     lazy.commit(5)
     assert eager.state_dict() == lazy.state_dict()
+
+
+def test_a_loaded_ledger_is_gone_on_with_not_worked_out_anew():
+    sampler = Sampler(50, global_batch=8)
+    sampler.commit(2)
+    cursor = sampler.state_dict()
+    cursor["ledger"]["set_digest"] = "01" + "00" * 31
+    sampler.load_state_dict(cursor)
+    sampler.advance()
+    expected = add_ledgers(
+        Ledger(count=16, set_digest=cursor["ledger"]["set_digest"]),
+        ledger_of_range("data", 50, seed=0, begin=16, end=24),
+    )
+    assert sampler.state_dict()["ledger"] == dataclasses.asdict(expected)
 
 
 def test_fetching_does_not_move_the_cursor():

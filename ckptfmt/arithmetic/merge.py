@@ -142,7 +142,7 @@ def _merge_tensor(key: TensorKey, holders: list[tuple[int, PartTensor]], block_n
                         Code.TILING_OVERLAP,
                         f"writer {writer} lists {held.box} twice",
                         where=_title(key),
-                        requirement="REQ-PRT-008",
+                        requirement="REQ-PRT-011",
                     )
                 pieces[held.box].append((writer, held))
     return IndexTensor(

@@ -123,15 +123,16 @@ class _View:
         """Return the highest claim level that a load of this checkpoint can reach, and what lowers it."""
         fields = self.checkpoint.manifest.fields
         lowered_by = [f"{field} is absent: {fields[field].reason}" for field in FIELDS if fields[field].reason]
-        cursor = self.cursor()
-        if cursor is None and fields["data"].reason is None:
-            lowered_by.append("data holds no cursor that another number of workers could take over")
-        if not any(fields[field].reason for field in FIELDS):
+        if not lowered_by:
             return "T1", lowered_by
-        return ("S0" if cursor is None else "S1"), lowered_by
+        if self.cursor() is not None:
+            return "S1", lowered_by
+        if fields["data"].reason is None:
+            lowered_by.append("data has no cursor")
+        return "S0", lowered_by
 
 
-# --- JSON --------------------------------------------------------------------------------------------------------------
+# --- JSON -------------------------------------------------------------------------------------------------------------
 
 
 def _print_json(view: _View) -> None:
@@ -188,7 +189,7 @@ def _tensor_members(tensor: IndexTensor) -> dict[str, object]:
     }
 
 
-# --- text --------------------------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------------------
 
 
 def _print_text(view: _View, console: Console) -> None:
@@ -271,8 +272,9 @@ def _print_facts(view: _View, console: Console) -> None:
     rows: list[list[Cell | str]] = [[("claim", "dim"), (f"{claim} at most: {meaning}", style)]]
     rows += [[("", ""), (clean(reason), "yellow")] for reason in lowered_by]
     cursor = view.cursor()
-    if cursor is not None:
-        rows.append([("data", "dim"), _cursor_text(cursor)])
+    data = "no cursor: another number of workers can't take it over" if cursor is None else _cursor_text(cursor)
+    if view.checkpoint.manifest.fields["data"].reason is None:
+        rows.append([("data", "dim"), data])
     workers = {scope for _, scope in view.checkpoint.streams} | {t.scope for t in view.checkpoint.index.tensors}
     workers.discard("global")
     if workers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +185,9 @@ class Comparison:
         differ = {
             difference.step
             for difference in self.differences
-            if difference.step > 0 and category in (None, difference.category, _missing_category(difference))
+            if category is None or difference.category in (category, _ENTRY)
         }
-        return self.steps - len(differ)
+        return self.steps - len(differ - {0})
 
     def explain(self) -> str:
         """Return the first divergence in a sentence: where, what, and what was most likely not restored.
@@ -198,32 +198,25 @@ class Comparison:
         if not self.differences:
             return "no divergence"
         first = self.differences[0]
-        here = [other for other in self.differences if (other.step, other.rank) == (first.step, first.rank)]
-        if first.name == _ENTRY:
-            what = "not in the ledger" if first.found is None else "in the ledger, and shouldn't be"
-            return f"step {first.step}, process {first.rank}: {what}"
-        names = sorted({other.name for other in here})
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"first divergence after step {first.step}, process {first.rank}: {listed} {_guess(names)}"
+        place = f"step {first.step}, process {first.rank}"
+        if first.category == _ENTRY:
+            return f"{place}: " + ("not in the ledger" if first.found is None else "in the ledger, and shouldn't be")
+        names = sorted({one.name for one in self.differences if (one.step, one.rank) == (first.step, first.rank)})
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"first divergence after {place}: {', '.join(names[:3])}{more}; {_guess(names)}"
 
 
-#: The name of a whole entry that is missing, or too many.
-_ENTRY = "entry/"
-
-
-def _missing_category(difference: Difference) -> str | None:
-    """A missing entry lacks facts of every category."""
-    return difference.category if difference.name != _ENTRY else None
+#: The category of a whole entry that is missing, or too many.
+_ENTRY = "entry"
 
 
 def _guess(names: Sequence[str]) -> str:
-    state = [name for name in names if name.partition("/")[0] not in ("sample", "loss")]
-    if not state:
-        return "(the state is the same: look at what it doesn't hold, such as data, threads, or kernels)"
-    kinds = {name.partition("/")[0] if name.startswith(("parameter/", "step/")) else name for name in state}
-    if len(kinds) == 1 or all(name.startswith("moment/") for name in state):
-        return f"(most likely not restored: {_describe(state[0])})"
-    return "(several kinds of state at once: look at what this step read first)"
+    kinds = {_describe(name) for name in names if not name.startswith(("sample/", "loss/"))}
+    if not kinds:
+        return "the state before it was the same, so look at what it doesn't hold: data, threads, kernels"
+    if len(kinds) == 1:
+        return f"most likely not restored: {kinds.pop()}"
+    return "several kinds of state at once, so look at what this step reads first"
 
 
 def _describe(name: str) -> str:
@@ -250,31 +243,32 @@ def compare(
         first: the step from which on `candidate` must have all entries.
         steps: the last step.
     """
+    if len(reference) != len(candidate):
+        raise ValueError(f"{len(candidate)} processes can't be compared with {len(reference)}")
     names: Counter[str] = Counter()
     repeated: list[tuple[int, int]] = []
     differences: list[Difference] = []
-    if len(reference) != len(candidate):
-        raise ValueError(f"{len(candidate)} processes can't be compared with {len(reference)}")
     for rank, (ours, theirs) in enumerate(zip(reference, candidate, strict=True)):
-        expected = {entry.step: entry for entry in ours}
+        expected = {entry.step: entry for entry in ours if first <= entry.step <= steps}
         found = list(theirs)
         times = Counter(entry.step for entry in found)
-        for step in sorted(set(range(first, steps + 1)) | times.keys() | {s for s in expected if s >= first}):
-            present = (step in expected, step in times)
-            if not all(present) or not first <= step <= steps:
-                sides = ["present" if side else None for side in present]
-                differences.append(
-                    Difference(step=step, rank=rank, name=_ENTRY, expected=sides[0], found=sides[1])
-                )
         repeated += [(step, rank) for step, count in times.items() if count > 1]
+        differences += _compare_presence(set(range(first, steps + 1)), expected.keys(), times.keys(), rank)
         for entry in found:
             if entry.step in expected:
                 differences += _compare_entries(expected[entry.step], entry, rank, names)
-    order = {name: number for number, name in enumerate(sorted(names))}
-    differences.sort(key=lambda one: (one.step, one.rank, order.get(one.name, -1)))
+    differences.sort(key=lambda one: (one.step, one.rank, one.category != _ENTRY, one.name))
     return Comparison(
         steps=steps - first, names=dict(names), repeated=tuple(sorted(repeated)), differences=tuple(differences)
     )
+
+
+def _compare_presence(due: Set[int], expected: Set[int], found: Set[int], rank: int) -> Iterator[Difference]:
+    """Yield the steps that one side lacks, or that neither should have."""
+    for step in sorted(due | expected | found):
+        if not (step in due and step in expected and step in found):
+            sides = ["present" if step in side else None for side in (expected, found)]
+            yield Difference(step=step, rank=rank, name=f"{_ENTRY}/whole", expected=sides[0], found=sides[1])
 
 
 def _compare_entries(expected: Entry, found: Entry, rank: int, names: Counter[str]) -> list[Difference]:

@@ -13,7 +13,15 @@ from ckptfmt.digest import digest_bytes, digest_text
 from ckptfmt.documents.schema import check_schema
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["READER_FEATURES", "check_string", "check_version", "dump_canonical", "dump_document", "nests_deeper", "parse_document"]
+__all__ = [
+    "READER_FEATURES",
+    "check_string",
+    "check_version",
+    "dump_canonical",
+    "dump_document",
+    "nests_deeper",
+    "parse_document",
+]
 
 #: The reader features that this implementation understands; format 0.1 needs none.
 READER_FEATURES: Final[frozenset[str]] = frozenset()

@@ -154,8 +154,17 @@ class Index:
         Raises: FormatError, IntegrityError(DOC_DIGEST), UnsupportedError.
         Spec: REQ-IDX-002, REQ-IDX-003, REQ-IDX-006.
         """
-        signed, _ = parse_packed_document(content, where=where, digest=digest)
-        return _parse_index(signed, where)
+        signed, actual = parse_packed_document(content, where=where, digest=digest)
+        index = _parse_index(signed, where)
+        if index.dump()[1] != actual:
+            # The one form: scopes and dtypes exactly those in use, equal shardings once, in the order of first use.
+            raise err(
+                Code.COLUMN_ORDER,
+                "scopes, dtypes or shardings aren't in their one form",
+                where=where,
+                requirement="REQ-IDX-009",
+            )
+        return index
 
 
 def _sharding_columns(shardings: list[Sharding]) -> dict[str, object]:

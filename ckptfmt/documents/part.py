@@ -250,7 +250,16 @@ class Part:
         Spec: REQ-PRT-001 to REQ-PRT-010.
         """
         signed, actual = parse_packed_document(content, where=where, digest=digest)
-        return _parse_part(signed, where), actual
+        part = _parse_part(signed, where)
+        if part.dump()[1] != actual:
+            # The one form: scopes and dtypes exactly those in use.
+            raise err(
+                Code.COLUMN_ORDER,
+                "scopes or dtypes aren't in their one form",
+                where=where,
+                requirement="REQ-IDX-007",
+            )
+        return part, actual
 
 
 def dump_failure(origin: Origin, writer: int, error: CkptError) -> bytes:

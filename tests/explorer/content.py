@@ -6,6 +6,7 @@ import functools
 import itertools
 import threading
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any, Final
 from unittest import mock
@@ -152,15 +153,15 @@ def deterministic() -> Iterator[None]:
 
 
 class _Nonces:
-    """Instead of `secrets.token_hex`: numbered per thread."""
+    """Instead of `secrets.token_hex`: numbered in each thread, which has a name of its own."""
 
     def __init__(self) -> None:
-        self._of_thread: dict[str, Iterator[int]] = {}
+        self._of_thread: weakref.WeakKeyDictionary[threading.Thread, Iterator[int]] = weakref.WeakKeyDictionary()
 
     def __call__(self, nbytes: int) -> str:
-        name = threading.current_thread().name
-        number = next(self._of_thread.setdefault(name, itertools.count(1)))
-        text = f"{name}/{number}".encode().hex()
+        thread = threading.current_thread()
+        number = next(self._of_thread.setdefault(thread, itertools.count(1)))
+        text = f"{thread.name}/{number}".encode().hex()
         return (text * nbytes)[-2 * nbytes :]
 
 

@@ -130,13 +130,23 @@ class Judge:
     def __init__(self) -> None:
         self._verdicts: dict[frozenset[tuple[str, bytes]], content.Loaded | BaseException] = {}
 
-    def judge(self, files: Mapping[str, bytes], promises: Promises, *, recovery: bool = True) -> list[Violation]:
-        """Return the violations in a state."""
+    def judge(
+        self, files: Mapping[str, bytes], promises: Promises, *, recovery: bool = True, owned: bool = True
+    ) -> list[Violation]:
+        """Return the violations in a state.
+
+        Args:
+            files: the state.
+            promises: what was promised by then.
+            recovery: whether to recover from it, too.
+            owned: whether one launch after the other owned the run. Else one that was superseded may have saved beside
+                the lineage, which is kept, and isn't resumed from.
+        """
         store = MemoryStore.from_snapshot(files)
         found = self._judge_directories(files, promises)
-        found += self._judge_lineage(store, promises)
+        found += self._judge_lineage(store, promises, owned=owned)
         if recovery and not found:
-            found += self._judge_recovery(store, promises)
+            found += self._judge_recovery(store, promises, owned=owned)
         return found
 
     def load(self, files: Mapping[str, bytes]) -> content.Loaded | BaseException:
@@ -166,7 +176,7 @@ class Judge:
                 found.append(Violation("lost", f"that {name} is retired: {answer!r}"))
         return found
 
-    def _judge_lineage(self, store: MemoryStore, promises: Promises) -> list[Violation]:
+    def _judge_lineage(self, store: MemoryStore, promises: Promises, *, owned: bool) -> list[Violation]:
         """Judge rule (iii)."""
         try:
             launches, entries = lineage.list_launches(store), lineage.list_checkpoints(store)
@@ -182,9 +192,10 @@ class Judge:
             problem = _find_problem(store.at(entry.name))
             if problem:
                 found.append(Violation("partial", f"the lineage names {entry.name}: {problem}"))
-        return found + _judge_head(names[0] if names else None, promises)
+        counted = [name for name in promises.saved if owned or _place_of(name)[1] == newest]
+        return found + _judge_head(names[0] if names else None, counted)
 
-    def _judge_recovery(self, store: MemoryStore, promises: Promises) -> list[Violation]:
+    def _judge_recovery(self, store: MemoryStore, promises: Promises, *, owned: bool) -> list[Violation]:
         """Judge rules (iv) and (v): recover, and see that the promises of before and of then are kept."""
         before = store.snapshot()
         told: list[str] = []
@@ -196,14 +207,15 @@ class Judge:
             return [Violation("silent", str(error))]
         for mark in told:
             promises = promises.after(mark)
-        found = self._judge_directories(store.snapshot(), promises) + self._judge_lineage(store, promises)
+        found = self._judge_directories(store.snapshot(), promises)
+        found += self._judge_lineage(store, promises, owned=owned)
         found = [dataclasses.replace(violation, rule="reaped") for violation in found]
         return found + _judge_deletions(before, store.snapshot(), told)
 
 
-def _judge_head(name: str | None, promises: Promises) -> list[Violation]:
-    acknowledged = max((_step_of(saved) for saved in promises.saved), default=0)
-    if acknowledged and (name is None or _step_of(name) < acknowledged):
+def _judge_head(name: str | None, saved: list[str]) -> list[Violation]:
+    acknowledged = max((_place_of(each)[0] for each in saved), default=0)
+    if acknowledged and (name is None or _place_of(name)[0] < acknowledged):
         return [Violation("older", f"the lineage begins with {name}; step {acknowledged} was acknowledged")]
     return []
 
@@ -250,8 +262,9 @@ def _find_problem(store: Store) -> str | None:
     return str(report.violations[0]) if report.violations else None
 
 
-def _step_of(name: str) -> int:
+def _place_of(name: str) -> tuple[int, int]:
+    """Return step and launch of a name."""
     found = parse_checkpoint_name(name)
     assert found is not None
-    return found[0]
+    return found
 

@@ -27,8 +27,7 @@ def global_streams(devices: frozenset[str]) -> list[dict[str, Any]]:
         }
     ]
     if torch.cuda.is_initialized():
-        used = {torch.device(device) for device in devices if device.startswith("cuda")}
-        indices = {torch.cuda.current_device() if device.index is None else device.index for device in used}
+        indices = {torch.device(device).index for device in devices if device.startswith("cuda")}
         for number, index in enumerate(sorted(indices | {torch.cuda.current_device()})):
             streams.append(
                 {

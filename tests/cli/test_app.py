@@ -1,0 +1,279 @@
+"""The guard around the commands: exit codes, streams, terminals, interrupts, start-up."""
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ckptfmt.__main__ import main
+from ckptfmt.cli import app, progress
+from ckptfmt.errors import Code, err
+from tests.cli.conftest import ROOT, spawn
+
+ANSI = "\x1b["
+
+
+# Processes
+
+
+@pytest.mark.parametrize("command", ["validate", "inspect", "log"])
+def test_commands_run_in_a_process_of_their_own(command, run_path):
+    done = spawn(command, run_path)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+    assert ANSI not in done.stdout
+
+
+@pytest.mark.parametrize("command", ["validate", "inspect", "log"])
+def test_no_command_but_the_demo_imports_torch(command, run_path):
+    program = (
+        "import sys; from ckptfmt.__main__ import main; code = main(sys.argv[1:]);"
+        "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'pandas', 'safetensors'}), file=sys.stderr);"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, command, str(run_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+
+
+def test_a_small_checkpoint_is_valid_in_a_fraction_of_a_second(checkpoint_path):
+    times_s = []
+    for _ in range(5):
+        begin_s = time.monotonic()
+        assert spawn("validate", "--quiet", checkpoint_path).returncode == 0
+        times_s.append(time.monotonic() - begin_s)
+
+    assert min(times_s) < 1.0  # a quarter of a second on an idle machine; the tests' machine rarely is
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_any_encoding_of_the_output_will_do(checkpoint_path, encoding):
+    (checkpoint_path / "\N{SNOWMAN}").write_text("")
+
+    done = spawn("validate", checkpoint_path, env={"PYTHONIOENCODING": encoding})
+
+    assert done.returncode == 0
+    assert "warning" in done.stdout
+
+
+def test_a_reader_that_goes_away_is_no_error(run_path):
+    command = f"{sys.executable} -m ckptfmt log {run_path} --json | head -c 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.stderr == ""
+    assert done.returncode in {0, app.EXIT_PIPE}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a full device")
+def test_a_full_device_cannot_run(run_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ckptfmt", "log", str(run_path)],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+# Usage
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["no-such-command"], ["validate"], ["validate", "--no-such-option", "x"], ["log"]]
+)
+def test_bad_usage_exits_with_two(call, argv):
+    code, out, err_text = call(*argv)
+
+    assert (code, out) == (2, "")
+    assert err_text.startswith("usage: python -m ckptfmt")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["validate", "--help"], ["inspect", "-h"], ["log", "-h"], ["--version"]])
+def test_help_exits_with_zero(call, argv):
+    code, out, _ = call(*argv)
+
+    assert code == 0
+    assert out
+
+
+def test_main_takes_the_arguments_of_the_process(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ckptfmt", "--version"])
+
+    assert main() == 0
+    assert "(format 0.1)" in capsys.readouterr().out
+
+
+def test_the_demo_takes_its_own_options(monkeypatch):
+    seen = []
+    monkeypatch.setattr("ckptfmt.cli.demo.run_demo", lambda argv: seen.append(argv) or 7)
+
+    assert main(["demo", "--keep", "-h"]) == 7
+    assert seen == [["--keep", "-h"]]
+
+
+# Errors
+
+
+def failing(monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("ckptfmt.cli.validate.verify_checkpoint", fail)
+
+
+def test_a_named_error_is_one_line_and_its_remedy(call, tmp_path, monkeypatch):
+    failing(monkeypatch, err(Code.FEATURE_UNSUPPORTED, "x\x1b[31m", where="a", requirement="REQ-DOC-010"))
+
+    code, out, text = call("validate", tmp_path)
+
+    assert (code, out) == (2, "")
+    assert text == ("error: FEATURE_UNSUPPORTED at a: x\\x1b[31m [REQ-DOC-010]\n  Install a newer ckptfmt.\n")
+
+
+@pytest.mark.parametrize(
+    "error", [RecursionError("deep"), MemoryError(), OSError(5, "I/O"), ValueError("\ud800"), KeyError()]
+)
+def test_no_error_shows_a_traceback(call, tmp_path, monkeypatch, error):
+    failing(monkeypatch, error)
+
+    code, out, text = call("validate", tmp_path)
+
+    assert (code, out) == (2, "")
+    assert text.startswith("error: ")
+    assert "Traceback" not in text
+
+
+def test_a_traceback_can_be_asked_for(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("CKPTFMT_TRACEBACK", "1")
+    failing(monkeypatch, KeyError("x"))
+
+    assert "Traceback" in call("validate", tmp_path)[2]
+
+
+def test_an_interrupt_ends_without_traceback(call, tmp_path, monkeypatch):
+    failing(monkeypatch, KeyboardInterrupt())
+
+    assert call("validate", tmp_path) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_ends_the_process_without_traceback(checkpoint_path):
+    program = (
+        "import sys, time; import ckptfmt.cli.validate as v; from ckptfmt.__main__ import main;"
+        "v.verify_checkpoint = lambda *a, **k: (print('ready', flush=True), time.sleep(60));"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "validate", str(checkpoint_path)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        out, text = process.communicate(timeout=30)
+
+    assert (process.returncode, out, text) == (130, "", "interrupted\n")
+
+
+# Terminals
+
+
+def on_terminal(*argv, env=None, program=("-m", "ckptfmt"), columns=100):
+    """Run the command line on a terminal of its own: exit code, and what it showed."""
+    master, slave = pty.openpty()
+    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    environment |= {"TERM": "xterm", "COLUMNS": str(columns)} | (env or {})
+    with subprocess.Popen(
+        [sys.executable, *program, *map(str, argv)], cwd=ROOT, env=environment, stdin=slave, stdout=slave, stderr=slave
+    ) as process:
+        os.close(slave)
+        shown = b""
+        while select.select([master], [], [], 60)[0]:
+            with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+                piece = os.read(master, 65536)
+                shown += piece
+                if piece:
+                    continue
+            break
+        os.close(master)
+    return process.returncode, shown.decode()
+
+
+@pytest.mark.parametrize("command", ["validate", "inspect", "log"])
+def test_a_terminal_shows_colours(command, run_path):
+    code, shown = on_terminal(command, run_path)
+
+    assert code == 0
+    assert ANSI in shown
+
+
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_colours_can_be_declined(run_path, env):
+    code, shown = on_terminal("log", run_path, env=env)
+
+    assert code == 0
+    assert ANSI not in shown
+
+
+@pytest.mark.parametrize("command", ["inspect", "log"])
+def test_tables_fit_the_terminal(command, run_path):
+    path = run_path / "step-00000020-l0001" if command == "inspect" else run_path
+    _, shown = on_terminal(command, path, columns=60)
+
+    table = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in shown.split("\r\n")]
+    assert max(len(line) for line in table if line.startswith(("*", "|", "  "))) <= 60
+
+
+def test_errors_are_red_on_a_terminal(tmp_path):
+    code, shown = on_terminal("validate", tmp_path / "nowhere")
+
+    assert code == 2
+    assert "\x1b[31merror: FILE_MISSING" in shown
+
+
+def test_json_has_no_colours_on_a_terminal(run_path):
+    assert ANSI not in on_terminal("log", run_path, "--json")[1]
+
+
+SLOWLY = (
+    "-c",
+    "import sys; import ckptfmt.cli.progress as p; p._DELAY_S = p._EVERY_S = 0.0;"
+    "from ckptfmt.__main__ import main; sys.exit(main(sys.argv[1:]))",
+)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "run"])
+def test_long_work_shows_a_bar_that_goes_away(request, kind):
+    path = request.getfixturevalue(f"{kind}_path")
+    code, shown = on_terminal("validate", path, program=SLOWLY)
+
+    assert code == 0
+    assert re.search(r"\[#+\.*\] +[0-9]+%  .* of ", shown)
+    assert "\r\x1b[K" in shown
+    assert "%" not in shown.rpartition("\r\x1b[K")[2]
+
+
+@pytest.mark.parametrize("option", ["--quiet"])
+def test_quiet_work_shows_no_bar(checkpoint_path, option):
+    assert on_terminal("validate", checkpoint_path, option, program=SLOWLY) == (0, "")
+
+
+def test_a_bar_without_total_counts(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_DELAY_S", 0.0)
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "is_terminal", lambda _: True)
+
+    with progress.Progress(lambda: None, quiet=False) as bar:
+        bar.advance(2048)
+
+    assert "2.0 KiB  " in capsys.readouterr().err

@@ -1,0 +1,165 @@
+"""What `inspect` shows of a checkpoint and of a run."""
+
+import pytest
+
+from ckptfmt.documents.part import Stream
+from ckptfmt.documents.tree import TensorRef, dump_tree
+from ckptfmt.engines.commit import commit
+from ckptfmt.engines.writer import write_part
+from ckptfmt.store import LocalStore
+from tests.cli.conftest import ATTEMPT, CURSOR, leaf_of, save, snapshot_of
+
+
+def test_the_text_has_what_one_looks_for(call, checkpoint_path):
+    code, out, err = call("inspect", checkpoint_path)
+
+    assert (code, err) == (0, "")
+    for text in (
+        "step        3",
+        f"attempt {ATTEMPT}",
+        "blake3:",
+        "writers     2",
+        "absent: not given to State",
+        "S1 at most: each sample once",
+        "12 samples consumed in 3 steps: epoch 1, 2 of 10",
+        "2 logical workers",
+        f"weights-{ATTEMPT}-00001.safetensors",
+        "layers.{0..1}.w  x2  float32  [12, 700]  65.6 KiB  2 boxes of [6, 700] from 2 writers",
+        "also tied.scale",
+        "bad    nan",
+    ):
+        assert text in out, text
+
+
+def test_no_line_of_text_ends_in_blanks(call, checkpoint_path, run_path):
+    for command, path in (("inspect", checkpoint_path), ("inspect", run_path), ("log", run_path)):
+        assert not [line for line in call(command, path)[1].splitlines() if line != line.rstrip()]
+
+
+def test_tensors_are_listed_one_by_one_on_demand(call, checkpoint_path):
+    _, out, _ = call("inspect", checkpoint_path, "--tensors")
+
+    assert "layers.0.w  " in out
+    assert "layers.1.w  " in out
+    assert out.splitlines()[-1] == "3 tensors"
+
+
+@pytest.mark.parametrize(("pattern", "count"), [("layers.*", 2), ("tied.*", 1), ("nothing", 0), ("[", 0), ("*1.w", 1)])
+def test_a_pattern_selects_tensors(call_json, checkpoint_path, pattern, count):
+    code, answer = call_json("inspect", checkpoint_path, "--tensors", pattern)
+
+    assert (code, len(answer["tensors"])) == (0, count)
+
+
+def test_json_has_everything(call_json, checkpoint_path):
+    code, answer = call_json("inspect", checkpoint_path)
+
+    assert code == 0
+    assert (answer["kind"], answer["format"], answer["step"], answer["writer_count"]) == ("checkpoint", "0.1", 3, 2)
+    assert answer["fields"]["optimizer"] == {"state": "absent", "reason": "not given to State"}
+    assert answer["claim"] == {"at_most": "S1", "lowered_by": ["optimizer is absent: not given to State"]}
+    assert answer["nbytes"] == sum(path.stat().st_size for path in checkpoint_path.rglob("*") if path.is_file())
+    assert [tensor["name"] for tensor in answer["tensors"]] == ["layers.0.w", "layers.1.w", "scale"]
+    assert answer["tensors"][0]["boxes"] == [
+        {"begin": [0, 0], "box_shape": [6, 700], "part": 0},
+        {"begin": [6, 0], "box_shape": [6, 700], "part": 1},
+    ]
+    assert answer["tensors"][2]["aliases"] == ["tied.scale"]
+    assert [stream["state"] for stream in answer["streams"]] == [[1, 2], [1, 2]]
+    values = {leaf["field"]: leaf["value"] for leaf in answer["leaves"]}
+    assert values["data"] == CURSOR
+    assert values["config"]["$map"] == [
+        ["lr", 3e-4],
+        ["betas", [0.9, 0.95]],
+        ["bad", {"$float": "nan"}],
+        [1, {"$bytes": "00ff"}],
+        ["model", {"width": 512}],
+    ]
+    assert answer["problems"] == []
+
+
+def test_one_field_is_shown_alone_and_whole(call, call_json, tmp_path):
+    config = {f"key{number}": number for number in range(100)}
+    save(LocalStore(tmp_path, writable=True), leaves=[leaf_of("config", config), leaf_of("data", {"position": 1})])
+
+    assert "and 40 lines more: --field config shows all" in call("inspect", tmp_path)[1]
+    whole = call("inspect", tmp_path, "--field", "config")[1]
+    assert "key99" in whole
+    assert "position" not in whole
+    assert "weights tensors" not in whole
+    answer = call_json("inspect", tmp_path, "--field", "config")[1]
+    assert [leaf["field"] for leaf in answer["leaves"]] == ["config"]
+    assert (answer["tensors"], answer["streams"]) == ([], [])
+
+
+def test_streams_are_shown_on_demand(call, checkpoint_path):
+    _, out, _ = call("inspect", checkpoint_path, "--field", "rng")
+
+    assert "python  lw/0  python.mt19937" in out
+
+
+def test_an_unknown_field_is_bad_usage(call, checkpoint_path):
+    code, _, err = call("inspect", checkpoint_path, "--field", "wieghts")
+
+    assert code == 2
+    assert "weights, optimizer" in err
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_is_shown(call, call_json, checkpoint_path):
+    (checkpoint_path / f"parts/{ATTEMPT}-00000.msgpack").unlink()
+
+    code, out, _ = call("inspect", checkpoint_path)
+
+    assert code == 2
+    assert "layers.{0..1}.w" in out
+    assert "unreadable  FILE_MISSING" in out
+    code, answer = call_json("inspect", checkpoint_path)
+    assert (code, [problem["code"] for problem in answer["problems"]]) == (2, ["FILE_MISSING"])
+
+
+def test_an_unreadable_manifest_is_an_error(call, checkpoint_path):
+    (checkpoint_path / "manifest.json").write_bytes(b"{")
+
+    code, out, err = call("inspect", checkpoint_path)
+
+    assert (code, out) == (2, "")
+    assert err.startswith("error: DOC_SYNTAX at manifest.json")
+
+
+def test_a_run_is_summarised(call, call_json, run_path):
+    code, out, _ = call("inspect", run_path)
+
+    assert code == 0
+    assert "2 launches, 7 checkpoints: 5 committed, 1 unfinished, 1 aborted" in out
+    assert "step-00000050-l0002" in out
+    assert f"python -m ckptfmt log {run_path}" in out
+    assert call_json("inspect", run_path)[1]["head"] == "step-00000050-l0002"
+
+
+def test_hostile_names_and_values_are_shown_as_they_are(call, tmp_path):
+    store = LocalStore(tmp_path, writable=True)
+    leaves = [leaf_of("config", {"\x1b[31m": "\u202eabc\n", "big": 1 << 60_000, 1: {1 << 70}, "set": frozenset()})]
+    save(store, leaves=leaves, names=("layers.*.w", "layers.0.w", "layers.00.w", "\x1b[2J", "9" * 4000, ""))
+
+    for arguments in ((), ("--json",), ("--tensors",), ("--field", "config")):
+        code, out, _ = call("inspect", tmp_path, *arguments)
+
+        assert code == 0
+        assert not {"\x1b", "\u202e", "\r"} & set(out)
+
+
+def test_references_to_tensors_and_odd_streams_are_shown(call, tmp_path):
+    from ckptfmt.documents.manifest import Origin
+
+    store = LocalStore(tmp_path, writable=True)
+    origin = Origin(run_id=None, launch=None, nonce="0" * 32, step=1, attempt=ATTEMPT, writer_count=1)
+    snapshot = snapshot_of(0, 1, leaves=[leaf_of("weights", {"head": TensorRef("scale", "torch")}, name="extra")])
+    streams = (Stream(name="x/y", scope="global", kind="odd", state=dump_tree(None, where="")),)
+    object.__setattr__(snapshot, "streams", streams)
+    write_part(store, snapshot, origin, writer=0)
+    commit(store, origin, deadline_s=5)
+
+    code, out, _ = call("inspect", tmp_path, "--field", "weights")
+
+    assert code == 0
+    assert "tensor scale" in out

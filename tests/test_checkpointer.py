@@ -1,0 +1,240 @@
+"""The loop's one class: resume, cadence, retention, lineage, fencing; numpy states, threads as processes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptfmt
+from ckptfmt.checkpointer import Checkpointer
+from ckptfmt.documents.manifest import Manifest, Tombstone
+from ckptfmt.engines.lineage import list_checkpoints
+from ckptfmt.errors import CkptError, Code, FencedError
+from ckptfmt.store import open_store
+from ckptfmt.store.memory import MemoryStore
+from tests.test_group import Allgather, run_writers
+
+
+class Trainer:
+    """A run whose state says how it came about: its weights are the sum of the steps taken."""
+
+    def __init__(self) -> None:
+        self.weights = {"w": np.zeros(3)}
+        self.data = {"position": 0}
+        self.state = ckptfmt.State(weights=self.weights, data=self.data)
+
+    def step(self, number: int) -> None:
+        self.weights["w"] += number + 1
+        self.data["position"] = number + 1
+
+
+def run(store: Any, total: int, **options: Any) -> tuple[Trainer, Checkpointer, list[int]]:
+    trainer, done = Trainer(), []
+    with Checkpointer(store, trainer.state, **options) as checkpointer:
+        for number in checkpointer.steps(total):
+            trainer.step(number)
+            done.append(number)
+    return trainer, checkpointer, done
+
+
+def committed(store: Any) -> list[tuple[int, int]]:
+    return [(entry.step, entry.launch) for entry in list_checkpoints(store) if isinstance(entry.register, Manifest)]
+
+
+@pytest.fixture(params=["memory", "local"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return MemoryStore() if request.param == "memory" else open_store(tmp_path / "run", writable=True)
+
+
+def test_second_start_goes_on_where_the_first_ended(store: Any) -> None:
+    run(store, 4)
+    trainer, checkpointer, done = run(store, 7)
+    assert done == [4, 5, 6]
+    assert trainer.weights["w"].tobytes() == np.full(3, 28.0).tobytes()
+    assert trainer.data == {"position": 7}
+    assert checkpointer.launch is not None
+    assert checkpointer.launch.launch == 2
+    assert checkpointer.launch.chosen_by == "lineage"
+
+
+def test_nothing_is_left_to_do_when_the_run_is_over(store: Any) -> None:
+    run(store, 4)
+    _, _, done = run(store, 4)
+    assert done == []
+    assert committed(store) == [(4, 1)]
+
+
+def test_saves_every_so_many_steps_and_at_the_end(store: Any) -> None:
+    run(store, 7, every=3)
+    assert committed(store) == [(3, 1), (6, 1), (7, 1)]
+
+
+def test_retention_keeps_the_last_and_every_nth(store: Any) -> None:
+    run(store, 9, every=1, keep=2, keep_every=4)
+    assert committed(store) == [(4, 1), (8, 1), (9, 1)]
+    retired = [entry for entry in list_checkpoints(store) if isinstance(entry.register, Tombstone)]
+    assert [entry.step for entry in retired] == [1, 2, 3, 5, 6, 7]
+    assert ckptfmt.validate(store).valid
+
+
+def test_rollback_by_hand_stays_rolled_back(store: Any) -> None:
+    run(store, 6, every=2)
+    _, checkpointer, done = run(store, 3, resume="step-00000002-l0001")
+    assert done == [2]
+    assert checkpointer.launch is not None
+    assert checkpointer.launch.chosen_by == "hand"
+    _, _, done = run(store, 5)
+    assert done == [3, 4]
+
+
+def test_rollback_holds_even_if_the_launch_saved_nothing(store: Any) -> None:
+    run(store, 6, every=2)
+    trainer = Trainer()
+    with Checkpointer(store, trainer.state, resume="step-00000002-l0001") as checkpointer:
+        assert checkpointer.step == 2
+    _, _, done = run(store, 4)
+    assert done == [2, 3]
+
+
+def test_fresh_start_ignores_what_is_there(store: Any) -> None:
+    run(store, 3)
+    _, _, done = run(store, 2, resume="fresh")
+    assert done == [0, 1]
+
+
+def test_unknown_checkpoint_by_hand_is_refused(store: Any) -> None:
+    run(store, 3)
+    with pytest.raises(CkptError) as caught:
+        run(store, 4, resume="step-00000009-l0001")
+    assert caught.value.code == Code.NOT_COMMITTED
+
+
+def test_damaged_newest_is_passed_over_by_name_and_recorded(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run", writable=True)
+    run(store, 6, every=2)
+    victim = next((tmp_path / "run" / "step-00000006-l0001").glob("weights-*.safetensors"))
+    content = bytearray(victim.read_bytes())
+    content[-1] ^= 1
+    victim.write_bytes(content)
+    _, checkpointer, done = run(store, 7)
+    assert done == [4, 5, 6]
+    assert checkpointer.launch is not None
+    assert checkpointer.launch.chosen_by == "fallback"
+    assert checkpointer.launch.resume_from is not None
+    assert checkpointer.launch.resume_from.name == "step-00000004-l0001"
+    assert "step-00000006-l0001" in checkpointer.passed_over[0]
+
+
+def test_run_without_a_valid_checkpoint_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run", writable=True)
+    run(store, 2)
+    next((tmp_path / "run").glob("step-*/index-*")).write_bytes(b"")
+    with pytest.raises(CkptError) as caught:
+        run(store, 3)
+    assert caught.value.code == Code.NO_VALID_CHECKPOINT
+
+
+def test_process_that_was_thought_dead_is_fenced_at_its_next_save(store: Any) -> None:
+    zombie = Trainer()
+    with Checkpointer(store, zombie.state) as old:
+        run(store, 2)
+        old.step = 5
+        with pytest.raises(FencedError) as caught:
+            old.save()
+    assert caught.value.code == Code.FENCED
+    assert committed(store) == [(2, 2)]
+
+
+def test_saving_a_step_twice_does_nothing(store: Any) -> None:
+    trainer = Trainer()
+    with Checkpointer(store, trainer.state) as checkpointer:
+        checkpointer.step = 3
+        assert checkpointer.save() is not None
+        assert checkpointer.save() is None
+    assert committed(store) == [(3, 1)]
+
+
+def test_sampler_commits_with_the_step(store: Any) -> None:
+    def start(total: int) -> list[list[int]]:
+        sampler = ckptfmt.Sampler(10, global_batch=4, seed=7, worker=(0, 1))
+        seen = []
+        with Checkpointer(store, ckptfmt.State(weights={"w": np.zeros(1)}, data=sampler), every=2) as checkpointer:
+            batches = iter(sampler)
+            for _ in checkpointer.steps(total):
+                seen.append(next(batches))
+        return seen
+
+    interrupted = start(3) + start(6)
+    uninterrupted = list(itertools.islice(iter(ckptfmt.Sampler(10, global_batch=4, seed=7, worker=(0, 1))), 6))
+    assert interrupted == uninterrupted
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 1.5, "5", "min", "0s", "5 days", "-1s"])
+def test_cadence_that_means_nothing_is_refused(every: Any) -> None:
+    with pytest.raises(CkptError) as caught:
+        Checkpointer(MemoryStore(), Trainer().state, every=every)
+    assert caught.value.code == Code.ARGUMENT
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5])
+def test_retention_that_means_nothing_is_refused(keep: Any) -> None:
+    with pytest.raises(CkptError) as caught:
+        Checkpointer(MemoryStore(), Trainer().state, keep=keep)
+    assert caught.value.code == Code.ARGUMENT
+
+
+def test_writers_with_clocks_that_disagree_save_the_same_steps() -> None:
+    store, allgather = MemoryStore(), Allgather(3)
+
+    def body(writer: int) -> list[int]:
+        weights = {"w": np.zeros(2)}
+        checkpointer = Checkpointer(
+            store, ckptfmt.State(weights=weights), every="10s", writer=(writer, 3), agree=allgather.of(writer)
+        )
+        # A step takes a second. Writer 1's clock runs twenty times as fast, writer 2's stands still.
+        checkpointer._clock = lambda: checkpointer.step * (1.0, 20.0, 0.0)[writer]
+        saves: list[int] = []
+        checkpointer_save = checkpointer.save
+
+        def save() -> Any:
+            saves.append(checkpointer.step)
+            return checkpointer_save()
+
+        checkpointer.save = save  # type: ignore[method-assign]
+        with checkpointer:
+            for _ in checkpointer.steps(60):
+                weights["w"] += 1
+        return saves
+
+    first, second, third = run_writers(3, body)
+    assert first == second == third
+    assert first == [10, 20, 30, 40, 50, 60]
+    assert [step for step, _ in committed(store)] == first
+
+
+def test_time_is_asked_for_rarely_and_not_at_every_step() -> None:
+    asked = 0
+
+    def gather(value: bytes) -> list[bytes]:
+        nonlocal asked
+        asked += 1
+        return [value]
+
+    checkpointer = Checkpointer(MemoryStore(), Trainer().state, every="1000s")
+    checkpointer._group._gather = gather
+    checkpointer._group.writer_count = 1
+    now = itertools.count()
+    checkpointer._clock = lambda: float(next(now))
+    checks = []
+    checkpointer.restore()
+    for step in range(1, 900):
+        checkpointer.step = step
+        before = checkpointer._timer.next_step
+        assert not checkpointer._is_due()
+        if step >= before:
+            checks.append(step)
+    assert len(checks) < 30
