@@ -37,6 +37,8 @@ NAME_NBYTES: Final = 4096
 NDIM: Final = 32
 #: Most dimensions of one tensor that are cut into pieces.
 SPLIT_NDIM: Final = 8
+#: Most corners of one tensor's boxes: boxes times two to the power of the dimensions that are cut.
+CORNERS: Final = 1 << 26
 #: Largest extent of one dimension, in elements.
 DIM: Final = 1 << 48
 #: Largest number of elements of a tensor, zero-sized dimensions left out of the product.

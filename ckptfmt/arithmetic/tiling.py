@@ -63,6 +63,9 @@ def check_tiling(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *,
     if len(split) > limits.SPLIT_NDIM:
         detail = f"cut in {len(split)} dimensions; at most {limits.SPLIT_NDIM} are allowed"
         raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-LIM-001")
+    if len(begin) << len(split) > limits.CORNERS:
+        detail = f"{len(begin)} boxes cut in {len(split)} dimensions; at most {limits.CORNERS} corners are allowed"
+        raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-LIM-001")
     wrong = _first_wrong(tuple(global_shape[j] for j in split), begin[:, split], end[:, split])
     if wrong is None:
         return

@@ -17,6 +17,9 @@ _SGR: Final = {
     "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
 }  # fmt: skip
 
+#: The last second of the year 9999.
+_UNIX_S_MAX: Final = 253_402_300_799
+
 #: A cell of a table: its text, and the style of that text ("" for none).
 Cell = tuple[str, str]
 
@@ -59,17 +62,16 @@ def count_text(count: int, noun: str, plural: str = "") -> str:
 
 
 def time_text(unix_s: int) -> str:
-    """Return a time as ISO 8601 in UTC; seconds that no calendar has, as they are.
+    """Return a time as ISO 8601 in UTC; what isn't within four digits of a year, in seconds.
 
     >>> time_text(0), time_text(1 << 53)
     ('1970-01-01T00:00:00Z', '9007199254740992 s')
     """
     import time
 
-    try:
-        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(unix_s))
-    except (ValueError, OverflowError, OSError):
+    if not 0 <= unix_s <= _UNIX_S_MAX:
         return f"{unix_s} s"
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(unix_s))
 
 
 def shorten(text: str, width: int) -> str:
@@ -126,15 +128,16 @@ class Console:
         self.line()
         self.line((text, "bold"))
 
-    def table(self, rows: Iterable[Sequence[Cell | str]], *, right: Sequence[int] = (), indent: int = 2) -> None:
+    def table(
+        self, rows: Iterable[Sequence[Cell | str]], *, right: Sequence[int] = (), indent: int = 2, cut: bool = True
+    ) -> None:
         """Print rows in aligned columns; columns that are empty throughout are left out.
-
-        On a terminal, lines that are too long lose the end of their last column.
 
         Args:
             rows: of cells; all rows have as many.
             right: numbers of the columns that are aligned to the right.
             indent: spaces before each line.
+            cut: whether lines lose what leaves the terminal.
         """
         table = [[cell if isinstance(cell, tuple) else (cell, "") for cell in row] for row in rows]
         if not table:
@@ -148,7 +151,7 @@ class Console:
                 gap = " " * (widths[column] - len(text))
                 pieces += [(gap, ""), (text, style)] if column in right else [(text, style), (gap, "")]
                 pieces.append(("  ", ""))
-            self.line(*self._fit(pieces[:-1]))
+            self.line(*(self._fit(pieces[:-1]) if cut else pieces[:-1]))
 
     def _fit(self, pieces: list[Cell]) -> list[Cell]:
         """Cut what leaves the terminal."""

@@ -231,7 +231,7 @@ def _print_header(view: _View, console: Console, nbytes: int) -> None:
         (("size", "dim"), f"{bytes_text(nbytes)} ({nbytes} bytes)"),
         (("profile", "dim"), f"{manifest.profile}, {references}, blocks of {bytes_text(origin.block_nbytes)}"),
     ]
-    console.table(rows, indent=0)
+    console.table(rows, indent=0, cut=False)  # a digest is there to be copied
 
 
 def _short_digest(digest: str) -> str:

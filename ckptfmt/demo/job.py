@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ckptfmt.demo.ledger import Ledger, ledger_path, read_ledger
+from ckptfmt.demo.ledger import Follower, Ledger, ledger_path, read_ledger
 
 __all__ = ["Job", "JobError"]
 
@@ -41,13 +41,14 @@ class Job:
 
     def __init__(self, directory: Path, *, run: str, name: str, world_size: int, options: Sequence[str]) -> None:
         self.name = name
-        self._ledgers = directory / "ledgers"
-        self._world_size = world_size
+        ledgers = directory / "ledgers"
+        self._ledger_paths = [ledger_path(ledgers, name, rank) for rank in range(world_size)]
+        self._followers = [Follower(path) for path in self._ledger_paths]
         self._log = directory / "logs" / f"{name}.txt"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         script = ["-m", "ckptfmt.demo.train", "--checkpoints", str(directory / run)]
-        self._command = [sys.executable, *launcher, *script, "--ledgers", str(self._ledgers), "--name", name, *options]
+        self._command = [sys.executable, *launcher, *script, "--ledgers", str(ledgers), "--name", name, *options]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -69,61 +70,55 @@ class Job:
         self.end()
 
     def ledgers(self) -> list[Ledger]:
-        """Return what the processes have written so far."""
-        return [read_ledger(ledger_path(self._ledgers, self.name, rank)) for rank in range(self._world_size)]
+        """Return what the processes wrote."""
+        return [read_ledger(path) for path in self._ledger_paths]
 
     def wait(self, on_step: Callable[[int], None]) -> None:
         """Wait until the job has ended well; call `on_step` with the steps done as they are done.
 
         Raises: JobError if it fails, or stands still.
         """
-        while self._is_running():
-            self._watch(on_step, until=None)
-        assert self._process is not None  # noqa: S101 - the context was entered
-        if self._process.returncode != 0:
-            raise self._failure(f"ended with exit code {self._process.returncode}")
+        self._watch(on_step)
+        if self._returncode() != 0:
+            raise self._failure(f"ended with exit code {self._returncode()}")
 
-    def kill_after(self, step: int, rank: int, on_step: Callable[[int], None]) -> int:
-        """Send SIGKILL to one process once it has done `step` steps, and wait until the job has failed of it.
+    def kill_after(self, step: int, rank: int, on_step: Callable[[int], None]) -> None:
+        """Send SIGKILL to one process once all have done `step` steps, and wait until the job has failed of it.
 
-        Returns: the last step in that process's ledger.
-        Raises: JobError if there was nothing to kill, or the job goes on all the same.
+        Raises: JobError if there was nothing to kill, or the job went on all the same.
         """
         self._watch(on_step, until=step)
-        header = self.ledgers()[rank].header
-        if header is None or not self._is_running():
+        pid = self._followers[rank].pid
+        if pid is None or self._returncode() is not None:
             raise self._failure(f"ended before it could be killed after step {step}")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(header.pid, signal.SIGKILL)
-        while self._is_running():
-            self._watch(on_step, until=None)
-        if self._process is None or self._process.returncode == 0:
+        _kill(pid)
+        self._watch(on_step)
+        if self._returncode() == 0:
             raise self._failure("ended well, although one of its processes was killed")
-        return self.ledgers()[rank].last_step
 
     def end(self) -> None:
         """End the job if it is still running: first torchrun, which ends its processes; then whoever is left."""
         if self._process is None or self._process.poll() is not None:
             return
-        pids = [ledger.header.pid for ledger in self.ledgers() if ledger.header is not None]
         self._process.terminate()
         try:
             self._process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for follower in self._followers:
+                follower.poll()
+                if follower.pid is not None:
+                    _kill(follower.pid)
 
-    def _is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+    def _returncode(self) -> int | None:
+        return None if self._process is None else self._process.poll()
 
-    def _watch(self, on_step: Callable[[int], None], *, until: int | None) -> None:
-        """Follow the ledgers until a step is done, or the job has ended."""
+    def _watch(self, on_step: Callable[[int], None], *, until: int | None = None) -> None:
+        """Follow the ledgers until all processes have done a step, or the job has ended."""
         last_step, change_s = 0, time.monotonic()
-        while self._is_running():
-            step = min(ledger.last_step for ledger in self.ledgers())
+        while self._returncode() is None:
+            step = min(follower.poll() for follower in self._followers)
             if step != last_step:
                 last_step, change_s = step, time.monotonic()
                 on_step(step)
@@ -137,3 +132,8 @@ class Job:
         lines = self._log.read_text("utf-8", errors="replace").splitlines()[-15:] if self._log.exists() else []
         said = "".join(f"\n    {line}" for line in lines)
         return JobError(f"the launch {self.name!r} {what}; its output, {self._log}, ends with:{said}")
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -17,6 +17,7 @@ __all__ = [
     "Comparison",
     "Difference",
     "Entry",
+    "Follower",
     "Header",
     "Ledger",
     "LedgerWriter",
@@ -132,6 +133,38 @@ def read_ledger(path: Path) -> Ledger:
 def _parse_entry(record: dict[str, Any]) -> Entry:
     samples = record["samples"]
     return Entry(**record | {"samples": None if samples is None else tuple(samples)})
+
+
+class Follower:
+    """Follow a ledger that is being written, reading only what is new.
+
+    Attributes:
+        pid: of the process that writes it, once it has said so.
+        last_step: the last step written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begun = b""
+        self._byte_end = 0
+        self.pid: int | None = None
+        self.last_step = 0
+
+    def poll(self) -> int:
+        """Read on, and return the last step written."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._byte_end)
+                news = file.read()
+        except FileNotFoundError:
+            return self.last_step
+        self._byte_end += len(news)
+        *lines, self._begun = (self._begun + news).split(b"\n")
+        if lines and self.pid is None:
+            self.pid = json.loads(lines.pop(0))["pid"]
+        if lines:
+            self.last_step = json.loads(lines[-1])["step"]
+        return self.last_step
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

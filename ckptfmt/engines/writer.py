@@ -130,7 +130,8 @@ def write_part(
         absent=dict(snapshot.absent),
     )
     content, _ = part.dump()
-    store.sync("")
+    if shards:
+        store.sync("")
     create_once(store, part_path(origin.attempt, writer), lambda: [content], content=content)
     store.sync("parts")
     return part

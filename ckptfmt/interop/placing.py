@@ -61,7 +61,7 @@ class Placer:
             self._fill_reference(live, saved)
             return live
         if isinstance(saved, dict) and FLATTENED in saved and _is_tensor(live):
-            self._fill_flattened(live, saved, name)
+            self._fill_flattened(live, saved)
             return live
         if type(live) in _DICTS and type(saved) in _DICTS:
             self._place_dict(live, saved, name)
@@ -108,17 +108,16 @@ class Placer:
     def _fill_reference(self, live: Any, saved: TensorRef) -> None:  # noqa: ANN401 - array or tensor
         fill(self.plan, live, self.referred(saved))
 
-    def _fill_flattened(self, live: Any, saved: dict[Any, Any], name: str) -> None:  # noqa: ANN401 - a tensor
+    def _fill_flattened(self, live: Any, saved: dict[Any, Any]) -> None:  # noqa: ANN401 - a tensor
         side = torch_side()
-        inner = {} if side is None else dict(side.inner_tensors(live, name))
-        for reference in _references(saved):
-            if reference.name in inner:
-                self._fill_reference(inner.pop(reference.name), reference)
-            else:
-                where = f"{self.field}:{reference.name}"
-                self.plan.problem(Code.TENSOR_UNEXPECTED, where, "the live tensor has no such inner tensor")
-        for missing in inner:
-            self.plan.problem(Code.TENSOR_MISSING, f"{self.field}:{missing}", "the saved tensor has no such part")
+        inner = {} if side is None else {name.removeprefix("/"): part for name, part in side.inner_tensors(live, "")}
+        references = {key: reference for key, reference in saved.items() if key != FLATTENED}
+        if inner.keys() != references.keys():
+            detail = f"made of {sorted(references)} when saved, here of {sorted(inner)}"
+            self.plan.problem(Code.SHAPE_MISMATCH, f"{self.field}:{next(iter(references.values())).name}", detail)
+            return
+        for key, part in inner.items():
+            self._fill_reference(part, references[key])
 
     # --- new ----------------------------------------------------------------------------------------------------------
 

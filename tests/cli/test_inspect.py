@@ -2,6 +2,7 @@
 
 import pytest
 
+from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.part import Stream
 from ckptfmt.documents.tree import TensorRef, dump_tree
 from ckptfmt.engines.commit import commit
@@ -149,8 +150,6 @@ def test_hostile_names_and_values_are_shown_as_they_are(call, tmp_path):
 
 
 def test_references_to_tensors_and_odd_streams_are_shown(call, tmp_path):
-    from ckptfmt.documents.manifest import Origin
-
     store = LocalStore(tmp_path, writable=True)
     origin = Origin(run_id=None, launch=None, nonce="0" * 32, step=1, attempt=ATTEMPT, writer_count=1)
     snapshot = snapshot_of(0, 1, leaves=[leaf_of("weights", {"head": TensorRef("scale", "torch")}, name="extra")])

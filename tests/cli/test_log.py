@@ -5,6 +5,7 @@ import pytest
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.engines.commit import retire
 from ckptfmt.engines.lineage import begin_launch, open_run
+from ckptfmt.engines.reader import read_manifest
 from ckptfmt.store import LocalStore
 from tests.cli.conftest import make_run, save_in_run
 
@@ -78,8 +79,6 @@ def test_json_has_the_same(call_json, run_path):
 
 def test_a_retired_checkpoint_keeps_its_place(call, call_json, run_path):
     entry = LocalStore(run_path, writable=True).at(checkpoint_name(20, 1))
-    from ckptfmt.engines.reader import read_manifest
-
     manifest = read_manifest(entry)
     retire(entry, manifest)
 
@@ -148,9 +147,10 @@ def test_three_branches_stay_apart(call, tmp_path):
     assert graph_of(out) == ["*", "| o", "* |", "|/", "*"]
 
 
-@pytest.mark.parametrize("make", [lambda path: None, lambda path: (path / "manifest.json").write_text("{}")])
-def test_what_is_no_run_is_bad_usage(call, tmp_path, make):
-    make(tmp_path)
+@pytest.mark.parametrize("names", [[], ["manifest.json"], ["manifest.json", "run.json"]])
+def test_what_is_no_run_is_bad_usage(call, tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text("{}")
 
     code, _, err = call("log", tmp_path)
 

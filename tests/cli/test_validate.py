@@ -9,6 +9,8 @@ import pytest
 
 from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.manifest import checkpoint_name
+from ckptfmt.errors import Code, err
+from ckptfmt.store import LocalStore
 from tests.cli.conftest import ATTEMPT
 
 INDEX = f"index-{ATTEMPT}.msgpack"
@@ -25,6 +27,11 @@ def flip(path, byte):
 
 def header_nbytes(path):
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def layers_begin(path):
+    """The first byte of the tensor layers.0.w, which has several blocks: the 8 bytes of `scale` come before it."""
+    return header_nbytes(path) + 8
 
 
 def found(call_json, path):
@@ -94,14 +101,14 @@ def test_an_extra_file_is_a_warning(call, checkpoint_path):
 
 
 def test_a_changed_byte_of_a_block_is_named_with_its_range(call_json, checkpoint_path):
-    begin = header_nbytes(checkpoint_path / SHARD)
+    begin = layers_begin(checkpoint_path / SHARD)
     flip(checkpoint_path / SHARD, begin + 4096 + 7)
 
     assert found(call_json, checkpoint_path) == [("BLOCK_DIGEST", f"{SHARD}[{begin + 4096}:{begin + 8192}]")]
 
 
 def test_every_changed_block_is_named(call_json, checkpoint_path):
-    begin = header_nbytes(checkpoint_path / SHARD)
+    begin = layers_begin(checkpoint_path / SHARD)
     for block in (0, 2):
         flip(checkpoint_path / SHARD, begin + block * 4096)
 
@@ -154,7 +161,7 @@ def test_a_changed_digit_of_the_manifest_is_found(call_json, checkpoint_path):
 
 
 def test_text_names_code_place_clause_message_and_remedy(call, checkpoint_path):
-    begin = header_nbytes(checkpoint_path / SHARD)
+    begin = layers_begin(checkpoint_path / SHARD)
     flip(checkpoint_path / SHARD, begin)
 
     code, out, _ = call("validate", checkpoint_path)
@@ -251,7 +258,7 @@ def test_a_huge_index_is_refused_before_it_is_read(call_json, checkpoint_path):
         (b'{"digest":1,"digest":2}', "DOC_DUPLICATE_KEY"),
         (b'{"digest":1e999}', "DOC_NUMBER"),
         (b'{"digest":' + b"9" * 60_000 + b"}", "DOC_NUMBER"),
-        (b'"\\ud800"', "DOC_STRING"),
+        (b'{"digest":"\\ud800"}', "DOC_STRING"),
         (b"null", "DOC_SYNTAX"),
     ],
 )
@@ -340,9 +347,6 @@ def test_an_error_is_an_object_too(call_json, tmp_path):
 
 
 def test_a_failing_store_leaves_the_check_incomplete(call, call_json, checkpoint_path, monkeypatch):
-    from ckptfmt.errors import Code, err
-    from ckptfmt.store.local import LocalStore
-
     flip(checkpoint_path / f"weights-{ATTEMPT}-00000.safetensors", -1)
     read_range = LocalStore.read_range
 

@@ -6,7 +6,8 @@ import pytest
 
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.part import Part
-from ckptfmt.engines import commit
+from ckptfmt.engines import commit, reader
+from ckptfmt.engines import verify as verify_module
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import read_all, small_files, verify
@@ -21,6 +22,17 @@ def _parse_each_document_once(monkeypatch):
     monkeypatch.setattr(commit, "parse_register", functools.cache(commit.parse_register))
     monkeypatch.setattr(Index, "parse", staticmethod(functools.cache(Index.parse)))
     monkeypatch.setattr(Part, "parse", staticmethod(functools.cache(Part.parse)))
+    for module in (reader, verify_module):
+        monkeypatch.setattr(module, "parse_tree", functools.cache(module.parse_tree))
+    tiled = []
+    check = reader.check_index_tiling
+
+    def check_once(index):
+        if not any(index is known for known in tiled):
+            check(index)
+            tiled.append(index)
+
+    monkeypatch.setattr(reader, "check_index_tiling", check_once)
 
 
 def assert_refused(path, content):

@@ -1,0 +1,133 @@
+"""The demo: a real training run, killed in the middle, resumed, and compared bit by bit with one left in peace.
+
+    python -m ckptfmt demo
+
+Start reading at `ckptfmt.demo.train`, the training script, which is what a user writes; `ckptfmt.demo.story` starts it
+several times and compares what it did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from ckptfmt.demo.job import JobError
+from ckptfmt.demo.progress import Progress
+from ckptfmt.demo.screen import Look, as_json, render
+from ckptfmt.demo.settings import ITEMS, STEPS_MIN, make_settings
+from ckptfmt.demo.story import tell
+from ckptfmt.errors import CkptError, Code, err
+
+__all__ = ["main"]
+
+#: Exit codes: all held; something differs; the demo couldn't run; interrupted.
+_HOLDS, _DIFFERS, _FAILED, _INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo and return its exit code: 0 only if all comparisons hold.
+
+    Raises: StateError(STATE_UNSUPPORTED) where torch isn't installed.
+    """
+    arguments = _parse_arguments(argv)
+    if importlib.util.find_spec("torch") is None:
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            "the demo trains a small model with torch",
+            where="demo",
+            remedy='Install it: pip install "ckptfmt[torch]".',
+        )
+    try:
+        with _ended_as_by_ctrl_c(signal.SIGTERM):
+            return _run(arguments)
+    except JobError as error:
+        print(f"\nThe demo couldn't run: {error}", file=sys.stderr)
+        return _FAILED
+    except (CkptError, OSError) as error:
+        print(f"\nThe demo couldn't run: {error}", file=sys.stderr)
+        return _FAILED
+    except KeyboardInterrupt:
+        print("\nInterrupted; nothing is left running.", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    begin_s = time.monotonic()
+    settings = make_settings(steps=arguments.steps, quick=arguments.quick)
+    options = [f"--steps={settings.steps}", *(["--quick"] if arguments.quick else [])]
+    directory = _make_directory(arguments.run)
+    progress = Progress(3 if arguments.leave_out else 4)
+    try:
+        outcome = tell(directory, settings, options, without=arguments.leave_out, phases=progress)
+    finally:
+        progress.end()
+    seconds = time.monotonic() - begin_s
+    if arguments.json:
+        print(json.dumps(as_json(outcome, seconds=seconds), indent=2))
+    else:
+        print("\n" + render(outcome, Look.of(sys.stdout), seconds=seconds))
+    return _HOLDS if outcome.holds else _DIFFERS
+
+
+def _make_directory(wanted: Path | None) -> Path:
+    """Return a directory that holds nothing yet. Raises: FileExistsError."""
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix="ckptfmt-demo-"))
+    wanted.mkdir(parents=True, exist_ok=True)
+    if any(wanted.iterdir()):
+        raise FileExistsError(f"{wanted} isn't empty; the demo writes over nothing")
+    return wanted.resolve()
+
+
+@contextmanager
+def _ended_as_by_ctrl_c(number: signal.Signals) -> Iterator[None]:
+    """Take a signal as Ctrl-C is taken, so that no process is left behind; only where signals arrive at all."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m ckptfmt demo",
+        description="Train a small GPT on two processes, kill one, resume, and compare every bit with a run left in"
+        " peace; then resume on three processes. About a minute and a half on two cores.",
+    )
+    parser.add_argument("--run", type=Path, metavar="DIR", help="where to leave the run: an empty or a new directory")
+    parser.add_argument("--steps", type=_steps, metavar="N", help=f"training steps, at least {STEPS_MIN}")
+    parser.add_argument("--quick", action="store_true", help="a much smaller model and fewer steps")
+    parser.add_argument(
+        "--leave-out",
+        choices=ITEMS,
+        metavar="ITEM",
+        help="a negative control: leave this out when the killed run is restored, so that the comparison fails; one"
+        f" of {', '.join(ITEMS)}",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser.parse_args(argv)
+
+
+def _steps(text: str) -> int:
+    steps = int(text)
+    if steps < STEPS_MIN:
+        raise argparse.ArgumentTypeError(f"at least {STEPS_MIN}")
+    return steps

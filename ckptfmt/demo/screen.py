@@ -1,0 +1,239 @@
+"""The demo's last screen: what was trained, what happened to it, what was compared, what holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import textwrap
+from collections.abc import Iterator
+from typing import TextIO
+
+from ckptfmt.demo.ledger import Comparison
+from ckptfmt.demo.story import Outcome, Resized, Strip
+
+__all__ = ["Look", "as_json", "render"]
+
+_WIDTH = 78
+_STRIP_WIDTH = 60
+_LABEL_WIDTH = 13
+
+#: What is compared, as a person calls it, by its category in the ledger.
+_ROWS = {
+    "parameter": "parameters",
+    "moment": "moments of AdamW",
+    "step": "steps of AdamW",
+    "buffer": "buffer",
+    "schedule": "learning rate",
+    "rng": "random streams",
+    "cursor": "data cursor",
+    "sample": "samples",
+    "loss": "loss",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a stream can show.
+
+    Attributes:
+        save, kill, begin, resume, line: of the time line.
+        rule: between the parts.
+        colour: whether styles are shown.
+    """
+
+    save: str = "o"
+    kill: str = "X"
+    begin: str = "|"
+    resume: str = "`"
+    line: str = "-"
+    rule: str = "-"
+    colour: bool = False
+
+    @classmethod
+    def of(cls, stream: TextIO) -> Look:
+        """Return what `stream` can show: boxes where its encoding has them, colour on a terminal."""
+        colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        boxes = {"save": "●", "kill": "✗", "begin": "├", "resume": "╰", "line": "─", "rule": "─"}
+        try:
+            "".join(boxes.values()).encode(stream.encoding or "ascii")
+        except UnicodeEncodeError:
+            boxes = {}
+        return cls(**boxes, colour=colour)
+
+    def style(self, text: str, code: str) -> str:
+        """Return text in a style, by its number in ECMA-48; plain where there is no colour."""
+        return f"\x1b[{code}m{text}\x1b[0m" if self.colour else text
+
+    def verdict(self, *, good: bool, text: str) -> str:
+        """Return text in green or red."""
+        return self.style(text, "1;32" if good else "1;31")
+
+
+def render(outcome: Outcome, look: Look, *, seconds: float) -> str:
+    """Return the last screen."""
+    rule = look.style(look.rule * _WIDTH, "2")
+    parts = [
+        [rule, *_iter_what(outcome)],
+        list(_iter_time_line(outcome, look)),
+        list(_iter_comparison(outcome, look)),
+        list(_iter_resized(outcome.resized, look)) if outcome.resized else [],
+        [*_iter_verdict(outcome, look, seconds), rule],
+        list(_iter_next(outcome)),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _iter_what(outcome: Outcome) -> Iterator[str]:
+    header, settings = outcome.header, outcome.settings
+    before, after = outcome.losses
+    yield (
+        f"  A GPT of {header.parameter_count:,} parameters, on {settings.text_nbytes / 1024**2:.3g} MiB of text: the bytes of"
+    )
+    yield f"  {header.text}. AdamW, dropout {settings.dropout}, warm-up and cosine;"
+    yield f"  {header.world_size} processes under torchrun (gloo), {settings.steps} steps; loss {before:.2f} to {after:.2f}."
+
+
+def _iter_time_line(outcome: Outcome, look: Look) -> Iterator[str]:
+    settings = outcome.settings
+    axis = [" "] * (_STRIP_WIDTH + 4)
+    shown = [step for step in range(0, settings.steps + 1, settings.every) if _fits(step, settings.steps)]
+    for step in shown:
+        column = step * _STRIP_WIDTH // settings.steps
+        axis[column : column + len(str(step))] = str(step)
+    yield "  " + "step".ljust(_LABEL_WIDTH) + "".join(axis).rstrip()
+    for strip in outcome.strips:
+        yield _draw(strip, settings.steps, look)
+
+
+def _fits(step: int, steps: int) -> bool:
+    """Whether a step's number has room before that of the last one."""
+    return step == steps or (steps - step) * _STRIP_WIDTH // steps > len(str(step))
+
+
+def _draw(strip: Strip, steps: int, look: Look) -> str:
+    columns = {step: step * _STRIP_WIDTH // steps for step in (strip.first, strip.last, *strip.saves)}
+    begin, end = columns[strip.first], columns[strip.last]
+    cells = [look.line] * (end - begin + 1)
+    for step in strip.saves:
+        cells[columns[step] - begin] = look.save
+    cells[0] = look.resume if strip.first else look.begin
+    if strip.killed:
+        cells[-1] = look.style(look.kill, "1;31")
+    before = f"on {strip.world_size} processes, resumes from {strip.first} " if strip.first else ""
+    after = f" SIGKILL to one process after step {strip.last}" if strip.killed else ""
+    return "  " + strip.name.ljust(_LABEL_WIDTH) + before.rjust(begin) + "".join(cells) + look.style(after, "31")
+
+
+def _iter_comparison(outcome: Outcome, look: Look) -> Iterator[str]:
+    same, steps = outcome.same, outcome.settings.steps
+    yield "  Launches 1 and 2 against the undisturbed run, after each step, on each process:"
+    for category, name in _ROWS.items():
+        names = same.names_of(category)
+        done = same.identical_steps(category)
+        word = "identical" if done == steps and names else "DIFFERENT"
+        verdict = look.verdict(good=word == "identical", text=word)
+        yield f"    {name:<17} {_count(category, names):<29} {verdict}  {done} of {steps} steps"
+    again = sorted({step for step, _ in same.repeated})
+    if again:
+        yield f"    Steps {again[0]} to {again[-1]} stand in both launches: redone after the kill, and compared twice."
+
+
+def _count(category: str, names: list[str]) -> str:
+    if category in ("parameter", "moment", "step"):
+        return f"{len(names)} tensors"
+    if category == "rng":
+        return ", ".join(names)
+    return {
+        "sample": "ids and order",
+        "loss": "every bit",
+        "cursor": "position and ledger",
+        "schedule": "scheduler and options",
+    }.get(category, ", ".join(names))
+
+
+def _iter_resized(resized: Resized, look: Look) -> Iterator[str]:
+    yield f"  Launch 3, on {resized.world_size} processes instead of 2, against the undisturbed run:"
+    good = resized.state.identical
+    word = look.verdict(good=good, text="identical" if good else "DIFFERENT")
+    yield f"    state at step {resized.step}: all {len(resized.state.names)} facts {word} on all {resized.world_size} processes"
+    good = resized.cursor.identical and not resized.samples_wrong
+    word = look.verdict(good=good, text="none skipped, none repeated" if good else "WRONG")
+    yield f"    samples: {resized.sample_count:,} over the whole run, in the same order; {word}"
+    kept, streams = resized.stream_counts
+    ours, theirs = resized.losses
+    yield (
+        f"    ckptfmt's claim: {resized.claim} (order of samples, not bits): {kept} of {streams} random streams go on;"
+    )
+    yield f"    gradients are summed in another order. Loss in the end {ours:.4f}, undisturbed {theirs:.4f}."
+
+
+def _iter_verdict(outcome: Outcome, look: Look, seconds: float) -> Iterator[str]:
+    same, steps = outcome.same, outcome.settings.steps
+    for sentence in _iter_problems(outcome):
+        yield from textwrap.wrap(sentence, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+    done = same.identical_steps()
+    compared = f"{same.compared:,} digests, {seconds:.0f} s"
+    if outcome.holds:
+        yield look.verdict(good=True, text=f"  identical over all {steps} steps") + f"   ({compared})"
+    else:
+        yield look.verdict(good=False, text=f"  NOT the same: {done} of {steps} steps agree") + f"   ({compared})"
+
+
+def _iter_problems(outcome: Outcome) -> Iterator[str]:
+    if outcome.without:
+        yield f"Negative control: {outcome.without} was left out when launch 2 restored. The comparison has to fail."
+    if not outcome.same.identical:
+        yield _sentence(outcome.same)
+    resized = outcome.resized
+    if resized is not None:
+        for comparison in (resized.state, resized.cursor):
+            if not comparison.identical:
+                yield f"Launch 3: {_sentence(comparison)}"
+        if resized.samples_wrong:
+            yield f"Launch 3: {resized.samples_wrong}."
+    for violation in outcome.violations:
+        yield f"The run left behind isn't valid: {violation}"
+
+
+def _sentence(comparison: Comparison) -> str:
+    text = comparison.explain()
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _iter_next(outcome: Outcome) -> Iterator[str]:
+    yield "  The run is left behind to look at:"
+    for command in ("log", "inspect", "validate"):
+        yield f"    python -m ckptfmt {command} {outcome.run}"
+
+
+def as_json(outcome: Outcome, *, seconds: float) -> dict[str, object]:
+    """Return what the last screen says as a JSON-ready mapping."""
+    same, resized = outcome.same, outcome.resized
+    return {
+        "holds": outcome.holds,
+        "run": str(outcome.run),
+        "seconds": round(seconds, 1),
+        "steps": outcome.settings.steps,
+        "identical_steps": same.identical_steps(),
+        "compared": same.compared,
+        "differing": sorted({difference.name for difference in same.differences}),
+        "first_divergence": None if same.identical else same.explain(),
+        "left_out": outcome.without,
+        "claim": outcome.claim,
+        "strips": [dataclasses.asdict(strip) for strip in outcome.strips],
+        "repeated": [list(pair) for pair in same.repeated],
+        "resized": None
+        if resized is None
+        else {
+            "holds": resized.holds,
+            "world_size": resized.world_size,
+            "step": resized.step,
+            "state_identical": resized.state.identical,
+            "samples_wrong": resized.samples_wrong,
+            "sample_count": resized.sample_count,
+            "claim": resized.claim,
+            "lowered_by": list(resized.lowered_by),
+        },
+        "violations": list(outcome.violations),
+        "checked_nbytes": outcome.checked_nbytes,
+    }

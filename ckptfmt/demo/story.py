@@ -1,0 +1,265 @@
+"""The demo's story: a run undisturbed, the same run killed and resumed, and once more at another world size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import ckptfmt
+from ckptfmt.demo.job import Job
+from ckptfmt.demo.ledger import (
+    Comparison,
+    Entry,
+    Header,
+    Ledger,
+    check_history,
+    compare,
+    join_samples,
+)
+from ckptfmt.demo.settings import Settings
+from ckptfmt.documents.manifest import checkpoint_name
+
+__all__ = ["Outcome", "Phases", "Resized", "Strip", "tell"]
+
+#: Names of the two runs under the demo's directory.
+UNDISTURBED = "undisturbed"
+RUN = "run"
+
+
+class Phases(Protocol):
+    """Whoever shows how far the story is."""
+
+    def phase(self, text: str, steps: int) -> Callable[[int], None]:
+        """Begin a phase of so many steps; return what is to be called with the steps done."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Strip:
+    """One launch on the time line.
+
+    Attributes:
+        first, last: steps done when it began and ended.
+        saves: steps at which it saved.
+        killed: whether it ended by SIGKILL.
+    """
+
+    name: str
+    world_size: int
+    first: int
+    last: int
+    saves: tuple[int, ...]
+    killed: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Resized:
+    """What resuming at another world size showed.
+
+    Attributes:
+        world_size: how many processes.
+        step: the step it resumed from.
+        state: the restored state of each process against that of the undisturbed run, RNG streams left out.
+        stream_counts: how many random-number streams went on, of how many there are now.
+        cursor: the data cursor and the samples of every step, all processes together, against the undisturbed run.
+        samples_wrong: what is wrong with the samples of the whole history; empty if nothing is.
+        sample_count: how many samples the whole history took.
+        claim: the claim level that the load reports, and what lowers it.
+        losses: after the last step, over all processes: here, and of the undisturbed run.
+    """
+
+    world_size: int
+    step: int
+    state: Comparison
+    stream_counts: tuple[int, int]
+    cursor: Comparison
+    samples_wrong: str
+    sample_count: int
+    claim: str
+    lowered_by: tuple[str, ...]
+    losses: tuple[float, float]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the state is identical, and the samples are those of the undisturbed run."""
+        return self.state.identical and self.cursor.identical and not self.samples_wrong
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """All that the last screen says.
+
+    Attributes:
+        same: the killed and resumed run against the undisturbed one.
+        claim: the claim level that the load after the kill reports.
+        resized: None where the run after the kill already differs.
+        violations: what checking every byte of the run left behind found.
+        checked_nbytes: how many bytes that were.
+    """
+
+    directory: Path
+    settings: Settings
+    header: Header
+    strips: tuple[Strip, ...]
+    same: Comparison
+    claim: str
+    losses: tuple[float, float]
+    resized: Resized | None
+    violations: tuple[str, ...]
+    checked_nbytes: int
+    without: str | None
+
+    @property
+    def run(self) -> Path:
+        """The run that is left behind."""
+        return self.directory / RUN
+
+    @property
+    def holds(self) -> bool:
+        """Whether all that the demo claims was found to be so."""
+        return self.same.identical and self.resized is not None and self.resized.holds and not self.violations
+
+
+def tell(
+    directory: Path, settings: Settings, options: list[str], *, without: str | None, phases: Phases
+) -> Outcome:
+    """Run all launches one after the other and compare them.
+
+    Args:
+        directory: an empty one, for all that the demo writes.
+        options: the training script's, from which it makes the same settings.
+        without: what to leave out when the killed run is restored; the comparison must then fail.
+
+    Raises: JobError; CkptError.
+    """
+
+    def launch(run: str, name: str, world_size: int, *more: str) -> Job:
+        return Job(directory, run=run, name=name, world_size=world_size, options=[*options, *more])
+
+    with launch(UNDISTURBED, "undisturbed", 2) as job:
+        job.wait(phases.phase("an undisturbed run, to compare with", settings.steps))
+        undisturbed = job.ledgers()
+    with launch(RUN, "killed", 2) as job:
+        job.kill_after(settings.killed_step, 1, phases.phase("the run; one process gets SIGKILL", settings.steps))
+        killed = job.ledgers()
+    control = ["--leave-out", without] if without else []
+    with launch(RUN, "resumed", 2, *control) as job:
+        job.wait(phases.phase("the same command again: it resumes", settings.steps))
+        resumed = job.ledgers()
+    both = [[*before.entries, *after.entries] for before, after in zip(killed, resumed, strict=True)]
+    same = compare([ledger.entries for ledger in undisturbed], both, steps=settings.steps)
+    resized, strips = None, [_strip(settings, "launch 1", killed, killed=True), _strip(settings, "launch 2", resumed)]
+    if same.identical:
+        saved_by = 2 if settings.resized_step > resumed[0].entries[0].step else 1
+        name = checkpoint_name(settings.resized_step, saved_by)
+        with launch(RUN, "resized", 3, "--resume", name) as job:
+            job.wait(phases.phase("resumed once more, on 3 processes", settings.steps))
+            wider = job.ledgers()
+        strips.append(_strip(settings, "launch 3", wider))
+        resized = _compare_resized(settings, undisturbed, both, wider)
+    report = ckptfmt.validate(directory / RUN)
+    header = _header(undisturbed)
+    return Outcome(
+        directory=directory,
+        settings=settings,
+        header=header,
+        strips=(_strip(settings, "undisturbed", undisturbed), *strips),
+        same=same,
+        claim=_header(resumed).claim or "none",
+        losses=(_mean_loss(undisturbed, 1), _mean_loss(undisturbed, settings.steps)),
+        resized=resized,
+        violations=tuple(map(str, report.violations)),
+        checked_nbytes=report.nbytes,
+        without=without,
+    )
+
+
+def _compare_resized(
+    settings: Settings, undisturbed: list[Ledger], both: list[list[Entry]], wider: list[Ledger]
+) -> Resized:
+    step = settings.resized_step
+    before = {(rank, entry.step): entry for rank, ledger in enumerate(undisturbed) for entry in ledger.entries}
+    restored = [ledger.entries[0] for ledger in wider]
+    state = compare(
+        [[_without_streams(before[0, step])]] * len(wider),
+        [[_without_streams(entry)] for entry in restored],
+        first=step,
+        steps=step,
+    )
+    streams = [
+        entry.digests[name] == before[rank, step].digests[name] if rank < len(undisturbed) else False
+        for rank, entry in enumerate(restored)
+        for name in entry.digests
+        if name.startswith("rng/")
+    ]
+    samples = join_samples([ledger.entries for ledger in undisturbed])
+    taken = join_samples([ledger.entries for ledger in wider])
+    cursor = compare(
+        [_positions(undisturbed[0], samples)], [_positions(wider[0], taken)], first=step, steps=settings.steps
+    )
+    history = {past: ids for past, ids in join_samples(_last_times(both)).items() if past <= step} | taken
+    header = _header(wider)
+    return Resized(
+        world_size=len(wider),
+        step=step,
+        state=state,
+        stream_counts=(sum(streams), len(streams)),
+        cursor=cursor,
+        samples_wrong=check_history(
+            history,
+            sample_count=header.sample_count,
+            global_batch=settings.global_batch,
+            steps=settings.steps,
+        ),
+        sample_count=sum(map(len, history.values())),
+        claim=header.claim or "none",
+        lowered_by=header.lowered_by,
+        losses=(_mean_loss(wider, settings.steps), _mean_loss(undisturbed, settings.steps)),
+    )
+
+
+def _without_streams(entry: Entry) -> Entry:
+    digests = {name: digest for name, digest in entry.digests.items() if not name.startswith("rng/")}
+    return dataclasses.replace(entry, digests=digests, samples=None, loss=None)
+
+
+def _positions(ledger: Ledger, samples: dict[int, tuple[int, ...]]) -> list[Entry]:
+    """Return where the run stands in its data at each step, with the samples of all processes."""
+    return [
+        Entry(
+            step=entry.step,
+            digests={"cursor/data": entry.digests["cursor/data"]},
+            samples=None if entry.samples is None else samples[entry.step],
+            loss=None,
+        )
+        for entry in ledger.entries
+    ]
+
+
+def _last_times(processes: list[list[Entry]]) -> list[list[Entry]]:
+    """Return each step once, as it was done the last time: what was done before a kill and after its save is void."""
+    latest = [{entry.step: entry for entry in entries if entry.samples is not None} for entries in processes]
+    return [list(entries.values()) for entries in latest]
+
+
+def _strip(settings: Settings, name: str, ledgers: list[Ledger], *, killed: bool = False) -> Strip:
+    first = ledgers[0].entries[0].step
+    last = max(ledger.last_step for ledger in ledgers)
+    saves = tuple(
+        step
+        for step in range(first + 1, last + 1)
+        if step == settings.steps or step % settings.every == 0
+    )
+    return Strip(name=name, world_size=len(ledgers), first=first, last=last, saves=saves, killed=killed)
+
+
+def _header(ledgers: list[Ledger]) -> Header:
+    header = ledgers[0].header
+    assert header is not None  # noqa: S101 - the job ended well, so it wrote one
+    return header
+
+
+def _mean_loss(ledgers: list[Ledger], step: int) -> float:
+    losses = [entry.loss for ledger in ledgers for entry in ledger.entries if entry.step == step and entry.loss]
+    return sum(map(float.fromhex, losses)) / len(losses)

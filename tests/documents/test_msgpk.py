@@ -1,0 +1,181 @@
+"""msgpack documents: rows 100 to 111 of the hostile inputs, and that only the canonical bytes are taken."""
+
+import struct
+import time
+import tracemalloc
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptfmt import limits
+from ckptfmt.digest import digest_bytes
+from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, parse_msgpack, parse_packed_document
+from ckptfmt.errors import Code, FormatError, IntegrityError
+from tests.builders import code_of, error_of
+
+
+def parse(content, limit_items=1000):
+    return parse_msgpack(content, where="x.msgpack", limit_items=limit_items)
+
+
+def array32(count):
+    return b"\xdd" + struct.pack(">I", count)
+
+
+REFUSED = {
+    "100 nothing": (b"", Code.MSGPACK_SYNTAX, "REQ-DOC-021"),
+    "100 cut string": (b"\xa3ab", Code.MSGPACK_SYNTAX, "REQ-DOC-021"),
+    "100 cut integer": (b"\xcd\x01", Code.MSGPACK_SYNTAX, "REQ-DOC-021"),
+    "100 cut length": (b"\xc6\0\0", Code.MSGPACK_SYNTAX, "REQ-DOC-021"),
+    "100 cut count": (b"\xdd\0\0", Code.MSGPACK_SYNTAX, "REQ-DOC-021"),
+    "101 bytes behind": (b"\xc0\xc0", Code.MSGPACK_SYNTAX, "REQ-DOC-021"),
+    "102 0xc1": (b"\xc1", Code.MSGPACK_SYNTAX, "REQ-DOC-021"),
+    "102 0xc1 within": (b"\x91\xc1", Code.MSGPACK_SYNTAX, "REQ-DOC-021"),
+    "103 key twice": (b"\x82\xa1a\xc0\xa1a\xc0", Code.DOC_DUPLICATE_KEY, "REQ-DOC-020"),
+    "104 integer as key": (b"\x81\x01\xc0", Code.MSGPACK_TYPE, "REQ-DOC-020"),
+    "104 bytes as key": (b"\x81\xc4\x01a\xc0", Code.MSGPACK_TYPE, "REQ-DOC-020"),
+    "104 array as key": (b"\x81\x90\xc0", Code.MSGPACK_TYPE, "REQ-DOC-020"),
+    "104 map as key": (b"\x81\x80\xc0", Code.MSGPACK_TYPE, "REQ-DOC-020"),
+    "104 nil as key": (b"\x81\xc0\xc0", Code.MSGPACK_TYPE, "REQ-DOC-020"),
+    "105 timestamp": (b"\xd6\xff\0\0\0\0", Code.MSGPACK_TYPE, "REQ-DOC-020"),
+    "105 fixext1": (b"\xd4\x01\0", Code.MSGPACK_TYPE, "REQ-DOC-020"),
+    "105 ext8": (b"\xc7\0\x01", Code.MSGPACK_TYPE, "REQ-DOC-020"),
+    "105 ext32 of 2^32-1": (b"\xc9" + b"\xff" * 4 + b"\x01", Code.MSGPACK_TYPE, "REQ-DOC-020"),
+    "105 float32": (b"\xca\0\0\0\0", Code.MSGPACK_TYPE, "REQ-DOC-020"),
+    "105 float64 NaN": (b"\xcb\x7f\xf8" + bytes(6), Code.MSGPACK_TYPE, "REQ-DOC-020"),
+    "106 array32 of 2^32-1": (b"\xdd" + b"\xff" * 4, Code.MSGPACK_SYNTAX, "REQ-DOC-023"),
+    "106 map32 of 2^32-1": (b"\xdf" + b"\xff" * 4, Code.MSGPACK_SYNTAX, "REQ-DOC-023"),
+    "106 bin32 of 2^32-1": (b"\xc6" + b"\xff" * 4, Code.MSGPACK_SYNTAX, "REQ-DOC-021"),
+    "106 str32 of 2^32-1": (b"\xdb" + b"\xff" * 4, Code.MSGPACK_SYNTAX, "REQ-DOC-021"),
+    "106 a map of half the bytes": (b"\x82\xa1a\xc0", Code.MSGPACK_SYNTAX, "REQ-DOC-023"),
+    "107 33 arrays": (b"\x91" * 33 + b"\xc0", Code.DOC_DEPTH, "REQ-DOC-023"),
+    "107 33 maps": (b"\x81\xa0" * 33 + b"\xc0", Code.DOC_DEPTH, "REQ-DOC-023"),
+    "107 100,000 arrays": (b"\x91" * 100_000 + b"\xc0", Code.DOC_DEPTH, "REQ-DOC-023"),
+    "108 ten megabytes of 0x90": (b"\x90" * (10 << 20), Code.MSGPACK_SYNTAX, "REQ-DOC-021"),
+    "108 ten million empty arrays": (array32(10_000_000) + b"\x90" * 10_000_000, Code.LIMIT_EXCEEDED, "REQ-DOC-023"),
+    "108 ten million empty maps": (array32(10_000_000) + b"\x80" * 10_000_000, Code.LIMIT_EXCEEDED, "REQ-DOC-023"),
+    "109 not UTF-8": (b"\xa1\xff", Code.DOC_ENCODING, "REQ-DOC-020"),
+    "109 surrogate": (b"\xa3\xed\xa0\x80", Code.DOC_ENCODING, "REQ-DOC-020"),
+    "109 overlong": (b"\xa2\xc0\x80", Code.DOC_ENCODING, "REQ-DOC-020"),
+    "109 not UTF-8 in a key": (b"\x81\xa1\xff\xc0", Code.DOC_ENCODING, "REQ-DOC-020"),
+    "110 uint8 of 127": (b"\xcc\x7f", Code.DOC_NOT_CANONICAL, "REQ-DOC-022"),
+    "110 uint64 of 1": (b"\xcf" + bytes(7) + b"\x01", Code.DOC_NOT_CANONICAL, "REQ-DOC-022"),
+    "110 int8 of 1": (b"\xd0\x01", Code.DOC_NOT_CANONICAL, "REQ-DOC-022"),
+    "110 int64 of 2^40": (b"\xd3\0\0\1\0\0\0\0\0", Code.DOC_NOT_CANONICAL, "REQ-DOC-022"),
+    "110 str8 of one byte": (b"\xd9\x01a", Code.DOC_NOT_CANONICAL, "REQ-DOC-022"),
+    "110 bin16 of one byte": (b"\xc5\0\x01a", Code.DOC_NOT_CANONICAL, "REQ-DOC-022"),
+    "110 array16 of none": (b"\xdc\0\0", Code.DOC_NOT_CANONICAL, "REQ-DOC-022"),
+    "110 map16 of none": (b"\xde\0\0", Code.DOC_NOT_CANONICAL, "REQ-DOC-022"),
+    "110 keys out of order": (b"\x82\xa1b\xc0\xa1a\xc0", Code.DOC_NOT_CANONICAL, "REQ-DOC-022"),
+}
+
+
+@pytest.mark.parametrize(("content", "code", "requirement"), REFUSED.values(), ids=REFUSED)
+def test_hostile_values_are_refused(content, code, requirement):
+    tracemalloc.start()
+    begin = time.perf_counter()
+    error = error_of(lambda: parse(content))
+    elapsed = time.perf_counter() - begin
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (error.code, error.requirement, type(error)) == (code, requirement, FormatError)
+    assert error.where == "x.msgpack"
+    assert elapsed < 1
+    assert peak < 1 << 20
+
+
+def test_every_first_byte_has_an_outcome():
+    """No byte makes anything but a value or a CkptError, whatever follows; REQ-DOC-020."""
+    for first in range(256):
+        for rest in (b"", b"\0", b"\xff" * 9, b"\0" * 9, b"\xc0" * 40):
+            content = bytes([first]) + rest
+            code = code_of(lambda content=content: parse(content))
+            assert code == "ok" or code in {
+                Code.MSGPACK_SYNTAX, Code.MSGPACK_TYPE, Code.DOC_NOT_CANONICAL, Code.DOC_ENCODING, Code.DOC_DUPLICATE_KEY,
+            }  # fmt: skip
+
+
+def test_limits_are_the_last_that_is_taken():
+    """REQ-DOC-023."""
+    assert code_of(lambda: parse(b"\x91" * 32 + b"\xc0")) == "ok"
+    assert code_of(lambda: parse(dump_msgpack([None] * 999))) == "ok"
+    assert code_of(lambda: parse(dump_msgpack([None] * 1000))) == Code.LIMIT_EXCEEDED
+    assert code_of(lambda: parse(dump_msgpack({str(i): None for i in range(499)}))) == "ok"
+    assert code_of(lambda: parse(dump_msgpack({str(i): None for i in range(500)}))) == Code.LIMIT_EXCEEDED
+
+
+TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | TEXTS | st.binary(max_size=300),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=30,
+)
+
+
+@given(VALUES)
+def test_values_come_back(value):
+    """REQ-DOC-020, REQ-DOC-022."""
+    content = dump_msgpack(value)
+    assert parse(content, 10_000) == value
+    assert dump_msgpack(parse(content, 10_000)) == content
+    assert msgpack.unpackb(content, strict_map_key=False) == value
+
+
+@given(VALUES)
+def test_documents_come_back(value):
+    """REQ-DOC-025."""
+    content, digest = dump_packed_document({"value": value})
+    assert parse_packed_document(content, where="x") == ({"value": value}, digest)
+    assert parse_packed_document(content, where="x", digest=digest) == ({"value": value}, digest)
+
+
+def test_maps_are_sorted_by_the_bytes_of_their_keys():
+    """REQ-DOC-022: astral characters behind the private ones, unlike in UTF-16."""
+    value = {"\U0001f600": 1, "\uffee": 2, "b": 3, "ab": 4, "": 5, "nested": {"z": 1, "a": 2}}
+    content = dump_msgpack(value)
+    assert list(parse(content)) == ["", "ab", "b", "nested", "\uffee", "\U0001f600"]
+    assert list(parse(content)["nested"]) == ["a", "z"]
+
+
+def enveloped(**members):
+    return dump_msgpack(members)
+
+
+SIGNED = dump_msgpack({"a": 1})
+DOCUMENTS = {
+    "not a map": (dump_msgpack([1]), Code.DOC_SCHEMA, FormatError),
+    "no digest": (enveloped(signed=SIGNED), Code.DOC_SCHEMA, FormatError),
+    "a member more": (enveloped(signed=SIGNED, digest=digest_bytes(SIGNED), x=1), Code.DOC_SCHEMA, FormatError),
+    "digest as text": (enveloped(signed=SIGNED, digest=digest_bytes(SIGNED).hex()), Code.DOC_SCHEMA, FormatError),
+    "signed as a map": (enveloped(signed={"a": 1}, digest=digest_bytes(SIGNED)), Code.DOC_SCHEMA, FormatError),
+    "another digest": (enveloped(signed=SIGNED, digest=bytes(32)), Code.DOC_DIGEST, IntegrityError),
+    "a short digest": (enveloped(signed=SIGNED, digest=digest_bytes(SIGNED)[:16]), Code.DOC_DIGEST, IntegrityError),
+    "no digest at all": (enveloped(signed=SIGNED, digest=b""), Code.DOC_DIGEST, IntegrityError),
+    "signed isn't a map": (dump_packed_document([1])[0], Code.DOC_SCHEMA, FormatError),  # type: ignore[arg-type]
+    "signed isn't msgpack": (enveloped(signed=b"\xc1", digest=digest_bytes(b"\xc1")), Code.MSGPACK_SYNTAX, FormatError),
+    "signed is empty": (enveloped(signed=b"", digest=digest_bytes(b"")), Code.MSGPACK_SYNTAX, FormatError),
+    "many values": (dump_msgpack(dict.fromkeys(map(str, range(9)))), Code.LIMIT_EXCEEDED, FormatError),
+}
+
+
+@pytest.mark.parametrize(("content", "code", "kind"), DOCUMENTS.values(), ids=DOCUMENTS)
+def test_other_envelopes_are_refused(content, code, kind):
+    """REQ-DOC-025."""
+    error = error_of(lambda: parse_packed_document(content, where="x"))
+    assert (error.code, type(error)) == (code, kind)
+
+
+def test_a_digest_that_another_document_gives_counts():
+    """REQ-OPN-003."""
+    content, _ = dump_packed_document({"a": 1})
+    assert code_of(lambda: parse_packed_document(content, where="x", digest=bytes(32))) == Code.DOC_DIGEST
+
+
+def test_a_bomb_in_a_tree_costs_a_second():
+    """Row 108: a tree has at most a million values, however small they are; REQ-TRE-007."""
+    content = array32(2_000_000) + b"\x90" * 2_000_000
+    begin = time.perf_counter()
+    assert code_of(lambda: parse(content, limits.TREE_ITEMS)) == Code.LIMIT_EXCEEDED
+    assert time.perf_counter() - begin < 2

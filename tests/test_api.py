@@ -1,0 +1,202 @@
+"""Save, load, open and validate, as a user meets them first."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import ckptfmt
+from ckptfmt.engines.lineage import list_checkpoints
+from ckptfmt.errors import CODES, CkptError, Code
+from ckptfmt.restore import LoadReport
+from ckptfmt.store import open_store
+from ckptfmt.store.memory import MemoryStore
+
+
+def make_state(seed: int = 0, **more: Any) -> ckptfmt.State:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer)
+    return ckptfmt.State(
+        weights=model, optimizer=optimizer, data={"position": 24}, config={"lr": 1e-3}, **more
+    )
+
+
+def train(model: Any, optimizer: Any) -> bytes:
+    optimizer.zero_grad()
+    loss = model(torch.randn(16, 4)).square().sum()
+    loss.backward()
+    optimizer.step()
+    return bytes_of(loss.detach())
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def trajectory(state: ckptfmt.State, steps: int) -> list[bytes]:
+    rows = []
+    for _ in range(steps):
+        rows.append(train(state.weights, state.optimizer))
+        rows += [bytes_of(parameter.detach()) for parameter in state.weights.parameters()]  # type: ignore[attr-defined]
+    return rows
+
+
+def test_save_and_load_with_no_more_than_a_path_a_state_and_a_step(tmp_path: Path) -> None:
+    state = make_state()
+    report = ckptfmt.save(tmp_path / "c", state, step=3)
+    expected = trajectory(state, 4)
+
+    fresh = make_state(seed=1)
+    fresh.data["position"] = 0  # type: ignore[index]
+    loaded = ckptfmt.load(tmp_path / "c", fresh)
+
+    assert isinstance(loaded, LoadReport)
+    assert (loaded.step, loaded.digest, loaded.claim) == (3, report.digest, "T1")
+    assert fresh.data == {"position": 24}
+    assert trajectory(fresh, 4) == expected
+
+
+def test_a_run_that_drew_one_number_more_is_another_run(tmp_path: Path) -> None:
+    """The negative control of the test above: the comparison notices one draw."""
+    state = make_state()
+    ckptfmt.save(tmp_path / "c", state, step=3)
+    expected = trajectory(state, 4)
+    ckptfmt.load(tmp_path / "c", state)
+    torch.rand(1)
+    assert trajectory(state, 4) != expected
+
+
+def test_saving_draws_no_random_number_and_changes_nothing(tmp_path: Path) -> None:
+    state = make_state()
+    torch.manual_seed(5)
+    expected = trajectory(state, 2)
+    state = make_state()
+    torch.manual_seed(5)
+    ckptfmt.save(tmp_path / "c", state, step=1)
+    assert trajectory(state, 2) == expected
+
+
+def test_weights_file_loads_straight_into_load_state_dict(tmp_path: Path) -> None:
+    state = make_state()
+    ckptfmt.save(tmp_path / "c", state, step=3)
+    (file,) = (tmp_path / "c").glob("weights-*.safetensors")
+    model = make_state(seed=1).weights
+    model.load_state_dict(safetensors.torch.load_file(file))  # type: ignore[attr-defined]
+    for name, tensor in state.weights.state_dict().items():  # type: ignore[attr-defined]
+        assert bytes_of(model.state_dict()[name]) == bytes_of(tensor)  # type: ignore[attr-defined]
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("cache", torch.arange(3.0), persistent=False)
+
+
+def test_weights_file_of_a_tied_model_loads_with_load_model(tmp_path: Path) -> None:
+    model = Tied()
+    ckptfmt.save(tmp_path / "c", ckptfmt.State(weights=model), step=3)
+    (file,) = (tmp_path / "c").glob("weights-*.safetensors")
+    other = Tied()
+    missing, unexpected = safetensors.torch.load_model(other, file)
+    assert (set(missing), list(unexpected)) == (set(), [])
+    assert bytes_of(other.head.weight.detach()) == bytes_of(model.embed.weight.detach())
+
+
+def test_load_without_a_state_returns_trees(tmp_path: Path) -> None:
+    weights = {"a": np.array([-0.0, math.nan]), "b": {"c": np.float32(2)}}
+    ckptfmt.save(tmp_path / "c", ckptfmt.State(weights=weights, data=(1, "x")), step=3)
+    trees = ckptfmt.load(tmp_path / "c", framework="numpy")
+    assert isinstance(trees, dict)
+    assert trees["weights"]["a"].tobytes() == weights["a"].tobytes()  # type: ignore[index, attr-defined]
+    assert trees["data"] == (1, "x")
+
+
+def test_open_reads_rows_and_nothing_else(tmp_path: Path) -> None:
+    rows = np.arange(1 << 20, dtype=np.float32).reshape(1 << 10, 1 << 10)
+    ckptfmt.save(tmp_path / "c", ckptfmt.State(weights={"w": rows}), step=3)
+    with ckptfmt.open(tmp_path / "c") as checkpoint:
+        read = 0
+        original = checkpoint.store.read_range
+
+        def count(path: str, byte_begin: int, nbytes: int) -> bytes:
+            nonlocal read
+            read += nbytes
+            return original(path, byte_begin, nbytes)
+
+        checkpoint.store.read_range = count  # type: ignore[method-assign]
+        assert checkpoint.weights["w"][0:128].tobytes() == rows[0:128].tobytes()
+    assert read == 1 << 20
+
+
+def test_a_committed_checkpoint_is_never_written_over(tmp_path: Path) -> None:
+    ckptfmt.save(tmp_path / "c", ckptfmt.State(data=1), step=3)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()}
+    with pytest.raises(CkptError) as caught:
+        ckptfmt.save(tmp_path / "c", ckptfmt.State(data=2), step=4)
+    assert caught.value.code == Code.CHECKPOINT_EXISTS
+    assert {path.name: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()} == before
+
+
+def test_what_a_killed_attempt_left_is_gone_after_the_next_save() -> None:
+    """REQ-CMT-027"""
+    store = MemoryStore()
+    for path in ("weights-" + "0" * 16 + "-00000.safetensors", "parts/" + "0" * 16 + "-00000.msgpack", "notes.txt"):
+        store.create(path, [b"left over"])
+    ckptfmt.save(store, ckptfmt.State(weights={"w": np.zeros(3)}), step=3)
+    assert "notes.txt" in store.list("")
+    assert not [path for path in store.list("") if "0" * 16 in path]
+    assert ckptfmt.validate(store).valid
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, None, 1 << 53])
+def test_step_that_is_no_number_of_steps_is_refused(step: Any) -> None:
+    with pytest.raises(CkptError) as caught:
+        ckptfmt.save(MemoryStore(), ckptfmt.State(data=1), step=step)
+    assert caught.value.code == Code.ARGUMENT
+
+
+@pytest.mark.parametrize("block_nbytes", [0, 4095, 5000, 1 << 27])
+def test_block_size_out_of_range_is_refused(block_nbytes: int) -> None:
+    with pytest.raises(CkptError) as caught:
+        ckptfmt.save(MemoryStore(), ckptfmt.State(data=1), step=1, block_nbytes=block_nbytes)
+    assert caught.value.code == Code.ARGUMENT
+
+
+def test_path_of_a_run_means_the_head_of_its_lineage(tmp_path: Path) -> None:
+    state = ckptfmt.State(data={"position": 0})
+    with ckptfmt.Checkpointer(tmp_path / "run", state, every=1) as checkpointer:
+        for step in checkpointer.steps(3):
+            state.data["position"] = step + 1  # type: ignore[index]
+    with ckptfmt.open(tmp_path / "run") as checkpoint:
+        assert checkpoint.step == 3
+    assert len(list_checkpoints(open_store(tmp_path / "run", writable=False))) == 3
+
+
+def test_path_that_holds_nothing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CkptError) as caught:
+        ckptfmt.load(tmp_path)
+    assert caught.value.code == Code.NOT_COMMITTED
+    assert "manifest.json" in str(caught.value)
+
+
+def test_every_error_is_picklable_and_has_a_remedy() -> None:
+    for code, entry in CODES.items():
+        error = entry.error(code, "found", where="here", requirement="REQ-MAN-001", remedy=entry.remedy)
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+        assert (type(again), str(again)) == (type(error), str(error))
+        assert entry.remedy
+        assert issubclass(entry.error, ckptfmt.CkptError)
+        json.dumps(error.as_json())
