@@ -14,8 +14,9 @@ from ckptfmt.engines.lineage import iter_lineage, list_checkpoints, list_launche
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.group import EXCHANGE, Agree, find_worker, make_group
-from ckptfmt.restore import LoadReport, load_trees, restore
+from ckptfmt.group import EXCHANGE, Agree, make_group
+from ckptfmt.loading import load_once
+from ckptfmt.restore import LoadReport, load_trees
 from ckptfmt.saving import Ownership, SaveReport, save_once
 from ckptfmt.store import open_store
 
@@ -95,8 +96,13 @@ def load(
     strict: bool = True,
     framework: str | None = None,
     writer: tuple[int, int] | None = None,
+    agree: Agree = None,
+    deadline_s: float = DEADLINE_S,
 ) -> LoadReport | dict[str, object]:
     """Load a checkpoint into a state, in place; or return what it holds as trees.
+
+    With several processes every one of them calls it: what none of them takes is an error on all. To load on one
+    of them alone, pass ``writer=(0, 1)``.
 
     Args:
         path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
@@ -104,7 +110,7 @@ def load(
         allow: what may differ, each then reported: any of ``missing``, ``unexpected``, ``dtype``, ``streams``.
         strict: whether random-number streams of another number of processes are an error instead of a report.
         framework: ``torch`` or ``numpy`` for the tensors of trees; None for torch where it is imported.
-        writer: (number, count) of this process; None to ask torch.distributed, else the only one.
+        writer, agree, deadline_s: as for `save`; an exchange by token needs a directory that can be written.
 
     Returns: a `LoadReport` with the claim level that holds; without `state` the trees.
     Raises: IntegrityError where bytes are damaged or missing; StateError where the state doesn't fit; UnsupportedError.
@@ -119,8 +125,8 @@ def load(
     with open_checkpoint(path) as checkpoint:
         if state is None:
             return load_trees(checkpoint, framework)
-        number, count = find_worker(writer)
-        return restore(state, checkpoint, worker=number, worker_count=count, allow=frozenset(allow), strict=strict)
+        group = make_group(writer, agree, checkpoint.store, deadline_s=deadline_s)
+        return load_once(state, checkpoint, group, allow=allow, strict=strict)
 
 
 def open_checkpoint(path: PathOrStore, *, digest: str | None = None) -> Checkpoint:

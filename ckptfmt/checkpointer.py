@@ -17,7 +17,8 @@ from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.retention import clean_up
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import Agree, Group, make_group
-from ckptfmt.restore import LoadReport, restore, restore_streams
+from ckptfmt.loading import load_once
+from ckptfmt.restore import LoadReport, restore_streams
 from ckptfmt.sampler import Sampler
 from ckptfmt.saving import Ownership, SaveReport, save_once
 from ckptfmt.store import open_store
@@ -208,24 +209,13 @@ class Checkpointer:
         }
 
     def _load(self, resume: ResumeFrom) -> None:
-        error: CkptError | None = None
-        try:
-            checkpoint = Checkpoint(self._store.at(resume.name), digest=resume.digest)
-            self.load_report = restore(
-                self._state,
-                checkpoint,
-                worker=self._group.writer,
-                worker_count=self._group.writer_count,
-                allow=self._allow,
-                strict=self._strict,
-                streams=False,
-            )
-            self._pending_streams = checkpoint
-            self.step = self._saved_step = checkpoint.step
-        except CkptError as caught:
-            error = caught
-        self._group.raise_together(error)
-        _LOG.info("launch %s resumes from %s", self.launch.launch if self.launch else "?", resume.name)
+        checkpoint = self._group.together(lambda: Checkpoint(self._store.at(resume.name), digest=resume.digest))
+        self.load_report = load_once(
+            self._state, checkpoint, self._group, allow=self._allow, strict=self._strict, streams=False
+        )
+        self._pending_streams = checkpoint
+        self.step = self._saved_step = checkpoint.step
+        _LOG.info("step %d restored from %s", self.step, resume.name)
 
     def _restore_streams(self, checkpoint: Checkpoint) -> None:
         restore_streams(

@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from ckptfmt.errors import CkptError, Code, err
 
@@ -25,6 +25,9 @@ __all__ = ["Agree", "Group", "find_worker", "make_group"]
 #: Gather the bytes of all writers, in writer order; or a token, the same on all writers and new at each start.
 Agree: TypeAlias = "Callable[[bytes], Sequence[bytes]] | str | None"
 
+T = TypeVar("T")
+
+#: Where in a store the writers meet that know each other by a token.
 EXCHANGE: Final = "exchange"
 _TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _EXCHANGE_NBYTES: Final = 1 << 30
@@ -74,6 +77,20 @@ class Group:
                 error = caught
         self.raise_together(error, value=result)
         return self._last[0]["value"]
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run an action on every writer and return its result; if it raises on one, raise on all.
+
+        Raises: what the action raises; elsewhere as `raise_together`.
+        """
+        results: list[T] = []
+        error: CkptError | None = None
+        try:
+            results.append(action())
+        except CkptError as caught:
+            error = caught
+        self.raise_together(error)
+        return results[0]
 
     def raise_together(self, error: CkptError | None, *, value: object = None) -> list[Any]:
         """Tell all writers of an error here, or of none, along with a value; raise on all if there is one anywhere.

@@ -66,7 +66,7 @@ REFUSED = {
     "19 17 deep": refused("[" * 17 + "]" * 17, Code.DOC_DEPTH, "REQ-DOC-007"),
     "19 100,000 arrays": refused("[" * 100_000, Code.DOC_DEPTH, "REQ-DOC-007"),
     "19 100,000 objects": refused('{"a":' * 100_000, Code.DOC_DEPTH, "REQ-DOC-007"),
-    "19 closed before opened": refused("]" * 100_000 + "[" * 200_000, Code.DOC_SYNTAX, "REQ-DOC-003"),
+    "19 closed before opened": refused("]" * 100_000 + "[" * 100_000, Code.DOC_SYNTAX, "REQ-DOC-003"),
     "20 lone surrogate": refused(r'{"a":"\ud800"}', Code.DOC_STRING, "REQ-DOC-006"),
     "20 lone low surrogate in a key": refused(r'{"\udc00":1}', Code.DOC_STRING, "REQ-DOC-006"),
     "21 NUL": refused(r'{"a":"\u0000"}', Code.DOC_STRING, "REQ-DOC-006"),
@@ -93,11 +93,11 @@ REFUSED = {
 
 @pytest.mark.parametrize(("content", "code", "requirement"), REFUSED.values(), ids=REFUSED)
 def test_hostile_documents_are_refused(content, code, requirement):
-    begin = time.perf_counter()
+    begin = time.process_time()
     error = error_of(lambda: parse(content))
     assert (error.code, error.requirement) == (code, requirement)
     assert error.where.startswith("x.json")
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
     assert len(str(error)) < 1000
 
 
@@ -108,7 +108,7 @@ def envelope(signed):
 NOT_CANONICAL = {
     "white space": lambda text: text.replace(b",", b", "),
     "line feed at the end": lambda text: text + b"\n",
-    "members out of order": lambda text: b'{"signed":' + text.partition(b'"signed":')[2][:-1] + b"," + text[1:85] + b"}",
+    "members out of order": lambda text: b'{"signed":' + text.partition(b'"signed":')[2][:-1] + b"," + text[1:83] + b"}",
     "escaped letter": lambda text: text.replace(b'"run"', rb'"\u0072un"'),
     "escaped slash": lambda text: text.replace(b'"run"', rb'"ru\/n"'),
     "white space before": lambda text: b" " + text,
@@ -236,9 +236,9 @@ BOMBS = {
 @pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS)
 def test_bombs_cost_a_second_and_little_memory(content):
     """Rows 16, 19 and 36: nothing is quadratic, and no pattern backtracks."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert code_of(lambda: parse(content)) != "ok"
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
     tracemalloc.start()
     assert code_of(lambda: parse(content)) != "ok"
     assert tracemalloc.get_traced_memory()[1] < 64 << 20

@@ -75,9 +75,9 @@ REFUSED = {
 @pytest.mark.parametrize(("content", "code", "requirement"), REFUSED.values(), ids=REFUSED)
 def test_hostile_values_are_refused(content, code, requirement):
     tracemalloc.start()
-    begin = time.perf_counter()
+    begin = time.process_time()
     error = error_of(lambda: parse(content))
-    elapsed = time.perf_counter() - begin
+    elapsed = time.process_time() - begin
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (error.code, error.requirement, type(error)) == (code, requirement, FormatError)
@@ -176,6 +176,6 @@ def test_a_digest_that_another_document_gives_counts():
 def test_a_bomb_in_a_tree_costs_a_second():
     """Row 108: a tree has at most a million values, however small they are; REQ-TRE-007."""
     content = array32(2_000_000) + b"\x90" * 2_000_000
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert code_of(lambda: parse(content, limits.TREE_ITEMS)) == Code.LIMIT_EXCEEDED
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2

@@ -24,6 +24,8 @@ _WRAPPERS: Final = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
 )
+#: Attribute of a wrapper that takes it out of the keys of a state_dict by itself.
+_TAKEN_OUT: Final = "_checkpoint_wrapped_module"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,7 +84,7 @@ def view_module(
     extra_states: dict[str, tuple[torch.nn.Module, object]] = {}
     foreign: dict[str, tuple[str, object]] = {}
     for key, value in state_dict.items():
-        name = prefix + _clean(module, key)
+        name = prefix + _clean(module, key, raw=False)
         owner = _extra_state_owner(module, key)
         if owner is not None:
             extra_states[name] = (owner, value)
@@ -148,12 +150,15 @@ def _wrapped_attribute(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _walk(root: torch.nn.Module, parts: list[str]) -> Iterator[tuple[torch.nn.Module | None, str]]:
-    """Yield each part of a key with the module that has it, wrappers left out, even those whose hooks did that."""
+def _walk(root: torch.nn.Module, key: str, *, raw: bool) -> Iterator[tuple[torch.nn.Module | None, str]]:
+    """Yield each part of a key with the module that has it, wrappers left out.
+
+    The key is the path of modules if `raw`, else one of a state_dict, which some wrappers have left already.
+    """
     module: torch.nn.Module | None = root
-    for part in parts:
+    for part in key.split("."):
         attribute = None if module is None else _wrapped_attribute(module)
-        if module is not None and attribute == part:
+        if module is not None and attribute == part and (raw or attribute != _TAKEN_OUT):
             module = module._modules.get(part)  # noqa: SLF001 - get_submodule would run the wrapper's __getattr__
             continue
         while module is not None and attribute is not None:
@@ -163,12 +168,12 @@ def _walk(root: torch.nn.Module, parts: list[str]) -> Iterator[tuple[torch.nn.Mo
         module = None if module is None else module._modules.get(part)  # noqa: SLF001
 
 
-def _clean(root: torch.nn.Module, key: str) -> str:
-    return ".".join(part for _, part in _walk(root, key.split(".")))
+def _clean(root: torch.nn.Module, key: str, *, raw: bool) -> str:
+    return ".".join(part for _, part in _walk(root, key, raw=raw))
 
 
 def _extra_state_owner(root: torch.nn.Module, key: str) -> torch.nn.Module | None:
-    *_, (owner, part) = _walk(root, key.split("."))
+    *_, (owner, part) = _walk(root, key, raw=False)
     if part != _EXTRA_STATE or owner is None:
         return None
     return owner if type(owner).get_extra_state is not torch.nn.Module.get_extra_state else None
@@ -179,7 +184,7 @@ def _parameter_names(root: torch.nn.Module, prefix: str) -> dict[int, tuple[str,
     for path, module in root.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():  # noqa: SLF001 - with the raw path, which wrappers rewrite
             if parameter is not None:
-                name = prefix + _clean(root, f"{path}.{key}" if path else key)
+                name = prefix + _clean(root, f"{path}.{key}" if path else key, raw=True)
                 names[id(parameter)] = (*names.get(id(parameter), ()), name)
     return names
 
@@ -189,7 +194,7 @@ def _non_persistent(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         for key in sorted(module._non_persistent_buffers_set):  # noqa: SLF001 - torch has no public name for it
             buffer = module._buffers.get(key)  # noqa: SLF001
             if buffer is not None:
-                yield _clean(root, f"{path}.{key}" if path else key), buffer
+                yield _clean(root, f"{path}.{key}" if path else key, raw=True), buffer
 
 
 def _per_worker_buffers(root: torch.nn.Module) -> set[int]:
