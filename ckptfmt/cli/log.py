@@ -254,7 +254,7 @@ def _print_checkpoints(console: Console, history: _History) -> None:
 
 def _entry_cells(entry: RunEntry, history: _History, head: RunEntry | None) -> list[Cell | str]:
     state, manifest, register = _state(entry), entry.manifest, entry.register
-    remark = ("<- head", "bold green") if entry is head else ("", "")
+    remark = ("", "")
     if isinstance(register, CkptError):
         remark = (str(register.code), "red")
     elif isinstance(register, Abort):
@@ -263,7 +263,7 @@ def _entry_cells(entry: RunEntry, history: _History, head: RunEntry | None) -> l
     return [
         (str(entry.step), "bold"),
         str(entry.launch),
-        (state, _STYLES[state]),
+        (f"{state}, head" if entry is head else state, f"bold {_STYLES[state]}" if entry is head else _STYLES[state]),
         bytes_text(history.nbytes[entry.name]),
         time_text(manifest.saved_unix_s) if manifest is not None else "",
         (_short(digest), "yellow" if manifest is not None else "dim"),

@@ -50,8 +50,8 @@ def _iter_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[st
 
 
 def _digest_tensor(tensor: torch.Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return digest_bytes(memoryview(content))[:16].hex()
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return digest_bytes(content.numpy().data)[:16].hex()
 
 
 def _digest_tree(tree: object) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,7 @@ class Comparison:
     Attributes:
         steps: training steps of the run; each was compared on each process.
         names: of all facts, with how often each was compared.
-        repeated: step and rank of what was done more than once, each time compared.
+        repeated: step and rank of what was done more than once, and compared each time.
         differences: in order of step.
     """
 
@@ -284,9 +284,10 @@ def compare(
     for rank, (ours, theirs) in enumerate(zip(reference, candidate, strict=True)):
         expected = {entry.step: entry for entry in ours if first <= entry.step <= steps}
         found = list(theirs)
-        times = Counter(entry.step for entry in found)
+        times = Counter(entry.step for entry in found if entry.samples is not None)
         repeated += [(step, rank) for step, count in times.items() if count > 1]
-        differences += _compare_presence(set(range(first, steps + 1)), expected.keys(), times.keys(), rank)
+        written = {entry.step for entry in found}
+        differences += _compare_presence(set(range(first, steps + 1)), set(expected), written, rank)
         for entry in found:
             if entry.step in expected:
                 differences += _compare_entries(expected[entry.step], entry, rank, names)
@@ -296,7 +297,7 @@ def compare(
     )
 
 
-def _compare_presence(due: Set[int], expected: Set[int], found: Set[int], rank: int) -> Iterator[Difference]:
+def _compare_presence(due: set[int], expected: set[int], found: set[int], rank: int) -> Iterator[Difference]:
     """Yield the steps that one side lacks, or that neither should have."""
     for step in sorted(due | expected | found):
         if not (step in due and step in expected and step in found):

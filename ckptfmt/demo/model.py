@@ -36,7 +36,8 @@ class Block(nn.Module):
         q, k, v = (part.view(split).transpose(1, 2) for part in self.qkv(self.norm_attention(x)).chunk(3, dim=-1))
         heard = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.mix(heard.transpose(1, 2).reshape(batch, context, width)))
-        return x + self.dropout(self.feed(self.norm_feed(x)))
+        fed: torch.Tensor = self.dropout(self.feed(self.norm_feed(x)))
+        return x + fed
 
 
 class TinyGPT(nn.Module):

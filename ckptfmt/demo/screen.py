@@ -17,17 +17,15 @@ _WIDTH = 78
 _STRIP_WIDTH = 60
 _LABEL_WIDTH = 13
 
-#: What is compared, as a person calls it, by its category in the ledger.
+#: What is compared, as a person calls it, and its categories in the ledger.
 _ROWS = {
-    "parameter": "parameters",
-    "moment": "moments of AdamW",
-    "step": "steps of AdamW",
-    "buffer": "buffer",
-    "schedule": "learning rate",
-    "rng": "random streams",
-    "cursor": "data cursor",
-    "sample": "samples",
-    "loss": "loss",
+    "parameters": ("parameter",),
+    "AdamW": ("moment", "step"),
+    "buffer": ("buffer",),
+    "learning rate": ("schedule",),
+    "random streams": ("rng",),
+    "data": ("sample", "cursor"),
+    "loss": ("loss",),
 }
 
 
@@ -77,8 +75,7 @@ def render(outcome: Outcome, look: Look, *, seconds: float) -> str:
         list(_iter_time_line(outcome, look)),
         list(_iter_comparison(outcome, look)),
         list(_iter_resized(outcome.resized, look)) if outcome.resized else [],
-        [*_iter_verdict(outcome, look, seconds), rule],
-        list(_iter_next(outcome)),
+        [*_iter_verdict(outcome, look, seconds), rule, *_iter_next(outcome)],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -86,11 +83,12 @@ def render(outcome: Outcome, look: Look, *, seconds: float) -> str:
 def _iter_what(outcome: Outcome) -> Iterator[str]:
     header, settings = outcome.header, outcome.settings
     before, after = outcome.losses
-    yield (
-        f"  A GPT of {header.parameter_count:,} parameters, on {settings.text_nbytes / 1024**2:.3g} MiB of text: the bytes of"
+    text = (
+        f"A GPT of {header.parameter_count:,} parameters on {settings.text_nbytes >> 10:,} KiB of text, {header.text}:"
+        f" AdamW, dropout {settings.dropout}, warm-up and cosine; {header.world_size} processes under torchrun with"
+        f" gloo; {settings.steps} steps, {outcome.sample_count:,} samples; loss {before:.2f} to {after:.2f}."
     )
-    yield f"  {header.text}. AdamW, dropout {settings.dropout}, warm-up and cosine;"
-    yield f"  {header.world_size} processes under torchrun (gloo), {settings.steps} steps; loss {before:.2f} to {after:.2f}."
+    yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
 def _iter_time_line(outcome: Outcome, look: Look) -> Iterator[str]:
@@ -127,56 +125,53 @@ def _draw(strip: Strip, steps: int, look: Look) -> str:
 def _iter_comparison(outcome: Outcome, look: Look) -> Iterator[str]:
     same, steps = outcome.same, outcome.settings.steps
     yield "  Launches 1 and 2 against the undisturbed run, after each step, on each process:"
-    for category, name in _ROWS.items():
-        names = same.names_of(category)
-        done = same.identical_steps(category)
-        word = "identical" if done == steps and names else "DIFFERENT"
-        verdict = look.verdict(good=word == "identical", text=word)
-        yield f"    {name:<17} {_count(category, names):<29} {verdict}  {done} of {steps} steps"
+    for name, categories in _ROWS.items():
+        done = min(same.identical_steps(category) for category in categories)
+        good = done == steps and not any(other.category in categories for other in same.differences)
+        verdict = look.verdict(good=good, text="identical" if good else "DIFFERENT")
+        yield f"    {name:<15} {_describe(name, same):<31} {verdict}  {done} of {steps} steps"
     again = sorted({step for step, _ in same.repeated})
     if again:
-        yield f"    Steps {again[0]} to {again[-1]} stand in both launches: redone after the kill, and compared twice."
+        yield f"    Steps {again[0]} to {again[-1]} were done twice, before the kill and after; each was compared."
 
 
-def _count(category: str, names: list[str]) -> str:
-    if category in ("parameter", "moment", "step"):
-        return f"{len(names)} tensors"
-    if category == "rng":
-        return ", ".join(names)
+def _describe(name: str, same: Comparison) -> str:
     return {
-        "sample": "ids and order",
-        "loss": "every bit",
-        "cursor": "position and ledger",
-        "schedule": "scheduler and options",
-    }.get(category, ", ".join(names))
+        "parameters": f"{len(same.names_of('parameter'))} tensors",
+        "AdamW": f"{len(same.names_of('moment'))} moments, {len(same.names_of('step'))} step counts",
+        "buffer": ", ".join(same.names_of("buffer")),
+        "learning rate": "scheduler, options of AdamW",
+        "random streams": ", ".join(same.names_of("rng")),
+        "data": "ids in order, position, ledger",
+        "loss": "all bits",
+    }[name]
 
 
 def _iter_resized(resized: Resized, look: Look) -> Iterator[str]:
     yield f"  Launch 3, on {resized.world_size} processes instead of 2, against the undisturbed run:"
     good = resized.state.identical
     word = look.verdict(good=good, text="identical" if good else "DIFFERENT")
-    yield f"    state at step {resized.step}: all {len(resized.state.names)} facts {word} on all {resized.world_size} processes"
+    yield f"    state at step {resized.step}: {len(resized.state.names)} digests, {word} on each of the processes"
     good = resized.cursor.identical and not resized.samples_wrong
     word = look.verdict(good=good, text="none skipped, none repeated" if good else "WRONG")
-    yield f"    samples: {resized.sample_count:,} over the whole run, in the same order; {word}"
+    yield f"    samples: the same {resized.sample_count:,} in the same order; {word}"
     kept, streams = resized.stream_counts
     ours, theirs = resized.losses
-    yield (
-        f"    ckptfmt's claim: {resized.claim} (order of samples, not bits): {kept} of {streams} random streams go on;"
-    )
-    yield f"    gradients are summed in another order. Loss in the end {ours:.4f}, undisturbed {theirs:.4f}."
+    yield f"    claim {resized.claim}: the samples, not the bits, for {streams - kept} of {streams} random streams are new and"
+    yield f"    sums have another order (mean loss of the last step {ours:.4f}, undisturbed {theirs:.4f})"
 
 
 def _iter_verdict(outcome: Outcome, look: Look, seconds: float) -> Iterator[str]:
     same, steps = outcome.same, outcome.settings.steps
     for sentence in _iter_problems(outcome):
         yield from textwrap.wrap(sentence, _WIDTH, initial_indent="  ", subsequent_indent="    ")
-    done = same.identical_steps()
-    compared = f"{same.compared:,} digests, {seconds:.0f} s"
     if outcome.holds:
-        yield look.verdict(good=True, text=f"  identical over all {steps} steps") + f"   ({compared})"
+        text = f"identical over all {steps} steps"
+    elif same.identical:
+        text = f"identical over all {steps} steps, but not all of the above holds"
     else:
-        yield look.verdict(good=False, text=f"  NOT the same: {done} of {steps} steps agree") + f"   ({compared})"
+        text = f"NOT the same run: {same.identical_steps()} of {steps} steps agree"
+    yield f"  {look.verdict(good=outcome.holds, text=text)}   ({same.compared:,} digests compared; {seconds:.0f} s)"
 
 
 def _iter_problems(outcome: Outcome) -> Iterator[str]:
@@ -201,9 +196,12 @@ def _sentence(comparison: Comparison) -> str:
 
 
 def _iter_next(outcome: Outcome) -> Iterator[str]:
-    yield "  The run is left behind to look at:"
-    for command in ("log", "inspect", "validate"):
-        yield f"    python -m ckptfmt {command} {outcome.run}"
+    for command, what in (
+        ("log", "its launches and checkpoints"),
+        ("inspect", "what is in one"),
+        ("validate", "all bytes"),
+    ):
+        yield f"  python -m ckptfmt {command:<8} {outcome.run}   {what}"
 
 
 def as_json(outcome: Outcome, *, seconds: float) -> dict[str, object]:

@@ -111,6 +111,11 @@ class Outcome:
     without: str | None
 
     @property
+    def sample_count(self) -> int:
+        """How many samples the steps take, over all processes."""
+        return self.settings.steps * self.settings.global_batch
+
+    @property
     def run(self) -> Path:
         """The run that is left behind."""
         return self.directory / RUN
@@ -121,9 +126,7 @@ class Outcome:
         return self.same.identical and self.resized is not None and self.resized.holds and not self.violations
 
 
-def tell(
-    directory: Path, settings: Settings, options: list[str], *, without: str | None, phases: Phases
-) -> Outcome:
+def tell(directory: Path, settings: Settings, options: list[str], *, without: str | None, phases: Phases) -> Outcome:
     """Run all launches one after the other and compare them.
 
     Args:
@@ -246,11 +249,7 @@ def _last_times(processes: list[list[Entry]]) -> list[list[Entry]]:
 def _strip(settings: Settings, name: str, ledgers: list[Ledger], *, killed: bool = False) -> Strip:
     first = ledgers[0].entries[0].step
     last = max(ledger.last_step for ledger in ledgers)
-    saves = tuple(
-        step
-        for step in range(first + 1, last + 1)
-        if step == settings.steps or step % settings.every == 0
-    )
+    saves = tuple(step for step in range(first + 1, last + 1) if step == settings.steps or step % settings.every == 0)
     return Strip(name=name, world_size=len(ledgers), first=first, last=last, saves=saves, killed=killed)
 
 

@@ -54,14 +54,10 @@ def train(
     replica: nn.Module = DistributedDataParallel(model) if world_size > 1 else model
     optimizer = AdamW(replica.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     scheduler = make_scheduler(optimizer, settings)
-    sampler = Sampler(
-        text, global_batch=settings.global_batch, seed=settings.seed, fingerprint=text.fingerprint()
-    )
+    sampler = Sampler(text, global_batch=settings.global_batch, seed=settings.seed, fingerprint=text.fingerprint())
     seed_streams(settings.seed + 1 + rank)  # other crops, noise and dropout on every process
 
-    state = State(
-        weights=replica, optimizer=optimizer, data=sampler, config=settings, extra={"scheduler": scheduler}
-    )
+    state = State(weights=replica, optimizer=optimizer, data=sampler, config=settings, extra={"scheduler": scheduler})
     put_back = leave_out(without, model, optimizer, scheduler, sampler) if without else lambda: None
     ledger = LedgerWriter(ledger_path(ledgers, name, rank))
     # strict=False: on another number of processes, go on with new random-number streams, and say so.
@@ -96,7 +92,7 @@ def train_step(
     optimizer.step()
     scheduler.step()
     model.count(targets)
-    return loss.item().hex()
+    return float(loss.item()).hex()
 
 
 def make_batch(text: Text, samples: Sequence[int], settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.canonical import check_version
-from ckptfmt.documents.manifest import FIELDS, Origin
+from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.msgpk import dump_packed_document, parse_packed_document
 from ckptfmt.documents.packed import Columns, dump_packed
 from ckptfmt.documents.tables import (
@@ -23,13 +23,16 @@ from ckptfmt.documents.tables import (
     check_dtypes,
     check_scopes,
     collect_scopes,
+    leaf_columns,
     parse_absent,
     parse_aliases,
     parse_boxes,
     parse_counter,
+    parse_leaf_rows,
     parse_origin,
+    parse_stream_rows,
     parse_tensor_rows,
-    sort_key,
+    stream_columns,
     tensor_columns,
 )
 from ckptfmt.dtypes import DTYPES
@@ -132,15 +135,11 @@ class Index:
                 "aliases": alias_columns(self.tensors),
                 "shardings": _sharding_columns(list(numbers)),
                 "streams": {
-                    "name": [stream.name for stream in self.streams],
-                    "scope": dump_packed([scopes.index(stream.scope) for stream in self.streams]),
-                    "kind": [stream.kind for stream in self.streams],
+                    **stream_columns(self.streams, scopes),
                     "part": dump_packed([stream.part for stream in self.streams]),
                 },
                 "leaves": {
-                    "field": dump_packed([FIELDS.index(leaf.field) for leaf in self.leaves]),
-                    "name": [leaf.name for leaf in self.leaves],
-                    "scope": dump_packed([scopes.index(leaf.scope) for leaf in self.leaves]),
+                    **leaf_columns(self.leaves, scopes),
                     "part": dump_packed([leaf.part for leaf in self.leaves]),
                 },
                 "absent": dict(self.absent),
@@ -248,25 +247,18 @@ def _parse_shardings(columns: Columns, part_count: int) -> list[Sharding]:
 
 
 def _parse_streams(table: Columns, scopes: list[str], part_count: int) -> tuple[IndexStream, ...]:
-    names = table.strings("name")
-    scope = table.packed("scope", count=len(names), below=len(scopes))
-    kinds = table.strings("kind", count=len(names))
-    parts = table.packed("part", count=len(names), below=part_count)
-    table.check_increasing("name", [(name.encode(), scopes[s].encode()) for name, s in zip(names, scope, strict=True)])
+    rows = parse_stream_rows(table, scopes)
+    parts = table.packed("part", count=len(rows), below=part_count)
     return tuple(
-        IndexStream(name=name, scope=scopes[s], kind=kind, part=part)
-        for name, s, kind, part in zip(names, scope, kinds, parts, strict=True)
+        IndexStream(name=name, scope=scope, kind=kind, part=part)
+        for (name, scope, kind), part in zip(rows, parts, strict=True)
     )
 
 
 def _parse_leaves(table: Columns, scopes: list[str], part_count: int) -> tuple[IndexLeaf, ...]:
-    names = table.strings("name")
-    fields = table.packed("field", count=len(names), below=len(FIELDS))
-    scope = table.packed("scope", count=len(names), below=len(scopes))
-    parts = table.packed("part", count=len(names), below=part_count)
-    leaves = tuple(
-        IndexLeaf(field=FIELDS[f], name=name, scope=scopes[s], part=part)
-        for f, name, s, part in zip(fields, names, scope, parts, strict=True)
+    rows = parse_leaf_rows(table, scopes)
+    parts = table.packed("part", count=len(rows), below=part_count)
+    return tuple(
+        IndexLeaf(field=field, name=name, scope=scope, part=part)
+        for (field, name, scope), part in zip(rows, parts, strict=True)
     )
-    table.check_increasing("name", [sort_key((leaf.field, leaf.name, leaf.scope)) for leaf in leaves])
-    return leaves

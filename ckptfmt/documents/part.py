@@ -11,7 +11,7 @@ from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.canonical import check_version, dump_document
-from ckptfmt.documents.manifest import FIELDS, Origin
+from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.msgpk import dump_packed_document, parse_packed_document
 from ckptfmt.documents.packed import Columns, dump_packed
 from ckptfmt.documents.tables import (
@@ -23,13 +23,16 @@ from ckptfmt.documents.tables import (
     check_dtypes,
     check_scopes,
     collect_scopes,
+    leaf_columns,
     parse_absent,
     parse_aliases,
     parse_boxes,
     parse_counter,
+    parse_leaf_rows,
     parse_origin,
+    parse_stream_rows,
     parse_tensor_rows,
-    sort_key,
+    stream_columns,
     tensor_columns,
 )
 from ckptfmt.dtypes import DTYPES
@@ -196,15 +199,11 @@ class Part:
                 "aliases": alias_columns(self.tensors),
                 **self._box_columns(),
                 "streams": {
-                    "name": [stream.name for stream in self.streams],
-                    "scope": dump_packed([scopes.index(stream.scope) for stream in self.streams]),
-                    "kind": [stream.kind for stream in self.streams],
+                    **stream_columns(self.streams, scopes),
                     "state": [stream.state for stream in self.streams],
                 },
                 "leaves": {
-                    "field": dump_packed([FIELDS.index(leaf.field) for leaf in self.leaves]),
-                    "name": [leaf.name for leaf in self.leaves],
-                    "scope": dump_packed([scopes.index(leaf.scope) for leaf in self.leaves]),
+                    **leaf_columns(self.leaves, scopes),
                     "value": [leaf.value for leaf in self.leaves],
                 },
                 "absent": dict(self.absent),
@@ -490,25 +489,18 @@ def _check_files_covered(
 
 
 def _parse_streams(table: Columns, scopes: list[str]) -> tuple[Stream, ...]:
-    names = table.strings("name")
-    scope = table.packed("scope", count=len(names), below=len(scopes))
-    kinds = table.strings("kind", count=len(names))
-    states = table.blobs("state", count=len(names))
-    table.check_increasing("name", [(name.encode(), scopes[s].encode()) for name, s in zip(names, scope, strict=True)])
+    rows = parse_stream_rows(table, scopes)
+    states = table.blobs("state", count=len(rows))
     return tuple(
-        Stream(name=name, scope=scopes[s], kind=kind, state=state)
-        for name, s, kind, state in zip(names, scope, kinds, states, strict=True)
+        Stream(name=name, scope=scope, kind=kind, state=state)
+        for (name, scope, kind), state in zip(rows, states, strict=True)
     )
 
 
 def _parse_leaves(table: Columns, scopes: list[str]) -> tuple[Leaf, ...]:
-    names = table.strings("name")
-    fields = table.packed("field", count=len(names), below=len(FIELDS))
-    scope = table.packed("scope", count=len(names), below=len(scopes))
-    values = table.blobs("value", count=len(names))
-    leaves = tuple(
-        Leaf(field=FIELDS[f], name=name, scope=scopes[s], value=value)
-        for f, name, s, value in zip(fields, names, scope, values, strict=True)
+    rows = parse_leaf_rows(table, scopes)
+    values = table.blobs("value", count=len(rows))
+    return tuple(
+        Leaf(field=field, name=name, scope=scope, value=value)
+        for (field, name, scope), value in zip(rows, values, strict=True)
     )
-    table.check_increasing("name", [sort_key((leaf.field, leaf.name, leaf.scope)) for leaf in leaves])
-    return leaves

@@ -29,13 +29,17 @@ __all__ = [
     "check_dtypes",
     "check_scopes",
     "collect_scopes",
+    "leaf_columns",
     "parse_absent",
     "parse_aliases",
     "parse_boxes",
     "parse_counter",
+    "parse_leaf_rows",
     "parse_origin",
+    "parse_stream_rows",
     "parse_tensor_rows",
     "sort_key",
+    "stream_columns",
     "tensor_columns",
 ]
 
@@ -110,6 +114,44 @@ def parse_tensor_rows(
     keys = [(FIELDS[f], name, scopes[s]) for f, name, s in zip(fields, names, scope, strict=True)]
     columns.check_increasing("name", [sort_key(key) for key in keys])
     return [(key, dtypes[d], shape, STORAGE[s]) for key, d, shape, s in zip(keys, dtype, shapes, storage, strict=True)]
+
+
+def stream_columns(streams: Sequence[Any], scopes: list[str]) -> dict[str, object]:
+    """Return the columns that describe random-number streams alike in index and parts."""
+    return {
+        "name": [stream.name for stream in streams],
+        "scope": dump_packed([scopes.index(stream.scope) for stream in streams]),
+        "kind": [stream.kind for stream in streams],
+    }
+
+
+def parse_stream_rows(table: Columns, scopes: list[str]) -> list[tuple[str, str, str]]:
+    """Return name, scope and kind of each row. Raises: FormatError(COLUMN_FORM, COLUMN_ORDER)."""
+    names = table.strings("name")
+    scope = table.packed("scope", count=len(names), below=len(scopes))
+    kinds = table.strings("kind", count=len(names))
+    rows = [(name, scopes[number], kind) for name, number, kind in zip(names, scope, kinds, strict=True)]
+    table.check_increasing("name", [(name.encode(), at.encode()) for name, at, _ in rows])
+    return rows
+
+
+def leaf_columns(leaves: Sequence[Any], scopes: list[str]) -> dict[str, object]:
+    """Return the columns that describe plain values alike in index and parts."""
+    return {
+        "field": dump_packed([FIELDS.index(leaf.field) for leaf in leaves]),
+        "name": [leaf.name for leaf in leaves],
+        "scope": dump_packed([scopes.index(leaf.scope) for leaf in leaves]),
+    }
+
+
+def parse_leaf_rows(table: Columns, scopes: list[str]) -> list[TensorKey]:
+    """Return field, name and scope of each row. Raises: FormatError(COLUMN_FORM, COLUMN_ORDER)."""
+    names = table.strings("name")
+    fields = table.packed("field", count=len(names), below=len(FIELDS))
+    scope = table.packed("scope", count=len(names), below=len(scopes))
+    keys = [(FIELDS[f], name, scopes[s]) for f, name, s in zip(fields, names, scope, strict=True)]
+    table.check_increasing("name", [sort_key(key) for key in keys])
+    return keys
 
 
 def parse_aliases(columns: Columns, tensor_count: int) -> list[tuple[str, ...]]:

@@ -130,7 +130,7 @@ def iter_lineage(launches: list[Launch], entries: list[RunEntry]) -> Iterator[Ru
     Spec: REQ-RUN-006.
     """
     by_number = {launch.launch: launch for launch in launches}
-    number = max(by_number, default=None)
+    number = max((launch.launch for launch in launches if not _is_overtaken(launch, entries)), default=None)
     bound: int | None = None
     seen: set[int] = set()
     while number is not None and number not in seen:
@@ -142,6 +142,19 @@ def iter_lineage(launches: list[Launch], entries: list[RunEntry]) -> Iterator[Ru
         resume = by_number[number].resume_from if number in by_number else None
         found = parse_checkpoint_name(resume.name) if resume is not None else None
         bound, number = found if found is not None else (None, None)
+
+
+def _is_overtaken(launch: Launch, entries: list[RunEntry]) -> bool:
+    """Say whether a launch never saved, and what it was to resume from is gone.
+
+    Only a clean-up that didn't see its record yet retires that; the lineage which the clean-up went by goes on. What
+    was chosen by hand stays chosen.
+    """
+    if launch.resume_from is None or launch.chosen_by == "hand":
+        return False
+    registers = {entry.name: entry.register for entry in entries}
+    saved = any(entry.launch == launch.launch and isinstance(entry.register, Manifest | Tombstone) for entry in entries)
+    return not saved and isinstance(registers.get(launch.resume_from.name), Tombstone)
 
 
 def check_not_fenced(store: Store, launch: int) -> None:
@@ -196,7 +209,9 @@ def begin_launch(
                 continue  # Somebody took the number; what to resume from may have changed with it.
             raise
         store.sync(LAUNCHES)
-        return launch
+        if resume is None or isinstance(read_register(store.at(resume.name)), Manifest):
+            return launch
+        # A clean-up that didn't see the record in time retired what it names; the next number names another.
 
 
 def _create_launch(store: Store, number: int, content: bytes) -> None:

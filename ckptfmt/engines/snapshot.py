@@ -12,9 +12,8 @@ if TYPE_CHECKING:
 __all__ = ["Snapshot", "TensorSink", "TensorSource"]
 
 
-@runtime_checkable
-class TensorSource(Protocol):
-    """A tensor, or the pieces of it that this writer holds, ready to be written."""
+class _Tensor(Protocol):
+    """What a tensor is called, and what it is, on either side."""
 
     @property
     def field(self) -> str:
@@ -43,8 +42,13 @@ class TensorSource(Protocol):
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The pieces held here; disjoint; none on a writer that holds nothing of it."""
+        """The pieces held, or wanted, here; disjoint; none where there is nothing of it."""
         ...
+
+
+@runtime_checkable
+class TensorSource(_Tensor, Protocol):
+    """A tensor, or the pieces of it that this writer holds, ready to be written."""
 
     @property
     def replica(self) -> bool:
@@ -67,38 +71,8 @@ class TensorSource(Protocol):
 
 
 @runtime_checkable
-class TensorSink(Protocol):
-    """A destination for pieces of a tensor."""
-
-    @property
-    def field(self) -> str:
-        """One of the seven fields."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Of the tensor to be read, or an alias."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """That of the tensor; another is refused."""
-        ...
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """That of the tensor; another is refused."""
-        ...
-
-    @property
-    def scope(self) -> str:
-        """That of the tensor."""
-        ...
-
-    @property
-    def boxes(self) -> tuple[Box, ...]:
-        """The pieces wanted."""
-        ...
+class TensorSink(_Tensor, Protocol):
+    """A destination for pieces of a tensor, whose dtype and shape must be those of the tensor."""
 
     def copy_from(self, box: Box, content: memoryview) -> None:
         """Take verified elements: `box` lies within one of `boxes`; C order, little-endian."""

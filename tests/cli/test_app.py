@@ -237,6 +237,10 @@ def test_tables_fit_the_terminal(command, run_path):
     assert max(map(len, table[begin:end])) <= 60
 
 
+def test_the_head_stays_in_sight_on_a_narrow_terminal(run_path):
+    assert "committed, head" in on_terminal("log", run_path, columns=60)[1]
+
+
 def test_errors_are_red_on_a_terminal(tmp_path):
     code, shown = on_terminal("validate", tmp_path / "nowhere")
 

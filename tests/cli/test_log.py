@@ -23,7 +23,7 @@ def rows_of(out):
     for line in out.split("\n\n")[1].splitlines()[1:]:
         words = line.replace("|", " ").replace("/", " ").split()[1:4]
         if words:
-            rows.append((int(words[0]), int(words[1]), words[2]))
+            rows.append((int(words[0]), int(words[1]), words[2].rstrip(",")))
     return rows
 
 
@@ -46,8 +46,8 @@ def test_checkpoints_are_listed_newest_first_with_their_lineage(call, run_path):
 def test_the_head_is_marked_once(call, run_path):
     _, out, _ = call("log", run_path)
 
-    (line,) = [line for line in out.splitlines() if "<- head" in line]
-    assert line.split()[1:4] == ["50", "2", "committed"]
+    (line,) = [line for line in out.splitlines() if "committed, head" in line]
+    assert line.split()[1:3] == ["50", "2"]
 
 
 def test_launches_say_who_chose_what(call, run_path):

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, parse_checkpoint_name
-from ckptfmt.documents.run import Launch
+from ckptfmt.documents.run import Launch, Run
 from ckptfmt.engines import commit, lineage, retention, verify
 from ckptfmt.errors import CkptError, Code
+from ckptfmt.store.hooked import HookedStore, Operation
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from tests.explorer import content
@@ -97,15 +98,33 @@ class Marks:
         self._ack(f"retired {name} -")
 
 
-def clean_up(store: Store, run: object, launch: Launch, marks: Marks, *, keep: int | None) -> None:
-    """Clean up, telling beforehand what may go and afterwards what is gone."""
-    launches, entries = lineage.list_launches(store), lineage.list_checkpoints(store)
-    leaving = retention.plan_retention(launches, entries, keep=keep, keep_every=None)
-    for entry in leaving:
-        marks.retiring(entry.name)
-    retention.clean_up(store, run, launch=launch.launch, keep=keep)  # type: ignore[arg-type]
-    for entry in leaving:
-        marks.retired(entry.name)
+class _TellingStore(HookedStore):
+    """A store that marks a checkpoint as retiring before anything of it is replaced or deleted."""
+
+    def __init__(self, inner: Store, marks: Marks) -> None:
+        super().__init__(inner)
+        self.replaced: list[str] = []
+        self._marks = marks
+        self._told: set[str] = set()
+
+    def before(self, operation: Operation) -> None:
+        """Tell of the first change, and remember whose register is replaced."""
+        if operation.op not in ("replace", "delete"):
+            return
+        name = operation.path.partition("/")[0]
+        if name not in self._told:
+            self._told.add(name)
+            self._marks.retiring(name)
+        if operation.op == "replace":
+            self.replaced.append(name)
+
+
+def clean_up(store: Store, run: Run, launch: Launch, marks: Marks, *, keep: int | None) -> None:
+    """Clean up, telling what may go before it does, and what is gone afterwards."""
+    telling = _TellingStore(store, marks)
+    retention.clean_up(telling, run, launch=launch.launch, keep=keep)
+    for name in telling.replaced:
+        marks.retired(name)
 
 
 def recover(store: Store, marks: Marks, *, attempt_number: int = RECOVERY_ATTEMPT) -> Launch:

@@ -253,7 +253,7 @@ def _clean(*, launch: int, keep: int | None = None) -> Action:
     """Clean up as a launch."""
 
     def action(store: Store, marks: Marks) -> None:
-        clean_up(store, lineage.read_run(store), _launch(store, launch), marks, keep=keep)
+        clean_up(store, lineage.open_run(store), _launch(store, launch), marks, keep=keep)
 
     return action
 

@@ -326,7 +326,7 @@ def _placement(placement: Any, where: str) -> layout.Placement:  # noqa: ANN401 
         return layout.StridedShard(int(placement.dim), int(placement.split_factor))
     if kind == "Shard":
         return layout.Shard(int(placement.dim))
-    raise _unsupported(f"a DTensor with the placement {placement}", where, "Redistribute it before the save.")
+    raise _unsupported(f"a DTensor with the placement {placement!r}", where, "Redistribute it before the save.")
 
 
 def _unsupported(detail: str, where: str, remedy: str) -> CkptError:
