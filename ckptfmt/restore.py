@@ -84,9 +84,7 @@ def restore(
         LEAF_MISSING, LEAF_UNEXPECTED, GROUP_MISMATCH, STREAM_MISSING, STREAM_UNEXPECTED, CONFIG_IDENTITY, READ_BACK);
         and what reading raises.
     """
-    restoration = plan_restore(
-        state, checkpoint, worker=worker, worker_count=worker_count, allow=allow, strict=strict
-    )
+    restoration = plan_restore(state, checkpoint, worker=worker, worker_count=worker_count, allow=allow, strict=strict)
     restoration.check(restoration.leftover() if worker_count == 1 else frozenset())
     return restoration.apply(streams=streams)
 

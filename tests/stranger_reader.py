@@ -1,12 +1,12 @@
 """A reader of checkpoints by somebody who had read spec/ and no code: everything is read, and every byte checked."""
 
-import itertools
 import json
 import math
 import re
 import struct
 from collections import Counter, OrderedDict, deque
 from dataclasses import make_dataclass
+from itertools import islice, product
 from pathlib import Path
 
 import msgpack
@@ -14,16 +14,14 @@ import safetensors
 from blake3 import blake3
 
 FIELDS = ("weights", "optimizer", "rng", "data", "config", "topology", "provenance")
-ORIGIN = ("run_id", "launch", "nonce", "step", "attempt", "writer_count", "block_nbytes")
-WIDTH_AND_TAG = {name: (int(width), tag or "U8") for name, width, tag in re.findall(r"(\w+)=(\d+)(\w*)", """
+FULL = {"profile": "full", "references": [], "encodings": ["raw"]}  # in documents that have these members
+DTYPES = {name: (int(width), tag) for name, width, tag in re.findall(r"(\w+)=(\d+)(\w*)", """
     bool=1BOOL uint8=1U8 int8=1I8 uint16=2U16 int16=2I16 uint32=4U32 int32=4I32 uint64=8U64 int64=8I64 float16=2F16
-    bfloat16=2BF16 float32=4F32 float64=8F64 complex64=8C64 complex128=16 complex32=4 float4_e2m1fn_x2=1
-    float8_e4m3fn=1F8_E4M3 float8_e5m2=1F8_E5M2 float8_e8m0fnu=1F8_E8M0 float8_e4m3fnuz=1F8_E4M3FNUZ
-    float8_e5m2fnuz=1F8_E5M2FNUZ""")}  # fmt: skip
-NUMBERS = {"f": lambda raw: struct.unpack("<d", raw)[0], "c": lambda raw: complex(*struct.unpack("<2d", raw)),
-           "i": lambda raw: int.from_bytes(raw, "little", signed=True)}  # fmt: skip
-BUILD = {"l": list, "t": tuple, "s": set, "z": frozenset, "q": lambda items: deque(items[1:], items[0]), "d": dict,
-         "O": OrderedDict, "C": lambda pairs: Counter(dict(pairs))}  # fmt: skip
+    bfloat16=2BF16 float32=4F32 float64=8F64 complex64=8C64 complex128=16 complex32=4 float4_e2m1fn_x2=1 float8_e5m2=1F8_E5M2
+    float8_e4m3fn=1F8_E4M3 float8_e8m0fnu=1F8_E8M0 float8_e4m3fnuz=1F8_E4M3FNUZ float8_e5m2fnuz=1F8_E5M2FNUZ""")}  # fmt: skip
+BUILD = {"l": list, "t": tuple, "s": set, "z": frozenset, "q": lambda v: deque(v[1:], v[0]), "d": dict,
+         "O": OrderedDict, "C": lambda pairs: Counter(dict(pairs)), "f": lambda v: struct.unpack("<d", *v)[0],
+         "i": lambda v: int.from_bytes(*v, "little", signed=True), "c": lambda v: complex(*struct.unpack("<2d", *v))}  # fmt: skip
 Tagged = make_dataclass("Tagged", ("tag", "items"), frozen=True)  # in trees: T, a reference to a tensor; a, n, D, V, S
 
 
@@ -33,81 +31,124 @@ def require(condition, message):
 
 
 def read_file(path, nbytes):
-    require(path.is_file() and not path.is_symlink() and path.stat().st_size == nbytes, f"{path}: missing, or wrong size")
+    require(path.is_file() and not path.is_symlink(), f"{path}: missing, or not a regular file")
+    require(path.stat().st_size == nbytes, f"{path}: {path.stat().st_size} bytes instead of {nbytes}")
     return path.read_bytes()
 
 
-def check_signed(signed, kind, origin):
-    require(signed["features"]["reader"] == [], f"{kind}: needs features that this reader doesn't know")
-    expected = {"format_version": "0.1", "type": kind, "profile": "full", "references": [], "encodings": ["raw"]}
-    for key, value in (expected | origin).items():
-        require(signed.get(key, value) == value, f"{kind}: {key} is {signed.get(key)!r} instead of {value!r}")
+def check(signed, expected):
+    version, features = signed["format_version"], signed["features"]["reader"]
+    require((version, features) == ("0.1", []), f"format {version} with features {features}: this reads 0.1 without")
+    for key, value in (FULL | expected).items():
+        require(signed.get(key, value) == value, f"{key} is {signed.get(key)!r} instead of {value!r}")
     return signed
 
 
-def unpack(raw):
-    value = msgpack.unpackb(raw, object_pairs_hook=lambda pairs: dict(sorted(pairs)))
-    require(msgpack.packb(value) == raw, "msgpack that isn't in canonical form")
-    return value
-
-
-def read_tables(path, nbytes, digest, kind, origin):
-    envelope = unpack(read_file(path, nbytes))
-    digests = {envelope["digest"], blake3(envelope["signed"]).digest(), digest}
-    require(len(digests) == 1 and len(envelope) == 2, f"{path}: hasn't the digest by which it was named")
-    return check_signed(unpack(envelope["signed"]), kind, origin)
-
-
-def columns(document, table, ndims=()):
-    result = dict(document[table])
-    for key, value in result.items():
-        if isinstance(value, bytes):  # digests
-            result[key] = [value[i : i + 32] for i in range(0, len(value), 32)]
-        elif value and isinstance(value[0], int):  # a packed array
-            result[key] = struct.unpack(f"<{len(value[1]) // value[0]}{' BH I   Q'[value[0]]}", value[1])
-    for key in {"global_shape", "begin", "box_shape"} & result.keys():  # flattened
-        flat, counts = iter(result[key]), result["ndim"] if key == "global_shape" else ndims
-        require(sum(counts) == len(result[key]), f"{table}/{key}: wrong number of entries")
-        result[key] = [tuple(itertools.islice(flat, count)) for count in counts]
-    return result
+def read_tables(path, nbytes, digest, expected):
+    raw = read_file(path, nbytes)
+    signed = msgpack.unpackb(raw)["signed"]
+    document = msgpack.unpackb(signed, object_pairs_hook=lambda pairs: dict(sorted(pairs)))
+    canonical = msgpack.packb({"digest": digest, "signed": msgpack.packb(document)})
+    require(canonical == raw and blake3(signed).digest() == digest, f"{path}: wrong digest, or form")
+    return check(document, expected)
 
 
 def rows(document, table, ndims=()):
-    by_column = columns(document, table, ndims)
-    result = [dict(zip(by_column, row, strict=True)) for row in zip(*by_column.values(), strict=True)]
-    for row in result if "scope" in by_column else ():
+    table = dict(table)
+    for key, value in table.items():
+        if isinstance(value, bytes):  # digests
+            table[key] = [digest for (digest,) in struct.iter_unpack("32s", value)]
+        elif value and isinstance(value[0], int):  # a packed array
+            table[key] = struct.unpack(f"<{len(value[1]) // value[0]}{' BH I   Q'[value[0]]}", value[1])
+    for key in {"global_shape", "begin", "box_shape"} & table.keys():  # flattened
+        flat, counts = iter(table[key]), table["ndim"] if key == "global_shape" else ndims
+        require(sum(counts) == len(table[key]), f"{key}: wrong number of entries")
+        table[key] = [tuple(islice(flat, count)) for count in counts]
+    result = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    for row in result if "scope" in table else ():
         row["id"] = (FIELDS[row.get("field", 2)], row["name"], document["scopes"][row["scope"]])
-        row["dtype"] = document["dtypes"][row["dtype"]] if "dtype" in row else row.get("kind")
+        row["kind"] = document["dtypes"][row["dtype"]] if "dtype" in row else row.get("kind")
     return result
 
 
-def decode(tree, references):
-    if not isinstance(tree, list):
-        require(tree is None or isinstance(tree, int | str | bytes), f"a {type(tree)} in a tree")
+def decode(tree, names):
+    if tree is None or isinstance(tree, int | str | bytes):
         return tree
     tag, *items = tree
-    if tag in NUMBERS:
-        return NUMBERS[tag](*items)
     if tag in ("T", "a", "n", "D", "V", "S"):
-        references += items[:1] if tag == "T" else []
+        require(tag != "T" or items[0] in names, f"a tree refers to {items[0]!r}, and there is no such tensor")
         return Tagged(tag, tuple(tuple(item) if isinstance(item, list) else item for item in items))
-    values = [decode(item, references) for item in items]
-    values = list(zip(values[::2], values[1::2], strict=True)) if tag in ("d", "O", "C") else values
-    require(len(BUILD[tag](values)) == len(values) - (tag == "q"), "a tree with a key or member twice")
-    return BUILD[tag](values)
+    values = [decode(item, names) for item in items]
+    return BUILD[tag](zip(values[::2], values[1::2], strict=True) if tag in ("d", "O", "C") else values)
 
 
-def read_boxes(root, part):
-    """The boxes of a part by tensor, begin and shape, with their bytes if it wrote them; checks its shards against it."""
-    owners = [tensor for tensor in rows(part, "tensors") for _ in range(tensor["box_count"])]
-    boxes = rows(part, "boxes", [tensor["ndim"] for tensor in owners])
-    extents = sorted(rows(part, "extents"), key=lambda extent: (extent["byte_begin"], -len(extent["key"])))
-    for number, file in enumerate(rows(part, "files")):
-        name = rf"[a-z][a-z_]{{0,40}}-{part['attempt']}-{part['writer']:05}\.safetensors"
-        require(re.fullmatch(name, file["name"]), f"{file['name']}: not a name of this writer's shards")
-        raw, start = read_file(root / file["name"], file["nbytes"]), file["header_nbytes"]
-        require(blake3(raw[:start]).digest() == file["header_digest"], f"{file['name']}: wrong digest of the header")
-        expected, end = [], start
-        for extent in (extent for extent in extents if extent["file"] == number):
-            box, (width, tag) = boxes[extent["box"]], WIDTH_AND_TAG[owners[extent["box"]]["dtype"]]
-            ...
+def read_part(root, row, expected):
+    stem, size = f"{expected['attempt']}-{expected['writer']:05}", expected["block_nbytes"]
+    part = read_tables(root / "parts" / f"{stem}.msgpack", row["nbytes"], row["digest"], expected)
+    held = {("leaves", row["id"], None): row["value"] for row in rows(part, part["leaves"])}
+    held |= {("streams", row["id"], row["kind"]): row["state"] for row in rows(part, part["streams"])}
+    owners = [tensor for tensor in rows(part, part["tensors"]) for _ in range(tensor["box_count"])]
+    boxes = rows(part, part["boxes"], [owner["ndim"] for owner in owners])
+    digests = struct.iter_unpack("32s", part["digests"])
+    listed = [list(islice(digests, box["digest_count"])) for box in boxes]
+    for number, file in enumerate(rows(part, part["files"])):
+        require(re.fullmatch(rf"[a-z][a-z_]{{0,40}}-{stem}\.safetensors", file["name"]), f"not a shard: {file['name']}")
+        raw = read_file(root / file["name"], file["nbytes"])
+        require(blake3(raw[: file["header_nbytes"]]).digest() == file["header_digest"], f"{file['name']}: bad header")
+        seen = dict(safetensors.deserialize(raw))  # what other tools see; no gaps and no overlaps
+        for extent in (extent for extent in rows(part, part["extents"]) if extent["file"] == number):
+            owner, box, digests = (table[extent["box"]] for table in (owners, boxes, listed))
+            (width, tag), count = DTYPES[owner["kind"]], math.prod(box["box_shape"])
+            content = raw[extent["byte_begin"] : extent["byte_begin"] + count * width]
+            blocks = [(blake3(content[at : at + size]).digest(),) for at in range(0, count * width, size)]
+            require(blocks == digests and extent["block_count"] == len(blocks), f"{file['name']}: {extent} is damaged")
+            same = {"dtype": tag or "U8", "shape": list(box["box_shape"]) if tag else [count * width], "data": content}
+            require(seen.pop(extent["key"]) == same, f"{file['name']}: {extent} isn't what safetensors finds")
+            held["tensors", owner["id"], box["begin"], box["box_shape"]] = content
+        require(not seen, f"{file['name']}: {list(seen)} aren't in the part")
+    return held
+
+
+def assemble(tensor, tiles, parts):
+    shape, width, pieces, content = tensor["global_shape"], DTYPES[tensor["kind"]][0], [], bytearray()
+    for begin, extents, part in (tile.values() for tile in tiles):  # columns are sorted
+        require(all(b + n <= s for b, n, s in zip(begin, extents, shape, strict=True)), f"{tensor['id']}: box outside")
+        box, run = parts[part]["tensors", tensor["id"], begin, extents], width * math.prod(extents[-1:])
+        for number, corner in enumerate(product(*map(range, extents[:-1])) if box else ()):
+            first = [b + i for b, i in zip(begin, (*corner, 0), strict=False)]  # of a run along the last dimension
+            at = width * sum(i * math.prod(shape[axis:]) for axis, i in enumerate(first, 1))
+            pieces.append((at, box[number * run : (number + 1) * run]))
+    for at, piece in [*sorted(pieces), (width * math.prod(shape), b"")]:
+        require(at == len(content), f"{tensor['id']}: a gap or an overlap at byte {at}")
+        content += piece
+    return {"dtype": tensor["kind"], "shape": shape, "storage": tensor["storage"], "bytes": bytes(content)}
+
+
+def read_checkpoint(directory):
+    root, tensors, aliases, trees = Path(directory), {}, {}, {"leaves": {}, "streams": {}}
+    try:
+        raw = read_file(root / "manifest.json", min((root / "manifest.json").stat().st_size, 65535))
+        match = re.fullmatch(rb'\{"digest":"blake3:([0-9a-f]{64})","signed":(\{.*\})\}', raw)
+        require(match and blake3(match[2]).hexdigest() == match[1].decode(), "manifest.json: wrong form or digest")
+        manifest = check(json.loads(match[2]), {"type": "manifest"})
+        origin = {key: manifest[key] for key in "run_id launch nonce step attempt writer_count block_nbytes".split()}
+        path, nbytes = root / f"index-{manifest['attempt']}.msgpack", manifest["index"]["nbytes"]
+        digest = bytes.fromhex(manifest["index"]["digest"].removeprefix("blake3:"))
+        index = read_tables(path, nbytes, digest, origin | {"type": "index"})
+        listed = enumerate(rows(index, index["parts"]))
+        parts = [read_part(root, row, origin | {"type": "part", "writer": writer}) for writer, row in listed]
+        heads = rows(index, {key: index["shardings"].pop(key) for key in ("ndim", "box_count")})
+        tiles = iter(rows(index, index["shardings"], [row["ndim"] for row in heads for _ in range(row["box_count"])]))
+        shardings = [list(islice(tiles, head["box_count"])) for head in heads]
+        for row in rows(index, index["tensors"]):
+            tensors[row["id"]] = assemble(row, shardings[row["sharding"]], parts)
+        for row in rows(index, index["aliases"]):
+            owner = list(tensors)[row["tensor"]]
+            aliases[owner[0], row["name"], owner[2]] = owner
+        for kind, row in ((kind, row) for kind in trees for row in rows(index, index[kind])):
+            names = {name for field, name, scope in (*tensors, *aliases) if (field, scope) == row["id"][::2]}
+            value = decode(msgpack.unpackb(parts[row["part"]][kind, row["id"], row["kind"]]), names)
+            trees[kind][row["id"]] = value if kind == "leaves" else (row["kind"], value)
+    except (AttributeError, LookupError, OSError, TypeError, safetensors.SafetensorError, struct.error) as error:
+        raise ValueError(f"{root}: not a whole checkpoint of format 0.1: {error!r}") from error
+    return {"manifest": manifest, "tensors": tensors, "aliases": aliases} | trees

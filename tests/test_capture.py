@@ -118,7 +118,7 @@ def test_a_configuration_without_a_form_is_refused_by_name(value, code, where):
 
 
 def test_a_configuration_that_contains_itself_is_refused():
-    config = {}
+    config: dict[str, object] = {}
     config["again"] = config
 
     with pytest.raises(CkptError, match="DOC_DEPTH"):

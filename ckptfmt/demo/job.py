@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +24,9 @@ _POLL_S = 0.02
 _STALL_S = 300.0
 #: How long torchrun gets to end its processes before they are killed, in seconds.
 _GRACE_S = 20.0
+
+#: How a line of torchrun's own log begins, when it reports an error.
+_TORCHRUN_ERROR = re.compile(r"E[0-9]{4} ")
 
 
 class JobError(Exception):
@@ -129,9 +134,11 @@ class Job:
             time.sleep(_POLL_S)
 
     def _failure(self, what: str) -> JobError:
-        lines = self._log.read_text("utf-8", errors="replace").splitlines()[-15:] if self._log.exists() else []
-        said = "".join(f"\n    {line}" for line in lines)
-        return JobError(f"the launch {self.name!r} {what}; its output, {self._log}, ends with:{said}")
+        lines = self._log.read_text("utf-8", errors="replace").splitlines() if self._log.exists() else []
+        # After the processes' own last words torchrun repeats at length that they failed.
+        own = list(itertools.takewhile(lambda line: not _TORCHRUN_ERROR.match(line), lines)) or lines
+        said = "".join(f"\n    {line}" for line in own[-15:])
+        return JobError(f"the launch {self.name!r} {what}; its output, {self._log}, says:{said}")
 
 
 def _kill(pid: int) -> None:

@@ -118,7 +118,7 @@ def _draw(strip: Strip, steps: int, look: Look) -> str:
     if strip.killed:
         cells[-1] = look.style(look.kill, "1;31")
     before = f"on {strip.world_size} processes, resumes from {strip.first} " if strip.first else ""
-    after = f" SIGKILL to one process after step {strip.last}" if strip.killed else ""
+    after = f" SIGKILL after step {strip.last}" if strip.killed else ""
     return "  " + strip.name.ljust(_LABEL_WIDTH) + before.rjust(begin) + "".join(cells) + look.style(after, "31")
 
 
@@ -133,6 +133,13 @@ def _iter_comparison(outcome: Outcome, look: Look) -> Iterator[str]:
     again = sorted({step for step, _ in same.repeated})
     if again:
         yield f"    Steps {again[0]} to {again[-1]} were done twice, before the kill and after; each was compared."
+    yield _claim(outcome.claim)
+
+
+def _claim(level: str) -> str:
+    """Return what the load itself claims of the run that goes on from it."""
+    meaning = {"T1": "the same trajectory, bit by bit", "S1": "the same samples, each once; not the same bits"}
+    return f"    What the load itself claims: {level}, {meaning.get(level, 'the same state')}"
 
 
 def _describe(name: str, same: Comparison) -> str:
@@ -157,8 +164,8 @@ def _iter_resized(resized: Resized, look: Look) -> Iterator[str]:
     yield f"    samples: the same {resized.sample_count:,} in the same order; {word}"
     kept, streams = resized.stream_counts
     ours, theirs = resized.losses
-    yield f"    claim {resized.claim}: the samples, not the bits, for {streams - kept} of {streams} random streams are new and"
-    yield f"    sums have another order (mean loss of the last step {ours:.4f}, undisturbed {theirs:.4f})"
+    yield _claim(resized.claim)
+    yield f"    {streams - kept} of {streams} random streams are new; mean loss of the last step {ours:.4f}, not {theirs:.4f}"
 
 
 def _iter_verdict(outcome: Outcome, look: Look, seconds: float) -> Iterator[str]:
@@ -196,12 +203,9 @@ def _sentence(comparison: Comparison) -> str:
 
 
 def _iter_next(outcome: Outcome) -> Iterator[str]:
-    for command, what in (
-        ("log", "its launches and checkpoints"),
-        ("inspect", "what is in one"),
-        ("validate", "all bytes"),
-    ):
-        yield f"  python -m ckptfmt {command:<8} {outcome.run}   {what}"
+    yield "  The run is left behind to look at:"
+    for command, path in (("log", outcome.run), ("inspect", outcome.last_checkpoint), ("validate", outcome.run)):
+        yield f"    python -m ckptfmt {command} {path}"
 
 
 def as_json(outcome: Outcome, *, seconds: float) -> dict[str, object]:

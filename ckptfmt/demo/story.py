@@ -121,6 +121,11 @@ class Outcome:
         return self.directory / RUN
 
     @property
+    def last_checkpoint(self) -> Path:
+        """The checkpoint of the last launch's last step."""
+        return self.run / checkpoint_name(self.settings.steps, len(self.strips) - 1)
+
+    @property
     def holds(self) -> bool:
         """Whether all that the demo claims was found to be so."""
         return self.same.identical and self.resized is not None and self.resized.holds and not self.violations

@@ -7,7 +7,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from ckptfmt import limits
-from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, parse_checkpoint_name
+from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, checkpoint_name, parse_checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, Run, launch_name, parse_launch_name
 from ckptfmt.engines.commit import create_once, read_register
 from ckptfmt.engines.verify import Report, check_place, verify_checkpoint
@@ -110,14 +110,16 @@ def read_launch(store: Store, number: int, run: Run | None = None) -> Launch:
 def list_checkpoints(store: Store, run: Run | None = None) -> list[RunEntry]:
     """Return every checkpoint directory of a run by step, then launch, compared as numbers.
 
-    A register that can't be read becomes an entry with its error: nobody decides for it.
+    A register that can't be read becomes an entry with its error: nobody decides for it. What is retired while this
+    looks is only seen together with the newer checkpoint for whose sake it went: registers are read oldest first, and
+    all again if there are more of them by then.
     """
-    entries = []
-    for name in store.list_names(""):
-        found = parse_checkpoint_name(name.rstrip("/"))
-        if found is not None and name.endswith("/"):
-            entries.append(_read_entry(store, name.rstrip("/"), found, run))
-    return sorted(entries, key=lambda entry: (entry.step, entry.launch))
+    run_id = run.run_id if run is not None else None
+    while True:
+        places = _list_places(store)
+        entries = [_read_entry(store, place, run_id) for place in places]
+        if _list_places(store) == places:
+            return entries
 
 
 def iter_lineage(launches: list[Launch], entries: list[RunEntry]) -> Iterator[RunEntry]:
@@ -243,6 +245,8 @@ def _choose_by_lineage(
         if problem is None and entry.manifest is not None:
             resume = ResumeFrom(name=entry.name, digest=entry.manifest.digest)
             return resume, "fallback" if passed_over else "lineage"
+        if _is_retired(store, entry.name):  # while we looked: there is a newer one now
+            return _choose_by_lineage(store, run, list_launches(store, run), on_passed_over, on_progress)
         passed_over.append(entry.name)
         if on_passed_over is not None:
             on_passed_over(f"{entry.name} isn't valid: {problem}")
@@ -266,15 +270,30 @@ def _find_problem(store: Store, entry: RunEntry, on_progress: Callable[[int], No
     return report.violations[0] if report.violations else None
 
 
-def _read_entry(store: Store, name: str, found: tuple[int, int], run: Run | None) -> RunEntry:
-    step, launch = found
+def _is_retired(store: Store, name: str) -> bool:
+    try:
+        return isinstance(read_register(store.at(name)), Tombstone)
+    except StoreError:
+        raise
+    except CkptError:
+        return False
+
+
+def _list_places(store: Store) -> list[tuple[int, int]]:
+    """Return step and launch of each checkpoint directory, ascending."""
+    places = (parse_checkpoint_name(name[:-1]) for name in store.list_names("") if name.endswith("/"))
+    return sorted(place for place in places if place is not None)
+
+
+def _read_entry(store: Store, place: tuple[int, int], run_id: str | None) -> RunEntry:
+    name = checkpoint_name(*place)
     register: Manifest | Abort | Tombstone | CkptError | None
     try:
         register = read_register(store.at(name))
         if register is not None:
-            check_place(register, found, run.run_id if run is not None else None)
+            check_place(register, place, run_id)
     except StoreError:
         raise
     except CkptError as error:
         register = error
-    return RunEntry(name=name, step=step, launch=launch, register=register)
+    return RunEntry(name=name, step=place[0], launch=place[1], register=register)

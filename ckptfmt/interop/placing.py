@@ -161,9 +161,7 @@ class Placer:
         """Return the tensor that a tree refers to, and count it as taken. Raises: FormatError(TREE_REFERENCE)."""
         tensor = self.plan.checkpoint.find(self.field, saved.name, self.scope)
         if tensor is None:
-            raise err(
-                Code.TREE_REFERENCE, f"no tensor {saved.name!r}", where=self.field, requirement="REQ-TRE-004"
-            )
+            raise err(Code.TREE_REFERENCE, f"no tensor {saved.name!r}", where=self.field, requirement="REQ-TRE-004")
         self.plan.taken_tensors.add(tensor.key)
         return tensor
 
@@ -206,9 +204,7 @@ def fill(plan: Plan, live: Any, saved: IndexTensor) -> None:  # noqa: ANN401 - a
     if side is not None and side.is_meta(live):
         plan.problem(Code.META_DESTINATION, where, "the live tensor is on the meta device")
     elif side is not None:
-        plan.sinks.append(
-            side.sink_of(live, field=saved.field, name=saved.name, scope=saved.scope, dtype=saved.dtype)
-        )
+        plan.sinks.append(side.sink_of(live, field=saved.field, name=saved.name, scope=saved.scope, dtype=saved.dtype))
 
 
 def refuses(live: Any, saved: IndexTensor) -> bool:  # noqa: ANN401 - anything

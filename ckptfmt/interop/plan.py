@@ -183,9 +183,7 @@ class Plan:
         fields = set(fields)
         tensors = {("tensor", key) for key in self.checkpoint.tensors if key not in self.taken_tensors}
         leaves = {("leaf", key) for key in self.checkpoint.leaves if key not in self.taken_leaves}
-        return frozenset(
-            (kind, key) for kind, key in tensors | leaves if key[0] in fields and self._is_mine(key[2])
-        )
+        return frozenset((kind, key) for kind, key in tensors | leaves if key[0] in fields and self._is_mine(key[2]))
 
     def _is_mine(self, scope: str) -> bool:
         return scope in (GLOBAL, worker_scope(self.worker)) or int(scope.removeprefix("lw/")) >= self.worker_count

@@ -19,7 +19,7 @@ from ckptfmt.interop.numpy import ArraySource, array_of, inline_array
 
 __all__ = ["FLATTENED", "Encoder", "fingerprint", "plain_values"]
 
-#: Marks the tree of a tensor that is made of several: a dict from here to its class, then from attributes to inner tensors.
+#: Marks the tree of a tensor that is made of several: a dict from this to its class, and from attributes to the parts.
 FLATTENED: Final = "ckptfmt.flattened"
 
 

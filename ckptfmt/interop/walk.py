@@ -122,5 +122,3 @@ def _attribute_putter(wrapper: PerWorker) -> Callable[[object], None]:
         wrapper.value = value
 
     return put
-
-

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from ckptfmt.store.hooked import Operation
 from ckptfmt.store.local import LocalStore
-from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.recorder import ACK, Gate, Log, RecordingCalls
 from tests.explorer.fsmodel import POSIX_MIN, Disk, DiskState
 from tests.explorer.judge import RECOVERY_ATTEMPT, Judge, Marks, Promises, Violation, recover
@@ -28,18 +27,16 @@ class Bench:
 
     Args:
         root: an empty directory.
-        make_calls: returns the system calls below the recorder; a mutant's, where one is tried.
     """
 
-    def __init__(self, root: pathlib.Path, make_calls: Callable[[], PosixCalls] = PosixCalls) -> None:
+    def __init__(self, root: pathlib.Path) -> None:
         self.root = root
         self.log = Log()
         self.marks = Marks(self.log.ack)
-        self._make_calls = make_calls
 
     def store(self, who: str = "", *, gate: Gate | None = None) -> LocalStore:
         """Return the run's directory as a store whose system calls are recorded."""
-        calls = RecordingCalls(self.root, log=self.log, who=who, gate=gate, inner=self._make_calls())
+        calls = RecordingCalls(self.root, log=self.log, who=who, gate=gate)
         return LocalStore(self.root, writable=True, calls=calls)
 
 
@@ -101,9 +98,9 @@ def record(
     run: Callable[[Bench], None],
     *,
     setup: Callable[[Bench], None] | None = None,
-    make_calls: Callable[[], PosixCalls] = PosixCalls,
+    edit: Callable[[tuple[Operation, ...]], tuple[Operation, ...]] = lambda operations: operations,
 ) -> Recording:
-    """Record `run`, after `setup`, whose end is taken as durable."""
+    """Record `run`, after `setup`, whose end is taken as durable; `edit` changes what was recorded."""
     with bench_directory() as root:
         promises = Promises()
         if setup is not None:
@@ -111,9 +108,9 @@ def record(
             setup(before)
             promises = _promises_after(promises, before.log.operations)
         initial = scan(root)
-        bench = Bench(root, make_calls)
+        bench = Bench(root)
         run(bench)
-        return Recording(initial, promises, bench.log.operations)
+        return Recording(initial, promises, edit(bench.log.operations))
 
 
 def scan(root: pathlib.Path) -> DiskState:

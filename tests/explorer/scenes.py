@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final
 
-from ckptfmt.documents.manifest import Manifest, checkpoint_name
+from ckptfmt.documents.manifest import Manifest, checkpoint_name, shard_name
 from ckptfmt.documents.run import Launch
 from ckptfmt.engines import commit, lineage, retention
 from ckptfmt.errors import CkptError, Code
@@ -21,7 +21,7 @@ from tests.explorer.judge import Judge, Marks, Promises, Violation, clean_up
 from tests.explorer.schedule import Actor, GatedStore, Outcome
 from tests.store.helpers import FAST_DIRECTORY
 
-__all__ = ["CASES", "Case", "FileScene", "MemoryScene", "prepare"]
+__all__ = ["CASES", "LONE_CASES", "Case", "FileScene", "MemoryScene", "disk_state", "prepare"]
 
 #: System calls before which an actor on a file system stops: those that other actors can see, or that see them.
 _VISIBLE: Final = frozenset({"mkdir", "link", "rename", "unlink", "rmdir", "scan", "open_read", "lstat"})
@@ -77,7 +77,9 @@ class _CaseScene:
     def _judge_outcome(self, name: str, outcome: Outcome) -> list[Violation]:
         error = outcome.error
         if error is None or (isinstance(error, CkptError) and error.code in self._case.refusals.get(name, ())):
-            return []
+            unknown = isinstance(error, CkptError) and error.code in _UNKNOWN
+            deleted = self.actors[name].deletion_count if unknown else 0
+            return [Violation("reaped", f"{name} deleted {deleted} files, not knowing the outcome")] if deleted else []
         return [Violation("outcome", f"{name}: {error!r}")]
 
     def _files(self) -> Mapping[str, bytes]:
@@ -214,6 +216,22 @@ def _parts_and_a_new_launch(store: Store) -> None:
     _begin(store)
 
 
+def _parts_without_a_file(store: Store) -> None:
+    _parts(2)(store)
+    store.delete(_shard_path())
+
+
+def _parts_with_a_short_file(store: Store) -> None:
+    _parts(2)(store)
+    path = _shard_path()
+    data = store.read(path, limit_nbytes=1 << 20)
+    store.replace(path, data[:-1])
+
+
+def _shard_path() -> str:
+    return f"{checkpoint_name(20, 1)}/{shard_name('weights', f'{2:016x}', 1)}"
+
+
 def _begin(store: Store) -> Launch:
     return lineage.begin_launch(store, lineage.open_run(store))
 
@@ -284,6 +302,13 @@ def _launch_and_save(attempt: int, step: int) -> Action:
     return action
 
 
+def _first_launch(store: Store, marks: Marks) -> None:
+    """Open the run, begin its first launch, save."""
+    launch = _begin(store)
+    marks.launched(launch)
+    marks.saved(content.save(store, content.origin_of(launch, 10, 1)))
+
+
 def _save_and_retire(attempt: int) -> Action:
     """What a trainer of launch 1 does at each save: look for a newer launch, save, retire all but the newest."""
 
@@ -314,6 +339,13 @@ def _committed_or_given_up(outcomes: Outcomes, store: MemoryStore) -> list[str]:
     if committed is not isinstance(register, Manifest) and register is not None:
         return [f"committed: {committed}; the register holds {register!r}"]
     return []
+
+
+def _can_be_finalized(outcomes: Outcomes, store: MemoryStore) -> list[str]:
+    """Whoever doesn't know may ask again: the parts become the same checkpoint."""
+    manifest = commit.finalize(store.at(checkpoint_name(20, 1)), content.origin_of(_launch(store, 1), 20, 2))
+    answer = outcomes["committer"].answer
+    return [] if answer is None or answer == manifest else ["finalized again, it is another checkpoint"]
 
 
 def _read_is_exact(outcomes: Outcomes, _: MemoryStore) -> list[str]:
@@ -395,7 +427,35 @@ CASES: Final[dict[str, Case]] = {
     "retiring_saver_and_new_launch": Case(
         setup=_one_step,
         actions={"old": _save_and_retire(2), "new": _launch_and_save(3, 30)},
-        refusals={"old": frozenset({Code.FENCED}), "new": _GONE | {Code.NO_VALID_CHECKPOINT}},
+        refusals={"old": frozenset({Code.FENCED}), "new": _GONE},
         owned=False,
+    ),
+}
+
+#: One actor alone on an object store whose network loses requests and answers.
+LONE_CASES: Final[dict[str, Case]] = {
+    "committer": Case(
+        setup=_parts(2),
+        actions={"committer": _finalize(2)},
+        refusals={"committer": _UNKNOWN},
+        check=_can_be_finalized,
+    ),
+    "saver": Case(setup=_one_step, actions={"saver": _save(2)}, refusals={"saver": _UNKNOWN}),
+    "launch": Case(setup=_one_step, actions={"launch": _launch_and_save(2, 20)}, refusals={"launch": _UNKNOWN}),
+    "first_launch": Case(setup=lambda _: None, actions={"launch": _first_launch}, refusals={"launch": _UNKNOWN}),
+    "retiring": Case(setup=_two_steps, actions={"cleaner": _clean(launch=1, keep=1)}, refusals={"cleaner": _UNKNOWN}),
+    "giving_up": Case(
+        setup=_parts_and_a_new_launch, actions={"cleaner": _clean(launch=2)}, refusals={"cleaner": _UNKNOWN}
+    ),
+    # With a file that somebody else removed or cut short, nothing may be committed.
+    "committer_without_a_file": Case(
+        setup=_parts_without_a_file,
+        actions={"committer": _finalize(2)},
+        refusals={"committer": frozenset({Code.FILE_MISSING})},
+    ),
+    "committer_with_a_short_file": Case(
+        setup=_parts_with_a_short_file,
+        actions={"committer": _finalize(2)},
+        refusals={"committer": frozenset({Code.FILE_NBYTES})},
     ),
 }

@@ -39,12 +39,14 @@ class Actor:
     Attributes:
         history: a hash of everything that the actor has seen; equal histories continue equally.
         outcome: None while it isn't at its end.
+        deletion_count: how many files it deleted.
     """
 
     def __init__(self, name: str, action: Callable[[], Any]) -> None:
         self.name = name
         self.history: Hashable = 0
         self.outcome: Outcome | None = None
+        self.deletion_count = 0
         self._action = action
         self._go = threading.Semaphore(0)
         self._halted = threading.Semaphore(0)
@@ -107,6 +109,7 @@ class GatedStore(HookedStore):
         if operation.op in ("sync", "delete_leftovers", "remove_directory"):
             return  # nothing happens there, so there is nothing to interleave
         actor.gate()
+        actor.deletion_count += operation.op == "delete"
         snapshot = self._root.snapshot()
         seen: Hashable = snapshot.get(operation.path)
         if operation.op.startswith("list"):

@@ -5,13 +5,15 @@ import contextlib
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptfmt.capture import capture
+from ckptfmt.documents.tree import parse_tree
 from ckptfmt.errors import StateError
+from ckptfmt.interop.torch.tensors import pieces_of
 from ckptfmt.restore import restore
 from ckptfmt.state import State
 from tests.interop.double import MemoryCheckpoint, load, save
@@ -50,8 +52,6 @@ def step(model, optimizer):
 
 
 def cut_like(whole, parameter):
-    from ckptfmt.interop.torch.tensors import pieces_of
-
     local = torch.zeros_like(parameter.to_local().detach())
     for piece in pieces_of(parameter, where="x"):
         cut = tuple(slice(begin, end) for begin, end in zip(piece.box.begin, piece.box.end, strict=True))
@@ -159,11 +159,11 @@ def test_after_an_evaluation_the_shards_are_saved():
 
 
 @pytest.mark.parametrize(
-    "placements", [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Shard(1), Replicate()), (Replicate(), Shard(0))], ids=str
+    "placements",
+    [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Shard(1), Replicate()), (Replicate(), Shard(0))],
+    ids=str,
 )
 def test_tensors_on_a_mesh_of_two_dimensions(placements):
-    from ckptfmt.interop.torch.tensors import pieces_of
-
     whole = torch.arange(35.0).reshape(5, 7)
     snapshots = []
     for rank in range(6):
@@ -173,7 +173,7 @@ def test_tensors_on_a_mesh_of_two_dimensions(placements):
             for dim, placement in enumerate(placements):
                 if isinstance(placement, Shard):
                     chunks = local.chunk(mesh.size(dim), placement.dim)
-                    at = mesh.get_coordinate()[dim]
+                    at = mesh.get_local_rank(dim)
                     local = chunks[at] if at < len(chunks) else local.narrow(placement.dim, 0, 0)
             tensor = DTensor.from_local(
                 local.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
@@ -187,8 +187,6 @@ def test_tensors_on_a_mesh_of_two_dimensions(placements):
 
 
 def test_a_rank_outside_of_the_mesh_holds_nothing():
-    from torch.distributed.device_mesh import DeviceMesh
-
     with played(3, 4):
         mesh = DeviceMesh("cpu", [0, 1])
         tensor = DTensor.from_local(
@@ -204,7 +202,7 @@ def test_a_partial_tensor_is_refused():
     with played(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
-        with pytest.raises(StateError, match="STATE_UNSUPPORTED.*Partial"):
+        with pytest.raises(StateError, match=r"STATE_UNSUPPORTED.*Partial"):
             capture(State(weights={"x": tensor}), worker=0, worker_count=2)
 
 
@@ -229,13 +227,11 @@ def test_factored_state_that_does_not_exist_yet_is_refused_for_shards():
     with played(0, 2):
         model, _ = make(1, (2,))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(StateError, match="STATE_UNSUPPORTED.*row_var.*one step"):
+        with pytest.raises(StateError, match=r"STATE_UNSUPPORTED.*row_var.*one step"):
             restore(State(weights=model, optimizer=optimizer), MemoryCheckpoint(*snapshots), worker=0, worker_count=2)
 
 
 def test_the_mesh_is_part_of_the_topology():
-    from ckptfmt.documents.tree import parse_tree
-
     with played(0, 4):
         model, _ = make(1, (2, 2))
         snapshot = capture(State(weights=model), worker=0, worker_count=4)

@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from ckptfmt.capture import capture
 from ckptfmt.errors import StateError
+from ckptfmt.restore import restore
 from ckptfmt.state import PerWorker, State
-from tests.interop.double import load, save
+from tests.interop.double import MemoryCheckpoint, load, save
 
 
 def raw(tensor):
@@ -63,9 +66,10 @@ def test_wrappers_do_not_show_in_names_and_a_users_attributes_do(wrap):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_parameters_of_wrapped_modules_have_names_for_their_optimizer():
-    model = torch.compile(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2))))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model._orig_mod(torch.ones(2)).sum().backward()
+    inner = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
+    model = torch.compile(inner)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9)
+    inner(torch.ones(2)).sum().backward()
     optimizer.step()
 
     checkpoint = save(State(weights=model, optimizer=optimizer))
@@ -73,7 +77,8 @@ def test_parameters_of_wrapped_modules_have_names_for_their_optimizer():
     assert ("optimizer", "0.weight/momentum_buffer", "global") in checkpoint.tensors
 
 
-def test_statistics_of_a_data_parallel_module_belong_to_the_worker(one_process):
+@pytest.mark.usefixtures("one_process")
+def test_statistics_of_a_data_parallel_module_belong_to_the_worker():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     wrapped = nn.parallel.DistributedDataParallel(model)
     model.append(nn.SyncBatchNorm(2))  # wrapped on CPU it would be refused
@@ -92,12 +97,11 @@ def test_statistics_of_a_data_parallel_module_belong_to_the_worker(one_process):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_fsdp1_is_refused_by_name(one_process):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
+@pytest.mark.usefixtures("one_process")
+def test_fsdp1_is_refused_by_name():
     model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
 
-    with pytest.raises(StateError, match="STATE_UNSUPPORTED.*FSDP1.*fully_shard"):
+    with pytest.raises(StateError, match=r"STATE_UNSUPPORTED.*FSDP1.*fully_shard"):
         save(State(weights=model))
 
 
@@ -138,7 +142,7 @@ def test_weights_saved_apart_and_tied_here_must_be_equal():
         apart.head.weight.copy_(apart.table.weight)
     equal = save(State(weights=apart))
 
-    with pytest.raises(StateError, match="TENSOR_UNEXPECTED.*other contents"):
+    with pytest.raises(StateError, match=r"TENSOR_UNEXPECTED.*other contents"):
         load(State(weights=Tied(tied=True)), different)
     load(State(weights=Tied(tied=True)), equal)
 
@@ -171,17 +175,17 @@ def test_non_persistent_buffers_are_saved_as_such():
         def __init__(self):
             super().__init__()
             self.register_buffer("kept", torch.zeros(2))
-            self.register_buffer("cache", torch.zeros(3), persistent=False)
+            self.cache = nn.Buffer(torch.zeros(3), persistent=False)
             self.register_buffer("nothing", None, persistent=False)
 
-    model, other = nn.ModuleDict({"a": Cache()}), nn.ModuleDict({"a": Cache()})
-    model["a"].cache += 5
+    inner, again = Cache(), Cache()
+    inner.cache.fill_(5)
 
-    checkpoint = round_trip(model, other)
+    checkpoint = round_trip(nn.ModuleDict({"a": inner}), nn.ModuleDict({"a": again}))
 
     assert checkpoint.tensors["weights", "a.cache", "global"].storage == "non-persistent"
     assert checkpoint.tensors["weights", "a.kept", "global"].storage == "persistent"
-    assert other["a"].cache.tolist() == [5, 5, 5]
+    assert again.cache.tolist() == [5, 5, 5]
 
 
 def test_parameters_stay_the_same_objects():
@@ -271,7 +275,7 @@ class Sub(torch.Tensor):
         (lambda: torch.eye(2).to_sparse(), "sparse"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
         (lambda: torch.zeros(2, device="meta"), "meta"),
-        (lambda: nn.parameter.UninitializedParameter(), "UninitializedParameter"),
+        (nn.parameter.UninitializedParameter, "UninitializedParameter"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -287,14 +291,14 @@ def test_what_is_more_than_its_bytes_is_refused_by_name(make, said):
 def test_a_destination_on_meta_is_refused_with_its_remedy():
     checkpoint = save(State(weights=nn.Linear(2, 2)))
 
-    with pytest.raises(StateError, match="META_DESTINATION.*to_empty"):
+    with pytest.raises(StateError, match=r"META_DESTINATION.*to_empty"):
         load(State(weights=nn.Linear(2, 2, device="meta")), checkpoint)
 
 
 def test_an_expanded_destination_is_refused():
     checkpoint = save(State(weights={"x": torch.ones(3, 2)}))
 
-    with pytest.raises(StateError, match="STATE_UNSUPPORTED.*expanded"):
+    with pytest.raises(StateError, match=r"STATE_UNSUPPORTED.*expanded"):
         load(State(weights={"x": torch.ones(2).expand(3, 2)}), checkpoint)
 
 
@@ -372,12 +376,26 @@ def test_extra_state_comes_back_and_has_a_module_of_its_own_name():
     assert other["bn"].value == 3.0
 
 
+def test_a_buffer_may_be_called_like_extra_state():
+    def make(value):
+        module = nn.Module()
+        module.register_buffer("_extra_state", torch.full((2,), value))
+        return module
+
+    live, other = make(3.0), make(0.0)
+
+    checkpoint = round_trip(live, other)
+
+    assert weight_names(checkpoint) == ["_extra_state"]
+    assert raw(other.get_buffer("_extra_state")) == raw(live.get_buffer("_extra_state"))
+
+
 def test_extra_state_that_does_not_take_its_value_is_found_out():
     class Forgetful(WithExtra):
         def set_extra_state(self, state):
             pass
 
-    with pytest.raises(StateError, match="READ_BACK.*_extra_state"):
+    with pytest.raises(StateError, match=r"READ_BACK.*_extra_state"):
         round_trip(WithExtra(3.0), Forgetful(1.0))
 
 
@@ -393,7 +411,7 @@ class Hooked(nn.Module):
         self.register_load_state_dict_pre_hook(self._take)
 
     @staticmethod
-    def _show(module, state_dict, prefix, _metadata):
+    def _show(_module, state_dict, prefix, _metadata):
         state_dict[f"{prefix}doubled"] = state_dict.pop(f"{prefix}weight").detach() * 2
         state_dict[f"{prefix}factor"] = 2
 
@@ -410,7 +428,7 @@ def test_what_hooks_make_is_loaded_by_them_and_read_back():
 
     assert weight_names(checkpoint) == ["0.bias", "0.doubled"]
     assert raw(other[0].weight) == raw(live[0].weight)
-    with pytest.raises(StateError, match="READ_BACK.*0.doubled"):
+    with pytest.raises(StateError, match=r"READ_BACK.*0.doubled"):
         load(State(weights=nn.Sequential(Hooked(faithful=False))), checkpoint)
 
 
@@ -456,21 +474,14 @@ def test_averaged_weights_are_filled_in_place_with_their_counter():
 
 def test_per_worker_modules_and_a_load_by_fewer_and_more():
     live = [nn.Linear(2, 2) for _ in range(2)]
-    from ckptfmt.capture import capture
-    from tests.interop.double import MemoryCheckpoint
-
     checkpoint = MemoryCheckpoint(
         *(capture(State(weights=PerWorker(net)), worker=i, worker_count=2) for i, net in enumerate(live))
     )
     assert {scope for field, _, scope in checkpoint.tensors if field == "weights"} == {"lw/0", "lw/1"}
 
-    from ckptfmt.restore import restore
-
     for worker, source in ((0, 0), (1, 1), (2, 0)):
         other = nn.Linear(2, 2)
-        report = restore(
-            State(weights=PerWorker(other)), checkpoint, worker=worker, worker_count=3, strict=False
-        )
+        report = restore(State(weights=PerWorker(other)), checkpoint, worker=worker, worker_count=3, strict=False)
         assert raw(other.weight) == raw(live[source].weight)
         assert any("taken from scope lw/0" in line for line in report.downgrades) is (worker == 2)
 

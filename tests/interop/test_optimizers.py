@@ -254,7 +254,7 @@ def test_a_parameter_in_two_optimizers_is_refused():
 def test_state_under_another_key_than_a_parameter_is_refused():
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    optimizer.state["global"] = {"n": 1}
+    optimizer.state["global"] = {"n": 1}  # type: ignore[index]
 
     with pytest.raises(StateError, match=r"STATE_UNSUPPORTED.*'global'"):
         save(State(weights=net, optimizer=optimizer))
@@ -378,3 +378,42 @@ def test_a_grad_scaler_goes_on():
 
     assert again.state_dict() == scaler.state_dict()
     assert again.get_scale() == 32.0
+
+
+def test_live_state_of_another_dtype_or_shape_is_replaced():
+    net, optimizer = make("SGD-momentum", 1)
+    train(net, optimizer, range(1))
+    checkpoint = save(State(weights=net, optimizer=optimizer))
+    other, again = make("SGD-momentum", 2)
+    again.state[other.out.weight]["momentum_buffer"] = torch.zeros(3, 4, dtype=torch.float64)
+    again.state[other.out.bias]["momentum_buffer"] = torch.zeros(7)
+
+    load(State(weights=other, optimizer=again), checkpoint)
+
+    assert everything(other, again) == everything(net, optimizer)
+
+
+def test_a_single_live_value_that_was_not_saved_is_refused_or_kept():
+    net, optimizer = make("SGD-momentum", 1)
+    train(net, optimizer, range(1))
+    checkpoint = save(State(weights=net, optimizer=optimizer))
+    optimizer.state[net.out.bias]["other"] = 1
+
+    with pytest.raises(StateError, match=r"LEAF_MISSING.*other"):
+        load(State(weights=net, optimizer=optimizer), checkpoint)
+    report = load(State(weights=net, optimizer=optimizer), checkpoint, allow={"missing"})
+
+    assert optimizer.state[net.out.bias]["other"] == 1
+    assert report.claim == "S0"
+
+
+def test_keys_of_state_stand_in_the_saved_order():
+    net, optimizer = make("Adam", 1)
+    train(net, optimizer, range(1))
+    checkpoint = save(State(weights=net, optimizer=optimizer))
+    for parameter, state in optimizer.state.items():
+        optimizer.state[parameter] = dict(reversed(state.items()))
+
+    load(State(weights=net, optimizer=optimizer), checkpoint)
+
+    assert list(optimizer.state[net.out.bias]) == ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]

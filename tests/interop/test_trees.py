@@ -2,12 +2,14 @@
 
 import collections
 import math
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
+from ckptfmt.box import Box
 from ckptfmt.errors import StateError
 from ckptfmt.interop.names import join_name
 from ckptfmt.interop.numpy import ArraySink
@@ -49,7 +51,9 @@ def tree():
 
 def same(left, right):
     if isinstance(left, np.ndarray | np.generic | torch.Tensor):
-        as_bytes = [value.numpy().tobytes() if isinstance(value, torch.Tensor) else value.tobytes() for value in (left, right)]
+        as_bytes = [
+            value.numpy().tobytes() if isinstance(value, torch.Tensor) else value.tobytes() for value in (left, right)
+        ]
         return type(left) is type(right) and left.dtype == right.dtype and as_bytes[0] == as_bytes[1]
     if isinstance(left, dict):
         return type(left) is type(right) and list(left) == list(right) and all(same(left[k], right[k]) for k in left)
@@ -59,7 +63,7 @@ def same(left, right):
 
 
 def test_an_empty_mapping_takes_everything():
-    live = {}
+    live: dict[object, object] = {}
 
     load(State(data=live), save(State(data=tree())))
 
@@ -106,12 +110,14 @@ def test_a_deep_copy_is_filled_in_place():
 
 
 def test_immutable_values_are_set_in_their_container_or_reported():
-    extra = {"step": 0, "per": PerWorker(1), "mixed": {"h": Holder(0), "n": 2}}
+    per, holder = PerWorker(1), Holder(0)
+    mixed = {"h": holder, "n": 2}
+    extra = {"step": 0, "per": per, "mixed": mixed}
     checkpoint = save(State(extra={"step": 5, "per": PerWorker(6), "mixed": {"h": Holder(7), "n": 8}}, data=9))
 
     report = load(State(extra=extra, data=0), checkpoint)
 
-    assert (extra["step"], extra["per"].value, extra["mixed"]["h"].value, extra["mixed"]["n"]) == (5, 6, 7, 8)
+    assert (extra["step"], per.value, holder.value, mixed["n"]) == (5, 6, 7, 8)
     assert report.values == {"data:": 9}
     assert ("optimizer", "extra/per", "lw/0") in checkpoint.leaves
 
@@ -147,9 +153,9 @@ def test_keys_may_be_left_out_or_kept_where_allowed():
 def test_a_missing_and_an_unexpected_value():
     saved = save(State(extra={"a": 1, "b": 2}))
 
-    with pytest.raises(StateError, match="LEAF_UNEXPECTED.*extra/b"):
+    with pytest.raises(StateError, match=r"LEAF_UNEXPECTED.*extra/b"):
         load(State(extra={"a": 0}), saved)
-    with pytest.raises(StateError, match="LEAF_MISSING.*extra/c"):
+    with pytest.raises(StateError, match=r"LEAF_MISSING.*extra/c"):
         load(State(extra={"a": 0, "b": 0, "c": 0}), saved)
     live = {"a": 0, "c": 3}
     load(State(extra=live), saved, allow={"missing", "unexpected"})
@@ -183,8 +189,8 @@ def test_what_has_no_form_is_refused_by_name_and_place(value, said):
 
     assert caught.value.code == "STATE_UNSUPPORTED"
     assert said in caught.value.detail
-    assert "extra/a" in caught.value.where
-    assert "b/0" in caught.value.where
+    assert "extra/a" in str(caught.value.where)
+    assert "b/0" in str(caught.value.where)
 
 
 def test_an_object_that_does_not_keep_what_it_loads_is_found_out():
@@ -194,13 +200,13 @@ def test_an_object_that_does_not_keep_what_it_loads_is_found_out():
 
     for x in (1.25, 1.0):
         saved = save(State(data=Holder({"x": x, "t": torch.tensor(1 / 3)})))
-        with pytest.raises(StateError, match="READ_BACK.*first at /?[xt]"):
+        with pytest.raises(StateError, match=r"READ_BACK.*first at /?[xt]"):
             load(State(data=Rounding({})), saved)
 
 
 def test_an_object_that_fails_says_where():
     class Failing(Holder):
-        def load_state_dict(self, value):
+        def load_state_dict(self, _value):
             raise RuntimeError("no")
 
     with pytest.raises(RuntimeError) as caught:
@@ -223,7 +229,7 @@ def test_an_object_that_empties_what_it_is_given_is_judged_by_what_it_holds():
 
 def test_minus_zero_and_nan_payloads_of_arrays_and_floats():
     bits = np.array([0x80000000, 0x7FC00001, 0xFF800001, 0x7F800001], np.uint32).view(np.float32)
-    live = {"array": np.zeros(4, np.float32), "scalar": 0, "float": 1.0}
+    live: dict[str, Any] = {"array": np.zeros(4, np.float32), "scalar": 0, "float": 1.0}
     payload = np.array([0x7FF8000000000123], np.uint64).view(np.float64)[0].item()
 
     load(State(data=live), save(State(data={"array": bits, "scalar": bits[1], "float": payload})))
@@ -246,7 +252,7 @@ def test_a_read_only_array_is_refused():
     array = np.zeros(2)
     array.setflags(write=False)
 
-    with pytest.raises(StateError, match="STATE_UNSUPPORTED.*read-only"):
+    with pytest.raises(StateError, match=r"STATE_UNSUPPORTED.*read-only"):
         load(State(data={"x": array}), save(State(data={"x": np.ones(2)})))
 
 
@@ -261,11 +267,7 @@ def test_an_array_is_converted_only_where_allowed():
 def test_a_sink_takes_any_piece():
     array = np.zeros((4, 3), np.int32)
     whole = np.arange(12, dtype=np.int32).reshape(4, 3)
-    from ckptfmt.box import Box
-
-    sink = ArraySink(
-        field="data", name="x", dtype="int32", global_shape=(4, 3), scope="global", array=array, boxes=()
-    )
+    sink = ArraySink(field="data", name="x", dtype="int32", global_shape=(4, 3), scope="global", array=array, boxes=())
     for box in (Box((0, 0), (1, 3)), Box((1, 0), (3, 2)), Box((1, 2), (3, 1))):
         sink.copy_from(box, memoryview(whole[box.relative_to(Box.whole((4, 3)))].tobytes()))
 

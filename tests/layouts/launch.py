@@ -53,7 +53,7 @@ def launch(
     world_size: int,
     scratch: Path,
     rendezvous: str = "store",
-    timeout_s: float = 120,
+    timeout_s: float = 240,
 ) -> Launch:
     """Play scenes of a module on `world_size` processes.
 

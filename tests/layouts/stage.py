@@ -96,20 +96,12 @@ def steps_without_model(module: nn.Module, optimizer: torch.optim.Optimizer, ste
             grad = gradient(name, tuple(parameter.shape), step)
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is not None:
-                from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: PLC0415 - seldom, and slow
+                from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - seldom needed, and slow
 
-                local = distribute_tensor(grad, mesh, [_plain(p) for p in parameter.placements])
-                grad = DTensor.from_local(
-                    local.to_local(), mesh, parameter.placements, run_check=False,
-                    shape=parameter.shape, stride=parameter.stride(),
-                )  # fmt: skip
+                grad = distribute_tensor(grad, mesh, parameter.placements)
             parameter.grad = grad
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _plain(placement: Any) -> Any:
-    return placement
 
 
 # --- the process ------------------------------------------------------------------------------------------------------

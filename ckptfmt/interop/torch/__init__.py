@@ -91,9 +91,7 @@ def encode(encoder: Encoder, value: object, name: str) -> object:
     if not is_registered(value):
         return TensorRef(name, "torch")
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    references = {
-        inner.removeprefix(f"{name}/"): TensorRef(inner, "torch") for inner, _ in inner_tensors(value, name)
-    }
+    references = {inner.removeprefix(f"{name}/"): TensorRef(inner, "torch") for inner, _ in inner_tensors(value, name)}
     return {FLATTENED: kind, **references}
 
 

@@ -41,7 +41,8 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
 }
 DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-#: Integers of the size of an element: copied as these, no bit of a NaN is lost and no conversion can happen.
+#: Integers of the size of an element: copied as these, no bit of a NaN can be lost, nor a kernel be missing for a
+#: dtype that this torch hardly knows.
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

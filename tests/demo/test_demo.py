@@ -1,0 +1,199 @@
+"""The demo as a person starts it, small: it holds, it can fail, it leaves nothing running and writes over nothing."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import ckptfmt.demo
+from ckptfmt.demo.job import Job, JobError
+from ckptfmt.demo.ledger import read_ledger
+from ckptfmt.demo.progress import Progress
+from ckptfmt.demo.screen import Look
+from ckptfmt.demo.settings import STEPS_MIN, make_settings
+
+pytest.importorskip("torch")
+
+COMMAND = [sys.executable, "-m", "ckptfmt", "demo", "--quick"]
+
+
+def run_demo(*options, **settings):
+    return subprocess.run([*COMMAND, *options], capture_output=True, text=True, check=False, **settings)
+
+
+def pids_of(directory):
+    headers = [read_ledger(path).header for path in directory.glob("ledgers/*.jsonl")]
+    return [header.pid for header in headers if header is not None]
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """The demo, run once; several tests look at what it left."""
+    directory = tmp_path_factory.mktemp("demo") / "left"
+    done = run_demo("--run", str(directory))
+    return done, directory
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+class TestAsItIsShown:
+    def test_it_holds(self, shown):
+        done, _ = shown
+
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "identical over all 24 steps" in done.stdout
+        assert "none skipped, none repeated" in done.stdout
+        assert "DIFFERENT" not in done.stdout
+
+    def test_the_screen_is_one_screen(self, shown):
+        lines = shown[0].stdout.strip().splitlines()
+
+        assert len(lines) <= 36
+        assert max(len(line) for line in lines if "python -m" not in line) <= 80
+
+    def test_a_process_was_killed_and_steps_were_done_twice(self, shown):
+        _, directory = shown
+        killed = [read_ledger(directory / "ledgers" / f"killed-rank{rank}.jsonl") for rank in range(2)]
+        resumed = read_ledger(directory / "ledgers" / "resumed-rank0.jsonl")
+
+        assert max(ledger.last_step for ledger in killed) < make_settings(quick=True).steps
+        assert "Signal 9 (SIGKILL)" in (directory / "logs" / "killed.txt").read_text("utf-8")
+        assert resumed.header is not None
+        assert resumed.header.resumed_from is not None
+        assert resumed.header.claim == "T1"
+        assert resumed.entries[0].step <= max(ledger.last_step for ledger in killed)
+
+    def test_the_run_left_behind_is_valid(self, shown):
+        report = ckptfmt.validate(shown[1] / "run")
+
+        assert report.valid, report.violations
+        assert report.checkpoints
+
+    def test_nothing_is_left_running(self, shown):
+        assert len(pids_of(shown[1])) == 2 + 2 + 2 + 3
+        assert not [pid for pid in pids_of(shown[1]) if is_alive(pid)]
+
+    def test_progress_is_plain_lines_in_a_pipe(self, shown):
+        assert "\x1b" not in shown[0].stderr + shown[0].stdout
+        assert [line.split()[0] for line in shown[0].stderr.splitlines()] == ["1/4", "2/4", "3/4", "4/4"]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_with_something_left_out_it_fails_and_says_what(tmp_path):
+    done = run_demo("--run", str(tmp_path / "left"), "--leave-out", "numpy", "--json")
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = json.loads(done.stdout)
+    assert not said["holds"]
+    assert said["identical_steps"] < said["steps"]
+    assert said["first_divergence"].endswith("most likely not restored: the random-number stream numpy")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_interrupted_it_leaves_nothing_running(tmp_path, number):
+    directory = tmp_path / "left"
+    with subprocess.Popen(
+        [*COMMAND, "--steps", "2000", "--run", str(directory)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as demo:
+        while demo.poll() is None and len(pids_of(directory)) < 2:
+            time.sleep(0.1)
+        demo.send_signal(number)
+        demo.communicate(timeout=60)
+
+    assert demo.returncode == 130
+    assert not [pid for pid in pids_of(directory) if is_alive(pid)]
+
+
+def test_it_writes_over_nothing(tmp_path, capsys):
+    (tmp_path / "mine").write_text("precious", "utf-8")
+
+    assert ckptfmt.demo.main(["--run", str(tmp_path)]) == 2
+
+    assert "isn't empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_job_that_cannot_start_says_what_it_said(tmp_path):
+    options = ["--no-such-option"]
+    job = Job(tmp_path, run="run", name="broken", world_size=1, options=options)
+    with job, pytest.raises(JobError, match="unrecognized arguments: --no-such-option"):
+        job.wait(lambda _step: None)
+
+
+@pytest.mark.parametrize("argument", [["--steps", str(STEPS_MIN - 1)], ["--leave-out", "nothing"], ["--steps", "few"]])
+def test_other_arguments_are_refused(argument, capsys):
+    with pytest.raises(SystemExit) as caught:
+        ckptfmt.demo.main(argument)
+
+    assert caught.value.code == 2
+    assert argument[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [*range(STEPS_MIN, 40), 60, 100, 1000])
+def test_any_number_of_steps_has_a_kill_between_two_saves(steps):
+    settings = make_settings(steps=steps)
+
+    assert settings.killed_step % settings.every != 0
+    assert settings.every < settings.killed_step < settings.resized_step < steps
+    assert settings.resized_step % settings.every == 0
+
+
+def test_importing_the_demo_does_not_import_torch():
+    program = "import ckptfmt.demo, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "False"
+
+
+# What is shown where
+
+
+@pytest.mark.parametrize(("encoding", "save"), [("utf-8", "●"), ("ascii", "o"), ("latin-1", "o")])
+def test_boxes_are_drawn_where_the_encoding_has_them(encoding, save):
+    look = Look.of(io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+
+    assert look.save == save
+    assert not look.colour
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_moves_on_a_terminal():
+    terminal = Terminal()
+    progress = Progress(2, terminal)
+    show = progress.phase("training", 4)
+    show(2)
+    progress.end()
+
+    assert "step 2 of 4" in terminal.getvalue()
+    assert terminal.getvalue().endswith(" s\n")
+
+
+def test_colour_is_left_out_where_nobody_wants_it(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("NO_COLOR",):
+        monkeypatch.delenv(name, raising=False)
+    with contextlib.suppress(AttributeError):
+        assert Look.of(Terminal()).colour
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not Look.of(Terminal()).colour

@@ -1,0 +1,346 @@
+"""Checkpoints under valid digests with wrong contents: what is refused must be refused for what it says."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ckptfmt.box import Box
+from ckptfmt.digest import digest_bytes
+from ckptfmt.documents.manifest import Origin
+from ckptfmt.documents.packed import dump_packed
+from ckptfmt.documents.part import Part, PartFile
+from ckptfmt.documents.shard import plan_shard
+from ckptfmt.documents.tree import TensorRef, dump_tree
+from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError
+from tests.builders import (
+    Forgery,
+    code_of,
+    error_of,
+    leaf,
+    origin,
+    read_all,
+    save,
+    small_files,
+    snapshot,
+    stream,
+    tensor,
+    unpacked,
+    verify,
+)
+from ckptfmt.store.memory import MemoryStore
+
+FILES = small_files()
+SHARD = "weights-0123456789abcdef-00000.safetensors"
+INDEX = "index-0123456789abcdef.msgpack"
+PARTS = [f"parts/0123456789abcdef-0000{writer}.msgpack" for writer in range(2)]
+
+
+def test_an_unedited_forgery_is_the_checkpoint():
+    assert Forgery(FILES).store().snapshot() == FILES
+
+
+def packed(table, key, edit):
+    values = unpacked(table[key])
+    edit(values)
+    table[key] = dump_packed(values)
+
+
+def put(row, value):
+    return lambda values: values.__setitem__(row, value)
+
+
+def sharding_of(forgery, name):
+    """Return the row of the sharding of a tensor, and the rows of its first box in begin, box_shape and part."""
+    index = forgery.index
+    row = unpacked(index["tensors"]["sharding"])[index["tensors"]["name"].index(name)]
+    ndim, counts = unpacked(index["shardings"]["ndim"]), unpacked(index["shardings"]["box_count"])
+    return row, sum(n * c for n, c in zip(ndim[:row], counts[:row], strict=True)), sum(counts[:row])
+
+
+def edit_tiling(*, begin=None, box_shape=None, part=None):
+    """Return an edit of the two boxes of `embedding`: begin (0, 0) and (3, 0), shape (3, 4) each."""
+
+    def edit(forgery):
+        _, number, box = sharding_of(forgery, "embedding")
+        for key, edits, at in (("begin", begin, number), ("box_shape", box_shape, number), ("part", part, box)):
+            for row, value in (edits or {}).items():
+                packed(forgery.index["shardings"], key, put(at + row, value))
+
+    return edit
+
+
+def rename_tensor(forgery):
+    for table in (forgery.index["tensors"], forgery.parts[0]["tensors"]):
+        table["name"][table["name"].index("bias")] = "bias2"
+        # A box of a name that writer 1 doesn't have, and its own is gone from the index.
+
+
+def other_origin(key, value):
+    def edit(forgery):
+        forgery.index[key] = value
+
+    return edit
+
+
+def part_origin(writer, key, value):
+    def edit(forgery):
+        forgery.parts[writer][key] = value
+
+    return edit
+
+
+def swap_parts(forgery):
+    forgery.parts.reverse()
+
+
+def summary(field, key, value):
+    def edit(forgery):
+        forgery.manifest["fields"][field][key] = value
+
+    return edit
+
+
+def absent_in_index(field, reason):
+    def edit(forgery):
+        if reason is None:
+            del forgery.index["absent"][field]
+        else:
+            forgery.index["absent"][field] = reason
+
+    return edit
+
+
+def index_dtype(forgery):
+    dtypes = forgery.index["dtypes"]
+    row = forgery.index["tensors"]["name"].index("bias")
+    # int16 stands as bfloat16: a size that fits.
+    forgery.index["dtypes"] = sorted({*dtypes, "bfloat16"} - {"int16"})
+    old = [dtypes[number] for number in unpacked(forgery.index["tensors"]["dtype"])]
+    old[row] = "bfloat16"
+    forgery.index["tensors"]["dtype"] = dump_packed([forgery.index["dtypes"].index(name) for name in old])
+
+
+def index_storage(forgery):
+    row = forgery.index["tensors"]["name"].index("bias")
+    packed(forgery.index["tensors"], "storage", put(row, 1))
+
+
+def leaf_value(value):
+    def edit(forgery):
+        row = forgery.parts[0]["leaves"]["name"].index("state")
+        forgery.parts[0]["leaves"]["value"][row] = value
+
+    return edit
+
+
+def stream_kind(forgery):
+    forgery.index["streams"]["kind"][0] = "torch.cpu"
+
+
+def add_stream(forgery):
+    table = forgery.index["streams"]
+    table["name"].append("zz")
+    table["kind"].append("k")
+    for key in ("scope", "part"):
+        packed(table, key, lambda values: values.append(0))
+    forgery.manifest["fields"]["rng"]["stream_count"] += 1
+
+
+def add_leaf(forgery):
+    table = forgery.index["leaves"]
+    table["name"].append("zz")
+    for key, value in (("field", 6), ("scope", 0), ("part", 0)):
+        packed(table, key, lambda values, value=value: values.append(value))
+    del forgery.index["absent"]["provenance"]
+    forgery.manifest["fields"]["provenance"] = {
+        "state": "present", "tensor_count": 0, "nbytes": 0, "stream_count": 0, "leaf_count": 1,
+    }  # fmt: skip
+
+
+def header_of(edit):
+    """Return an edit that puts another header of the same length on a shard, under a valid digest."""
+
+    def changed(forgery):
+        content = forgery.files[SHARD]
+        nbytes = 8 + int.from_bytes(content[:8], "little")
+        header = edit(content[:nbytes])
+        assert len(header) == nbytes
+        forgery.files[SHARD] = header + content[nbytes:]
+        row = forgery.parts[0]["files"]["name"].index(SHARD)
+        digests = forgery.parts[0]["files"]["header_digest"]
+        forgery.parts[0]["files"]["header_digest"] = digests[: 32 * row] + digest_bytes(header) + digests[32 * (row + 1) :]
+
+    return changed
+
+
+def rename_key(forgery):
+    row = forgery.parts[0]["extents"]["key"].index("embedding")
+    forgery.parts[0]["extents"]["key"][row] = "embeddinG"
+
+
+FORGED = {
+    # 88 to 91: the tiling; REQ-IDX-004
+    "88 box out of bounds": (edit_tiling(begin={2: 4}), Code.BOX_BOUNDS, "embedding"),
+    "89 boxes overlap": (edit_tiling(box_shape={0: 4}), Code.TILING_OVERLAP, "embedding"),
+    "90 a gap between boxes": (edit_tiling(box_shape={0: 2}), Code.TILING_GAP, "embedding"),
+    "90 a gap in a row": (edit_tiling(box_shape={1: 3}), Code.TILING_GAP, "embedding"),
+    "91 an empty box for a tensor with elements": (edit_tiling(box_shape={0: 0}), Code.TILING_GAP, "embedding"),
+    "90 gap and overlap of equal size": (edit_tiling(begin={2: 2}), Code.TILING_OVERLAP, "embedding"),
+    # 93: what the index says of parts; REQ-IDX-001
+    "93 part lacks the box": (edit_tiling(part={0: 1}), Code.DOC_MISMATCH, PARTS[1]),
+    "93 both boxes elsewhere": (edit_tiling(part={0: 1, 1: 0}), Code.DOC_MISMATCH, "parts/"),
+    "93 part lacks the tensor": (rename_tensor, "either", "parts/"),
+    "92 index gives another dtype": (index_dtype, Code.DOC_MISMATCH, PARTS[0]),
+    "index gives another storage": (index_storage, Code.DOC_MISMATCH, PARTS[0]),
+    "index gives another kind of stream": (stream_kind, Code.DOC_MISMATCH, "parts/"),
+    "index names a stream that no part has": (add_stream, Code.DOC_MISMATCH, PARTS[0]),
+    "index names a leaf that no part has": (add_leaf, Code.DOC_MISMATCH, PARTS[0]),
+    # attempts, writers and steps that don't belong together; REQ-IDX-001, REQ-PRT-001
+    "33 index of another step": (other_origin("step", 4), Code.DOC_MISMATCH, INDEX),
+    "index of another attempt": (other_origin("attempt", "f" * 16), Code.DOC_MISMATCH, INDEX),
+    "index of another nonce": (other_origin("nonce", "f" * 32), Code.DOC_MISMATCH, INDEX),
+    "index of another run": (other_origin("run_id", "f" * 32), Code.DOC_MISMATCH, INDEX),
+    "index of another clock": (other_origin("saved_unix_s", 1), Code.DOC_MISMATCH, INDEX),
+    "index of other blocks": (other_origin("block_nbytes", 8192), Code.DOC_MISMATCH, INDEX),
+    "33 part of another step": (part_origin(1, "step", 4), Code.DOC_MISMATCH, PARTS[1]),
+    "part of another attempt": (part_origin(1, "attempt", "f" * 16), Code.UNSAFE_PATH, PARTS[1]),
+    "part of another writer": (part_origin(1, "writer", 0), Code.UNSAFE_PATH, PARTS[1]),
+    "part of other blocks": (part_origin(0, "block_nbytes", 8192), Code.DOC_MISMATCH, PARTS[0]),
+    "part of another launch": (part_origin(0, "launch", 7), Code.DOC_MISMATCH, PARTS[0]),
+    "parts swapped": (swap_parts, Code.DOC_MISMATCH, "parts/"),
+    # summaries; REQ-MAN-006
+    "a tensor more": (summary("weights", "tensor_count", 99), Code.MANIFEST_SUMMARY, "manifest.json"),
+    "a byte more": (summary("weights", "nbytes", 1), Code.MANIFEST_SUMMARY, "manifest.json"),
+    "a stream less": (summary("rng", "stream_count", 1), Code.MANIFEST_SUMMARY, "manifest.json"),
+    "a leaf more": (summary("config", "leaf_count", 2), Code.MANIFEST_SUMMARY, "manifest.json"),
+    "another reason": (summary("topology", "reason", "lost"), Code.MANIFEST_SUMMARY, "manifest.json"),
+    "absent, and yet there": (absent_in_index("config", "gone"), Code.MANIFEST_SUMMARY, "manifest.json"),
+    "neither absent nor there": (absent_in_index("topology", None), Code.MANIFEST_SUMMARY, "manifest.json"),
+    # trees; REQ-TRE-001, REQ-TRE-004
+    "reference to no tensor": (leaf_value(dump_tree([TensorRef("nowhere", "torch")], where="")), Code.TREE_REFERENCE, PARTS[0]),
+    "reference to another field's tensor": (
+        leaf_value(dump_tree({"a": TensorRef("bias", "torch")}, where="")), Code.TREE_REFERENCE, PARTS[0],
+    ),
+    "leaf that is no tree": (leaf_value(b"\xc1"), Code.MSGPACK_SYNTAX, PARTS[0]),
+    "leaf with a float": (leaf_value(b"\xcb\x7f\xf8" + bytes(6)), Code.MSGPACK_TYPE, PARTS[0]),
+    "leaf with a map": (leaf_value(b"\x80"), Code.TREE_TAG, PARTS[0]),
+    "leaf that is a bomb": (leaf_value(b"\xdd\xff\xff\xff\xff"), Code.MSGPACK_SYNTAX, PARTS[0]),
+    # 86: headers; REQ-SHD-010
+    "86 header with another key": (header_of(lambda h: h.replace(b'"scale"', b'"scalE"')), Code.SHARD_MISMATCH, SHARD),
+    "86 header with another dtype": (header_of(lambda h: h.replace(b'"I16"', b'"U16"')), Code.SHARD_MISMATCH, SHARD),
+    "86 header with another shape": (header_of(lambda h: h.replace(b"[3,4]", b"[4,3]")), Code.SHARD_MISMATCH, SHARD),
+    "86 header with another order": (
+        header_of(lambda h: h.replace(b'"embedding":', b'"embeddinG":').replace(b'"bias":', b'"biaS":')),
+        Code.SHARD_MISMATCH, SHARD,
+    ),
+    "86 part with another key": (rename_key, Code.SHARD_MISMATCH, SHARD),
+    "64 header that begins with a space": (
+        header_of(lambda h: h[:8] + b" " + h[8:-1]), Code.SHARD_HEADER_SYNTAX, SHARD,
+    ),
+    "79 header of NULs": (header_of(lambda h: h[:8] + bytes(len(h) - 8)), Code.SHARD_HEADER_SYNTAX, SHARD),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("edit", "code", "place"), FORGED.values(), ids=FORGED)
+def test_forged_checkpoints_are_refused(edit, code, place):
+    forgery = Forgery(FILES)
+    edit(forgery)
+    report = verify(forgery.store())
+    assert report.violations, "accepted"
+    found = {violation.code for violation in report.violations}
+    assert found == {code} or (code == "either" and found <= {Code.DOC_MISMATCH, Code.COLUMN_ORDER}), report.violations
+    assert any(place in violation.where for violation in report.violations)
+    assert all(violation.requirement for violation in report.violations)
+    assert all(isinstance(violation, FormatError | IntegrityError | LayoutError) for violation in report.violations)
+
+
+READ = [name for name in FORGED if not name.startswith(("86", "64", "79", "reference"))]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_reading_a_forged_checkpoint_is_refused_too(name):
+    """All but what only who validates looks at: headers (REQ-SHD-010) and references (REQ-TRE-004)."""
+    edit, code, _ = FORGED[name]
+    forgery = Forgery(FILES)
+    edit(forgery)
+    with pytest.raises(CkptError) as raised:
+        read_all(forgery.store())
+    assert raised.value.code == code or code == "either"
+
+
+def test_nothing_of_a_contradiction_reaches_the_caller():
+    """REQ-OPN-004: the tensor next to the damaged one can be read, the damaged one can't."""
+    forgery = Forgery(FILES)
+    index_dtype(forgery)
+    checkpoint = Checkpoint(forgery.store())
+    assert checkpoint.weights["scale"][()] == 0.5
+    assert code_of(lambda: checkpoint.weights["bias"][...]) == Code.DOC_MISMATCH
+
+
+def test_a_digest_that_was_asked_for_counts():
+    """REQ-OPN-001, REQ-RUN-011; row 127: an older, valid manifest replayed."""
+    store = MemoryStore.from_snapshot(FILES)
+    digest = Checkpoint(store).digest
+    assert Checkpoint(store, digest=digest).digest == digest
+    older = MemoryStore.from_snapshot(small_files(step=2))
+    error = error_of(lambda: Checkpoint(older, digest=digest))
+    assert (error.code, error.requirement, error.where) == (Code.DOC_DIGEST, "REQ-OPN-001", "manifest.json")
+
+
+@pytest.mark.parametrize("key", ["w", "w#1", "x"])
+def test_a_second_entry_of_no_bytes_is_seen(key):
+    """REQ-SHD-010: an empty tensor takes no bytes, and is told by its key all the same."""
+    store = MemoryStore()
+    save(store, snapshot(tensor("w", np.zeros((0, 2), np.float32)), tensor("v", np.ones(3, np.float32))))
+    forgery = Forgery(store.snapshot())
+    path = next(path for path in forgery.files if path.startswith("weights-"))
+    row = forgery.parts[0]["extents"]["key"].index("w")
+    forgery.parts[0]["extents"]["key"][row] = key
+    report = verify(forgery.store())
+    assert [violation.code for violation in report.violations] == ([] if key == "w" else [Code.SHARD_MISMATCH])
+    assert path.startswith("weights-0123456789abcdef")
+
+
+def test_a_cursor_that_is_none_is_found():
+    """REQ-CUR-001: by who validates."""
+    store = MemoryStore()
+    save(store, snapshot(tensor("w", np.ones(2)), leaves=[leaf("data", {"kind": "ckptfmt.data_cursor", "v": 1})]))
+    assert [violation.code for violation in verify(store).violations] == [Code.CURSOR_FORM]
+
+
+def test_a_reference_in_a_stream_is_checked():
+    """REQ-TRE-004."""
+    store = MemoryStore()
+    save(store, snapshot(tensor("w", np.ones(2)), streams=[stream("s", [TensorRef("w", "torch")])]))
+    assert [violation.code for violation in verify(store).violations] == [Code.TREE_REFERENCE]
+
+
+def test_many_boxes_cost_no_quadratic_time():
+    """Row 96: ten thousand pieces of one tensor in one part."""
+    import time  # noqa: PLC0415
+
+    count = 10_000
+    array = np.arange(count, dtype=np.int8)
+    boxes = tuple(Box((at,), (1,)) for at in range(count))
+    store = MemoryStore()
+    save(store, snapshot(tensor("w", array, boxes=boxes)))
+    begin = time.process_time()
+    assert verify(store).valid
+    assert (Checkpoint(store).weights["w"][...] == array).all()
+    assert time.process_time() - begin < 10
+
+
+def test_a_file_of_another_writer_cannot_be_named():
+    """REQ-CKP-001: not by the part of this one, whatever digests it has."""
+    made: Origin = origin()
+    header, _ = plan_shard([])
+    file = PartFile(
+        name="weights-0123456789abcdef-00001.safetensors", kind="safetensors", nbytes=len(header),
+        header_nbytes=len(header), header_digest=digest_bytes(header),
+    )  # fmt: skip
+    part = Part(origin=made, writer=0, saved_unix_s=0, files=(file,), tensors=(), streams=(), leaves=(), absent={})
+    assert code_of(lambda: Part.parse(part.dump()[0], where="x")) == Code.UNSAFE_PATH
+    own = dataclasses.replace(part, files=(dataclasses.replace(file, name=SHARD),))
+    assert code_of(lambda: Part.parse(own.dump()[0], where="x")) == "ok"
