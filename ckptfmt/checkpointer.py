@@ -20,7 +20,7 @@ from ckptfmt.group import Agree, Group, make_group
 from ckptfmt.loading import load_once
 from ckptfmt.restore import LoadReport, restore_streams
 from ckptfmt.sampler import Sampler
-from ckptfmt.saving import Ownership, SaveReport, save_once
+from ckptfmt.saving import Ownership, SaveReport, prepare_once, save_once
 from ckptfmt.store import open_store
 
 if TYPE_CHECKING:
@@ -138,11 +138,13 @@ class Checkpointer:
     def steps(self, total: int) -> Iterator[int]:
         """Yield the number of each step still to do, from the steps done up to `total`; save after the loop's body.
 
-        Before the first one the random-number streams are put back. After the last one the run is saved, if it isn't.
+        Before the first one everything is prepared (what can't be saved is refused here, before any training is lost),
+        and the random-number streams are put back. After the last one the run is saved, if it isn't.
 
         Raises: as `restore` and `save`.
         """
         self.restore()
+        prepare_once(self._group, self._state, self._ownership)
         if self._pending_streams is not None:
             self._restore_streams(self._pending_streams)
         while self.step < total:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ckptfmt.state import State
     from ckptfmt.store.protocol import Store
 
-__all__ = ["Ownership", "SaveReport", "save_once"]
+__all__ = ["Ownership", "SaveReport", "prepare_once", "save_once"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +103,30 @@ def save_once(
         writer_count=group.writer_count,
         block_nbytes=block_nbytes,
     )
-    fingerprints = [theirs["fingerprint"] for theirs in told]
+    _assign(group, snapshot, ownership, [theirs["fingerprint"] for theirs in told])
+    return _write_and_commit(store, group, snapshot, origin, written=ownership.written, deadline_s=deadline_s)
+
+
+def prepare_once(group: Group, state: State, ownership: Ownership) -> None:
+    """Refuse now what a save would refuse, and find out who writes what: before the first step, not hours after it.
+
+    Raises: StateError; FormatError; LayoutError.
+    """
+    snapshot = group.together(lambda: _check_capture(state, group))
+    _assign(group, snapshot, ownership, group.all_gather(_fingerprint(snapshot)))
+
+
+def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints: list[str]) -> None:
+    """Find out who writes what, unless nothing changed on any writer since it was found out last."""
     if fingerprints != ownership.fingerprints:
         ownership.written = _find_written(group, snapshot)
         ownership.fingerprints = fingerprints
-    return _write_and_commit(store, group, snapshot, origin, written=ownership.written, deadline_s=deadline_s)
+
+
+def _check_capture(state: State, group: Group) -> Snapshot:
+    snapshot = capture(state, worker=group.writer, worker_count=group.writer_count)
+    check_snapshot(snapshot)
+    return snapshot
 
 
 def _capture(
@@ -117,11 +136,9 @@ def _capture(
         _check_step(step)
         if check is not None and group.writer == 0:
             check()
-        snapshot = capture(state, worker=group.writer, worker_count=group.writer_count)
-        check_snapshot(snapshot)
+        return _check_capture(state, group), None
     except CkptError as error:
         return None, error
-    return snapshot, None
 
 
 def _check_step(step: object) -> None:

@@ -173,6 +173,14 @@ def test_sampler_commits_with_the_step(store: Any) -> None:
     assert interrupted == uninterrupted
 
 
+def test_what_cannot_be_saved_is_refused_before_the_first_step(store: Any) -> None:
+    state = ckptfmt.State(weights={"w": np.zeros(1)}, extra={"socket": object()})
+    done = []
+    with pytest.raises(CkptError, match="socket") as caught, Checkpointer(store, state) as checkpointer:
+        done.extend(checkpointer.steps(3))
+    assert (caught.value.code, done) == (Code.STATE_UNSUPPORTED, [])
+
+
 @pytest.mark.parametrize("every", [0, -1, True, 1.5, "5", "min", "0s", "5 days", "-1s"])
 def test_cadence_that_means_nothing_is_refused(every: Any) -> None:
     with pytest.raises(CkptError) as caught:
