@@ -84,7 +84,7 @@ def save(
     )
     if isinstance(agree, str) and group.writer == 0:
         with contextlib.suppress(CkptError):
-            _delete_exchange(store)
+            _delete_exchange(store, agree)
     return report_save(store.name, manifest)
 
 
@@ -122,10 +122,13 @@ def load(
     ...     ckptfmt.load(directory)["data"]
     {'position': 24}
     """
-    with open_checkpoint(path) as checkpoint:
-        if state is None:
+    if state is None:
+        with open_checkpoint(path) as checkpoint:
             return load_trees(checkpoint, framework)
-        group = make_group(writer, agree, checkpoint.store, deadline_s=deadline_s)
+    store = open_store(path, writable=isinstance(agree, str))
+    # Not where a save by the same token meets: its writer 0 removes that when others may be here already.
+    group = make_group(writer, agree, store.at("loading"), deadline_s=deadline_s)
+    with group.together(lambda: Checkpoint(_find_checkpoint(store))) as checkpoint:
         return load_once(state, checkpoint, group, allow=allow, strict=strict)
 
 
@@ -209,9 +212,8 @@ def _check_block_nbytes(block_nbytes: int) -> None:
         )
 
 
-def _delete_exchange(store: Store) -> None:
-    for path in store.list(EXCHANGE):
+def _delete_exchange(store: Store, token: str) -> None:
+    for path in store.list(f"{EXCHANGE}/{token}"):
         store.delete(path)
-    for name in store.list_names(EXCHANGE):
-        store.remove_directory(f"{EXCHANGE}/{name.rstrip('/')}")
+    store.remove_directory(f"{EXCHANGE}/{token}")
     store.remove_directory(EXCHANGE)

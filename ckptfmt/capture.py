@@ -57,6 +57,7 @@ def capture(state: State, *, worker: int, worker_count: int) -> Snapshot:
         streams=capture_streams(live_streams(state.rng, live.devices), worker=worker),
         leaves=tuple(sorted(leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))),
         absent=_absent(state, given),
+        declared_by={} if side is None else side.declared_by(tensors),
     )
 
 

@@ -69,11 +69,11 @@ class Group:
         Raises: what the action raises; on the other writers an error of the same code.
         """
         result: Any = None
-        error: CkptError | None = None
+        error: Exception | None = None
         if self.writer == 0:
             try:
                 result = action()
-            except CkptError as caught:
+            except Exception as caught:  # noqa: BLE001 - raised again, once the others know of it
                 error = caught
         self.raise_together(error, value=result)
         return self._last[0]["value"]
@@ -84,33 +84,53 @@ class Group:
         Raises: what the action raises; elsewhere as `raise_together`.
         """
         results: list[T] = []
-        error: CkptError | None = None
+        error: Exception | None = None
         try:
             results.append(action())
-        except CkptError as caught:
+        except Exception as caught:  # noqa: BLE001 - raised again, once the others know of it
             error = caught
         self.raise_together(error)
         return results[0]
 
-    def raise_together(self, error: CkptError | None, *, value: object = None) -> list[Any]:
+    def raise_together(self, error: Exception | None, *, value: object = None) -> list[Any]:
         """Tell all writers of an error here, or of none, along with a value; raise on all if there is one anywhere.
+
+        Args:
+            error: of ckptfmt or of the program's own objects: whoever fails, the others don't wait for it.
+            value: JSON.
 
         Returns: the values of all writers.
         Raises: `error`; on writers without one StateError(PEER_FAILED), or writer 0's own code where it decides for
-            all, such as FENCED.
+            all, such as FENCED; LayoutError(WRITERS_DIVERGED) where another writer is at another point.
         """
-        mine = {"error": None if error is None else error.as_json(), "value": value}
-        self._last = self.all_gather(mine) if self.writer_count > 1 else [mine]
+        mine = {"error": None if error is None else _error_as_json(error), "value": value}
+        try:
+            self._last = self.all_gather(mine) if self.writer_count > 1 else [mine]
+        except CkptError as failure:
+            raise error or failure from None
         if error is not None:
             raise error
+        if any(type(theirs) is not dict or theirs.keys() != mine.keys() for theirs in self._last):
+            raise err(
+                Code.WRITERS_DIVERGED,
+                "the writers aren't at the same point: one of them gave up waiting, or called something else",
+                requirement="REQ-CMT-001",
+            )
         for writer, theirs in enumerate(self._last):
             if theirs["error"] is not None:
                 raise _peer_error(writer, theirs["error"])
         return [theirs["value"] for theirs in self._last]
 
 
+def _error_as_json(error: Exception) -> dict[str, str | None]:
+    if isinstance(error, CkptError):
+        return error.as_json()
+    kind = type(error).__qualname__
+    return {"code": kind, "detail": str(error), "where": None, "requirement": None, "remedy": ""}
+
+
 def _peer_error(writer: int, error: dict[str, Any]) -> CkptError:
-    if writer == 0:
+    if writer == 0 and error["code"] in Code.__members__:
         return err(
             Code(error["code"]),
             error["detail"],
@@ -182,22 +202,27 @@ class _TorchExchange:
         self._deadline = dt.timedelta(seconds=deadline_s)
 
     def __call__(self, value: bytes) -> list[bytes]:
-        number = (self._store.add("arrivals", 1) - 1) // self._writer_count
-        self._store.set(f"{number}/{self._writer}", base64.b64encode(value).decode())
-        keys = [f"{number}/{writer}" for writer in range(self._writer_count)]
+        keys: list[str] = []
         try:
+            number = (self._store.add("arrivals", 1) - 1) // self._writer_count
+            keys = [f"{number}/{writer}" for writer in range(self._writer_count)]
+            self._store.set(keys[self._writer], base64.b64encode(value).decode())
             self._store.wait(keys, self._deadline)
+            values = [base64.b64decode(self._store.get(key)) for key in keys]
+            if number > 0:
+                # All have arrived here, so all have read the round before.
+                self._store.delete_key(f"{number - 1}/{self._writer}")
         except RuntimeError as error:
-            raise err(
-                Code.WRITERS_MISSING,
-                f"not every writer came within {self._deadline.total_seconds():g} s",
-                requirement="REQ-CMT-001",
-            ) from error
-        values = [base64.b64decode(self._store.get(key)) for key in keys]
-        if number > 0:
-            # All have arrived here, so all have read the round before.
-            self._store.delete_key(f"{number - 1}/{self._writer}")
+            detail = f"{self._name_missing(keys)} didn't come within {self._deadline.total_seconds():g} s"
+            raise err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001") from error
         return values
+
+    def _name_missing(self, keys: list[str]) -> str:
+        try:
+            missing = [str(writer) for writer, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError:  # the process that holds the key-value store is gone
+            missing = []
+        return f"writer {', '.join(missing[:16])}" if missing else "torch.distributed's store or a writer"
 
 
 class _StoreExchange:

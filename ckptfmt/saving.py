@@ -131,13 +131,13 @@ def _check_capture(state: State, group: Group) -> Snapshot:
 
 def _capture(
     state: State, group: Group, step: int, check: Callable[[], None] | None
-) -> tuple[Snapshot | None, CkptError | None]:
+) -> tuple[Snapshot | None, Exception | None]:
     try:
         _check_step(step)
         if check is not None and group.writer == 0:
             check()
         return _check_capture(state, group), None
-    except CkptError as error:
+    except Exception as error:  # noqa: BLE001 - raised again, once the others know of it
         return None, error
 
 
@@ -151,7 +151,10 @@ def _fingerprint(snapshot: Snapshot) -> str:
 
 
 def _dump_holdings(snapshot: Snapshot) -> bytes:
-    holdings = [(key, box.begin, box.shape, nbytes) for (key, box), nbytes in list_holdings(snapshot)]
+    by = snapshot.declared_by
+    holdings = [
+        (key, box.begin, box.shape, by.get(key, ""), nbytes) for (key, box), nbytes in list_holdings(snapshot)
+    ]
     return dump_tree(holdings, where="holdings")
 
 
@@ -161,12 +164,12 @@ def _find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey
         return None
     gathered = group.all_gather(_dump_holdings(snapshot).hex())
     holdings = [_parse_holdings(bytes.fromhex(theirs)) for theirs in gathered]
-    return assign_writers(holdings)[group.writer]
+    return frozenset((key, box) for key, box, _ in assign_writers(holdings)[group.writer])
 
 
-def _parse_holdings(content: bytes) -> list[tuple[tuple[TensorKey, Box], int]]:
+def _parse_holdings(content: bytes) -> list[tuple[tuple[TensorKey, Box, str], int]]:
     rows: list[Any] = parse_tree(content, where="holdings")
-    return [((key, Box(begin, shape)), nbytes) for key, begin, shape, nbytes in rows]
+    return [((key, Box(begin, shape), declared_by), nbytes) for key, begin, shape, declared_by, nbytes in rows]
 
 
 def _write_and_commit(
@@ -186,10 +189,11 @@ def _write_and_commit(
             with contextlib.suppress(CkptError):
                 sweep_attempts(store, origin)
             return manifest
-    except CkptError as error:
-        if group.writer_count > 1 and error.code != Code.COMMIT_UNKNOWN:
+    except Exception as error:
+        known = error if isinstance(error, CkptError) else err(Code.PEER_FAILED, f"{type(error).__qualname__}: {error}")
+        if group.writer_count > 1 and known.code != Code.COMMIT_UNKNOWN:
             # Best effort: the others find the deadline if the store takes this neither.
             with contextlib.suppress(CkptError):
-                write_failure(store, origin, group.writer, error)
+                write_failure(store, origin, group.writer, known)
         raise
     return wait_for_decision(store, origin, deadline_s=deadline_s)

@@ -14,14 +14,15 @@ import safetensors
 from blake3 import blake3
 
 FIELDS = ("weights", "optimizer", "rng", "data", "config", "topology", "provenance")
-FULL = {"profile": "full", "references": [], "encodings": ["raw"]}  # in documents that have these members
-DTYPES = {name: (int(width), tag) for name, width, tag in re.findall(r"(\w+)=(\d+)(\w*)", """
-    bool=1BOOL uint8=1U8 int8=1I8 uint16=2U16 int16=2I16 uint32=4U32 int32=4I32 uint64=8U64 int64=8I64 float16=2F16
-    bfloat16=2BF16 float32=4F32 float64=8F64 complex64=8C64 complex128=16 complex32=4 float4_e2m1fn_x2=1 float8_e5m2=1F8_E5M2
-    float8_e4m3fn=1F8_E4M3 float8_e8m0fnu=1F8_E8M0 float8_e4m3fnuz=1F8_E4M3FNUZ float8_e5m2fnuz=1F8_E5M2FNUZ""")}  # fmt: skip
+ORIGIN = ("run_id", "launch", "nonce", "step", "attempt", "writer_count", "block_nbytes")
+TABLE = """bool=1BOOL uint8=1U8 int8=1I8 uint16=2U16 int16=2I16 uint32=4U32 int32=4I32 uint64=8U64 int64=8I64
+    float16=2F16 bfloat16=2BF16 float32=4F32 float64=8F64 complex64=8C64 complex128=16 complex32=4 float4_e2m1fn_x2=1
+    float8_e4m3fn=1F8_E4M3 float8_e5m2=1F8_E5M2 float8_e8m0fnu=1F8_E8M0 float8_e4m3fnuz=1F8_E4M3FNUZ
+    float8_e5m2fnuz=1F8_E5M2FNUZ"""
+DTYPES = {name: (int(width), tag) for name, width, tag in re.findall(r"(\w+)=(\d+)(\w*)", TABLE)}  # tag: safetensors'
 BUILD = {"l": list, "t": tuple, "s": set, "z": frozenset, "q": lambda v: deque(v[1:], v[0]), "d": dict,
-         "O": OrderedDict, "C": lambda pairs: Counter(dict(pairs)), "f": lambda v: struct.unpack("<d", *v)[0],
-         "i": lambda v: int.from_bytes(*v, "little", signed=True), "c": lambda v: complex(*struct.unpack("<2d", *v))}  # fmt: skip
+         "O": OrderedDict, "C": lambda v: Counter(dict(v)), "i": lambda v: int.from_bytes(*v, "little", signed=True),
+         "f": lambda v: struct.unpack("<d", *v)[0], "c": lambda v: complex(*struct.unpack("<2d", *v))}  # fmt: skip
 Tagged = make_dataclass("Tagged", ("tag", "items"), frozen=True)  # in trees: T, a reference to a tensor; a, n, D, V, S
 
 
@@ -31,16 +32,14 @@ def require(condition, message):
 
 
 def read_file(path, nbytes):
-    require(path.is_file() and not path.is_symlink(), f"{path}: missing, or not a regular file")
-    require(path.stat().st_size == nbytes, f"{path}: {path.stat().st_size} bytes instead of {nbytes}")
+    require(path.is_file() and not path.is_symlink() and path.stat().st_size == nbytes, f"no {nbytes} bytes: {path}")
     return path.read_bytes()
 
 
 def check(signed, expected):
-    version, features = signed["format_version"], signed["features"]["reader"]
-    require((version, features) == ("0.1", []), f"format {version} with features {features}: this reads 0.1 without")
-    for key, value in (FULL | expected).items():
-        require(signed.get(key, value) == value, f"{key} is {signed.get(key)!r} instead of {value!r}")
+    for key, value in ({"format_version": "0.1"} | expected).items():
+        require(signed.get(key) == value, f"not readable here: {key} is {signed.get(key)!r} instead of {value!r}")
+    require(signed["features"]["reader"] == [], f"not readable here: needs features {signed['features']['reader']}")
     return signed
 
 
@@ -114,10 +113,9 @@ def assemble(tensor, tiles, parts):
     for begin, extents, part in (tile.values() for tile in tiles):  # columns are sorted
         require(all(b + n <= s for b, n, s in zip(begin, extents, shape, strict=True)), f"{tensor['id']}: box outside")
         box, run = parts[part]["tensors", tensor["id"], begin, extents], width * math.prod(extents[-1:])
-        for number, corner in enumerate(product(*map(range, extents[:-1])) if box else ()):
-            first = [b + i for b, i in zip(begin, (*corner, 0), strict=False)]  # of a run along the last dimension
-            at = width * sum(i * math.prod(shape[axis:]) for axis, i in enumerate(first, 1))
-            pieces.append((at, box[number * run : (number + 1) * run]))
+        for number, corner in enumerate(product(*map(range, extents[:-1])) if box else ()):  # runs along the last axis
+            at = sum(i * math.prod(shape[axis:]) for axis, i in enumerate(map(int.__add__, begin, (*corner, 0)), 1))
+            pieces.append((at * width, box[number * run : (number + 1) * run]))
     for at, piece in [*sorted(pieces), (width * math.prod(shape), b"")]:
         require(at == len(content), f"{tensor['id']}: a gap or an overlap at byte {at}")
         content += piece
@@ -125,27 +123,24 @@ def assemble(tensor, tiles, parts):
 
 
 def read_checkpoint(directory):
-    root, tensors, aliases, trees = Path(directory), {}, {}, {"leaves": {}, "streams": {}}
+    root, trees = Path(directory), {"leaves": {}, "streams": {}}
     try:
         raw = read_file(root / "manifest.json", min((root / "manifest.json").stat().st_size, 65535))
         match = re.fullmatch(rb'\{"digest":"blake3:([0-9a-f]{64})","signed":(\{.*\})\}', raw)
         require(match and blake3(match[2]).hexdigest() == match[1].decode(), "manifest.json: wrong form or digest")
-        manifest = check(json.loads(match[2]), {"type": "manifest"})
-        origin = {key: manifest[key] for key in "run_id launch nonce step attempt writer_count block_nbytes".split()}
-        path, nbytes = root / f"index-{manifest['attempt']}.msgpack", manifest["index"]["nbytes"]
-        digest = bytes.fromhex(manifest["index"]["digest"].removeprefix("blake3:"))
-        index = read_tables(path, nbytes, digest, origin | {"type": "index"})
-        listed = enumerate(rows(index, index["parts"]))
-        parts = [read_part(root, row, origin | {"type": "part", "writer": writer}) for writer, row in listed]
+        manifest = check(json.loads(match[2]), {"type": "manifest", "profile": "full", "references": []})
+        origin = {key: manifest[key] for key in ORIGIN}
+        path, named = root / f"index-{manifest['attempt']}.msgpack", manifest["index"]
+        index = read_tables(path, named["nbytes"], bytes.fromhex(named["digest"][7:]), origin | {"type": "index"})
+        own = origin | {"type": "part", "references": [], "encodings": ["raw"]}
+        parts = [read_part(root, row, own | {"writer": i}) for i, row in enumerate(rows(index, index["parts"]))]
         heads = rows(index, {key: index["shardings"].pop(key) for key in ("ndim", "box_count")})
         tiles = iter(rows(index, index["shardings"], [row["ndim"] for row in heads for _ in range(row["box_count"])]))
         shardings = [list(islice(tiles, head["box_count"])) for head in heads]
-        for row in rows(index, index["tensors"]):
-            tensors[row["id"]] = assemble(row, shardings[row["sharding"]], parts)
-        for row in rows(index, index["aliases"]):
-            owner = list(tensors)[row["tensor"]]
-            aliases[owner[0], row["name"], owner[2]] = owner
-        for kind, row in ((kind, row) for kind in trees for row in rows(index, index[kind])):
+        tensors = {row["id"]: assemble(row, shardings[row["sharding"]], parts) for row in rows(index, index["tensors"])}
+        owners = ((list(tensors)[row["tensor"]], row["name"]) for row in rows(index, index["aliases"]))
+        aliases = {(field, name, scope): (field, first, scope) for (field, first, scope), name in owners}
+        for kind, row in ((table, row) for table in trees for row in rows(index, index[table])):
             names = {name for field, name, scope in (*tensors, *aliases) if (field, scope) == row["id"][::2]}
             value = decode(msgpack.unpackb(parts[row["part"]][kind, row["id"], row["kind"]]), names)
             trees[kind][row["id"]] = value if kind == "leaves" else (row["kind"], value)

@@ -50,10 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _ended_as_by_ctrl_c(signal.SIGTERM):
             return _run(arguments)
-    except JobError as error:
-        print(f"\nThe demo couldn't run: {error}", file=sys.stderr)
-        return _FAILED
-    except (CkptError, OSError) as error:
+    except (JobError, CkptError, OSError) as error:
         print(f"\nThe demo couldn't run: {error}", file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt:

@@ -23,7 +23,7 @@ _ROWS = {
     "AdamW": ("moment", "step"),
     "buffer": ("buffer",),
     "learning rate": ("schedule",),
-    "random streams": ("rng",),
+    "RNG streams": ("rng",),
     "data": ("sample", "cursor"),
     "loss": ("loss",),
 }
@@ -94,7 +94,8 @@ def _iter_what(outcome: Outcome) -> Iterator[str]:
 def _iter_time_line(outcome: Outcome, look: Look) -> Iterator[str]:
     settings = outcome.settings
     axis = [" "] * (_STRIP_WIDTH + 4)
-    shown = [step for step in range(0, settings.steps + 1, settings.every) if _fits(step, settings.steps)]
+    steps = {*range(0, settings.steps, settings.every), settings.steps}
+    shown = [step for step in sorted(steps) if _fits(step, settings.steps)]
     for step in shown:
         column = step * _STRIP_WIDTH // settings.steps
         axis[column : column + len(str(step))] = str(step)
@@ -124,22 +125,23 @@ def _draw(strip: Strip, steps: int, look: Look) -> str:
 
 def _iter_comparison(outcome: Outcome, look: Look) -> Iterator[str]:
     same, steps = outcome.same, outcome.settings.steps
-    yield "  Launches 1 and 2 against the undisturbed run, after each step, on each process:"
+    yield "  Launches 1 and 2 against the undisturbed run, each step of each process:"
     for name, categories in _ROWS.items():
         done = min(same.identical_steps(category) for category in categories)
         good = done == steps and not any(other.category in categories for other in same.differences)
         verdict = look.verdict(good=good, text="identical" if good else "DIFFERENT")
-        yield f"    {name:<15} {_describe(name, same):<31} {verdict}  {done} of {steps} steps"
+        yield f"    {name:<14} {_describe(name, same):<30} {verdict}  {done} of {steps} steps"
     again = sorted({step for step, _ in same.repeated})
     if again:
-        yield f"    Steps {again[0]} to {again[-1]} were done twice, before the kill and after; each was compared."
+        steps_text = f"Steps {again[0]} to {again[-1]} were" if len(again) > 1 else f"Step {again[0]} was"
+        yield f"    {steps_text} done before the kill and again after it: both compared."
     yield _claim(outcome.claim)
 
 
 def _claim(level: str) -> str:
     """Return what the load itself claims of the run that goes on from it."""
     meaning = {"T1": "the same trajectory, bit by bit", "S1": "the same samples, each once; not the same bits"}
-    return f"    What the load itself claims: {level}, {meaning.get(level, 'the same state')}"
+    return f"    The load claims {level}, {meaning.get(level, 'the same state')}"
 
 
 def _describe(name: str, same: Comparison) -> str:
@@ -148,7 +150,7 @@ def _describe(name: str, same: Comparison) -> str:
         "AdamW": f"{len(same.names_of('moment'))} moments, {len(same.names_of('step'))} step counts",
         "buffer": ", ".join(same.names_of("buffer")),
         "learning rate": "scheduler, options of AdamW",
-        "random streams": ", ".join(same.names_of("rng")),
+        "RNG streams": ", ".join(same.names_of("rng")),
         "data": "ids in order, position, ledger",
         "loss": "all bits",
     }[name]
@@ -165,7 +167,8 @@ def _iter_resized(resized: Resized, look: Look) -> Iterator[str]:
     kept, streams = resized.stream_counts
     ours, theirs = resized.losses
     yield _claim(resized.claim)
-    yield f"    {streams - kept} of {streams} random streams are new; mean loss of the last step {ours:.4f}, not {theirs:.4f}"
+    new = streams - kept
+    yield f"    {new} of {streams} RNG streams are new; mean loss in the end {ours:.4f}, not {theirs:.4f}"
 
 
 def _iter_verdict(outcome: Outcome, look: Look, seconds: float) -> Iterator[str]:

@@ -51,7 +51,7 @@ def train(
     text = read_text(text_nbytes=settings.text_nbytes, chunk_nbytes=settings.chunk_nbytes)
     torch.manual_seed(settings.seed)  # the same first weights on every process
     model = TinyGPT(settings)
-    replica: nn.Module = DistributedDataParallel(model) if world_size > 1 else model
+    replica = wrap(model) if world_size > 1 else model
     optimizer = AdamW(replica.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     scheduler = make_scheduler(optimizer, settings)
     sampler = Sampler(text, global_batch=settings.global_batch, seed=settings.seed, fingerprint=text.fingerprint())
@@ -109,6 +109,16 @@ def make_batch(text: Text, samples: Sequence[int], settings: Settings) -> tuple[
     noise = np.random.random(tokens.shape) < settings.masked  # noqa: NPY002 - the global stream is one to restore
     tokens[noise] = np.random.randint(BYTES, size=int(noise.sum()), dtype=np.uint8)  # noqa: NPY002
     return torch.from_numpy(tokens).long(), torch.from_numpy(targets).long()
+
+
+def wrap(model: nn.Module) -> nn.Module:
+    """Return a replica whose gradients are summed in the same order in every step after every start.
+
+    By default DDP lays its buckets out anew after the first step of each process, and from three processes on another
+    place in a bucket is another order of summing: the first step after a resume would differ in its last bits from the
+    same step of a run that goes on. Where it looks for unused parameters, it keeps the buckets that it began with.
+    """
+    return DistributedDataParallel(model, find_unused_parameters=True)
 
 
 def make_scheduler(optimizer: AdamW, settings: Settings) -> SequentialLR:

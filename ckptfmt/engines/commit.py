@@ -221,9 +221,13 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Man
         if register is not None:
             raise _refusal(register)
         _raise_failures(store, origin)
+    present = set(store.list_names("parts"))
+    writers = range(origin.writer_count)
+    missing = [writer for writer in writers if part_path(origin.attempt, writer)[len("parts/") :] not in present]
+    whom = f"; no part of writers {', '.join(map(str, missing[:16]))}" if missing else ""
     raise err(
         Code.WRITERS_MISSING,
-        f"the committer didn't decide within {deadline_s:g} s",
+        f"the committer didn't decide within {deadline_s:g} s{whom}",
         where=MANIFEST_NAME,
         requirement="REQ-CMT-009",
         remedy="See why writer 0 stopped; save again.",

@@ -6,8 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ckptfmt.box import Box
     from ckptfmt.documents.part import Leaf, Stream
+    from ckptfmt.documents.tables import TensorKey
 
 __all__ = ["Snapshot", "TensorSink", "TensorSource"]
 
@@ -88,9 +91,12 @@ class Snapshot:
         streams: its random-number streams.
         leaves: its plain values.
         absent: each field that it has nothing for, with the reason.
+        declared_by: for declared replicas, who declares them, such as a mesh. It speaks for its own holders only: what
+            several declare is written once for each of them, and compared.
     """
 
     tensors: tuple[TensorSource, ...]
     streams: tuple[Stream, ...]
     leaves: tuple[Leaf, ...]
     absent: dict[str, str]
+    declared_by: Mapping[TensorKey, str] = dataclasses.field(default_factory=dict)

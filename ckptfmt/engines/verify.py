@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Final
 
 from ckptfmt import limits
+from ckptfmt.arithmetic.merge import PartFileEntry, merge_parts
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
@@ -120,6 +121,7 @@ def verify_checkpoint(store: Store, report: Report, *, prefix: str = "") -> Chec
     Raises: StoreError where the store itself fails.
     Spec: REQ-OPN-009.
     """
+    before = len(report.violations)
     checkpoint = None
     with report.collect(prefix):
         checkpoint = Checkpoint(store)
@@ -129,16 +131,19 @@ def verify_checkpoint(store: Store, report: Report, *, prefix: str = "") -> Chec
     report.checkpoints[prefix.rstrip("/") or report.target] = manifest.digest
     report.count(manifest.index_nbytes)
     expected = {MANIFEST_NAME, index_name(manifest.origin.attempt)}
-    sound: set[int] = set()
+    sound: dict[int, PartFileEntry] = {}
     for number, entry in enumerate(checkpoint.index.parts):
         expected.add(part_path(manifest.origin.attempt, number))
         with report.collect(prefix):
             part = checkpoint.read_part(number)
-            sound.add(number)
+            sound[number] = PartFileEntry(part=part, digest=entry.digest, nbytes=entry.nbytes)
             report.count(entry.nbytes)
             expected.update(file.name for file in part.files)
             _verify_part(checkpoint, part, report, prefix)
-    _verify_holders(checkpoint, sound, report, prefix)
+    _verify_holders(checkpoint, set(sound), report, prefix)
+    if len(report.violations) == before:
+        with report.collect(prefix):
+            _check_merge(checkpoint, list(sound.values()))
     for path in store.list(""):
         if path not in expected:
             report.warnings.append(f"{prefix}{path} doesn't belong to the checkpoint; readers ignore it")
@@ -325,6 +330,17 @@ def _iter_block_errors(
                         requirement="REQ-OPN-006",
                     )
             report.count(nbytes)
+
+
+def _check_merge(checkpoint: Checkpoint, entries: list[PartFileEntry]) -> None:
+    """Raise unless the index follows from the parts: it may leave out nothing that a part holds. Spec: REQ-IDX-005."""
+    if merge_parts(entries) != checkpoint.index:
+        raise err(
+            Code.DOC_MISMATCH,
+            "the index isn't the one that follows from the parts",
+            where=index_name(checkpoint.manifest.origin.attempt),
+            requirement="REQ-IDX-001",
+        )
 
 
 def _verify_holders(checkpoint: Checkpoint, sound: set[int], report: Report, prefix: str) -> None:

@@ -196,12 +196,14 @@ def _shard_keys(names: list[str]) -> list[str]:
     ['w', 'w#1', '__metadata__#1', 'w#1#1']
     """
     taken = {"__metadata__"}
+    reached: dict[str, int] = {}  # What was taken stays taken: no need to try it again for the next of this name.
     keys = []
     for name in names:
-        key, number = name, 0
+        key, number = name, reached.get(name, 0)
         while key in taken:
             number += 1
             key = f"{name}#{number}"
+        reached[name] = number
         taken.add(key)
         keys.append(key)
     return keys

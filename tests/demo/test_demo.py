@@ -1,7 +1,5 @@
 """The demo as a person starts it, small: it holds, it can fail, it leaves nothing running and writes over nothing."""
 
-import contextlib
-import io
 import json
 import os
 import signal
@@ -14,8 +12,6 @@ import pytest
 import ckptfmt.demo
 from ckptfmt.demo.job import Job, JobError
 from ckptfmt.demo.ledger import read_ledger
-from ckptfmt.demo.progress import Progress
-from ckptfmt.demo.screen import Look
 from ckptfmt.demo.settings import STEPS_MIN, make_settings
 
 pytest.importorskip("torch")
@@ -130,6 +126,7 @@ def test_it_writes_over_nothing(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+@pytest.mark.dist
 def test_a_job_that_cannot_start_says_what_it_said(tmp_path):
     options = ["--no-such-option"]
     job = Job(tmp_path, run="run", name="broken", world_size=1, options=options)
@@ -160,40 +157,3 @@ def test_importing_the_demo_does_not_import_torch():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "False"
-
-
-# What is shown where
-
-
-@pytest.mark.parametrize(("encoding", "save"), [("utf-8", "●"), ("ascii", "o"), ("latin-1", "o")])
-def test_boxes_are_drawn_where_the_encoding_has_them(encoding, save):
-    look = Look.of(io.TextIOWrapper(io.BytesIO(), encoding=encoding))
-
-    assert look.save == save
-    assert not look.colour
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_moves_on_a_terminal():
-    terminal = Terminal()
-    progress = Progress(2, terminal)
-    show = progress.phase("training", 4)
-    show(2)
-    progress.end()
-
-    assert "step 2 of 4" in terminal.getvalue()
-    assert terminal.getvalue().endswith(" s\n")
-
-
-def test_colour_is_left_out_where_nobody_wants_it(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    for name in ("NO_COLOR",):
-        monkeypatch.delenv(name, raising=False)
-    with contextlib.suppress(AttributeError):
-        assert Look.of(Terminal()).colour
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not Look.of(Terminal()).colour

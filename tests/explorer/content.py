@@ -7,7 +7,7 @@ import itertools
 import threading
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
@@ -15,8 +15,9 @@ import numpy as np
 
 from ckptfmt.box import Box
 from ckptfmt.documents import canonical
+from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
-from ckptfmt.documents.part import Leaf, Stream
+from ckptfmt.documents.part import Leaf, Part, Stream
 from ckptfmt.documents.run import Launch
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.engines import commit, lineage, writer
@@ -24,10 +25,23 @@ from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.store.protocol import Store
 
-__all__ = ["WRITER_COUNT", "ArraySource", "Loaded", "content_of", "deterministic", "load", "origin_of", "save"]
+__all__ = [
+    "WRITER_COUNT",
+    "ArraySource",
+    "Loaded",
+    "content_of",
+    "deterministic",
+    "load",
+    "name_of",
+    "origin_of",
+    "place_of",
+    "remembering",
+    "save",
+    "write",
+]
 
 WRITER_COUNT: Final = 2
-_ROWS, _COLUMNS = 4, 6
+_ROWS: Final = 4
 _FIXED_UNIX_S: Final = 1_700_000_000
 
 
@@ -47,7 +61,7 @@ class ArraySource:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        return self.array.shape
+        return tuple(self.array.shape)
 
     def copy_into(self, box: Box, out: memoryview) -> None:
         piece = self.array[tuple(slice(begin, end) for begin, end in zip(box.begin, box.end, strict=True))]
@@ -90,10 +104,11 @@ def origin_of(launch: Launch, step: int, attempt_number: int) -> Origin:
 
 def snapshot_of(attempt: str, number: int) -> Snapshot:
     """Return what writer `number` holds: every other row of one tensor, a stream of its own, a leaf that all have."""
-    boxes = tuple(Box((row, 0), (1, _COLUMNS)) for row in range(number, _ROWS, WRITER_COUNT))
+    boxes = tuple(Box((row, 0), (1, _column_count(attempt))) for row in range(number, _ROWS, WRITER_COUNT))
+    stream = dump_tree((attempt, number), where="")
     return Snapshot(
         tensors=(ArraySource(name="w", array=_weights(attempt), boxes=boxes),),
-        streams=(Stream(name="python", scope=f"lw/{number}", kind="demo", state=dump_tree((attempt, number), where="")),),
+        streams=(Stream(name="python", scope=f"lw/{number}", kind="demo", state=stream),),
         leaves=(Leaf(field="config", name="", scope="global", value=dump_tree({"attempt": attempt}, where="")),),
         absent={"data": "none"},
     )
@@ -136,16 +151,23 @@ def load(store: Store, *, digest: str | None = None) -> Loaded:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Make nonces and times follow from the thread's name and the order of calls; remember parsed documents.
-
-    A schedule can then be run again, step for step. Parsing is pure: the same bytes give the same object.
-    """
-    nonces = _Nonces()
-    parse = _Remembered()
+    """Make nonces and times follow from the thread's name and the order of calls: a schedule can be repeated."""
     clock = types.SimpleNamespace(time=lambda: _FIXED_UNIX_S)
     with (
-        mock.patch.object(lineage, "secrets", types.SimpleNamespace(token_hex=nonces)),
+        remembering(),
+        mock.patch.object(lineage, "secrets", types.SimpleNamespace(token_hex=_Nonces())),
         mock.patch.object(writer, "time", clock),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[None]:
+    """Parse equal documents once. Parsing is pure: the same bytes give the same object."""
+    parse = _Remembered(canonical.parse_document)
+    with (
+        mock.patch.object(Part, "parse", _Remembered(Part.parse)),
+        mock.patch.object(Index, "parse", _Remembered(Index.parse)),
         mock.patch("ckptfmt.documents.manifest.parse_document", parse),
         mock.patch("ckptfmt.documents.run.parse_document", parse),
     ):
@@ -166,19 +188,25 @@ class _Nonces:
 
 
 class _Remembered:
-    """Instead of `parse_document`: the schemas of equal bytes are checked once."""
+    """Instead of a function that parses: equal bytes are parsed once. What raises is parsed each time."""
 
-    def __init__(self) -> None:
+    def __init__(self, parse: Callable[..., Any]) -> None:
+        self._parse = parse
         self._answers: dict[Any, Any] = {}
 
     def __call__(self, content: bytes, **arguments: Any) -> Any:
         key = (content, tuple(sorted(arguments.items())))
         if key not in self._answers:
-            self._answers[key] = canonical.parse_document(content, **arguments)
+            self._answers[key] = self._parse(content, **arguments)
         return self._answers[key]
 
 
 @functools.cache
 def _weights(attempt: str) -> np.ndarray[Any, Any]:
-    base = int(attempt, 16) * 1000
-    return np.arange(base, base + _ROWS * _COLUMNS, dtype="<i4").reshape(_ROWS, _COLUMNS)
+    base = int(attempt, 16) % (1 << 20) * 1000
+    count = _column_count(attempt)
+    return np.arange(base, base + _ROWS * count, dtype="<i4").reshape(_ROWS, count)
+
+
+def _column_count(attempt: str) -> int:
+    return 4 + int(attempt, 16) % 5

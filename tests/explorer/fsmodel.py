@@ -77,7 +77,7 @@ class _Directory:
     """
 
     def __init__(self) -> None:
-        self.values: dict[str, list[tuple[int, "_Node | None"]]] = {}
+        self.values: dict[str, list[tuple[int, _Node | None]]] = {}
 
     def newest(self, name: str) -> "_Node | None":
         values = self.values.get(name)

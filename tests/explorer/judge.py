@@ -4,7 +4,7 @@ The rules, by the words that violations begin with:
 
 - ``silent``: a directory loads, but not what was handed to save; ``untyped``: it raises what isn't a CkptError;
 - ``lost``: what was acknowledged doesn't load, or isn't there;
-- ``partial``: the lineage, or a new launch, names what isn't whole; ``older``: it names an older one than was acknowledged;
+- ``partial``: the lineage names what isn't whole; ``older``: it begins with an older one than was acknowledged;
 - ``stuck``: a new launch with a save and a clean-up doesn't work without a manual step;
 - ``reaped``: a clean-up removed what the lineage needs.
 """
@@ -148,6 +148,7 @@ class Judge:
 
     def __init__(self) -> None:
         self._verdicts: dict[frozenset[tuple[str, bytes]], content.Loaded | BaseException] = {}
+        self._problems: dict[frozenset[tuple[str, bytes]], str | None] = {}
 
     def judge(
         self, files: Mapping[str, bytes], promises: Promises, *, recovery: bool = True, owned: bool = True
@@ -175,6 +176,15 @@ class Judge:
             self._verdicts[key] = _load(MemoryStore.from_snapshot(files))
         return self._verdicts[key]
 
+    def _find_problem(self, files: Mapping[str, bytes]) -> str | None:
+        """Return what a complete check of a checkpoint finds, if anything."""
+        key = frozenset(files.items())
+        if key not in self._problems:
+            report = verify.Report(target="", kind="checkpoint")
+            verify.verify_checkpoint(MemoryStore.from_snapshot(files), report)
+            self._problems[key] = str(report.violations[0]) if report.violations else None
+        return self._problems[key]
+
     def _judge_directories(self, files: Mapping[str, bytes], promises: Promises) -> list[Violation]:
         """Judge rules (i) and (ii)."""
         found = []
@@ -190,7 +200,7 @@ class Judge:
             if not isinstance(answer, content.Loaded) or answer.digest != digest:
                 found.append(Violation("lost", f"{name} was acknowledged: {answer!r}"))
         for name in promises.retired:
-            answer = loaded.get(name)
+            answer = loaded.get(name, KeyError(name))
             if not isinstance(answer, CkptError) or answer.code != Code.CHECKPOINT_RETIRED:
                 found.append(Violation("lost", f"that {name} is retired: {answer!r}"))
         return found
@@ -206,9 +216,10 @@ class Judge:
         if newest < promises.launch:
             found.append(Violation("lost", f"launch {promises.launch}; the newest is {newest}"))
         names = []
+        directories = _by_directory(store.snapshot())
         for entry in lineage.iter_lineage(launches, entries):
             names.append(entry.name)
-            problem = _find_problem(store.at(entry.name))
+            problem = self._find_problem(directories.get(entry.name, {}))
             if problem:
                 found.append(Violation("partial", f"the lineage names {entry.name}: {problem}"))
         counted = [name for name in promises.saved if owned or _place_of(name)[1] == newest]
@@ -271,19 +282,8 @@ def _load(store: MemoryStore) -> content.Loaded | BaseException:
         return error
 
 
-def _find_problem(store: Store) -> str | None:
-    """Return what a complete check finds, if anything."""
-    report = verify.Report(target="", kind="checkpoint")
-    try:
-        verify.verify_checkpoint(store, report)
-    except CkptError as error:
-        return str(error)
-    return str(report.violations[0]) if report.violations else None
-
-
 def _place_of(name: str) -> tuple[int, int]:
     """Return step and launch of a name."""
     found = parse_checkpoint_name(name)
     assert found is not None
     return found
-

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ckptfmt.store.hooked import HookedStore, Operation
 from ckptfmt.store.memory import MemoryStore
 
-__all__ = ["Actor", "Exploration", "GatedStore", "Outcome", "Scheduler", "Scene", "explore", "sample"]
+__all__ = ["Actor", "Exploration", "GatedStore", "Outcome", "Scene", "Scheduler", "explore", "sample"]
 
 #: An actor that doesn't come back to the gate in this time hangs.
 _PATIENCE_S = 30.0
@@ -125,7 +125,9 @@ class GatedStore(HookedStore):
 class Scene(Protocol):
     """One run to be scheduled: fresh actors over a fresh store."""
 
-    actors: Mapping[str, Actor]
+    @property
+    def actors(self) -> Mapping[str, Actor]:
+        """The actors by name."""
 
     def key(self) -> Hashable:
         """Return what the rest of the run depends on beside the actors' histories; None: it can't be told."""
@@ -150,6 +152,9 @@ class Exploration:
     state_count: int = 0
     violations: list[tuple[Any, tuple[str, ...]]] = dataclasses.field(default_factory=list)
 
+    def __str__(self) -> str:
+        return f"{self.run_count} runs, {self.cut_count} cut short, {self.state_count} states"
+
 
 class _Cut(Exception):  # noqa: N818 - not an error
     """The rest of this run was explored before."""
@@ -160,12 +165,10 @@ class Scheduler:
 
     Args:
         scene: what to run.
-        on_choice: called before each choice behind the list, with the choices so far, who may go, and who is the default.
+        on_choice: makes the choices behind the list, from those so far, who may go, and who is the default.
     """
 
-    def __init__(
-        self, scene: Scene, on_choice: Callable[[tuple[str, ...], list[str], str], str] | None = None
-    ) -> None:
+    def __init__(self, scene: Scene, on_choice: Callable[[tuple[str, ...], list[str], str], str] | None = None) -> None:
         self._scene = scene
         self._on_choice = on_choice
         self.path: list[str] = []
@@ -190,7 +193,9 @@ class Scheduler:
                 actor.stop()
 
 
-def explore(make: Callable[[], Scene], *, preemptions: int, limit: int = 100_000, stop_early: bool = False) -> Exploration:
+def explore(
+    make: Callable[[], Scene], *, preemptions: int, limit: int = 100_000, stop_early: bool = False
+) -> Exploration:
     """Make all runs with at most so many preemptions, each part of them once.
 
     Args:
@@ -209,9 +214,8 @@ def explore(make: Callable[[], Scene], *, preemptions: int, limit: int = 100_000
         def on_choice(path: tuple[str, ...], enabled: list[str], default: str, scene: Scene = scene) -> str:
             spent = _count_preemptions(path, scene)
             _cut_if_seen(scene, path, spent, seen)
-            for other in enabled:
-                if other != default and spent + (bool(path) and default == path[-1]) <= preemptions:
-                    pending.append((*path, other))
+            if spent + (bool(path) and default == path[-1]) <= preemptions:
+                pending.extend((*path, other) for other in enabled if other != default)
             return default
 
         scheduler = Scheduler(scene, on_choice)

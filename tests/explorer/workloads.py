@@ -4,9 +4,11 @@ Source: Mohan et al., "Finding Crash-Consistency Bugs with Bounded Black-Box Cra
 """
 
 import dataclasses
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.engines import commit, lineage
 from ckptfmt.store.hooked import Operation
@@ -15,7 +17,10 @@ from tests.explorer.crashes import Bench
 from tests.explorer.judge import clean_up
 from tests.explorer.schedule import Actor, Scheduler
 
-__all__ = ["WORKLOADS", "Workload"]
+__all__ = ["WORKLOADS", "Workload", "saves_by_chance"]
+
+#: Who goes on: by the choices so far, who may, and who is the default.
+Choose = Callable[[tuple[str, ...], list[str], str], str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ def second_save_of_two_at_once(bench: Bench) -> None:
     """Both writers write step 20 in turns, one system call each; then writer 0 commits."""
     launch = lineage.list_launches(bench.store())[-1]
     origin = content.origin_of(launch, 20, 2)
-    in_turns(bench, {f"w{n}": (lambda store, n=n: content.write(store, origin, n)) for n in range(content.WRITER_COUNT)})
+    in_turns(bench, _writers_of(origin))
     bench.marks.saved(commit.finalize(content.place_of(bench.store(), origin), origin))
 
 
@@ -150,25 +155,44 @@ def life(bench: Bench) -> None:
     clean_up(store, run, second, bench.marks, keep=1)
 
 
+def _next_one(path: tuple[str, ...], enabled: list[str], _: str) -> str:
+    last = path[-1] if path else enabled[-1]
+    return next((name for name in enabled if name > last), enabled[0])
+
+
+def saves_by_chance(rng: random.Random) -> Callable[[Bench], None]:
+    """Return a run of two writers of step 20 and a clean-up of their own launch beside them, in an order by chance."""
+
+    def run(bench: Bench) -> None:
+        recorded_run, launch = _current(bench)
+        origin = content.origin_of(launch, 20, 2)
+        actions = _writers_of(origin)
+        actions["cleaner"] = lambda store: clean_up(store, recorded_run, launch, bench.marks, keep=1)
+        in_turns(bench, actions, choose=lambda _, enabled, __: rng.choice(enabled))
+        bench.marks.saved(commit.finalize(content.place_of(bench.store(), origin), origin))
+
+    return run
+
+
 WORKLOADS: Final = {
-    "first_save": Workload(first_save, None, 10, 10),
+    "first_save": Workload(first_save, None, 12, 12),
     "second_save_of_two_at_once": Workload(second_save_of_two_at_once, one_save, 8, 10),
-    "second_attempt": Workload(second_attempt, one_save_and_a_torn_one, 8, 10),
-    "two_committers": Workload(two_committers, one_save, 8, 10),
-    "retirement": Workload(retirement, three_saves, 8, 10),
-    "resume": Workload(resume, one_save_and_a_torn_one, 8, 10),
-    "save_and_retire": Workload(save_and_retire, three_saves, 8, 10),
-    "save_beside_a_clean_up": Workload(save_beside_a_clean_up, three_saves, 8, 10),
-    "life": Workload(life, None, 8, 10),
+    "second_attempt": Workload(second_attempt, one_save_and_a_torn_one, 7, 8),
+    "two_committers": Workload(two_committers, one_save, 8, 8),
+    "retirement": Workload(retirement, three_saves, 15, 60),
+    "resume": Workload(resume, one_save_and_a_torn_one, 12, 14),
+    "save_and_retire": Workload(save_and_retire, three_saves, 40, 110),
+    "save_beside_a_clean_up": Workload(save_beside_a_clean_up, three_saves, 30, 100),
+    "life": Workload(life, None, 45, 90),
 }
 
 
-def in_turns(bench: Bench, actions: dict[str, Callable[[Any], None]]) -> None:
-    """Do the actions in threads, changing between them at each lasting system call."""
+def in_turns(bench: Bench, actions: Mapping[str, Callable[[Any], object]], choose: Choose = _next_one) -> None:
+    """Do the actions in threads, choosing between them at each lasting system call."""
     actors: dict[str, Actor] = {}
     lasting = {"mkdir", "link", "rename", "unlink", "fsync_directory"}
 
-    def start(name: str, action: Callable[[Any], None]) -> Actor:
+    def start(name: str, action: Callable[[Any], object]) -> Actor:
         def gate(operation: Operation) -> None:
             if operation.op in lasting:
                 actors[operation.who].gate()
@@ -187,15 +211,18 @@ def in_turns(bench: Bench, actions: dict[str, Callable[[Any], None]]) -> None:
         def judge(self) -> list[Any]:
             return []
 
-    def next_one(path: tuple[str, ...], enabled: list[str], _: str) -> str:
-        last = path[-1] if path else enabled[-1]
-        return next((name for name in enabled if name > last), enabled[0])
-
-    Scheduler(Turns(), next_one).run()
+    Scheduler(Turns(), choose).run()
     for actor in actors.values():
         assert actor.outcome is not None
         if actor.outcome.error is not None:
             raise actor.outcome.error
+
+
+def _writers_of(origin: Origin) -> dict[str, Callable[[Any], None]]:
+    def action(number: int) -> Callable[[Any], None]:
+        return lambda store: content.write(store, origin, number)
+
+    return {f"w{number}": action(number) for number in range(content.WRITER_COUNT)}
 
 
 def _launch(bench: Bench) -> tuple[Run, Launch]:

@@ -238,3 +238,23 @@ def test_the_mesh_is_part_of_the_topology():
 
     (leaf,) = (leaf for leaf in snapshot.leaves if (leaf.field, leaf.name) == ("topology", "local"))
     assert parse_tree(leaf.value, where="x")["mesh"] == [{"names": ["outer0", "inner0"], "shape": [2, 2]}]
+
+
+def test_the_step_count_of_a_scalar_parameter_stays_a_plain_tensor():
+    def make_scalar():
+        mesh = init_device_mesh("cpu", (1,))
+        weight = nn.Parameter(DTensor.from_local(torch.tensor(2.0), mesh, [Replicate()], run_check=False))
+        return State(weights={"w": weight}, optimizer=torch.optim.Adam([weight], lr=0.1)), weight
+
+    with played(0, 1):
+        saved, weight = make_scalar()
+        weight.grad = weight.detach().clone()
+        saved.optimizer.step()  # type: ignore[attr-defined]
+        checkpoint = save(saved)
+        live, other = make_scalar()
+        load(live, checkpoint)
+
+    state = live.optimizer.state[other]  # type: ignore[attr-defined]
+    assert isinstance(state["exp_avg"], DTensor)
+    assert not isinstance(state["step"], DTensor)
+    assert float(state["step"]) == 1.0

@@ -493,3 +493,10 @@ def test_sparse_optimizer_names_of_a_plain_mapping():
     optimizer.step()
 
     assert ("optimizer", "w/momentum_buffer", "global") in save(State(weights=weights, optimizer=optimizer)).tensors
+
+
+def test_empty_tensors_at_one_place_are_not_tied():
+    flat = torch.zeros(4)
+    model = nn.ParameterDict({key: nn.Parameter(flat[:0].reshape(0, 3)) for key in "ab"})
+
+    assert weight_names(save(State(weights=model))) == ["a", "b"]

@@ -417,3 +417,23 @@ def test_keys_of_state_stand_in_the_saved_order():
     load(State(weights=net, optimizer=optimizer), checkpoint)
 
     assert list(optimizer.state[net.out.bias]) == ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+
+
+def test_an_optimizer_in_extra_has_names_of_its_own():
+    def make_both():
+        net = nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9) for lr in (0.1, 0.2)]
+        return net, optimizers
+
+    net, (inner, outer) = make_both()
+    net(torch.ones(2)).sum().backward()
+    inner.step()
+    outer.step()
+    checkpoint = save(State(weights=net, optimizer=inner, extra={"outer": outer}))
+    other, (inner_again, outer_again) = make_both()
+
+    load(State(weights=other, optimizer=inner_again, extra={"outer": outer_again}), checkpoint)
+
+    assert ("optimizer", "extra/outer/weight/momentum_buffer", "global") in checkpoint.tensors
+    assert bits(outer_again.state_dict()) == bits(outer.state_dict())
+    assert bits(inner_again.state_dict()) == bits(inner.state_dict())

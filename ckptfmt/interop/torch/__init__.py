@@ -17,6 +17,7 @@ from ckptfmt.interop.torch.subclasses import inner_tensors, is_registered, regis
 from ckptfmt.interop.torch.tensors import (
     TORCH_DTYPES,
     allocate,
+    declared_by,
     device_of,
     dtype_name,
     is_meta,
@@ -32,6 +33,7 @@ __all__ = [
     "capture_entries",
     "capture_module",
     "capture_optimizer",
+    "declared_by",
     "decode",
     "device_of",
     "dtype_name",

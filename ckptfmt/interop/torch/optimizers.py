@@ -5,11 +5,13 @@ That one casts state to the dtype of the parameter, and numbers parameters where
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 
+from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tree import TensorRef
@@ -58,7 +60,7 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Names, *, prefix:
     for index, group in enumerate(optimizer.param_groups):
         members = [(_names_of(parameter, names, index, where)[0], parameter) for parameter in group["params"]]
         ordered = sorted(name for name, _ in members)
-        name = f"{prefix}group/{ordered[0] if ordered else f'#{index}'}"
+        name = f"{prefix}group/{_group_name(ordered) if ordered else f'#{index}'}"
         options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
         tree = {"params": ordered, "options": encoder.encode(options, name)}
         leaves.append(encoder.leaf(name, tree))
@@ -67,6 +69,14 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Names, *, prefix:
             if state:
                 leaves.append(encoder.leaf(f"{prefix}state/{member}", state, tensors_under=f"{prefix}{member}"))
     return leaves
+
+
+def _group_name(members: list[str]) -> str:
+    """Return a name that is the same wherever a group has the same parameters, and nowhere else.
+
+    The first parameter alone wouldn't do: ranks that share some and have experts of their own make other groups of it.
+    """
+    return f"{members[0]}/{digest_bytes(json.dumps(members).encode()).hex()[:16]}"
 
 
 def plan_optimizer(

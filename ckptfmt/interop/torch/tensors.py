@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from ckptfmt.arithmetic import layout
 from ckptfmt.arithmetic.layout import LocalPiece
 from ckptfmt.box import Box
+from ckptfmt.digest import digest_bytes
+from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 
@@ -23,6 +26,7 @@ __all__ = [
     "TorchSource",
     "allocate",
     "check_tensor",
+    "declared_by",
     "device_of",
     "dtype_name",
     "is_distributed",
@@ -140,8 +144,8 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
         address = local.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return None  # a wrapper around several tensors has no storage of its own
-    if not address or local.device.type == "meta":
-        return None
+    if not address or not local.numel() or local.device.type == "meta":
+        return None  # nothing here to be shared: empty shards of two tensors may lie at one place
     placements = str(tensor.placements) if is_distributed(tensor) else ""  # type: ignore[attr-defined]
     shape = (tuple(tensor.shape), tuple(local.shape), local.stride())
     return (local.device, address, local.storage_offset(), local.dtype, local.is_conj(), *shape, placements)
@@ -236,6 +240,20 @@ def source_of(
         storage=storage,
         aliases=aliases,
     )
+
+
+def declared_by(sources: Iterable[object]) -> dict[TensorKey, str]:
+    """Return for each replica which ranks its mesh speaks for, as a digest. Other ranks may hold another tensor so."""
+    return {
+        (source.field, source.name, source.scope): _mesh_digest(source.tensor.device_mesh)  # type: ignore[attr-defined]
+        for source in sources
+        if isinstance(source, TorchSource) and source.replica
+    }
+
+
+@functools.lru_cache(maxsize=16)
+def _mesh_digest(mesh: Any) -> str:  # noqa: ANN401 - a DeviceMesh
+    return digest_bytes(repr(mesh.mesh.tolist()).encode()).hex()
 
 
 def sink_of(tensor: torch.Tensor, *, field: str, name: str, scope: str, dtype: str) -> TorchSink:

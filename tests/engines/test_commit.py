@@ -1,0 +1,414 @@
+"""From parts to a decision: waiting, conflicts, repeats, lost answers, ends."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, index_name, part_path
+from ckptfmt.engines.commit import (
+    abort,
+    commit,
+    create_once,
+    finalize,
+    read_register,
+    retire,
+    sweep,
+    sweep_attempts,
+    wait_for_decision,
+)
+from ckptfmt.engines.reader import Checkpoint, read_manifest
+from ckptfmt.engines.writer import write_failure, write_part
+from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutError, err
+from ckptfmt.store import LocalStore
+from ckptfmt.store.faults import Fault, FaultStore
+from ckptfmt.store.memory import Loss, MemoryStore
+from tests.builders import ATTEMPT, code_of, error_of, leaf, origin, save, snapshot, tensor, two_writers, verify
+
+INDEX = index_name(ATTEMPT)
+ORIGIN = origin(writer_count=2)
+
+
+@pytest.fixture
+def written():
+    """A store with the parts of two writers, undecided."""
+    store = MemoryStore()
+    for writer, held in enumerate(two_writers()):
+        write_part(store, held, ORIGIN, writer=writer)
+    return store
+
+
+def another(step=3, **members):
+    return origin(writer_count=2, step=step, attempt="f" * 16, **members)
+
+
+def test_a_commit_is_there_and_whole(written):
+    """REQ-CMT-009."""
+    manifest = commit(written, ORIGIN, deadline_s=1)
+    assert read_register(written) == manifest
+    assert manifest.digest
+    assert verify(written).valid
+    assert wait_for_decision(written, ORIGIN, deadline_s=0) == manifest
+
+
+def test_finalize_may_be_called_by_anyone_any_number_of_times(written):
+    """REQ-IDX-005, REQ-MAN-009, REQ-CMT-006: the same bytes each time."""
+    first = finalize(written, ORIGIN)
+    before = written.snapshot()
+    assert finalize(written, ORIGIN) == first
+    assert written.snapshot() == before
+
+
+def test_eight_committers_at_once_make_one_checkpoint(written):
+    results: list[object] = []
+
+    def run():
+        try:
+            results.append(finalize(written, ORIGIN))
+        except CkptError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert all(result == results[0] for result in results)
+    assert isinstance(results[0], Manifest)
+
+
+def test_a_missing_writer_is_named_at_the_deadline():
+    """Row 95; REQ-CMT-005."""
+    store = MemoryStore()
+    write_part(store, two_writers()[0], ORIGIN, writer=0)
+    waited: list[list[int]] = []
+    error = error_of(lambda: commit(store, ORIGIN, deadline_s=0.02, on_wait=waited.append))
+    assert (error.code, type(error)) == (Code.WRITERS_MISSING, CommitError)
+    assert "writers 1 " in error.detail
+    assert waited
+    assert all(missing == [1] for missing in waited)
+    assert read_register(store) is None
+    assert INDEX not in store.snapshot()
+
+
+def test_parts_of_another_attempt_do_not_count(written):
+    """REQ-CMT-003, REQ-CKP-005."""
+    error = error_of(lambda: commit(written, another(), deadline_s=0.01))
+    assert error.code == Code.WRITERS_MISSING
+    assert "0, 1" in error.detail
+
+
+def test_a_failed_writer_is_not_waited_for():
+    """REQ-CMT-004."""
+    store = MemoryStore()
+    write_part(store, two_writers()[0], ORIGIN, writer=0)
+    write_failure(store, ORIGIN, 1, err(Code.NO_SPACE, "full"))
+    for wait in (lambda: commit(store, ORIGIN, deadline_s=60), lambda: wait_for_decision(store, ORIGIN, deadline_s=60)):
+        error = error_of(wait)
+        assert (error.code, error.requirement) == (Code.WRITER_FAILED, "REQ-CMT-004")
+        assert "writer 1: NO_SPACE" in error.detail
+    assert read_register(store) is None
+
+
+def test_a_failure_of_another_attempt_does_not_count(written):
+    write_failure(written, another(), 1, err(Code.NO_SPACE, "full"))
+    assert commit(written, ORIGIN, deadline_s=1)
+
+
+def test_waiting_for_a_decision_has_a_deadline(written):
+    """REQ-CMT-009."""
+    assert code_of(lambda: wait_for_decision(written, ORIGIN, deadline_s=0.01)) == Code.WRITERS_MISSING
+
+
+def test_a_late_part_is_waited_for():
+    """REQ-CMT-005."""
+    store = MemoryStore()
+    parts = two_writers()
+    write_part(store, parts[0], ORIGIN, writer=0)
+    late = threading.Timer(0.05, lambda: write_part(store, parts[1], ORIGIN, writer=1))
+    late.start()
+    assert commit(store, ORIGIN, deadline_s=30)
+    late.join()
+
+
+@pytest.mark.parametrize("edit", ["step", "nonce", "writer"])
+def test_a_part_under_the_wrong_name_is_refused(written, edit):
+    """REQ-PRT-001, REQ-CMT-010: a part of another origin, with this attempt's id."""
+    other = {"step": origin(writer_count=2, step=4), "nonce": origin(writer_count=2, nonce="0" * 32), "writer": ORIGIN}[edit]
+    store = MemoryStore()
+    elsewhere = MemoryStore()
+    parts = two_writers()
+    write_part(store, parts[0], ORIGIN, writer=0)
+    write_part(elsewhere, parts[1], other, writer=0 if edit == "writer" else 1)
+    content = elsewhere.snapshot()[part_path(ATTEMPT, 0 if edit == "writer" else 1)]
+    store.create(part_path(ATTEMPT, 1), [content])
+    assert code_of(lambda: commit(store, ORIGIN, deadline_s=1)) == Code.WRITERS_DIVERGED
+    assert read_register(store) is None
+
+
+def test_layouts_that_do_not_fit_decide_nothing():
+    """REQ-CMT-012, REQ-CMT-013, REQ-CMT-015: the register isn't created."""
+    for other, code in (
+        (tensor("w", np.zeros(3)), Code.REPLICA_DIVERGED),
+        (tensor("w", np.ones(4)), Code.TENSOR_DIVERGED),
+        (tensor("w", np.ones(3, np.float32)), Code.TENSOR_DIVERGED),
+    ):
+        store = MemoryStore()
+        error = error_of(lambda store=store, other=other: save(store, snapshot(tensor("w", np.ones(3))), snapshot(other)))
+        assert (error.code, type(error)) == (code, LayoutError)
+        assert "'w'" in error.where
+        assert read_register(store) is None
+        assert not any(name.startswith("index") for name in store.snapshot())
+
+
+def test_a_leaf_that_differs_is_named_by_its_path():
+    """REQ-CMT-014, REQ-CTX-001."""
+    parts = [snapshot(leaves=[leaf("config", {"data": {"rank": rank}}, name="cfg")]) for rank in range(2)]
+    error = error_of(lambda: save(MemoryStore(), *parts))
+    assert error.code == Code.LEAF_DIVERGED
+    assert "'cfg'" in error.where
+    assert "/data/rank" in error.detail
+    assert "PerWorker" in error.remedy
+
+
+@pytest.mark.parametrize("path", [f"weights-{ATTEMPT}-00001.safetensors", f"optimizer-{ATTEMPT}-00000.safetensors"])
+def test_every_file_is_there_with_its_size_before_the_decision(written, path):
+    """REQ-CMT-007."""
+    files = written.snapshot()
+    for content, code in ((None, Code.FILE_MISSING), (files[path][:-1], Code.FILE_NBYTES), (files[path] + b"x", Code.FILE_NBYTES)):
+        changed = {name: data for name, data in files.items() if name != path} | ({path: content} if content else {})
+        store = MemoryStore.from_snapshot(changed)
+        error = error_of(lambda store=store: finalize(store, ORIGIN))
+        assert (error.code, error.where, type(error)) == (code, path, IntegrityError)
+        assert read_register(store) is None
+
+
+def test_a_damaged_part_decides_nothing(written):
+    files = written.snapshot()
+    path = part_path(ATTEMPT, 1)
+    files[path] = files[path][:-1] + b"x"
+    store = MemoryStore.from_snapshot(files)
+    assert code_of(lambda: finalize(store, ORIGIN)) in (Code.DOC_DIGEST, Code.MSGPACK_SYNTAX, Code.DOC_NOT_CANONICAL)
+    assert read_register(store) is None
+
+
+def test_a_reason_that_no_manifest_may_hold_decides_nothing():
+    """REQ-PRT-009, REQ-MAN-003: what is committed can be read; a register can't be mended."""
+    for reason in ("x" * 1001, "line\nfeed", "\u202e", "e\u0301", ""):
+        store = MemoryStore()
+        made = snapshot(tensor("w", np.ones(2)), absent={"data": reason})
+        assert code_of(lambda store=store, made=made: save(store, made)) == Code.MANIFEST_FIELDS
+        assert read_register(store) is None
+
+
+def test_a_step_that_no_document_may_hold_decides_nothing():
+    """REQ-DOC-005."""
+    store = MemoryStore()
+    assert code_of(lambda: save(store, snapshot(tensor("w", np.ones(2))), step=2**53)) != "ok"
+    assert read_register(store) is None
+
+
+def test_an_index_of_other_contents_is_a_conflict(written):
+    """REQ-CMT-006."""
+    written.create(INDEX, [b"other"])
+    error = error_of(lambda: finalize(written, ORIGIN))
+    assert (error.code, error.where) == (Code.COMMIT_CONFLICT, INDEX)
+    assert read_register(written) is None
+
+
+def test_the_second_attempt_loses(written):
+    """REQ-CMT-008; row 128."""
+    first = commit(written, ORIGIN, deadline_s=1)
+    for writer, held in enumerate(two_writers()):
+        write_part(written, held, another(), writer=writer)
+    for refused in (lambda: finalize(written, another()), lambda: wait_for_decision(written, another(), deadline_s=9)):
+        error = error_of(refused)
+        assert (error.code, type(error)) == (Code.COMMIT_CONFLICT, CommitError)
+        assert ATTEMPT in error.detail
+    assert read_register(written) == first
+    assert Checkpoint(written).digest == first.digest
+
+
+def test_what_was_aborted_is_never_committed(written):
+    """REQ-CMT-020: a committer that was only slow finds the record."""
+    assert abort(written, run_id=None, launch=None, step=3, reason="gone")
+    assert list(written.snapshot()) == ["manifest.json"]
+    late = MemoryStore.from_snapshot(written.snapshot())
+    for writer, held in enumerate(two_writers()):
+        write_part(late, held, ORIGIN, writer=writer)
+    for refused in (
+        lambda: finalize(late, ORIGIN), lambda: wait_for_decision(late, ORIGIN, deadline_s=9), lambda: read_manifest(late),
+    ):  # fmt: skip
+        assert error_of(refused).code == Code.CHECKPOINT_ABORTED
+    assert abort(late, run_id=None, launch=None, step=3, reason="again")
+    assert read_register(late) == Abort(run_id=None, launch=None, step=3, reason="gone")
+
+
+def test_what_was_decided_is_not_aborted(written):
+    """REQ-CMT-020."""
+    manifest = commit(written, ORIGIN, deadline_s=1)
+    assert abort(written, run_id=None, launch=None, step=3, reason="gone") is False
+    assert verify(written).valid
+    retire(written, manifest)
+    assert abort(written, run_id=None, launch=None, step=3, reason="gone") is False
+
+
+def test_what_was_retired_stays_retired(written):
+    """REQ-CMT-022, REQ-CMT-023."""
+    manifest = commit(written, ORIGIN, deadline_s=1)
+    retire(written, manifest)
+    assert list(written.snapshot()) == ["manifest.json"]
+    assert read_register(written) == Tombstone(run_id=None, launch=None, step=3, manifest_digest=manifest.digest)
+    error = error_of(lambda: read_manifest(written))
+    assert (error.code, type(error)) == (Code.CHECKPOINT_RETIRED, IntegrityError)
+    assert manifest.digest in error.detail
+    for writer, held in enumerate(two_writers()):
+        write_part(written, held, another(), writer=writer)
+    assert code_of(lambda: finalize(written, another())) == Code.CHECKPOINT_RETIRED
+    assert code_of(lambda: wait_for_decision(written, another(), deadline_s=9)) == Code.CHECKPOINT_RETIRED
+    sweep(written)
+    assert list(written.snapshot()) == ["manifest.json"]
+
+
+def test_the_record_comes_before_the_first_file_goes(tmp_path):
+    """REQ-CMT-020, REQ-CMT-022: at whatever operation it fails, files go only behind a record."""
+    for ending in ("abort", "retire"):
+        for fail_at in range(1, 60):
+            inner = MemoryStore()
+            for writer, held in enumerate(two_writers()):
+                write_part(inner, held, ORIGIN, writer=writer)
+            manifest = commit(inner, ORIGIN, deadline_s=1) if ending == "retire" else None
+            before = set(inner.snapshot())
+            fault = Fault(fail_at=fail_at)
+            store = FaultStore(inner, fault)
+            try:
+                if manifest is not None:
+                    retire(store, manifest)
+                else:
+                    abort(store, run_id=None, launch=None, step=3, reason="gone")
+            except CkptError:
+                register = read_register(inner)
+                assert set(inner.snapshot()) >= before or isinstance(register, Abort | Tombstone)
+            if not fault.fired_count:
+                assert fail_at > 5
+                break
+        else:
+            raise AssertionError("no end of operations")
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+@pytest.mark.parametrize("path_end", ["manifest.json", ".msgpack"])
+def test_a_lost_answer_does_not_lose_the_commit(written, loss, path_end):
+    """REQ-CMT-008, REQ-STO-003."""
+    written.inject(loss, path_end=path_end)
+    manifest = commit(written, ORIGIN, deadline_s=1)
+    written.land()
+    assert read_register(written) == manifest
+    assert verify(written).valid
+
+
+def test_a_store_that_never_answers_leaves_it_unknown(written):
+    """REQ-CMT-008: nothing is deleted, and who comes later finds out."""
+    before = set(written.snapshot())
+    for _ in range(3):
+        written.inject(Loss.LATE, path_end="manifest.json")
+    error = error_of(lambda: commit(written, ORIGIN, deadline_s=1))
+    assert (error.code, type(error)) == (Code.COMMIT_UNKNOWN, CommitError)
+    assert set(written.snapshot()) == before | {INDEX}
+    assert written.land() == ["manifest.json"]
+    assert finalize(written, ORIGIN) == read_register(written)
+    assert verify(written).valid
+
+
+def test_a_register_that_cannot_be_read_back_leaves_it_unknown(written):
+    """REQ-CMT-008."""
+    fault = Fault(fail_at=1, sticky=True, operations=frozenset({"read"}), path_end="manifest.json")
+    store = FaultStore(written, fault)
+    written.inject(Loss.ANSWER, path_end="manifest.json")
+    assert code_of(lambda: finalize(store, ORIGIN)) == Code.COMMIT_UNKNOWN
+    assert isinstance(read_register(written), Manifest)
+    assert verify(written).valid
+
+
+def test_an_abort_without_an_answer_deletes_nothing(written):
+    """REQ-CMT-020."""
+    before = set(written.snapshot())
+    for _ in range(3):
+        written.inject(Loss.REQUEST, path_end="manifest.json")
+    assert code_of(lambda: abort(written, run_id=None, launch=None, step=3, reason="gone")) == Code.COMMIT_UNKNOWN
+    assert set(written.snapshot()) == before
+
+
+def test_a_late_abort_meets_the_manifest(written):
+    """REQ-CMT-008, REQ-CMT-020: the decision is one, whoever comes last."""
+    written.inject(Loss.LATE, path_end="manifest.json")
+    assert abort(written, run_id=None, launch=None, step=3, reason="gone")
+    assert written.land() == []
+    assert isinstance(read_register(written), Abort)
+
+
+def test_other_errors_of_the_store_come_through(written):
+    """What failed is what is said."""
+    fault = Fault(fail_at=1, operations=frozenset({"create"}), path_end="manifest.json")
+    assert code_of(lambda: finalize(FaultStore(written, fault, code=Code.NO_SPACE), ORIGIN)) == Code.NO_SPACE
+    assert read_register(written) is None
+    assert finalize(written, ORIGIN)
+
+
+def test_a_failure_at_any_operation_leaves_all_or_nothing():
+    """REQ-CMT-005 to REQ-CMT-009: and finalize mends it, once and twice."""
+    for applied in (False, True):
+        for fail_at in range(1, 40):
+            inner = MemoryStore()
+            for writer, held in enumerate(two_writers()):
+                write_part(inner, held, ORIGIN, writer=writer)
+            fault = Fault(fail_at=fail_at, applied=applied)
+            code = Code.STORE_NO_ANSWER if applied else Code.STORE_IO
+            outcome = code_of(lambda inner=inner, fault=fault, code=code: commit(
+                FaultStore(inner, fault, code=code), ORIGIN, deadline_s=1))  # fmt: skip
+            if isinstance(read_register(inner), Manifest):
+                assert verify(inner).valid
+            else:
+                assert outcome != "ok"
+            assert finalize(inner, ORIGIN) == finalize(inner, ORIGIN)
+            assert verify(inner).valid
+            if not fault.fired_count:
+                assert outcome == "ok"
+                break
+        else:
+            raise AssertionError("no end of operations")
+
+
+def test_create_once_tells_own_files_from_others():
+    """REQ-CMT-003, REQ-CMT-006."""
+    store = MemoryStore()
+    create_once(store, "a", lambda: [b"x"], content=b"x")
+    create_once(store, "a", lambda: [b"x"], content=b"x")
+    assert code_of(lambda: create_once(store, "a", lambda: [b"y"], content=b"y")) == Code.COMMIT_CONFLICT
+    assert code_of(lambda: create_once(store, "a", lambda: [b"yy"], content=b"yy")) != "ok"
+    assert code_of(lambda: create_once(store, "a", lambda: [b"x"], nbytes=1)) == Code.STORE_EXISTS
+
+
+def test_leftovers_of_other_attempts_are_swept():
+    """REQ-CMT-027, REQ-CKP-005: nothing else is."""
+    store = MemoryStore()
+    save(store, *two_writers())
+    store.create("notes.txt", [b"mine"])
+    before = store.snapshot()
+    for writer, held in enumerate(two_writers()):
+        write_part(store, held, another(), writer=writer)
+    write_failure(store, another(), 1, err(Code.NO_SPACE, "full"))
+    store.create(index_name("f" * 16), [b"x"])
+    manifest = read_manifest(store)
+    sweep_attempts(store, manifest.origin)
+    assert store.snapshot() == before
+    assert verify(store).valid
+
+
+def test_the_same_code_commits_on_a_file_system(tmp_path):
+    store = LocalStore(tmp_path / "c", writable=True)
+    manifest = save(store, *two_writers())
+    assert verify(LocalStore(tmp_path / "c", writable=False)).valid
+    retire(store, manifest)
+    assert [path.name for path in (tmp_path / "c").rglob("*")] == ["manifest.json"]

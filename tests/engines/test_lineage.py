@@ -1,0 +1,335 @@
+"""What a run resumes from, and who owns it."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from ckptfmt.documents.manifest import Manifest, checkpoint_name
+from ckptfmt.documents.run import Launch, ResumeFrom, Run, launch_name
+from ckptfmt.engines.commit import abort, retire
+from ckptfmt.engines.lineage import (
+    begin_launch,
+    check_not_fenced,
+    iter_lineage,
+    list_checkpoints,
+    list_launches,
+    open_run,
+    read_run,
+)
+from ckptfmt.engines.writer import write_part
+from ckptfmt.errors import Code, CommitError, FencedError, FormatError, IntegrityError, StoreError
+from ckptfmt.store import LocalStore
+from ckptfmt.store.faults import Fault, FaultStore
+from ckptfmt.store.memory import Loss, MemoryStore
+from tests.builders import NONCE, code_of, error_of, origin, save, snapshot, tensor
+
+
+class RunOfSteps:
+    """A run in memory, in which launches save steps."""
+
+    def __init__(self, store=None):
+        self.store = MemoryStore() if store is None else store
+        self.run = open_run(self.store)
+        self.launch = None
+        self.passed_over: list[str] = []
+
+    def begin(self, **options):
+        self.launch = begin_launch(self.store, self.run, on_passed_over=self.passed_over.append, **options)
+        return self.launch
+
+    def place(self, step, launch=None):
+        return self.store.at(checkpoint_name(step, launch or self.launch.launch))
+
+    def save(self, *steps, launch=None, run_id=None):
+        number = launch or self.launch.launch
+        for step in steps:
+            save(
+                self.place(step, number), snapshot(tensor("w", np.full(3, step))), step=step, launch=number,
+                run_id=run_id or self.run.run_id, attempt=f"{number:08x}{step:08x}",
+            )  # fmt: skip
+        return self
+
+    def damage(self, step, launch):
+        """Flip a bit of a tensor."""
+        name = checkpoint_name(step, launch)
+        path = next(path for path in self.store.list(name) if "weights-" in path)
+        content = self.store.read(path, limit_nbytes=10_000)
+        self.store.delete(path)
+        self.store.create(path, [content[:-1] + bytes([content[-1] ^ 1])])
+
+    def head(self):
+        """What a new launch would resume from, by name."""
+        resume = self.begin().resume_from
+        return resume and resume.name
+
+
+def test_the_first_launch_starts_from_nothing():
+    """REQ-RUN-001, REQ-RUN-002."""
+    made = RunOfSteps()
+    launch = made.begin()
+    assert (launch.launch, launch.chosen_by, launch.resume_from) == (1, "lineage", None)
+    assert launch.run_id == made.run.run_id == read_run(made.store).run_id
+    assert open_run(made.store) == made.run
+
+
+def test_the_greatest_step_of_the_newest_launch():
+    """REQ-RUN-006, REQ-RUN-009: as numbers, also past 10^8 steps and 10^4 launches."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(9_900, 10_000, 99_999_999, 100_000_000)
+    assert made.head() == "step-100000000-l0001"
+
+
+def test_the_digest_that_is_named_is_the_manifests():
+    """REQ-RUN-011."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(5)
+    manifest = list_checkpoints(made.store, made.run)[0].manifest
+    assert made.begin().resume_from == ResumeFrom(name="step-00000005-l0001", digest=manifest.digest)
+
+
+def test_a_rollback_stays_rolled_back():
+    """REQ-RUN-006: launch 1 saved 400 and 800, launch 2 went on to 1200; somebody rolled back to 400."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(400, 800)
+    assert made.begin().resume_from.name == "step-00000800-l0001"
+    made.save(1200)
+    third = made.begin(choose="step-00000400-l0001")
+    assert (third.chosen_by, third.resume_from.name) == ("hand", "step-00000400-l0001")
+    # It dies before it saved: still 400. Then it saves 600: 600, though 1200 is there.
+    assert made.head() == "step-00000400-l0001"
+    made.save(600)
+    assert made.head() == "step-00000600-l0004"
+    launches, entries = list_launches(made.store, made.run), list_checkpoints(made.store, made.run)
+    assert [entry.name for entry in iter_lineage(launches, entries)] == ["step-00000600-l0004", "step-00000400-l0001"]
+
+
+def test_a_choice_by_digest():
+    """REQ-RUN-007."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2)
+    digest = list_checkpoints(made.store, made.run)[0].manifest.digest
+    assert made.begin(choose=digest).resume_from.name == "step-00000001-l0001"
+    error = error_of(lambda: made.begin(choose="step-00000009-l0001"))
+    assert (error.code, type(error)) == (Code.NOT_COMMITTED, IntegrityError)
+
+
+def test_a_fresh_start_by_hand_is_one():
+    """REQ-RUN-006, REQ-RUN-010: and what comes after follows it."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1)
+    launch = made.begin(fresh=True)
+    assert (launch.chosen_by, launch.resume_from) == ("hand", None)
+    assert made.head() is None
+    made.save(7)
+    assert made.head() == "step-00000007-l0003"
+
+
+def test_a_damaged_newest_is_passed_over_and_recorded():
+    """REQ-RUN-007, REQ-RUN-012."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2, 3)
+    made.damage(3, 1)
+    launch = made.begin()
+    assert (launch.chosen_by, launch.resume_from.name) == ("fallback", "step-00000002-l0001")
+    assert len(made.passed_over) == 1
+    assert "step-00000003-l0001 isn't valid: BLOCK_DIGEST" in made.passed_over[0]
+    # From then on the lineage leads past the damaged one without another look.
+    made.passed_over.clear()
+    assert made.begin().chosen_by == "lineage"
+    assert made.passed_over == []
+
+
+def test_fallback_goes_down_through_launches():
+    """REQ-RUN-006."""
+    made = RunOfSteps()
+    for step in (1, 2, 3):
+        made.begin()
+        made.save(step)
+    made.damage(3, 3)
+    made.damage(2, 2)
+    launch = made.begin()
+    assert (launch.chosen_by, launch.resume_from.name) == ("fallback", "step-00000001-l0001")
+    assert len(made.passed_over) == 2
+
+
+@pytest.mark.parametrize("what", ["register", "index", "part", "missing"])
+def test_whatever_is_damaged_is_passed_over(what):
+    """REQ-RUN-012: register, index, parts and blocks are all checked."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2)
+    names = made.store.list("step-00000002-l0001")
+    path = next(name for name in names if {"register": "manifest", "index": "index-", "part": "parts/", "missing": "weights"}[what] in name)
+    content = made.store.read(path, limit_nbytes=10_000)
+    made.store.delete(path)
+    if what != "missing":
+        made.store.create(path, [content[:-3] + b"xyz"])
+    launch = made.begin()
+    assert (launch.chosen_by, launch.resume_from.name) == ("fallback", "step-00000001-l0001")
+
+
+def test_nothing_whole_is_no_fresh_start():
+    """REQ-RUN-010."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2)
+    made.damage(1, 1)
+    made.damage(2, 1)
+    error = error_of(made.begin)
+    assert (error.code, type(error)) == (Code.NO_VALID_CHECKPOINT, IntegrityError)
+    assert "step-00000002-l0001" in error.detail
+    assert len(list_launches(made.store)) == 1
+
+
+def test_what_was_resumed_from_and_is_gone_is_no_fresh_start():
+    """REQ-RUN-010."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1)
+    made.begin(choose="step-00000001-l0001")
+    for path in made.store.list("step-00000001-l0001"):
+        made.store.delete(path)
+    assert code_of(made.begin) == Code.NO_VALID_CHECKPOINT
+
+
+def test_an_error_of_the_store_is_no_damage():
+    """REQ-RUN-012: nobody falls back because the storage had a bad moment."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2)
+    before = len(list_launches(made.store))
+    for op in ("read", "read_range", "nbytes"):
+        fault = Fault(fail_at=1, operations=frozenset({op}), path_end=".safetensors" if op != "read" else ".msgpack")
+        error = error_of(lambda fault=fault: begin_launch(FaultStore(made.store, fault), made.run))
+        assert isinstance(error, StoreError)
+        assert fault.fired_count == 1
+    assert len(list_launches(made.store)) == before
+    assert made.begin().chosen_by == "lineage"
+
+
+def test_undecided_aborted_and_retired_directories_are_no_candidates():
+    """REQ-MAN-001, REQ-RUN-006."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2)
+    write_part(made.place(3), snapshot(tensor("w", np.ones(2))), origin(step=3, launch=1, run_id=made.run.run_id), writer=0)
+    abort(made.place(4), run_id=made.run.run_id, launch=1, step=4, reason="x")
+    retire(made.place(2), list_checkpoints(made.store, made.run)[1].manifest)
+    made.store.create("step-00000009-l0001", [b"a file"])
+    made.store.create("step-9-l1/manifest.json", [b"{}"])
+    made.store.create("latest/manifest.json", [b"{}"])
+    assert made.head() == "step-00000001-l0001"
+
+
+def test_a_directory_under_another_name_is_refused():
+    """Row 33; REQ-MAN-002, REQ-RUN-003."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1)
+    for path in made.store.list("step-00000001-l0001"):
+        content = made.store.read(path, limit_nbytes=10_000)
+        made.store.create(path.replace("step-00000001", "step-00000009"), [content])
+    made.save(5, run_id="0" * 32)
+    entries = {entry.name: entry.register for entry in list_checkpoints(made.store, made.run)}
+    assert isinstance(entries["step-00000001-l0001"], Manifest)
+    assert (entries["step-00000009-l0001"].code, entries["step-00000005-l0001"].code) == (Code.STEP_MISMATCH, Code.RUN_MISMATCH)
+    assert made.head() == "step-00000001-l0001"
+    assert len(made.passed_over) == 2
+
+
+def test_launch_numbers_are_numbers():
+    """REQ-RUN-005, REQ-RUN-009: 9999, then 10000, then 10001."""
+    made = RunOfSteps()
+    for number in (9, 9998, 9999):
+        record = Launch(run_id=made.run.run_id, launch=number, nonce=NONCE, chosen_by="lineage", resume_from=None)
+        made.store.create(f"launches/{launch_name(number)}", [record.dump()])
+    assert [made.begin().launch for _ in range(2)] == [10_000, 10_001]
+    assert [launch.launch for launch in list_launches(made.store, made.run)] == [9, 9998, 9999, 10_000, 10_001]
+    made.save(3)
+    assert made.head() == "step-00000003-l10001"
+    check_not_fenced(made.store, 10_002)
+    error = error_of(lambda: check_not_fenced(made.store, 9999))
+    assert (error.code, type(error), error.where) == (Code.FENCED, FencedError, "launches/10002.json")
+    assert isinstance(error, CommitError)
+
+
+def test_files_that_are_no_launch_records_are_none():
+    """REQ-RUN-005."""
+    made = RunOfSteps()
+    for name in ("3.json", "00004.json", "0005.json.bak", "latest"):
+        made.store.create(f"launches/{name}", [b"x"])
+    assert made.begin().launch == 1
+
+
+def test_a_launch_of_another_run_is_refused():
+    """REQ-RUN-003."""
+    made = RunOfSteps()
+    record = Launch(run_id="0" * 32, launch=1, nonce=NONCE, chosen_by="lineage", resume_from=None)
+    made.store.create("launches/0001.json", [record.dump()])
+    error = error_of(made.begin)
+    assert (error.code, error.where, type(error)) == (Code.RUN_MISMATCH, "launches/0001.json", FormatError)
+
+
+def test_a_record_that_says_another_number_is_refused():
+    """REQ-RUN-005."""
+    made = RunOfSteps()
+    record = Launch(run_id=made.run.run_id, launch=2, nonce=NONCE, chosen_by="lineage", resume_from=None)
+    made.store.create("launches/0001.json", [record.dump()])
+    assert code_of(made.begin) == Code.RUN_MISMATCH
+
+
+def test_records_that_lead_in_a_circle_end():
+    """REQ-RUN-006: whoever wrote them."""
+    made = RunOfSteps()
+    digest = "blake3:" + "0" * 64
+    for number, other in ((1, 2), (2, 1)):
+        resume = ResumeFrom(name=checkpoint_name(5, other), digest=digest)
+        record = Launch(run_id=made.run.run_id, launch=number, nonce=NONCE, chosen_by="hand", resume_from=resume)
+        made.store.create(f"launches/{launch_name(number)}", [record.dump()])
+    assert code_of(made.begin) == Code.NO_VALID_CHECKPOINT
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+@pytest.mark.parametrize("path_end", ["run.json", "0001.json"])
+def test_a_lost_answer_takes_no_second_number(loss, path_end):
+    """REQ-RUN-001, REQ-RUN-002."""
+    store = MemoryStore()
+    store.inject(loss, path_end=path_end)
+    made = RunOfSteps(store)
+    launch = made.begin()
+    store.land()
+    assert (launch.launch, len(list_launches(store, read_run(store)))) == (1, 1)
+    assert read_run(store) == made.run
+
+
+def test_jobs_that_start_at_once_take_one_run_and_numbers_of_their_own(tmp_path):
+    """REQ-RUN-001, REQ-RUN-002."""
+    launches: list[Launch] = []
+
+    def start():
+        store = LocalStore(tmp_path, writable=True)
+        launches.append(begin_launch(store, open_run(store)))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(launch.launch for launch in launches) == list(range(1, 9))
+    assert len({launch.run_id for launch in launches}) == 1
+    assert len({launch.nonce for launch in launches}) == 8
+
+
+def test_a_damaged_run_record_is_an_error():
+    """REQ-RUN-001: nobody founds a second run over it."""
+    store = MemoryStore()
+    content = Run(run_id="0" * 32).dump()
+    store.create("run.json", [content.replace(b"0000", b"0001", 1)])
+    assert code_of(lambda: open_run(store)) == Code.DOC_DIGEST

@@ -1,0 +1,173 @@
+"""Which checkpoints stay, and what a cleaner may touch."""
+
+import random
+
+import numpy as np
+import pytest
+
+from ckptfmt.documents.manifest import Abort, Tombstone, checkpoint_name
+from ckptfmt.documents.run import Run
+from ckptfmt.engines.lineage import list_checkpoints, list_launches
+from ckptfmt.engines.retention import clean_up, plan_retention
+from ckptfmt.engines.writer import write_part
+from ckptfmt.errors import CkptError, Code, UnsupportedError
+from ckptfmt.store.faults import Fault, FaultStore
+from ckptfmt.store.memory import MemoryStore
+from tests.builders import error_of, origin, snapshot, tensor, verify
+from tests.engines.test_lineage import RunOfSteps
+
+
+def planned(made, **options):
+    launches, entries = list_launches(made.store, made.run), list_checkpoints(made.store, made.run)
+    return [(entry.step, entry.launch) for entry in plan_retention(launches, entries, **{"keep": None, "keep_every": None, **options})]
+
+
+def committed(made):
+    return [(entry.step, entry.launch) for entry in list_checkpoints(made.store, made.run) if entry.manifest is not None]
+
+
+@pytest.fixture
+def ten():
+    made = RunOfSteps()
+    made.begin()
+    return made.save(*range(10, 110, 10))
+
+
+def test_the_oldest_go_first(ten):
+    assert planned(ten, keep=7) == [(10, 1), (20, 1), (30, 1)]
+
+
+def test_without_a_number_all_stay(ten):
+    assert planned(ten) == planned(ten, keep_every=20) == []
+
+
+@pytest.mark.parametrize("keep", [0, -3, 1])
+def test_the_last_one_never_goes(ten, keep):
+    """REQ-CMT-026."""
+    assert (100, 1) not in planned(ten, keep=keep)
+    assert len(planned(ten, keep=keep)) == 9
+
+
+def test_every_so_many_steps_one_stays(ten):
+    assert planned(ten, keep=2, keep_every=40) == [(10, 1), (20, 1), (30, 1), (50, 1), (60, 1), (70, 1)]
+
+
+def test_more_to_keep_than_there_are(ten):
+    assert planned(ten, keep=99) == []
+
+
+def test_what_a_launch_resumes_from_stays_until_it_saved(ten):
+    """REQ-CMT-026: also when it is far back, chosen by hand."""
+    ten.begin(choose="step-00000030-l0001")
+    assert planned(ten, keep=1) == [(10, 1), (20, 1)]
+    ten.save(35)
+    assert planned(ten, keep=1) == [(10, 1), (20, 1), (30, 1)]
+
+
+def test_what_a_rollback_left_beside_is_left_alone(ten):
+    """REQ-CMT-026: nobody asked for it to go."""
+    ten.begin(choose="step-00000030-l0001")
+    ten.save(35, 45)
+    clean_up(ten.store, ten.run, launch=2, keep=1)
+    assert committed(ten) == [(step, 1) for step in range(40, 110, 10) if step < 45] + [(45, 2)] + [
+        (step, 1) for step in range(50, 110, 10)
+    ]
+
+
+def test_a_cleaned_run_resumes_where_it_was(ten):
+    assert clean_up(ten.store, ten.run, launch=1, keep=2) == [f"step-{step:08}-l0001" for step in range(10, 90, 10)]
+    assert committed(ten) == [(90, 1), (100, 1)]
+    assert ten.head() == "step-00000100-l0001"
+    for step in (10, 80):
+        place = ten.place(step, 1)
+        assert place.list("") == ["manifest.json"]
+    assert clean_up(ten.store, ten.run, launch=2, keep=2) == []
+    assert all(verify(ten.place(step, 1)).valid for step in (90, 100))
+
+
+def test_an_unknown_writer_feature_removes_nothing(ten):
+    """REQ-CMT-025, REQ-VER-003."""
+    before = ten.store.snapshot()
+    run = Run(run_id=ten.run.run_id, writer_features=("me.packs",))
+    error = error_of(lambda: clean_up(ten.store, run, launch=9, keep=1))
+    assert (error.code, error.requirement, type(error)) == (Code.FEATURE_UNSUPPORTED, "REQ-CMT-025", UnsupportedError)
+    assert "me.packs" in error.detail
+    assert ten.store.snapshot() == before
+
+
+def unfinished(made, step, launch):
+    made_origin = origin(step=step, launch=launch, run_id=made.run.run_id, attempt=f"{step:016x}")
+    write_part(made.place(step, launch), snapshot(tensor("w", np.ones(2))), made_origin, writer=0)
+
+
+def test_only_what_older_launches_left_unfinished_is_aborted(ten):
+    """REQ-CMT-021, REQ-CMT-020."""
+    ten.begin()
+    for launch in (1, 2, 3):
+        unfinished(ten, 200 + launch, launch)
+    assert clean_up(ten.store, ten.run, launch=2) == [checkpoint_name(201, 1)]
+    registers = {entry.name: entry.register for entry in list_checkpoints(ten.store, ten.run)}
+    assert isinstance(registers[checkpoint_name(201, 1)], Abort)
+    assert registers[checkpoint_name(202, 2)] is None
+    assert registers[checkpoint_name(203, 3)] is None
+    assert ten.place(201, 1).list("") == ["manifest.json"]
+    assert len(ten.place(202, 2).list("")) == 2
+    assert len(committed(ten)) == 10
+
+
+def test_a_register_that_cannot_be_read_is_left_alone(ten):
+    """REQ-CMT-021: nobody decides for it."""
+    path = "step-00000010-l0001/manifest.json"
+    ten.store.replace(path, b"garbage")
+    ten.begin()
+    before = {name: content for name, content in ten.store.snapshot().items() if name.startswith("step-00000010")}
+    clean_up(ten.store, ten.run, launch=2, keep=1)
+    after = ten.store.snapshot()
+    assert {name: after.get(name) for name in before} == before
+
+
+def test_a_clean_up_that_was_interrupted_is_finished(ten):
+    """REQ-CMT-024: at whatever operation it stopped, the next one gets to the same end, and nothing else is hurt."""
+    done = MemoryStore.from_snapshot(ten.store.snapshot())
+    clean_up(done, ten.run, launch=1, keep=7)
+    for fail_at in range(1, 200):
+        inner = MemoryStore.from_snapshot(ten.store.snapshot())
+        fault = Fault(fail_at=fail_at, operations=frozenset({"replace", "delete", "create", "sync"}))
+        try:
+            clean_up(FaultStore(inner, fault), ten.run, launch=1, keep=7)
+        except CkptError:
+            kept = RunOfSteps(inner)
+            assert {(step, 1) for step in range(40, 110, 10)} <= set(committed(kept))
+            assert all(verify(kept.place(step, 1)).valid for step in (40, 100))
+        clean_up(inner, ten.run, launch=1, keep=7)
+        assert inner.snapshot() == done.snapshot()
+        if not fault.fired_count:
+            assert fail_at > 6
+            return
+    raise AssertionError("no end of operations")
+
+
+def test_random_histories_never_lose_what_comes_next():
+    """REQ-CMT-026: launches, saves, rollbacks, damage and clean-ups in any order; what would be resumed from stays."""
+    for seed in range(25):
+        rng = random.Random(seed)
+        made = RunOfSteps()
+        made.begin()
+        step = 0
+        for _ in range(12):
+            action = rng.randrange(5)
+            if action <= 1:
+                step += rng.randrange(1, 9)
+                made.save(step)
+            elif action == 2:
+                made.begin()
+            elif action == 3 and committed(made):
+                back = rng.choice(committed(made))
+                made.begin(choose=checkpoint_name(*back))
+            else:
+                before = made.begin().resume_from
+                clean_up(made.store, made.run, launch=made.launch.launch, keep=rng.randrange(3), keep_every=rng.choice((None, 5)))
+                assert made.begin().resume_from == before
+        assert not made.passed_over
+        retired = [entry for entry in list_checkpoints(made.store, made.run) if isinstance(entry.register, Tombstone)]
+        assert all(made.place(entry.step, entry.launch).list("") == ["manifest.json"] for entry in retired)

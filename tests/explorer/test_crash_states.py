@@ -1,0 +1,93 @@
+"""A power cut at every point of every workload: every state that it may leave is read, judged and recovered from."""
+
+import random
+
+import pytest
+
+from tests.explorer.content import deterministic
+from tests.explorer.crashes import CrashCounts, explore_crashes, explore_recoveries, record
+from tests.explorer.fsmodel import EXT4_ORDERED, POSIX_MIN, DiskState
+from tests.explorer.judge import Judge, Promises
+from tests.explorer.telling import tell
+from tests.explorer.workloads import WORKLOADS, saves_by_chance
+
+SEED = 20261121
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    with deterministic():
+        yield
+
+
+def explore_workload(name, model, on_state=None):
+    workload = WORKLOADS[name]
+    recording = record(workload.run, setup=workload.setup)
+    return explore_crashes(recording, Judge(), model=model, rng=random.Random(SEED), on_state=on_state)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_no_crash_loses_or_invents_anything(name):
+    counts = explore_workload(name, POSIX_MIN)
+
+    tell(f"{name}, {POSIX_MIN}, seed {SEED}: {counts}")
+    assert counts.violations == []
+    assert counts.point_count >= WORKLOADS[name].point_floor
+    assert counts.distinct_count >= WORKLOADS[name].state_floor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_no_crash_on_ext4_loses_or_invents_anything(name):
+    counts = explore_workload(name, EXT4_ORDERED)
+
+    tell(f"{name}, {EXT4_ORDERED}, seed {SEED}: {counts}")
+    assert counts.violations == []
+    assert counts.distinct_count >= 8
+
+
+def states_of(name):
+    met: list[tuple[DiskState, Promises, list[str]]] = []
+    explore_workload(name, POSIX_MIN, on_state=lambda *state: met.append(state))
+    return met
+
+
+def sampled_recoveries(names, per_workload):
+    """Crash in each workload, then in the recovery from a sample of what that left."""
+    rng = random.Random(SEED)
+    total = CrashCounts()
+    for name in names:
+        met = states_of(name)
+        total += explore_recoveries(rng.sample(met, min(per_workload, len(met))), Judge(), rng=rng)
+    return total
+
+
+def test_a_crash_in_the_middle_of_recovery_changes_nothing():
+    counts = sampled_recoveries(["second_attempt", "resume", "retirement"], per_workload=1)
+
+    tell(f"recoveries, seed {SEED}: {counts}")
+    assert counts.violations == []
+    assert counts.distinct_count >= 100
+
+
+@pytest.mark.slow
+def test_a_crash_in_the_middle_of_many_recoveries_changes_nothing():
+    counts = sampled_recoveries(WORKLOADS, per_workload=4)
+
+    tell(f"recoveries, seed {SEED}: {counts}")
+    assert counts.violations == []
+    assert counts.distinct_count >= 1500
+
+
+@pytest.mark.slow
+def test_no_crash_hurts_however_the_writers_interleave():
+    rng = random.Random(SEED)
+    counts = CrashCounts()
+    for _ in range(40):
+        workload = WORKLOADS["second_save_of_two_at_once"]
+        recording = record(saves_by_chance(rng), setup=workload.setup)
+        counts += explore_crashes(recording, Judge(), rng=rng)
+
+    tell(f"two writers and a cleaner in 40 orders, seed {SEED}: {counts}")
+    assert counts.violations == []
+    assert counts.distinct_count >= 400

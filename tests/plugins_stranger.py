@@ -1,0 +1,70 @@
+"""Whatever full checkpoint a test leaves in its `tmp_path`, the reader of a stranger reads it too.
+
+A test that damages checkpoints says so: `@pytest.mark.damages_checkpoints`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.stranger_reader import FIELDS, read_checkpoint
+
+MAX_NBYTES = 20_000_000
+MAX_CHECKPOINTS = 50
+MARKER = "damages_checkpoints"
+
+
+def check_with_stranger(directory):
+    """Reads a checkpoint with the stranger's reader, and compares what it found with the manifest's summary."""
+    read = read_checkpoint(directory)
+    for field in FIELDS:
+        entry = read["manifest"]["fields"][field]
+        found = {table: [key for key in read[table] if key[0] == field] for table in ("tensors", "leaves", "streams")}
+        if entry["state"] == "absent":
+            assert not any(found.values()), f"{field} is absent, and has {found}"
+            continue
+        assert entry == {
+            "state": "present",
+            "tensor_count": len(found["tensors"]),
+            "nbytes": sum(len(read["tensors"][key]["bytes"]) for key in found["tensors"]),
+            "stream_count": len(found["streams"]),
+            "leaf_count": len(found["leaves"]),
+        }, f"the manifest's summary of {field}"
+    return read
+
+
+def committed_checkpoints(root):
+    """The directories below `root` with a register that holds a manifest, up to the limits of what is cheap."""
+    found, nbytes = [], 0
+    for register in sorted(Path(root).rglob("manifest.json")):
+        try:
+            document = json.loads(register.read_bytes())
+            if document["signed"]["type"] != "manifest":
+                continue
+            size = sum(path.stat().st_size for path in register.parent.rglob("*") if path.is_file())
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # no register that says it is committed: not this reader's business
+        if nbytes + size > MAX_NBYTES or len(found) == MAX_CHECKPOINTS:
+            break
+        nbytes += size
+        found.append(register.parent)
+    return found
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", f"{MARKER}: leaves damaged checkpoints in tmp_path, and the stranger passes")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """As a part of the test itself: it fails if the stranger can't read what it left."""
+    result = yield
+    root = getattr(item, "funcargs", {}).get("tmp_path")
+    if root is not None and item.get_closest_marker(MARKER) is None:
+        for directory in committed_checkpoints(root):
+            try:
+                check_with_stranger(directory)
+            except (ValueError, AssertionError) as error:
+                pytest.fail(f"the stranger's reader can't read {directory.relative_to(root)}: {error}", pytrace=False)
+    return result
