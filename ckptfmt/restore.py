@@ -132,7 +132,7 @@ def plan_restore(
         _PLANS[unit.kind](plan, unit, live, number)
     stream_actions = plan_streams(plan, live_streams(state.rng, live.devices), strict=strict)
     differences = _compare_config(plan, state)
-    lowered = (*_missing_fields(plan, state), *_compare_topology(plan, live))
+    lowered = (*_missing_fields(plan, state), *_compare_topology(plan, live), *_find_limits(live))
     return Restoration(plan, state, stream_actions, tuple(differences), lowered)
 
 
@@ -293,6 +293,14 @@ def _compare_config(plan: Plan, state: State) -> list[tuple[str, object, object]
 
 def _lies_under(path: str, key: str) -> bool:
     return path == key or path.startswith(f"{key}/")
+
+
+def _find_limits(live: Live) -> list[str]:
+    """Return what no checkpoint can bring back, and what therefore lowers the claim."""
+    side = torch_side()
+    return (
+        [] if side is None else [limit for view in live.views.values() for limit in side.find_claim_limits(view.module)]
+    )
 
 
 def _compare_topology(plan: Plan, live: Live) -> list[str]:

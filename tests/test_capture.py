@@ -173,3 +173,11 @@ print(len(snapshot.tensors), [name for name in sys.modules if name.partition("."
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout.strip()) == (0, "1 []"), done.stderr
+
+
+def test_another_name_of_a_tied_tensor_is_taken_too():
+    weight = torch.nn.Parameter(torch.ones(2))
+    tied = torch.nn.ParameterDict({"a": weight, "b": weight})
+
+    with pytest.raises(StateError, match=r"STATE_NAME.*extra/x/b"):
+        capture(State(optimizer={"extra": {"x": {"b": torch.ones(2)}}}, extra={"x": tied}), worker=0, worker_count=1)

@@ -189,7 +189,7 @@ class Checkpoint:
             raise err(Code.TENSOR_MISSING, f"{field} has no tensor {name!r} ({scope})", where=name)
         whole = Box.whole(tensor.global_shape)
         wanted = whole if box is None else box
-        if len(wanted.shape) != len(whole.shape) or not whole.contains(wanted):
+        if len(wanted.shape) != len(whole.shape) or min(wanted.shape, default=0) < 0 or not whole.contains(wanted):
             raise err(Code.ARGUMENT, f"{wanted} leaves the tensor's {tensor.global_shape}", where=name)
         array = np.empty(wanted.shape, numpy_dtype(tensor.dtype))
         flat = array.view(_raw(tensor.dtype))
@@ -364,7 +364,7 @@ class TensorHandle:
         box, keep = _box_of(items, self.shape, self._tensor.name)
         key = self._tensor.key
         array = self._checkpoint.read(*key, box=box)
-        kept: NDArray[Any] = array[keep]
+        kept: NDArray[Any] = array[(*keep, ...)]  # with the dots, an array without dimensions stays an array
         return kept
 
 
@@ -485,8 +485,8 @@ def _box_of(items: tuple[Any, ...], shape: tuple[int, ...], name: str) -> tuple[
             begin.append(start)
             extents.append(max(0, stop - start))
             keep.append(slice(None))
-        elif isinstance(index, int) and -extent <= index < extent:
-            begin.append(index % extent)
+        elif isinstance(index, int | np.integer) and not isinstance(index, bool) and -extent <= index < extent:
+            begin.append(int(index) % extent)
             extents.append(1)
             keep.append(0)  # type: ignore[arg-type]
         else:

@@ -176,6 +176,12 @@ def stages_replicated_by_their_own_mesh(stage: Stage) -> Any:
     return {"refused": refused, "accepted": accepted}
 
 
+def mappings_of_other_keys(stage: Stage) -> Any:
+    """A mapping of tensors is one value with its keys: unlike modules, its pieces don't add up."""
+    state = State(weights={f"layers.{stage.rank}": torch.ones(2)})
+    return attempt(lambda: ckptfmt.save(stage.path("mappings"), state, step=1, deadline_s=120))
+
+
 # --- what differs between the ranks -----------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SCENES = [
     "pipeline_save", "pipeline_whole", "pipeline_back", "pipeline_lost_layer",
     "experts_same_names", "experts_per_worker", "experts_own_names", "stages_replicated_by_their_own_mesh",
-    "leaf_differs", "config_differs", "steps_differ", "shapes_differ", "dtypes_differ",
+    "mappings_of_other_keys", "leaf_differs", "config_differs", "steps_differ", "shapes_differ", "dtypes_differ",
     "one_is_unsupported", "foreign_error_in_capture", "foreign_error_in_load", "foreign_error_in_write",
     "agree_by_default", "agree_by_callable", "agree_by_token", "writer_given", "half_of_them_save", "nobody_to_ask",
     "replicas_are_written_once", "one_never_comes",
@@ -147,6 +147,7 @@ class TestRanksThatContradictEachOther:
         ("scene", "code", "mentions"),
         [
             ("leaf_differs", Code.LEAF_DIVERGED, ["shards/1/at", "writers 0 and 3", "data"]),
+            ("mappings_of_other_keys", Code.LEAF_DIVERGED, ["layers.", "writers 0 and 1", "weights"]),
             ("config_differs", Code.LEAF_DIVERGED, ["rank", "writers 0 and 1", "config"]),
             ("shapes_differ", Code.TENSOR_DIVERGED, ["(2,)", "(3,)", "writer 2", "'w'"]),
             ("dtypes_differ", Code.TENSOR_DIVERGED, ["float32", "int32", "writer 2", "'w'"]),

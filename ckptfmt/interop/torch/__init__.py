@@ -8,7 +8,7 @@ import torch
 
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.torch.modules import merge_tied, view_module
+from ckptfmt.interop.torch.modules import find_claim_limits, merge_tied, view_module
 from ckptfmt.interop.torch.optimizers import capture_optimizer, is_plain_optimizer, plan_optimizer
 from ckptfmt.interop.torch.restoring import plan_entry, plan_module
 from ckptfmt.interop.torch.saving import capture_entries, capture_module
@@ -38,6 +38,7 @@ __all__ = [
     "device_of",
     "dtype_name",
     "encode",
+    "find_claim_limits",
     "flags",
     "generator_stream",
     "global_streams",

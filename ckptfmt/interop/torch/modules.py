@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptfmt.errors import Code, err
 from ckptfmt.interop.names import worker_scope
 from ckptfmt.interop.torch.tensors import memory_of
 
-__all__ = ["Entry", "ModuleView", "merge_tied", "view_module"]
+__all__ = ["Entry", "ModuleView", "find_claim_limits", "merge_tied", "view_module"]
 
+#: Sums of more processes than this depend on their order.
+_ORDER_MATTERS_FROM: Final = 2
 _EXTRA_STATE: Final = "_extra_state"
 
 #: Wrappers by module and class, each with the attribute that holds what it wraps.
@@ -106,6 +110,25 @@ def view_module(
         extra_states=extra_states,
         foreign=foreign,
     )
+
+
+def find_claim_limits(module: torch.nn.Module) -> list[str]:
+    """Return why a module can't go on bit for bit after a restart, whatever is restored.
+
+    DistributedDataParallel sums its first step's gradients in other buckets than all later ones, unless it looks for
+    unused parameters. A process that starts again thereby sums once in another order. Of two summands either order
+    gives the same bits; of three it doesn't.
+
+    Source: Reducer::should_rebuild_buckets in torch's reducer.hpp.
+    """
+    return [
+        f"DistributedDataParallel{f' {name}' if name else ''} sums the first step after a start in other buckets than"
+        " the others; find_unused_parameters=True keeps them"
+        for name, part in module.named_modules()
+        if isinstance(part, DistributedDataParallel)
+        and (part.static_graph or not part.find_unused_parameters)
+        and dist.get_world_size(part.process_group) > _ORDER_MATTERS_FROM
+    ]
 
 
 def merge_tied(entries: list[Entry]) -> list[Entry]:
