@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from ckptfmt.documents.manifest import Abort, Tombstone
 from ckptfmt.engines.commit import abort, retire, sweep
-from ckptfmt.engines.lineage import RunEntry, iter_lineage, list_checkpoints, list_launches
+from ckptfmt.engines.lineage import RunEntry, check_not_fenced, iter_lineage, list_checkpoints, list_launches
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def clean_up(
 
     Returns: the names of what was retired or given up.
     Raises: UnsupportedError(FEATURE_UNSUPPORTED) if the run has a feature that this cleaner doesn't know: then nothing
-        is removed; StoreError.
-    Spec: REQ-CMT-020 to REQ-CMT-026.
+        is removed; FencedError(FENCED) if a newer launch has taken over: it does the cleaning; StoreError.
+    Spec: REQ-CMT-020 to REQ-CMT-026, REQ-RUN-004.
     """
     unknown = sorted(set(run.writer_features) - _UNDERSTOOD)
     if unknown:
@@ -69,6 +69,7 @@ def clean_up(
             where="run.json#/signed/features/writer",
             requirement="REQ-CMT-025",
         )
+    check_not_fenced(store, launch)
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run)
     removed = []

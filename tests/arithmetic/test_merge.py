@@ -25,12 +25,21 @@ A, B = b"abcd", b"abcx"
 def held(box, content=None, *, written=True, replica=False, block_nbytes=4096):
     """Return a piece as a part has it; without `content` it has no digests."""
     digests = b"" if content is None else block_digests(memoryview(content), block_nbytes)
-    extents = (Extent(block_begin=0, block_count=len(digests) // 32, file=0, byte_begin=64, key="w"),) if written else ()
+    extents = (
+        (Extent(block_begin=0, block_count=len(digests) // 32, file=0, byte_begin=64, key="w"),) if written else ()
+    )
     return PartBox(box=box, replica=replica, digests=digests, extents=extents)
 
 
 def tensor(*boxes, name="w", **members):
-    own = {"field": "weights", "scope": "global", "dtype": "int8", "global_shape": (4,), "storage": "persistent", "aliases": ()}
+    own = {
+        "field": "weights",
+        "scope": "global",
+        "dtype": "int8",
+        "global_shape": (4,),
+        "storage": "persistent",
+        "aliases": (),
+    }
     return PartTensor(name=name, boxes=boxes, **{**own, **members})
 
 
@@ -50,7 +59,10 @@ def test_the_pieces_of_a_tensor_are_found_in_all_parts():
     """REQ-CMT-015, REQ-IDX-004."""
     index = merged((tensor(held(HALVES[1], b"cd")),), (tensor(held(HALVES[0], b"ab")),))
     assert index.tensors[0].sharding == ((HALVES[0], 1), (HALVES[1], 0))
-    assert [(entry.nbytes, entry.digest) for entry in index.parts] == [(100, digest_bytes(b"\0")), (101, digest_bytes(b"\1"))]
+    assert [(entry.nbytes, entry.digest) for entry in index.parts] == [
+        (100, digest_bytes(b"\0")),
+        (101, digest_bytes(b"\1")),
+    ]
 
 
 def test_the_lowest_of_several_writers_is_named():
@@ -75,85 +87,147 @@ def test_the_index_depends_on_nothing_but_the_parts():
 
 REFUSED = {
     "94 replicas differ": (
-        [(tensor(held(WHOLE, A)),), (tensor(held(WHOLE, B)),)], Code.REPLICA_DIVERGED, "REQ-CMT-012", ["'w'", "block 0", "0 and 1"],
+        [(tensor(held(WHOLE, A)),), (tensor(held(WHOLE, B)),)],
+        Code.REPLICA_DIVERGED,
+        "REQ-CMT-012",
+        ["'w'", "block 0", "0 and 1"],
     ),
     "94 declared replicas differ": (
         [(tensor(held(WHOLE, A, replica=True)),), (tensor(held(WHOLE, B, replica=True)),)],
-        Code.REPLICA_DIVERGED, "REQ-CMT-012", ["'w'", "0 and 1"],
+        Code.REPLICA_DIVERGED,
+        "REQ-CMT-012",
+        ["'w'", "0 and 1"],
     ),
     "94 the third replica differs": (
         [(tensor(held(WHOLE, A)),), (tensor(held(WHOLE, A, written=False)),), (tensor(held(WHOLE, B, written=False)),)],
-        Code.REPLICA_DIVERGED, "REQ-CMT-012", ["0 and 2"],
+        Code.REPLICA_DIVERGED,
+        "REQ-CMT-012",
+        ["0 and 2"],
     ),
     "94 an undeclared replica without digests": (
         [(tensor(held(WHOLE, A)),), (tensor(held(WHOLE, None, written=False, replica=True)),)],
-        Code.REPLICA_DIVERGED, "REQ-CMT-012", ["writer 1", "'w'"],
+        Code.REPLICA_DIVERGED,
+        "REQ-CMT-012",
+        ["writer 1", "'w'"],
     ),
     "held, and written by nobody": (
         [(tensor(held(WHOLE, A, written=False)),), (tensor(held(WHOLE, A, written=False)),)],
-        Code.HELD_NOT_WRITTEN, "REQ-CMT-013", ["writers 0, 1", "'w'"],
+        Code.HELD_NOT_WRITTEN,
+        "REQ-CMT-013",
+        ["writers 0, 1", "'w'"],
     ),
     "declared, and written by nobody": (
-        [(tensor(held(WHOLE, None, written=False, replica=True)),)] * 2, Code.HELD_NOT_WRITTEN, "REQ-CMT-013", ["writers 0, 1"],
+        [(tensor(held(WHOLE, None, written=False, replica=True)),)] * 2,
+        Code.HELD_NOT_WRITTEN,
+        "REQ-CMT-013",
+        ["writers 0, 1"],
     ),
     "one of two pieces written by nobody": (
         [(tensor(held(HALVES[0], b"ab")),), (tensor(held(HALVES[1], b"cd", written=False)),)],
-        Code.HELD_NOT_WRITTEN, "REQ-CMT-013", ["writers 1", "'w'"],
+        Code.HELD_NOT_WRITTEN,
+        "REQ-CMT-013",
+        ["writers 1", "'w'"],
     ),
     "89 boxes overlap": (
-        [(tensor(held(WHOLE, A)),), (tensor(held(HALVES[0], b"ab")),)], Code.TILING_OVERLAP, "REQ-IDX-004", ["(0,)"],
+        [(tensor(held(WHOLE, A)),), (tensor(held(HALVES[0], b"ab")),)],
+        Code.TILING_OVERLAP,
+        "REQ-IDX-004",
+        ["(0,)"],
     ),
     "90 a gap": ([(tensor(held(HALVES[0], b"ab")),)], Code.TILING_GAP, "REQ-IDX-004", ["(2,)"]),
     "91 nobody holds anything": ([(tensor(),), (tensor(),)], Code.TILING_GAP, "REQ-IDX-004", ["(0,)"]),
     "91 only an empty box is held": (
-        [(tensor(held(Box((0,), (0,)), b"")),)], Code.TILING_GAP, "REQ-IDX-004", ["(0,)"],
+        [(tensor(held(Box((0,), (0,)), b"")),)],
+        Code.TILING_GAP,
+        "REQ-IDX-004",
+        ["(0,)"],
     ),
     "one box twice on a writer": (
-        [(tensor(held(WHOLE, A), held(WHOLE, A)),)], Code.TILING_OVERLAP, "REQ-PRT-011", ["writer 0"],
+        [(tensor(held(WHOLE, A), held(WHOLE, A)),)],
+        Code.TILING_OVERLAP,
+        "REQ-PRT-011",
+        ["writer 0"],
     ),
     "92 another dtype": (
         [(tensor(held(HALVES[0], b"ab")),), (tensor(held(HALVES[1], b"cd"), dtype="uint8"),)],
-        Code.TENSOR_DIVERGED, "REQ-CMT-011", ["int8 on writer 0", "uint8 on writer 1"],
+        Code.TENSOR_DIVERGED,
+        "REQ-CMT-011",
+        ["int8 on writer 0", "uint8 on writer 1"],
     ),
     "92 another shape": (
         [(tensor(held(HALVES[0], b"ab")),), (tensor(held(HALVES[1], b"cd"), global_shape=(5,)),)],
-        Code.TENSOR_DIVERGED, "REQ-CMT-011", ["(4,) on writer 0", "(5,) on writer 1"],
+        Code.TENSOR_DIVERGED,
+        "REQ-CMT-011",
+        ["(4,) on writer 0", "(5,) on writer 1"],
     ),
     "another storage": (
         [(tensor(held(HALVES[0], b"ab")),), (), (tensor(held(HALVES[1], b"cd"), storage="non-persistent"),)],
-        Code.TENSOR_DIVERGED, "REQ-CMT-011", ["writer 0", "writer 2"],
+        Code.TENSOR_DIVERGED,
+        "REQ-CMT-011",
+        ["writer 0", "writer 2"],
     ),
     "leaves differ": (
         [{"leaves": (leaf("config", {"a": [1, {"lr": x}]}, name="n"),)} for x in (1, 2)],
-        Code.LEAF_DIVERGED, "REQ-CMT-014", ["/a/1/lr", "0 and 1"],
+        Code.LEAF_DIVERGED,
+        "REQ-CMT-014",
+        ["/a/1/lr", "0 and 1"],
     ),
     "leaves differ in a bit": (
-        [{"leaves": (leaf("config", {"a": x}),)} for x in (0.0, -0.0)], Code.LEAF_DIVERGED, "REQ-CMT-014", ["/a"],
+        [{"leaves": (leaf("config", {"a": x}),)} for x in (0.0, -0.0)],
+        Code.LEAF_DIVERGED,
+        "REQ-CMT-014",
+        ["/a"],
     ),
     "leaves differ in order": (
-        [{"leaves": (leaf("config", x),)} for x in ({1: 2, 3: 4}, {3: 4, 1: 2})], Code.LEAF_DIVERGED, "REQ-CMT-014", [],
+        [{"leaves": (leaf("config", x),)} for x in ({1: 2, 3: 4}, {3: 4, 1: 2})],
+        Code.LEAF_DIVERGED,
+        "REQ-CMT-014",
+        [],
     ),
     "leaves differ in a type": (
-        [{"leaves": (leaf("config", x),)} for x in ([1], (1,))], Code.LEAF_DIVERGED, "REQ-CMT-014", ["0 and 1"],
+        [{"leaves": (leaf("config", x),)} for x in ([1], (1,))],
+        Code.LEAF_DIVERGED,
+        "REQ-CMT-014",
+        ["0 and 1"],
     ),
     "streams differ": (
-        [{"streams": (stream("python", x, scope="global"),)} for x in (1, 2)], Code.LEAF_DIVERGED, "REQ-CMT-014", ["0 and 1"],
+        [{"streams": (stream("python", x, scope="global"),)} for x in (1, 2)],
+        Code.LEAF_DIVERGED,
+        "REQ-CMT-014",
+        ["0 and 1"],
     ),
     "streams differ in kind": (
-        [{"streams": (stream("python", 1, scope="global", kind=kind),)} for kind in "ab"], Code.LEAF_DIVERGED, "REQ-CMT-014", [],
+        [{"streams": (stream("python", 1, scope="global", kind=kind),)} for kind in "ab"],
+        Code.LEAF_DIVERGED,
+        "REQ-CMT-014",
+        [],
     ),
     "95 a writer twice": ([{"writer": 0}, {"writer": 0}], Code.WRITERS_DIVERGED, "REQ-CMT-010", ["writer"]),
-    "33 a part of another step": ([{}, {"origin": origin(writer_count=2, step=9)}], Code.WRITERS_DIVERGED, "REQ-CMT-010", ["step"]),
+    "33 a part of another step": (
+        [{}, {"origin": origin(writer_count=2, step=9)}],
+        Code.WRITERS_DIVERGED,
+        "REQ-CMT-010",
+        ["step"],
+    ),
     "a part of another attempt": (
-        [{}, {"origin": origin(writer_count=2, attempt="f" * 16)}], Code.WRITERS_DIVERGED, "REQ-CMT-010", ["attempt"],
+        [{}, {"origin": origin(writer_count=2, attempt="f" * 16)}],
+        Code.WRITERS_DIVERGED,
+        "REQ-CMT-010",
+        ["attempt"],
     ),
     "a part of another start": (
-        [{}, {"origin": origin(writer_count=2, nonce="f" * 32)}], Code.WRITERS_DIVERGED, "REQ-CMT-010", ["nonce"],
+        [{}, {"origin": origin(writer_count=2, nonce="f" * 32)}],
+        Code.WRITERS_DIVERGED,
+        "REQ-CMT-010",
+        ["nonce"],
     ),
     "a part of more writers": (
-        [{}, {"origin": origin(writer_count=3)}], Code.WRITERS_DIVERGED, "REQ-CMT-010", ["writer_count"],
+        [{}, {"origin": origin(writer_count=3)}],
+        Code.WRITERS_DIVERGED,
+        "REQ-CMT-010",
+        ["writer_count"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("parts", "code", "requirement", "named"), REFUSED.values(), ids=REFUSED)
@@ -169,10 +243,18 @@ def test_a_part_too_few_is_missing():
     """Row 95; REQ-CMT-010."""
     entry = PartFileEntry(
         part=Part(
-            origin=origin(writer_count=2), writer=0, saved_unix_s=0, files=(), tensors=(), streams=(), leaves=(), absent={}
+            origin=origin(writer_count=2),
+            writer=0,
+            saved_unix_s=0,
+            files=(),
+            tensors=(),
+            streams=(),
+            leaves=(),
+            absent={},
         ),
-        digest=bytes(32), nbytes=1,
-    )  # fmt: skip
+        digest=bytes(32),
+        nbytes=1,
+    )
     assert code_of(lambda: merge_parts([entry])) == Code.WRITERS_MISSING
 
 
@@ -261,10 +343,13 @@ def test_a_field_is_absent_if_nobody_has_it_and_all_say_why():
 
 def test_summaries_count():
     """REQ-MAN-006."""
-    index = merged({
-        "tensors": (tensor(held(WHOLE, A)), tensor(held(WHOLE, A * 4), name="x", dtype="int32", field="data")),
-        "leaves": (leaf("data", 1), leaf("data", 1, name="b")), "streams": (stream("s", 1),),
-    })  # fmt: skip
+    index = merged(
+        {
+            "tensors": (tensor(held(WHOLE, A)), tensor(held(WHOLE, A * 4), name="x", dtype="int32", field="data")),
+            "leaves": (leaf("data", 1), leaf("data", 1, name="b")),
+            "streams": (stream("s", 1),),
+        }
+    )
     summaries = summarise(index)
     assert (summaries["weights"].tensor_count, summaries["weights"].nbytes) == (1, 4)
     assert (summaries["data"].tensor_count, summaries["data"].nbytes, summaries["data"].leaf_count) == (1, 16, 2)
@@ -297,7 +382,7 @@ def test_random_tilings_and_replicas_against_an_oracle(shape, rng, writers):
     """REQ-CMT-012, REQ-CMT-013, REQ-CMT-015, REQ-CMT-016."""
     array = np.arange(np.prod(shape, dtype=int), dtype=np.int8).reshape(shape)
     boxes = cut(shape, rng)
-    parts = [[] for _ in range(writers)]
+    parts: list[list[PartBox]] = [[] for _ in range(writers)]
     lowest = {}
     for box in boxes:
         holders = rng.sample(range(writers), rng.randint(1, writers))
@@ -324,7 +409,9 @@ def test_the_order_of_tensors_in_parts_does_not_matter():
     """REQ-IDX-003, REQ-IDX-005."""
     names = ["b", "a", "é", "", "A", "\U0001f600", "\uffee"]
     tensors = [tensor(held(WHOLE, A), name=name) for name in names]
-    contents = {merged(tuple(order)).dump()[0] for order in itertools.islice(itertools.permutations(tensors), 0, 5000, 251)}
+    contents = {
+        merged(tuple(order)).dump()[0] for order in itertools.islice(itertools.permutations(tensors), 0, 5000, 251)
+    }
     assert len(contents) == 1
     index = Index.parse(contents.pop(), where="x")
     assert [item.name for item in index.tensors] == sorted(names, key=str.encode)

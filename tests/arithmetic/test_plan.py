@@ -1,5 +1,7 @@
 """Which bytes to read: against an oracle that looks at every element."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,22 +13,25 @@ from ckptfmt.box import Box
 
 def boxes_in(shape):
     """Return a strategy of boxes with elements within `shape`."""
-    spans = [
-        st.tuples(st.integers(0, extent - 1), st.integers(1, extent)).map(
-            lambda pair, extent=extent: (pair[0], min(pair[1], extent - pair[0]))
-        )
-        for extent in shape
-    ]
+
+    def span(extent):
+        pairs = st.tuples(st.integers(0, extent - 1), st.integers(1, extent))
+        return pairs.map(lambda pair: (pair[0], min(pair[1], extent - pair[0])))
+
+    spans = [span(extent) for extent in shape]
     return st.tuples(*spans).map(lambda pairs: Box(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)))
 
 
 SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
 
-@given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), boxes_in(shape))), st.sampled_from([1, 2, 4, 8, 16]),
-       st.sampled_from([1, 2, 16, 64, 4096]))  # fmt: skip
+@given(
+    SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), boxes_in(shape))),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.sampled_from([1, 2, 16, 64, 4096]),
+)
 def test_blocks_hold_every_wanted_element_and_no_block_too_many(pair, element_nbytes, block_nbytes):
-    """REQ-OPN-006: whole blocks, from the first to the last that is wanted; also blocks smaller than an element or a row."""
+    """REQ-OPN-006: whole blocks, first to last that is wanted; also blocks smaller than an element or a row."""
     shape, wanted = pair
     base = tuple(3 * axis for axis in range(len(shape)))
     stored = Box(base, shape)
@@ -41,7 +46,11 @@ def test_blocks_hold_every_wanted_element_and_no_block_too_many(pair, element_nb
     assert blocks.byte_end == min(count * element_nbytes, blocks.block_end * block_nbytes)
 
 
-@given(SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), boxes_in(shape))), st.sampled_from([1, 3, 8]), st.integers(1, 64))
+@given(
+    SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), boxes_in(shape))),
+    st.sampled_from([1, 3, 8]),
+    st.integers(1, 64),
+)
 def test_chunks_tile_what_is_wanted(pair, element_nbytes, chunk_nbytes):
     """REQ-OPN-008: none is larger than asked, unless one element is; in C order, each element once."""
     shape, wanted = pair
@@ -57,15 +66,19 @@ def test_chunks_tile_what_is_wanted(pair, element_nbytes, chunk_nbytes):
     assert order == sorted(order)
 
 
-@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=4), boxes_in((n,)))))
+@given(
+    st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=4), boxes_in((n,))))
+)
 def test_pieces_are_what_stored_and_wanted_have_in_common(triple):
     """REQ-OPN-005."""
     extent, cuts, wanted = triple
     edges = sorted({0, *cuts, extent})
-    sharding = tuple((Box((a,), (b - a,)), number) for number, (a, b) in enumerate(zip(edges, edges[1:], strict=False)))
+    sharding = tuple((Box((a,), (b - a,)), number) for number, (a, b) in enumerate(itertools.pairwise(edges)))
     reads = plan_pieces(sharding, wanted)
     assert [list(range(read.wanted.begin[0], read.wanted.end[0])) for read in reads] == [
-        common for box, _ in sharding if (common := [n for n in range(box.begin[0], box.end[0]) if wanted.begin[0] <= n < wanted.end[0]])
+        common
+        for box, _ in sharding
+        if (common := [n for n in range(box.begin[0], box.end[0]) if wanted.begin[0] <= n < wanted.end[0]])
     ]
     assert all(dict(sharding)[read.stored] == read.part for read in reads)
 

@@ -3,6 +3,7 @@
 import json
 import time
 import tracemalloc
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ from ckptfmt.documents.canonical import (
 from ckptfmt.errors import Code, FormatError, IntegrityError, UnsupportedError
 from tests.builders import code_of, error_of
 
-FEATURES = {"reader": [], "writer": []}
+FEATURES: dict[str, Any] = {"reader": [], "writer": []}
 RUN = {"type": "run", "format_version": "0.1", "features": FEATURES, "run_id": "0" * 32}
 
 
@@ -108,7 +109,9 @@ def envelope(signed):
 NOT_CANONICAL = {
     "white space": lambda text: text.replace(b",", b", "),
     "line feed at the end": lambda text: text + b"\n",
-    "members out of order": lambda text: b'{"signed":' + text.partition(b'"signed":')[2][:-1] + b"," + text[1:83] + b"}",
+    "members out of order": lambda text: (
+        b'{"signed":' + text.partition(b'"signed":')[2][:-1] + b"," + text[1:83] + b"}"
+    ),
     "escaped letter": lambda text: text.replace(b'"run"', rb'"\u0072un"'),
     "escaped slash": lambda text: text.replace(b'"run"', rb'"ru\/n"'),
     "white space before": lambda text: b" " + text,
@@ -140,7 +143,10 @@ SCHEMA = {
         Code.FEATURE_UNSUPPORTED,
     ),
     "28 newer version": ({"format_version": "1.0"}, Code.VERSION_UNSUPPORTED),
-    "28 before anything else is looked at": ({"format_version": "0.2", "features": 1, "x": 1}, Code.VERSION_UNSUPPORTED),
+    "28 before anything else is looked at": (
+        {"format_version": "0.2", "features": 1, "x": 1},
+        Code.VERSION_UNSUPPORTED,
+    ),
     "29 version as a number": ({"format_version": 1}, Code.DOC_SCHEMA),
     "29 version null": ({"format_version": None}, Code.DOC_SCHEMA),
     "31 Arabic digits": ({"run_id": "\u0660" * 32}, Code.DOC_SCHEMA),
@@ -166,7 +172,7 @@ def test_documents_that_break_their_schema_are_refused(members, code):
     error = error_of(lambda: parse(dump_document({**RUN, **members})))
     assert error.code == code
     assert isinstance(error, UnsupportedError if "UNSUPPORTED" in code else FormatError)
-    assert "#/signed/" in error.where or members.keys() & {"owner"}
+    assert "#/signed" in str(error.where)
 
 
 @pytest.mark.parametrize("missing", RUN)

@@ -60,9 +60,10 @@ EDITS = {
         lambda signed: signed["tensors"].update(
             global_shape=dump_packed([2**48] * len(unpacked(signed["tensors"]["global_shape"])))
         ),
-        Code.COLUMN_FORM, "REQ-IDX-002",
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("edit", "code", "requirement"), EDITS.values(), ids=EDITS)

@@ -1,5 +1,7 @@
 """Packed arrays and columns: one form for each list of integers."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ def test_integers_come_back(values):
 @pytest.mark.parametrize("greatest", [0, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2**63 - 1])
 def test_every_other_width_is_refused(greatest):
     """REQ-DOC-024: the width is the smallest."""
+    right: Any
     right, _ = dump_packed([1, greatest])
     for width in (1, 2, 4, 8):
         if width > right:
@@ -29,7 +32,7 @@ def test_every_other_width_is_refused(greatest):
             assert code_of(lambda width=width, content=content: parse_packed([width, content], "x")) == Code.PACKED_FORM
 
 
-REFUSED = {
+REFUSED: dict[str, Any] = {
     "nil": None,
     "nothing": [],
     "a map": {"width": 1},
@@ -48,6 +51,7 @@ REFUSED = {
     "no entries, width 2": [2, b""],
     "2^63": [8, bytes(7) + b"\x80"],
     "2^64-1 among others": [8, bytes(8) + b"\xff" * 8],
+    "2^63 among others of 8 bytes": [8, bytes(6) + b"\1\0" + bytes(7) + b"\x80"],
 }
 
 
@@ -63,7 +67,8 @@ def columns(**members):
 
 def test_columns_have_exactly_their_keys():
     """REQ-IDX-002, REQ-DOC-011."""
-    for value in (None, [], {"a": 1}, {"a": 1, "b": 1, "c": 1}):
+    wrong: list[Any] = [None, [], {"a": 1}, {"a": 1, "b": 1, "c": 1}]
+    for value in wrong:
         assert error_of(lambda value=value: Columns(value, ("a", "b"), "x")).code == Code.DOC_SCHEMA
 
 

@@ -98,14 +98,14 @@ EDITS = {
     "block zero": (set_in(("block_nbytes",), 0), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "nonce in upper case": (set_in(("nonce",), "A" * 32), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "nonce with a line feed": (set_in(("nonce",), "a" * 32 + "\n"), Code.DOC_SCHEMA, "REQ-DOC-011"),
-    "attempt in Arabic digits": (set_in(("attempt",), "٠" * 16), Code.DOC_SCHEMA, "REQ-DOC-011"),
+    "attempt in Arabic digits": (set_in(("attempt",), "\u0660" * 16), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "run id of another type": (set_in(("run_id",), 0), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "launch of another type": (set_in(("launch",), "1"), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "clock of another type": (set_in(("saved_unix_s",), None), Code.DOC_SCHEMA, "REQ-DOC-011"),
     # scopes and dtypes
     "scope with a zero before it": (set_in(("scopes",), ["global", "lw/01"]), Code.SCOPE_FORM, "REQ-IDX-006"),
     "scope with a line feed": (set_in(("scopes",), ["global", "lw/1\n"]), Code.SCOPE_FORM, "REQ-IDX-006"),
-    "scope in Arabic digits": (set_in(("scopes",), ["global", "lw/١"]), Code.SCOPE_FORM, "REQ-IDX-006"),
+    "scope in Arabic digits": (set_in(("scopes",), ["global", "lw/\u0661"]), Code.SCOPE_FORM, "REQ-IDX-006"),
     "scope of 10^9": (set_in(("scopes",), ["global", "lw/1000000000"]), Code.SCOPE_FORM, "REQ-IDX-006"),
     "another word": (set_in(("scopes",), ["global", "rank/1"]), Code.SCOPE_FORM, "REQ-IDX-006"),
     "scopes out of order": (set_in(("scopes",), ["lw/1", "global"]), Code.COLUMN_ORDER, "REQ-IDX-003"),
@@ -116,21 +116,43 @@ EDITS = {
     **{
         f"file name {name!r}": (set_in(("files", "name", 0), name), Code.UNSAFE_PATH, "REQ-CKP-001")
         for name in (
-            "../x", "a/../../x", "/etc/passwd", "C:\\x", "\\\\host\\x", "file:x", "s3://bucket/x", ".", "", "a//b", "./a",
-            "CON", "optimizer-0123456789abcdef-00001.safetensors.", "optimizer-0123456789abcdef-00001.safetensors ",
-            "optimizer-0123456789abcdef-00001.safetensors\0", "optimizer-0123456789abcdef-00001.safetensors\n",
-            "optimizer-0123456789abcdef-00000.safetensors", "optimizer-0123456789abcdee-00001.safetensors",
-            "Optimizer-0123456789abcdef-00001.safetensors", "optimizer-0123456789ABCDEF-00001.safetensors",
-            "optimizer-0123456789abcdef-000001.safetensors", "optimizer-0123456789abcdef-1.safetensors",
+            "../x",
+            "a/../../x",
+            "/etc/passwd",
+            "C:\\x",
+            "\\\\host\\x",
+            "file:x",
+            "s3://bucket/x",
+            ".",
+            "",
+            "a//b",
+            "./a",
+            "CON",
+            "optimizer-0123456789abcdef-00001.safetensors.",
+            "optimizer-0123456789abcdef-00001.safetensors ",
+            "optimizer-0123456789abcdef-00001.safetensors\0",
+            "optimizer-0123456789abcdef-00001.safetensors\n",
+            "optimizer-0123456789abcdef-00000.safetensors",
+            "optimizer-0123456789abcdee-00001.safetensors",
+            "Optimizer-0123456789abcdef-00001.safetensors",
+            "optimizer-0123456789ABCDEF-00001.safetensors",
+            "optimizer-0123456789abcdef-000001.safetensors",
+            "optimizer-0123456789abcdef-1.safetensors",
             "a" * 42 + "-0123456789abcdef-00001.safetensors",
-            "manifest.json", "-0123456789abcdef-00001.safetensors", "opt/x-0123456789abcdef-00001.safetensors",
+            "manifest.json",
+            "-0123456789abcdef-00001.safetensors",
+            "opt/x-0123456789abcdef-00001.safetensors",
         )
-    },  # fmt: skip
+    },
     "file name in another alphabet": (
-        set_in(("files", "name", -1), "wеights-0123456789abcdef-00001.safetensors"), Code.UNSAFE_PATH, "REQ-CKP-001",
+        set_in(("files", "name", -1), "w\u0435ights-0123456789abcdef-00001.safetensors"),
+        Code.UNSAFE_PATH,
+        "REQ-CKP-001",
     ),
     "43 file twice": (
-        set_in(("files", "name"), lambda names: [names[0], names[0], *names[2:]]), Code.COLUMN_ORDER, "REQ-IDX-003",
+        set_in(("files", "name"), lambda names: [names[0], names[0], *names[2:]]),
+        Code.COLUMN_ORDER,
+        "REQ-IDX-003",
     ),
     "files out of order": (set_in(("files", "name"), lambda names: names[::-1]), Code.COLUMN_ORDER, "REQ-IDX-003"),
     "unknown kind": (set_in(("files", "kind", 0), "pickle"), Code.COLUMN_FORM, "REQ-IDX-002"),
@@ -140,7 +162,9 @@ EDITS = {
     "file a byte longer": (column("files", "nbytes", lambda v: [v[0] + 1, *v[1:]]), Code.FILE_COVERAGE, "REQ-PRT-007"),
     "file a byte shorter": (column("files", "nbytes", lambda v: [v[0] - 1, *v[1:]]), Code.FILE_COVERAGE, "REQ-PRT-007"),
     "header a byte longer": (
-        column("files", "header_nbytes", lambda v: [v[0] + 1, *v[1:]]), Code.FILE_COVERAGE, "REQ-PRT-007",
+        column("files", "header_nbytes", lambda v: [v[0] + 1, *v[1:]]),
+        Code.FILE_COVERAGE,
+        "REQ-PRT-007",
     ),
     "header over its limit": (entry("files", "header_nbytes", 0, (16 << 20) + 9), Code.COLUMN_FORM, "REQ-IDX-002"),
     # tensors
@@ -158,16 +182,18 @@ EDITS = {
     "tensors isn't a table": (set_in(("tensors",), []), Code.DOC_SCHEMA, "REQ-DOC-011"),
     "packed with width true": (set_in(("tensors", "ndim", 0), True), Code.PACKED_FORM, "REQ-DOC-024"),  # noqa: FBT003
     "96 more boxes than allowed": (
-        entry("tensors", "box_count", 0, limits.BOXES), Code.LIMIT_EXCEEDED, "REQ-LIM-001",
+        entry("tensors", "box_count", 0, limits.BOXES),
+        Code.LIMIT_EXCEEDED,
+        "REQ-LIM-001",
     ),
     "a box too many": (entry("tensors", "box_count", 0, 2), Code.COLUMN_FORM, "REQ-IDX-002"),
     # aliases
     "alias of no tensor": (entry("aliases", "tensor", 0, 99), Code.COLUMN_FORM, "REQ-IDX-002"),
     "alias without a name": (set_in(("aliases", "name"), []), Code.COLUMN_FORM, "REQ-IDX-002"),
     "alias twice": (
-        lambda signed: signed.update(
-            aliases={"tensor": dump_packed([3, 3]), "name": ["head", "head"]}
-        ), Code.COLUMN_ORDER, "REQ-IDX-003",
+        lambda signed: signed.update(aliases={"tensor": dump_packed([3, 3]), "name": ["head", "head"]}),
+        Code.COLUMN_ORDER,
+        "REQ-IDX-003",
     ),
     # boxes
     "88 box out of bounds": (entry("boxes", "begin", 0, 1), Code.BOX_BOUNDS, "REQ-PRT-004"),
@@ -179,11 +205,16 @@ EDITS = {
     "digests as text": (set_in(("digests",), "x"), Code.COLUMN_FORM, "REQ-IDX-002"),
     "no digest of a written box": (
         lambda signed: (entry("boxes", "digest_count", 0, 0)(signed), set_in(("digests",), lambda d: d[32:])(signed)),
-        Code.EXTENT_COVERAGE, "REQ-PRT-005",
+        Code.EXTENT_COVERAGE,
+        "REQ-PRT-005",
     ),
     "two digests of one block": (
-        lambda signed: (entry("boxes", "digest_count", 0, 2)(signed), set_in(("digests",), lambda d: d + d[:32])(signed)),
-        Code.EXTENT_COVERAGE, "REQ-PRT-005",
+        lambda signed: (
+            entry("boxes", "digest_count", 0, 2)(signed),
+            set_in(("digests",), lambda d: d + d[:32])(signed),
+        ),
+        Code.EXTENT_COVERAGE,
+        "REQ-PRT-005",
     ),
     # extents
     "extent of no box": (entry("extents", "box", -1, 99), Code.COLUMN_FORM, "REQ-IDX-002"),
@@ -215,7 +246,7 @@ EDITS = {
     "absent: not normalised": (set_in(("absent",), {"data": "e\u0301"}), Code.MANIFEST_FIELDS, "REQ-MAN-003"),
     "absent: a number": (set_in(("absent",), {"data": 1}), Code.MANIFEST_FIELDS, "REQ-MAN-003"),
     "absent: a list": (set_in(("absent",), []), Code.MANIFEST_FIELDS, "REQ-MAN-003"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("edit", "code", "requirement"), EDITS.values(), ids=EDITS)
@@ -225,8 +256,10 @@ def test_wrong_parts_are_refused(edit, code, requirement):
     edit(signed)
     error = error_of(lambda: parse(signed))
     assert isinstance(error, FormatError) or error.code in (
-        Code.VERSION_UNSUPPORTED, Code.FEATURE_UNSUPPORTED, Code.BOX_BOUNDS,
-    )  # fmt: skip
+        Code.VERSION_UNSUPPORTED,
+        Code.FEATURE_UNSUPPORTED,
+        Code.BOX_BOUNDS,
+    )
     assert error.where.startswith(PATH)
     assert (error.code, error.requirement) == (code, requirement)
 

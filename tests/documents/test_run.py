@@ -1,5 +1,7 @@
 """run.json and launch records."""
 
+from typing import Any
+
 import pytest
 
 from ckptfmt.documents.canonical import dump_document
@@ -30,9 +32,26 @@ def test_numbers_stand_in_names(number):
 
 @pytest.mark.parametrize(
     "name",
-    ["", "3.json", "003.json", "00003.json", "0003.JSON", "0003.json\n", " 0003.json", "0003", "0003.json.tmp", "-003.json",
-     "+003.json", "0x03.json", "٠٠٠٣.json", "00_3.json", "9" * 60 + ".json", "0003/.json", ".0003.json"],
-)  # fmt: skip
+    [
+        "",
+        "3.json",
+        "003.json",
+        "00003.json",
+        "0003.JSON",
+        "0003.json\n",
+        " 0003.json",
+        "0003",
+        "0003.json.tmp",
+        "-003.json",
+        "+003.json",
+        "0x03.json",
+        "\u0660\u0660\u0660\u0663.json",
+        "00_3.json",
+        "9" * 60 + ".json",
+        "0003/.json",
+        ".0003.json",
+    ],
+)
 def test_other_names_are_no_records(name):
     """REQ-RUN-005; row 31."""
     assert parse_launch_name(name) is None
@@ -45,19 +64,27 @@ def test_the_number_in_the_name_counts(place):
     assert (error.code, error.where, error.requirement) == (Code.RUN_MISMATCH, place, "REQ-RUN-005")
 
 
-WRONG = {
+WRONG: dict[str, list[Any]] = {
     "launch": [True, -1, "3", None, 2**53],
     "nonce": ["", "A" * 32, "0" * 33, None],
     "run_id": ["", None, "g" * 32, "0" * 31],
     "chosen_by": ["chance", "", None, "Hand"],
     "resume_from": [
-        {}, [], "x", {"name": RESUME.name}, {"digest": DIGEST}, {"name": RESUME.name, "digest": DIGEST, "x": 1},
-        {"name": "../x", "digest": DIGEST}, {"name": "/step-00000400-l0001", "digest": DIGEST},
-        {"name": "step-400-l1", "digest": DIGEST}, {"name": RESUME.name, "digest": DIGEST.upper()},
-        {"name": RESUME.name, "digest": "md5:" + "a" * 64}, {"name": RESUME.name, "digest": DIGEST[:-1]},
-        {"name": "step-٠٠٠٠٠٤٠٠-l٠٠٠١", "digest": DIGEST},
+        {},
+        [],
+        "x",
+        {"name": RESUME.name},
+        {"digest": DIGEST},
+        {"name": RESUME.name, "digest": DIGEST, "x": 1},
+        {"name": "../x", "digest": DIGEST},
+        {"name": "/step-00000400-l0001", "digest": DIGEST},
+        {"name": "step-400-l1", "digest": DIGEST},
+        {"name": RESUME.name, "digest": DIGEST.upper()},
+        {"name": RESUME.name, "digest": "md5:" + "a" * 64},
+        {"name": RESUME.name, "digest": DIGEST[:-1]},
+        {"name": "step-\u0660\u0660\u0660\u0660\u0660\u0664\u0660\u0660-l\u0660\u0660\u0660\u0661", "digest": DIGEST},
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])

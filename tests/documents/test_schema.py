@@ -2,6 +2,7 @@
 
 import copy
 import json
+from typing import Any
 
 import pytest
 
@@ -11,29 +12,45 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code
 from tests.builders import NONCE, RUN_ID, code_of, error_of
 
-FEATURES = {"reader": [], "writer": []}
+FEATURES: dict[str, Any] = {"reader": [], "writer": []}
 DIGEST = "blake3:" + "a" * 64
 HEAD = {"format_version": "0.1", "features": FEATURES, "run_id": RUN_ID, "launch": 3}
 PRESENT = {"state": "present", "tensor_count": 0, "nbytes": 0, "stream_count": 0, "leaf_count": 0}
-DOCUMENTS = {
+DOCUMENTS: dict[str, dict[str, Any]] = {
     "run": {"type": "run", **{key: HEAD[key] for key in ("format_version", "features", "run_id")}},
     "launch": {
-        "type": "launch", **HEAD, "nonce": NONCE, "chosen_by": "hand",
+        "type": "launch",
+        **HEAD,
+        "nonce": NONCE,
+        "chosen_by": "hand",
         "resume_from": {"name": "step-00000400-l0001", "digest": DIGEST},
     },
     "abort": {"type": "abort", **HEAD, "step": 0, "reason": "x"},
     "tombstone": {"type": "tombstone", **HEAD, "step": 0, "manifest_digest": DIGEST},
     "failure": {
-        "type": "failure", "format_version": "0.1", "features": FEATURES, "attempt": "a" * 16, "writer": 0, "code": "NO_SPACE",
+        "type": "failure",
+        "format_version": "0.1",
+        "features": FEATURES,
+        "attempt": "a" * 16,
+        "writer": 0,
+        "code": "NO_SPACE",
         "detail": "",
     },
     "manifest": {
-        "type": "manifest", **HEAD, "nonce": NONCE, "step": 0, "attempt": "a" * 16, "writer_count": 1, "block_nbytes": 4096,
-        "saved_unix_s": 0, "profile": "full", "references": [],
+        "type": "manifest",
+        **HEAD,
+        "nonce": NONCE,
+        "step": 0,
+        "attempt": "a" * 16,
+        "writer_count": 1,
+        "block_nbytes": 4096,
+        "saved_unix_s": 0,
+        "profile": "full",
+        "references": [],
         "fields": {field: {"state": "absent", "reason": "x"} if field == "data" else PRESENT for field in FIELDS},
         "index": {"name": "index-" + "a" * 16 + ".msgpack", "nbytes": 0, "digest": DIGEST},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -50,11 +67,14 @@ def places(value, path=()):
             yield from places(item, (*path, key))
 
 
-WRONG_VALUES = [None, True, -1, 2**53, "", "x\u0660", [], {}, [{}], {"x": 1}, "A" * 64, 0.5]
+WRONG_VALUES: list[Any] = [None, True, -1, 2**53, "", "x\u0660", [], {}, [{}], {"x": 1}, "A" * 64, 0.5]
 
 
-@pytest.mark.parametrize(("name", "path"), [(name, path) for name, value in DOCUMENTS.items() for path in places(value)],
-                         ids=lambda item: item if isinstance(item, str) else ".".join(item))  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [(name, path) for name, value in DOCUMENTS.items() for path in places(value)],
+    ids=lambda item: item if isinstance(item, str) else ".".join(item),
+)
 def test_every_member_is_required_closed_and_typed(name, path):
     """REQ-DOC-011: dropped, joined by an unknown one, and of other types."""
 
@@ -69,7 +89,9 @@ def test_every_member_is_required_closed_and_typed(name, path):
     assert change(lambda at: at.pop(path[-1])) == Code.DOC_SCHEMA
     assert change(lambda at: at.update(unknown=1)) == Code.DOC_SCHEMA
     accepted = [
-        value for value in WRONG_VALUES if change(lambda at, value=value: at.update({path[-1]: value})) != Code.DOC_SCHEMA
+        value
+        for value in WRONG_VALUES
+        if change(lambda at, value=value: at.update({path[-1]: value})) != Code.DOC_SCHEMA
     ]
     assert accepted == [value for value in WRONG_VALUES if any(value is right for right in also_right(name, path))]
 
@@ -82,9 +104,13 @@ def also_right(name, path):
     if path[-1] == "launch" and name != "launch":
         return [none]
     return {
-        "detail": [nothing, bidi, letters], "reason": [bidi, letters], "code": [letters], "references": [empty],
-        "reader": [empty], "writer": [empty] if "features" in path else [],
-    }.get(path[-1], [])  # fmt: skip
+        "detail": [nothing, bidi, letters],
+        "reason": [bidi, letters],
+        "code": [letters],
+        "references": [empty],
+        "reader": [empty],
+        "writer": [empty] if "features" in path else [],
+    }.get(path[-1], [])
 
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, "defs", "columns", "index", "part", "cursor"])

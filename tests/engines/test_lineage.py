@@ -1,6 +1,7 @@
 """What a run resumes from, and who owns it."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +31,8 @@ class RunOfSteps:
 
     def __init__(self, store=None):
         self.store = MemoryStore() if store is None else store
-        self.run = open_run(self.store)
-        self.launch = None
+        self.run: Any = open_run(self.store)
+        self.launch: Any = None
         self.passed_over: list[str] = []
 
     def begin(self, **options):
@@ -45,9 +46,13 @@ class RunOfSteps:
         number = launch or self.launch.launch
         for step in steps:
             save(
-                self.place(step, number), snapshot(tensor("w", np.full(3, step))), step=step, launch=number,
-                run_id=run_id or self.run.run_id, attempt=f"{number:08x}{step:08x}",
-            )  # fmt: skip
+                self.place(step, number),
+                snapshot(tensor("w", np.full(3, step))),
+                step=step,
+                launch=number,
+                run_id=run_id or self.run.run_id,
+                attempt=f"{number:08x}{step:08x}",
+            )
         return self
 
     def damage(self, step, launch):
@@ -64,12 +69,18 @@ class RunOfSteps:
         return resume and resume.name
 
 
+def manifests(made) -> list[Any]:
+    """The manifests of a run's checkpoints, by step."""
+    return [entry.manifest for entry in list_checkpoints(made.store, made.run)]
+
+
 def test_the_first_launch_starts_from_nothing():
     """REQ-RUN-001, REQ-RUN-002."""
     made = RunOfSteps()
     launch = made.begin()
     assert (launch.launch, launch.chosen_by, launch.resume_from) == (1, "lineage", None)
-    assert launch.run_id == made.run.run_id == read_run(made.store).run_id
+    assert launch.run_id == made.run.run_id
+    assert read_run(made.store) == made.run
     assert open_run(made.store) == made.run
 
 
@@ -86,7 +97,7 @@ def test_the_digest_that_is_named_is_the_manifests():
     made = RunOfSteps()
     made.begin()
     made.save(5)
-    manifest = list_checkpoints(made.store, made.run)[0].manifest
+    manifest = manifests(made)[0]
     assert made.begin().resume_from == ResumeFrom(name="step-00000005-l0001", digest=manifest.digest)
 
 
@@ -112,7 +123,7 @@ def test_a_choice_by_digest():
     made = RunOfSteps()
     made.begin()
     made.save(1, 2)
-    digest = list_checkpoints(made.store, made.run)[0].manifest.digest
+    digest = manifests(made)[0].digest
     assert made.begin(choose=digest).resume_from.name == "step-00000001-l0001"
     error = error_of(lambda: made.begin(choose="step-00000009-l0001"))
     assert (error.code, type(error)) == (Code.NOT_COMMITTED, IntegrityError)
@@ -166,7 +177,11 @@ def test_whatever_is_damaged_is_passed_over(what):
     made.begin()
     made.save(1, 2)
     names = made.store.list("step-00000002-l0001")
-    path = next(name for name in names if {"register": "manifest", "index": "index-", "part": "parts/", "missing": "weights"}[what] in name)
+    path = next(
+        name
+        for name in names
+        if {"register": "manifest", "index": "index-", "part": "parts/", "missing": "weights"}[what] in name
+    )
     content = made.store.read(path, limit_nbytes=10_000)
     made.store.delete(path)
     if what != "missing":
@@ -219,9 +234,11 @@ def test_undecided_aborted_and_retired_directories_are_no_candidates():
     made = RunOfSteps()
     made.begin()
     made.save(1, 2)
-    write_part(made.place(3), snapshot(tensor("w", np.ones(2))), origin(step=3, launch=1, run_id=made.run.run_id), writer=0)
+    write_part(
+        made.place(3), snapshot(tensor("w", np.ones(2))), origin(step=3, launch=1, run_id=made.run.run_id), writer=0
+    )
     abort(made.place(4), run_id=made.run.run_id, launch=1, step=4, reason="x")
-    retire(made.place(2), list_checkpoints(made.store, made.run)[1].manifest)
+    retire(made.place(2), manifests(made)[1])
     made.store.create("step-00000009-l0001", [b"a file"])
     made.store.create("step-9-l1/manifest.json", [b"{}"])
     made.store.create("latest/manifest.json", [b"{}"])
@@ -237,9 +254,12 @@ def test_a_directory_under_another_name_is_refused():
         content = made.store.read(path, limit_nbytes=10_000)
         made.store.create(path.replace("step-00000001", "step-00000009"), [content])
     made.save(5, run_id="0" * 32)
-    entries = {entry.name: entry.register for entry in list_checkpoints(made.store, made.run)}
+    entries: dict[str, Any] = {entry.name: entry.register for entry in list_checkpoints(made.store, made.run)}
     assert isinstance(entries["step-00000001-l0001"], Manifest)
-    assert (entries["step-00000009-l0001"].code, entries["step-00000005-l0001"].code) == (Code.STEP_MISMATCH, Code.RUN_MISMATCH)
+    assert (entries["step-00000009-l0001"].code, entries["step-00000005-l0001"].code) == (
+        Code.STEP_MISMATCH,
+        Code.RUN_MISMATCH,
+    )
     assert made.head() == "step-00000001-l0001"
     assert len(made.passed_over) == 2
 

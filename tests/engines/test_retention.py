@@ -19,11 +19,16 @@ from tests.engines.test_lineage import RunOfSteps
 
 def planned(made, **options):
     launches, entries = list_launches(made.store, made.run), list_checkpoints(made.store, made.run)
-    return [(entry.step, entry.launch) for entry in plan_retention(launches, entries, **{"keep": None, "keep_every": None, **options})]
+    return [
+        (entry.step, entry.launch)
+        for entry in plan_retention(launches, entries, **{"keep": None, "keep_every": None, **options})
+    ]
 
 
 def committed(made):
-    return [(entry.step, entry.launch) for entry in list_checkpoints(made.store, made.run) if entry.manifest is not None]
+    return [
+        (entry.step, entry.launch) for entry in list_checkpoints(made.store, made.run) if entry.manifest is not None
+    ]
 
 
 @pytest.fixture
@@ -166,7 +171,13 @@ def test_random_histories_never_lose_what_comes_next():
                 made.begin(choose=checkpoint_name(*back))
             else:
                 before = made.begin().resume_from
-                clean_up(made.store, made.run, launch=made.launch.launch, keep=rng.randrange(3), keep_every=rng.choice((None, 5)))
+                clean_up(
+                    made.store,
+                    made.run,
+                    launch=made.launch.launch,
+                    keep=rng.randrange(3),
+                    keep_every=rng.choice((None, 5)),
+                )
                 assert made.begin().resume_from == before
         assert not made.passed_over
         retired = [entry for entry in list_checkpoints(made.store, made.run) if isinstance(entry.register, Tombstone)]

@@ -1,5 +1,7 @@
 """What a writer leaves: shards that other tools open, and a part that says everything."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from safetensors.numpy import load as load_safetensors
@@ -31,8 +33,12 @@ def write(*tensors, store=None, **members):
 
 def test_a_weights_file_opens_in_safetensors(tmp_path):
     """REQ-SHD-004: by path, with names and shapes as they are in the model."""
-    arrays = {"layer.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "layer.bias": np.ones(3, np.float16),
-              "count": np.array(7), "empty": np.zeros((0, 3), np.uint8)}  # fmt: skip
+    arrays: dict[str, Any] = {
+        "layer.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "layer.bias": np.ones(3, np.float16),
+        "count": np.array(7),
+        "empty": np.zeros((0, 3), np.uint8),
+    }
     write(*(tensor(name, array) for name, array in arrays.items()), store=LocalStore(tmp_path, writable=True))
     loaded = load_file(tmp_path / WEIGHTS)
     assert loaded.keys() == arrays.keys()
@@ -42,7 +48,9 @@ def test_a_weights_file_opens_in_safetensors(tmp_path):
         assert (loaded[name] == array).all()
 
 
-@pytest.mark.parametrize("name", ["", "__metadata__", "a/b", "../../etc/passwd", "日本語", "\U0001f600", "\0", '"\\', "{[", "x" * 4096])
+@pytest.mark.parametrize(
+    "name", ["", "__metadata__", "a/b", "../../etc/passwd", "日本語", "\U0001f600", "\0", '"\\', "{[", "x" * 4096]
+)
 def test_any_name_is_a_name(name):
     """REQ-SHD-009: and __metadata__ is never free."""
     store, part = write(tensor(name, np.ones(2, np.float32)))
@@ -66,10 +74,12 @@ def test_pieces_of_one_name_get_keys_of_their_own():
 def test_kinds_of_tensors_have_files_of_their_own():
     """REQ-TEN-007: a tool that loads weights by name meets only weights it knows."""
     store, part = write(
-        tensor("w", np.ones(2, np.float32)), tensor("b", np.ones(2), storage="non-persistent"),
-        tensor("c", np.array([1 + 2j])), tensor("m", np.ones(2), field="optimizer"),
+        tensor("w", np.ones(2, np.float32)),
+        tensor("b", np.ones(2), storage="non-persistent"),
+        tensor("c", np.array([1 + 2j])),
+        tensor("m", np.ones(2), field="optimizer"),
         tensor("n", np.array([1j]), field="optimizer", storage="non-persistent"),
-    )  # fmt: skip
+    )
     names = [file.name.partition("-")[0] for file in part.files]
     assert names == ["optimizer", "optimizer_opaque", "weights", "weights_buffers", "weights_opaque"]
     assert list(load_safetensors(store.snapshot()[WEIGHTS])) == ["w"]
@@ -80,7 +90,8 @@ def test_dtypes_that_safetensors_lacks_stand_as_bytes():
     array = np.array([[1 + 2j, 3 + 4j]])
     store, part = write(tensor("z", array))
     (loaded,) = load_safetensors(store.snapshot()[part.files[0].name]).values()
-    assert (loaded.dtype, loaded.shape) == (np.uint8, (32,))
+    assert loaded.dtype == np.uint8
+    assert loaded.shape == (32,)
     assert loaded.tobytes() == array.tobytes()
     assert (part.tensors[0].dtype, part.tensors[0].global_shape) == ("complex128", (1, 2))
 
@@ -113,22 +124,29 @@ def test_a_writer_without_tensors_writes_its_part_only():
 
 def test_rows_are_sorted_whatever_the_order_given():
     """REQ-IDX-003."""
-    arrays = [tensor(name, np.ones(2), field=field, scope=scope) for name in "ba" for field in ("optimizer", "weights")
-              for scope in ("lw/2", "global", "lw/10")]  # fmt: skip
+    arrays = [
+        tensor(name, np.ones(2), field=field, scope=scope)
+        for name in "ba"
+        for field in ("optimizer", "weights")
+        for scope in ("lw/2", "global", "lw/10")
+    ]
     leaves = [leaf(field, 1, name=name) for name in "ba" for field in ("config", "data")]
     streams = [stream(name, 1, scope=scope) for name in "ba" for scope in ("lw/2", "lw/10")]
     one = write(*arrays, leaves=leaves, streams=streams)[1]
     other = write(*arrays[::-1], leaves=leaves[::-1], streams=streams[::-1])[1]
     assert one.tensors == other.tensors
     assert one.dump()[0][-500:] == other.dump()[0][-500:]
-    assert [(t.field, t.name, t.scope) for t in one.tensors][:3] == [("weights", "a", s) for s in ("global", "lw/10", "lw/2")]
+    assert [(t.field, t.name, t.scope) for t in one.tensors][:3] == [
+        ("weights", "a", s) for s in ("global", "lw/10", "lw/2")
+    ]
 
 
 def test_holdings_are_pieces_with_their_bytes():
     made = snapshot(tensor("w", np.ones((4, 2), np.float16), boxes=(Box((0, 0), (1, 2)), Box((1, 0), (3, 2)))))
     assert list_holdings(made) == [
-        ((("weights", "w", "global"), Box((0, 0), (1, 2))), 4), ((("weights", "w", "global"), Box((1, 0), (3, 2))), 12),
-    ]  # fmt: skip
+        ((("weights", "w", "global"), Box((0, 0), (1, 2))), 4),
+        ((("weights", "w", "global"), Box((1, 0), (3, 2))), 12),
+    ]
 
 
 ONE = np.ones(1)
@@ -142,7 +160,9 @@ WRONG_NAMES = {
     "a name too long": snapshot(tensor("x" * (limits.NAME_NBYTES + 1), ONE)),
     "a name too long in bytes": snapshot(tensor("é" * (limits.NAME_NBYTES // 2 + 1), ONE)),
     "a lone surrogate": snapshot(tensor("a\ud800", ONE)),
-    "a lone surrogate in a leaf's name": snapshot(leaves=[Leaf(field="config", name="\udfff", scope="global", value=b"\xc0")]),
+    "a lone surrogate in a leaf's name": snapshot(
+        leaves=[Leaf(field="config", name="\udfff", scope="global", value=b"\xc0")]
+    ),
     "a lone surrogate in an alias": snapshot(tensor("w", ONE, aliases=("\udc00",))),
 }
 
@@ -162,10 +182,13 @@ def test_one_name_in_several_fields_and_scopes_is_fine():
     """REQ-IDX-003."""
     check_snapshot(
         snapshot(
-            tensor("w", ONE), tensor("w", ONE, scope="lw/0"), tensor("w", ONE, field="optimizer"),
-            leaves=[leaf("weights", 1, name="w")], streams=[stream("w", 1), stream("w", 1, scope="lw/1")],
+            tensor("w", ONE),
+            tensor("w", ONE, scope="lw/0"),
+            tensor("w", ONE, field="optimizer"),
+            leaves=[leaf("weights", 1, name="w")],
+            streams=[stream("w", 1), stream("w", 1, scope="lw/1")],
         )
-    )  # fmt: skip
+    )
 
 
 def test_no_part_without_durable_shards():

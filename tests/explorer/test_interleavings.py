@@ -36,6 +36,8 @@ def on_files(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_order_of_steps_on_objects_does_harm(name):
+    # REQ-RUN-013 and REQ-RUN-014 are what two launches of these scenes need, one of which retires; test_mutants has
+    # the protocols without them.
     preemptions = 1 if name in LONG else 2
     result = explore(on_objects(name), preemptions=preemptions)
 

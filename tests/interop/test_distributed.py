@@ -249,12 +249,12 @@ def test_the_step_count_of_a_scalar_parameter_stays_a_plain_tensor():
     with played(0, 1):
         saved, weight = make_scalar()
         weight.grad = weight.detach().clone()
-        saved.optimizer.step()  # type: ignore[attr-defined]
+        saved.optimizer.step()
         checkpoint = save(saved)
         live, other = make_scalar()
         load(live, checkpoint)
 
-    state = live.optimizer.state[other]  # type: ignore[attr-defined]
+    state = live.optimizer.state[other]
     assert isinstance(state["exp_avg"], DTensor)
     assert not isinstance(state["step"], DTensor)
     assert float(state["step"]) == 1.0

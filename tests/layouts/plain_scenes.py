@@ -87,6 +87,60 @@ def pipeline_lost_layer(stage: Stage) -> Any:
     return attempt(lambda: ckptfmt.load(stage.path("whole"), state, strict=False))
 
 
+class Tied(nn.Module):
+    """An embedding that is also the head, or one of the two alone."""
+
+    def __init__(self, seed: int, *, embed: bool, head: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        weight = nn.Parameter(torch.randn(6, 4))
+        if embed:
+            self.embed = nn.Embedding(6, 4, _weight=weight)
+            self.embed.weight = weight
+        if head:
+            self.head = nn.Linear(4, 6, bias=False)
+            self.head.weight = weight
+
+
+def _tied(seed: int, *, embed: bool = True, head: bool = True) -> tuple[Tied, torch.optim.AdamW]:
+    module = Tied(seed, embed=embed, head=head)
+    return module, torch.optim.AdamW(module.parameters(), lr=0.5)
+
+
+def tied_whole_save(stage: Stage) -> Any:
+    if stage.rank:
+        return None
+    module, optimizer = _tied(1)
+    steps_without_model(module, optimizer, range(2))
+    ckptfmt.save(stage.path("tied"), State(weights=module, optimizer=optimizer, data={}), step=2, writer=(0, 1))
+    return _both(module, optimizer)
+
+
+def tied_stages(stage: Stage) -> Any:
+    """From one process to two stages, and back: as they were, and after the stages went apart."""
+    last = stage.rank > 1
+    module, optimizer = _tied(2, embed=not last, head=last)
+    state = State(weights=module, optimizer=optimizer, data={})
+    ckptfmt.load(stage.path("tied"), state, strict=False)
+    loaded = _both(module, optimizer)
+    ckptfmt.save(stage.path("tied-stages"), state, step=2)
+    if last:
+        for moments in optimizer.state.values():
+            moments["exp_avg"] += 1
+    ckptfmt.save(stage.path("tied-apart"), state, step=3)
+    if stage.rank:
+        return {"loaded": loaded}
+    whole, again = _tied(3)
+    before = _both(whole, again)
+    target = State(weights=whole, optimizer=again, data={})
+
+    def load(name: str) -> dict[str, Any]:
+        return attempt(lambda: ckptfmt.load(stage.path(name), target, writer=(0, 1), strict=False))
+
+    back = {"before": before, "outcome": load("tied-stages"), "after": _both(whole, again)}
+    return {"loaded": loaded, "back": back, "apart": load("tied-apart")}
+
+
 # --- the same names, other contents -----------------------------------------------------------------------------------
 
 

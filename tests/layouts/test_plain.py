@@ -15,7 +15,7 @@ from tests.layouts.plain_scenes import LAYERS, _both, make_layers
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 SCENES = [
-    "pipeline_save", "pipeline_whole", "pipeline_back", "pipeline_lost_layer",
+    "pipeline_save", "pipeline_whole", "pipeline_back", "pipeline_lost_layer", "tied_whole_save", "tied_stages",
     "experts_same_names", "experts_per_worker", "experts_own_names", "stages_replicated_by_their_own_mesh",
     "mappings_of_other_keys", "leaf_differs", "config_differs", "steps_differ", "shapes_differ", "dtypes_differ",
     "one_is_unsupported", "foreign_error_in_capture", "foreign_error_in_load", "foreign_error_in_write",
@@ -105,6 +105,29 @@ class TestPipelineStages:
         assert all("layers.3.bias" in outcome["text"] for outcome in said)
 
 
+class TestTiedAcrossStages:
+    """The embedding is the head: one tensor in a whole model, two in a pipeline, each with optimizer state."""
+
+    def test_both_stages_take_what_was_one(self, four):
+        whole = four.of("tied_whole_save")[0]
+        for rank, said in enumerate(four.of("tied_stages")):
+            name = "head.weight" if rank > 1 else "embed.weight"
+            assert said["loaded"]["weights"] == {name: whole["weights"]["embed.weight"]}
+            assert said["loaded"]["state"] == {name: whole["state"]["embed.weight"]} != {name: {}}
+
+    def test_one_takes_what_both_had(self, four):
+        whole = four.of("tied_whole_save")[0]
+        said = four.of("tied_stages")[0]["back"]
+        assert said["outcome"]["code"] == "OK", said["outcome"]["text"]
+        assert said["after"] == {"weights": whole["weights"], "state": whole["state"], "options": whole["options"]}
+        assert said["before"]["weights"] != whole["weights"]
+
+    def test_unless_they_had_become_different(self, four):
+        outcome = four.of("tied_stages")[0]["apart"]
+        assert outcome["code"] in (Code.LEAF_UNEXPECTED, Code.TENSOR_UNEXPECTED)
+        assert "head.weight" in outcome["text"]
+
+
 class TestSameNamesOtherContents:
     def test_they_are_refused(self, four):
         assert_refused(
@@ -147,7 +170,7 @@ class TestRanksThatContradictEachOther:
         ("scene", "code", "mentions"),
         [
             ("leaf_differs", Code.LEAF_DIVERGED, ["shards/1/at", "writers 0 and 3", "data"]),
-            ("mappings_of_other_keys", Code.LEAF_DIVERGED, ["layers.", "writers 0 and 1", "weights"]),
+            ("mappings_of_other_keys", Code.LEAF_DIVERGED, ["writers 0 and 1", "weights"]),
             ("config_differs", Code.LEAF_DIVERGED, ["rank", "writers 0 and 1", "config"]),
             ("shapes_differ", Code.TENSOR_DIVERGED, ["(2,)", "(3,)", "writer 2", "'w'"]),
             ("dtypes_differ", Code.TENSOR_DIVERGED, ["float32", "int32", "writer 2", "'w'"]),

@@ -16,7 +16,7 @@ from ckptfmt.interop.placing import Placer
 from ckptfmt.interop.plan import Plan
 from ckptfmt.interop.torch.tensors import local_of
 
-__all__ = ["plan_groups"]
+__all__ = ["contents_of", "plan_groups"]
 
 _NOT_OPTIONS: Final = ("params", "param_names")
 #: Options that choose another kernel, and with it other bits.
@@ -105,17 +105,20 @@ def _same_options(plan: Plan, field: str, left: _Saved, right: _Saved) -> bool:
         return False
     contents = []
     for group in (left, right):
-        options = {key: _contents(plan, field, group.scope, value) for key, value in sorted(group.options.items())}
+        options = {key: contents_of(plan, field, group.scope, value) for key, value in sorted(group.options.items())}
         contents.append(dump_tree(options, where=group.name))
     return contents[0] == contents[1]
 
 
-def _contents(plan: Plan, field: str, scope: str, value: Any) -> object:  # noqa: ANN401 - a tree
+def contents_of(plan: Plan, field: str, scope: str, value: Any) -> object:  # noqa: ANN401 - a tree
+    """Return a tree with the bytes of each tensor in place of its name: equal where the values are."""
     if isinstance(value, TensorRef):
         found = plan.checkpoint.find(field, value.name, scope)
         return None if found is None else (found.dtype, plan.checkpoint.read(*found.key).tobytes())
     if isinstance(value, list | tuple):
-        return [_contents(plan, field, scope, item) for item in value]
+        return [contents_of(plan, field, scope, item) for item in value]
+    if isinstance(value, dict):
+        return {key: contents_of(plan, field, scope, item) for key, item in value.items()}
     return value
 
 

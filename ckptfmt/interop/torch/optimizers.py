@@ -6,7 +6,7 @@ That one casts state to the dtype of the parameter, and numbers parameters where
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,9 +16,10 @@ from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
+from ckptfmt.interop.names import GLOBAL
 from ckptfmt.interop.placing import Placer, fill, refuses
 from ckptfmt.interop.plan import MISSING, Plan
-from ckptfmt.interop.torch.groups import plan_groups
+from ckptfmt.interop.torch.groups import contents_of, plan_groups
 from ckptfmt.interop.torch.subclasses import is_registered
 from ckptfmt.interop.torch.tensors import is_distributed, local_of
 from ckptfmt.interop.trees import Encoder
@@ -89,7 +90,10 @@ def plan_optimizer(
     where = f"{field}:{prefix}"
     _check_state_keys(optimizer, where)
     named = [
-        [(parameter, _names_of(parameter, names, index, where)) for parameter in group["params"]]
+        [
+            (parameter, _with_saved_aliases(plan, _names_of(parameter, names, index, where), scope))
+            for parameter in group["params"]
+        ]
         for index, group in enumerate(optimizer.param_groups)
     ]
     all_options = plan_groups(
@@ -117,13 +121,14 @@ class _ParameterState:
         self.on_device = on_device
         self.live: dict[Any, Any] = optimizer.state.get(parameter) or {}
 
-    def restore(self, names: Iterable[str], prefix: str, scope: str) -> None:
+    def restore(self, names: Sequence[str], prefix: str, scope: str) -> None:
         """Plan to put back what was saved under one of `names`."""
         name, at, saved = self.plan.leaf(self.field, [f"{prefix}state/{name}" for name in names], scope)
         if saved is MISSING:
             if self.live:
                 self.plan.problem(Code.LEAF_MISSING, f"{self.field}:{name}", "the live optimizer has this state")
             return
+        self._take_tied(name, saved, [f"{prefix}state/{other}" for other in names], at)
         placer = Placer(self.plan, field=self.field, scope=at, device=local_of(self.parameter).device)
         state = {key: self._value(placer, key, value, name) for key, value in saved.items()}
         for key in self.live:
@@ -131,6 +136,20 @@ class _ParameterState:
                 self.plan.problem(Code.LEAF_MISSING, f"{self.field}:{name}/{key}", "the live optimizer has this state")
                 state[key] = self.live[key]
         self.plan.actions.append(lambda: self._put(state))
+
+    def _take_tied(self, name: str, saved: object, others: Iterable[str], scope: str) -> None:
+        """Take state that was saved apart for parameters that are one here; other contents would be lost silently."""
+        plan, field = self.plan, self.field
+        for other in others:
+            key = (field, other, scope)
+            if other == name or key not in plan.checkpoint.leaves:
+                continue
+            value = plan.checkpoint.leaf(*key)
+            plan.taken_leaves.add(key)
+            Placer(plan, field=field, scope=scope).take(value)
+            if contents_of(plan, field, scope, value) != contents_of(plan, field, scope, saved):
+                detail = f"one parameter with that of {name} here, but saved with other contents"
+                plan.problem(Code.LEAF_UNEXPECTED, f"{field}:{other}", detail)
 
     def _put(self, state: dict[Any, Any]) -> None:
         kept = self.optimizer.state[self.parameter]
@@ -173,6 +192,16 @@ def _names_of(parameter: torch.Tensor, names: Names, group: int, where: str) -> 
         detail = f"group {group} has a parameter of shape {tuple(parameter.shape)} that no module of weights has"
         raise err(Code.PARAMETER_UNNAMED, detail, where=where)
     return found
+
+
+def _with_saved_aliases(plan: Plan, names: tuple[str, ...], scope: str) -> tuple[str, ...]:
+    """Return names and, behind them, those of the tensors that the parameter was tied to when it was saved.
+
+    Only the first of these had the state: here, on a pipeline stage for one, it may be another that is left of them.
+    """
+    found = [plan.checkpoint.find("weights", name, at) for at in (GLOBAL, scope) for name in names]
+    aliases = [alias for tensor in found if tensor is not None for alias in (tensor.name, *tensor.aliases)]
+    return tuple(dict.fromkeys((*names, *aliases)))
 
 
 def _check_state_keys(optimizer: torch.optim.Optimizer, where: str) -> None:
