@@ -93,7 +93,7 @@ def load(
     state: State | None = None,
     *,
     allow: Iterable[str] = (),
-    strict: bool = True,
+    strict: bool = False,
     framework: str | None = None,
     writer: tuple[int, int] | None = None,
     agree: Agree = None,

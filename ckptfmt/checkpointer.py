@@ -75,7 +75,7 @@ class Checkpointer:
         keep_every: int | None = None,
         resume: str = "auto",
         allow: Iterable[str] = (),
-        strict: bool = True,
+        strict: bool = False,
         writer: tuple[int, int] | None = None,
         agree: Agree = None,
         deadline_s: float = DEADLINE_S,
@@ -217,7 +217,9 @@ class Checkpointer:
         )
         self._pending_streams = checkpoint
         self.step = self._saved_step = checkpoint.step
-        _LOG.info("step %d restored from %s", self.step, resume.name)
+        _LOG.info("step %d restored from %s: claim %s", self.step, resume.name, self.load_report.claim)
+        for sentence in self.load_report.downgrades:
+            _LOG.warning("restored in another way than saved: %s", sentence)
 
     def _restore_streams(self, checkpoint: Checkpoint) -> None:
         restore_streams(

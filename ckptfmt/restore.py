@@ -63,7 +63,7 @@ def restore(
     worker: int,
     worker_count: int,
     allow: Iterable[str] = frozenset(),
-    strict: bool = True,
+    strict: bool = False,
     streams: bool = True,
 ) -> LoadReport:
     """Load a checkpoint into the live objects of a state.
@@ -96,7 +96,7 @@ def restore_streams(
     worker: int,
     worker_count: int,
     allow: Iterable[str] = frozenset(),
-    strict: bool = True,
+    strict: bool = False,
 ) -> tuple[str, ...]:
     """Put the random-number streams back, and return what couldn't be: the last thing to do before the first step.
 
@@ -118,7 +118,7 @@ def plan_restore(
     worker: int,
     worker_count: int,
     allow: Iterable[str] = frozenset(),
-    strict: bool = True,
+    strict: bool = False,
 ) -> Restoration:
     """Return what a load would do; nothing live is changed. Arguments and errors are those of `restore`."""
     live = Live.of(state, worker=worker, worker_count=worker_count)

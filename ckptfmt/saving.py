@@ -152,9 +152,7 @@ def _fingerprint(snapshot: Snapshot) -> str:
 
 def _dump_holdings(snapshot: Snapshot) -> bytes:
     by = snapshot.declared_by
-    holdings = [
-        (key, box.begin, box.shape, by.get(key, ""), nbytes) for (key, box), nbytes in list_holdings(snapshot)
-    ]
+    holdings = [(key, box.begin, box.shape, by.get(key, ""), nbytes) for (key, box), nbytes in list_holdings(snapshot)]
     return dump_tree(holdings, where="holdings")
 
 

@@ -60,8 +60,7 @@ def train(
     state = State(weights=replica, optimizer=optimizer, data=sampler, config=settings, extra={"scheduler": scheduler})
     put_back = leave_out(without, model, optimizer, scheduler, sampler) if without else lambda: None
     ledger = LedgerWriter(ledger_path(ledgers, name, rank))
-    # strict=False: on another number of processes, go on with new random-number streams, and say so.
-    with Checkpointer(run, state, every=settings.every, keep=4, resume=resume, strict=False) as checkpointer:
+    with Checkpointer(run, state, every=settings.every, keep=4, resume=resume) as checkpointer:
         ledger.write(describe(checkpointer, model, text, rank, world_size))
         batches = iter(sampler)
         samples, loss = None, None

@@ -109,18 +109,18 @@ def test_another_number_of_workers_is_refused_or_reported():
     checkpoint = MemoryCheckpoint(*(capture(one, worker=i, worker_count=2) for i, one in enumerate(saved)))
 
     with pytest.raises(StateError, match=r"STREAM_UNEXPECTED.*lw/1"):
-        load(state(5), checkpoint)
+        load(state(5), checkpoint, strict=True)
     fewer = state(5)
-    report = load(fewer, checkpoint, strict=False)
+    report = load(fewer, checkpoint)
     assert fewer.rng["mine"].getstate() == saved[0].rng["mine"].getstate()
     assert any("lw/1" in line for line in report.lowered_by)
     assert report.claim != "T1"
 
     with pytest.raises(StateError, match="STREAM_MISSING"):
-        restore(state(5), checkpoint, worker=2, worker_count=3)
+        restore(state(5), checkpoint, worker=2, worker_count=3, strict=True)
     third = state(5)
     fresh = third.rng["mine"].getstate()
-    restore(third, checkpoint, worker=2, worker_count=3, strict=False)
+    restore(third, checkpoint, worker=2, worker_count=3)
     assert third.rng["mine"].getstate() == fresh
 
 

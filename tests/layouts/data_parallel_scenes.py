@@ -63,9 +63,7 @@ def sync_batch_norm(stage: Stage) -> Any:
         scopes = sorted({scope for field, _, scope in checkpoint.tensors if field == "weights"})
     target = make(0.75)
     ckptfmt.load(path, State(weights=target))
-    different = attempt(
-        lambda: ckptfmt.save(stage.path("sync-differs"), State(weights=other), step=1, deadline_s=120)
-    )
+    different = attempt(lambda: ckptfmt.save(stage.path("sync-differs"), State(weights=other), step=1, deadline_s=120))
     return {"scopes": scopes, "saved": weight_bits(equal), "after": weight_bits(target), "different": different}
 
 
@@ -244,7 +242,12 @@ def _train(
         state.data.commit(step + 1)  # type: ignore[union-attr, attr-defined]
         losses.append([bits(loss), list(map(int, samples))])
     weights = weight_bits(module)
-    return {"losses": losses, "weights": weights, "state": optimizer_bits(optimizer, module), "lr": scheduler.get_last_lr()}
+    return {
+        "losses": losses,
+        "weights": weights,
+        "state": optimizer_bits(optimizer, module),
+        "lr": scheduler.get_last_lr(),
+    }
 
 
 def train_and_save(stage: Stage) -> Any:

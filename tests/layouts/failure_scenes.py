@@ -102,9 +102,7 @@ def _training(stage: Stage, seed: int) -> tuple[nn.Module, torch.optim.AdamW, Ch
     return module, optimizer, checkpointer
 
 
-def _train(
-    module: nn.Module, optimizer: torch.optim.AdamW, checkpointer: Checkpointer, total: int
-) -> None:
+def _train(module: nn.Module, optimizer: torch.optim.AdamW, checkpointer: Checkpointer, total: int) -> None:
     for step in checkpointer.steps(total):
         steps_without_model(module, optimizer, range(step, step + 1))
 

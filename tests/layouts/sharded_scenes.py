@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckptfmt
@@ -158,6 +158,39 @@ def fsdp_without_state(stage: Stage) -> Any:
     return {"saved": saved, "fresh": fresh, "refused": refused}
 
 
+def load_after_evaluation(stage: Stage) -> Any:
+    """Parameters are whole when the load comes: what the next step uses has to be what was loaded."""
+    mesh = init_device_mesh("cpu", (stage.world_size,))
+    path = stage.path(f"fsdp-{stage.world_size}")
+    said = []
+    for evaluate in (True, False):
+        module = shard(2, mesh)
+        optimizer = adamw(module)
+        if evaluate:
+            with torch.no_grad():
+                module(torch.tensor([1, 2]))
+        ckptfmt.load(path, State(weights=module, optimizer=optimizer, data={}))
+        said.append([train(module, optimizer, range(3, 5), stage.rank), both(module, optimizer)])
+    return said
+
+
+def replicate_composably(stage: Stage) -> Any:
+    """torch's `replicate`, which in some versions makes DTensors of the parameters and in others hooks."""
+    from torch.distributed._composable.replicate import replicate  # noqa: PLC0415 - private, and only here
+
+    def make(seed: int) -> Net:
+        module = Net(seed)
+        replicate(module)
+        return module
+
+    module = make(1)
+    optimizer = adamw(module)
+    train(module, optimizer, range(2), stage.rank)
+    path = stage.path("replicate")
+    ckptfmt.save(path, State(weights=module, optimizer=optimizer, data={}), step=2)
+    return {"saved": both(module, optimizer), "loaded": _load_fsdp(make(2), path)}
+
+
 # --- other meshes -----------------------------------------------------------------------------------------------------
 
 
@@ -201,7 +234,9 @@ def tensor_parallel(stage: Stage) -> Any:
     path = stage.path("tp")
     ckptfmt.save(path, State(weights=module, optimizer=optimizer, data={}), step=2)
     placements = {
-        name: str(parameter.placements) for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)
+        name: str(parameter.placements)
+        for name, parameter in module.named_parameters()
+        if isinstance(parameter, DTensor)
     }
     return {
         "saved": both(module, optimizer), "loaded": _load_fsdp(_parallel(2, mesh), path), "placements": placements,
@@ -269,7 +304,8 @@ def meshes_of_many_shapes(stage: Stage) -> Any:
     for turn in range(len(layouts)):
         turned = layouts[turn:] + layouts[:turn]
         targets = {
-            f"t{number}": distribute_tensor(torch.zeros_like(whole), mesh, layout) for number, layout in enumerate(turned)
+            f"t{number}": distribute_tensor(torch.zeros_like(whole), mesh, layout)
+            for number, layout in enumerate(turned)
         }
         before = bits(targets)
         ckptfmt.load(path, State(weights=targets), strict=False)
@@ -277,9 +313,28 @@ def meshes_of_many_shapes(stage: Stage) -> Any:
     return {"wrong": wrong, "count": len(layouts) ** 2}
 
 
-def partial_is_refused(stage: Stage) -> Any:
-    from torch.distributed.tensor import Partial  # noqa: PLC0415 - only here
+def outside_of_the_mesh(stage: Stage) -> Any:
+    """Two ranks of four are in the mesh; the others have the same objects and hold nothing."""
+    mesh = DeviceMesh("cpu", [0, 2])
+    whole = torch.arange(15, dtype=torch.int64).reshape(5, 3)
 
+    def make(factor: int) -> dict[str, torch.Tensor]:
+        return {
+            "sharded": distribute_tensor(whole * factor, mesh, [Shard(0)]),
+            "replicated": distribute_tensor(whole * factor, mesh, [Replicate()]),
+        }
+
+    path = stage.path("outside")
+    ckptfmt.save(path, State(weights=make(1)), step=1)
+    target = make(2)
+    ckptfmt.load(path, State(weights=target))
+    plain = {"sharded": whole * 0, "replicated": whole * 0}
+    ckptfmt.load(path, State(weights=plain), strict=False, writer=(0, 1))
+    inside = mesh.get_coordinate() is not None
+    return {"inside": inside, "target": bits(target) if inside else None, "plain": bits(plain), "whole": bits(whole)}
+
+
+def partial_is_refused(stage: Stage) -> Any:
     mesh = init_device_mesh("cpu", (stage.world_size,))
     tensor = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
     return attempt(lambda: ckptfmt.save(stage.path("partial"), State(weights={"w": tensor}), step=1, deadline_s=120))
@@ -383,3 +438,17 @@ def dict_of_optimizers(stage: Stage) -> Any:
 
 def container_of_optimizers(stage: Stage) -> Any:
     return _containers(stage, "container", Container)
+
+
+def containers_on_other_ranks(stage: Stage) -> Any:
+    """A list and a container of optimizers, saved by four ranks, are loaded by these."""
+    mesh = init_device_mesh("cpu", (stage.world_size,))
+    said = {}
+    for name in ("list", "container"):
+        module = shard(2, mesh)
+        optimizers = _make_optimizers(module)
+        given = optimizers if name == "list" else Container(module, optimizers)
+        state = State(weights=module, optimizer=given, data={})
+        ckptfmt.load(stage.path(f"optimizers-{name}"), state, strict=False)
+        said[name] = [weight_bits(module), *[optimizer_bits(inner, module) for inner in optimizers]]
+    return said

@@ -14,7 +14,8 @@ from tests.layouts.sharded_scenes import Even, Net, adamw, both
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 SCENES = [
-    "fsdp_save", "fsdp_load_same", "fsdp_load_two", "fsdp_without_state", "hsdp", "tensor_parallel", "fsdp_over_tp",
+    "fsdp_save", "fsdp_load_same", "fsdp_load_two", "fsdp_without_state",
+    "load_after_evaluation", "replicate_composably", "outside_of_the_mesh", "hsdp", "tensor_parallel", "fsdp_over_tp",
     "fsdp_over_tp_uneven", "meshes_of_many_shapes", "partial_is_refused", "list_of_optimizers", "dict_of_optimizers",
     "container_of_optimizers",
 ]  # fmt: skip
@@ -39,7 +40,7 @@ def four(scratch, two):
 @pytest.fixture(scope="module")
 def three(scratch, four):
     assert four.of("fsdp_save")
-    scenes = ["fsdp_load_four", "fsdp_load_four_on_two"]
+    scenes = ["fsdp_load_four", "fsdp_load_four_on_two", "containers_on_other_ranks"]
     return launch("tests.layouts.sharded_scenes", scenes, world_size=3, scratch=scratch, rendezvous="file")
 
 
@@ -54,7 +55,9 @@ def assert_taken(loaded, saved):
 
 class TestFsdp2:
     def test_the_shards_are_uneven_and_some_are_empty(self, four):
-        rows = {name: [rank["local"][name][0] for rank in four.of("fsdp_save")] for name in four.of("fsdp_save")[0]["local"]}
+        rows = {
+            name: [rank["local"][name][0] for rank in four.of("fsdp_save")] for name in four.of("fsdp_save")[0]["local"]
+        }
         assert rows["table.weight"] == [3, 3, 3, 1]
         assert rows["down.weight"] == [1, 1, 1, 0]
         assert rows["scale"] == [1, 0, 0, 0]
@@ -97,6 +100,10 @@ class TestFsdp2:
             assert after["later"] == before["later"] != before["saved"]
         assert len({str(rank["losses"]) for rank in four.of("fsdp_save")}) == 4
 
+    def test_a_load_while_parameters_are_whole(self, four):
+        for rank, (evaluated, fresh) in enumerate(four.of("load_after_evaluation")):
+            assert evaluated == fresh == [four.of("fsdp_save")[rank][key] for key in ("losses", "later")]
+
     def test_an_optimizer_without_state(self, four):
         for rank in four.of("fsdp_without_state"):
             assert rank["fresh"]["after"]["weights"] == rank["saved"] != rank["fresh"]["before"]["weights"]
@@ -136,6 +143,19 @@ class TestOtherMeshes:
         path = scratch / f"strided-{rows}-{columns}"
         self.assert_plain_process_takes(path, Even(9, rows, columns), said[0]["saved"])
 
+    def test_replicate(self, four, scratch):
+        said = four.of("replicate_composably")
+        for rank in said:
+            assert_taken(rank["loaded"], said[0]["saved"])
+        self.assert_plain_process_takes(scratch / "replicate", Net(9), said[0]["saved"])
+
+    def test_ranks_outside_of_the_mesh_hold_nothing(self, four):
+        said = four.of("outside_of_the_mesh")
+        assert [rank["inside"] for rank in said] == [True, False, True, False]
+        for rank in said:
+            assert rank["plain"] == {"sharded": rank["whole"], "replicated": rank["whole"]}
+            assert rank["target"] == (rank["plain"] if rank["inside"] else None)
+
     def test_every_placement_of_a_mesh_into_every_other(self, four):
         for rank in four.of("meshes_of_many_shapes"):
             assert rank == {"wrong": [], "count": 81}
@@ -155,6 +175,12 @@ class TestOtherMeshes:
 
 
 class TestSeveralOptimizers:
+    def test_they_can_be_loaded_by_other_ranks(self, four, three):
+        for name in ("list", "container"):
+            saved = four.of(f"{name}_of_optimizers")[0]["saved"][:3]
+            for rank in three.of("containers_on_other_ranks"):
+                assert rank[name] == saved
+
     @pytest.mark.parametrize("scene", ["list_of_optimizers", "dict_of_optimizers", "container_of_optimizers"])
     def test_each_goes_on_bit_by_bit(self, four, scene):
         for rank in four.of(scene):
