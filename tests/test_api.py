@@ -26,9 +26,7 @@ def make_state(seed: int = 0, **more: Any) -> ckptfmt.State:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer)
-    return ckptfmt.State(
-        weights=model, optimizer=optimizer, data={"position": 24}, config={"lr": 1e-3}, **more
-    )
+    return ckptfmt.State(weights=model, optimizer=optimizer, data={"position": 24}, config={"lr": 1e-3}, **more)
 
 
 def train(model: Any, optimizer: Any) -> bytes:
@@ -195,7 +193,7 @@ def test_path_that_holds_nothing_is_named(tmp_path: Path) -> None:
 def test_every_error_is_picklable_and_has_a_remedy() -> None:
     for code, entry in CODES.items():
         error = entry.error(code, "found", where="here", requirement="REQ-MAN-001", remedy=entry.remedy)
-        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+        again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
         assert entry.remedy
         assert issubclass(entry.error, ckptfmt.CkptError)

@@ -161,12 +161,9 @@ def test_saving_a_step_twice_does_nothing(store: Any) -> None:
 def test_sampler_commits_with_the_step(store: Any) -> None:
     def start(total: int) -> list[list[int]]:
         sampler = ckptfmt.Sampler(10, global_batch=4, seed=7, worker=(0, 1))
-        seen = []
         with Checkpointer(store, ckptfmt.State(weights={"w": np.zeros(1)}, data=sampler), every=2) as checkpointer:
             batches = iter(sampler)
-            for _ in checkpointer.steps(total):
-                seen.append(next(batches))
-        return seen
+            return [next(batches) for _ in checkpointer.steps(total)]
 
     interrupted = start(3) + start(6)
     uninterrupted = list(itertools.islice(iter(ckptfmt.Sampler(10, global_batch=4, seed=7, worker=(0, 1))), 6))
@@ -175,7 +172,7 @@ def test_sampler_commits_with_the_step(store: Any) -> None:
 
 def test_what_cannot_be_saved_is_refused_before_the_first_step(store: Any) -> None:
     state = ckptfmt.State(weights={"w": np.zeros(1)}, extra={"socket": object()})
-    done = []
+    done: list[int] = []
     with pytest.raises(CkptError, match="socket") as caught, Checkpointer(store, state) as checkpointer:
         done.extend(checkpointer.steps(3))
     assert (caught.value.code, done) == (Code.STATE_UNSUPPORTED, [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ def sync_batch_norm(stage: Stage) -> Any:
 def _draw(own: dict[str, Any]) -> Any:
     user, array = own["torch"], own["numpy"]
     return [
-        random.random().hex(),  # noqa: S311 - the stream under test
+        random.random().hex(),
         np.random.rand().hex(),  # noqa: NPY002 - the legacy stream is under test
         bits(torch.rand(3)),
         bits(torch.rand(3, generator=user)),
@@ -109,7 +109,7 @@ def streams_load_elsewhere(stage: Stage) -> Any:
     own = _seed(2000 + stage.rank)
     fresh = [_draw(own) for _ in range(2)]
     own = _seed(2000 + stage.rank)
-    strict = attempt(lambda: ckptfmt.load(stage.path("streams"), State(data={}, rng=own)))
+    strict = attempt(lambda: ckptfmt.load(stage.path("streams"), State(data={}, rng=own), strict=True))
     untouched = [_draw(own) for _ in range(2)]
     own = _seed(2000 + stage.rank)
     report = ckptfmt.load(stage.path("streams"), State(data={}, rng=own), strict=False)
@@ -141,8 +141,8 @@ class Tower(nn.Module):
 
 
 def _activation(tower: Tower) -> Tower:
-    tower.first = checkpoint_wrapper(tower.first)
-    tower.module = checkpoint_wrapper(tower.module)
+    for name in ("first", "module"):
+        setattr(tower, name, checkpoint_wrapper(getattr(tower, name)))
     return tower
 
 
@@ -151,7 +151,7 @@ def _compile(module: nn.Module) -> Any:
 
 
 WRAPPED = {
-    "plain": lambda seed: Tower(seed),
+    "plain": Tower,
     "ddp": lambda seed: DistributedDataParallel(Tower(seed)),
     "compiled": lambda seed: _compile(Tower(seed)),
     "activation": lambda seed: _activation(Tower(seed)),
@@ -212,7 +212,14 @@ def meta_destination(stage: Stage) -> Any:
 # --- a run that goes on -----------------------------------------------------------------------------------------------
 
 
-def _training(stage: Stage, seed: int) -> tuple[nn.Module, torch.optim.AdamW, Any, State]:
+class _Run(NamedTuple):
+    module: nn.Module
+    optimizer: torch.optim.AdamW
+    scheduler: Any
+    state: State
+
+
+def _training(stage: Stage, seed: int) -> _Run:
     torch.manual_seed(seed)
     inner = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     module = DistributedDataParallel(inner)
@@ -223,12 +230,11 @@ def _training(stage: Stage, seed: int) -> tuple[nn.Module, torch.optim.AdamW, An
     state = State(
         weights=module, optimizer=optimizer, data=sampler, config={"lr": 0.01}, extra={"scheduler": scheduler}
     )
-    return module, optimizer, scheduler, state
+    return _Run(module, optimizer, scheduler, state)
 
 
-def _train(
-    stage: Stage, module: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, state: State, steps: range
-) -> Any:
+def _train(run: _Run, steps: range) -> Any:
+    module, optimizer, scheduler, state = run
     rows = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))
     losses = []
     batches = iter(state.data)  # type: ignore[call-overload]
@@ -239,7 +245,7 @@ def _train(
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        state.data.commit(step + 1)  # type: ignore[union-attr, attr-defined]
+        state.data.commit(step + 1)  # type: ignore[attr-defined]
         losses.append([bits(loss), list(map(int, samples))])
     weights = weight_bits(module)
     return {
@@ -251,22 +257,22 @@ def _train(
 
 
 def train_and_save(stage: Stage) -> Any:
-    module, optimizer, scheduler, state = _training(stage, 1)
-    first = _train(stage, module, optimizer, scheduler, state, range(3))
-    ckptfmt.save(stage.path("training"), state, step=3)
-    return {"first": first, "later": _train(stage, module, optimizer, scheduler, state, range(3, 6))}
+    run = _training(stage, 1)
+    first = _train(run, range(3))
+    ckptfmt.save(stage.path("training"), run.state, step=3)
+    return {"first": first, "later": _train(run, range(3, 6))}
 
 
 def load_and_train(stage: Stage) -> Any:
-    module, optimizer, scheduler, state = _training(stage, 2)
-    report = ckptfmt.load(stage.path("training"), state)
+    run = _training(stage, 2)
+    report = ckptfmt.load(stage.path("training"), run.state)
     assert isinstance(report, LoadReport)
-    later = _train(stage, module, optimizer, scheduler, state, range(3, 6))
+    later = _train(run, range(3, 6))
     return {"later": later, "claim": report.claim, "lowered_by": report.lowered_by}
 
 
 def train_without_load(stage: Stage) -> Any:
     """The control: the same last steps from another start."""
-    module, optimizer, scheduler, state = _training(stage, 2)
+    run = _training(stage, 2)
     dist.barrier()
-    return _train(stage, module, optimizer, scheduler, state, range(3))
+    return _train(run, range(3))

@@ -115,7 +115,7 @@ def _meeting(rendezvous: str, here: Path) -> Iterator[dict[str, str]]:
     else:
         import torch.distributed as dist  # noqa: PLC0415 - only this way of meeting needs it here
 
-        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # noqa: FBT003 - is_master
+        store = dist.distributed_c10d.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # noqa: FBT003 - is_master
         yield {"MEET": "store", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         del store
 

@@ -213,9 +213,9 @@ def hsdp(stage: Stage) -> Any:
 
 
 _TP_PLAN = {
-    "up": lambda: ColwiseParallel(),
-    "down": lambda: RowwiseParallel(),
-    "out": lambda: ColwiseParallel(),
+    "up": ColwiseParallel,
+    "down": RowwiseParallel,
+    "out": ColwiseParallel,
 }
 
 

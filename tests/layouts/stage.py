@@ -98,7 +98,7 @@ def steps_without_model(module: nn.Module, optimizer: torch.optim.Optimizer, ste
             if mesh is not None:
                 from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - seldom needed, and slow
 
-                grad = distribute_tensor(grad, mesh, parameter.placements)
+                grad = distribute_tensor(grad, mesh, parameter.placements)  # type: ignore[attr-defined]
             parameter.grad = grad
         optimizer.step()
         optimizer.zero_grad()
@@ -111,7 +111,9 @@ def _meet(rank: int, world_size: int) -> None:
     timeout = dt.timedelta(seconds=COLLECTIVE_S)
     if os.environ["MEET"] == "store":
         port = int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=False, timeout=timeout)
+        store = dist.distributed_c10d.TCPStore(
+            os.environ["MASTER_ADDR"], port, world_size, is_master=False, timeout=timeout
+        )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group(

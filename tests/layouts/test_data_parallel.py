@@ -183,7 +183,7 @@ class TestTheRunGoesOn:
             assert differing(before["later"]["weights"], control["weights"]) == set(control["weights"])
             assert not {loss for loss, _ in before["later"]["losses"]} & {loss for loss, _ in control["losses"]}
 
-    def test_in_all_of_it_nothing_is_wrong(self, two, two_again, scratch):
+    def test_in_all_of_it_nothing_is_wrong(self, two_again, scratch):
         assert two_again.of("load_and_train")
         paths = [path.parent for path in scratch.glob("*/manifest.json")]
         assert len(paths) >= len(WRAPPED) + len({"norm", "streams", "training", "sync"})

@@ -38,7 +38,7 @@ def four(scratch):
 
 
 def union(parts):
-    merged = {}
+    merged: dict[str, object] = {}
     for part in parts:
         for name, value in part.items():
             assert merged.setdefault(name, value) == value, f"replicas of {name} differ"
