@@ -13,6 +13,7 @@ from ckptfmt.interop import torch_side
 from ckptfmt.interop.context import local_facts, plain_config, provenance, topology
 from ckptfmt.interop.live import Live, optimizer_prefix
 from ckptfmt.interop.names import GLOBAL, check_unique
+from ckptfmt.interop.pieces import check_source
 from ckptfmt.interop.streams import capture_streams, live_streams
 from ckptfmt.interop.trees import Encoder
 from ckptfmt.interop.walk import Kind, Unit
@@ -84,6 +85,11 @@ def _capture_stateful(unit: Unit, encoder: Encoder, _live: Live, _number: int) -
     return [encoder.leaf(unit.name, unit.value.state_dict())]
 
 
+def _capture_piece(unit: Unit, encoder: Encoder, _live: Live, _number: int) -> list[Leaf]:
+    encoder.sources.append(check_source(unit.value, field=unit.field, where=f"{unit.field}:{unit.name}"))
+    return []
+
+
 def _capture_tree(unit: Unit, encoder: Encoder, _live: Live, _number: int) -> list[Leaf]:
     return [encoder.leaf(unit.name, unit.value)]
 
@@ -92,6 +98,7 @@ _CAPTURES: Final[dict[Kind, Callable[[Unit, Encoder, Live, int], list[Leaf]]]] =
     Kind.MODULE: _capture_module,
     Kind.OPTIMIZER: _capture_optimizer,
     Kind.STATEFUL: _capture_stateful,
+    Kind.PIECE: _capture_piece,
     Kind.TREE: _capture_tree,
 }
 

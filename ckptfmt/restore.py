@@ -16,6 +16,7 @@ from ckptfmt.interop import torch_side
 from ckptfmt.interop.context import find_differences, local_facts, plain_config, topology
 from ckptfmt.interop.live import Live, optimizer_prefix
 from ckptfmt.interop.names import GLOBAL
+from ckptfmt.interop.pieces import plan_sink
 from ckptfmt.interop.placing import Placer
 from ckptfmt.interop.plan import MISSING, Plan, Readable
 from ckptfmt.interop.standalone import load_trees
@@ -237,6 +238,10 @@ def _load_stateful(live: Any, value: object, where: str) -> None:  # noqa: ANN40
         raise err(Code.READ_BACK, f"its state_dict differs from the loaded one, first at {differing}", where=where)
 
 
+def _plan_piece(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
+    plan_sink(plan, unit.value, field=unit.field, where=f"{unit.field}:{unit.name}")
+
+
 def _plan_tree(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
     name, at, saved = plan.leaf(unit.field, [unit.name], unit.scope)
     where = f"{unit.field}:{name}"
@@ -256,6 +261,7 @@ _PLANS: Final[dict[Kind, Callable[[Plan, Unit, Live, int], None]]] = {
     Kind.MODULE: _plan_module,
     Kind.OPTIMIZER: _plan_optimizer,
     Kind.STATEFUL: _plan_stateful,
+    Kind.PIECE: _plan_piece,
     Kind.TREE: _plan_tree,
 }
 

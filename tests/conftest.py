@@ -1,4 +1,4 @@
-"""What holds for every test: the depth of the property tests, and one thread per worker."""
+"""What holds for every test: depth of property tests, one thread per worker, a second reader of what is written."""
 
 import os
 
@@ -11,3 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("house", derandomize=True, deadline=None, max_examples=100)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile("house")
+
+# Everything that a test saves and leaves whole is also read by a reader that knows the specification alone.
+pytest_plugins = ["tests.plugins_stranger"]

@@ -1,6 +1,6 @@
 """Whatever full checkpoint a test leaves in its `tmp_path`, the reader of a stranger reads it too.
 
-A test that damages checkpoints says so: `@pytest.mark.damages_checkpoints`.
+What a test damaged on purpose is left out: what `ckptfmt.validate` refuses.
 """
 
 import json
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import ckptfmt
 from tests.stranger_reader import FIELDS, read_checkpoint
 
 MAX_NBYTES = 20_000_000
 MAX_CHECKPOINTS = 50
-MARKER = "damages_checkpoints"
 
 
 def check_with_stranger(directory):
@@ -52,19 +52,15 @@ def committed_checkpoints(root):
     return found
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", f"{MARKER}: leaves damaged checkpoints in tmp_path, and the stranger passes")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """As a part of the test itself: it fails if the stranger can't read what it left."""
     result = yield
     root = getattr(item, "funcargs", {}).get("tmp_path")
-    if root is not None and item.get_closest_marker(MARKER) is None:
-        for directory in committed_checkpoints(root):
-            try:
-                check_with_stranger(directory)
-            except (ValueError, AssertionError) as error:
+    for directory in committed_checkpoints(root) if root is not None else ():
+        try:
+            check_with_stranger(directory)
+        except (ValueError, AssertionError) as error:
+            if ckptfmt.validate(directory).valid:
                 pytest.fail(f"the stranger's reader can't read {directory.relative_to(root)}: {error}", pytrace=False)
     return result

@@ -248,7 +248,6 @@ class Piece:
         memoryview(out).cast("B")[:] = part.tobytes()
 
 
-@pytest.mark.xfail(strict=False, reason="README: sources can be put into a mapping given to State; refused as of now")
 def test_pieces_of_two_writers_are_put_together(tmp_path):
     array = np.random.default_rng(2).standard_normal((5, 4, 3)).astype(np.float32)
     cuts = [[((0, 0, 0), (5, 1, 3)), ((0, 1, 2), (5, 3, 1))], [((0, 1, 0), (2, 3, 2)), ((2, 1, 0), (3, 3, 2))]]
@@ -421,7 +420,6 @@ def test_boxes_that_cut_every_dimension_are_put_together(tmp_path):
         assert np.array_equal(checkpoint.weights["cut"][0:5], array)
 
 
-@pytest.mark.damages_checkpoints
 @pytest.mark.parametrize("cuts", [[[((0, 0), (2, 2))]], [[((0, 0), (2, 3)), ((0, 2), (2, 1))]], [[((0, 1), (2, 3))]]])
 def test_gaps_and_overlaps_and_boxes_outside_are_refused(tmp_path, cuts):
     put_cut_tensor(tmp_path, np.zeros((2, 3), np.float32), cuts)
@@ -429,7 +427,6 @@ def test_gaps_and_overlaps_and_boxes_outside_are_refused(tmp_path, cuts):
         read_checkpoint(tmp_path)
 
 
-@pytest.mark.damages_checkpoints
 def test_one_flipped_bit_anywhere_is_refused(tmp_path):
     saved(tmp_path, weights={"a": np.arange(40, dtype=np.int32), "b": np.ones(3)}, config={"x": (1, -0.0)})
     for path in sorted(path for path in (tmp_path / "ckpt").rglob("*") if path.is_file()):
@@ -449,7 +446,6 @@ def test_one_flipped_bit_anywhere_is_refused(tmp_path):
     check_with_stranger(tmp_path / "ckpt")
 
 
-@pytest.mark.damages_checkpoints
 @pytest.mark.parametrize(
     ("member", "value", "message"),
     [

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.names import GLOBAL, join_name, worker_scope
+from ckptfmt.interop.pieces import is_piece
 from ckptfmt.state import PerWorker, State
 
 __all__ = ["Kind", "Unit", "walk"]
@@ -21,6 +22,7 @@ class Kind(Enum):
     MODULE = "module"
     OPTIMIZER = "optimizer"
     STATEFUL = "stateful"
+    PIECE = "piece"
     TREE = "tree"
 
 
@@ -91,6 +93,8 @@ def _kind_of(value: object) -> Kind:
         return Kind.MODULE
     if side is not None and side.is_plain_optimizer(value):
         return Kind.OPTIMIZER
+    if is_piece(value):
+        return Kind.PIECE
     stateful = not isinstance(value, type) and all(
         callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
     )

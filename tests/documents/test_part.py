@@ -7,10 +7,11 @@ import tracemalloc
 import pytest
 
 from ckptfmt import limits
+from ckptfmt.box import Box
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.msgpk import dump_packed_document
 from ckptfmt.documents.packed import dump_packed
-from ckptfmt.documents.part import Part, dump_failure
+from ckptfmt.documents.part import Part, PartBox, PartTensor, dump_failure
 from ckptfmt.errors import Code, FormatError, IntegrityError, err
 from tests.builders import code_of, error_of, origin, parse_signed, small_files, unpacked
 
@@ -279,6 +280,30 @@ def test_no_column_may_be_missing_or_null(table, key):
         code = code_of(lambda signed=signed: parse(signed))
         if table != "absent" or value is None:
             assert code in {Code.DOC_SCHEMA, Code.COLUMN_FORM, Code.PACKED_FORM, Code.MANIFEST_FIELDS}
+
+
+def test_only_a_declared_replica_of_another_writer_has_no_digests():
+    """REQ-PRT-005: digests are how a replica that nobody vouches for is shown to be one."""
+    made = origin()
+    box = Box((0,), (4,))
+    for replica, digests in ((True, b""), (True, bytes(32)), (False, bytes(32)), (False, b""), (True, bytes(64))):
+        held = PartBox(box=box, replica=replica, digests=digests, extents=())
+        tensor = PartTensor(
+            field="weights",
+            name="w",
+            scope="global",
+            dtype="int8",
+            global_shape=(4,),
+            storage="persistent",
+            aliases=(),
+            boxes=(held,),
+        )
+        part = Part(
+            origin=made, writer=0, saved_unix_s=0, files=(), tensors=(tensor,), streams=(), leaves=(), absent={}
+        )
+        code = code_of(lambda part=part: Part.parse(part.dump()[0], where=PATH))
+        right = len(digests) == 32 or (replica and not digests)
+        assert code == ("ok" if right else Code.EXTENT_COVERAGE)
 
 
 def test_damage_is_called_damage():

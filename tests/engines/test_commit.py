@@ -149,6 +149,15 @@ def test_a_part_under_the_wrong_name_is_refused(edit):
     assert read_register(store) is None
 
 
+def test_parts_that_agree_on_another_step_than_the_committer_are_refused():
+    """REQ-PRT-001, REQ-CMT-010."""
+    store = MemoryStore()
+    for writer, held in enumerate(two_writers()):
+        write_part(store, held, origin(writer_count=2, step=4), writer=writer)
+    assert code_of(lambda: commit(store, ORIGIN, deadline_s=1)) == Code.WRITERS_DIVERGED
+    assert read_register(store) is None
+
+
 def test_layouts_that_do_not_fit_decide_nothing():
     """REQ-CMT-012, REQ-CMT-013, REQ-CMT-015: the register isn't created."""
     for other, code in (

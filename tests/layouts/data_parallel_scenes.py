@@ -37,7 +37,7 @@ def batch_norm_save(stage: Stage) -> Any:
 def batch_norm_load(stage: Stage) -> Any:
     module = DistributedDataParallel(make_normed(2))
     before = weight_bits(module.module)
-    report = ckptfmt.load(stage.path("norm"), State(weights=module, data={}), strict=False)
+    report = ckptfmt.load(stage.path("norm"), State(weights=module, data={}))
     assert isinstance(report, LoadReport)
     return {
         "before": before, "after": weight_bits(module.module), "downgrades": report.downgrades, "claim": report.claim,
@@ -112,7 +112,7 @@ def streams_load_elsewhere(stage: Stage) -> Any:
     strict = attempt(lambda: ckptfmt.load(stage.path("streams"), State(data={}, rng=own), strict=True))
     untouched = [_draw(own) for _ in range(2)]
     own = _seed(2000 + stage.rank)
-    report = ckptfmt.load(stage.path("streams"), State(data={}, rng=own), strict=False)
+    report = ckptfmt.load(stage.path("streams"), State(data={}, rng=own))
     assert isinstance(report, LoadReport)
     after = [_draw(own) for _ in range(2)]
     return {

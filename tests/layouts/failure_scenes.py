@@ -93,12 +93,14 @@ def _die_at(where: str) -> None:
     LocalStore.create = create_or_die  # type: ignore[method-assign]
 
 
-def _training(stage: Stage, seed: int) -> tuple[nn.Module, torch.optim.AdamW, Checkpointer]:
+def _training(
+    stage: Stage, seed: int, *, deadline_s: float = SHORT_S
+) -> tuple[nn.Module, torch.optim.AdamW, Checkpointer]:
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     state = State(weights=module, optimizer=optimizer, data={"position": 0})
-    checkpointer = Checkpointer(stage.path("run"), state, deadline_s=SHORT_S)
+    checkpointer = Checkpointer(stage.path("run"), state, deadline_s=deadline_s)
     return module, optimizer, checkpointer
 
 
@@ -129,7 +131,7 @@ def killed_in_mid_save(stage: Stage) -> Any:
 
 def resume_after_death(stage: Stage) -> Any:
     """The next start finds step 2, and saves step 4."""
-    module, optimizer, checkpointer = _training(stage, 2)
+    module, optimizer, checkpointer = _training(stage, 2, deadline_s=120)
     before = [weight_bits(module), optimizer_bits(optimizer, module)]
     with checkpointer:
         step = checkpointer.step

@@ -115,7 +115,8 @@ def _meeting(rendezvous: str, here: Path) -> Iterator[dict[str, str]]:
     else:
         import torch.distributed as dist  # noqa: PLC0415 - only this way of meeting needs it here
 
-        store = dist.distributed_c10d.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # noqa: FBT003 - is_master
+        make = dist.TCPStore  # type: ignore[attr-defined]
+        store = make("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         yield {"MEET": "store", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         del store
 

@@ -66,7 +66,7 @@ def pipeline_whole(stage: Stage) -> Any:
     data: dict[str, object] = {}
     state = State(weights=module, optimizer=optimizer, data=data)
     before = _both(module, optimizer)
-    report = ckptfmt.load(stage.path("pipeline"), state, writer=(0, 1), strict=False)
+    report = ckptfmt.load(stage.path("pipeline"), state, writer=(0, 1))
     assert isinstance(report, LoadReport)
     ckptfmt.save(stage.path("whole"), state, step=3, writer=(0, 1))
     return {"before": before, "after": _both(module, optimizer), "data": data, "claim": report.claim}
@@ -76,7 +76,7 @@ def pipeline_back(stage: Stage) -> Any:
     module, optimizer = make_layers(_share(stage), 3)
     before = _both(module, optimizer)
     state = State(weights=module, optimizer=optimizer, data={})
-    report = ckptfmt.load(stage.path("whole"), state, strict=False)
+    report = ckptfmt.load(stage.path("whole"), state)
     assert isinstance(report, LoadReport)
     return {"before": before, "after": _both(module, optimizer), "claim": report.claim}
 
@@ -86,7 +86,7 @@ def pipeline_lost_layer(stage: Stage) -> Any:
     numbers = range(2) if stage.rank < 2 else range(2, 3)
     module, optimizer = make_layers(numbers, 3)
     state = State(weights=module, optimizer=optimizer, data={})
-    return attempt(lambda: ckptfmt.load(stage.path("whole"), state, strict=False))
+    return attempt(lambda: ckptfmt.load(stage.path("whole"), state))
 
 
 class Tied(nn.Module):
@@ -123,7 +123,7 @@ def tied_stages(stage: Stage) -> Any:
     last = stage.rank > 1
     module, optimizer = _tied(2, embed=not last, head=last)
     state = State(weights=module, optimizer=optimizer, data={})
-    ckptfmt.load(stage.path("tied"), state, strict=False)
+    ckptfmt.load(stage.path("tied"), state)
     loaded = _both(module, optimizer)
     ckptfmt.save(stage.path("tied-stages"), state, step=2)
     if last:
@@ -137,7 +137,7 @@ def tied_stages(stage: Stage) -> Any:
     target = State(weights=whole, optimizer=again, data={})
 
     def load(name: str) -> dict[str, Any]:
-        return attempt(lambda: ckptfmt.load(stage.path(name), target, writer=(0, 1), strict=False))
+        return attempt(lambda: ckptfmt.load(stage.path(name), target, writer=(0, 1)))
 
     back = {"before": before, "outcome": load("tied-stages"), "after": _both(whole, again)}
     return {"loaded": loaded, "back": back, "apart": load("tied-apart")}

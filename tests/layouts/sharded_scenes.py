@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import ckptfmt
 from ckptfmt import State
@@ -111,7 +111,7 @@ def fsdp_save(stage: Stage) -> Any:
 def _load_fsdp(module: nn.Module, path: str, **how: Any) -> dict[str, Any]:
     optimizer = adamw(module)
     before = both(module, optimizer)
-    report = ckptfmt.load(path, State(weights=module, optimizer=optimizer, data={}), strict=False, **how)
+    report = ckptfmt.load(path, State(weights=module, optimizer=optimizer, data={}), **how)
     assert isinstance(report, LoadReport)
     return {"before": before, "after": both(module, optimizer), "claim": report.claim}
 
@@ -154,7 +154,7 @@ def fsdp_without_state(stage: Stage) -> Any:
     fresh = _load_fsdp(other, path)
     stepped = adamw(other)
     train(other, stepped, range(1), stage.rank)
-    refused = attempt(lambda: ckptfmt.load(path, State(weights=other, optimizer=stepped, data={}), strict=False))
+    refused = attempt(lambda: ckptfmt.load(path, State(weights=other, optimizer=stepped, data={})))
     return {"saved": saved, "fresh": fresh, "refused": refused}
 
 
@@ -212,7 +212,7 @@ def hsdp(stage: Stage) -> Any:
     }  # fmt: skip
 
 
-_TP_PLAN = {
+_TP_PLAN: dict[str, Callable[[], ParallelStyle]] = {
     "up": ColwiseParallel,
     "down": RowwiseParallel,
     "out": ColwiseParallel,
@@ -308,7 +308,7 @@ def meshes_of_many_shapes(stage: Stage) -> Any:
             for number, layout in enumerate(turned)
         }
         before = bits(targets)
-        ckptfmt.load(path, State(weights=targets), strict=False)
+        ckptfmt.load(path, State(weights=targets))
         wrong += [name for name, value in bits(targets).items() if value != bits(whole) or before[name] == value]
     return {"wrong": wrong, "count": len(layouts) ** 2}
 
@@ -329,7 +329,7 @@ def outside_of_the_mesh(stage: Stage) -> Any:
     target = make(2)
     ckptfmt.load(path, State(weights=target))
     plain = {"sharded": whole * 0, "replicated": whole * 0}
-    ckptfmt.load(path, State(weights=plain), strict=False, writer=(0, 1))
+    ckptfmt.load(path, State(weights=plain), writer=(0, 1))
     inside = mesh.get_coordinate() is not None
     return {"inside": inside, "target": bits(target) if inside else None, "plain": bits(plain), "whole": bits(whole)}
 
@@ -449,6 +449,6 @@ def containers_on_other_ranks(stage: Stage) -> Any:
         optimizers = _make_optimizers(module)
         given = optimizers if name == "list" else Container(module, optimizers)
         state = State(weights=module, optimizer=given, data={})
-        ckptfmt.load(stage.path(f"optimizers-{name}"), state, strict=False)
+        ckptfmt.load(stage.path(f"optimizers-{name}"), state)
         said[name] = [weight_bits(module), *[optimizer_bits(inner, module) for inner in optimizers]]
     return said

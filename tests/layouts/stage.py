@@ -111,9 +111,8 @@ def _meet(rank: int, world_size: int) -> None:
     timeout = dt.timedelta(seconds=COLLECTIVE_S)
     if os.environ["MEET"] == "store":
         port = int(os.environ["MASTER_PORT"])
-        store = dist.distributed_c10d.TCPStore(
-            os.environ["MASTER_ADDR"], port, world_size, is_master=False, timeout=timeout
-        )
+        host = os.environ["MASTER_ADDR"]
+        store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group(

@@ -67,7 +67,7 @@ class TestBatchNorm:
     def test_in_one_process(self, two, scratch):
         module = make_normed(3)
 
-        report = ckptfmt.load(scratch / "norm", State(weights=module, data={}), strict=False)
+        report = ckptfmt.load(scratch / "norm", State(weights=module, data={}))
 
         saved = two.of("batch_norm_save")
         assert weight_bits(module) == saved[0]
@@ -117,14 +117,14 @@ class TestStreams:
         fresh = _draw(own)
         own = _seed(5)
         with pytest.raises(CkptError) as caught:
-            ckptfmt.load(scratch / "streams", State(data={}, rng=own))
+            ckptfmt.load(scratch / "streams", State(data={}, rng=own), strict=True)
         assert caught.value.code == Code.STREAM_UNEXPECTED
         assert "lw/1" in str(caught.value)
         assert _draw(own) == fresh
 
     def test_or_reported(self, two, scratch):
         own = _seed(5)
-        report = ckptfmt.load(scratch / "streams", State(data={}, rng=own), strict=False)
+        report = ckptfmt.load(scratch / "streams", State(data={}, rng=own))
         assert [_draw(own), _draw(own)] == two.of("streams_save")[0]
         assert isinstance(report, LoadReport)
         assert report.claim == "S0"

@@ -87,7 +87,7 @@ class TestFullDisk:
         assert [rank["again"]["code"] for rank in said] == ["OK"] * 3
         assert ckptfmt.validate(path).violations == []
         target = nn.ParameterDict({f"w{rank}": torch.zeros(5) for rank in range(3)})
-        ckptfmt.load(path, State(weights=target), strict=False)
+        ckptfmt.load(path, State(weights=target))
         assert set(weight_bits(target).values()) == {bits(torch.ones(5))} != {bits(torch.zeros(5))}
 
 
@@ -121,7 +121,7 @@ class TestSuddenDeath:
         module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
         optimizer = torch.optim.AdamW(module.parameters())
         state = State(weights=module, optimizer=optimizer, data={"position": 1})
-        with ckptfmt.Checkpointer(scratch / "run", state, strict=False) as checkpointer:
+        with ckptfmt.Checkpointer(scratch / "run", state) as checkpointer:
             assert checkpointer.step == 4
         assert [weight_bits(module), optimizer_bits(optimizer, module)] == undisturbed[3]
         report = ckptfmt.validate(scratch / "run")

@@ -62,7 +62,7 @@ class TestPipelineStages:
         before = _both(module, optimizer)
         data: dict[str, object] = {}
 
-        report = ckptfmt.load(scratch / "pipeline", State(weights=module, optimizer=optimizer, data=data), strict=False)
+        report = ckptfmt.load(scratch / "pipeline", State(weights=module, optimizer=optimizer, data=data))
 
         after = _both(module, optimizer)
         for kind in ("weights", "state"):

@@ -89,7 +89,7 @@ class TestFsdp2:
         before = both(module, optimizer)
 
         state = State(weights=module, optimizer=optimizer, data={})
-        ckptfmt.load(scratch / f"fsdp-{len(saved)}", state, strict=False)
+        ckptfmt.load(scratch / f"fsdp-{len(saved)}", state)
 
         assert_taken({"before": before, "after": both(module, optimizer)}, saved[0]["saved"])
         assert bits(module.seen) == bits(torch.full((2,), 1.0))
@@ -170,7 +170,7 @@ class TestOtherMeshes:
     def assert_plain_process_takes(path, module, saved):
         optimizer = adamw(module)
         before = both(module, optimizer)
-        ckptfmt.load(path, State(weights=module, optimizer=optimizer, data={}), strict=False)
+        ckptfmt.load(path, State(weights=module, optimizer=optimizer, data={}))
         assert_taken({"before": before, "after": both(module, optimizer)}, saved)
         assert ckptfmt.validate(path).violations == []
 

@@ -90,10 +90,11 @@ def _groups_of(
     found: dict[str, _Saved] = {}
     for names in members:
         names = list(names)  # noqa: PLW2901 - looked through twice
-        saved = next((by_parameter[name] for name in names if name in by_parameter), None)
-        if saved is not None:
-            found[saved.name] = saved
-        elif "missing" in plan.allow:
+        saved = [by_parameter[name] for name in names if name in by_parameter]
+        found |= {group.name: group for group in saved}
+        if saved:
+            continue
+        if "missing" in plan.allow:
             plan.downgrades.append(f"{names[0]} is in no saved group, and keeps the options of its live one")
         else:
             plan.problem(Code.GROUP_MISMATCH, where, f"{names[0]} is in no saved group")
