@@ -219,10 +219,25 @@ def _encode_pairs(tag: str) -> Callable[[Any, str, int], object]:
     def encode(value: Any, where: str, depth: int) -> object:  # noqa: ANN401 - a dict
         flat: list[object] = [tag]
         for key, item in value.items():
+            if not _is_key(key):
+                kind = type(key)
+                raise err(
+                    Code.STATE_UNSUPPORTED,
+                    f"a key of type {kind.__module__}.{kind.__qualname__} has no form in a checkpoint",
+                    where=where,
+                    requirement="REQ-TRE-007",
+                )
             flat += (_encode(key, _below(where, key), depth), _encode(item, _below(where, key), depth))
         return flat
 
     return encode
+
+
+def _is_key(value: object) -> bool:
+    """Say whether a value may be the key of a dict: a plain scalar, or a tuple or frozenset of such."""
+    if type(value) in (tuple, frozenset):
+        return all(map(_is_key, value))  # type: ignore[call-overload]
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 
 def _encode_inline(value: InlineArray, where: str, depth: int) -> object:
@@ -283,6 +298,8 @@ def _decode_pairs(items: list[object], where: str) -> list[tuple[Any, Any]]:
     if len(items) % 2:
         raise ValueError
     keys = _decode_items(items[::2], where)
+    if not all(map(_is_key, keys)):
+        raise TypeError
     if len(set(keys)) != len(keys) or len({dump_msgpack(key) for key in items[::2]}) != len(keys):
         raise err(Code.DOC_DUPLICATE_KEY, "a dict has one key twice", where=where, requirement="REQ-TRE-002")
     return [(key, _decode(item, _below(where, key))) for key, item in zip(keys, items[1::2], strict=True)]

@@ -272,8 +272,11 @@ def _verify_header(store: Store, part: Part, number: int, file: PartFile) -> Non
             requirement="REQ-PRT-008",
         )
     entries = parse_shard_header(header, file_nbytes=file.nbytes, where=file.name)
-    expected = {extent.key: (tensor, held, extent.byte_begin) for tensor, held, extent in _extents_of(part, number)}
-    if set(entries) != set(expected) or any(not _agrees(entries[key], *expected[key]) for key in expected):
+    stored = [(extent.key, tensor, held, extent.byte_begin) for tensor, held, extent in _extents_of(part, number)]
+    # Counted, for a key that the part names twice would hide one of the two.
+    if sorted(key for key, *_ in stored) != sorted(entries) or not all(
+        _agrees(entries[key], tensor, held, byte_begin) for key, tensor, held, byte_begin in stored
+    ):
         raise err(
             Code.SHARD_MISMATCH,
             "the header's keys, dtypes, shapes or places aren't those of the part",

@@ -14,7 +14,7 @@ from ckptfmt.documents.part import Stream
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
-from ckptfmt.interop.names import worker_scope
+from ckptfmt.interop.names import GLOBAL, worker_scope
 from ckptfmt.interop.plan import Plan
 from ckptfmt.interop.trees import Encoder, plain_values
 
@@ -93,12 +93,14 @@ def plan_streams(plan: Plan, streams: list[LiveStream], *, strict: bool) -> list
         plan.downgrades.append(f"streams of {saved_count} workers, loaded by {plan.worker_count}")
         report = report if strict else _report_only(plan)
     scope = worker_scope(plan.worker)
-    saved = {name: entry.kind for (name, at), entry in plan.checkpoint.streams.items() if at == scope}
+    # A stream of scope global is every worker's; one of its own of the same name stands above it.
+    places = {name: at for wanted in (GLOBAL, scope) for name, at in plan.checkpoint.streams if at == wanted}
+    saved = {name: plan.checkpoint.streams[name, at].kind for name, at in places.items()}
     actions: list[Callable[[], None]] = []
     for stream in streams:
         where = f"rng:{stream.name} ({scope})"
         if saved.get(stream.name) == stream.kind:
-            state = plain_values(plan.checkpoint.stream(stream.name, scope)[1])
+            state = plain_values(plan.checkpoint.stream(stream.name, places[stream.name])[1])
             actions.append(functools.partial(stream.write, state))
         elif stream.name in saved:
             report(Code.STREAM_MISSING, where, f"saved as {saved[stream.name]}, here {stream.kind}")
@@ -107,7 +109,7 @@ def plan_streams(plan: Plan, streams: list[LiveStream], *, strict: bool) -> list
     for name in saved.keys() - {stream.name for stream in streams}:
         report(Code.STREAM_UNEXPECTED, f"rng:{name} ({scope})", "no such stream here")
     for name, at in plan.checkpoint.streams:
-        if int(at.removeprefix("lw/")) >= plan.worker_count:
+        if at != GLOBAL and int(at.removeprefix("lw/")) >= plan.worker_count:
             report(Code.STREAM_UNEXPECTED, f"rng:{name} ({at})", "there is no such worker any more")
     return actions
 
