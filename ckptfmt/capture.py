@@ -12,6 +12,7 @@ from ckptfmt.engines.snapshot import Snapshot, TensorSource
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.context import local_facts, plain_config, provenance, topology
 from ckptfmt.interop.live import Live, optimizer_prefix
+from ckptfmt.interop.named import is_named_tensors
 from ckptfmt.interop.names import GLOBAL, check_unique
 from ckptfmt.interop.pieces import check_source
 from ckptfmt.interop.streams import capture_streams, live_streams
@@ -90,7 +91,10 @@ def _capture_piece(unit: Unit, encoder: Encoder, _live: Live, _number: int) -> l
     return []
 
 
-def _capture_tree(unit: Unit, encoder: Encoder, _live: Live, _number: int) -> list[Leaf]:
+def _capture_tree(unit: Unit, encoder: Encoder, live: Live, _number: int) -> list[Leaf]:
+    if live.worker_count > 1 and is_named_tensors(unit):
+        encoder.encode(unit.value, unit.name)
+        return []
     return [encoder.leaf(unit.name, unit.value)]
 
 

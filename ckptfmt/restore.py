@@ -15,6 +15,7 @@ from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.context import find_differences, local_facts, plain_config, topology
 from ckptfmt.interop.live import Live, optimizer_prefix
+from ckptfmt.interop.named import plan_named_tensors, take_named_leaf
 from ckptfmt.interop.names import GLOBAL
 from ckptfmt.interop.pieces import plan_sink
 from ckptfmt.interop.placing import Placer
@@ -204,6 +205,7 @@ def _plan_module(plan: Plan, unit: Unit, live: Live, number: int) -> None:
     side = torch_side()
     if side is not None:
         side.plan_module(plan, live.views[number], unit.field)
+        take_named_leaf(plan, unit)
 
 
 def _plan_optimizer(plan: Plan, unit: Unit, live: Live, _number: int) -> None:
@@ -243,6 +245,8 @@ def _plan_piece(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
 
 
 def _plan_tree(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
+    if plan_named_tensors(plan, unit):
+        return
     name, at, saved = plan.leaf(unit.field, [unit.name], unit.scope)
     where = f"{unit.field}:{name}"
     if saved is MISSING:

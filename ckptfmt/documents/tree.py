@@ -225,7 +225,7 @@ def _encode_pairs(tag: str) -> Callable[[Any, str, int], object]:
                     Code.STATE_UNSUPPORTED,
                     f"a key of type {kind.__module__}.{kind.__qualname__} has no form in a checkpoint",
                     where=where,
-                    requirement="REQ-TRE-007",
+                    requirement="REQ-TRE-008",
                 )
             flat += (_encode(key, _below(where, key), depth), _encode(item, _below(where, key), depth))
         return flat

@@ -27,6 +27,7 @@ class Live:
         names: all names of each parameter, by its id; those of weights stand above those of extra.
         devices: torch devices that hold something, as torch prints them.
         meshes: of DTensors; each once.
+        worker_count: how many workers there are.
     """
 
     units: tuple[Unit, ...]
@@ -35,6 +36,7 @@ class Live:
     names: dict[int, tuple[str, ...]]
     devices: frozenset[str]
     meshes: list[Any]
+    worker_count: int
 
     @classmethod
     def of(cls, state: State, *, worker: int, worker_count: int) -> Live:
@@ -44,7 +46,15 @@ class Live:
         units = tuple(walk(state, worker=worker))
         side = torch_side()
         if side is None:
-            return cls(units=units, views={}, entries={}, names={}, devices=frozenset(), meshes=[])
+            return cls(
+                units=units,
+                views={},
+                entries={},
+                names={},
+                devices=frozenset(),
+                meshes=[],
+                worker_count=worker_count,
+            )
         views = {
             number: side.view_module(
                 unit.value,
@@ -70,6 +80,7 @@ class Live:
             names=_parameter_names(side, units, views, merged),
             devices=frozenset(side.device_of(tensor) for tensor in tensors),
             meshes=_meshes(side, tensors),
+            worker_count=worker_count,
         )
 
 

@@ -86,7 +86,7 @@ EXACT: list[Any] = [
     DeviceName("cuda:0"),
     Size((1, 2**40)),
     Size(()),
-    {"lr": [1e-3, (None, {2: {3, 4}})], None: True, 1.5: b"", TensorRef("a", "numpy"): 0},
+    {"lr": [1e-3, (None, {2: {3, 4}})], None: True, 1.5: b"", "t": TensorRef("a", "numpy")},
 ]
 
 
@@ -374,3 +374,15 @@ def test_a_huge_integer_costs_little():
     begin = time.process_time()
     assert again({10**5000: [10**5000], (10**5000,): 1}) == {10**5000: [10**5000], (10**5000,): 1}
     assert time.process_time() - begin < 1
+
+
+@pytest.mark.parametrize("key", [TensorRef("a", "numpy"), (1, TensorRef("a", "numpy")), DtypeName("float32")])
+def test_a_key_is_a_plain_scalar_or_a_tuple_of_such(key):
+    """REQ-TRE-008."""
+    with pytest.raises((StateError, FormatError)) as caught:
+        dump_tree({key: 1}, where="x")
+    assert caught.value.code == Code.STATE_UNSUPPORTED
+    forged = dump_msgpack(["d", ["T", "a", "numpy"], 1])
+    with pytest.raises((StateError, FormatError)) as caught:
+        parse_tree(forged, where="x")
+    assert caught.value.code == Code.TREE_TAG

@@ -235,9 +235,12 @@ def stages_replicated_by_their_own_mesh(stage: Stage) -> Any:
 
 
 def mappings_of_other_keys(stage: Stage) -> Any:
-    """A mapping of tensors is one value with its keys: unlike modules, its pieces don't add up."""
-    state = State(weights={f"layers.{stage.rank}": torch.ones(2)})
-    return attempt(lambda: ckptfmt.save(stage.path("mappings"), state, step=1, deadline_s=120))
+    """Flat mappings of tensors, as a Megatron-style state_dict is, add up as modules do; loaded whole on one rank."""
+    state = State(weights={f"layers.{stage.rank}": torch.full((2,), float(stage.rank))})
+    ckptfmt.save(stage.path("mappings"), state, step=1, deadline_s=120)
+    whole = {f"layers.{rank}": torch.zeros(2) for rank in range(stage.world_size)}
+    ckptfmt.load(stage.path("mappings"), State(weights=whole), writer=(0, 1))
+    return [tensor.tolist() for tensor in whole.values()]
 
 
 # --- what differs between the ranks -----------------------------------------------------------------------------------

@@ -163,12 +163,17 @@ class TestSameNamesOtherContents:
         assert len({str(rank["saved"]["weights"]) for rank in said}) == 4
 
 
+class TestMappings:
+    def test_flat_mappings_of_tensors_add_up(self, four):
+        for outcome in four.of("mappings_of_other_keys"):
+            assert outcome == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+
+
 class TestRanksThatContradictEachOther:
     @pytest.mark.parametrize(
         ("scene", "code", "mentions"),
         [
             ("leaf_differs", Code.LEAF_DIVERGED, ["shards/1/at", "writers 0 and 3", "data"]),
-            ("mappings_of_other_keys", Code.LEAF_DIVERGED, ["writers 0 and 1", "weights"]),
             ("config_differs", Code.LEAF_DIVERGED, ["rank", "writers 0 and 1", "config"]),
             ("shapes_differ", Code.TENSOR_DIVERGED, ["(2,)", "(3,)", "writer 2", "'w'"]),
             ("dtypes_differ", Code.TENSOR_DIVERGED, ["float32", "int32", "writer 2", "'w'"]),

@@ -1,0 +1,62 @@
+"""Flat mappings from names to tensors, such as a state_dict: on several workers they add up, as modules do."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+import numpy as np
+
+from ckptfmt.documents.tree import TensorRef
+from ckptfmt.errors import Code
+from ckptfmt.interop import torch_side
+from ckptfmt.interop.names import join_name
+from ckptfmt.interop.placing import fill
+from ckptfmt.interop.plan import Plan
+from ckptfmt.interop.walk import Unit
+
+__all__ = ["is_named_tensors", "plan_named_tensors", "take_named_leaf"]
+
+#: Fields whose mappings add up; elsewhere a mapping is one value, and the same on all workers.
+_FIELDS: Final = ("weights", "optimizer")
+
+
+def is_named_tensors(unit: Unit) -> bool:
+    """Tell whether a unit is a flat mapping from strings to tensors or arrays; an empty one is."""
+    side = torch_side()
+    return (
+        unit.field in _FIELDS
+        and type(unit.value) in (dict, OrderedDict)
+        and all(
+            type(key) is str and (isinstance(value, np.ndarray) or (side is not None and side.is_tensor(value)))
+            for key, value in unit.value.items()
+        )
+    )
+
+
+def plan_named_tensors(plan: Plan, unit: Unit) -> bool:
+    """Plan to fill such a mapping tensor by tensor, and say so; not where it was saved as one value by one worker.
+
+    Problems: TENSOR_MISSING and those of `fill`.
+    """
+    saved_as_one = (unit.field, unit.name, unit.scope) in plan.checkpoint.leaves
+    if not is_named_tensors(unit) or (saved_as_one and plan.worker_count == 1):
+        return False
+    for key, value in unit.value.items():
+        name = join_name((*unit.path, key))
+        saved = plan.tensor(unit.field, [name], unit.scope)
+        if saved is None:
+            plan.problem(Code.TENSOR_MISSING, f"{unit.field}:{name}", "not saved")
+        else:
+            fill(plan, value, saved)
+    take_named_leaf(plan, unit)
+    return True
+
+
+def take_named_leaf(plan: Plan, unit: Unit) -> None:
+    """Count the value by which one worker saved such a mapping as taken: it says no more than the tensors' names."""
+    key = (unit.field, unit.name, unit.scope)
+    if key in plan.checkpoint.leaves:
+        tree = plan.checkpoint.leaf(*key)
+        if isinstance(tree, dict) and all(isinstance(value, TensorRef) for value in tree.values()):
+            plan.taken_leaves.add(key)
