@@ -26,6 +26,8 @@ MSGPACK_NBYTES: Final = 4 << 30
 MSGPACK_DEPTH: Final = 32
 #: Most values in one msgpack document or tree, each scalar and each container counting as one.
 MSGPACK_ITEMS: Final = 20_000_000
+#: Most arrays and maps in one index or part, whose rows are in columns.
+MSGPACK_CONTAINERS: Final = 1000
 #: Largest tree of one leaf or stream.
 TREE_NBYTES: Final = 256 << 20
 #: Most values in one tree.
@@ -33,6 +35,8 @@ TREE_ITEMS: Final = 1_000_000
 
 #: Longest name of a tensor, leaf or stream, in UTF-8.
 NAME_NBYTES: Final = 4096
+#: Longest key of a box in a shard's header, in UTF-8: a name, and a number behind it.
+KEY_NBYTES: Final = 4160
 #: Most dimensions of a tensor.
 NDIM: Final = 32
 #: Most dimensions of one tensor that are cut into pieces.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,12 +88,14 @@ def test_token_exchange_goes_on_in_a_second_group_of_the_same_start() -> None:
     assert run_writers(2, body) == [[["a0", "a1"], ["b0", "b1"]]] * 2
 
 
+def gather_token(store: MemoryStore, token: str, writer: int) -> list[Any]:
+    return make_group((writer, 2), token, store, deadline_s=20).all_gather(token)
+
+
 def test_token_of_another_start_sees_nothing_of_this_one() -> None:
     store = MemoryStore()
     for token in ("start-1", "start-2"):
-        values = run_writers(
-            2, lambda writer, token=token: make_group((writer, 2), token, store, deadline_s=20).all_gather(token)
-        )
+        values = run_writers(2, partial(gather_token, store, token))
         assert values == [[token, token]] * 2
 
 

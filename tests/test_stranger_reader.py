@@ -10,6 +10,7 @@ import struct
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -340,7 +341,7 @@ def put_cut_tensor(root, array, cuts):  # noqa: PLR0915 documents, member by mem
     origin |= {"writer_count": len(cuts), "block_nbytes": 4096, "format_version": "0.1", "saved_unix_s": 1}
     origin |= {"features": {"reader": [], "writer": []}}
     absent = dict.fromkeys(FIELDS[1:], "not given")
-    common = origin | {
+    common: dict[str, Any] = origin | {
         "scopes": ["global"],
         "dtypes": [array.dtype.name],
         "absent": absent,
@@ -396,7 +397,7 @@ def put_cut_tensor(root, array, cuts):  # noqa: PLR0915 documents, member by mem
     index["leaves"] = {"field": none, "name": [], "scope": none, "part": none}
     path = root / f"index-{attempt}.msgpack"
     named = {"name": path.name, "digest": "blake3:" + put_msgpack(path, index).hex(), "nbytes": path.stat().st_size}
-    fields = {field: {"state": "absent", "reason": reason} for field, reason in absent.items()}
+    fields: dict[str, Any] = {field: {"state": "absent", "reason": reason} for field, reason in absent.items()}
     fields["weights"] = {
         "state": "present",
         "tensor_count": 1,

@@ -63,6 +63,7 @@ def merge_parts(entries: Sequence[PartFileEntry]) -> Index:
         absent={},
     )
     check_index_tiling(index)
+    _check_names(tensors)
     return dataclasses.replace(index, absent=_absent_fields(parts, index))
 
 
@@ -119,6 +120,21 @@ def _by_key(parts: Sequence[Part]) -> dict[TensorKey, list[tuple[int, PartTensor
         for tensor in part.tensors:
             held[tensor.key].append((part.writer, tensor))
     return held
+
+
+def _check_names(tensors: Sequence[IndexTensor]) -> None:
+    """Raise if a name or alias belongs to two tensors, as one writer may not know of another. Spec: REQ-IDX-008."""
+    owners: dict[TensorKey, IndexTensor] = {tensor.key: tensor for tensor in tensors}
+    for tensor in tensors:
+        for alias in tensor.aliases:
+            owner = owners.setdefault((tensor.field, alias, tensor.scope), tensor)
+            if owner is not tensor:
+                raise err(
+                    Code.TENSOR_DIVERGED,
+                    f"{alias!r} is another name of {tensor.name!r} on one writer, and of {owner.name!r} on another",
+                    where=_title(tensor.key),
+                    requirement="REQ-IDX-008",
+                )
 
 
 def _merge_tensor(key: TensorKey, holders: list[tuple[int, PartTensor]], block_nbytes: int) -> IndexTensor:

@@ -75,18 +75,23 @@ def parse_packed_document(content: bytes, *, where: str, digest: bytes | None = 
         raise err(
             Code.DOC_DIGEST, f"its contents have the digest {actual.hex()}", where=where, requirement="REQ-DOC-025"
         )
-    signed = parse_msgpack(envelope["signed"], where=where, limit_items=limits.MSGPACK_ITEMS)
+    signed = parse_msgpack(
+        envelope["signed"],
+        where=where,
+        limit_items=limits.MSGPACK_ITEMS,
+        limit_containers=limits.MSGPACK_CONTAINERS,
+    )
     if not isinstance(signed, dict):
         raise err(Code.DOC_SCHEMA, "what is signed isn't a map", where=where, requirement="REQ-DOC-025")
     return signed, actual
 
 
-def parse_msgpack(content: bytes, *, where: str, limit_items: int) -> Any:  # noqa: ANN401 - any value of the profile
+def parse_msgpack(content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None) -> Any:  # noqa: ANN401 - any value of the profile
     """Return the one value of `content`, after every length, count and depth has been checked.
 
     Raises: FormatError(MSGPACK_SYNTAX, MSGPACK_TYPE, DOC_DEPTH, LIMIT_EXCEEDED, DOC_DUPLICATE_KEY, DOC_NOT_CANONICAL).
     """
-    check_msgpack(content, where=where, limit_items=limit_items)
+    check_msgpack(content, where=where, limit_items=limit_items, limit_containers=limit_containers)
 
     def check_pairs(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
         if not all(isinstance(key, str) for key, _ in pairs):
@@ -114,9 +119,9 @@ def parse_msgpack(content: bytes, *, where: str, limit_items: int) -> Any:  # no
     return value
 
 
-def check_msgpack(content: bytes, *, where: str, limit_items: int) -> None:
+def check_msgpack(content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None) -> None:
     """Walk the values of `content` without building any. Spec: REQ-DOC-020, REQ-DOC-021, REQ-DOC-023."""
-    at = items = 0
+    at = items = containers = 0
     open_counts = [1]
     while open_counts:
         if open_counts[-1] == 0:
@@ -133,6 +138,14 @@ def check_msgpack(content: bytes, *, where: str, limit_items: int) -> None:
                 Code.MSGPACK_SYNTAX, "a container is longer than the file", where=where, requirement="REQ-DOC-023"
             )
         if children >= 0:
+            containers += 1
+            if limit_containers is not None and containers > limit_containers:
+                raise err(
+                    Code.LIMIT_EXCEEDED,
+                    f"more than {limit_containers} arrays and maps",
+                    where=where,
+                    requirement="REQ-DOC-023",
+                )
             open_counts.append(children)
             if len(open_counts) - 1 > limits.MSGPACK_DEPTH:
                 raise err(

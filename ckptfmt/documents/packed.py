@@ -94,17 +94,17 @@ class Columns:
             raise self.broken(key, f"{len(array)} entries up to {array.max(initial=0)}; {count} below {below} expected")
         return [int(entry) for entry in array]
 
-    def strings(self, key: str, *, count: int | None = None) -> list[str]:
+    def strings(self, key: str, *, count: int | None = None, limit_nbytes: int = limits.NAME_NBYTES) -> list[str]:
         """Return a column of `count` strings."""
         value = self._value[key]
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
             raise self.broken(key, "not a list of strings")
         if count is not None and len(value) != count:
             raise self.broken(key, f"{len(value)} entries where {count} are expected")
-        if any(len(entry.encode()) > limits.NAME_NBYTES for entry in value):
+        if any(len(entry.encode()) > limit_nbytes for entry in value):
             raise err(
                 Code.LIMIT_EXCEEDED,
-                f"a name longer than {limits.NAME_NBYTES} bytes",
+                f"a name longer than {limit_nbytes} bytes",
                 where=self.place(key),
                 requirement="REQ-LIM-001",
             )

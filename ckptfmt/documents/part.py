@@ -383,7 +383,7 @@ _EXTENT_KEYS: Final = ("box", "block_begin", "block_count", "file", "byte_begin"
 
 
 def _parse_extents(table: Columns, box_count: int, file_count: int) -> list[tuple[Extent, ...]]:
-    keys = table.strings("key")
+    keys = table.strings("key", limit_nbytes=limits.KEY_NBYTES)
     owners = table.packed("box", count=len(keys), below=box_count)
     block_begin = table.packed("block_begin", count=len(keys))
     block_counts = table.packed("block_count", count=len(keys))

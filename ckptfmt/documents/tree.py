@@ -210,7 +210,11 @@ def _encode_items(tag: str) -> Callable[[Any, str, int], object]:
 
 def _encode_set(tag: str) -> Callable[[Any, str, int], object]:
     def encode(value: Any, where: str, depth: int) -> object:  # noqa: ANN401 - set or frozenset
-        return [tag, *sorted((_encode(item, _below(where, item), depth) for item in value), key=dump_msgpack)]
+        members = sorted((_encode(item, _below(where, item), depth) for item in value), key=dump_msgpack)
+        if any(a == b for a, b in itertools.pairwise(members)):
+            # Not a number is unequal to itself: Python's sets can hold the same bits twice, a checkpoint can't.
+            raise err(Code.STATE_UNSUPPORTED, "a set with one value twice", where=where, requirement="REQ-TRE-005")
+        return [tag, *members]
 
     return encode
 

@@ -17,7 +17,7 @@ from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES, PREFIX, digest_bytes
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
 from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, index_name, part_path
-from ckptfmt.documents.part import Leaf, Part, PartBox, PartTensor, Stream
+from ckptfmt.documents.part import Leaf, Part, PartBox, PartFile, PartTensor, Stream
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckptfmt.engines.snapshot import TensorSink
     from ckptfmt.store.protocol import Store
 
-__all__ = ["Checkpoint", "numpy_dtype"]
+__all__ = ["Checkpoint", "check_nbytes", "numpy_dtype", "read_header"]
 
 #: How many bytes of a tensor are held at a time, beside the destination.
 CHUNK_NBYTES: Final = 32 << 20
@@ -99,6 +99,7 @@ class Checkpoint:
             (stream.name, stream.scope): stream for stream in self.index.streams
         }
         self._parts: dict[int, _OpenPart] = {}
+        self._checked: set[str] = set()
         self._aliases = {
             (tensor.field, alias, tensor.scope): tensor for tensor in self.index.tensors for alias in tensor.aliases
         }
@@ -112,6 +113,7 @@ class Checkpoint:
     def close(self) -> None:
         """Let go of what was read."""
         self._parts.clear()
+        self._checked.clear()
 
     @property
     def step(self) -> int:
@@ -238,7 +240,7 @@ class Checkpoint:
             end = min(blocks.byte_end, (extent.block_begin + extent.block_count) * block_nbytes)
             if begin < end:
                 at = extent.byte_begin + begin - extent.block_begin * block_nbytes
-                path = part.files[extent.file].name
+                path = self._checked_path(part.files[extent.file])
                 got = self.store.read_range(path, at, end - begin)
                 _check_blocks(
                     got,
@@ -250,6 +252,14 @@ class Checkpoint:
                 )
                 content[begin - blocks.byte_begin : end - blocks.byte_begin] = got
         return _cut(content, blocks.byte_begin, read, element_nbytes)
+
+    def _checked_path(self, file: PartFile) -> str:
+        """Return the path of a file, after its size and header were compared with the part, once. Spec: REQ-OPN-011."""
+        if file.name not in self._checked:
+            check_nbytes(self.store, file)
+            read_header(self.store, file)
+            self._checked.add(file.name)
+        return file.name
 
     def check_stored(self, tensor: IndexTensor, box: Box, part: int) -> None:
         """Raise unless a part stores a piece as the index says. Raises: FormatError(DOC_MISMATCH), and of parts."""
@@ -366,6 +376,31 @@ class TensorHandle:
         array = self._checkpoint.read(*key, box=box)
         kept: NDArray[Any] = array[(*keep, ...)]  # with the dots, an array without dimensions stays an array
         return kept
+
+
+def check_nbytes(store: Store, file: PartFile) -> None:
+    """Raise unless a file has the size that its part says. Raises: IntegrityError(FILE_NBYTES, FILE_MISSING)."""
+    actual = store.nbytes(file.name)
+    if actual != file.nbytes:
+        raise err(
+            Code.FILE_NBYTES,
+            f"{actual} bytes where {file.nbytes} are declared",
+            where=file.name,
+            requirement="REQ-CKP-003",
+        )
+
+
+def read_header(store: Store, file: PartFile) -> bytes:
+    """Return a file's header, which is the one that was digested. Raises: IntegrityError(HEADER_DIGEST)."""
+    header = store.read_range(file.name, 0, file.header_nbytes)
+    if digest_bytes(header) != file.header_digest:
+        raise err(
+            Code.HEADER_DIGEST,
+            "the header isn't the one that was saved",
+            where=f"{file.name}[0:{file.header_nbytes}]",
+            requirement="REQ-PRT-008",
+        )
+    return header
 
 
 def read_manifest(store: Store) -> Manifest:

@@ -25,7 +25,7 @@ from ckptfmt.documents.shard import ShardEntry, parse_shard_header
 from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.commit import read_register
-from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.engines.reader import Checkpoint, check_nbytes, read_header
 from ckptfmt.errors import CkptError, Code, StoreError, err
 
 if TYPE_CHECKING:
@@ -210,16 +210,11 @@ def _check_run_id(run_id: str | None, said: str | None, where: str) -> None:
         raise err(Code.RUN_MISMATCH, f"it belongs to run {said}", where=where, requirement="REQ-RUN-003")
 
 
-def _verify_part(
-    checkpoint: Checkpoint,
-    part: Part,
-    report: Report,
-    prefix: str,
-) -> None:
+def _verify_part(checkpoint: Checkpoint, part: Part, report: Report, prefix: str) -> None:
     store = checkpoint.store
     for number, file in enumerate(part.files):
         with report.collect(prefix):
-            _check_nbytes(store, file)
+            check_nbytes(store, file)
             with report.collect(prefix):  # What the header says doesn't matter to the blocks.
                 _verify_header(store, part, number, file)
             report.count(file.header_nbytes)
@@ -250,27 +245,9 @@ def _check_references(checkpoint: Checkpoint, field: str, scope: str, value: obj
             )
 
 
-def _check_nbytes(store: Store, file: PartFile) -> None:
-    actual = store.nbytes(file.name)
-    if actual != file.nbytes:
-        raise err(
-            Code.FILE_NBYTES,
-            f"{actual} bytes where {file.nbytes} are declared",
-            where=file.name,
-            requirement="REQ-CKP-003",
-        )
-
-
 def _verify_header(store: Store, part: Part, number: int, file: PartFile) -> None:
     """Check that a file's header is the one digested and says what the part says."""
-    header = store.read_range(file.name, 0, file.header_nbytes)
-    if digest_bytes(header) != file.header_digest:
-        raise err(
-            Code.HEADER_DIGEST,
-            "the header isn't the one that was saved",
-            where=f"{file.name}[0:{file.header_nbytes}]",
-            requirement="REQ-PRT-008",
-        )
+    header = read_header(store, file)
     entries = parse_shard_header(header, file_nbytes=file.nbytes, where=file.name)
     stored = [(extent.key, tensor, held, extent.byte_begin) for tensor, held, extent in _extents_of(part, number)]
     # Counted, for a key that the part names twice would hide one of the two.

@@ -275,6 +275,7 @@ def test_launch_numbers_are_numbers():
     made.save(3)
     assert made.head() == "step-00000003-l10001"
     check_not_fenced(made.store, 10_002)
+    assert code_of(lambda: check_not_fenced(made.store, 10_001)) == Code.FENCED
     error = error_of(lambda: check_not_fenced(made.store, 9999))
     assert (error.code, type(error), error.where) == (Code.FENCED, FencedError, "launches/10002.json")
     assert isinstance(error, CommitError)

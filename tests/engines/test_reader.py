@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptfmt
 from ckptfmt.box import Box
 from ckptfmt.engines import reader
 from ckptfmt.engines.reader import Checkpoint, numpy_dtype
-from ckptfmt.errors import Code, FormatError, IntegrityError, StateError
+from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StateError
 from ckptfmt.store.hooked import HookedStore
 from ckptfmt.store.memory import MemoryStore
 from tests.arithmetic.test_merge import cut
@@ -200,7 +201,8 @@ def test_a_row_reads_the_blocks_that_have_it_and_no_others():
     assert set(counting.read_paths) == {"manifest.json", f"index-{ATTEMPT}.msgpack"}
     counting.read_paths.clear()
     assert (checkpoint.weights["w"][3:5, 7] == array[3:5, 7]).all()
-    assert [nbytes for _, nbytes in counting.read_ranges] == [2 * 4096]
+    header, *blocks = [nbytes for _, nbytes in counting.read_ranges]
+    assert (header < 4096, blocks) == (True, [2 * 4096])
     assert set(counting.read_paths) == {f"parts/{ATTEMPT}-00000.msgpack", f"weights-{ATTEMPT}-00000.safetensors"}
 
 
@@ -381,3 +383,28 @@ def test_large_numbers_of_leaves_take_linear_time():
     begin = time.process_time()
     assert len(read_all(store)) == 3501
     assert time.process_time() - begin < 3
+
+
+@pytest.mark.parametrize("at", [0, 9, 40])
+def test_a_damaged_header_is_found_by_whoever_loads(at):
+    """REQ-OPN-011: though the blocks behind it are whole."""
+    store = MemoryStore()
+    ckptfmt.save(store, ckptfmt.State(weights={"w": np.ones(3)}), step=1)
+    (path,) = (path for path in store.list("") if path.startswith("weights-"))
+    content = bytearray(store.snapshot()[path])
+    content[at] ^= 1
+    store.replace(path, bytes(content))
+    with pytest.raises(CkptError) as caught:
+        ckptfmt.load(store)
+    assert (caught.value.code, caught.value.where) == (Code.HEADER_DIGEST, f"{path}[0:{len(content) - 24}]")
+
+
+def test_a_shard_with_a_byte_more_is_found_by_whoever_loads():
+    """REQ-OPN-011."""
+    store = MemoryStore()
+    ckptfmt.save(store, ckptfmt.State(weights={"w": np.ones(3)}), step=1)
+    (path,) = (path for path in store.list("") if path.startswith("weights-"))
+    store.replace(path, store.snapshot()[path] + b"\0")
+    with pytest.raises(CkptError) as caught:
+        ckptfmt.load(store)
+    assert (caught.value.code, caught.value.where) == (Code.FILE_NBYTES, path)
