@@ -59,8 +59,10 @@ def test_all_workers_agree_on_topology_and_only_the_first_gives_the_rest():
 
 
 def test_provenance_says_where_the_run_comes_from(monkeypatch):
+    """REQ-CTX-005."""
     monkeypatch.delenv("CKPTFMT_GIT_COMMIT", raising=False)
     monkeypatch.setenv("GITHUB_SHA", "abc")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do not keep me")
     snapshot = capture(State(provenance={"who": "me", "python": "mine"}), worker=0, worker_count=1)
 
     provenance = leaves_of(snapshot)["provenance", ""]
@@ -69,6 +71,7 @@ def test_provenance_says_where_the_run_comes_from(monkeypatch):
     assert provenance["who"] == "me"
     assert provenance["python"] == "mine"
     assert provenance["packages"]["numpy"] == np.__version__
+    assert not any(b"do not keep me" in leaf.value for leaf in snapshot.leaves)
 
 
 class Mode(enum.Enum):

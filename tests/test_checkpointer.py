@@ -139,6 +139,7 @@ def test_run_without_a_valid_checkpoint_is_an_error_and_not_a_fresh_start(tmp_pa
 
 
 def test_process_that_was_thought_dead_is_fenced_at_its_next_save(store: Any) -> None:
+    """REQ-RUN-004."""
     zombie = Trainer()
     with Checkpointer(store, zombie.state) as old:
         run(store, 2)
@@ -193,6 +194,7 @@ def test_retention_that_means_nothing_is_refused(keep: Any) -> None:
 
 
 def test_writers_with_clocks_that_disagree_save_the_same_steps() -> None:
+    """REQ-CMT-001."""
     store, allgather = MemoryStore(), Allgather(3)
 
     def body(writer: int) -> list[int]:

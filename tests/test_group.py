@@ -107,6 +107,7 @@ def test_writer_that_never_comes_is_named_at_the_deadline() -> None:
 
 
 def test_refusal_of_one_writer_reaches_all() -> None:
+    """REQ-CMT-001."""
     allgather = Allgather(3)
 
     def body(writer: int) -> None:

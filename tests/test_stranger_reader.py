@@ -86,6 +86,7 @@ def test_the_reader_is_short_and_imports_neither_the_library_nor_numpy():
 
 
 def test_arrays_of_every_dtype_come_back_as_they_were(tmp_path):
+    """REQ-VER-006."""
     random = np.random.default_rng(0)
     arrays = {}
     for name in DTYPES:

@@ -196,6 +196,13 @@ class Manifest:
                 where=f"{where}#/signed/block_nbytes",
                 requirement="REQ-TEN-005",
             )
+        if (origin.run_id is None) != (origin.launch is None):
+            raise err(
+                Code.DOC_SCHEMA,
+                "run_id and launch are given together or not at all",
+                where=f"{where}#/signed/launch",
+                requirement="REQ-MAN-008",
+            )
         if signed["references"]:
             raise err(
                 Code.PROFILE_MISMATCH,

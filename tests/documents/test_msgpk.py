@@ -102,7 +102,7 @@ def test_every_first_byte_has_an_outcome():
 
 
 def test_limits_are_the_last_that_is_taken():
-    """REQ-DOC-023."""
+    """REQ-DOC-023; REQ-LIM-002."""
     assert code_of(lambda: parse(b"\x91" * 32 + b"\xc0")) == "ok"
     assert code_of(lambda: parse(dump_msgpack([None] * 999))) == "ok"
     assert code_of(lambda: parse(dump_msgpack([None] * 1000))) == Code.LIMIT_EXCEEDED

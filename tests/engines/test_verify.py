@@ -32,6 +32,7 @@ def test_a_sound_checkpoint():
 
 def test_everything_that_is_wrong_is_collected():
     """REQ-OPN-006, REQ-PRT-008, REQ-CKP-003, REQ-CKP-004: with byte ranges, and without repeating itself."""
+    # REQ-ERR-002
     array = np.arange(40_000, dtype=np.uint8)
     store = MemoryStore()
     save(

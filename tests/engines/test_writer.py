@@ -61,7 +61,7 @@ def test_any_name_is_a_name(name):
 
 
 def test_pieces_of_one_name_get_keys_of_their_own():
-    """REQ-SHD-009: the smallest number that makes a key free."""
+    """REQ-SHD-009: the smallest number that makes a key free; REQ-PRT-010."""
     array = np.arange(6, dtype=np.int16)
     boxes = (Box((0,), (2,)), Box((2,), (2,)), Box((4,), (2,)))
     store, part = write(tensor("w", array, boxes=boxes), tensor("w#1", array), tensor("w", array, scope="lw/0"))

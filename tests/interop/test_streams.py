@@ -102,6 +102,8 @@ def test_a_stream_of_another_kind_is_refused():
 
 
 def test_another_number_of_workers_is_refused_or_reported():
+    """REQ-CTX-003, REQ-CTX-004."""
+
     def state(seed):
         return State(rng={"mine": random.Random(seed)})
 

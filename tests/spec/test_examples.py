@@ -169,6 +169,7 @@ def test_an_example_cursor_is_what_is_dumped(fence):
 
 @only("edits")
 def test_an_edited_example_is_refused(fence):
+    """REQ-VER-004, REQ-ERR-001."""
     source = example(fence.tags["of"])
     for number, line in fence.numbered_lines():
         match = REFUSAL.fullmatch(line)

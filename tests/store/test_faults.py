@@ -89,6 +89,7 @@ def test_no_temporary_is_left_as_long_as_names_can_be_removed(fast_path, operati
 
 
 def test_an_fsync_that_fails_is_not_tried_again(tmp_path):
+    """REQ-STO-007."""
     fault = Fault(fail_at=1, operations=frozenset({"fsync"}))
     _, code = fault_run(tmp_path / "root", None, fault, errno.EIO, "create")
 

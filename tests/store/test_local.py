@@ -331,6 +331,7 @@ def recorded(request, root):
 
 
 def test_a_file_is_durable_before_it_has_its_name(recorded):
+    """REQ-STO-002."""
     kind, store, steps = recorded
 
     store.create("a", [b"x", b"", b"yz"])
@@ -361,6 +362,7 @@ def test_a_replacement_is_durable_before_it_has_its_name(recorded):
 
 @pytest.mark.parametrize("lower", ["", "x", "x/y"])
 def test_sync_reaches_from_the_directory_up_to_the_opened_root(recorded, lower):
+    """REQ-STO-004."""
     _, store, steps = recorded
     store.create("x/y/a", [])
     count = len(steps())
@@ -550,6 +552,7 @@ print(*wins)
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["link", "rename"])
 def test_of_eight_processes_exactly_one_wins_each_name(fast_path, kind):
+    """REQ-STO-001."""
     count = 200
     processes = [python(RACE, fast_path, who, count, kind) for who in range(8)]
     for process in processes:

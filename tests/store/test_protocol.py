@@ -77,6 +77,7 @@ def test_what_the_chunks_raise_comes_through_and_nothing_is_created(store):
 
 
 def test_replace_takes_the_place_of_anything_or_nothing(store):
+    """REQ-STO-005."""
     store.replace("run/register", b"one")
     store.replace("run/register", b"two")
     store.sync("run")
@@ -173,6 +174,7 @@ def test_a_store_rooted_lower_is_the_same_store(store):
 
 
 def test_of_eight_threads_one_wins_each_name(store):
+    """REQ-STO-001."""
     wins = [0] * 20
     start = threading.Barrier(8)
 
@@ -203,6 +205,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("path", ["", *HOSTILE], ids=ascii)
 def test_no_operation_takes_a_hostile_path(store, path):
+    """REQ-STO-006."""
     operations = [
         lambda: check_path(path),
         lambda: store.create(path, [b""]),
