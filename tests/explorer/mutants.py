@@ -370,5 +370,7 @@ SCENE_MUTANTS: Final = {
 
 #: A reader that doesn't compare digests, on a disk that says it wrote what it didn't.
 READER_MUTANTS: Final[dict[str, Patch]] = {
-    "blocks_not_compared": lambda: mock.patch.object(reader, "_check_blocks", return_value=None),
+    "nothing_compared": lambda: mock.patch.multiple(
+        reader, _check_blocks=lambda *_, **__: None, check_nbytes=lambda *_: None, read_header=lambda *_: b""
+    ),
 }
