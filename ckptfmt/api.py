@@ -10,7 +10,7 @@ from ckptfmt import limits
 from ckptfmt.documents.manifest import Abort, Manifest
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.engines.commit import read_register
-from ckptfmt.engines.lineage import iter_lineage, list_checkpoints, list_launches, read_run
+from ckptfmt.engines.lineage import check_records, iter_lineage, list_checkpoints, list_launches, read_run
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.errors import CkptError, Code, err
@@ -80,7 +80,7 @@ def save(
         block_nbytes=block_nbytes,
         deadline_s=deadline_s,
         ownership=Ownership(),
-        check=lambda: check_vacant(store),
+        check=lambda: _check_no_run(store),
     )
     if isinstance(agree, str) and group.writer == 0:
         with contextlib.suppress(CkptError):
@@ -186,12 +186,28 @@ def check_vacant(store: Store) -> None:
         raise err(Code.CHECKPOINT_EXISTS, f"{what} is here already", where=store.name, requirement="REQ-CMT-008")
 
 
+def _check_no_run(store: Store) -> None:
+    if is_run(store):
+        raise err(
+            Code.CHECKPOINT_EXISTS,
+            "a run is here",
+            where=store.name,
+            requirement="REQ-RUN-016",
+            remedy="Save to a directory of its own, or through a Checkpointer.",
+        )
+    check_vacant(store)
+
+
 def _find_checkpoint(store: Store) -> Store:
     """Return the store of the checkpoint that a path means: its own, or the head of the run's lineage."""
     if not is_run(store):
         return store
     run = read_run(store)
-    for entry in iter_lineage(list_launches(store, run), list_checkpoints(store, run)):
+    launches, entries = list_launches(store, run), list_checkpoints(store, run)
+    check_records(store, entries)
+    for entry in iter_lineage(launches, entries):
+        if isinstance(entry.register, CkptError):
+            raise entry.register
         return store.at(entry.name)
     raise err(
         Code.NOT_COMMITTED,

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import re
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Self
 
 from ckptfmt import limits
@@ -21,6 +22,7 @@ from ckptfmt.loading import load_once
 from ckptfmt.restore import LoadReport, restore_streams
 from ckptfmt.sampler import Sampler
 from ckptfmt.saving import Ownership, SaveReport, prepare_once, save_once
+from ckptfmt.state import PerWorker
 from ckptfmt.store import open_store
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ class Checkpointer:
         self._saved_step: int | None = None
         self._clock = time.monotonic
         self._timer = _Timer()
+        self._restored = self._in_body = self._requested = False
         self.step = 0
         self.launch: Launch | None = None
         self.load_report: LoadReport | None = None
@@ -123,9 +126,18 @@ class Checkpointer:
         Raises: IntegrityError(NO_VALID_CHECKPOINT); StateError; LayoutError; StoreError.
         Spec: REQ-RUN-002, REQ-RUN-006, REQ-RUN-007.
         """
-        if self.launch is not None:
+        if self._restored:
             return self.load_report
+        if self.launch is not None:
+            raise err(
+                Code.ARGUMENT,
+                "restoring failed before: what is live now is neither the checkpoint nor a fresh start",
+                where="restore()",
+                remedy="Mend what the first error named, and start the process again.",
+            )
         told = self._group.run_on_first(self._begin)
+        if not isinstance(told, dict) or "launch" not in told:
+            raise err(Code.WRITERS_DIVERGED, "the processes aren't at the same point", requirement="REQ-CMT-001")
         self._run = Run(run_id=told["launch"]["run_id"], writer_features=tuple(told["writer_features"]))
         resume = told["launch"].pop("resume_from")
         self.launch = Launch(**told["launch"], resume_from=None if resume is None else ResumeFrom(**resume))
@@ -133,6 +145,7 @@ class Checkpointer:
         if self.launch.resume_from is not None:
             self._load(self.launch.resume_from)
         self._timer = _Timer(last_s=self._clock())
+        self._restored = True
         return self.load_report
 
     def steps(self, total: int) -> Iterator[int]:
@@ -148,19 +161,29 @@ class Checkpointer:
         if self._pending_streams is not None:
             self._restore_streams(self._pending_streams)
         while self.step < total:
-            yield self.step
+            self._in_body, self._requested = True, False
+            try:
+                yield self.step
+            finally:
+                self._in_body = False
             self.step += 1
-            if isinstance(self._state.data, Sampler):
-                self._state.data.commit(self.step)
-            if self._is_due() or self.step == total:
+            for sampler in _find_samplers((self._state.data, self._state.extra)):
+                sampler.commit(self.step)
+            if self._is_due() or self._requested or self.step == total:
                 self.save()
 
     def save(self) -> SaveReport | None:
         """Save now; every process calls it at the same step. None if this step is saved already.
 
+        Within the body of `steps` the step isn't over: there the save is taken as soon as the body ends, and this
+        returns None. A body that is left by ``break`` or an exception is no step, and isn't saved.
+
         Raises: FencedError(FENCED) if a newer launch owns the run; others as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
         """
+        if self._in_body:
+            self._requested = True
+            return None
         self.restore()
         launch = self.launch
         assert launch is not None  # noqa: S101 - restore() sets it
@@ -189,7 +212,7 @@ class Checkpointer:
         self._saved_step = self.step
         removed = self._clean_up() if self._group.writer == 0 else ()
         report = report_save(place.name, manifest, removed)
-        self._timer.last_s = self._clock()
+        self._timer = _Timer(last_s=self._clock(), next_step=self.step + 1)
         _LOG.info("step %d COMMITTED in %.2f s: %s", self.step, self._clock() - begin_s, report.path)
         return report
 
@@ -266,8 +289,6 @@ class Checkpointer:
         answer = {"due": elapsed_s >= every_s, "next_step": self.step + max(1, min(ahead, 1_000_000))}
         told = self._group.raise_together(None, value=answer)[0]
         self._timer.next_step = told["next_step"]
-        if told["due"]:
-            self._timer = _Timer(last_s=self._clock(), next_step=self.step + 1)
         return bool(told["due"])
 
 
@@ -278,6 +299,19 @@ class _Timer:
     last_s: float = 0.0
     steps_since: int = 0
     next_step: int = 0
+
+
+def _find_samplers(value: object) -> Iterator[Sampler]:
+    """Yield the samplers in a part of a state."""
+    if isinstance(value, Sampler):
+        yield value
+    elif isinstance(value, PerWorker):
+        yield from _find_samplers(value.value)
+    elif isinstance(value, Mapping):
+        yield from _find_samplers(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _find_samplers(item)
 
 
 def _check_positive(name: str, value: object) -> None:

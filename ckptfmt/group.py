@@ -190,8 +190,7 @@ def _find_distributed() -> Any:  # noqa: ANN401 - a module of torch, which this 
 class _TorchExchange:
     """All-gather through torch.distributed's key-value store: no process group is used, no device is touched.
 
-    Rounds need no counter in this process: the store counts arrivals, and nobody arrives at round r + 1 before all
-    have arrived at round r.
+    Each writer's rounds are counted in that store, not in this process: any number of objects share the count.
     """
 
     def __init__(self, distributed: Any, writer: int, writer_count: int, deadline_s: float) -> None:  # noqa: ANN401
@@ -204,7 +203,7 @@ class _TorchExchange:
     def __call__(self, value: bytes) -> list[bytes]:
         keys: list[str] = []
         try:
-            number = (self._store.add("arrivals", 1) - 1) // self._writer_count
+            number = self._store.add(f"rounds/{self._writer}", 1) - 1
             keys = [f"{number}/{writer}" for writer in range(self._writer_count)]
             self._store.set(keys[self._writer], base64.b64encode(value).decode())
             self._store.wait(keys, self._deadline)
@@ -236,19 +235,19 @@ class _StoreExchange:
         self._writer = writer
         self._writer_count = writer_count
         self._deadline_s = deadline_s
+        self._number = 0
 
     def __call__(self, value: bytes) -> list[bytes]:
-        number = 0
         while True:
+            number, self._number = self._number, self._number + 1
             try:
                 self._store.create(self._path(number, self._writer), [value])
-                break
             except CkptError as error:
-                # An earlier round of this start, in this process or in an object that it has let go.
+                # An earlier round of this start, in an object that was let go.
                 if error.code != Code.STORE_EXISTS:
                     raise
-                number += 1
-        return [self._wait_for(number, writer) for writer in range(self._writer_count)]
+            else:
+                return [self._wait_for(number, writer) for writer in range(self._writer_count)]
 
     def _path(self, number: int, writer: int) -> str:
         return f"{self._prefix}/{number:06d}-{writer:05d}.json"

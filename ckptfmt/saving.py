@@ -79,7 +79,8 @@ def save_once(
         check: run on writer 0 before anything is written; what it raises stops all writers.
         ownership: kept by the caller between saves.
 
-    Raises: CkptError of any kind; then no checkpoint was committed, unless the code is COMMIT_UNKNOWN.
+    Raises: CkptError of any kind; then no checkpoint was committed, unless the code is COMMIT_UNKNOWN, or the store
+        failed after the decision.
     Spec: the steps of REQ-CMT-001 to REQ-CMT-009.
     """
     snapshot, error = _capture(state, group, step, check)
@@ -90,6 +91,8 @@ def save_once(
         "attempt": secrets.token_hex(8),
     }
     told = group.raise_together(error, value=mine)
+    if any(not isinstance(theirs, dict) or theirs.keys() != mine.keys() for theirs in told):
+        raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
     assert snapshot is not None  # noqa: S101 - raise_together raised otherwise
     steps = sorted({theirs["step"] for theirs in told})
     if len(steps) > 1:

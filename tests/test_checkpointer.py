@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +246,101 @@ def test_time_is_asked_for_rarely_and_not_at_every_step() -> None:
         if step >= before:
             checks.append(step)
     assert len(checks) < 30
+
+
+def test_save_within_the_body_is_taken_when_the_step_is_over(store: Any) -> None:
+    """Of step 3's weights none may be called those of step 2."""
+    trainer = Trainer()
+    with Checkpointer(store, trainer.state, every=5) as checkpointer:
+        for number in checkpointer.steps(10):
+            trainer.step(number)
+            if number == 2:
+                assert checkpointer.save() is None
+            if number == 3:
+                break
+    assert committed(store) == [(3, 1)]
+    resumed, _, done = run(store, 10)
+    assert done == [3, 4, 5, 6, 7, 8, 9]
+    assert resumed.weights["w"].tobytes() == np.full(3, 55.0).tobytes()
+
+
+def test_save_by_hand_does_not_put_off_the_next_by_time(store: Any) -> None:
+    trainer = Trainer()
+    with Checkpointer(store, trainer.state, every="10s") as checkpointer:
+        checkpointer._clock = lambda: float(checkpointer.step)
+        for number in checkpointer.steps(40):
+            trainer.step(number)
+            if number == 8:
+                checkpointer.save()
+    assert [step for step, _ in committed(store)] == [9, 19, 29, 39, 40]
+
+
+def test_restore_that_failed_is_no_fresh_start(store: Any) -> None:
+    run(store, 3)
+    other = ckptfmt.State(weights={"w": np.zeros(3), "v": np.zeros(1)}, data={"position": 0})
+    checkpointer = Checkpointer(store, other)
+    for code in (Code.LEAF_MISSING, Code.ARGUMENT):
+        with pytest.raises(CkptError) as caught:
+            checkpointer.restore()
+        assert caught.value.code == code
+
+
+@pytest.mark.parametrize("what", ["launches", "launches/0002.json", "run.json"])
+def test_run_that_lost_a_record_is_refused_and_not_begun_anew(tmp_path: Path, what: str) -> None:
+    """REQ-RUN-015"""
+    run(tmp_path / "run", 2)
+    run(tmp_path / "run", 4)
+    lost = tmp_path / "run" / what
+    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+    for action in (lambda: run(tmp_path / "run", 6), lambda: ckptfmt.load(tmp_path / "run")):
+        if what == "run.json" and action.__code__.co_names[0] != "run":
+            continue
+        with pytest.raises(CkptError) as caught:
+            action()
+        assert caught.value.code == Code.FILE_MISSING
+    assert not ckptfmt.validate(tmp_path / "run").valid
+
+
+def test_chosen_checkpoint_that_is_damaged_leaves_no_record(tmp_path: Path) -> None:
+    run(tmp_path / "run", 4, every=2)
+    next((tmp_path / "run" / "step-00000002-l0001").glob("index-*")).write_bytes(b"")
+    with pytest.raises(CkptError) as caught:
+        run(tmp_path / "run", 6, resume="step-00000002-l0001")
+    assert caught.value.code == Code.FILE_NBYTES
+    assert sorted(path.name for path in (tmp_path / "run" / "launches").iterdir()) == ["0001.json"]
+
+
+def test_checkpoint_that_a_record_names_and_that_is_lost_is_reported(tmp_path: Path) -> None:
+    """REQ-RUN-006, REQ-RUN-007"""
+    run(tmp_path / "run", 4, every=2)
+    with Checkpointer(tmp_path / "run", Trainer().state):
+        pass
+    (tmp_path / "run" / "step-00000004-l0001" / "manifest.json").unlink()
+    _, checkpointer, done = run(tmp_path / "run", 5)
+    assert done == [2, 3, 4]
+    assert checkpointer.launch is not None
+    assert checkpointer.launch.chosen_by == "fallback"
+    assert "step-00000004-l0001" in checkpointer.passed_over[0]
+    assert list((tmp_path / "run" / "step-00000004-l0001").glob("weights-*"))
+
+
+def test_directory_is_a_run_or_a_checkpoint_and_not_both(tmp_path: Path) -> None:
+    """REQ-RUN-016"""
+    run(tmp_path / "run", 2)
+    ckptfmt.save(tmp_path / "lone", ckptfmt.State(data=1), step=1)
+    for action in (
+        lambda: ckptfmt.save(tmp_path / "run", ckptfmt.State(data=1), step=1),
+        lambda: run(tmp_path / "lone", 2),
+    ):
+        with pytest.raises(CkptError) as caught:
+            action()
+        assert caught.value.code == Code.CHECKPOINT_EXISTS
+
+
+def test_sampler_in_a_mapping_commits_too(store: Any) -> None:
+    sampler = ckptfmt.Sampler(10, global_batch=4, seed=7, worker=(0, 1))
+    state = ckptfmt.State(data={"train": sampler, "note": 1}, extra={"eval": ckptfmt.PerWorker(sampler)})
+    with Checkpointer(store, state) as checkpointer:
+        for _ in checkpointer.steps(3):
+            pass
+    assert sampler.steps_done == 3

@@ -47,7 +47,9 @@ __all__ = [
 ]
 
 #: The attempt in the name of a file that belongs to one.
-_ATTEMPT: Final = re.compile(r"(?:^parts/|^index-|^[a-z][a-z_]*-)([0-9a-f]{16})(?=[-.])")
+_ATTEMPT: Final = re.compile(
+    r"(?:parts/|index-|[a-z][a-z_]*-)([0-9a-f]{16})(?:\.msgpack|-[0-9]{5,9}(?:\.safetensors|\.msgpack|\.failure\.json))"
+)
 #: How often a call without an answer is repeated before the outcome is called unknown.
 _TRIES: Final = 3
 #: How long a poll sleeps, in seconds: at first, and at most.
@@ -200,11 +202,12 @@ def sweep_attempts(store: Store, origin: Origin) -> None:
 
     Spec: REQ-CMT-027.
     """
-    for path in store.list(""):
-        found = _ATTEMPT.search(path)
-        if found is not None and found[1] != origin.attempt:
-            store.delete(path)
-    store.delete_leftovers("")
+    for prefix in ("", "parts/"):
+        for name in store.list_names(prefix.rstrip("/")):
+            found = _ATTEMPT.fullmatch(prefix + name)
+            if found is not None and found[1] != origin.attempt:
+                store.delete(prefix + name)
+        store.delete_leftovers(prefix.rstrip("/"))
 
 
 def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Manifest:
@@ -217,6 +220,8 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Man
     for _ in _poll(deadline_s):
         register = read_register(store)
         if isinstance(register, Manifest) and register.origin.attempt == origin.attempt:
+            # Seen isn't durable: the committer may still be at its last sync, and may fail there.
+            store.sync("")
             return register
         if register is not None:
             raise _refusal(register)
@@ -224,14 +229,13 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Man
     present = set(store.list_names("parts"))
     writers = range(origin.writer_count)
     missing = [writer for writer in writers if part_path(origin.attempt, writer)[len("parts/") :] not in present]
-    whom = f"; no part of writers {', '.join(map(str, missing[:16]))}" if missing else ""
-    raise err(
-        Code.WRITERS_MISSING,
-        f"the committer didn't decide within {deadline_s:g} s{whom}",
-        where=MANIFEST_NAME,
-        requirement="REQ-CMT-009",
-        remedy="See why writer 0 stopped; save again.",
-    )
+    if missing:
+        whom = ", ".join(map(str, missing[:16]))
+        code, detail = Code.WRITERS_MISSING, f"no part of writers {whom} within {deadline_s:g} s, and no decision"
+    else:
+        # Every part is there: the committer, or anyone who finishes its work, may still decide.
+        code, detail = Code.COMMIT_UNKNOWN, f"the committer didn't decide within {deadline_s:g} s"
+    raise err(code, detail, where=MANIFEST_NAME, requirement="REQ-CMT-009")
 
 
 # --- waiting --------------------------------------------------------------------------------------------------------
@@ -379,6 +383,7 @@ def _delete_all_but_register(store: Store) -> None:
         if path != MANIFEST_NAME:
             with contextlib.suppress(FormatError):  # not one of ours: a directory entry with a name of another kind
                 store.delete(path)
-    store.delete_leftovers("")
+    for prefix in ("", "parts"):
+        store.delete_leftovers(prefix)
     store.remove_directory("parts")
     store.sync("")

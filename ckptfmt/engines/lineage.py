@@ -7,7 +7,14 @@ import secrets
 from typing import TYPE_CHECKING
 
 from ckptfmt import limits
-from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, checkpoint_name, parse_checkpoint_name
+from ckptfmt.documents.manifest import (
+    MANIFEST_NAME,
+    Abort,
+    Manifest,
+    Tombstone,
+    checkpoint_name,
+    parse_checkpoint_name,
+)
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, Run, launch_name, parse_launch_name
 from ckptfmt.engines.commit import create_once, read_register
 from ckptfmt.engines.verify import Report, check_place, verify_checkpoint
@@ -22,6 +29,7 @@ __all__ = [
     "RunEntry",
     "begin_launch",
     "check_not_fenced",
+    "check_records",
     "iter_lineage",
     "list_checkpoints",
     "list_launches",
@@ -67,7 +75,7 @@ def open_run(store: Store) -> Run:
 
     Raises: StoreError; UnsupportedError; FormatError. Spec: REQ-RUN-001.
     """
-    run = read_run(store)
+    run = read_run(store) or _refuse_other_contents(store)
     if run is not None:
         return run
     content = Run(run_id=secrets.token_hex(16)).dump()
@@ -80,6 +88,31 @@ def open_run(store: Store) -> Run:
     run = read_run(store)
     if run is None:
         raise err(Code.STORE_IO, "the run's record was created and isn't there", where=RUN_NAME)
+    return run
+
+
+def _refuse_other_contents(store: Store) -> Run | None:
+    """Raise if a new run can't begin here; return the run that somebody has made in the meantime."""
+    names = set(store.list_names(""))
+    if MANIFEST_NAME in names:
+        raise err(
+            Code.CHECKPOINT_EXISTS,
+            "a checkpoint is here, saved outside of a run",
+            where=store.name,
+            requirement="REQ-RUN-016",
+            remedy="Give the run a directory of its own.",
+        )
+    if f"{LAUNCHES}/" not in names and not _list_places(store):
+        return None
+    run = read_run(store)
+    if run is None:
+        raise err(
+            Code.FILE_MISSING,
+            "launches or checkpoints of a run are here, and its record isn't",
+            where=RUN_NAME,
+            requirement="REQ-RUN-015",
+            remedy="Restore run.json from a copy; each launch record and each manifest says the run_id.",
+        )
     return run
 
 
@@ -132,6 +165,7 @@ def iter_lineage(launches: list[Launch], entries: list[RunEntry]) -> Iterator[Ru
     Spec: REQ-RUN-006.
     """
     by_number = {launch.launch: launch for launch in launches}
+    registers = {entry.name: entry.register for entry in entries}
     number = max((launch.launch for launch in launches if not _is_overtaken(launch, entries)), default=None)
     bound: int | None = None
     seen: set[int] = set()
@@ -143,7 +177,15 @@ def iter_lineage(launches: list[Launch], entries: list[RunEntry]) -> Iterator[Ru
                 yield entry
         resume = by_number[number].resume_from if number in by_number else None
         found = parse_checkpoint_name(resume.name) if resume is not None else None
+        if resume is not None and found is not None and registers.get(resume.name) is None:
+            yield _lost(resume.name, found)
         bound, number = found if found is not None else (None, None)
+
+
+def _lost(name: str, place: tuple[int, int]) -> RunEntry:
+    """Return the entry of a checkpoint that a launch record names, and that is neither committed nor retired."""
+    problem = err(Code.NOT_COMMITTED, "a launch record names it", where=name, requirement="REQ-RUN-006")
+    return RunEntry(name=name, step=place[0], launch=place[1], register=problem)
 
 
 def _is_overtaken(launch: Launch, entries: list[RunEntry]) -> bool:
@@ -193,13 +235,16 @@ def begin_launch(
     """
     while True:
         launches = list_launches(store, run)
+        entries = list_checkpoints(store, run)
         if fresh:
             resume, chosen_by = None, "hand"
         elif choose is not None:
-            resume, chosen_by = _choose_by_hand(store, run, choose), "hand"
+            resume, chosen_by = _choose_by_hand(store, entries, choose, on_progress), "hand"
         else:
+            check_records(store, entries)
             resume, chosen_by = _choose_by_lineage(store, run, launches, on_passed_over, on_progress)
-        number = max((launch.launch for launch in launches), default=0) + 1
+        taken = {launch.launch for launch in launches} | {entry.launch for entry in entries}
+        number = max(taken, default=0) + 1
         launch = Launch(
             run_id=run.run_id, launch=number, nonce=secrets.token_hex(16), chosen_by=chosen_by, resume_from=resume
         )
@@ -220,9 +265,32 @@ def _create_launch(store: Store, number: int, content: bytes) -> None:
     create_once(store, f"{LAUNCHES}/{launch_name(number)}", lambda: [content], content=content)
 
 
-def _choose_by_hand(store: Store, run: Run, choose: str) -> ResumeFrom:
-    for entry in list_checkpoints(store, run):
+def check_records(store: Store, entries: list[RunEntry]) -> None:
+    """Raise if a checkpoint is of a launch that has no record: what the run goes on from can't be known then.
+
+    Raises: IntegrityError(FILE_MISSING). Spec: REQ-RUN-015.
+    """
+    # After the entries: a launch creates its record before its first directory.
+    numbers = set(list_launch_numbers(store))
+    for entry in entries:
+        if entry.launch not in numbers:
+            raise err(
+                Code.FILE_MISSING,
+                f"{entry.name} is of launch {entry.launch}, which has no record",
+                where=f"{LAUNCHES}/{launch_name(entry.launch)}",
+                requirement="REQ-RUN-015",
+                remedy="Restore the record from a copy, or resume by hand from a checkpoint that you name.",
+            )
+
+
+def _choose_by_hand(
+    store: Store, entries: list[RunEntry], choose: str, on_progress: Callable[[int], None] | None
+) -> ResumeFrom:
+    for entry in entries:
         if entry.manifest is not None and choose in (entry.name, entry.manifest.digest):
+            problem = _find_problem(store, entry, on_progress)
+            if problem is not None:
+                raise problem
             return ResumeFrom(name=entry.name, digest=entry.manifest.digest)
     raise err(
         Code.NOT_COMMITTED,

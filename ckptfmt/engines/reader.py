@@ -326,7 +326,7 @@ class TensorView:
     def __iter__(self) -> Iterator[str]:
         names: dict[str, None] = {}
         for tensor in self._checkpoint.index.tensors:
-            if tensor.field == self._field and self._scope in (None, tensor.scope):
+            if tensor.field == self._field and tensor.scope in ((self._scope,) if self._scope else ("global", "lw/0")):
                 names.update(dict.fromkeys((tensor.name, *tensor.aliases)))
         return iter(names)
 

@@ -77,9 +77,11 @@ def clean_up(
         if entry.manifest is not None:
             retire(store.at(entry.name), entry.manifest)
             removed.append(entry.name)
+    named = {past.resume_from.name for past in launches if past.resume_from is not None}
     for entry in entries:
         place = store.at(entry.name)
-        if entry.register is None and entry.launch < launch:
+        # What a record names was committed once: if its register is gone, that is damage, and no unfinished save.
+        if entry.register is None and entry.launch < launch and entry.name not in named:
             reason = f"unfinished when launch {launch} cleaned up"
             if abort(place, run_id=run.run_id, launch=entry.launch, step=entry.step, reason=reason):
                 removed.append(entry.name)

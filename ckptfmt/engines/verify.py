@@ -20,7 +20,7 @@ from ckptfmt.documents.manifest import (
     part_path,
 )
 from ckptfmt.documents.part import Extent, Part, PartBox, PartFile, PartTensor, extent_nbytes
-from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, Run, parse_launch_name
+from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, Run, launch_name, parse_launch_name
 from ckptfmt.documents.shard import ShardEntry, parse_shard_header
 from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
 from ckptfmt.dtypes import DTYPES
@@ -160,8 +160,10 @@ def verify_run(store: Store, report: Report) -> None:
     with report.collect():
         run = Run.parse(store.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES))
     run_id = run.run_id if run is not None else None
+    numbers = set()
     for name in store.list_names(LAUNCHES):
         if parse_launch_name(name) is not None:
+            numbers.add(parse_launch_name(name))
             with report.collect():
                 path = f"{LAUNCHES}/{name}"
                 launch = Launch.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
@@ -169,7 +171,19 @@ def verify_run(store: Store, report: Report) -> None:
     for name in store.list_names(""):
         found = parse_checkpoint_name(name.rstrip("/")) if name.endswith("/") else None
         if found is not None:
+            with report.collect():
+                _check_record(found[1], numbers)
             _verify_in_run(store.at(name.rstrip("/")), found, run_id, report, name)
+
+
+def _check_record(launch: int, numbers: set[int | None]) -> None:
+    if launch not in numbers:
+        raise err(
+            Code.FILE_MISSING,
+            f"checkpoints of launch {launch} are here, and its record isn't",
+            where=f"{LAUNCHES}/{launch_name(launch)}",
+            requirement="REQ-RUN-015",
+        )
 
 
 def _verify_in_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from typing import TYPE_CHECKING
@@ -104,12 +105,20 @@ def write_part(
     saved_unix_s = int(time.time())
     shards = _plan_shards(snapshot, origin, writer, written)
     digests: dict[tuple[TensorKey, Box], bytes] = {}
-    for shard in shards:
+    try:
+        for shard in shards:
 
-        def chunks(shard: _Shard = shard) -> Iterator[Buffer]:
-            return _iter_chunks(shard, origin.block_nbytes, digests, on_progress)
+            def chunks(shard: _Shard = shard) -> Iterator[Buffer]:
+                return _iter_chunks(shard, origin.block_nbytes, digests, on_progress)
 
-        create_once(store, shard.name, chunks, nbytes=shard.nbytes)
+            create_once(store, shard.name, chunks, nbytes=shard.nbytes)
+    except Exception as error:
+        # Without a part they can never be committed, and a full disk would stay full. Of what is unknown, nothing goes.
+        known = not isinstance(error, CkptError) or error.code != Code.STORE_NO_ANSWER
+        for shard in shards if known else ():
+            with contextlib.suppress(CkptError):
+                store.delete(shard.name)
+        raise
     part = Part(
         origin=origin,
         writer=writer,

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
@@ -55,6 +56,8 @@ _KINDS: Final = {
 }
 #: How often a reader looks for a file whose NFS handle went stale.
 _STALE_TRIES: Final = 3
+#: A temporary that a store made, and nobody else.
+_TEMPORARY: Final = re.compile(re.escape(TEMPORARY_PREFIX) + "[0-9a-f]{32}")
 
 
 class LocalStore:
@@ -133,12 +136,12 @@ class LocalStore:
     def delete_leftovers(self, prefix: str) -> None:
         """Remove the temporaries of killed writers; see `Store.delete_leftovers`."""
         check_prefix(prefix)
-        with self._changing(prefix):
-            for _, directory, names in self._walk(prefix):
-                for name in names:
-                    if name.startswith(TEMPORARY_PREFIX):
-                        with contextlib.suppress(FileNotFoundError):
-                            self._calls.unlink(name, directory)
+        missing = contextlib.suppress(FileNotFoundError)
+        with self._changing(prefix), missing, self._directory(self._full(prefix)) as directory:
+            for name, is_directory in self._calls.scan(directory):
+                if not is_directory and _TEMPORARY.fullmatch(name):
+                    with contextlib.suppress(FileNotFoundError):
+                        self._calls.unlink(name, directory)
 
     def remove_directory(self, path: str) -> None:
         """Remove a directory that holds no files; see `Store.remove_directory`."""

@@ -140,9 +140,10 @@ class Store(Protocol):
         """
 
     def delete_leftovers(self, prefix: str) -> None:
-        """Remove the unfinished files that killed writers left below the directory `prefix`; objects: no-op.
+        """Remove the unfinished files that killed writers left in the directory `prefix`; objects: no-op.
 
-        Only for a prefix under which nobody writes any more: a living writer's `create` would fail.
+        Not in the directories below it, which may be somebody else's. Only where nobody writes any more: a living
+        writer's `create` would fail.
         """
 
     def remove_directory(self, path: str) -> None:

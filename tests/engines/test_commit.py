@@ -118,7 +118,9 @@ def test_a_failure_of_another_attempt_does_not_count(written):
 
 def test_waiting_for_a_decision_has_a_deadline(written):
     """REQ-CMT-009."""
-    assert code_of(lambda: wait_for_decision(written, ORIGIN, deadline_s=0.01)) == Code.WRITERS_MISSING
+    assert code_of(lambda: wait_for_decision(written, ORIGIN, deadline_s=0.01)) == Code.COMMIT_UNKNOWN
+    nobody = MemoryStore()
+    assert code_of(lambda: wait_for_decision(nobody, ORIGIN, deadline_s=0.01)) == Code.WRITERS_MISSING
 
 
 def test_a_late_part_is_waited_for():

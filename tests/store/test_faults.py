@@ -65,7 +65,8 @@ def test_every_failing_call_gives_a_named_error_and_whole_files(fast_path, opera
             assert {"run/new", "a/b/new"} & after.keys()
         assert len(temporaries(root)) <= 1  # one, if the call that failed was to remove it
         assert code_of(lambda: OPERATIONS[operation](healthy)) in ("ok", Code.STORE_EXISTS, Code.FILE_MISSING)  # noqa: B023
-        healthy.delete_leftovers("")
+        for place in ("", "run", "empty", "a", "a/b"):
+            healthy.delete_leftovers(place)
         assert temporaries(root) == []
         if not fault.fired_count:
             break
@@ -140,7 +141,7 @@ def test_every_failing_call_while_opening_gives_a_named_error(fast_path, applied
             code = code_of(lambda: LocalStore(root, writable=True, calls=calls))  # noqa: B023
 
         assert code in ("ok", Code.STORE_IO)
-        LocalStore(root, writable=True).delete_leftovers("")
+        [LocalStore(root, writable=True).delete_leftovers(place) for place in ("", "run", "a", "a/b")]
         assert list(root.iterdir()) == []
         if not fault.fired_count:
             break

@@ -505,15 +505,18 @@ def test_a_stale_handle_is_looked_up_again(root, stale_count, code):
 
 def test_leftovers_are_hidden_and_can_be_deleted(store, root):
     store.create("x/y/a", [b""])
+    ours, foreign = ".tmp-" + "0a" * 16, ".tmp-notes"
     for place in ("", "x", "x/y"):
-        (root / place / ".tmp-abc").write_bytes(b"half")
+        (root / place / ours).write_bytes(b"half")
+    (root / foreign).write_bytes(b"somebody else's")
 
     assert store.list("") == ["x/y/a"]
     assert store.list_names("x") == ["y/"]
     store.delete_leftovers("x")
-    assert temporaries(root) == [".tmp-abc"]
+    assert sorted(temporaries(root)) == sorted([ours, ours, foreign])
+    store.delete_leftovers("x/y")
     store.delete_leftovers("")
-    assert temporaries(root) == []
+    assert temporaries(root) == [foreign]
     assert store.list("") == ["x/y/a"]
 
 
@@ -606,7 +609,8 @@ for at in range(1, 1000):
     reader.create(f"run/next/{at}", [b"0123456789"] * 3)
     if not killed:
         break
-reader.delete_leftovers("")
+for place in ("", "run", "run/new", "run/next"):
+    reader.delete_leftovers(place)
 print(at)
 """
 
@@ -642,7 +646,8 @@ def test_a_kill_at_any_moment_leaves_whole_files_or_none(fast_path):
 
     store = LocalStore(fast_path, writable=True)
     assert {store.nbytes(path) for path in store.list("")} == {100_000}
-    store.delete_leftovers("")
+    for place in ("", "run"):
+        store.delete_leftovers(place)
     assert temporaries(fast_path) == []
 
 
