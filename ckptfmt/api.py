@@ -113,7 +113,8 @@ def load(
         writer, agree, deadline_s: as for `save`; an exchange by token needs a directory that can be written.
 
     Returns: a `LoadReport` with the claim level that holds; without `state` the trees.
-    Raises: IntegrityError where bytes are damaged or missing; StateError where the state doesn't fit; UnsupportedError.
+    Raises: IntegrityError where bytes are damaged or missing: the state is partly loaded then, and not fit to go on
+        with; StateError where the state doesn't fit: nothing is changed then; UnsupportedError.
     Spec: REQ-OPN-001 to REQ-OPN-008.
 
     >>> import ckptfmt, tempfile

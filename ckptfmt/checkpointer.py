@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 import re
 import time
 from collections.abc import Mapping
@@ -89,7 +90,7 @@ class Checkpointer:
         self._state = state
         self._keep, self._keep_every = keep, keep_every
         self._resume = resume
-        self._allow, self._strict = frozenset(allow), strict
+        self._allow, self._strict = frozenset((allow,) if isinstance(allow, str) else allow), strict
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
         self._deadline_s = deadline_s
         self._run: Run | None = None
@@ -323,8 +324,8 @@ def _parse_every(every: int | str | None) -> int | float | None:
     """Return a number of steps as an int, a time in seconds as a float."""
     if every is None:
         return None
-    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
-        return every
+    if hasattr(every, "__index__") and not isinstance(every, bool) and operator.index(every) > 0:
+        return operator.index(every)
     found = _DURATION.fullmatch(every) if isinstance(every, str) else None
     if found is None or float(found[1]) <= 0:
         raise err(Code.ARGUMENT, f"every={every!r}: steps as an int, or a time such as '5min'", where="every=")

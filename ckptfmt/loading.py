@@ -28,13 +28,15 @@ def load_once(
 ) -> LoadReport:
     """Load a checkpoint into a state on every process of the group.
 
-    What one process has no place for may be another's; only what none of them takes is unexpected. Whatever is
-    wrong is found on all of them before anything live is changed on any.
+    What one process has no place for may be another's; only what none of them takes is unexpected. Whatever doesn't fit
+    is found on all of them before anything live is changed on any. Damaged bytes are found as they are read: then the
+    state is partly that of the checkpoint, and isn't fit to go on with.
 
     Raises: as `ckptfmt.load`; LayoutError(WRITERS_DIVERGED) if the processes load different checkpoints;
         StateError(PEER_FAILED) where another process refused.
     """
     worker, count = group.writer, group.writer_count
+    allow = (allow,) if isinstance(allow, str) else tuple(allow)
     restoration = group.together(
         lambda: plan_restore(state, checkpoint, worker=worker, worker_count=count, allow=allow, strict=strict)
     )

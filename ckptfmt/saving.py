@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ def save_once(
     """
     snapshot, error = _capture(state, group, step, check)
     mine = {
-        "step": step,
+        "step": 0 if snapshot is None else operator.index(step),
         "fingerprint": "" if snapshot is None else _fingerprint(snapshot),
         "nonce": nonce or secrets.token_hex(16),
         "attempt": secrets.token_hex(8),
@@ -94,6 +95,7 @@ def save_once(
     if any(not isinstance(theirs, dict) or theirs.keys() != mine.keys() for theirs in told):
         raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
     assert snapshot is not None  # noqa: S101 - raise_together raised otherwise
+    step = operator.index(step)  # numpy's integers too
     steps = sorted({theirs["step"] for theirs in told})
     if len(steps) > 1:
         raise err(Code.WRITERS_DIVERGED, f"the writers save steps {steps}", requirement="REQ-CMT-001")
@@ -145,7 +147,7 @@ def _capture(
 
 
 def _check_step(step: object) -> None:
-    if type(step) is not int or not 0 <= step <= limits.JSON_INTEGER:
+    if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= operator.index(step) <= limits.JSON_INTEGER:
         raise err(Code.ARGUMENT, f"step={step!r} isn't a number of steps", where="step=")
 
 

@@ -309,6 +309,9 @@ class TensorView:
         self._field = field
         self._scope = scope
 
+    def __repr__(self) -> str:
+        return f"TensorView({self._field}: {len(self)} names)"
+
     def scoped(self, scope: str) -> TensorView:
         """Return the view of one scope only, such as ``lw/0``."""
         return TensorView(self._checkpoint, self._field, scope)

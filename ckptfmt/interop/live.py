@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from ckptfmt import limits
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.names import join_name, prefix_of
@@ -105,6 +106,8 @@ def _parameter_names(
 
 def _tensors(side: ModuleType, unit: Unit) -> Iterator[tuple[str, Any]]:
     def find(value: object, path: tuple[object, ...]) -> Iterator[tuple[str, Any]]:
+        if len(path) > limits.MSGPACK_DEPTH:
+            return  # refused by name when it is encoded
         if side.is_tensor(value):
             yield join_name(path), value
         elif isinstance(value, dict):

@@ -132,6 +132,10 @@ class Placer:
             return saved if side is None else side.decode(saved)
         if type(saved) in _DICTS:
             return self._fresh_dict(saved, name, like if isinstance(like, dict) else {})
+        if type(saved) is Counter:
+            counter: Counter[Any] = Counter()
+            counter.update({key: self.fresh(value, self._child(name, key)) for key, value in saved.items()})
+            return counter
         return self._fresh_items(saved, name, like) if type(saved) in _ITEMS else saved
 
     def _fresh_dict(self, saved: Any, name: str, like: dict[Any, Any]) -> Any:  # noqa: ANN401 - dict or OrderedDict

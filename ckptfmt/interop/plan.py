@@ -102,7 +102,7 @@ class Plan:
     """
 
     def __init__(self, checkpoint: Readable, *, worker: int, worker_count: int, allow: frozenset[str]) -> None:
-        unknown = allow - set(_ALLOWED_BY.values())
+        unknown = set(allow) - set(_ALLOWED_BY.values())
         if unknown:
             known = ", ".join(sorted(set(_ALLOWED_BY.values())))
             raise err(Code.ARGUMENT, f"allow={sorted(unknown)}; known are {known}", where="allow")
@@ -194,6 +194,10 @@ class Plan:
         for kind, (field, name, scope) in sorted(leftover):
             if scope != GLOBAL and scope != worker_scope(self.worker):
                 gone += 1
+                continue
+            tensor = self.checkpoint.tensors.get((field, name, scope)) if kind == "tensor" else None
+            if tensor is not None and tensor.storage != "persistent":
+                self.downgrades.append(f"{field}:{name}: saved as a non-persistent buffer, and nothing here takes it")
                 continue
             code = Code.TENSOR_UNEXPECTED if kind == "tensor" else Code.LEAF_UNEXPECTED
             suffix = "" if scope == GLOBAL else f" of scope {scope}"

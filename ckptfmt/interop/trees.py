@@ -8,11 +8,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from ckptfmt import limits
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tree import InlineArray, TensorRef, dump_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.snapshot import TensorSource
+from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.names import key_text
 from ckptfmt.interop.numpy import ArraySource, array_of, inline_array
@@ -37,6 +39,7 @@ class Encoder:
         self.scope = scope
         self.inline = inline
         self.sources: list[TensorSource] = []
+        self._depth = 0
 
     def leaf(self, name: str, value: object, *, tensors_under: str | None = None) -> Leaf:
         """Return the leaf of a value.
@@ -56,7 +59,7 @@ class Encoder:
         """Return the tree of a value; what has no form stays as it is, for `dump_tree` to name."""
         encode = _CONTAINERS.get(type(value))
         if encode is not None:
-            return encode(self, value, name)
+            return self._encode_container(encode, value, name)
         if isinstance(value, np.generic) or (self.inline and isinstance(value, np.ndarray)):
             return inline_array(value, where=f"{self.field}:{name}")
         if isinstance(value, np.ndarray):
@@ -64,6 +67,21 @@ class Encoder:
             return TensorRef(name, "numpy")
         side = torch_side()
         return value if side is None else side.encode(self, value, name)
+
+    def _encode_container(self, encode: Callable[[Encoder, Any, str], object], value: object, name: str) -> object:
+        if self._depth > limits.MSGPACK_DEPTH:
+            raise err(
+                Code.DOC_DEPTH,
+                f"nests deeper than {limits.MSGPACK_DEPTH}",
+                where=f"{self.field}:{name[:64]}",
+                requirement="REQ-TRE-007",
+                remedy="Flatten the value, or break its cycle.",
+            )
+        self._depth += 1
+        try:
+            return encode(self, value, name)
+        finally:
+            self._depth -= 1
 
     def child(self, name: str, key: object) -> str:
         """Return the name of what lies under `key`."""
@@ -83,7 +101,7 @@ def plain_values(tree: Any) -> Any:  # noqa: ANN401 - any tree without tensors
         return array_of(tree)
     if type(tree) in (list, tuple):
         return type(tree)(plain_values(item) for item in tree)
-    if type(tree) is dict:
+    if type(tree) in (dict, Counter):
         return {key: plain_values(item) for key, item in tree.items()}
     return tree
 

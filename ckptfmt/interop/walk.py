@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, Final
 
+from ckptfmt import limits
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.names import GLOBAL, join_name, worker_scope
 from ckptfmt.interop.pieces import is_piece
@@ -79,6 +81,8 @@ class _Walker:
         if isinstance(value, PerWorker):
             yield from self.units(field, path, self.own_scope, value.value, _attribute_putter(value))
             return
+        if len(path) > limits.MSGPACK_DEPTH:
+            raise _too_deep(field, path)
         kind = _kind_of(value)
         if kind is Kind.TREE and type(value) in _WALKED and not _is_plain(value):
             for key, item in _items(value):
@@ -101,10 +105,22 @@ def _kind_of(value: object) -> Kind:
     return Kind.STATEFUL if stateful else Kind.TREE
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: object, depth: int = 0) -> bool:
     if isinstance(value, PerWorker) or _kind_of(value) is not Kind.TREE:
         return False
-    return type(value) not in _WALKED or all(_is_plain(item) for _, item in _items(value))
+    # What nests too deeply is refused by name when it is encoded.
+    deep = type(value) in _WALKED and depth <= limits.MSGPACK_DEPTH
+    return not deep or all(_is_plain(item, depth + 1) for _, item in _items(value))
+
+
+def _too_deep(field: str, path: tuple[object, ...]) -> CkptError:
+    return err(
+        Code.DOC_DEPTH,
+        f"nests deeper than {limits.MSGPACK_DEPTH}",
+        where=f"{field}:{join_name(path[:4])}",
+        requirement="REQ-TRE-007",
+        remedy="Flatten the value, or break its cycle.",
+    )
 
 
 def _items(value: Any) -> list[tuple[object, object]]:  # noqa: ANN401 - one of the containers above

@@ -141,7 +141,8 @@ def test_every_failing_call_while_opening_gives_a_named_error(fast_path, applied
             code = code_of(lambda: LocalStore(root, writable=True, calls=calls))  # noqa: B023
 
         assert code in ("ok", Code.STORE_IO)
-        [LocalStore(root, writable=True).delete_leftovers(place) for place in ("", "run", "a", "a/b")]
+        for place in ("", "run", "a", "a/b"):
+            LocalStore(root, writable=True).delete_leftovers(place)
         assert list(root.iterdir()) == []
         if not fault.fired_count:
             break

@@ -19,6 +19,8 @@ from ckptfmt.interop.torch.tensors import local_of
 __all__ = ["contents_of", "plan_groups"]
 
 _NOT_OPTIONS: Final = ("params", "param_names")
+#: What tells AdamW from Adam, which share everything else.
+_ALGORITHM: Final = "decoupled_weight_decay"
 #: Options that choose another kernel, and with it other bits.
 _FLAGS: Final = ("foreach", "fused", "capturable", "maximize", "differentiable")
 
@@ -133,6 +135,8 @@ def _plan_options(plan: Plan, group: dict[str, Any], saved: _Saved, field: str, 
     placer = Placer(plan, field=field, scope=saved.scope, device=device)
     for key, value in options.items():
         live = group.get(key)
+        if key == _ALGORITHM and key in group and live != value:
+            plan.problem(Code.GROUP_MISMATCH, where, f"{key}={value!r} as saved, {live!r} here: Adam isn't AdamW")
         if key in _FLAGS and key in group and live != value:
             plan.notes.append(f"{where}: {key}={value!r} as saved, instead of {live!r}")
         if isinstance(live, torch.Tensor) and isinstance(value, int | float):

@@ -80,8 +80,7 @@ def view_module(
     """
     _refuse_fsdp1(module, f"{field}:{prefix}")
     # First of all, and at each save: it also puts FSDP2's parameters back into shards after an evaluation.
-    with torch.no_grad():
-        state_dict = module.state_dict(keep_vars=True)
+    state_dict = _state_dict(module, f"{field}:{prefix}")
     live = _Live(module)
     own = _per_worker_buffers(module) if worker_count > 1 else set()
     entries: list[Entry] = []
@@ -145,6 +144,29 @@ def merge_tied(entries: list[Entry]) -> list[Entry]:
             entry = dataclasses.replace(first, names=names)  # noqa: PLW2901 - the entry that stands for both
         merged[key] = entry
     return list(merged.values())
+
+
+def _state_dict(module: torch.nn.Module, where: str) -> dict[str, Any]:
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    try:
+        with torch.no_grad():
+            state_dict: dict[str, Any] = module.state_dict(keep_vars=True)
+    except TypeError as error:
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            f"{kind}.state_dict can't be called as torch does: {error}",
+            where=where,
+            remedy="Let it take *args and **kwargs, and hand them on.",
+        ) from error
+    for name, value in state_dict.items():
+        if torch.nn.parameter.is_lazy(value):
+            raise err(
+                Code.STATE_UNSUPPORTED,
+                f"{kind} has a lazy parameter, which has no shape yet",
+                where=f"{where}{name}",
+                remedy="Run one forward pass first.",
+            )
+    return state_dict
 
 
 class _Live:

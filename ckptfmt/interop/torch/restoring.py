@@ -23,6 +23,11 @@ def plan_entry(plan: Plan, entry: Entry, field: str) -> None:
     for index, (_, tensor) in enumerate(inner_tensors(entry.tensor, "")):
         names = [inner_tensors(entry.tensor, name)[index][0] for name in entry.names]
         saved = plan.tensor(field, names, entry.scope)
+        if entry.storage == "non-persistent" and (saved is None or saved.global_shape != tuple(tensor.shape)):
+            # A cache, as torch sees it: what it holds is made anew where it is needed.
+            found = "not saved" if saved is None else f"saved with shape {saved.global_shape}"
+            plan.downgrades.append(f"{field}:{names[0]}: non-persistent buffer left as it is, {found}")
+            continue
         if saved is None:
             plan.problem(Code.TENSOR_MISSING, f"{field}:{names[0]}", f"not saved (shape here {tuple(tensor.shape)})")
             continue

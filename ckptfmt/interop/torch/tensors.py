@@ -183,8 +183,8 @@ class TorchSource:
             return
         piece = next(piece for piece in self.pieces if piece.box == box)
         local = self.local[piece.local_box.relative_to(Box.whole(tuple(self.local.shape)))]
-        held = _as_integers(local.resolve_conj().resolve_neg()).contiguous().reshape(-1).view(torch.uint8)
-        torch.frombuffer(out, dtype=torch.uint8).copy_(held)
+        held = _as_integers(local.resolve_conj().resolve_neg())
+        torch.frombuffer(out, dtype=held.dtype).view(held.shape).copy_(held)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -213,7 +213,7 @@ class TorchSink:
             slice(at.start + base, at.stop + base)
             for at, base in zip(box.relative_to(piece.box), piece.local_box.begin, strict=True)
         )
-        incoming = torch.empty(content.nbytes, dtype=torch.uint8)
+        incoming = torch.empty(content.nbytes, dtype=torch.uint8, device="cpu")
         np.copyto(incoming.numpy(), np.frombuffer(content, np.uint8))
         _copy(self.local[slices], incoming.view(TORCH_DTYPES[self.dtype]).reshape(box.shape))
 
@@ -299,7 +299,7 @@ def allocate(
         raise err(Code.STATE_UNSUPPORTED, f"this torch ({torch.__version__}) has no dtype {dtype}")
     kind = TORCH_DTYPES[dtype]
     if not isinstance(like, torch.Tensor) or local_of(like).device.type == "meta":
-        return torch.empty(shape, dtype=kind, device=device)
+        return torch.empty(shape, dtype=kind, device=device or "cpu")
     if tuple(like.shape) != shape:
         return torch.empty(shape, dtype=kind, device=local_of(like).device)
     local = torch.empty_like(local_of(like), dtype=kind)
