@@ -75,8 +75,7 @@ class Group:
                 result = action()
             except Exception as caught:  # noqa: BLE001 - raised again, once the others know of it
                 error = caught
-        self.raise_together(error, value=result)
-        return self._last[0]["value"]
+        return self.raise_together(error, value=result)[0]
 
     def together(self, action: Callable[[], T]) -> T:
         """Run an action on every writer and return its result; if it raises on one, raise on all.
@@ -105,21 +104,21 @@ class Group:
         """
         mine = {"error": None if error is None else _error_as_json(error), "value": value}
         try:
-            self._last = self.all_gather(mine) if self.writer_count > 1 else [mine]
+            told = self.all_gather(mine) if self.writer_count > 1 else [mine]
         except CkptError as failure:
             raise error or failure from None
         if error is not None:
             raise error
-        if any(type(theirs) is not dict or theirs.keys() != mine.keys() for theirs in self._last):
+        if any(type(theirs) is not dict or theirs.keys() != mine.keys() for theirs in told):
             raise err(
                 Code.WRITERS_DIVERGED,
                 "the writers aren't at the same point: one of them gave up waiting, or called something else",
                 requirement="REQ-CMT-001",
             )
-        for writer, theirs in enumerate(self._last):
+        for writer, theirs in enumerate(told):
             if theirs["error"] is not None:
                 raise _peer_error(writer, theirs["error"])
-        return [theirs["value"] for theirs in self._last]
+        return [theirs["value"] for theirs in told]
 
 
 def _error_as_json(error: Exception) -> dict[str, str | None]:

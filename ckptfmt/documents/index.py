@@ -23,6 +23,7 @@ from ckptfmt.documents.tables import (
     check_dtypes,
     check_scopes,
     collect_scopes,
+    document_head,
     leaf_columns,
     parse_absent,
     parse_aliases,
@@ -119,13 +120,7 @@ class Index:
         for tensor in self.tensors:
             numbers.setdefault(tensor.sharding, len(numbers))
         return {
-            "type": "index",
-            "format_version": limits.FORMAT_VERSION,
-            "features": {"reader": [], "writer": []},
-            **self.origin.as_dict(),
-            "saved_unix_s": self.saved_unix_s,
-            "scopes": scopes,
-            "dtypes": dtypes,
+            **document_head("index", self.origin, saved_unix_s=self.saved_unix_s, scopes=scopes, dtypes=dtypes),
             "parts": {
                 "nbytes": dump_packed([part.nbytes for part in self.parts]),
                 "digest": b"".join(part.digest for part in self.parts),

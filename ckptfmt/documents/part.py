@@ -23,6 +23,7 @@ from ckptfmt.documents.tables import (
     check_dtypes,
     check_scopes,
     collect_scopes,
+    document_head,
     leaf_columns,
     parse_absent,
     parse_aliases,
@@ -183,16 +184,10 @@ class Part:
         scopes = collect_scopes(self.tensors, self.streams, self.leaves)
         dtypes = sorted({tensor.dtype for tensor in self.tensors})
         return {
-            "type": "part",
-            "format_version": limits.FORMAT_VERSION,
-            "features": {"reader": [], "writer": []},
-            **self.origin.as_dict(),
+            **document_head("part", self.origin, saved_unix_s=self.saved_unix_s, scopes=scopes, dtypes=dtypes),
             "writer": self.writer,
-            "saved_unix_s": self.saved_unix_s,
             "references": [],
             "encodings": list(ENCODINGS),
-            "scopes": scopes,
-            "dtypes": dtypes,
             "files": self._file_columns(),
             "tensors": {
                 **tensor_columns(self.tensors, scopes, dtypes),

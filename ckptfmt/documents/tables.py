@@ -29,6 +29,7 @@ __all__ = [
     "check_dtypes",
     "check_scopes",
     "collect_scopes",
+    "document_head",
     "leaf_columns",
     "parse_absent",
     "parse_aliases",
@@ -68,6 +69,21 @@ def block_count(nbytes: int, block_nbytes: int) -> int:
     [0, 1, 1, 2]
     """
     return -(-nbytes // block_nbytes)
+
+
+def document_head(
+    kind: str, origin: Origin, *, saved_unix_s: int, scopes: list[str], dtypes: list[str]
+) -> dict[str, object]:
+    """Return the members that stand alike at the head of index and parts."""
+    return {
+        "type": kind,
+        "format_version": limits.FORMAT_VERSION,
+        "features": {"reader": [], "writer": []},
+        **origin.as_dict(),
+        "saved_unix_s": saved_unix_s,
+        "scopes": scopes,
+        "dtypes": dtypes,
+    }
 
 
 def tensor_columns(tensors: Sequence[Any], scopes: list[str], dtypes: list[str]) -> dict[str, object]:

@@ -17,7 +17,7 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, Run, launch_name, parse_launch_name
 from ckptfmt.engines.commit import create_once, read_register
-from ckptfmt.engines.verify import Report, check_place, verify_checkpoint
+from ckptfmt.engines.verify import Report, check_place, check_record, verify_checkpoint
 from ckptfmt.errors import CkptError, Code, StoreError, err
 
 if TYPE_CHECKING:
@@ -273,14 +273,7 @@ def check_records(store: Store, entries: list[RunEntry]) -> None:
     # After the entries: a launch creates its record before its first directory.
     numbers = set(list_launch_numbers(store))
     for entry in entries:
-        if entry.launch not in numbers:
-            raise err(
-                Code.FILE_MISSING,
-                f"{entry.name} is of launch {entry.launch}, which has no record",
-                where=f"{LAUNCHES}/{launch_name(entry.launch)}",
-                requirement="REQ-RUN-015",
-                remedy="Restore the record from a copy, or resume by hand from a checkpoint that you name.",
-            )
+        check_record(entry.name, entry.launch, numbers)
 
 
 def _choose_by_hand(

@@ -29,7 +29,7 @@ from ckptfmt.engines.reader import Checkpoint, check_nbytes, read_header
 from ckptfmt.errors import CkptError, Code, StoreError, err
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from ckptfmt.store.protocol import Store
 
@@ -172,17 +172,22 @@ def verify_run(store: Store, report: Report) -> None:
         found = parse_checkpoint_name(name.rstrip("/")) if name.endswith("/") else None
         if found is not None:
             with report.collect():
-                _check_record(found[1], numbers)
+                check_record(name.rstrip("/"), found[1], numbers)
             _verify_in_run(store.at(name.rstrip("/")), found, run_id, report, name)
 
 
-def _check_record(launch: int, numbers: set[int | None]) -> None:
+def check_record(name: str, launch: int, numbers: Collection[int | None]) -> None:
+    """Raise unless the launch of a checkpoint directory is among those that have a record.
+
+    Raises: IntegrityError(FILE_MISSING). Spec: REQ-RUN-015.
+    """
     if launch not in numbers:
         raise err(
             Code.FILE_MISSING,
-            f"checkpoints of launch {launch} are here, and its record isn't",
+            f"{name} is of launch {launch}, which has no record",
             where=f"{LAUNCHES}/{launch_name(launch)}",
             requirement="REQ-RUN-015",
+            remedy="Restore the record from a copy, or resume by hand from a checkpoint that you name.",
         )
 
 

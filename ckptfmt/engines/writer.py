@@ -104,21 +104,7 @@ def write_part(
     check_snapshot(snapshot)
     saved_unix_s = int(time.time())
     shards = _plan_shards(snapshot, origin, writer, written)
-    digests: dict[tuple[TensorKey, Box], bytes] = {}
-    try:
-        for shard in shards:
-
-            def chunks(shard: _Shard = shard) -> Iterator[Buffer]:
-                return _iter_chunks(shard, origin.block_nbytes, digests, on_progress)
-
-            create_once(store, shard.name, chunks, nbytes=shard.nbytes)
-    except Exception as error:
-        # Without a part they can never be committed, and a full disk would stay full. Of what is unknown, nothing goes.
-        known = not isinstance(error, CkptError) or error.code != Code.STORE_NO_ANSWER
-        for shard in shards if known else ():
-            with contextlib.suppress(CkptError):
-                store.delete(shard.name)
-        raise
+    digests = _write_shards(store, shards, origin.block_nbytes, on_progress)
     part = Part(
         origin=origin,
         writer=writer,
@@ -151,6 +137,28 @@ def write_failure(store: Store, origin: Origin, writer: int, error: CkptError) -
     path = failure_path(origin.attempt, writer)
     content = dump_failure(origin, writer, error)
     create_once(store, path, lambda: [content], content=content)
+
+
+def _write_shards(
+    store: Store, shards: list[_Shard], block_nbytes: int, on_progress: Callable[[int], None] | None
+) -> dict[tuple[TensorKey, Box], bytes]:
+    """Write all shards, or leave none; return the digests of each piece's blocks."""
+    digests: dict[tuple[TensorKey, Box], bytes] = {}
+    try:
+        for shard in shards:
+
+            def chunks(shard: _Shard = shard) -> Iterator[Buffer]:
+                return _iter_chunks(shard, block_nbytes, digests, on_progress)
+
+            create_once(store, shard.name, chunks, nbytes=shard.nbytes)
+    except Exception as error:
+        # Without a part they can never be committed, and a full disk would stay full. Of what is unknown, nothing goes.
+        known = not isinstance(error, CkptError) or error.code != Code.STORE_NO_ANSWER
+        for shard in shards if known else ():
+            with contextlib.suppress(CkptError):
+                store.delete(shard.name)
+        raise
+    return digests
 
 
 # --- shards ---------------------------------------------------------------------------------------------------------
