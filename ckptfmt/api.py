@@ -7,17 +7,18 @@ import os
 from typing import TYPE_CHECKING
 
 from ckptfmt import limits
-from ckptfmt.documents.manifest import Abort, Manifest
+from ckptfmt.documents.manifest import Manifest
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
-from ckptfmt.engines.commit import read_register
+from ckptfmt.engines.commit import check_vacant
 from ckptfmt.engines.lineage import check_records, iter_lineage, list_checkpoints, list_launches, read_run
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import EXCHANGE, Agree, make_group
+from ckptfmt.handle import SaveReport
 from ckptfmt.loading import load_once
 from ckptfmt.restore import LoadReport, load_trees
-from ckptfmt.saving import Ownership, SaveReport, save_once
+from ckptfmt.saving import Ownership, save_once
 from ckptfmt.store import open_store
 
 if TYPE_CHECKING:
@@ -172,19 +173,10 @@ def report_save(path: str, manifest: Manifest, removed: tuple[str, ...] = ()) ->
         path=path,
         digest=manifest.digest,
         step=manifest.origin.step,
-        nbytes=sum(field.nbytes for field in manifest.fields.values()),
+        nbytes=manifest.nbytes,
         writer_count=manifest.origin.writer_count,
         removed=removed,
     )
-
-
-def check_vacant(store: Store) -> None:
-    """Raise if a checkpoint directory is decided already. Raises: CommitError(CHECKPOINT_EXISTS)."""
-    register = read_register(store)
-    if register is not None:
-        what = "a checkpoint" if isinstance(register, Manifest) else "a given-up attempt"
-        what = what if isinstance(register, Manifest | Abort) else "a retired checkpoint"
-        raise err(Code.CHECKPOINT_EXISTS, f"{what} is here already", where=store.name, requirement="REQ-CMT-008")
 
 
 def _check_no_run(store: Store) -> None:

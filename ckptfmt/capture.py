@@ -51,8 +51,9 @@ def capture(state: State, *, worker: int, worker_count: int) -> Snapshot:
         leaves += _CAPTURES[unit.kind](unit, encoder, live, number)
         tensors += encoder.sources
     leaves += _context_leaves(state, live, worker=worker, worker_count=worker_count)
-    check_unique(((t.field, name, t.scope) for t in tensors for name in (t.name, *t.aliases)), "tensors")
-    check_unique(((leaf.field, leaf.name, leaf.scope) for leaf in leaves), "values")
+    aliases = [(tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases]
+    check_unique([*((tensor.field, tensor.name, tensor.scope) for tensor in tensors), *aliases], "tensors")
+    check_unique([(leaf.field, leaf.name, leaf.scope) for leaf in leaves], "values")
     given = {tensor.field for tensor in tensors} | {leaf.field for leaf in leaves}
     return Snapshot(
         tensors=tuple(sorted(tensors, key=_tensor_order)),

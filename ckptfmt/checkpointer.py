@@ -10,20 +10,19 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Self
 
-from ckptfmt import limits
-from ckptfmt.api import DEADLINE_S, check_vacant, report_save
-from ckptfmt.documents.manifest import checkpoint_name
+from ckptfmt.api import DEADLINE_S
 from ckptfmt.documents.run import Launch, ResumeFrom, Run
-from ckptfmt.engines.lineage import begin_launch, check_not_fenced, open_run
+from ckptfmt.engines.lineage import begin_launch, open_run, wait_for_savers
 from ckptfmt.engines.reader import Checkpoint
-from ckptfmt.engines.retention import clean_up
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import Agree, Group, make_group
+from ckptfmt.handle import SaveHandle
 from ckptfmt.loading import load_once
 from ckptfmt.restore import LoadReport, restore_streams
 from ckptfmt.sampler import Sampler
-from ckptfmt.saving import Ownership, SaveReport, prepare_once, save_once
+from ckptfmt.saves import SaveOptions, Saves
 from ckptfmt.state import PerWorker
+from ckptfmt.stopping import StopSignals
 from ckptfmt.store import open_store
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ __all__ = ["Checkpointer"]
 
 _LOG: Final = logging.getLogger("ckptfmt")
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")
+#: How often the processes ask each other whether one of them got a signal, in seconds.
+_ASK_S: Final = 1.0
 _UNIT_S: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -57,13 +58,24 @@ class Checkpointer:
             which rolls the run back to it.
         allow, strict: as for `ckptfmt.load`.
         writer, agree: as for `ckptfmt.save`.
-        deadline_s: how long the processes wait for each other, in seconds.
+        deadline_s: how long the processes wait for each other, for a free slot, and for saves at the end, in seconds.
+        saver: who writes: "process", one of its own, which outlives this one; "thread", one of this process; "inline",
+            nobody else: `save` returns when the checkpoint is committed.
+        overlap: whether parameters and their optimizer's state are copied beside the next forward and backward pass,
+            where a first save has shown that only the optimizer's step changes them.
+        slots: how many snapshots there is shared memory for.
+        when_busy: what a save does when every slot holds one that isn't written: "wait", or "skip".
+        nice: what the saver's process adds to its niceness.
+        check_replicas: whether processes that hold the same tensor of a mesh compare it, by digest, at each save.
+        stop_on: signals, such as ``signal.SIGTERM``, after which `steps` saves and ends.
+        stop_deadline_s: how long that may take, in seconds.
 
     Attributes:
         step: training steps done.
         launch: this start's record; None before `restore`.
         load_report: what restoring found; None after a fresh start.
         passed_over: newer checkpoints that weren't valid, a sentence each.
+        stopped: whether `steps` ended because of a signal.
 
     Raises: StateError(ARGUMENT).
     """
@@ -82,20 +94,41 @@ class Checkpointer:
         writer: tuple[int, int] | None = None,
         agree: Agree = None,
         deadline_s: float = DEADLINE_S,
+        saver: str = "process",
+        overlap: bool = True,
+        slots: int = 2,
+        when_busy: str = "wait",
+        nice: int = 0,
+        check_replicas: bool = False,
+        stop_on: Iterable[int] = (),
+        stop_deadline_s: float = 30.0,
     ) -> None:
         self._cadence = _parse_every(every)
         for name, value in (("keep", keep), ("keep_every", keep_every)):
             _check_positive(name, value)
+        options = SaveOptions(
+            saver=saver,
+            overlap=overlap,
+            slots=slots,
+            when_busy=when_busy,
+            nice=nice,
+            check_replicas=check_replicas,
+            keep=keep,
+            keep_every=keep_every,
+            deadline_s=deadline_s,
+        )
+        self._signals = StopSignals(stop_on)
+        self._stop_deadline_s = stop_deadline_s
         self._store = open_store(run, writable=True)
         self._state = state
-        self._keep, self._keep_every = keep, keep_every
         self._resume = resume
         self._allow, self._strict = frozenset((allow,) if isinstance(allow, str) else allow), strict
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
         self._deadline_s = deadline_s
+        self._saves = Saves(self._store, self._group, state, options)
         self._run: Run | None = None
-        self._ownership = Ownership()
         self._pending_streams: Checkpoint | None = None
+        self._handle: SaveHandle | None = None
         self._saved_step: int | None = None
         self._clock = time.monotonic
         self._timer = _Timer()
@@ -104,19 +137,39 @@ class Checkpointer:
         self.launch: Launch | None = None
         self.load_report: LoadReport | None = None
         self.passed_over: list[str] = []
+        self.stopped = False
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """What saves don't do as asked for, such as fewer slots where memory is short; a sentence each."""
+        return tuple(self._saves.reports)
+
+    @property
+    def staging_threads(self) -> int:
+        """How many threads copy a snapshot."""
+        return self._saves.staging_thread_count
 
     def __enter__(self) -> Self:
         self.restore()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
+        self._close(quietly=error is not None)
 
     def close(self) -> None:
-        """Let go of what is held. Saves are synchronous: none is ever pending."""
+        """Wait for the saves in flight, and let go of what is held.
+
+        Raises: the error of a save that failed, if it wasn't raised yet; CommitError(SAVE_PENDING) if a save isn't over
+            by the deadline: a saver in a process of its own goes on with it.
+        """
+        self._close(quietly=False)
+
+    def _close(self, *, quietly: bool) -> None:
+        self._signals.remove()
         if self._pending_streams is not None:
             self._pending_streams.close()
             self._pending_streams = None
+        self._saves.close(deadline_s=self._rest_s(self._deadline_s), quietly=quietly)
 
     def restore(self) -> LoadReport | None:
         """Take the next launch of the run, and load what it resumes from; entering the context does it.
@@ -158,10 +211,13 @@ class Checkpointer:
         Raises: as `restore` and `save`.
         """
         self.restore()
-        prepare_once(self._group, self._state, self._ownership)
+        # What a fresh optimizer will hold isn't known before its first step: its slots are made then.
+        is_prepared = self.load_report is not None
+        self._saves.prepare() if is_prepared else self._saves.check()
         if self._pending_streams is not None:
             self._restore_streams(self._pending_streams)
-        while self.step < total:
+        self._signals.install()
+        while self.step < total and not self._is_stopping():
             self._in_body, self._requested = True, False
             try:
                 yield self.step
@@ -170,57 +226,81 @@ class Checkpointer:
             self.step += 1
             for sampler in _find_samplers((self._state.data, self._state.extra)):
                 sampler.commit(self.step)
-            if self._is_due() or self._requested or self.step == total:
-                self.save()
+            if not is_prepared and self.step < total:
+                self._saves.prepare()
+                is_prepared = True
+            is_due = self._is_due()
+            if self._is_stopping():
+                self._save_and_stop()
+            elif is_due or self._requested or self.step == total:
+                self._save(must=self.step == total)
+        self._signals.remove()
 
-    def save(self) -> SaveReport | None:
-        """Save now; every process calls it at the same step. None if this step is saved already.
+    def prepare(self) -> None:
+        """Make ready for saves: check the state, make and touch slots, start the saver.
+
+        `steps` and the first save do it; call it to choose the moment. Every process calls it.
+
+        Raises: StateError; LayoutError; CommitError(SAVER_LOST).
+        """
+        self.restore()
+        self._saves.prepare()
+
+    def save(self) -> SaveHandle | None:
+        """Begin a save; every process calls it at the same step. None if this step is saved already.
+
+        What the optimizers' steps change is copied beside the training where that was seen to be safe; all else when
+        this returns. Writing goes on beside the training: the handle tells how far it is, and waits for it.
 
         Within the body of `steps` the step isn't over: there the save is taken as soon as the body ends, and this
         returns None. A body that is left by ``break`` or an exception is no step, and isn't saved.
 
-        Raises: FencedError(FENCED) if a newer launch owns the run; others as `ckptfmt.save`.
+        Raises: what an earlier save failed with, if it wasn't raised yet, such as FencedError(FENCED) when a newer
+            launch owns the run; CommitError(SLOTS_BUSY); others as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
         """
+        return self._save(must=False)
+
+    def _save(self, *, must: bool, deadline_s: float | None = None) -> SaveHandle | None:
         if self._in_body:
             self._requested = True
             return None
         self.restore()
-        launch = self.launch
-        assert launch is not None  # noqa: S101 - restore() sets it
-        if self._saved_step == self.step:
+        assert self.launch is not None  # noqa: S101 - restore() sets both
+        assert self._run is not None  # noqa: S101
+        if self._saved_step == self.step and (self._handle is None or self._handle.state != "FAILED"):
             return None
-        place = self._store.at(checkpoint_name(self.step, launch.launch))
-
-        def check() -> None:
-            check_not_fenced(self._store, launch.launch)
-            check_vacant(place)
-
-        begin_s = self._clock()
-        manifest = save_once(
-            place,
-            self._group,
-            self._state,
-            step=self.step,
-            run_id=launch.run_id,
-            launch=launch.launch,
-            nonce=launch.nonce,
-            block_nbytes=limits.BLOCK_NBYTES,
-            deadline_s=self._deadline_s,
-            ownership=self._ownership,
-            check=check,
-        )
-        self._saved_step = self.step
-        removed = self._clean_up() if self._group.writer == 0 else ()
-        report = report_save(place.name, manifest, removed)
+        handle = self._saves.save(self.step, self._run, self.launch, must=must, deadline_s=deadline_s)
+        if handle.state != "SKIPPED":
+            self._handle, self._saved_step = handle, self.step
         self._timer = _Timer(last_s=self._clock(), next_step=self.step + 1)
-        _LOG.info("step %d COMMITTED in %.2f s: %s", self.step, self._clock() - begin_s, report.path)
-        return report
+        return handle
+
+    def _save_and_stop(self) -> None:
+        """Save within the deadline of a stop; what isn't committed by then is left to the saver."""
+        try:
+            self._save(must=True, deadline_s=self._rest_s(self._deadline_s))
+            if self._handle is not None:
+                self._handle.wait(timeout_s=self._rest_s(self._deadline_s))
+        except CkptError as error:
+            if error.code not in (Code.SLOTS_BUSY, Code.SAVE_PENDING):
+                raise
+            _LOG.warning("stopping at step %d without its save: %s", self.step, error)
+
+    def _rest_s(self, deadline_s: float) -> float:
+        """Return how much of a deadline is left, in seconds, once the run is to stop."""
+        if not self.stopped:
+            return deadline_s
+        begin_s = time.monotonic() if self._signals.first_s is None else self._signals.first_s
+        return max(0.0, min(deadline_s, begin_s + self._stop_deadline_s - time.monotonic()))
 
     def _begin(self) -> dict[str, object]:
         """Choose and record what this launch resumes from; on writer 0 only."""
         run = open_run(self._store)
         passed_over: list[str] = []
+        # Half of what the others wait for this one.
+        if not wait_for_savers(self._store, deadline_s=self._deadline_s / 2, on_wait=_say_waiting):
+            _LOG.warning("savers of older launches are still at work: what they have isn't resumed from")
 
         def note(sentence: str) -> None:
             _LOG.warning("passed over: %s", sentence)
@@ -254,43 +334,42 @@ class Checkpointer:
             allow=self._allow,
             strict=self._strict,
         )
-        self.close()
+        checkpoint.close()
+        self._pending_streams = None
 
-    def _clean_up(self) -> tuple[str, ...]:
-        """Let old checkpoints go. The save is committed: what fails here is reported, and is no reason to stop."""
-        assert self._run is not None  # noqa: S101 - restore() sets both
-        assert self.launch is not None  # noqa: S101
-        try:
-            return tuple(
-                clean_up(
-                    self._store, self._run, launch=self.launch.launch, keep=self._keep, keep_every=self._keep_every
-                )
-            )
-        except CkptError as error:
-            _LOG.warning("clean-up stopped: %s", error)
-            return ()
+    def _is_stopping(self) -> bool:
+        return self.stopped
 
     def _is_due(self) -> bool:
-        if isinstance(self._cadence, int):
-            return self.step % self._cadence == 0
-        return self._cadence is not None and self._is_due_by_time(self._cadence)
+        """Tell whether to save now, and find out whether to stop."""
+        self._timer.steps_since += 1
+        by_time = isinstance(self._cadence, float)
+        if (by_time or self._signals) and self.step >= self._timer.next_step:
+            is_due = self._ask()
+            return is_due or (isinstance(self._cadence, int) and self.step % self._cadence == 0)
+        return isinstance(self._cadence, int) and self.step % self._cadence == 0
 
-    def _is_due_by_time(self, every_s: float) -> bool:
-        """Tell whether the time has come; writer 0 alone looks at its clock.
+    def _ask(self) -> bool:
+        """Ask the others whether the time has come; writer 0 alone looks at its clock, anyone may have got a signal.
 
         The processes ask each other only at steps that all know beforehand: each answer says at which step to ask
-        again, half of the remaining time ahead.
+        again: half of the remaining time ahead, or a second where a signal may come.
         """
-        self._timer.steps_since += 1
-        if self.step < self._timer.next_step:
-            return False
         elapsed_s = self._clock() - self._timer.last_s
-        per_step_s = elapsed_s / self._timer.steps_since
-        ahead = int((every_s - elapsed_s) / 2 / max(per_step_s, 1e-9))
-        answer = {"due": elapsed_s >= every_s, "next_step": self.step + max(1, min(ahead, 1_000_000))}
-        told = self._group.raise_together(None, value=answer)[0]
-        self._timer.next_step = told["next_step"]
-        return bool(told["due"])
+        per_step_s = max(elapsed_s / self._timer.steps_since, 1e-9)
+        every_s = self._cadence if isinstance(self._cadence, float) else float("inf")
+        ahead = min((every_s - elapsed_s) / 2 / per_step_s, 1e6)
+        if self._signals:
+            ahead = min(ahead, _ASK_S / per_step_s) if self._group.writer_count > 1 else 1
+        answer = {
+            "due": elapsed_s >= every_s,
+            "next_step": self.step + max(1, int(ahead)),
+            "stop": self._signals.first_s is not None,
+        }
+        told = self._group.raise_together(None, value=answer)
+        self._timer.next_step = told[0]["next_step"]
+        self.stopped = any(theirs["stop"] for theirs in told)
+        return bool(told[0]["due"])
 
 
 @dataclasses.dataclass(slots=True)
@@ -300,6 +379,10 @@ class _Timer:
     last_s: float = 0.0
     steps_since: int = 0
     next_step: int = 0
+
+
+def _say_waiting(names: list[str]) -> None:
+    _LOG.info("waiting for saves of an older launch: %s", ", ".join(names))
 
 
 def _find_samplers(value: object) -> Iterator[Sampler]:

@@ -190,6 +190,8 @@ class Code(StrEnum):
     ARGUMENT = "ARGUMENT"
     WRITERS_UNKNOWN = "WRITERS_UNKNOWN"
     PEER_FAILED = "PEER_FAILED"
+    STATE_CHANGED = "STATE_CHANGED"
+    SLOT_MEMORY = "SLOT_MEMORY"
     # commit
     FENCED = "FENCED"
     CHECKPOINT_EXISTS = "CHECKPOINT_EXISTS"
@@ -197,6 +199,10 @@ class Code(StrEnum):
     COMMIT_UNKNOWN = "COMMIT_UNKNOWN"
     WRITERS_MISSING = "WRITERS_MISSING"
     WRITER_FAILED = "WRITER_FAILED"
+    SLOTS_BUSY = "SLOTS_BUSY"
+    SAVE_PENDING = "SAVE_PENDING"
+    SAVER_LOST = "SAVER_LOST"
+    TRAINER_LOST = "TRAINER_LOST"
     # store
     STORE_EXISTS = "STORE_EXISTS"
     STORE_IO = "STORE_IO"
@@ -391,6 +397,16 @@ CODES: dict[Code, CodeEntry] = {
     Code.PEER_FAILED: CodeEntry(
         StateError, "another worker refused the save or the load", "See the error that the named worker raised."
     ),
+    Code.STATE_CHANGED: CodeEntry(
+        StateError,
+        "a tensor changed while it was copied beside the training",
+        "Change parameters in optimizer.step() only, or pass overlap=False.",
+    ),
+    Code.SLOT_MEMORY: CodeEntry(
+        StateError,
+        "memory doesn't suffice for a snapshot",
+        "Free memory, pass slots=1, or pass saver='inline' to save without a snapshot.",
+    ),
     Code.FENCED: CodeEntry(
         FencedError, "a newer launch has taken over the run", "Stop this process; the newer launch goes on."
     ),
@@ -410,6 +426,20 @@ CODES: dict[Code, CodeEntry] = {
     ),
     Code.WRITER_FAILED: CodeEntry(
         CommitError, "a writer reported that it failed", "See the error that the named writer raised; save again."
+    ),
+    Code.SLOTS_BUSY: CodeEntry(
+        CommitError,
+        "the saves before this one aren't written yet",
+        "Save less often, or pass when_busy='skip'; if the storage hangs, see why.",
+    ),
+    Code.SAVE_PENDING: CodeEntry(CommitError, "a save isn't that far yet", "It goes on; wait for it again."),
+    Code.SAVER_LOST: CodeEntry(
+        CommitError,
+        "the process that writes ended before it said that the checkpoint is committed",
+        "The next save starts another one; `python -m ckptfmt log` says whether this one was committed.",
+    ),
+    Code.TRAINER_LOST: CodeEntry(
+        CommitError, "the training process ended before its snapshot was complete", "Resume from an older checkpoint."
     ),
     Code.STORE_EXISTS: CodeEntry(StoreError, "a file is there already", "Save to another path."),
     Code.STORE_IO: CodeEntry(StoreError, "the storage failed", "Check the storage; save again."),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
 import secrets
@@ -15,49 +14,57 @@ from ckptfmt.capture import capture
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import Manifest, Origin
 from ckptfmt.documents.tree import dump_tree, parse_tree
-from ckptfmt.engines.commit import commit, sweep_attempts, wait_for_decision
-from ckptfmt.engines.writer import check_snapshot, list_holdings, write_failure, write_part
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.engines.commit import decide
+from ckptfmt.engines.image import Image, plan_image
+from ckptfmt.engines.writer import as_ckpt_error, check_snapshot, list_holdings, tell_failure, write_part
+from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckptfmt.documents.run import Launch
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.engines.snapshot import Snapshot
     from ckptfmt.group import Group
     from ckptfmt.state import State
     from ckptfmt.store.protocol import Store
 
-__all__ = ["Ownership", "SaveReport", "prepare_once", "save_once"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
-    """What a save did.
-
-    Attributes:
-        path: where the checkpoint is.
-        digest: of its manifest: its name.
-        step: training steps done.
-        nbytes: size of all tensors in bytes, each counted once.
-        writer_count: how many writers it took.
-        removed: checkpoints of the run that retention let go afterwards.
-    """
-
-    path: str
-    digest: str
-    step: int
-    nbytes: int
-    writer_count: int
-    removed: tuple[str, ...] = ()
+__all__ = ["Agreed", "Ownership", "agree_on_save", "prepare_once", "save_once", "write_and_commit"]
 
 
 @dataclasses.dataclass(slots=True)
 class Ownership:
-    """Who writes what, found once per structure and kept between saves. Names and boxes only, never a tensor."""
+    """What is kept between saves of one structure. Names and boxes only, never a tensor.
 
+    Attributes:
+        check_replicas: whether what others write as declared replicas is digested here as well.
+        signature: of this writer's structure, and the fingerprint that it has.
+        fingerprints: of all writers' structures.
+        written: which pieces this writer writes; all of them if None.
+        image: where they go.
+    """
+
+    check_replicas: bool = False
+    signature: object = None
+    fingerprint: str = ""
     fingerprints: list[str] = dataclasses.field(default_factory=list)
     written: frozenset[tuple[TensorKey, Box]] | None = None
+    image: Image | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """What all writers have agreed to save.
+
+    Attributes:
+        snapshot: what this writer gives.
+        origin: of the attempt.
+        told: what each writer said beside.
+    """
+
+    snapshot: Snapshot
+    origin: Origin
+    told: list[Any]
 
 
 def save_once(
@@ -66,15 +73,12 @@ def save_once(
     state: State,
     *,
     step: int,
-    run_id: str | None = None,
-    launch: int | None = None,
-    nonce: str | None = None,
     block_nbytes: int,
     deadline_s: float,
     ownership: Ownership,
     check: Callable[[], None] | None = None,
 ) -> Manifest:
-    """Save `state` into the checkpoint directory that `store` is rooted at.
+    """Save `state` into the checkpoint directory that `store` is rooted at, outside of a run.
 
     Args:
         check: run on writer 0 before anything is written; what it raises stops all writers.
@@ -84,48 +88,79 @@ def save_once(
         failed after the decision.
     Spec: the steps of REQ-CMT-001 to REQ-CMT-009.
     """
+    agreed = agree_on_save(group, state, step=step, block_nbytes=block_nbytes, ownership=ownership, check=check)
+    return write_and_commit(store, group, agreed, ownership=ownership, deadline_s=deadline_s)
+
+
+def agree_on_save(
+    group: Group,
+    state: State,
+    *,
+    step: int,
+    launch: Launch | None = None,
+    block_nbytes: int,
+    ownership: Ownership,
+    check: Callable[[], None] | None = None,
+    say: object = None,
+) -> Agreed:
+    """Take what is live here, and agree with the other writers on the attempt and on who writes what.
+
+    Args:
+        launch: of the run; None outside of one.
+        say: JSON that all writers are told beside.
+
+    Raises: what refuses the save, on all writers alike. Spec: REQ-CMT-001, REQ-CMT-002.
+    """
     snapshot, error = _capture(state, group, step, check)
     mine = {
         "step": 0 if snapshot is None else operator.index(step),
-        "fingerprint": "" if snapshot is None else _fingerprint(snapshot),
-        "nonce": nonce or secrets.token_hex(16),
+        "fingerprint": "" if snapshot is None else _fingerprint(snapshot, ownership),
+        "nonce": secrets.token_hex(16) if launch is None else launch.nonce,
         "attempt": secrets.token_hex(8),
+        "say": say,
     }
     told = group.raise_together(error, value=mine)
     if any(not isinstance(theirs, dict) or theirs.keys() != mine.keys() for theirs in told):
         raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
     assert snapshot is not None  # noqa: S101 - raise_together raised otherwise
-    step = operator.index(step)  # numpy's integers too
     steps = sorted({theirs["step"] for theirs in told})
     if len(steps) > 1:
         raise err(Code.WRITERS_DIVERGED, f"the writers save steps {steps}", requirement="REQ-CMT-001")
     origin = Origin(
-        run_id=run_id,
-        launch=launch,
+        run_id=None if launch is None else launch.run_id,
+        launch=None if launch is None else launch.launch,
         nonce=told[0]["nonce"],
-        step=step,
+        step=operator.index(step),  # numpy's integers too
         attempt=told[0]["attempt"],
         writer_count=group.writer_count,
         block_nbytes=block_nbytes,
     )
-    _assign(group, snapshot, ownership, [theirs["fingerprint"] for theirs in told])
-    return _write_and_commit(store, group, snapshot, origin, written=ownership.written, deadline_s=deadline_s)
+    _assign(group, snapshot, ownership, [theirs["fingerprint"] for theirs in told], block_nbytes)
+    return Agreed(snapshot=snapshot, origin=origin, told=[theirs["say"] for theirs in told])
 
 
-def prepare_once(group: Group, state: State, ownership: Ownership) -> None:
+def prepare_once(group: Group, state: State, ownership: Ownership, *, block_nbytes: int) -> Snapshot:
     """Refuse now what a save would refuse, and find out who writes what: before the first step, not hours after it.
+
+    Returns: what this writer would give to a save of now.
 
     Raises: StateError; FormatError; LayoutError.
     """
     snapshot = group.together(lambda: _check_capture(state, group))
-    _assign(group, snapshot, ownership, group.all_gather(_fingerprint(snapshot)))
+    _assign(group, snapshot, ownership, group.all_gather(_fingerprint(snapshot, ownership)), block_nbytes)
+    return snapshot
 
 
-def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints: list[str]) -> None:
+def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints: list[str], block_nbytes: int) -> None:
     """Find out who writes what, unless nothing changed on any writer since it was found out last."""
     if fingerprints != ownership.fingerprints:
         ownership.written = _find_written(group, snapshot)
         ownership.fingerprints = fingerprints
+        ownership.image = None
+    if ownership.image is None or ownership.image.block_nbytes != block_nbytes:
+        ownership.image = plan_image(
+            snapshot, written=ownership.written, block_nbytes=block_nbytes, check_replicas=ownership.check_replicas
+        )
 
 
 def _check_capture(state: State, group: Group) -> Snapshot:
@@ -151,8 +186,22 @@ def _check_step(step: object) -> None:
         raise err(Code.ARGUMENT, f"step={step!r} isn't a number of steps", where="step=")
 
 
-def _fingerprint(snapshot: Snapshot) -> str:
-    return digest_bytes(_dump_holdings(snapshot)).hex()
+def _fingerprint(snapshot: Snapshot, ownership: Ownership) -> str:
+    """Return what is the same for equal structures only; found anew where something has changed since the last save."""
+    declared = snapshot.declared_by
+    signature = [
+        (
+            source.field, source.name, source.scope, source.dtype, source.global_shape, source.boxes, source.replica,
+            source.storage, source.aliases, declared.get((source.field, source.name, source.scope)),
+        )
+        for source in snapshot.tensors
+    ]  # fmt: skip
+    if signature != ownership.signature:
+        ownership.signature = signature
+        # All of what the image is made of: a plan that is kept must not outlive a changed dtype.
+        described = [[*row[:4], row[6:9]] for row in signature]
+        ownership.fingerprint = digest_bytes(_dump_holdings(snapshot) + dump_tree(described, where="holdings")).hex()
+    return ownership.fingerprint
 
 
 def _dump_holdings(snapshot: Snapshot) -> bytes:
@@ -175,28 +224,23 @@ def _parse_holdings(content: bytes) -> list[tuple[tuple[TensorKey, Box, str], in
     return [((key, Box(begin, shape), declared_by), nbytes) for key, begin, shape, declared_by, nbytes in rows]
 
 
-def _write_and_commit(
-    store: Store,
-    group: Group,
-    snapshot: Snapshot,
-    origin: Origin,
-    *,
-    written: frozenset[tuple[TensorKey, Box]] | None,
-    deadline_s: float,
+def write_and_commit(
+    store: Store, group: Group, agreed: Agreed, *, ownership: Ownership, deadline_s: float
 ) -> Manifest:
+    """Write this writer's share from the live tensors, and have it committed before this returns.
+
+    Raises: StoreError; CommitError; LayoutError.
+    """
+    origin = agreed.origin
     try:
-        write_part(store, snapshot, origin, writer=group.writer, written=written)
-        if group.writer == 0:
-            manifest = commit(store, origin, deadline_s=deadline_s)
-            # The save is done. What a killed attempt left takes space, and isn't worth an error.
-            with contextlib.suppress(CkptError):
-                sweep_attempts(store, origin)
-            return manifest
+        write_part(
+            store,
+            agreed.snapshot,
+            origin,
+            writer=group.writer,
+            image=ownership.image,
+        )
+        return decide(store, origin, writer=group.writer, deadline_s=deadline_s)
     except Exception as error:
-        known = error if isinstance(error, CkptError) else err(Code.PEER_FAILED, f"{type(error).__qualname__}: {error}")
-        if group.writer_count > 1 and known.code != Code.COMMIT_UNKNOWN:
-            # Best effort: the others find the deadline if the store takes this neither.
-            with contextlib.suppress(CkptError):
-                write_failure(store, origin, group.writer, known)
+        tell_failure(store, origin, group.writer, as_ckpt_error(error))
         raise
-    return wait_for_decision(store, origin, deadline_s=deadline_s)

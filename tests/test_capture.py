@@ -184,3 +184,38 @@ def test_another_name_of_a_tied_tensor_is_taken_too():
 
     with pytest.raises(StateError, match=r"STATE_NAME.*extra/x/b"):
         capture(State(optimizer={"extra": {"x": {"b": torch.ones(2)}}}, extra={"x": tied}), worker=0, worker_count=1)
+
+
+def names_of(snapshot):
+    return [source.name for source in snapshot.tensors if source.field == "weights"]
+
+
+def test_a_capture_sees_what_changed_since_the_last_one():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    state = State(weights=model)
+    assert names_of(capture(state, worker=0, worker_count=1)) == ["0.weight", "1.weight"]
+
+    model[1].register_buffer("scale", torch.ones(1))
+    model[1].weight = model[0].weight
+    model[0] = torch.nn.DataParallel(model[0])
+    snapshot = capture(state, worker=0, worker_count=1)
+    assert names_of(snapshot) == ["0.weight", "1.scale"]
+    assert snapshot.tensors[0].aliases == ("1.weight",)
+
+    model.register_state_dict_post_hook(lambda *arguments: arguments[1].__delitem__("1.scale"))
+    model[1].weight = torch.nn.Parameter(torch.zeros(3, 3))
+    snapshot = capture(state, worker=0, worker_count=1)
+    assert names_of(snapshot) == ["0.weight", "1.weight"]
+    assert snapshot.tensors[1].global_shape == (3, 3)
+
+
+def test_values_are_copied_and_tensors_are_live():
+    order, loss = [1, 2, 3], torch.zeros(2)
+    snapshot = capture(State(data={"order": order, "loss": loss}), worker=0, worker_count=1)
+    order.append(4)
+    loss += 1
+
+    assert leaves_of(snapshot)["data", ""]["order"] == [1, 2, 3]
+    held = bytearray(8)
+    snapshot.tensors[0].copy_into(snapshot.tensors[0].boxes[0], memoryview(held))
+    assert np.frombuffer(held, np.float32).tolist() == [1, 1]

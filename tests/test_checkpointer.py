@@ -145,7 +145,12 @@ def test_process_that_was_thought_dead_is_fenced_at_its_next_save(store: Any) ->
     with Checkpointer(store, zombie.state) as old:
         run(store, 2)
         old.step = 5
+        handle = old.save()
+        assert handle is not None
         with pytest.raises(FencedError) as caught:
+            handle.wait()
+        old.step = 6
+        with pytest.raises(FencedError):  # once more, for whoever doesn't wait
             old.save()
     assert caught.value.code == Code.FENCED
     assert committed(store) == [(2, 2)]
@@ -206,13 +211,13 @@ def test_writers_with_clocks_that_disagree_save_the_same_steps() -> None:
         # A step takes a second. Writer 1's clock runs twenty times as fast, writer 2's stands still.
         checkpointer._clock = lambda: checkpointer.step * (1.0, 20.0, 0.0)[writer]
         saves: list[int] = []
-        checkpointer_save = checkpointer.save
+        checkpointer_save = checkpointer._save
 
-        def save() -> Any:
+        def save(**options: Any) -> Any:
             saves.append(checkpointer.step)
-            return checkpointer_save()
+            return checkpointer_save(**options)
 
-        checkpointer.save = save  # type: ignore[method-assign]
+        checkpointer._save = save  # type: ignore[method-assign]
         with checkpointer:
             for _ in checkpointer.steps(60):
                 weights["w"] += 1

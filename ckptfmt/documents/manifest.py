@@ -151,6 +151,11 @@ class Manifest:
     references: tuple[str, ...] = ()
     digest: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes, each counted once."""
+        return sum(field.nbytes for field in self.fields.values())
+
     def dump(self) -> bytes:
         """Return the bytes of ``manifest.json``.
 

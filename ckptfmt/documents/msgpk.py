@@ -14,7 +14,14 @@ from ckptfmt import limits
 from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import Code, err
 
-__all__ = ["check_msgpack", "dump_msgpack", "dump_packed_document", "parse_msgpack", "parse_packed_document"]
+__all__ = [
+    "check_msgpack",
+    "dump_mapless",
+    "dump_msgpack",
+    "dump_packed_document",
+    "parse_msgpack",
+    "parse_packed_document",
+]
 
 # First byte -> how many bytes follow that are the value, or that say how long it is.
 _FIXED_NBYTES: Final = {
@@ -33,6 +40,16 @@ def dump_msgpack(value: object) -> bytes:
     '82a16192c0c40178a16201'
     """
     packed: bytes = msgpack.packb(_sort_maps(value), use_bin_type=True)
+    return packed
+
+
+def dump_mapless(value: object) -> bytes:
+    """Return the canonical msgpack of a value without maps: there is nothing to sort in it.
+
+    >>> dump_mapless(["d", "lr", None]).hex()
+    '93a164a26c72c0'
+    """
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
     return packed
 
 

@@ -52,6 +52,8 @@ ORIGIN_KEYS: Final = tuple(field.name for field in dataclasses.fields(Origin))
 _REASON_LENGTH: Final = 1000
 _SCOPE: Final = re.compile(r"global|lw/(0|[1-9][0-9]{0,8})")
 
+_FIELD_NUMBERS: Final = {field: number for number, field in enumerate(FIELDS)}
+
 #: field, name, scope: what a tensor is called, whoever holds which piece of it.
 TensorKey = tuple[str, str, str]
 
@@ -59,7 +61,7 @@ TensorKey = tuple[str, str, str]
 def sort_key(key: TensorKey) -> tuple[int, bytes, bytes]:
     """Return by what tensors, streams and leaves are sorted. Spec: REQ-IDX-003."""
     field, name, scope = key
-    return FIELDS.index(field), name.encode(), scope.encode()
+    return _FIELD_NUMBERS[field], name.encode(), scope.encode()
 
 
 def block_count(nbytes: int, block_nbytes: int) -> int:

@@ -10,15 +10,15 @@ import dataclasses
 import itertools
 import struct
 from collections import Counter, OrderedDict, deque
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from ckptfmt import limits
-from ckptfmt.documents.msgpk import check_msgpack, dump_msgpack, parse_msgpack
+from ckptfmt.documents.msgpk import check_msgpack, dump_mapless, dump_msgpack, parse_msgpack
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 __all__ = [
     "DeviceName",
@@ -78,6 +78,11 @@ T = TypeVar("T")
 _KEY_LENGTH: Final = 64
 _INT64_MIN: Final = -(1 << 63)
 _UINT64_MAX: Final = (1 << 64) - 1
+#: Types whose values stand as themselves, whichever they are.
+_UNCHANGED: Final[frozenset[type]] = frozenset({type(None), bool, bytes})
+
+#: Where a value lies: the place of what holds it, and its key there. Only messages need it as text.
+_Where: TypeAlias = "str | tuple[_Where, object]"
 
 
 def dump_tree(value: object, *, where: str) -> bytes:
@@ -95,9 +100,10 @@ def dump_tree(value: object, *, where: str) -> bytes:
     >>> parse_tree(dump_tree((1, {"lr": -0.0}), where="x"), where="x")
     (1, {'lr': -0.0})
     """
-    content = dump_msgpack(_encode(value, where, 0))
-    # What is refused at reading must not be written.
-    check_msgpack(content, where=where, limit_items=limits.TREE_ITEMS)
+    content = dump_mapless(_encode(value, where, 0))
+    # What is refused at reading must not be written. A value takes a byte at least; types and depth are those above.
+    if len(content) > limits.TREE_ITEMS:
+        check_msgpack(content, where=where, limit_items=limits.TREE_ITEMS)
     if len(content) > limits.TREE_NBYTES:
         raise err(
             Code.LIMIT_EXCEEDED,
@@ -160,78 +166,101 @@ def _below(where: str, key: object) -> str:
 # --- encode ---------------------------------------------------------------------------------------------------------
 
 
-def _encode(value: object, where: str, depth: int) -> object:
-    if depth > limits.MSGPACK_DEPTH:
-        raise err(
-            Code.DOC_DEPTH,
-            f"nests deeper than {limits.MSGPACK_DEPTH}",
-            where=where,
-            requirement="REQ-DOC-023",
-            remedy="Flatten the value, or break its cycle.",
-        )
+def _encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - any value
     kind = type(value)
-    if value is None or kind is bool or kind is bytes:
+    if kind in _UNCHANGED:
         return value
     if kind is str:
-        return _check_text(str(value), where)
-    if isinstance(value, int) and kind is int:
-        return value if _INT64_MIN <= value <= _UINT64_MAX else ["i", _big_int(value)]
+        return value if value.isascii() else _check_text(value, where)
+    if kind is int and _INT64_MIN <= value <= _UINT64_MAX:
+        return value
     encoder = _ENCODERS.get(kind)
     if encoder is None:
         raise err(
             Code.STATE_UNSUPPORTED,
             f"a value of type {kind.__module__}.{kind.__qualname__} has no form in a checkpoint",
-            where=where,
+            where=_place(where),
             requirement="REQ-TRE-001",
         )
+    _check_depth(depth + 1, where)
     return encoder(value, where, depth + 1)
 
 
-def _check_text(text: str, where: str) -> str:
+def _place(where: _Where) -> str:
+    """Return a place as messages show it."""
+    return where if isinstance(where, str) else _below(_place(where[0]), where[1])
+
+
+def _check_depth(depth: int, where: _Where) -> None:
+    """Check that an array of msgpack may stand at this depth. Spec: REQ-DOC-023."""
+    if depth > limits.MSGPACK_DEPTH:
+        raise err(
+            Code.DOC_DEPTH,
+            f"nests deeper than {limits.MSGPACK_DEPTH}",
+            where=_place(where),
+            requirement="REQ-DOC-023",
+            remedy="Flatten the value, or break its cycle.",
+        )
+
+
+def _check_text(text: str, where: _Where) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
         raise err(
-            Code.STATE_UNSUPPORTED, "a string with a lone surrogate", where=where, requirement="REQ-DOC-020"
+            Code.STATE_UNSUPPORTED, "a string with a lone surrogate", where=_place(where), requirement="REQ-DOC-020"
         ) from None
     return text
+
+
+def _are_unchanged(values: Collection[Any]) -> bool:
+    """Tell whether all values stand as themselves, without a look at each in Python: states hold long lists of ints."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return bool(min(values) >= _INT64_MIN and max(values) <= _UINT64_MAX)
+    return kinds <= _UNCHANGED
 
 
 def _big_int(value: int) -> bytes:
     return value.to_bytes((value if value >= 0 else ~value).bit_length() // 8 + 1, "little", signed=True)
 
 
-def _encode_items(tag: str) -> Callable[[Any, str, int], object]:
-    def encode(value: Any, where: str, depth: int) -> object:  # noqa: ANN401 - list or tuple
-        return [tag, *(_encode(item, f"{where}/{index}", depth) for index, item in enumerate(value))]
+def _encode_items(tag: str) -> _Encoder:
+    def encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - list or tuple
+        if _are_unchanged(value):
+            return [tag, *value]
+        return [tag, *[_encode(item, (where, index), depth) for index, item in enumerate(value)]]
 
     return encode
 
 
-def _encode_set(tag: str) -> Callable[[Any, str, int], object]:
-    def encode(value: Any, where: str, depth: int) -> object:  # noqa: ANN401 - set or frozenset
-        members = sorted((_encode(item, _below(where, item), depth) for item in value), key=dump_msgpack)
+def _encode_set(tag: str) -> _Encoder:
+    def encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - set or frozenset
+        members = sorted((_encode(item, (where, item), depth) for item in value), key=dump_mapless)
         if any(a == b for a, b in itertools.pairwise(members)):
             # Not a number is unequal to itself: Python's sets can hold the same bits twice, a checkpoint can't.
-            raise err(Code.STATE_UNSUPPORTED, "a set with one value twice", where=where, requirement="REQ-TRE-005")
+            raise err(
+                Code.STATE_UNSUPPORTED, "a set with one value twice", where=_place(where), requirement="REQ-TRE-005"
+            )
         return [tag, *members]
 
     return encode
 
 
-def _encode_pairs(tag: str) -> Callable[[Any, str, int], object]:
-    def encode(value: Any, where: str, depth: int) -> object:  # noqa: ANN401 - a dict
+def _encode_pairs(tag: str) -> _Encoder:
+    def encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - a dict
         flat: list[object] = [tag]
         for key, item in value.items():
-            if not _is_key(key):
+            if type(key) is not str and not _is_key(key):
                 kind = type(key)
                 raise err(
                     Code.STATE_UNSUPPORTED,
                     f"a key of type {kind.__module__}.{kind.__qualname__} has no form in a checkpoint",
-                    where=where,
+                    where=_place(where),
                     requirement="REQ-TRE-008",
                 )
-            flat += (_encode(key, _below(where, key), depth), _encode(item, _below(where, key), depth))
+            below = (where, key)
+            flat += (_encode(key, below, depth), _encode(item, below, depth))
         return flat
 
     return encode
@@ -244,12 +273,23 @@ def _is_key(value: object) -> bool:
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 
-def _encode_inline(value: InlineArray, where: str, depth: int) -> object:
-    del where, depth
-    return ["n", value.dtype, value.content] if value.scalar else ["a", value.dtype, list(value.shape), value.content]
+def _encode_inline(value: InlineArray, where: _Where, depth: int) -> object:
+    if value.scalar:
+        return ["n", value.dtype, value.content]
+    _check_depth(depth + 1, where)
+    return ["a", value.dtype, list(value.shape), value.content]
 
 
-_ENCODERS: Final[dict[type, Callable[[Any, str, int], object]]] = {
+def _encode_size(value: Size, where: _Where, depth: int) -> object:
+    _check_depth(depth + 1, where)
+    return ["S", list(value.shape)]
+
+
+#: Value, place, and at which depth the array of msgpack stands that is to be returned.
+_Encoder: TypeAlias = "Callable[[Any, _Where, int], object]"
+
+_ENCODERS: Final[dict[type, _Encoder]] = {
+    int: lambda value, _where, _depth: ["i", _big_int(value)],  # those that msgpack has no form for
     float: lambda value, _where, _depth: ["f", struct.pack("<d", value)],
     complex: lambda value, _where, _depth: ["c", struct.pack("<dd", value.real, value.imag)],
     list: _encode_items("l"),
@@ -262,13 +302,13 @@ _ENCODERS: Final[dict[type, Callable[[Any, str, int], object]]] = {
     deque: lambda value, where, depth: [
         "q",
         value.maxlen,
-        *(_encode(item, f"{where}/{index}", depth) for index, item in enumerate(value)),
+        *(_encode(item, (where, index), depth) for index, item in enumerate(value)),
     ],
     InlineArray: _encode_inline,
     TensorRef: lambda value, _where, _depth: ["T", value.name, value.kind],
     DtypeName: lambda value, _where, _depth: ["D", value.name],
     DeviceName: lambda value, _where, _depth: ["V", value.name],
-    Size: lambda value, _where, _depth: ["S", list(value.shape)],
+    Size: _encode_size,
 }
 
 

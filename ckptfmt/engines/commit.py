@@ -36,9 +36,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "abort",
+    "check_vacant",
     "commit",
     "create_once",
+    "decide",
     "finalize",
+    "poll",
     "read_register",
     "retire",
     "sweep",
@@ -67,6 +70,15 @@ def read_register(store: Store) -> Manifest | Abort | Tombstone | None:
         if error.code == Code.FILE_MISSING:
             return None
         raise
+
+
+def check_vacant(store: Store) -> None:
+    """Raise if a checkpoint directory is decided already. Raises: CommitError(CHECKPOINT_EXISTS)."""
+    register = read_register(store)
+    if register is not None:
+        what = "a checkpoint" if isinstance(register, Manifest) else "a given-up attempt"
+        what = what if isinstance(register, Manifest | Abort) else "a retired checkpoint"
+        raise err(Code.CHECKPOINT_EXISTS, f"{what} is here already", where=store.name, requirement="REQ-CMT-008")
 
 
 def create_once(
@@ -125,6 +137,20 @@ def commit(
     """
     _wait_for_parts(store, origin, deadline_s, on_wait)
     return finalize(store, origin)
+
+
+def decide(store: Store, origin: Origin, *, writer: int, deadline_s: float) -> Manifest:
+    """Commit as writer 0, or wait for it as another; the part of `writer` is written.
+
+    Raises: as `commit` and `wait_for_decision`. Spec: REQ-CMT-005 to REQ-CMT-009, REQ-CMT-027.
+    """
+    if writer != 0:
+        return wait_for_decision(store, origin, deadline_s=deadline_s)
+    manifest = commit(store, origin, deadline_s=deadline_s)
+    # The save is done. What a killed attempt left takes space, and isn't worth an error.
+    with contextlib.suppress(CkptError):
+        sweep_attempts(store, origin)
+    return manifest
 
 
 def finalize(store: Store, origin: Origin) -> Manifest:
@@ -217,7 +243,7 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Man
         CHECKPOINT_RETIRED).
     Spec: REQ-CMT-009.
     """
-    for _ in _poll(deadline_s):
+    for _ in poll(deadline_s):
         register = read_register(store)
         if isinstance(register, Manifest) and register.origin.attempt == origin.attempt:
             # Seen isn't durable: the committer may still be at its last sync, and may fail there.
@@ -241,7 +267,7 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Man
 # --- waiting --------------------------------------------------------------------------------------------------------
 
 
-def _poll(deadline_s: float) -> Iterable[None]:
+def poll(deadline_s: float) -> Iterable[None]:
     """Yield at once, then ever more slowly until the deadline, and a last time after it."""
     end = time.monotonic() + deadline_s
     pause = _POLL_MIN_S
@@ -258,7 +284,7 @@ def _wait_for_parts(
     store: Store, origin: Origin, deadline_s: float, on_wait: Callable[[list[int]], None] | None
 ) -> None:
     missing = list(range(origin.writer_count))
-    for _ in _poll(deadline_s):
+    for _ in poll(deadline_s):
         present = set(store.list_names("parts"))
         missing = [writer for writer in missing if part_path(origin.attempt, writer)[len("parts/") :] not in present]
         if not missing:

@@ -79,8 +79,8 @@ class Live:
             views=views,
             entries=merged,
             names=_parameter_names(side, units, views, merged),
-            devices=frozenset(side.device_of(tensor) for tensor in tensors),
-            meshes=_meshes(side, tensors),
+            devices=side.devices_of(tensors),
+            meshes=side.meshes_of(tensors),
             worker_count=worker_count,
         )
 
@@ -118,9 +118,3 @@ def _tensors(side: ModuleType, unit: Unit) -> Iterator[tuple[str, Any]]:
                 yield from find(item, (*path, index))
 
     return find(unit.value, unit.path)
-
-
-def _meshes(side: ModuleType, tensors: list[Any]) -> list[Any]:
-    found = [side.mesh_of(tensor) for tensor in tensors]
-    distinct = {repr(mesh): mesh for mesh in found if mesh is not None}
-    return [distinct[key] for key in sorted(distinct)]

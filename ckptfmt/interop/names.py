@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from ckptfmt.errors import CkptError, Code, err
@@ -23,6 +24,8 @@ def key_text(key: object) -> str:
     >>> key_text("a/b~c"), key_text(3)
     ('a~1b~0c', '3')
     """
+    if type(key) is str and "~" not in key and "/" not in key:
+        return key
     text = key if isinstance(key, str) else repr(key)
     return text.replace("~", "~0").replace("/", "~1")
 
@@ -48,11 +51,9 @@ def prefix_of(path: Iterable[object]) -> str:
 
 def check_unique(keys: Iterable[tuple[str, str, str]], what: str) -> None:
     """Check that nothing has the same field, name and scope. Raises: StateError(STATE_NAME)."""
-    seen: set[tuple[str, str, str]] = set()
-    for key in keys:
-        if key in seen:
-            raise _name_error(key, what)
-        seen.add(key)
+    keys = list(keys)
+    if len(set(keys)) < len(keys):
+        raise _name_error(next(key for key, count in Counter(keys).items() if count > 1), what)
 
 
 def _name_error(key: tuple[str, str, str], what: str) -> CkptError:

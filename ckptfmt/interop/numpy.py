@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,9 +21,16 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 def dtype_name(dtype: np.dtype[Any], *, where: str) -> str:
     """Return the format's name of a numpy dtype, of either byte order. Raises: StateError(STATE_UNSUPPORTED)."""
-    if dtype.hasobject or dtype.name not in DTYPES:
+    name = _find_name(dtype)
+    if name is None:
         raise err(Code.STATE_UNSUPPORTED, f"the format has no dtype like numpy's {dtype}", where=where)
-    return dtype.name
+    return name
+
+
+@functools.lru_cache(maxsize=64)
+def _find_name(dtype: np.dtype[Any]) -> str | None:
+    """Return a dtype's name: numpy makes it anew each time that it is asked for."""
+    return dtype.name if not dtype.hasobject and dtype.name in DTYPES else None
 
 
 def check_array(array: Array, *, where: str) -> None:
@@ -70,8 +78,15 @@ class ArraySource:
         )
 
     def copy_into(self, box: Box, out: memoryview) -> None:
-        """Copy the elements of `box` into `out`."""
-        out[:] = _content(_view(self.array, box))
+        """Copy the elements of `box` into `out`; other threads of Python run meanwhile."""
+        if not box.element_count:
+            return
+        view = _view(self.array, box)
+        little = view.dtype.newbyteorder("<")
+        if view.flags.c_contiguous and view.dtype == little:
+            np.copyto(np.frombuffer(out, np.uint8), view.reshape(-1).view(np.uint8))
+        else:
+            np.copyto(np.frombuffer(out, little).reshape(view.shape), view)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)

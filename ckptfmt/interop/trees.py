@@ -40,6 +40,7 @@ class Encoder:
         self.inline = inline
         self.sources: list[TensorSource] = []
         self._depth = 0
+        self._side = torch_side()
 
     def leaf(self, name: str, value: object, *, tensors_under: str | None = None) -> Leaf:
         """Return the leaf of a value.
@@ -51,13 +52,22 @@ class Encoder:
 
         Raises: StateError(STATE_UNSUPPORTED); FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
         """
-        tree = self.encode(value, name if tensors_under is None else tensors_under)
+        return self.leaf_of(name, self.encode(value, name if tensors_under is None else tensors_under))
+
+    def leaf_of(self, name: str, tree: object) -> Leaf:
+        """Return the leaf of what `encode` returned."""
         content = dump_tree(tree, where=f"{self.field}:{name}")
         return Leaf(field=self.field, name=name, scope=self.scope, value=content)
 
     def encode(self, value: object, name: str) -> object:
-        """Return the tree of a value; what has no form stays as it is, for `dump_tree` to name."""
-        encode = _CONTAINERS.get(type(value))
+        """Return the tree of a value; what has no form stays as it is, for `dump_tree` to name.
+
+        The tree may share containers of plain values with the value: it is good until that changes.
+        """
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        encode = _CONTAINERS.get(kind)
         if encode is not None:
             return self._encode_container(encode, value, name)
         if isinstance(value, np.generic) or (self.inline and isinstance(value, np.ndarray)):
@@ -65,7 +75,7 @@ class Encoder:
         if isinstance(value, np.ndarray):
             self.sources.append(ArraySource.of(value, field=self.field, name=name, scope=self.scope))
             return TensorRef(name, "numpy")
-        side = torch_side()
+        side = self._side or torch_side()  # a value's own code may have loaded torch since
         return value if side is None else side.encode(self, value, name)
 
     def _encode_container(self, encode: Callable[[Encoder, Any, str], object], value: object, name: str) -> object:
@@ -117,12 +127,23 @@ def source_digest(source: TensorSource) -> bytes:
 
 
 def _encode_list(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - list, tuple or deque
-    items = [encoder.encode(item, encoder.child(name, index)) for index, item in enumerate(value)]
+    if _PLAIN.issuperset(map(type, value)):
+        return value
+    items = [
+        item if type(item) in _PLAIN else encoder.encode(item, encoder.child(name, index))
+        for index, item in enumerate(value)
+    ]
     return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
 
 
 def _encode_dict(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - dict or OrderedDict
-    return type(value)((key, encoder.encode(item, encoder.child(name, key))) for key, item in value.items())
+    if _PLAIN.issuperset(map(type, value.values())):
+        return value
+    items = {
+        key: item if type(item) in _PLAIN else encoder.encode(item, encoder.child(name, key))
+        for key, item in value.items()
+    }
+    return items if type(value) is dict else OrderedDict(items)
 
 
 def _encode_counter(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - Counter
@@ -135,6 +156,9 @@ def _encode_counter(encoder: Encoder, value: Any, name: str) -> object:  # noqa:
 def _encode_set(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - set or frozenset
     return type(value)(encoder.encode(item, encoder.child(name, item)) for item in value)
 
+
+#: Types, exactly these, whose values are trees already.
+_PLAIN: Final[frozenset[type]] = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 #: Exactly these types; what derives from them may hold more than its items.
 _CONTAINERS: Final[dict[type, Callable[[Encoder, Any, str], object]]] = {

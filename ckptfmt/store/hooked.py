@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from ckptfmt.errors import CkptError
@@ -35,6 +36,8 @@ class Operation:
         data: what is written; after a write, only what was taken.
         who: the actor, where several share a log.
         outcome: `OK`, the code of a CkptError, or the name of an errno such as ``EIO``; empty while it isn't known.
+        byte_begin: where in the file a ``write_at`` begins.
+        nbytes: the size that a ``preallocate`` or a ``truncate`` gives to a file.
     """
 
     op: str
@@ -43,6 +46,8 @@ class Operation:
     data: bytes = b""
     who: str = ""
     outcome: str = ""
+    byte_begin: int = 0
+    nbytes: int = 0
 
 
 class HookedStore:
@@ -115,6 +120,17 @@ class HookedStore:
         """See `Store.sync`."""
         self._run("sync", path, lambda: self._inner.sync(path))
 
+    @contextlib.contextmanager
+    def hold(self, path: str) -> Iterator[None]:
+        """See `Store.hold`. The operation is to begin; its end has no hooks."""
+        with contextlib.ExitStack() as stack:
+            self._run("hold", path, lambda: stack.enter_context(self._inner.hold(path)))
+            yield
+
+    def is_held(self, path: str) -> bool:
+        """See `Store.is_held`."""
+        return self._run("is_held", path, lambda: self._inner.is_held(path))
+
     def _run(self, op: str, path: str, action: Callable[[], T], data: bytes = b"") -> T:
         operation = Operation(op, join_path(self._prefix, path), data=data)
         self.before(operation)
@@ -169,6 +185,19 @@ class HookedCalls(PosixCalls):
         path = self._below(directory_fd, name)
         return self._open("open_read", path, lambda: self._inner.open_read(name, directory_fd))
 
+    def open_lock(self, name: str, directory_fd: int) -> int:
+        """See `PosixCalls.open_lock`."""
+        path = self._below(directory_fd, name)
+        return self._open("open_lock", path, lambda: self._inner.open_lock(name, directory_fd))
+
+    def lock_shared(self, fd: int) -> None:
+        """See `PosixCalls.lock_shared`."""
+        self._run("lock_shared", self._path_of_fd[fd], lambda: self._inner.lock_shared(fd))
+
+    def try_lock(self, fd: int) -> bool:
+        """See `PosixCalls.try_lock`."""
+        return self._run("try_lock", self._path_of_fd[fd], lambda: self._inner.try_lock(fd))
+
     def close(self, fd: int) -> None:
         """See `PosixCalls.close`."""
         # Forgotten first: once it is closed, another thread may be given the same number.
@@ -184,14 +213,25 @@ class HookedCalls(PosixCalls):
     def write(self, fd: int, data: memoryview) -> int:
         """See `PosixCalls.write`."""
         operation = Operation("write", self._tell(self._path_of_fd[fd]), data=bytes(data))
-        self.before(operation)
-        try:
-            nbytes = self._inner.write(fd, data)
-        except OSError as error:
-            self.after(dataclasses.replace(operation, data=b"", outcome=_errno_name(error)))
-            raise
-        self.after(dataclasses.replace(operation, data=operation.data[:nbytes], outcome=OK))
-        return nbytes
+        return self._write(operation, lambda: self._inner.write(fd, data))
+
+    def write_at(self, fd: int, data: memoryview, byte_begin: int) -> int:
+        """See `PosixCalls.write_at`."""
+        path = self._tell(self._path_of_fd[fd])
+        operation = Operation("write_at", path, data=bytes(data), byte_begin=byte_begin)
+        return self._write(operation, lambda: self._inner.write_at(fd, data, byte_begin))
+
+    def set_direct(self, fd: int, *, on: bool) -> None:
+        """See `PosixCalls.set_direct`."""
+        self._run("set_direct", self._path_of_fd[fd], lambda: self._inner.set_direct(fd, on=on))
+
+    def preallocate(self, fd: int, nbytes: int) -> None:
+        """See `PosixCalls.preallocate`."""
+        self._run("preallocate", self._path_of_fd[fd], lambda: self._inner.preallocate(fd, nbytes), nbytes=nbytes)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """See `PosixCalls.truncate`."""
+        self._run("truncate", self._path_of_fd[fd], lambda: self._inner.truncate(fd, nbytes), nbytes=nbytes)
 
     def read_at(self, fd: int, nbytes: int, byte_begin: int) -> bytes:
         """See `PosixCalls.read_at`."""
@@ -255,11 +295,28 @@ class HookedCalls(PosixCalls):
         path, to = self._below(directory_fd, name), self._below(directory_fd, new_name)
         self._run(op, path, lambda: action(name, new_name, directory_fd), to=self._tell(to))
 
+    def _write(self, operation: Operation, action: Callable[[], int]) -> int:
+        self.before(operation)
+        try:
+            nbytes = action()
+        except OSError as error:
+            self.after(dataclasses.replace(operation, data=b"", outcome=_errno_name(error)))
+            raise
+        self.after(dataclasses.replace(operation, data=operation.data[:nbytes], outcome=OK))
+        return nbytes
+
     def _run(
-        self, op: str, path: str, action: Callable[[], T], *, to: str = "", undo: Callable[[T], None] | None = None
+        self,
+        op: str,
+        path: str,
+        action: Callable[[], T],
+        *,
+        to: str = "",
+        nbytes: int = 0,
+        undo: Callable[[T], None] | None = None,
     ) -> T:
         """Do `action` between the hooks; if `after` raises, its answer reaches nobody, and is undone."""
-        operation = Operation(op, self._tell(path), to)
+        operation = Operation(op, self._tell(path), to, nbytes=nbytes)
         self.before(operation)
         try:
             answer = action()

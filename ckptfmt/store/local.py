@@ -1,8 +1,8 @@
 """A store in a directory of a file system: nothing half-written, nothing overwritten, nothing through a symlink.
 
-A file is written under a temporary name in its own directory, fsynced, closed, and only then given its name by
-``link``, which fails if the name is taken (``rename`` would silently overwrite). Names become durable in
-`LocalStore.sync`.
+A file is written under a temporary name in its own directory (large aligned chunks past the page cache, see
+`ckptfmt.store.direct`), fsynced, closed, and only then given its name by ``link``, which fails if the name is taken
+(``rename`` would silently overwrite). Names become durable in `LocalStore.sync`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store.direct import FileWriter
+from ckptfmt.store.holding import Hold, is_held
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import TEMPORARY_PREFIX, Buffer, Names, check_path, check_prefix, join_path
 
@@ -128,6 +130,21 @@ class LocalStore:
                 self._discard(directory, temporary)
                 raise
 
+    @contextlib.contextmanager
+    def hold(self, path: str) -> Iterator[None]:
+        """Hold a file while the context is open; see `Store.hold`."""
+        with self._changing(path), self._parent(path, make=True) as (directory, name):
+            hold = Hold(self._calls, directory, name)
+        try:
+            yield
+        finally:
+            # A name that stays does no harm, as nobody holds the file; while the context's own error must come out.
+            try:
+                with contextlib.suppress(OSError), self._parent(path) as (directory, _):
+                    hold.end(directory)
+            finally:
+                hold.release()
+
     def delete(self, path: str) -> None:
         """Remove a file; see `Store.delete`."""
         with self._changing(path), contextlib.suppress(FileNotFoundError), self._parent(path) as (directory, name):
@@ -189,6 +206,16 @@ class LocalStore:
         def look() -> int:
             with self._parent(path) as (directory, name):
                 return _regular_nbytes(self._calls.lstat(name, directory), path)
+
+        return self._reading(path, look)
+
+    def is_held(self, path: str) -> bool:
+        """Say whether some process holds a file; see `Store.is_held`."""
+
+        def look() -> bool:
+            with contextlib.suppress(FileNotFoundError), self._parent(path) as (directory, name):
+                return is_held(self._calls, directory, name)
+            return False
 
         return self._reading(path, look)
 
@@ -301,8 +328,9 @@ class LocalStore:
         try:
             fd = self._calls.open_new(temporary, directory)
             try:
-                for chunk in chunks:
-                    self._write_all(fd, chunk)
+                with FileWriter(self._calls, fd) as file:
+                    for chunk in chunks:
+                        file.write(chunk)
                 # Never tried again: after an error the kernel may drop the pages and says yes the next time.
                 self._calls.fsync(fd)
             except BaseException:
@@ -313,11 +341,6 @@ class LocalStore:
             self._discard(directory, temporary)
             raise
         return temporary
-
-    def _write_all(self, fd: int, chunk: Buffer) -> None:
-        rest = memoryview(chunk).cast("B")
-        while rest:
-            rest = rest[self._calls.write(fd, rest) :]
 
     def _publish(self, directory: int, temporary: str, name: str) -> None:
         """Give a temporary its name, exclusively, or raise FileExistsError; either way the temporary is gone."""

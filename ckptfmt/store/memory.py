@@ -6,10 +6,12 @@ request is scripted with `MemoryStore.inject`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import threading
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, auto
 
 from ckptfmt.errors import CkptError, Code, err
@@ -45,6 +47,7 @@ class _Bucket:
     objects: dict[str, bytes]
     losses: list[tuple[Loss, str]] = dataclasses.field(default_factory=list)
     late: list[_Put] = dataclasses.field(default_factory=list)
+    hold_counts: Counter[str] = dataclasses.field(default_factory=Counter)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def carry_out(self, put: _Put) -> bool:
@@ -185,6 +188,25 @@ class MemoryStore:
     def sync(self, path: str) -> None:
         """Do nothing: what was acknowledged is durable."""
         check_prefix(path)
+
+    @contextlib.contextmanager
+    def hold(self, path: str) -> Iterator[None]:
+        """Hold a key while the context is open; see `Store.hold`. No object is made of it."""
+        check_path(path)
+        key = join_path(self._prefix, path)
+        with self._bucket.lock:
+            self._bucket.hold_counts[key] += 1
+        try:
+            yield
+        finally:
+            with self._bucket.lock:
+                self._bucket.hold_counts[key] -= 1
+
+    def is_held(self, path: str) -> bool:
+        """Say whether somebody holds a key; see `Store.is_held`."""
+        check_path(path)
+        with self._bucket.lock:
+            return self._bucket.hold_counts[join_path(self._prefix, path)] > 0
 
     def _put(self, path: str, data: bytes, *, exclusive: bool) -> bool:
         put = _Put(join_path(self._prefix, path), data, exclusive)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import secrets
 from typing import Final
@@ -21,7 +22,11 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: else opening a named pipe waits for its writer, for ever.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+#: NFS asks for a file that is open for writing before it locks it for one alone, for reading before it is shared.
+_LOCK: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _RENAME_NOREPLACE: Final = 1
+#: 0 where the system has no such flag.
+_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
 
 
 class PosixCalls:
@@ -47,6 +52,22 @@ class PosixCalls:
         """Open a file for reading without waiting; a symlink is refused (ELOOP). It needn't be a regular file."""
         return os.open(name, _READ, dir_fd=directory_fd)
 
+    def open_lock(self, name: str, directory_fd: int) -> int:
+        """Open a file for `lock_shared` and `try_lock`; a symlink is refused (ELOOP). It needn't be a regular file."""
+        return os.open(name, _LOCK, dir_fd=directory_fd)
+
+    def lock_shared(self, fd: int) -> None:
+        """Lock a file as others may too, until it is closed by all who inherited it; wait for `try_lock` of others."""
+        fcntl.flock(fd, fcntl.LOCK_SH)
+
+    def try_lock(self, fd: int) -> bool:
+        """Lock a file for one alone and return True, or return False if somebody has it locked; an own lock is lost."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
     def close(self, fd: int) -> None:
         """Close a descriptor; it is closed even if this raises (Linux)."""
         os.close(fd)
@@ -54,6 +75,34 @@ class PosixCalls:
     def write(self, fd: int, data: memoryview) -> int:
         """Write the beginning of `data` at the file's position and return how many bytes that were."""
         return os.write(fd, data)
+
+    def write_at(self, fd: int, data: memoryview, byte_begin: int) -> int:
+        """Write the beginning of `data` at a place of its own and return how many bytes that were."""
+        return os.pwrite(fd, data, byte_begin)
+
+    def set_direct(self, fd: int, *, on: bool) -> None:
+        """Let writes go past the page cache, or not any more; EINVAL if the file system has no such writing."""
+        if not _DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
+
+    def preallocate(self, fd: int, nbytes: int) -> None:
+        """Give a file room for `nbytes` bytes, and at least this size; what wasn't written reads as zeros.
+
+        Source: fallocate(2). Not posix_fallocate(3), which writes to every block where the file system has no such
+        call.
+        """
+        fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+        if fallocate is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        if fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        """Give a file this size, and give back the room behind it."""
+        os.ftruncate(fd, nbytes)
 
     def read_at(self, fd: int, nbytes: int, byte_begin: int) -> bytes:
         """Return up to `nbytes` bytes from `byte_begin` on; none at the file's end."""

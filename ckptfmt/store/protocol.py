@@ -23,6 +23,7 @@ docstrings name what comes on top. Calls may come from several threads at once.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Final, Protocol, TypeAlias
 
 from ckptfmt.errors import CkptError, Code, err
@@ -70,7 +71,8 @@ class Store(Protocol):
 
         Args:
             path: where; see `check_path`.
-            chunks: the contents in order; drawn once, each written before the next is drawn.
+            chunks: the contents in order; drawn once, and not far ahead of what is written. A chunk stays unchanged
+                until `create` returns.
 
         Raises:
             CkptError: ``STORE_EXISTS`` if the path is taken, whatever it holds; ``UNSAFE_PATH``; ``UNSAFE_FILE`` if
@@ -160,6 +162,24 @@ class Store(Protocol):
 
         Raises:
             CkptError: ``FILE_MISSING`` if there is no such directory.
+        """
+
+    def hold(self, path: str) -> AbstractContextManager[None]:
+        """Hold the file `path` while the context is open: `is_held` says so to every process that sees the store.
+
+        Several may hold one file. Whoever dies, however suddenly, holds it no more; a forked child never held it. On
+        a file system the file is made if it isn't there, with its missing directories, and the last one who holds it
+        removes it; nothing is made durable. Where a file system has no locks, nothing is held, without an error.
+
+        Raises:
+            CkptError: ``UNSAFE_PATH``, ``UNSAFE_FILE``; all of it when the context is entered.
+        """
+
+    def is_held(self, path: str) -> bool:
+        """Return whether somebody holds the file `path` now. Makes nothing, and doesn't wait.
+
+        Raises:
+            CkptError: ``UNSAFE_PATH``, ``UNSAFE_FILE``.
         """
 
     def at(self, prefix: str) -> Store:

@@ -25,7 +25,7 @@ Gate = Callable[[Operation], None]
 
 #: The system calls that leave a trace on a disk; those that only look aren't recorded.
 _LASTING: Final = frozenset(
-    {"mkdir", "open_new", "write", "fsync", "fsync_directory"}
+    {"mkdir", "open_new", "write", "write_at", "preallocate", "truncate", "fsync", "fsync_directory"}
     | {"link", "rename_noreplace", "rename", "unlink", "rmdir"}
 )
 
@@ -68,7 +68,7 @@ class Recorder(HookedStore):
     >>> recorder = Recorder(MemoryStore(), who="writer 0")
     >>> recorder.at("run").create("run.json", [b"{}"])
     >>> recorder.log.operations
-    (Operation(op='create', path='run/run.json', to='', data=b'{}', who='writer 0', outcome='ok'),)
+    (Operation(op='create', path='run/run.json', ..., data=b'{}', who='writer 0', outcome='ok', ...),)
     """
 
     def __init__(self, inner: Store, *, log: Log | None = None, who: str = "", gate: Gate | None = None) -> None:
@@ -90,9 +90,9 @@ class Recorder(HookedStore):
 class RecordingCalls(HookedCalls):
     """System calls of a `LocalStore` that are recorded if they succeed and may change what is on the disk.
 
-    The gate is asked before every call, those that only look too. Data are written in order, each write behind the
-    last one of its file; a file is named by the path under which it was created. Paths are relative to `base`; what
-    is done outside of it (fsync of the root's ancestors) isn't recorded.
+    The gate is asked before every call, those that only look too, maybe in a thread of the store's. Each ``write`` is
+    behind the last one of its file, a ``write_at`` tells its place. A file is named by the path under which it was
+    created. Paths are relative to `base`; what is done outside of it (fsync of the root's ancestors) isn't recorded.
 
     Args:
         base: the root of the store, or a directory above it.

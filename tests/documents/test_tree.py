@@ -137,6 +137,24 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        [-(2**63), 0, 2**64 - 1],
+        [-(2**63) - 1, 0],
+        (0, 2**64),
+        [True, 1, None, "x"],
+        [None, b"x", False],
+        (True, True),
+        [1, 2.0],
+        ["x", "ü"],
+    ],
+)
+def test_lists_of_plain_values_come_back_exactly(value):
+    """REQ-TRE-003: those that are looked at as a whole, too."""
+    assert identity(again([value, {"k": value}])) == identity([value, {"k": value}])
+
+
 @given(TREES)
 def test_trees_come_back_exactly(value):
     """REQ-TRE-001, REQ-TRE-003; and the bytes are a fixed point."""

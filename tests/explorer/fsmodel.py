@@ -142,6 +142,8 @@ class Disk:
                 file = self._files[path]
                 file.content += operation.data
                 file.synced = False
+            case "write_at" | "preallocate" | "truncate":
+                _write_at(self._files[path], operation)
             case "fsync":
                 self._files[path].synced = True
                 self._forced = self._number
@@ -178,7 +180,7 @@ class Disk:
         match operation.op:
             case "fsync" | "fsync_directory":
                 return False
-            case "write":
+            case "write" | "write_at" | "preallocate" | "truncate":
                 return self._files[operation.path].named
             case "open_new" | "unlink":
                 return not _is_temporary(operation.path)
@@ -274,6 +276,20 @@ class Disk:
         if isinstance(node, _File) and not _is_temporary(name):
             node.named = True
         self._directory(head).put(name, node, self._number)
+
+
+def _write_at(file: _File, operation: Operation) -> None:
+    """Apply what isn't a write at the end."""
+    before, file.synced = file.content, False
+    match operation.op:
+        case "write_at":
+            end = operation.byte_begin + len(operation.data)
+            file.content = before[: operation.byte_begin].ljust(operation.byte_begin, b"\0")
+            file.content += operation.data + before[end:]
+        case "preallocate":
+            file.content = before.ljust(operation.nbytes, b"\0")
+        case "truncate":
+            file.content = before[: operation.nbytes].ljust(operation.nbytes, b"\0")
 
 
 def _is_temporary(path: str) -> bool:

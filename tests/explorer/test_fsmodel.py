@@ -28,6 +28,22 @@ def test_a_synced_file_without_its_name_is_there_or_not():
     assert states_after(*WRITE, ("fsync", ".tmp-1"), ("link", ".tmp-1", "a")) == {files(), files(a=b"abcd")}
 
 
+def test_writes_with_a_place_of_their_own_may_come_in_any_order():
+    disk = Disk()
+    steps = [
+        Operation("open_new", ".tmp-1"),
+        Operation("write_at", ".tmp-1", data=b"cd", byte_begin=2),
+        Operation("preallocate", ".tmp-1", nbytes=9),
+        Operation("write_at", ".tmp-1", data=b"ab", byte_begin=0),
+        Operation("truncate", ".tmp-1", nbytes=5),
+    ]
+    for operation in [*steps, Operation("fsync", ".tmp-1"), Operation("link", ".tmp-1", "a")]:
+        disk.apply(operation)
+
+    states = {frozenset(state.files.items()) for state in disk.iter_states(POSIX_MIN, random.Random(1))}
+    assert states == {files(), files(a=b"abcd\0")}
+
+
 def test_a_synced_name_stays():
     operations = (*WRITE, ("fsync", ".tmp-1"), ("link", ".tmp-1", "a"), ("fsync_directory", ""))
 

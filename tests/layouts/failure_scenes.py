@@ -34,15 +34,15 @@ def _run_by_the_clock(stage: Stage, turn: int) -> Any:
         stage.path(f"clock-{turn}"), State(weights={"w": torch.ones(3)}, data={}), every="0.3s", deadline_s=60
     )
     checkpointer._clock = lambda: begin_s + (time.monotonic() - begin_s) * rate
-    save = checkpointer.save
+    save = checkpointer._save
 
-    def note() -> Any:
-        report = save()
-        if report is not None:
-            saved.append(report.step)
-        return report
+    def note(**options: Any) -> Any:
+        handle = save(**options)
+        if handle is not None:
+            saved.append(handle.step)
+        return handle
 
-    checkpointer.save = note  # type: ignore[method-assign]
+    checkpointer._save = note  # type: ignore[method-assign]
     with checkpointer:
         for _ in checkpointer.steps(40):
             time.sleep(0.02 + 0.01 * stage.rank)
@@ -100,7 +100,7 @@ def _training(
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     state = State(weights=module, optimizer=optimizer, data={"position": 0})
-    checkpointer = Checkpointer(stage.path("run"), state, deadline_s=deadline_s)
+    checkpointer = Checkpointer(stage.path("run"), state, deadline_s=deadline_s, saver="inline")
     return module, optimizer, checkpointer
 
 

@@ -76,6 +76,18 @@ def test_only_regular_files_are_read(store, root, outside, kind):
         assert code_of(lambda: store.nbytes("a")) == Code.UNSAFE_FILE
 
 
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("kind", NOT_REGULAR)
+def test_only_regular_files_are_held(store, root, outside, kind):
+    NOT_REGULAR[kind](root / "a", outside)
+    before = (root / "a").lstat()
+
+    with no_fd_leak():
+        assert code_of(lambda: store.hold("a").__enter__()) == Code.UNSAFE_FILE
+        assert code_of(lambda: store.is_held("a")) == Code.UNSAFE_FILE
+    assert os.path.samestat((root / "a").lstat(), before)
+
+
 @pytest.mark.parametrize("kind", NOT_REGULAR)
 def test_whatever_has_the_name_keeps_it(store, root, outside, kind):
     NOT_REGULAR[kind](root / "a", outside)
@@ -127,6 +139,8 @@ def test_nothing_goes_through_a_parent_that_is_no_directory(store, root, outside
         lambda: store.delete_leftovers(depth),
         lambda: store.remove_directory(depth),
         lambda: store.sync(depth),
+        lambda: store.hold(path).__enter__(),
+        lambda: store.is_held(path),
         lambda: store.at(depth).read("file", limit_nbytes=9),
     ]
 

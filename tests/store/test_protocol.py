@@ -173,6 +173,33 @@ def test_a_store_rooted_lower_is_the_same_store(store):
     assert lower.name.endswith("run/parts")
 
 
+def test_a_file_is_held_as_long_as_somebody_holds_it(store):
+    assert not store.is_held("x/a")
+    with store.hold("x/a"):
+        assert store.is_held("x/a")
+        assert store.at("x").is_held("a")
+        assert not store.is_held("x/b")
+        with store.at("x").hold("a"):
+            assert store.is_held("x/a")
+        assert store.is_held("x/a")
+
+    assert not store.is_held("x/a")
+    assert store.list("") == []
+
+
+def test_a_held_file_is_no_obstacle_elsewhere_and_ends_with_an_error_of_the_context(store):
+    def use():
+        with store.hold("x/a"):
+            store.create("x/b", [b"1"])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        use()
+
+    assert not store.is_held("x/a")
+    assert store.list("") == ["x/b"]
+
+
 def test_of_eight_threads_one_wins_each_name(store):
     """REQ-STO-001."""
     wins = [0] * 20
@@ -214,6 +241,8 @@ def test_no_operation_takes_a_hostile_path(store, path):
         lambda: store.read_range(path, 0, 0),
         lambda: store.nbytes(path),
         lambda: store.delete(path),
+        lambda: store.hold(path).__enter__(),
+        lambda: store.is_held(path),
     ]
 
     assert {code_of(operation) for operation in operations} == {Code.UNSAFE_PATH}

@@ -8,6 +8,8 @@ import torch
 
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef
 from ckptfmt.errors import Code, err
+from ckptfmt.interop.torch.devices import Devices
+from ckptfmt.interop.torch.guard import Guard
 from ckptfmt.interop.torch.modules import find_claim_limits, merge_tied, view_module
 from ckptfmt.interop.torch.optimizers import capture_optimizer, is_plain_optimizer, plan_optimizer
 from ckptfmt.interop.torch.restoring import plan_entry, plan_module
@@ -19,9 +21,10 @@ from ckptfmt.interop.torch.tensors import (
     allocate,
     declared_by,
     device_of,
+    devices_of,
     dtype_name,
     is_meta,
-    mesh_of,
+    meshes_of,
     sink_of,
     source_of,
 )
@@ -29,6 +32,8 @@ from ckptfmt.interop.torch.topology import flags, local_facts, versions, world_s
 from ckptfmt.interop.trees import FLATTENED, Encoder
 
 __all__ = [
+    "Devices",
+    "Guard",
     "allocate",
     "capture_entries",
     "capture_module",
@@ -36,6 +41,7 @@ __all__ = [
     "declared_by",
     "decode",
     "device_of",
+    "devices_of",
     "dtype_name",
     "encode",
     "find_claim_limits",
@@ -50,7 +56,7 @@ __all__ = [
     "is_tensor",
     "local_facts",
     "merge_tied",
-    "mesh_of",
+    "meshes_of",
     "plan_entry",
     "plan_module",
     "plan_optimizer",
@@ -77,24 +83,27 @@ def encode(encoder: Encoder, value: object, name: str) -> object:
 
     Raises: StateError(STATE_UNSUPPORTED).
     """
+    if isinstance(value, torch.Tensor):
+        return value if encoder.inline else _encode_tensor(encoder, value, name)
     if isinstance(value, torch.dtype):
         return DtypeName(dtype_name(value, where=f"{encoder.field}:{name}"))
     if isinstance(value, torch.device):
         return DeviceName(str(value))
     if isinstance(value, torch.Size):
         return Size(tuple(value))
-    if not isinstance(value, torch.Tensor) or encoder.inline:
-        return value
-    for inner_name, tensor in inner_tensors(value, name):
-        encoder.sources.append(
-            source_of(
-                tensor, field=encoder.field, name=inner_name, scope=encoder.scope, storage="persistent", aliases=()
-            )
-        )
+    return value
+
+
+def _encode_tensor(encoder: Encoder, value: torch.Tensor, name: str) -> object:
     if not is_registered(value):
+        encoder.sources.append(source_of(value, field=encoder.field, name=name, scope=encoder.scope))
         return TensorRef(name, "torch")
+    parts = inner_tensors(value, name)
+    encoder.sources += [
+        source_of(tensor, field=encoder.field, name=inner, scope=encoder.scope) for inner, tensor in parts
+    ]
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    references = {inner.removeprefix(f"{name}/"): TensorRef(inner, "torch") for inner, _ in inner_tensors(value, name)}
+    references = {inner.removeprefix(f"{name}/"): TensorRef(inner, "torch") for inner, _ in parts}
     return {FLATTENED: kind, **references}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -13,23 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptfmt.errors import Code, err
 from ckptfmt.interop.names import worker_scope
-from ckptfmt.interop.torch.tensors import memory_of
+from ckptfmt.interop.torch.paths import Paths
+from ckptfmt.interop.torch.tensors import address_of, is_plain, memory_of
 
 __all__ = ["Entry", "ModuleView", "find_claim_limits", "merge_tied", "view_module"]
 
 #: Sums of more processes than this depend on their order.
 _ORDER_MATTERS_FROM: Final = 2
 _EXTRA_STATE: Final = "_extra_state"
-
-#: Wrappers by module and class, each with the attribute that holds what it wraps.
-_WRAPPERS: Final = (
-    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
-    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
-)
-#: Attribute of a wrapper that takes it out of the keys of a state_dict by itself.
-_TAKEN_OUT: Final = "_checkpoint_wrapped_module"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,13 +75,14 @@ def view_module(
     # First of all, and at each save: it also puts FSDP2's parameters back into shards after an evaluation.
     state_dict = _state_dict(module, f"{field}:{prefix}")
     live = _Live(module)
+    paths = Paths(module)
     own = _per_worker_buffers(module) if worker_count > 1 else set()
     entries: list[Entry] = []
     extra_states: dict[str, tuple[torch.nn.Module, object]] = {}
     foreign: dict[str, tuple[str, object]] = {}
     for key, value in state_dict.items():
-        name = prefix + _clean(module, key, raw=False)
-        owner = _extra_state_owner(module, key)
+        name = prefix + paths.name_of(key, raw=False)
+        owner = _extra_state_owner(paths, key)
         if owner is not None:
             extra_states[name] = (owner, value)
         elif live.has(value):
@@ -98,14 +92,14 @@ def view_module(
             foreign[name] = (key, value)
     entries += [
         Entry(names=(prefix + name,), scope=scope, storage="non-persistent", tensor=tensor)
-        for name, tensor in _non_persistent(module)
+        for name, tensor in _non_persistent(module, paths)
     ]
     _refuse_double_names(entries, field)
     return ModuleView(
         module=module,
         scope=scope,
         entries=tuple(entries),
-        parameters=_parameter_names(module, prefix),
+        parameters=_parameter_names(module, paths, prefix),
         extra_states=extra_states,
         foreign=foreign,
     )
@@ -135,9 +129,15 @@ def merge_tied(entries: list[Entry]) -> list[Entry]:
 
     Tied is what is the same object, or has the same storage, offset, shape and strides.
     """
+    # What lies at an address of its own is tied to nothing; of a tensor of its own kind that isn't told by address.
+    addresses = [address_of(entry.tensor) if is_plain(entry.tensor) else None for entry in entries]
+    if len(set(addresses)) == len(addresses) and None not in addresses:
+        return list(entries)
+    times = Counter(addresses)
     merged: dict[tuple[object, ...], Entry] = {}
-    for entry in entries:
-        key = (entry.scope, memory_of(entry.tensor) or id(entry.tensor))
+    for entry, address in zip(entries, addresses, strict=True):
+        alone = None not in times and times[address] == 1
+        key = (entry.scope, id(entry.tensor) if alone else memory_of(entry.tensor) or id(entry.tensor))
         first = merged.get(key)
         if first is not None:
             names = (*first.names, *(name for name in entry.names if name not in first.names))
@@ -173,13 +173,17 @@ class _Live:
     """The memory of a module's parameters and buffers."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        tensors = [*module.parameters(), *module.buffers()]
-        self.ids = {id(tensor) for tensor in tensors}
-        self.storages = {_storage(tensor) for tensor in tensors} - {None}
+        self.tensors = [*module.parameters(), *module.buffers()]
+        self.ids = set(map(id, self.tensors))
+
+    @functools.cached_property
+    def storages(self) -> set[object]:
+        """Where they lie; only a hook's tensors are looked for there."""
+        return {_storage(tensor) for tensor in self.tensors} - {None}
 
     def has(self, value: object) -> bool:
         """Tell whether writing to `value` writes to the module."""
-        return isinstance(value, torch.Tensor) and (id(value) in self.ids or _storage(value) in self.storages)
+        return id(value) in self.ids or (isinstance(value, torch.Tensor) and _storage(value) in self.storages)
 
 
 def _storage(tensor: torch.Tensor) -> object:
@@ -187,59 +191,29 @@ def _storage(tensor: torch.Tensor) -> object:
     return None if memory is None else memory[:2]
 
 
-def _wrapped_attribute(module: torch.nn.Module) -> str | None:
-    for module_name, class_name, attribute in _WRAPPERS:
-        kind = getattr(sys.modules.get(module_name), class_name, None)
-        if kind is not None and isinstance(module, kind):
-            return attribute
-    return None
-
-
-def _walk(root: torch.nn.Module, key: str, *, raw: bool) -> Iterator[tuple[torch.nn.Module | None, str]]:
-    """Yield each part of a key with the module that has it, wrappers left out.
-
-    The key is the path of modules if `raw`, else one of a state_dict, which some wrappers have left already.
-    """
-    module: torch.nn.Module | None = root
-    for part in key.split("."):
-        attribute = None if module is None else _wrapped_attribute(module)
-        if module is not None and attribute == part and (raw or attribute != _TAKEN_OUT):
-            module = module._modules.get(part)  # noqa: SLF001 - get_submodule would run the wrapper's __getattr__
-            continue
-        while module is not None and attribute is not None:
-            module = module._modules.get(attribute)  # noqa: SLF001
-            attribute = None if module is None else _wrapped_attribute(module)
-        yield module, part
-        module = None if module is None else module._modules.get(part)  # noqa: SLF001
-
-
-def _clean(root: torch.nn.Module, key: str, *, raw: bool) -> str:
-    return ".".join(part for _, part in _walk(root, key, raw=raw))
-
-
-def _extra_state_owner(root: torch.nn.Module, key: str) -> torch.nn.Module | None:
-    *_, (owner, part) = _walk(root, key, raw=False)
-    if part != _EXTRA_STATE or owner is None:
+def _extra_state_owner(paths: Paths, key: str) -> torch.nn.Module | None:
+    if key.rpartition(".")[2] != _EXTRA_STATE:
         return None
-    return owner if type(owner).get_extra_state is not torch.nn.Module.get_extra_state else None
+    owner = paths.holder_of(key)
+    return None if owner is None or type(owner).get_extra_state is torch.nn.Module.get_extra_state else owner
 
 
-def _parameter_names(root: torch.nn.Module, prefix: str) -> dict[int, tuple[str, ...]]:
+def _parameter_names(root: torch.nn.Module, paths: Paths, prefix: str) -> dict[int, tuple[str, ...]]:
     names: dict[int, tuple[str, ...]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():  # noqa: SLF001 - with the raw path, which wrappers rewrite
             if parameter is not None:
-                name = prefix + _clean(root, f"{path}.{key}" if path else key, raw=True)
+                name = prefix + paths.name_of(f"{path}.{key}" if path else key, raw=True)
                 names[id(parameter)] = (*names.get(id(parameter), ()), name)
     return names
 
 
-def _non_persistent(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _non_persistent(root: torch.nn.Module, paths: Paths) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in root.named_modules(remove_duplicate=False):
         for key in sorted(module._non_persistent_buffers_set):  # noqa: SLF001 - torch has no public name for it
             buffer = module._buffers.get(key)  # noqa: SLF001
             if buffer is not None:
-                yield _clean(root, f"{path}.{key}" if path else key, raw=True), buffer
+                yield paths.name_of(f"{path}.{key}" if path else key, raw=True), buffer
 
 
 def _per_worker_buffers(root: torch.nn.Module) -> set[int]:

@@ -64,7 +64,7 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Names, *, prefix:
         name = f"{prefix}group/{_group_name(ordered) if ordered else f'#{index}'}"
         options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
         tree = {"params": ordered, "options": encoder.encode(options, name)}
-        leaves.append(encoder.leaf(name, tree))
+        leaves.append(encoder.leaf_of(name, tree))
         for member, parameter in members:
             state = optimizer.state.get(parameter)
             if state:

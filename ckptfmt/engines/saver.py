@@ -1,0 +1,401 @@
+"""Save from a slot, beside the training: follow the copies into the slot, hash, write, commit, clean up.
+
+A `Saver` does what messages say, in a thread of its own process or of the trainer. It knows the run's store and the
+slots, and no framework. A save goes through these states, and each is reported:
+
+    STAGED      the snapshot is complete, and the saver has it: a trainer that dies now loses nothing
+    WRITTEN     this writer's files and part are durable; the slot is free
+    COMMITTED   the checkpoint is, for all writers
+    DONE        older checkpoints were cleaned up
+    FAILED      with the error
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import queue
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from ckptfmt.digest import block_digests
+from ckptfmt.documents.manifest import Origin, checkpoint_name
+from ckptfmt.documents.part import Leaf, Stream
+from ckptfmt.documents.run import SAVERS, Run
+from ckptfmt.engines.commit import check_vacant, decide
+from ckptfmt.engines.image import Image
+from ckptfmt.engines.lineage import check_not_fenced
+from ckptfmt.engines.retention import clean_up
+from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure, write_image
+from ckptfmt.errors import CkptError, Code, err
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from ckptfmt.store.protocol import Buffer, Store
+
+__all__ = ["Progress", "SaveRequest", "Saver", "save_image"]
+
+#: What is handed to the store at once, in bytes: as long as one of its requests.
+_CHUNK_NBYTES: Final = 16 << 20
+#: What a thread hashes at once, in bytes.
+_SPAN_NBYTES: Final = 8 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """One save, as the trainer asks for it.
+
+    Attributes:
+        number: of the save in this trainer.
+        slot: number of the slot.
+        origin: of the attempt.
+        writer: number of this writer.
+        context: what isn't tensors.
+        deadline_s: how long to wait for the other writers, in seconds.
+        keep, keep_every: what retention lets stay; see `ckptfmt.engines.retention.plan_retention`.
+        writer_features: of the run.
+    """
+
+    number: int
+    slot: int
+    origin: Origin
+    writer: int
+    context: Context
+    deadline_s: float
+    keep: int | None
+    keep_every: int | None
+    writer_features: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the request as plain values, the many of a kind in columns."""
+        context = self.context
+        return {
+            "number": self.number,
+            "slot": self.slot,
+            "origin": self.origin.as_dict(),
+            "writer": self.writer,
+            "saved_unix_s": context.saved_unix_s,
+            "streams": _columns(context.streams, Stream),
+            "leaves": _columns(context.leaves, Leaf),
+            "absent": context.absent,
+            "deadline_s": str(self.deadline_s),
+            "keep": self.keep,
+            "keep_every": self.keep_every,
+            "writer_features": list(self.writer_features),
+        }
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> SaveRequest:
+        """Return the request that `as_dict` was asked of."""
+        context = Context(
+            saved_unix_s=value["saved_unix_s"],
+            streams=tuple(Stream(**row) for row in _rows(value["streams"])),
+            leaves=tuple(Leaf(**row) for row in _rows(value["leaves"])),
+            absent=value["absent"],
+        )
+        return cls(
+            number=value["number"],
+            slot=value["slot"],
+            origin=Origin(**value["origin"]),
+            writer=value["writer"],
+            context=context,
+            deadline_s=float(value["deadline_s"]),
+            keep=value["keep"],
+            keep_every=value["keep_every"],
+            writer_features=tuple(value["writer_features"]),
+        )
+
+
+def _columns(rows: Iterable[Stream | Leaf], kind: type[Stream | Leaf]) -> dict[str, Any]:
+    rows = tuple(rows)
+    return {field.name: [getattr(row, field.name) for row in rows] for field in dataclasses.fields(kind)}
+
+
+def _rows(columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
+
+
+class Progress:
+    """How far a slot is filled: a prefix of its image, in bytes. One thread tells, others wait."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._nbytes = 0
+        self._complete = False
+        self._error: CkptError | None = None
+
+    def advance(self, nbytes: int) -> None:
+        """Say that the first `nbytes` bytes are there."""
+        with self._changed:
+            self._nbytes = max(self._nbytes, nbytes)
+            self._changed.notify_all()
+
+    def complete(self) -> None:
+        """Say that all is there, and is a snapshot of one moment."""
+        with self._changed:
+            self._complete = True
+            self._changed.notify_all()
+
+    def abandon(self, error: CkptError) -> None:
+        """Say that the snapshot won't be completed, unless it is already."""
+        with self._changed:
+            if not self._complete and self._error is None:
+                self._error = error
+                self._changed.notify_all()
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until the first `nbytes` bytes are there. Raises: the error of `abandon`."""
+        self._wait_for(lambda: self._complete or self._nbytes >= nbytes)
+
+    def wait_complete(self) -> None:
+        """Wait until all is there. Raises: the error of `abandon`."""
+        self._wait_for(lambda: self._complete)
+
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or is_there())
+            if self._error is not None:
+                raise self._error
+
+
+class _SlotContents:
+    """The bytes of an image in a slot that is being filled; see `ckptfmt.engines.writer.Contents`.
+
+    Hashing has threads of its own: it needs more time than writing where storage is fast.
+    """
+
+    def __init__(self, image: Image, view: memoryview, progress: Progress) -> None:
+        self._image = image
+        self._view = view
+        self._progress = progress
+        span_nbytes = max(_SPAN_NBYTES, image.block_nbytes)
+        self._spans = [
+            (number, begin, min(begin + span_nbytes, piece.end))
+            for number, piece in enumerate(image.pieces)
+            for begin in range(piece.begin, piece.end, span_nbytes)
+        ]
+        self._digests = [b""] * len(self._spans)
+        self._error: Exception | None = None
+        self._rest = iter(range(len(self._spans)))  # shared by the threads: one step of it is atomic
+        self._threads = [
+            threading.Thread(target=self._hash_rest, name="ckptfmt-hash", daemon=True)
+            for _ in range(min(_hash_thread_count(), len(self._spans)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def iter_chunks(self, shard: int) -> Iterator[Buffer]:
+        """Yield the bytes of a shard as they come."""
+        found = self._image.shards[shard]
+        end = found.begin + found.nbytes
+        for begin in range(found.begin, end, _CHUNK_NBYTES):
+            self._progress.wait(min(begin + _CHUNK_NBYTES, end))
+            yield self._view[begin : min(begin + _CHUNK_NBYTES, end)]
+
+    def digests(self) -> list[bytes]:
+        """Return the digests of each piece, when the snapshot is complete."""
+        self._progress.wait_complete()
+        self.close()
+        if self._error is not None:
+            raise self._error
+        found: list[list[bytes]] = [[] for _ in self._image.pieces]
+        for (number, _, _), digest in zip(self._spans, self._digests, strict=True):
+            found[number].append(digest)
+        return [b"".join(digests) for digests in found]
+
+    def close(self) -> None:
+        """Wait until the threads are done; they are when all is hashed, or the snapshot abandoned."""
+        for thread in self._threads:
+            thread.join()
+
+    def _hash_rest(self) -> None:
+        try:
+            for span in self._rest:
+                _, begin, end = self._spans[span]
+                self._progress.wait(end)
+                self._digests[span] = block_digests(self._view[begin:end], self._image.block_nbytes)
+        except Exception as error:  # noqa: BLE001 - raised by `digests`
+            self._error = error
+
+
+def _hash_thread_count() -> int:
+    """Return how many threads hash: one where cores are few, since each takes one from the training."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+
+
+def save_image(
+    run_store: Store,
+    request: SaveRequest,
+    image: Image,
+    view: memoryview,
+    *,
+    progress: Progress,
+    report: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """Save what is, or will be, in a slot; tell every state behind STAGED that is reached, FAILED included.
+
+    Args:
+        run_store: rooted at the run.
+        view: of the slot, at least as long as the image.
+        progress: how far the slot is filled.
+        report: called with a state and what there is to say of it.
+
+    Spec: REQ-CMT-003 to REQ-CMT-009, REQ-CMT-029, REQ-RUN-004.
+    """
+    origin = request.origin
+    assert origin.launch is not None  # noqa: S101 - only runs are saved in the background
+    store = run_store.at(checkpoint_name(origin.step, origin.launch))
+    try:
+        if request.writer == 0:
+            check_not_fenced(run_store, origin.launch)
+            check_vacant(store)
+        _write(store, request, image, view, progress)
+        report("WRITTEN", {})
+        manifest = decide(store, origin, writer=request.writer, deadline_s=request.deadline_s)
+        report("COMMITTED", {"digest": manifest.digest, "nbytes": manifest.nbytes})
+        report("DONE", _clean_up(run_store, request))
+    except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
+        known = as_ckpt_error(error)
+        tell_failure(store, origin, request.writer, known)
+        report("FAILED", known.as_json())
+
+
+def _write(
+    store: Store,
+    request: SaveRequest,
+    image: Image,
+    view: memoryview,
+    progress: Progress,
+) -> None:
+    contents = _SlotContents(image, view, progress)
+    try:
+        write_image(store, image, contents, request.origin, request.context, writer=request.writer)
+    except BaseException:
+        # Else the threads that hash would wait for what is still to be staged.
+        progress.abandon(err(Code.WRITER_FAILED, "this save has failed"))
+        raise
+    finally:
+        contents.close()
+
+
+def _clean_up(run_store: Store, request: SaveRequest) -> dict[str, Any]:
+    """Let old checkpoints go. The save is committed: what fails here is said, and is no failure of it."""
+    if request.writer != 0:
+        return {"removed": [], "problem": ""}
+    origin = request.origin
+    assert origin.run_id is not None  # noqa: S101 - see save_image
+    assert origin.launch is not None  # noqa: S101
+    try:
+        removed = clean_up(
+            run_store,
+            Run(run_id=origin.run_id, writer_features=request.writer_features),
+            launch=origin.launch,
+            keep=request.keep,
+            keep_every=request.keep_every,
+        )
+    except CkptError as error:
+        return {"removed": [], "problem": str(error)}
+    return {"removed": removed, "problem": ""}
+
+
+class Saver:
+    """Saves one after the other, as messages come. As long as there are any, a file in the run is held.
+
+    Args:
+        store: rooted at the run.
+        send: called with each message to the trainer, from any thread.
+
+    Spec: REQ-RUN-017.
+    """
+
+    def __init__(self, store: Store, send: Callable[[dict[str, Any]], None]) -> None:
+        self._store = store
+        self._send = send
+        self._views: dict[int, memoryview] = {}
+        self._image: Image | None = None
+        self._pending: dict[int, Progress] = {}
+        self._held = contextlib.ExitStack()
+        self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="ckptfmt-saver", daemon=True)
+        self._thread.start()
+
+    def add_slot(self, number: int, view: memoryview) -> None:
+        """Take note of a slot, in the place of the one of this number."""
+        self._views[number] = view
+
+    def handle(self, message: dict[str, Any]) -> None:
+        """Do what a message of the trainer says: image, save, staged, complete or abandon."""
+        kind, number = message["type"], message.get("number")
+        if kind == "image":
+            self._image = Image.from_dict(message["image"])
+        elif kind == "save":
+            self._begin(SaveRequest.from_dict(message["request"]))
+        elif number in self._pending:
+            progress = self._pending[number]
+            if kind == "staged":
+                progress.advance(message["nbytes"])
+            elif kind == "complete":
+                self._report(number, "STAGED", {})
+                progress.complete()
+            elif kind == "abandon":
+                progress.abandon(err(Code.STATE_CHANGED, message["detail"]))
+
+    def lose_trainer(self) -> None:
+        """Give up the saves whose snapshot isn't complete: the trainer is gone."""
+        for progress in list(self._pending.values()):
+            progress.abandon(err(Code.TRAINER_LOST, "the trainer ended while it copied", requirement="REQ-CMT-029"))
+
+    def finish(self, timeout_s: float | None = None) -> bool:
+        """Do what is still to do, then end; False if that takes longer than `timeout_s` seconds."""
+        self._tasks.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _begin(self, request: SaveRequest) -> None:
+        image, view, progress = self._image, self._views[request.slot], Progress()
+        assert image is not None  # noqa: S101 - the trainer sends it first
+        report = functools.partial(self._report, request.number)
+        try:
+            self._hold(request, progress)
+        except CkptError as error:
+            report("FAILED", error.as_json())
+            return
+
+        def task() -> None:
+            try:
+                save_image(self._store, request, image, view, progress=progress, report=report)
+            finally:
+                self._release(request.number)
+
+        self._tasks.put(task)
+
+    def _hold(self, request: SaveRequest, progress: Progress) -> None:
+        """Hold the file by which a new launch knows that there is something to wait for."""
+        with self._lock:
+            if not self._pending:
+                origin = request.origin
+                name = f"{SAVERS}/{origin.launch:04d}-{request.writer:05d}-{origin.attempt}"
+                self._held.enter_context(self._store.hold(name))
+            self._pending[request.number] = progress
+
+    def _release(self, number: int) -> None:
+        with self._lock:
+            del self._pending[number]
+            if not self._pending:
+                with contextlib.suppress(CkptError):
+                    self._held.close()
+
+    def _report(self, number: int, state: str, told: dict[str, Any]) -> None:
+        self._send({"type": "state", "number": number, "state": state, **told})
+
+    def _work(self) -> None:
+        while True:
+            task = self._tasks.get()
+            if task is None:
+                return
+            task()

@@ -1,0 +1,135 @@
+"""Copy a snapshot into a slot, in the order of its image, and say how far the image is filled."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from concurrent.futures import Executor
+
+    from ckptfmt.box import Box
+    from ckptfmt.documents.tables import TensorKey
+    from ckptfmt.engines.image import Image
+    from ckptfmt.engines.snapshot import TensorSource
+
+__all__ = ["Copy", "HostCopy", "Staging"]
+
+#: How much more must be there before it is told, in bytes.
+_TELL_NBYTES: Final = 4 << 20
+
+
+class Copy(Protocol):
+    """The copy of one tensor's box, or of several neighbours, into bytes ``[begin, end)`` of the image."""
+
+    @property
+    def keys(self) -> Sequence[TensorKey]:
+        """The tensors that it copies."""
+
+    @property
+    def begin(self) -> int:
+        """First byte in the image."""
+
+    @property
+    def end(self) -> int:
+        """The byte behind the last."""
+
+    def start(self) -> None:
+        """Set it going, where a device does it; the values are those of now."""
+
+    def finish(self) -> None:
+        """Do it, or wait until the device has done it."""
+
+    def guard(self) -> None:
+        """Keep later work of the device from overtaking it, without waiting for it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopy:
+    """A copy that the calling thread does."""
+
+    source: TensorSource
+    box: Box
+    keys: tuple[TensorKey, ...]
+    begin: int
+    end: int
+    view: memoryview
+
+    def start(self) -> None:
+        """Nothing to set going."""
+
+    def finish(self) -> None:
+        """Copy."""
+        self.source.copy_into(self.box, self.view[self.begin : self.end])
+
+    def guard(self) -> None:
+        """Nothing that could overtake it."""
+
+
+class Staging:
+    """The copies of one save.
+
+    Args:
+        image: what they fill.
+        copies: by first byte, without overlap.
+        view: of the slot; the headers of the shards are put into it now.
+        tell: called with the number of bytes that the filled prefix has, as it grows; from any thread, in order.
+    """
+
+    def __init__(self, image: Image, copies: Sequence[Copy], view: memoryview, tell: Callable[[int], None]) -> None:
+        for shard in image.shards:
+            view[shard.begin : shard.begin + len(shard.header)] = shard.header
+        self._begins = [copy.begin for copy in copies] + [image.nbytes]
+        self._numbers = {id(copy): number for number, copy in enumerate(copies)}
+        self._done = [False] * len(copies)
+        self._front = 0
+        self._told = 0
+        self._tell = tell
+        self._lock = threading.Lock()
+
+    def run(self, copies: Sequence[Copy], *, threads: Executor | None = None, thread_count: int = 1) -> None:
+        """Do some of the copies, which were started, and return when they are done.
+
+        Args:
+            threads: that help; None to do everything in this thread.
+            thread_count: how many do it, this one included.
+
+        Raises: what a copy raises.
+        """
+        rest = iter(copies)
+        taking = threading.Lock()
+
+        def work() -> None:
+            for copy in _take_from(rest, taking):
+                copy.finish()
+                self._finished(copy)
+
+        helpers = [] if threads is None else [threads.submit(work) for _ in range(min(thread_count, len(copies)) - 1)]
+        with contextlib.ExitStack() as waiting:
+            for helper in helpers:
+                waiting.callback(helper.result)
+            work()
+
+    def _finished(self, copy: Copy) -> None:
+        with self._lock:
+            self._done[self._numbers[id(copy)]] = True
+            while self._front < len(self._done) and self._done[self._front]:
+                self._front += 1
+            nbytes = self._begins[self._front]
+            if nbytes - self._told >= _TELL_NBYTES or self._front == len(self._done):
+                self._told = nbytes
+                self._tell(nbytes)
+
+
+def _take_from(copies: Iterable[Copy], lock: threading.Lock) -> Iterable[Copy]:
+    """Yield items of an iterator that several threads share."""
+    while True:
+        with lock:
+            found = list(itertools.islice(copies, 1))
+        if not found:
+            return
+        yield found[0]

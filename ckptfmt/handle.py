@@ -1,0 +1,164 @@
+"""A save that goes on beside the training, as its caller sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ckptfmt.errors import CkptError, Code, err
+
+__all__ = ["STATES", "SaveHandle", "SaveReport"]
+
+#: The states of a save, in this order. FAILED and SKIPPED are the other ends.
+STATES: Final = ("STAGING", "STAGED", "WRITTEN", "COMMITTED")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What a save did.
+
+    Attributes:
+        path: where the checkpoint is.
+        digest: of its manifest: its name.
+        step: training steps done.
+        nbytes: size of all tensors in bytes, each counted once.
+        writer_count: how many writers it took.
+        removed: checkpoints of the run that retention let go afterwards, as far as it has got.
+    """
+
+    path: str
+    digest: str
+    step: int
+    nbytes: int
+    writer_count: int
+    removed: tuple[str, ...] = ()
+
+
+class SaveHandle:
+    """One save of a `Checkpointer`.
+
+    States: ``STAGING`` the snapshot is being copied; ``STAGED`` it is complete and in the saver's hands: a trainer that
+    dies now loses nothing; ``WRITTEN`` this process's share is durable; ``COMMITTED`` the checkpoint is, for all
+    processes. ``FAILED``: there is no checkpoint, and `error` says why. ``SKIPPED``: no slot was free, and the policy
+    is to skip.
+
+    Attributes:
+        step: training steps done.
+        path: directory of the checkpoint.
+        blocked_s: how long the training stood still for it, in seconds: in `Checkpointer.save`, and at the guard.
+        times: seconds from the call to each state that was reached.
+        error: why it failed.
+        report: what it did, once it is committed.
+    """
+
+    def __init__(self, *, step: int, path: str, begin_s: float, state: str = "STAGING") -> None:
+        self.step = step
+        self.path = path
+        self.blocked_s = 0.0
+        self.times: dict[str, float] = {}
+        self.error: CkptError | None = None
+        self.report: SaveReport | None = None
+        self._begin_s = begin_s
+        self._state = state
+        self._is_copied = self._is_over = state == "SKIPPED"
+        self._changed = threading.Condition()
+
+    def __repr__(self) -> str:
+        return f"SaveHandle(step={self.step}, state={self.state!r}, path={self.path!r})"
+
+    @property
+    def state(self) -> str:
+        """The state that it has reached."""
+        return self._state
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether no tensor is read for it any more."""
+        return self._is_copied
+
+    @property
+    def is_through(self) -> bool:
+        """Whether its slot is needed no more: written or failed, and no thread fills it."""
+        return self._is_copied and (self._state not in STATES or self._has_reached("WRITTEN"))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is done for it any more, clean-up included."""
+        return self._is_copied and self._is_over
+
+    def wait(self, state: str = "COMMITTED", timeout_s: float | None = None) -> SaveReport | None:
+        """Wait until the save has reached a state.
+
+        Args:
+            state: one of `STATES`.
+            timeout_s: how long at most, in seconds; None for as long as it takes.
+
+        Returns: the report, once it is committed; None before, and for a skipped save.
+        Raises: what the save failed with; CommitError(SAVE_PENDING) at the timeout: it goes on.
+        """
+        if state not in STATES:
+            raise err(Code.ARGUMENT, f"{state!r}: one of {', '.join(STATES)}", where="state=")
+        self._wait_for(lambda: self._has_reached(state), state, timeout_s)
+        return self.report
+
+    def wait_staged(self, timeout_s: float | None = None) -> None:
+        """Wait until every tensor is copied, so that it may be changed.
+
+        Raises: what the save failed with; CommitError(SAVE_PENDING) at the timeout.
+        """
+        self._wait_for(lambda: self._is_copied, "STAGED", timeout_s)
+
+    def wait_over(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is done for this save any more, clean-up included; say whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_over, timeout_s)
+
+    def _wait_for(self, is_there: Callable[[], bool], state: str, timeout_s: float | None) -> None:
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self._state in ("FAILED", "SKIPPED") or is_there(), timeout_s)
+            if not ended:
+                detail = f"{self._state}, and not {state} after {timeout_s:g} s"
+                raise err(Code.SAVE_PENDING, detail, where=self.path)
+            if self.error is not None:
+                raise self.error
+
+    def _has_reached(self, state: str) -> bool:
+        return self._state in STATES and STATES.index(self._state) >= STATES.index(state)
+
+    # What the checkpointer and its saver tell, from any thread. What comes late, or after a failure, changes nothing.
+
+    def tell_copied(self) -> None:
+        """Take note that no tensor is read any more, whether or not the snapshot is complete."""
+        with self._changed:
+            self._is_copied = True
+            self._changed.notify_all()
+
+    def tell_state(self, state: str, report: SaveReport | None = None) -> None:
+        """Take note of a state."""
+        with self._changed:
+            if self._state in STATES and not self._has_reached(state):
+                self._state = state
+                self.times[state] = time.monotonic() - self._begin_s
+                self.report = report
+                self._changed.notify_all()
+
+    def tell_over(self, removed: tuple[str, ...] = ()) -> None:
+        """Take note that all is done, and what retention let go."""
+        with self._changed:
+            self._is_over = True
+            if self.report is not None:
+                self.report = dataclasses.replace(self.report, removed=removed)
+            self._changed.notify_all()
+
+    def tell_failed(self, error: CkptError) -> bool:
+        """Take note of a failure; False if the save was over before, or is committed."""
+        with self._changed:
+            changes = self._state in STATES and self._state != "COMMITTED"
+            if changes:
+                self._state, self.error = "FAILED", error
+            self._is_over = True
+            self._changed.notify_all()
+            return changes

@@ -1,0 +1,312 @@
+"""Copies from CUDA tensors into a slot: a side stream beside training, few and large transfers, no byte converted.
+
+Why no tensor here needs `record_stream`: the caching allocator knows of a block only the stream that it was allocated
+on, and gives it away again as soon as the last reference is gone, in the order of that stream.
+
+- Sources belong to other streams. A copy keeps a reference to each until its event has completed, so that their
+  memory can't become another tensor while the side stream reads it. (`record_stream` would do the same later, and
+  make it a matter of chance when memory comes back.)
+- What is packed on the way is allocated, used and freed on the side stream alone: who gets that memory next does so on
+  the same stream, behind the transfer that reads it. The same order lets one buffer serve all gathers of a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+import torch
+
+from ckptfmt.documents.tables import TensorKey
+from ckptfmt.interop.torch.tensors import _as_integers
+
+__all__ = ["Cuda", "DeviceCopy", "SideStreams", "pin", "plan_device_copies", "unpin"]
+
+#: A contiguous tensor of at least this many bytes crosses the bus by itself; smaller neighbours are gathered.
+SMALL_NBYTES: Final = 1 << 20
+#: What is gathered or packed at once; bounds the memory taken on a device to about twice this.
+GATHER_NBYTES: Final = 32 << 20
+#: Neighbours share a `DeviceCopy`, its event and its host overhead up to this many bytes: steps of the watermark.
+COPY_NBYTES: Final = 64 << 20
+#: cudaHostRegisterPortable: pinned for all devices of the process, not only for the current one.
+_PORTABLE: Final = 1
+
+
+class Cuda:
+    """The calls of torch.cuda that staging makes, one method each: the seam for tests. Without state."""
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        """Return where a tensor is."""
+        return tensor.device
+
+    def make_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return a stream of `device` that isn't the default one."""
+        return torch.cuda.Stream(device)
+
+    def follow_current(self, stream: torch.cuda.Stream, device: torch.device) -> None:
+        """Let `stream` wait for all that the current stream of this thread has been given so far."""
+        stream.wait_stream(torch.cuda.current_stream(device))
+
+    def run_on(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
+        """Call `work` so that what it does on the device is enqueued on `stream`."""
+        with torch.cuda.stream(stream):
+            work()
+
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy contiguous bytes on the current stream; returns at once if `target` is pinned, else when it is done."""
+        target.copy_(source, non_blocking=True)
+
+    def empty(self, nbytes: int, stream: torch.cuda.Stream, device: torch.device) -> torch.Tensor:
+        """Return a buffer from the pool of `stream`."""
+        with torch.cuda.stream(stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Return an event behind all that `stream` has been given so far."""
+        # blocking: by default cudaEventSynchronize may spin, on a core that training could use.
+        event = torch.cuda.Event(blocking=True)
+        event.record(stream)
+        return event
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        """Block this thread until `event`. torch releases the GIL meanwhile."""
+        event.synchronize()
+
+    def hold_current(self, event: torch.cuda.Event, device: torch.device) -> None:
+        """Let what the current stream of this thread is given from now on wait for `event`; blocks no thread."""
+        torch.cuda.current_stream(device).wait_event(event)
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Pin memory that is mapped already; return CUDA's status, 0 for success."""
+        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+
+    def unregister(self, address: int) -> int:
+        """Take `register` back."""
+        return int(torch.cuda.cudart().cudaHostUnregister(address))
+
+    def explain(self, status: int) -> str:
+        """Return CUDA's words for a status."""
+        cudart = torch.cuda.cudart()
+        return f"{cudart.cudaGetErrorString(cudart.cudaError(status))} ({status})"
+
+    def forget_error(self) -> None:
+        """Take the error of a refused call out of this thread, where torch's next kernel, whoever's, would raise it."""
+        # torch doesn't bind cudaGetLastError, but asks it behind every kernel that it launches.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+
+
+def pin(address: int, nbytes: int, *, cuda: Cuda) -> str | None:
+    """Pin a slot's mapping, once in its life: as slow as touching it. Without, copies work, and `start` blocks.
+
+    Args:
+        address: of its first byte; a multiple of the page size, mapped for writing, touched.
+
+    Returns: None, or why CUDA refuses.
+    """
+    return _refusal(cuda.register(address, nbytes), cuda)
+
+
+def unpin(address: int, *, cuda: Cuda) -> str | None:
+    """Take `pin` back. Do so before the slot is unmapped, and after every copy into it has finished.
+
+    Returns: None, or why CUDA refuses.
+    """
+    return _refusal(cuda.unregister(address), cuda)
+
+
+def _refusal(status: int, cuda: Cuda) -> str | None:
+    if status == 0:
+        return None
+    cuda.forget_error()
+    return cuda.explain(status)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class _Side:
+    """What one device lends to staging. `buffer` is for gathers; a second one would stay idle on a single stream."""
+
+    cuda: Cuda
+    device: torch.device
+    stream: torch.cuda.Stream
+    buffer: torch.Tensor | None = None
+
+    def reserve(self) -> None:
+        """Allocate the buffer."""
+        if self.buffer is None:
+            self.buffer = self.cuda.empty(GATHER_NBYTES, self.stream, self.device)
+
+
+class SideStreams:
+    """One side stream and one buffer per device, kept from save to save.
+
+    Copies planned with one of these are started by one thread: a gather and its transfer are enqueued as a pair.
+    """
+
+    def __init__(self, *, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._sides: dict[torch.device, _Side] = {}
+
+    def of(self, tensor: torch.Tensor) -> _Side:
+        """Return that of the device which holds `tensor`."""
+        device = self._cuda.device_of(tensor)
+        if device not in self._sides:
+            self._sides[device] = _Side(cuda=self._cuda, device=device, stream=self._cuda.make_stream(device))
+        return self._sides[device]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class _Transfer:
+    """Bytes ``[begin, end)`` of the image that cross the bus at once; on the device they are in `parts`."""
+
+    side: _Side
+    keys: list[TensorKey]
+    begin: int
+    end: int
+    parts: list[torch.Tensor]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it is one large tensor that lies on the device as it does in the image."""
+        return self.end - self.begin >= SMALL_NBYTES and all(_is_plain(part) for part in self.parts)
+
+    def run(self, target: torch.Tensor) -> None:
+        """Pack, gather and send, on the current stream."""
+        packed = [_bytes_of(part) for part in self.parts]
+        if len(packed) > 1:
+            assert self.side.buffer is not None  # noqa: S101 - the plan reserves it
+            packed = [torch.cat(packed, out=self.side.buffer[: self.end - self.begin])]
+        self.side.cuda.copy_to_host(target, packed[0])
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class DeviceCopy:
+    """A copy of bytes ``[begin, end)`` of the image from one device: a `Copy` of staging.
+
+    `start` and `guard` are called by the thread that trains: they mean its current stream. `finish` by any.
+    """
+
+    keys: tuple[TensorKey, ...]
+    begin: int
+    end: int
+    side: _Side
+    transfers: list[_Transfer]
+    image: torch.Tensor | None
+    event: torch.cuda.Event | None = None
+
+    def start(self) -> None:
+        """Enqueue it behind all that the current stream has been given so far: the values are those of this call."""
+        cuda, stream = self.side.cuda, self.side.stream
+        cuda.follow_current(stream, self.side.device)
+        try:
+            cuda.run_on(stream, self._enqueue)
+        finally:  # also when the device is out of memory: what was enqueued before still writes into the slot
+            self.event = cuda.record(stream)
+
+    def finish(self) -> None:
+        """Wait until the bytes are in the slot, with the GIL free; then let go of the sources and the slot."""
+        if self.event is not None:
+            self.side.cuda.synchronize(self.event)
+        self.transfers, self.image = [], None
+
+    def guard(self) -> None:
+        """Let all that the current stream is given from now on wait until the sources are read; blocks no thread."""
+        if self.event is not None:
+            self.side.cuda.hold_current(self.event, self.side.device)
+
+    def _enqueue(self) -> None:
+        assert self.image is not None  # noqa: S101 - nobody starts a copy that has finished
+        for transfer in self.transfers:
+            transfer.run(self.image[transfer.begin : transfer.end])
+
+
+def plan_device_copies(
+    pieces: Iterable[tuple[TensorKey, torch.Tensor, int, int]], slot_view: memoryview, *, sides: SideStreams
+) -> tuple[DeviceCopy, ...]:
+    """Return the copies of device tensors into a slot, in image order. Allocates the buffers that are still missing.
+
+    Args:
+        pieces: (key, tensor, begin, end), in image order: elements of `tensor` in C order are bytes ``[begin, end)``.
+            Neighbours share copies: what is to be finished apart from others is planned apart from them.
+        slot_view: the image, writable; exported until each copy has finished or is dropped.
+    """
+    parts = (
+        _Transfer(side=sides.of(tensor), keys=[key], begin=at, end=at + part.nbytes, parts=[part])
+        for key, tensor, begin, end in pieces
+        # detach: what a later `tensor.data = ...` leaves behind stays held.
+        for at, part in _iter_parts(tensor.detach(), begin, end)
+    )
+    transfers = [_join(run) for run in _iter_runs(parts, GATHER_NBYTES, is_alone=lambda part: part.is_direct)]
+    if not transfers:
+        return ()
+    image = torch.frombuffer(slot_view, dtype=torch.uint8)
+    return tuple(
+        DeviceCopy(
+            keys=_keys_of(run),
+            begin=run[0].begin,
+            end=run[-1].end,
+            side=run[0].side,
+            transfers=run,
+            image=image,
+        )
+        for run in _iter_runs(transfers, COPY_NBYTES, is_alone=lambda _: False)
+    )
+
+
+def _join(run: list[_Transfer]) -> _Transfer:
+    if len(run) > 1:
+        run[0].side.reserve()
+    parts = [part for transfer in run for part in transfer.parts]
+    return _Transfer(side=run[0].side, keys=[*_keys_of(run)], begin=run[0].begin, end=run[-1].end, parts=parts)
+
+
+def _keys_of(run: list[_Transfer]) -> tuple[TensorKey, ...]:
+    """Return each key once, also of a tensor that is packed in several parts."""
+    return tuple(dict.fromkeys(key for transfer in run for key in transfer.keys))
+
+
+def _iter_runs(
+    transfers: Iterable[_Transfer], limit_nbytes: int, *, is_alone: Callable[[_Transfer], bool]
+) -> Iterator[list[_Transfer]]:
+    """Yield neighbours in the image that are on one device and together within the limit; a larger one by itself."""
+    run: list[_Transfer] = []
+    for transfer in transfers:
+        if run and (
+            run[-1].end != transfer.begin
+            or run[-1].side is not transfer.side
+            or transfer.end - run[0].begin > limit_nbytes
+            or is_alone(run[0])
+            or is_alone(transfer)
+        ):
+            yield run
+            run = []
+        run.append(transfer)
+    if run:
+        yield run
+
+
+def _iter_parts(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield a tensor with its first byte in the image: whole, or, if it must be packed, in parts that fit."""
+    assert tensor.nbytes == end - begin  # noqa: S101 - the image was laid out for this tensor
+    if begin == end:
+        return
+    if _is_plain(tensor) or tensor.nbytes <= GATHER_NBYTES:
+        yield begin, tensor
+        return
+    row_count = GATHER_NBYTES // (tensor.nbytes // len(tensor))
+    for part in tensor.split(row_count) if row_count else tensor.unbind():
+        yield from _iter_parts(part, begin, begin + part.nbytes)
+        begin += part.nbytes
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _bytes_of(part: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in C order: its own memory if it is contiguous, else packed, on its device."""
+    held = _as_integers(part.resolve_conj().resolve_neg()).contiguous()
+    # Not reshape: it keeps whatever stride a single element has, and such a tensor has no view as bytes.
+    return held.as_strided((held.numel(),), (1,)).view(torch.uint8)

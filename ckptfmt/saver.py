@@ -1,0 +1,77 @@
+"""The process that writes, hashes and commits beside the training: ``python -m ckptfmt.saver FD``.
+
+A `Checkpointer` starts it, in a session of its own and without standard streams; nobody else has to. It imports no
+framework. When the trainer is gone, it finishes the saves whose snapshot is complete, gives up the others, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from ckptfmt.engines.saver import Saver
+from ckptfmt.engines.writer import as_ckpt_error
+from ckptfmt.stage.channel import Channel
+from ckptfmt.stage.slot import Slot
+from ckptfmt.store.local import LocalStore
+
+__all__ = ["main"]
+
+
+def main(fd: int) -> None:
+    """Serve the trainer at the other end of the socket `fd` until it is gone."""
+    # Whoever stops the training with a signal to all of its processes means the training.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=fd))
+
+    def send(message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the trainer is gone: there is nobody to tell
+            channel.send(message)
+
+    first = channel.receive()
+    if first is None:
+        return
+    opening = first[0]
+    os.nice(opening["nice"])
+    threading.Thread(target=_watch, args=(opening["trainer_pid"], channel), daemon=True).start()
+    try:
+        saver = Saver(LocalStore(opening["path"], writable=True), send)
+    except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
+        send({"type": "broken", "error": as_ckpt_error(error).as_json()})
+        return
+    slots: dict[int, Slot] = {}
+    while (received := channel.receive()) is not None:
+        message, slot_fd = received
+        if slot_fd is not None:
+            slots[message["slot"]] = slot = Slot.attach(slot_fd)
+            slot.touch()
+            saver.add_slot(message["slot"], slot.view)
+            send({"type": "ready", "slot": message["slot"]})
+        else:
+            saver.handle(message)
+    saver.lose_trainer()
+    saver.finish()
+
+
+def _watch(pid: int, channel: Channel) -> None:
+    """End the talk when the trainer dies: a process that it forked may hold its end of the socket open for long."""
+    try:
+        trainer = os.pidfd_open(pid)
+    except OSError:
+        channel.shut_down()  # it is gone already
+        return
+    watched = select.poll()
+    watched.register(trainer, select.POLLIN)
+    watched.poll()
+    channel.shut_down()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,337 @@
+"""How the saves of a run are carried out: here and now, or beside the training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import socket
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+from ckptfmt import limits
+from ckptfmt.background import Background, error_of, staging_thread_count
+from ckptfmt.documents.manifest import checkpoint_name
+from ckptfmt.engines.commit import check_vacant
+from ckptfmt.engines.lineage import check_not_fenced
+from ckptfmt.engines.retention import clean_up
+from ckptfmt.engines.saver import SaveRequest
+from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.handle import SaveHandle, SaveReport
+from ckptfmt.interop import torch_side
+from ckptfmt.interop.copies import plan_copies
+from ckptfmt.saving import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
+from ckptfmt.store import LocalStore
+
+if TYPE_CHECKING:
+    from ckptfmt.documents.run import Launch, Run
+    from ckptfmt.group import Group
+    from ckptfmt.state import State
+    from ckptfmt.store.protocol import Store
+
+__all__ = ["SaveOptions", "Saves"]
+
+_LOG: Final = logging.getLogger("ckptfmt")
+#: Who writes.
+_SAVERS: Final = ("process", "thread", "inline")
+#: What happens when every slot is busy.
+_POLICIES: Final = ("wait", "skip")
+#: How long the interpreter's exit waits for a saver in a thread, in seconds. One in a process needs no waiting.
+_EXIT_S: Final = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """What a caller of `Checkpointer` chooses; see there."""
+
+    saver: str
+    overlap: bool
+    slots: int
+    when_busy: str
+    nice: int
+    check_replicas: bool
+    keep: int | None
+    keep_every: int | None
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("saver", self.saver, _SAVERS), ("when_busy", self.when_busy, _POLICIES)):
+            if value not in known:
+                raise err(Code.ARGUMENT, f"{name}={value!r}: one of {', '.join(known)}", where=f"{name}=")
+        if type(self.slots) is not int or not 1 <= self.slots <= 8:
+            raise err(Code.ARGUMENT, f"slots={self.slots!r}: from 1 to 8", where="slots=")
+        if type(self.nice) is not int or not 0 <= self.nice <= 19:
+            raise err(Code.ARGUMENT, f"nice={self.nice!r}: from 0 to 19", where="nice=")
+
+
+class Saves:
+    """The saves of one trainer.
+
+    Args:
+        store: rooted at the run.
+        group: of the trainers.
+        state: what is saved.
+        options: how.
+
+    Attributes:
+        reports: what isn't done as asked, a sentence each that begins with its name.
+    """
+
+    def __init__(self, store: Store, group: Group, state: State, options: SaveOptions) -> None:
+        self.reports: list[str] = []
+        self._store = store
+        self._group = group
+        self._state = state
+        self._options = options
+        self._ownership = Ownership(check_replicas=options.check_replicas)
+        # Of torch, where that is there: ckptfmt.interop.torch.Guard and .Devices.
+        self._guard: Any = None
+        side = torch_side()
+        self._devices: Any = None if side is None else side.Devices(self._report)
+        self._has_device_tensors = False
+        self._trainers_here = 1
+        self._background: Background | None = None
+        self._finalizer: weakref.finalize[[Background, Any], Any] | None = None
+
+    @property
+    def staging_thread_count(self) -> int:
+        """How many threads copy a snapshot."""
+        return staging_thread_count()
+
+    # --- getting ready ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse now what a save would refuse. Raises: StateError; FormatError; LayoutError."""
+        snapshot = prepare_once(self._group, self._state, self._ownership, block_nbytes=limits.BLOCK_NBYTES)
+        self._has_device_tensors = self._devices is not None and self._devices.holds_any(snapshot.tensors)
+
+    def prepare(self) -> None:
+        """Check the state, make and touch the slots that it needs, and start the saver; quick where that was done.
+
+        Raises: as `check`; CommitError(SAVER_LOST); StateError(SLOT_MEMORY).
+        """
+        self.check()
+        if self._options.saver != "inline":
+            hosts = self._group.all_gather(socket.gethostname())
+            self._trainers_here = hosts.count(hosts[self._group.writer])
+            self._group.together(lambda: self._prepare_slots(self._trainers_here))
+
+    def _prepare_slots(self, shared_by: int) -> None:
+        image = self._ownership.image
+        assert image is not None  # noqa: S101 - check() has planned it
+        background = self._background or self._make_background()
+        pin = {"pin": self._devices.pin} if self._has_device_tensors else {}
+        problem = background.prepare(image, shared_by=shared_by, **pin)
+        if problem:
+            self._report(problem if background.has_slots else f"{problem}; saves are made inline")
+
+    def _make_background(self) -> Background:
+        options = self._options
+        in_process = options.saver == "process" and isinstance(self._store, LocalStore)
+        if options.saver == "process" and not in_process:
+            kind = type(self._store).__qualname__
+            self._report(f"SAVER_IN_THREAD: a {kind} can't be handed to another process")
+        self._background = background = Background(
+            self._store,
+            in_process=in_process,
+            slot_count=options.slots,
+            nice=options.nice,
+            deadline_s=options.deadline_s,
+        )
+        side = torch_side()
+        if options.overlap and side is not None:
+            self._guard = side.Guard(self._report)
+        # At the interpreter's exit, or when nobody has the checkpointer any more: no staged save is lost by it.
+        self._finalizer = weakref.finalize(self, _let_go, background, self._guard)
+        return background
+
+    def _report(self, sentence: str) -> None:
+        if sentence not in self.reports:
+            _LOG.warning("%s", sentence)
+            self.reports.append(sentence)
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, run: Run, launch: Launch, *, must: bool = False, deadline_s: float | None = None
+    ) -> SaveHandle:
+        """Begin a save, or make one; every process calls it at the same step.
+
+        Args:
+            must: whether to wait for a slot even where the policy is to skip.
+            deadline_s: how long at most, in seconds; None for that of the options.
+
+        Raises: the error of an earlier save that failed, once; what refuses this one.
+        """
+        begin_s = time.monotonic()
+        if self._options.saver != "inline" and self._background is None:
+            self.prepare()
+        # Without slots, where memory is short, it is done here and now.
+        background = self._background if self._background is not None and self._background.has_slots else None
+        path = self._store.at(checkpoint_name(step, launch.launch)).name
+        waits = must or self._options.when_busy == "wait"
+        problem = self._wait_for_slot(background, deadline_s) if waits else None
+        agreed = agree_on_save(
+            self._group,
+            self._state,
+            step=step,
+            launch=launch,
+            block_nbytes=limits.BLOCK_NBYTES,
+            ownership=self._ownership,
+            check=None if background is not None else lambda: self._check_place(step, launch),
+            say={
+                "failure": self._say_failure(),
+                "busy": problem is not None or (background is not None and background.is_busy()),
+            },
+        )
+        self._raise_failure(agreed.told)
+        if any(theirs["busy"] for theirs in agreed.told):
+            if waits:
+                raise problem or err(Code.SLOTS_BUSY, "another writer has no free slot", where=path)
+            _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
+            return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
+        handle = SaveHandle(step=step, path=path, begin_s=begin_s)
+        if background is None:
+            self._save_inline(agreed, handle, run, launch)
+        else:
+            self._save_beside(background, agreed, handle, run)
+        handle.blocked_s = time.monotonic() - begin_s
+        return handle
+
+    def _check_place(self, step: int, launch: Launch) -> None:
+        check_not_fenced(self._store, launch.launch)
+        check_vacant(self._store.at(checkpoint_name(step, launch.launch)))
+
+    def _wait_for_slot(self, background: Background | None, deadline_s: float | None) -> CkptError | None:
+        """Return the error if no slot gets free in time: the others must hear of it first."""
+        if background is not None and background.has_slots:
+            try:
+                background.wait_free(self._options.deadline_s if deadline_s is None else deadline_s)
+            except CkptError as error:
+                return error
+        return None
+
+    def _skip(self, step: int, path: str, begin_s: float) -> SaveHandle:
+        _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
+        return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
+
+    def _save_inline(self, agreed: Agreed, handle: SaveHandle, run: Run, launch: Launch) -> None:
+        store = self._store.at(checkpoint_name(handle.step, launch.launch))
+        deadline_s = self._options.deadline_s
+        manifest = write_and_commit(store, self._group, agreed, ownership=self._ownership, deadline_s=deadline_s)
+        handle.tell_copied()
+        report = SaveReport(
+            path=handle.path,
+            digest=manifest.digest,
+            step=handle.step,
+            nbytes=manifest.nbytes,
+            writer_count=self._group.writer_count,
+        )
+        handle.tell_state("COMMITTED", report)
+        _LOG.info("step %d COMMITTED in %.2f s: %s", handle.step, handle.times["COMMITTED"], handle.path)
+        removed: list[str] = []
+        if self._group.writer == 0:
+            # The save is committed: what fails here is reported, and is no reason to stop.
+            try:
+                removed = clean_up(
+                    self._store,
+                    run,
+                    launch=launch.launch,
+                    keep=self._options.keep,
+                    keep_every=self._options.keep_every,
+                )
+            except CkptError as error:
+                _LOG.warning("clean-up stopped: %s", error)
+        handle.tell_over(tuple(removed))
+
+    def _save_beside(self, background: Background, agreed: Agreed, handle: SaveHandle, run: Run) -> None:
+        request = SaveRequest(
+            number=0,
+            slot=0,
+            origin=agreed.origin,
+            writer=self._group.writer,
+            context=Context.of(agreed.snapshot),
+            deadline_s=self._options.deadline_s,
+            keep=self._options.keep,
+            keep_every=self._options.keep_every,
+            writer_features=run.writer_features,
+        )
+        try:
+            self._stage(background, agreed, handle, request)
+        except Exception as error:
+            store = self._store.at(checkpoint_name(agreed.origin.step, request.origin.launch or 0))
+            tell_failure(store, agreed.origin, self._group.writer, as_ckpt_error(error))
+            raise
+
+    def _stage(self, background: Background, agreed: Agreed, handle: SaveHandle, request: SaveRequest) -> None:
+        image = self._ownership.image
+        assert image is not None  # noqa: S101 - agreeing has planned it
+        self._prepare_slots(self._trainers_here)
+        guard, sources = self._guard, agreed.snapshot.tensors
+        if guard is not None:
+            guard.end_probation()
+        view = background.begin(request, handle)
+        constant = frozenset() if guard is None else guard.find_constant(sources)
+        now, later = plan_copies(agreed.snapshot, image, view, later=constant, devices=self._devices)
+        if guard is not None:
+            later = guard.hold(later, sources, handle)
+        background.stage(handle, now, later, view)
+        if guard is not None:
+            guard.begin_probation(sources, image, view)
+
+    # --- failures, and the end ----------------------------------------------------------------------------------------
+
+    def _say_failure(self) -> dict[str, Any] | None:
+        failure = None if self._background is None else self._background.next_failure()
+        return None if failure is None else {"attempt": failure[0], "error": failure[1].as_json()}
+
+    def _raise_failure(self, told: list[Any]) -> None:
+        """Raise what an earlier save failed with, on every process alike, and on none of them twice."""
+        failures = [theirs["failure"] for theirs in told]
+        for failure in failures:
+            if failure is not None and self._background is not None:
+                self._background.tell_failure(failure["attempt"])
+        own = failures[self._group.writer]
+        first = own or next(filter(None, failures), None)
+        if first is not None:
+            raise error_of(first["error"])
+
+    def close(self, *, deadline_s: float, quietly: bool = False) -> None:
+        """Wait for the saves in flight, and let saver and slots go.
+
+        Args:
+            deadline_s: how long to wait, in seconds.
+            quietly: whether an error is on its way already: what failed is logged then, and not raised.
+
+        Raises: the error of a save that failed, if nobody was told yet; CommitError(SAVE_PENDING) if one isn't over
+            by the deadline.
+        """
+        background, self._background = self._background, None
+        if background is None:
+            return
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        try:
+            rest = background.close(deadline_s)
+        finally:
+            if self._guard is not None:
+                self._guard.close()
+                self._guard = None
+        failure = background.next_failure()
+        problem = None if failure is None else failure[1]
+        if rest and problem is None:
+            detail = f"{len(rest)} saves aren't over after {deadline_s:g} s"
+            problem = err(Code.SAVE_PENDING, detail, where=rest[0].path)
+        if problem is not None and not quietly:
+            raise problem
+        if problem is not None:
+            _LOG.error("%s", problem)
+
+
+def _let_go(background: Background, guard: Any) -> None:  # noqa: ANN401 - a ckptfmt.interop.torch.Guard, or None
+    if guard is not None:
+        guard.close()
+    with contextlib.suppress(CkptError):
+        background.let_go(_EXIT_S)

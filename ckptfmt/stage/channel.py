@@ -1,0 +1,106 @@
+"""Messages between two processes of one machine, each with at most one descriptor."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import struct
+import threading
+import weakref
+from typing import Any, Final
+
+from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
+
+__all__ = ["Channel"]
+
+_LENGTH: Final = struct.Struct("<Q")
+_LIMIT_ITEMS: Final = 1 << 28
+
+
+class Channel:
+    """One end of a pair of connected sockets; maps of plain values go through it, whole and in order.
+
+    Any thread may send; one at a time may receive. A process that is forked from one that has a channel hasn't got it:
+    else the other end would not learn that this one is gone.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._sending = threading.Lock()
+        _watch_forks()
+        _LIVE.add(self)
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """Return one end, and the socket of the other for the process that will have it."""
+        ours, theirs = socket.socketpair()
+        return cls(ours), theirs
+
+    def send(self, message: dict[str, Any], *, fd: int | None = None) -> None:
+        """Send a message, and with it a copy of a descriptor. Raises: OSError if the other end is gone."""
+        content = dump_msgpack(message)
+        head = _LENGTH.pack(len(content))
+        with self._sending:
+            # The descriptor travels with the first byte; the rest of the head may need another call.
+            sent = socket.send_fds(self._socket, [head], [] if fd is None else [fd])
+            self._socket.sendall(head[sent:])
+            self._socket.sendall(content)
+
+    def receive(self) -> tuple[dict[str, Any], int | None] | None:
+        """Wait for the next message; None when the other end is gone. The descriptor is the caller's to close."""
+        fds: list[int] = []
+        try:
+            head, fds, _, _ = socket.recv_fds(self._socket, _LENGTH.size, 1)
+            head += self._receive_exactly(_LENGTH.size - len(head)) if head else b""
+            if not head:
+                return None
+            content = self._receive_exactly(*_LENGTH.unpack(head))
+        except (ConnectionError, EOFError):
+            # It came with half a message, which nobody will get; and open, it would keep the memory behind it.
+            for fd in fds:
+                os.close(fd)
+            return None
+        message = parse_msgpack(content, where="message", limit_items=_LIMIT_ITEMS)
+        return message, (fds[0] if fds else None)
+
+    def _receive_exactly(self, nbytes: int) -> bytes:
+        content = bytearray(nbytes)
+        rest = memoryview(content)
+        while rest:
+            count = self._socket.recv_into(rest)
+            if count == 0:
+                raise EOFError
+            rest = rest[count:]
+        return bytes(content)
+
+    def shut_down(self) -> None:
+        """End the talk: the other end, and a thread that waits here, learn of it at once."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is gone already
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        self._socket.close()
+
+    def close_in_fork(self) -> None:
+        """Close a descriptor that a fork brought here, without a word to the other end."""
+        fd = self._socket.detach()
+        if fd >= 0:
+            os.close(fd)
+
+
+_LIVE: Final[weakref.WeakSet[Channel]] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """See to forks from now on; not at import, since most programs that import this package have no channel."""
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for channel in list(_LIVE):
+        channel.close_in_fork()
