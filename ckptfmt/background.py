@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import queue
@@ -75,6 +76,7 @@ class Background:
         self._nice = nice
         self._deadline_s = deadline_s
         self._link: Link | None = None
+        self._link_count = 0
         self._places: list[_Place] = []
         self._image: Image | None = None
         self._sent_image: Image | None = None
@@ -138,12 +140,13 @@ class Background:
             )
         if self._link is not None:
             return
-        self._broken = None
-        self._sent_image = None
+        with self._changed:
+            self._broken = None
+            self._sent_image = None
+            self._link_count += 1
+            on_lost = functools.partial(self._on_lost, self._link_count)
         if self._in_process:
-            self._link = ProcessLink(
-                self._store.name, nice=self._nice, on_message=self._on_message, on_lost=self._on_lost
-            )
+            self._link = ProcessLink(self._store.name, nice=self._nice, on_message=self._on_message, on_lost=on_lost)
         else:
             self._link = ThreadLink(self._store, on_message=self._on_message)
         for number in range(len(self._places)):
@@ -205,7 +208,7 @@ class Background:
         Raises: what a copy of `now` raises; then the save is abandoned.
         """
         assert self._image is not None  # noqa: S101 - see prepare
-        number = next(number for number, (_, known) in self._saves.items() if known is handle)
+        number = self._number_of(handle)
         link = self._link
 
         def tell(nbytes: int) -> None:
@@ -238,6 +241,13 @@ class Background:
             self._stager.start()
         self._later.put(run_later)
 
+    def abandon(self, handle: SaveHandle, problem: BaseException) -> None:
+        """Give up a save that was begun, and of which nothing is copied."""
+        self._end_copies(self._number_of(handle), handle, problem)
+
+    def _number_of(self, handle: SaveHandle) -> int:
+        return next(number for number, (_, known) in self._saves.items() if known is handle)
+
     def _stage_later(self) -> None:
         while (task := self._later.get()) is not None:
             task()
@@ -264,15 +274,16 @@ class Background:
                 self._places[message["slot"]].is_ready = True
                 self._changed.notify_all()
         elif kind == "broken":
-            with self._changed:
-                self._broken = error_of(message["error"])
-                self._changed.notify_all()
-        elif message["number"] in self._saves:
+            self._lose(error_of(message["error"]))
+        else:
             self._on_state(message)
 
     def _on_state(self, message: dict[str, Any]) -> None:
         number, state = message["number"], message["state"]
-        request, handle = self._saves[number]
+        save = self._saves.get(number)
+        if save is None:
+            return  # it is over, and forgotten
+        request, handle = save
         if state == "FAILED":
             self._fail(number, error_of(message))
             return
@@ -295,18 +306,22 @@ class Background:
         with self._changed:
             self._free_slots()
 
-    def _on_lost(self) -> None:
-        """Take note that the saver's process is gone: whatever it had in its hands isn't known to be committed."""
-        if self._is_closing:
-            return  # and what is still in its hands, it finishes
+    def _on_lost(self, link_number: int) -> None:
+        """Take note that the saver's process is gone."""
+        with self._changed:
+            # When we close, it finishes what it has. If there is another by now, the loss of this one is known.
+            if not self._is_closing and link_number == self._link_count:
+                self._lose(err(Code.SAVER_LOST, "it ended", where=self._store.name))
+
+    def _lose(self, error: CkptError) -> None:
+        """Let go of the saver: whatever it has in its hands isn't known to be committed."""
+        # All at once: who learns of it from a handle may start the next saver, to which this is nothing.
         with self._changed:
             self._link = None
-            numbers = list(self._saves)
-        for number in numbers:
-            if not self._saves[number][1].wait_over(0):
-                self._fail(number, err(Code.SAVER_LOST, "it ended", where=self._saves[number][1].path))
-        with self._changed:
-            self._broken = self._broken or err(Code.SAVER_LOST, "it ended before it was ready", where=self._store.name)
+            self._broken = error
+            for number, (_, handle) in list(self._saves.items()):
+                if not handle.is_over:
+                    self._fail(number, error_of({**error.as_json(), "where": handle.path}))
             self._changed.notify_all()
 
     def _fail(self, number: int, error: CkptError) -> None:
@@ -344,12 +359,17 @@ class Background:
 
         Returns: the saves that weren't over in time; a process goes on with them, a thread ends with this one.
         """
+        if os.getpid() != self._pid:
+            return []  # a fork of the trainer leaves its `with`, and has none of it
         end_s = time.monotonic() + timeout_s
         rest = [
             handle
             for _, handle in list(self._saves.values())
             if not handle.wait_over(max(0.0, end_s - time.monotonic()))
         ]
+        for handle in rest if self._in_process else ():
+            # Nobody will tell it anything any more, and somebody may wait for it.
+            handle.tell_failed(err(Code.SAVER_LOST, "the checkpointer was closed meanwhile", where=handle.path))
         self._later.put(None)
         self._threads.shutdown(wait=not rest, cancel_futures=True)
         self._end_link(1.0 if rest else 5.0)
@@ -370,13 +390,14 @@ class Background:
                     handle.wait_staged(rest_s)
             else:
                 handle.wait_over(rest_s)
-        self._end_link(0.5)
+        # What it was told last has to reach it; how it goes on with that needn't be seen.
+        self._end_link(0.5, drain_s=end_s - time.monotonic())
 
-    def _end_link(self, timeout_s: float) -> None:
+    def _end_link(self, timeout_s: float, *, drain_s: float = 0.0) -> None:
         self._is_closing = True
         link, self._link = self._link, None
         if link is not None:
-            link.close(timeout_s)
+            link.close(timeout_s, drain_s=drain_s)
 
     def _wait_for(self, is_there: Callable[[], bool], timeout_s: float, detail: str) -> None:
         with self._changed:

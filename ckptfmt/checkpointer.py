@@ -118,6 +118,10 @@ class Checkpointer:
             deadline_s=deadline_s,
         )
         self._signals = StopSignals(stop_on)
+        if not stop_deadline_s > 0:
+            raise err(
+                Code.ARGUMENT, f"stop_deadline_s={stop_deadline_s!r} isn't a positive time", where="stop_deadline_s="
+            )
         self._stop_deadline_s = stop_deadline_s
         self._store = open_store(run, writable=True)
         self._state = state
@@ -138,6 +142,7 @@ class Checkpointer:
         self.load_report: LoadReport | None = None
         self.passed_over: list[str] = []
         self.stopped = False
+        self._stop_s = 0.0
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -268,13 +273,17 @@ class Checkpointer:
         self.restore()
         assert self.launch is not None  # noqa: S101 - restore() sets both
         assert self._run is not None  # noqa: S101
-        if self._saved_step == self.step and (self._handle is None or self._handle.state != "FAILED"):
+        if self._saved_step == self.step and not self._has_failed():
             return None
         handle = self._saves.save(self.step, self._run, self.launch, must=must, deadline_s=deadline_s)
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
         self._timer = _Timer(last_s=self._clock(), next_step=self.step + 1)
         return handle
+
+    def _has_failed(self) -> bool:
+        """Tell whether the last save failed, on any process: then its step may be saved again, by all."""
+        return any(self._group.all_gather(self._handle is not None and self._handle.state == "FAILED"))
 
     def _save_and_stop(self) -> None:
         """Save within the deadline of a stop; what isn't committed by then is left to the saver."""
@@ -291,8 +300,7 @@ class Checkpointer:
         """Return how much of a deadline is left, in seconds, once the run is to stop."""
         if not self.stopped:
             return deadline_s
-        begin_s = time.monotonic() if self._signals.first_s is None else self._signals.first_s
-        return max(0.0, min(deadline_s, begin_s + self._stop_deadline_s - time.monotonic()))
+        return max(0.0, min(deadline_s, self._stop_s + self._stop_deadline_s - time.monotonic()))
 
     def _begin(self) -> dict[str, object]:
         """Choose and record what this launch resumes from; on writer 0 only."""
@@ -369,6 +377,8 @@ class Checkpointer:
         told = self._group.raise_together(None, value=answer)
         self._timer.next_step = told[0]["next_step"]
         self.stopped = any(theirs["stop"] for theirs in told)
+        # From the signal on; for who got none, from now.
+        self._stop_s = time.monotonic() if self._signals.first_s is None else self._signals.first_s
         return bool(told[0]["due"])
 
 

@@ -42,8 +42,8 @@ class SaveHandle:
 
     States: ``STAGING`` the snapshot is being copied; ``STAGED`` it is complete and in the saver's hands: a trainer that
     dies now loses nothing; ``WRITTEN`` this process's share is durable; ``COMMITTED`` the checkpoint is, for all
-    processes. ``FAILED``: there is no checkpoint, and `error` says why. ``SKIPPED``: no slot was free, and the policy
-    is to skip.
+    processes. ``FAILED``: there is no checkpoint, or nobody here will learn of it (SAVER_LOST); `error` says why.
+    ``SKIPPED``: no slot was free, and the policy is to skip.
 
     Attributes:
         step: training steps done.

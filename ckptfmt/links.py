@@ -33,8 +33,15 @@ class Link(Protocol):
     def send(self, message: dict[str, Any]) -> None:
         """Put a message on its way. It is lost if the saver is."""
 
-    def close(self, timeout_s: float) -> bool:
-        """Let the saver end when it has nothing to do any more; False if it hasn't by then, and goes on."""
+    def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
+        """Let the saver end when it has nothing to do any more.
+
+        Args:
+            timeout_s: how long to wait for its end, in seconds.
+            drain_s: how long to wait before until it has all messages, if that is longer: what it hasn't is lost.
+
+        Returns: False if it hasn't ended by then, and goes on.
+        """
 
 
 class ProcessLink:
@@ -75,7 +82,8 @@ class ProcessLink:
         finally:
             theirs.close()
         self._on_message, self._on_lost = on_message, on_lost
-        self._outgoing: queue.SimpleQueue[tuple[dict[str, Any], int | None] | None] = queue.SimpleQueue()
+        self._is_closing = False
+        self._outgoing: queue.SimpleQueue[tuple[dict[str, Any], Slot | None] | None] = queue.SimpleQueue()
         self._outgoing.put(({"type": "open", "path": path, "nice": nice, "trainer_pid": os.getpid()}, None))
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -91,16 +99,17 @@ class ProcessLink:
 
     def add_slot(self, number: int, slot: Slot) -> None:
         """Hand over a slot; see `Link.add_slot`."""
-        self._outgoing.put(({"type": "slot", "slot": number}, slot.fd))
+        self._outgoing.put(({"type": "slot", "slot": number}, slot))  # which it keeps alive until it is sent
 
     def send(self, message: dict[str, Any]) -> None:
         """Put a message on its way; see `Link.send`."""
         self._outgoing.put((message, None))
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
         """Let the saver end; see `Link.close`."""
+        self._is_closing = True
         self._outgoing.put(None)
-        self._threads[0].join(timeout_s)
+        self._threads[0].join(max(timeout_s, drain_s))
         self._channel.shut_down()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
@@ -109,19 +118,31 @@ class ProcessLink:
         if not any(thread.is_alive() for thread in self._threads):
             self._channel.close()
         if self._process.returncode is None:
-            self._process.returncode = 0  # it goes on without us: nobody waits for it, and that is no leak
+            # It goes on without us; somebody has to take note of its end.
+            threading.Thread(target=self._process.wait, name="ckptfmt-reap", daemon=True).start()
             return False
         return True
 
     def _send_all(self) -> None:
         with contextlib.suppress(OSError):
             while (item := self._outgoing.get()) is not None:
-                self._channel.send(item[0], fd=item[1])
+                message, slot = item
+                self._channel.send(message, fd=None if slot is None else slot.fd)
 
     def _receive_all(self) -> None:
         while (received := self._channel.receive()) is not None:
             self._on_message(received[0])
         self._on_lost()
+        if not self._is_closing:
+            self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Leave neither thread nor descriptor nor dead child of a saver that ended by itself."""
+        self._outgoing.put(None)
+        self._channel.shut_down()
+        self._threads[0].join()
+        self._process.wait()
+        self._channel.close()
 
 
 def _import_path() -> str:
@@ -148,10 +169,10 @@ class ThreadLink:
         """Put a message on its way; see `Link.send`."""
         self._incoming.put(message)
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
         """Let the saver end; see `Link.close`."""
         self._incoming.put(None)
-        self._thread.join(timeout_s)
+        self._thread.join(max(timeout_s, drain_s))
         return self._saver.finish(timeout_s)
 
     def _handle_all(self) -> None:

@@ -13,13 +13,16 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptfmt.engines.saver import Saver
 from ckptfmt.engines.writer import as_ckpt_error
 from ckptfmt.stage.channel import Channel
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["main"]
 
@@ -41,11 +44,19 @@ def main(fd: int) -> None:
     opening = first[0]
     os.nice(opening["nice"])
     threading.Thread(target=_watch, args=(opening["trainer_pid"], channel), daemon=True).start()
+    saver: Saver | None = None
     try:
         saver = Saver(LocalStore(opening["path"], writable=True), send)
+        _serve(channel, saver, send)
     except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
         send({"type": "broken", "error": as_ckpt_error(error).as_json()})
-        return
+    if saver is not None:
+        saver.lose_trainer()
+        saver.finish()
+
+
+def _serve(channel: Channel, saver: Saver, send: Callable[[dict[str, Any]], None]) -> None:
+    """Do what the trainer says, until it is gone."""
     slots: dict[int, Slot] = {}
     while (received := channel.receive()) is not None:
         message, slot_fd = received
@@ -56,8 +67,6 @@ def main(fd: int) -> None:
             send({"type": "ready", "slot": message["slot"]})
         else:
             saver.handle(message)
-    saver.lose_trainer()
-    saver.finish()
 
 
 def _watch(pid: int, channel: Channel) -> None:

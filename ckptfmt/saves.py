@@ -15,7 +15,7 @@ from ckptfmt.background import Background, error_of, staging_thread_count
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.engines.commit import check_vacant
 from ckptfmt.engines.lineage import check_not_fenced
-from ckptfmt.engines.retention import clean_up
+from ckptfmt.engines.retention import tidy_up
 from ckptfmt.engines.saver import SaveRequest
 from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure
 from ckptfmt.errors import CkptError, Code, err
@@ -62,6 +62,8 @@ class SaveOptions:
                 raise err(Code.ARGUMENT, f"{name}={value!r}: one of {', '.join(known)}", where=f"{name}=")
         if type(self.slots) is not int or not 1 <= self.slots <= 8:
             raise err(Code.ARGUMENT, f"slots={self.slots!r}: from 1 to 8", where="slots=")
+        if not self.deadline_s > 0:
+            raise err(Code.ARGUMENT, f"deadline_s={self.deadline_s!r} isn't a positive time", where="deadline_s=")
         if type(self.nice) is not int or not 0 <= self.nice <= 19:
             raise err(Code.ARGUMENT, f"nice={self.nice!r}: from 0 to 19", where="nice=")
 
@@ -193,7 +195,9 @@ class Saves:
             _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
             return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
         handle = SaveHandle(step=step, path=path, begin_s=begin_s)
-        if background is None:
+        if background is not None:
+            self._prepare_slots(self._trainers_here)  # the structure may have grown
+        if background is None or not background.has_slots:
             self._save_inline(agreed, handle, run, launch)
         else:
             self._save_beside(background, agreed, handle, run)
@@ -213,10 +217,6 @@ class Saves:
                 return error
         return None
 
-    def _skip(self, step: int, path: str, begin_s: float) -> SaveHandle:
-        _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
-        return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
-
     def _save_inline(self, agreed: Agreed, handle: SaveHandle, run: Run, launch: Launch) -> None:
         store = self._store.at(checkpoint_name(handle.step, launch.launch))
         deadline_s = self._options.deadline_s
@@ -233,17 +233,10 @@ class Saves:
         _LOG.info("step %d COMMITTED in %.2f s: %s", handle.step, handle.times["COMMITTED"], handle.path)
         removed: list[str] = []
         if self._group.writer == 0:
-            # The save is committed: what fails here is reported, and is no reason to stop.
-            try:
-                removed = clean_up(
-                    self._store,
-                    run,
-                    launch=launch.launch,
-                    keep=self._options.keep,
-                    keep_every=self._options.keep_every,
-                )
-            except CkptError as error:
-                _LOG.warning("clean-up stopped: %s", error)
+            keep, keep_every = self._options.keep, self._options.keep_every
+            removed, problem = tidy_up(self._store, run, launch=launch.launch, keep=keep, keep_every=keep_every)
+            if problem:
+                _LOG.warning("clean-up stopped: %s", problem)
         handle.tell_over(tuple(removed))
 
     def _save_beside(self, background: Background, agreed: Agreed, handle: SaveHandle, run: Run) -> None:
@@ -261,22 +254,27 @@ class Saves:
         try:
             self._stage(background, agreed, handle, request)
         except Exception as error:
-            store = self._store.at(checkpoint_name(agreed.origin.step, request.origin.launch or 0))
-            tell_failure(store, agreed.origin, self._group.writer, as_ckpt_error(error))
+            # Raised here and now: the others learn of it from the store, and nobody a second time.
+            place = self._store.at(checkpoint_name(handle.step, agreed.origin.launch or 0))
+            tell_failure(place, agreed.origin, self._group.writer, as_ckpt_error(error))
+            background.tell_failure(agreed.origin.attempt)
             raise
 
     def _stage(self, background: Background, agreed: Agreed, handle: SaveHandle, request: SaveRequest) -> None:
         image = self._ownership.image
         assert image is not None  # noqa: S101 - agreeing has planned it
-        self._prepare_slots(self._trainers_here)
         guard, sources = self._guard, agreed.snapshot.tensors
         if guard is not None:
             guard.end_probation()
         view = background.begin(request, handle)
-        constant = frozenset() if guard is None else guard.find_constant(sources)
-        now, later = plan_copies(agreed.snapshot, image, view, later=constant, devices=self._devices)
-        if guard is not None:
-            later = guard.hold(later, sources, handle)
+        try:
+            constant = frozenset() if guard is None else guard.find_constant(sources)
+            now, later = plan_copies(agreed.snapshot, image, view, later=constant, devices=self._devices)
+            if guard is not None:
+                later = guard.hold(later, sources, handle)
+        except BaseException as error:
+            background.abandon(handle, error)
+            raise
         background.stage(handle, now, later, view)
         if guard is not None:
             guard.begin_probation(sources, image, view)

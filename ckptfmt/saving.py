@@ -38,7 +38,8 @@ class Ownership:
 
     Attributes:
         check_replicas: whether what others write as declared replicas is digested here as well.
-        signature: of this writer's structure, and the fingerprint that it has.
+        signature: of this writer's structure.
+        fingerprint: the same for equal structures only.
         fingerprints: of all writers' structures.
         written: which pieces this writer writes; all of them if None.
         image: where they go.
@@ -111,10 +112,10 @@ def agree_on_save(
 
     Raises: what refuses the save, on all writers alike. Spec: REQ-CMT-001, REQ-CMT-002.
     """
-    snapshot, error = _capture(state, group, step, check)
+    snapshot, error = _capture(state, group, step, ownership, check)
     mine = {
         "step": 0 if snapshot is None else operator.index(step),
-        "fingerprint": "" if snapshot is None else _fingerprint(snapshot, ownership),
+        "fingerprint": "" if snapshot is None else ownership.fingerprint,
         "nonce": secrets.token_hex(16) if launch is None else launch.nonce,
         "attempt": secrets.token_hex(8),
         "say": say,
@@ -146,8 +147,8 @@ def prepare_once(group: Group, state: State, ownership: Ownership, *, block_nbyt
 
     Raises: StateError; FormatError; LayoutError.
     """
-    snapshot = group.together(lambda: _check_capture(state, group))
-    _assign(group, snapshot, ownership, group.all_gather(_fingerprint(snapshot, ownership)), block_nbytes)
+    snapshot = group.together(lambda: _take(state, group, ownership))
+    _assign(group, snapshot, ownership, group.all_gather(ownership.fingerprint), block_nbytes)
     return snapshot
 
 
@@ -163,20 +164,20 @@ def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints
         )
 
 
-def _check_capture(state: State, group: Group) -> Snapshot:
+def _take(state: State, group: Group, ownership: Ownership) -> Snapshot:
     snapshot = capture(state, worker=group.writer, worker_count=group.writer_count)
-    check_snapshot(snapshot)
+    _look_at(snapshot, ownership)
     return snapshot
 
 
 def _capture(
-    state: State, group: Group, step: int, check: Callable[[], None] | None
+    state: State, group: Group, step: int, ownership: Ownership, check: Callable[[], None] | None
 ) -> tuple[Snapshot | None, Exception | None]:
     try:
         _check_step(step)
         if check is not None and group.writer == 0:
             check()
-        return _check_capture(state, group), None
+        return _take(state, group, ownership), None
     except Exception as error:  # noqa: BLE001 - raised again, once the others know of it
         return None, error
 
@@ -186,22 +187,27 @@ def _check_step(step: object) -> None:
         raise err(Code.ARGUMENT, f"step={step!r} isn't a number of steps", where="step=")
 
 
-def _fingerprint(snapshot: Snapshot, ownership: Ownership) -> str:
-    """Return what is the same for equal structures only; found anew where something has changed since the last save."""
+def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:
+    """Check the names of a snapshot, and note its structure, unless it has the one of the last.
+
+    Raises: StateError(STATE_NAME).
+    """
     declared = snapshot.declared_by
-    signature = [
+    tensors = [
         (
             source.field, source.name, source.scope, source.dtype, source.global_shape, source.boxes, source.replica,
             source.storage, source.aliases, declared.get((source.field, source.name, source.scope)),
         )
         for source in snapshot.tensors
     ]  # fmt: skip
+    leaves = [(leaf.field, leaf.name, leaf.scope) for leaf in snapshot.leaves]
+    signature = (tensors, leaves, [(stream.name, stream.scope) for stream in snapshot.streams])
     if signature != ownership.signature:
-        ownership.signature = signature
+        check_snapshot(snapshot)
         # All of what the image is made of: a plan that is kept must not outlive a changed dtype.
-        described = [[*row[:4], row[6:9]] for row in signature]
+        described = [[*row[:4], row[6:9]] for row in tensors]
         ownership.fingerprint = digest_bytes(_dump_holdings(snapshot) + dump_tree(described, where="holdings")).hex()
-    return ownership.fingerprint
+        ownership.signature = signature
 
 
 def _dump_holdings(snapshot: Snapshot) -> bytes:

@@ -32,9 +32,13 @@ class StopSignals:
 
     def __init__(self, numbers: Iterable[int]) -> None:
         try:
-            self._numbers = [signal.Signals(number) for number in numbers]
+            # Each once: to catch one twice would make ourselves the one to give it back to.
+            self._numbers = list(dict.fromkeys(signal.Signals(number) for number in numbers))
         except (TypeError, ValueError) as error:
             raise err(Code.ARGUMENT, f"stop_on: {error}", where="stop_on=") from error
+        for number in self._numbers:
+            if number in (signal.SIGKILL, signal.SIGSTOP):
+                raise err(Code.ARGUMENT, f"stop_on: nobody can catch {number.name}", where="stop_on=")
         self._previous: dict[signal.Signals, Any] = {}
         self.first_s: float | None = None
 
@@ -51,7 +55,9 @@ class StopSignals:
             self._previous[number] = signal.signal(number, self._note)
 
     def remove(self) -> None:
-        """Give the signals back to whom they belonged before."""
+        """Give the signals back to whom they belonged before; outside of the main thread, that is left to the next."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         while self._previous:
             number, previous = self._previous.popitem()
             # None: it was set from C, and can't be set again from here.

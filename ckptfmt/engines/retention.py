@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final
 from ckptfmt.documents.manifest import Abort, Tombstone
 from ckptfmt.engines.commit import abort, retire, sweep
 from ckptfmt.engines.lineage import RunEntry, check_not_fenced, iter_lineage, list_checkpoints, list_launches
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
     from ckptfmt.documents.run import Launch, Run
     from ckptfmt.store.protocol import Store
 
-__all__ = ["clean_up", "plan_retention"]
+__all__ = ["clean_up", "plan_retention", "tidy_up"]
 
 #: The writer features whose rules for clean-up this implementation knows; format 0.1 has none.
 _UNDERSTOOD: Final[frozenset[str]] = frozenset()
@@ -88,3 +88,14 @@ def clean_up(
         elif isinstance(entry.register, Abort | Tombstone) and len(place.list("")) > 1:
             sweep(place)
     return removed
+
+
+def tidy_up(store: Store, run: Run, *, launch: int, keep: int | None, keep_every: int | None) -> tuple[list[str], str]:
+    """Clean up behind a committed save: what fails is said, and is no failure of the save.
+
+    Returns: the names of what was retired or given up; what went wrong, or an empty string.
+    """
+    try:
+        return clean_up(store, run, launch=launch, keep=keep, keep_every=keep_every), ""
+    except CkptError as error:
+        return [], str(error)

@@ -27,7 +27,7 @@ from ckptfmt.documents.run import SAVERS, Run
 from ckptfmt.engines.commit import check_vacant, decide
 from ckptfmt.engines.image import Image
 from ckptfmt.engines.lineage import check_not_fenced
-from ckptfmt.engines.retention import clean_up
+from ckptfmt.engines.retention import tidy_up
 from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure, write_image
 from ckptfmt.errors import CkptError, Code, err
 
@@ -247,21 +247,32 @@ def save_image(
     Spec: REQ-CMT-003 to REQ-CMT-009, REQ-CMT-029, REQ-RUN-004.
     """
     origin = request.origin
-    assert origin.launch is not None  # noqa: S101 - only runs are saved in the background
-    store = run_store.at(checkpoint_name(origin.step, origin.launch))
+    store = _place(run_store, origin)
     try:
         if request.writer == 0:
-            check_not_fenced(run_store, origin.launch)
+            check_not_fenced(run_store, origin.launch or 0)
             check_vacant(store)
         _write(store, request, image, view, progress)
         report("WRITTEN", {})
         manifest = decide(store, origin, writer=request.writer, deadline_s=request.deadline_s)
         report("COMMITTED", {"digest": manifest.digest, "nbytes": manifest.nbytes})
-        report("DONE", _clean_up(run_store, request))
+        report("DONE", _tidy_up(run_store, request))
     except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
-        known = as_ckpt_error(error)
-        tell_failure(store, origin, request.writer, known)
-        report("FAILED", known.as_json())
+        fail(run_store, request, error, report)
+
+
+def fail(
+    run_store: Store, request: SaveRequest, error: Exception, report: Callable[[str, dict[str, Any]], None]
+) -> None:
+    """Tell trainer and other writers that a save has failed. Spec: REQ-CMT-004."""
+    origin, known = request.origin, as_ckpt_error(error)
+    tell_failure(_place(run_store, origin), origin, request.writer, known)
+    report("FAILED", known.as_json())
+
+
+def _place(run_store: Store, origin: Origin) -> Store:
+    assert origin.launch is not None  # noqa: S101 - only runs are saved in the background
+    return run_store.at(checkpoint_name(origin.step, origin.launch))
 
 
 def _write(
@@ -282,24 +293,15 @@ def _write(
         contents.close()
 
 
-def _clean_up(run_store: Store, request: SaveRequest) -> dict[str, Any]:
-    """Let old checkpoints go. The save is committed: what fails here is said, and is no failure of it."""
+def _tidy_up(run_store: Store, request: SaveRequest) -> dict[str, Any]:
+    origin = request.origin
     if request.writer != 0:
         return {"removed": [], "problem": ""}
-    origin = request.origin
     assert origin.run_id is not None  # noqa: S101 - see save_image
     assert origin.launch is not None  # noqa: S101
-    try:
-        removed = clean_up(
-            run_store,
-            Run(run_id=origin.run_id, writer_features=request.writer_features),
-            launch=origin.launch,
-            keep=request.keep,
-            keep_every=request.keep_every,
-        )
-    except CkptError as error:
-        return {"removed": [], "problem": str(error)}
-    return {"removed": removed, "problem": ""}
+    run = Run(run_id=origin.run_id, writer_features=request.writer_features)
+    removed, problem = tidy_up(run_store, run, launch=origin.launch, keep=request.keep, keep_every=request.keep_every)
+    return {"removed": removed, "problem": problem}
 
 
 class Saver:
@@ -330,13 +332,12 @@ class Saver:
 
     def handle(self, message: dict[str, Any]) -> None:
         """Do what a message of the trainer says: image, save, staged, complete or abandon."""
-        kind, number = message["type"], message.get("number")
+        kind, number = message["type"], message.get("number", 0)
         if kind == "image":
             self._image = Image.from_dict(message["image"])
         elif kind == "save":
             self._begin(SaveRequest.from_dict(message["request"]))
-        elif number in self._pending:
-            progress = self._pending[number]
+        elif (progress := self._pending.get(number)) is not None:
             if kind == "staged":
                 progress.advance(message["nbytes"])
             elif kind == "complete":
@@ -362,8 +363,8 @@ class Saver:
         report = functools.partial(self._report, request.number)
         try:
             self._hold(request, progress)
-        except CkptError as error:
-            report("FAILED", error.as_json())
+        except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
+            fail(self._store, request, error, report)
             return
 
         def task() -> None:

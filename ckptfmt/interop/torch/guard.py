@@ -3,37 +3,48 @@
 Between two steps of its optimizer a parameter should be constant, and so should the optimizer's state. Should: a hook,
 an embedding with ``max_norm``, or a program that writes to ``.data`` may change it all the same. Hence a tensor is
 trusted only when that was seen: after a save it must be the same, bytes and version, at the next step of its optimizer.
-And a trusted one is looked at again when it is copied: if its version has changed by then, the save fails, rather than
-to contain what nobody asked it to.
+And a trusted one is looked at again when it is copied: if its version has changed by then, or some of its elements
+aren't those of the call, the save fails, rather than to contain what nobody asked it to; and it is trusted no more.
 
-The guard is a hook before every step of every optimizer of this process, ahead of the optimizers' own hooks.
+The guard is a hook before every step of every optimizer of this process, ahead of all other hooks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.engines.image import Image, Piece, key_of
 from ckptfmt.engines.snapshot import TensorSource
 from ckptfmt.engines.staging import Copy, HostCopy
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.interop.torch.devices import held_at
-from ckptfmt.interop.torch.tensors import TorchSource
+from ckptfmt.interop.torch.tensors import TorchSource, _as_integers, local_of
 
 __all__ = ["Guard"]
 
 #: How many names a report gives.
 _SHOWN: Final = 4
+#: How many elements of a tensor are remembered from the call to its copy.
+_SAMPLE: Final = 64
+#: Of how many tensors, about: each costs time while the training waits.
+_SAMPLED: Final = 16
+#: An odd number that scatters the elements of a sample over rows and columns alike.
+_STRIDE: Final = 0x9E3779B97F4A7C1
 
 
 class Awaited(Protocol):
@@ -48,12 +59,20 @@ class Awaited(Protocol):
 class _CheckedCopy:
     """A copy beside the training: it fails if a tensor was written to between the call and its optimizer's step."""
 
-    def __init__(self, inner: Copy, sources: Iterable[TorchSource]) -> None:
+    def __init__(
+        self, inner: Copy, sources: Iterable[TorchSource], batch: Sequence[_CheckedCopy], *, is_sampled: bool
+    ) -> None:
         self.keys, self.begin, self.end = inner.keys, inner.begin, inner.end
         self.inner = inner
-        self._versions = [(source, _version(source)) for source in sources]
-        self._problem: CkptError | None = None
-        self._is_judged = False
+        #: What was seen to be written to, by torch's count; and whether something else was written.
+        self.changed: list[TorchSource] = []
+        self.has_hidden_write = False
+        self._sources = list(sources)
+        self._versions = [_version(source.local) for source in self._sources]
+        self._sample = _Sample.of(inner, self._sources[0]) if is_sampled and isinstance(inner, HostCopy) else None
+        self._batch = batch
+        self.is_over = False
+        self._is_closed = False
         self._judging = threading.Lock()
 
     def start(self) -> None:
@@ -62,42 +81,105 @@ class _CheckedCopy:
 
     def finish(self) -> None:
         """Do it, or wait for it; then check. Raises: StateError(STATE_CHANGED)."""
-        self.inner.finish()
-        self._judge()
-        if self._problem is not None:
-            raise self._problem
+        try:
+            self.inner.finish()
+            self._check()
+        finally:
+            self.is_over = True
+
+    def _check(self) -> None:
+        # Behind the last one all are checked again: torch counts a write when it is over, not when it begins.
+        for copy in self._batch if self is self._batch[-1] else (self,):
+            copy.judge()
+            if copy.changed:
+                raise _changed_error(copy.changed[0])
+        if self._sample is not None and not self._sample.is_held():
+            self.has_hidden_write = True
+            raise _changed_error(self._sources[0])
 
     def guard(self) -> None:
         """Keep later work of the device from overtaking it. What is written from now on is no concern of it."""
-        self._judge()
+        self.judge(is_last=True)
         self.inner.guard()
 
-    def _judge(self) -> None:
-        """Once: when the copy is done, or when its optimizer is about to step and waits for it."""
+    def judge(self, *, is_last: bool = False) -> None:
+        """Find what was written to, unless its optimizer has begun to step."""
         with self._judging:
-            changed = [] if self._is_judged else [row for row, version in self._versions if _version(row) != version]
-            self._is_judged = True
-            for source in changed[:1]:
-                self._problem = err(
-                    Code.STATE_CHANGED,
-                    "it was written to before its optimizer's step",
-                    where=f"{source.field}:{source.name}",
-                    requirement="REQ-CMT-028",
-                )
+            if not self._is_closed:
+                rows = zip(self._sources, self._versions, strict=True)
+                self.changed = [source for source, version in rows if _version(source.local) != version]
+            self._is_closed |= is_last
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sample:
+    """A few elements of what the host copies, as they were at the call.
+
+    Torch counts no write through ``.data``, of numpy, or of another library. Most of those change nearly all elements,
+    as exchanging weights for their average does, or clipping them.
+    """
+
+    content: memoryview
+    at: torch.Tensor
+    elements: torch.Tensor
+
+    @classmethod
+    def of(cls, copy: HostCopy, source: TorchSource) -> _Sample | None:
+        held = _as_integers(held_at(source, copy.box).resolve_conj().resolve_neg())
+        if held.is_complex():
+            return None  # of 16 bytes each, which no integer has
+        at = _sample_at(held.numel())
+        return cls(copy.view[copy.begin : copy.end], at, held.take(at))
+
+    def is_held(self) -> bool:
+        """Tell whether the copy has these elements."""
+        return torch.equal(torch.frombuffer(self.content, dtype=self.elements.dtype).take(self.at), self.elements)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sample_at(element_count: int) -> torch.Tensor:
+    """Return which elements are a sample."""
+    if element_count <= _SAMPLE:
+        return torch.arange(element_count, device="cpu")
+    return torch.arange(_SAMPLE, device="cpu") * (_STRIDE % element_count) % element_count
+
+
+def _changed_error(source: TorchSource) -> CkptError:
+    return err(
+        Code.STATE_CHANGED,
+        "it was written to before its optimizer's step",
+        where=f"{source.field}:{source.name}",
+        requirement="REQ-CMT-028",
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Watched:
-    """A piece of a tensor that a save has copied, and the tensor's version then."""
+    """A piece of a tensor that a save has copied, and the tensor's version then.
 
-    source: TorchSource
-    piece: Piece
+    The memory isn't kept alive: it may have been made for this save alone. Nor is there a weak reference to the tensor:
+    torch refuses to move a parameter that has one.
+    """
+
+    key: TensorKey
+    memory: StorageWeakRef
+    place: tuple[slice, ...]
     content: memoryview
     version: int
 
-    def is_unchanged(self) -> bool:
-        """Tell whether the live tensor still is what was copied."""
-        return _version(self.source) == self.version and _holds(self.source, self.piece, self.content)
+    @classmethod
+    def of(cls, source: TorchSource, piece: Piece, view: memoryview) -> _Watched:
+        part = next(part for part in source.pieces if part.box == piece.box)
+        place = part.local_box.relative_to(Box.whole(tuple(source.local.shape)))
+        content = view[piece.begin : piece.end]
+        memory = StorageWeakRef(source.local.untyped_storage())
+        return cls(piece.key, memory, place, content, _version(source.local))
+
+    def is_unchanged(self, tensor: torch.Tensor) -> bool:
+        """Tell whether this tensor has the memory that was copied, and that still is the same."""
+        local = local_of(tensor)
+        is_this = not self.memory.expired() and self.memory == StorageWeakRef(local.untyped_storage())
+        return is_this and _version(local) == self.version and _holds(local[self.place], self.content)
 
 
 class Guard:
@@ -108,28 +190,29 @@ class Guard:
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
+        # Weak, as the hooks are: nobody lives for as long as torch only because of being guarded.
+        self._report = weakref.WeakMethod(report)
         self._trusted: set[TensorKey] = set()
         self._refused: set[TensorKey] = set()
+        #: Those that have done a step, and aren't in one.
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._on_probation: dict[int, list[_Watched]] = {}
-        self._in_flight: tuple[Awaited, list[_CheckedCopy]] | None = None
-        this = weakref.ref(self)
-
-        def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
-            guard = this()
-            if guard is not None:
-                guard.meet_step(optimizer)
-
-        self._hook = register_optimizer_step_pre_hook(before_step)
+        self._in_flight: list[tuple[Awaited, list[_CheckedCopy]]] = []
+        self._hooks = _register(weakref.ref(self))
 
     def close(self) -> None:
-        """Take the hook away."""
-        self._hook.remove()
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
 
     def find_constant(self, sources: Iterable[TensorSource]) -> frozenset[TensorKey]:
         """Return which tensors may be copied beside the training."""
-        owned = {id(tensor) for optimizer in self._seen for tensor in _iter_tensors(optimizer)}
+        for flight in list(self._in_flight):
+            self._learn(flight[1])
+            if any(copy.is_over for copy in flight[1][-1:]):
+                self._in_flight.remove(flight)  # no step came behind it, and none may ever come
+        owned = self._find_owned()
         return frozenset(
             key
             for source in sources
@@ -144,17 +227,25 @@ class Guard:
         Returns: the copies to use in their place.
         """
         by_key = {key_of(source): source for source in sources if isinstance(source, TorchSource)}
-        checked = [_CheckedCopy(copy, [by_key[key] for key in copy.keys]) for copy in copies]
-        self._in_flight = (handle, checked) if checked else None
+        checked: list[_CheckedCopy] = []
+        stride = max(1, len(copies) // _SAMPLED)
+        checked += [
+            _CheckedCopy(copy, [by_key[key] for key in copy.keys], checked, is_sampled=number % stride == 0)
+            for number, copy in enumerate(copies)
+        ]
+        # Beside those of the save before, if no step came in between.
+        self._in_flight += [(handle, checked)] if checked else []
         return checked
 
     def begin_probation(self, sources: Iterable[TensorSource], image: Image, view: memoryview) -> None:
         """Watch what was copied until the next step of its optimizer, or until `end_probation`."""
         by_key = {key_of(source): source for source in sources if isinstance(source, TorchSource)}
         for piece in image.pieces:
+            if piece.key in self._trusted or piece.key in self._refused:
+                continue
             source = by_key.get(piece.key)
-            if source is not None and piece.key not in self._trusted and piece.key not in self._refused:
-                watched = _Watched(source, piece, view[piece.begin : piece.end], _version(source))
+            if source is not None and piece.end > piece.begin and _is_private(source):
+                watched = _Watched.of(source, piece, view)
                 self._on_probation.setdefault(id(source.tensor), []).append(watched)
 
     def end_probation(self) -> None:
@@ -163,41 +254,105 @@ class Guard:
 
     def meet_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Do what is to be done before a step."""
+        is_capturing = _is_capturing()
+        for flight in list(self._in_flight):
+            self._wait_for(*flight, is_capturing=is_capturing)
+            # Behind the wait: a step of another thread, or after an interrupt, waits as well.
+            with contextlib.suppress(ValueError):
+                self._in_flight.remove(flight)
+        self._seen.discard(optimizer)
+        if is_capturing or any(group.get("capturable") for group in optimizer.param_groups):
+            self._captured.add(optimizer)
+        if optimizer not in self._captured:
+            self._judge(optimizer)
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do what is to be done after a step."""
+        # Steps may be replayed from a graph, which calls no hook.
+        if optimizer not in self._captured:
+            self._seen.add(optimizer)
+
+    def _wait_for(self, handle: Awaited, copies: Sequence[_CheckedCopy], *, is_capturing: bool) -> None:
         begin_s = time.monotonic()
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            handle, copies = in_flight
+        if not is_capturing:  # a graph can't wait for what isn't in it
             for copy in copies:
                 copy.guard()
-            if any(isinstance(copy.inner, HostCopy) for copy in copies):
-                # What a device copies, its own queue keeps in order. What failed is told by the handle.
-                with contextlib.suppress(CkptError):
-                    handle.wait_staged()
-            handle.blocked_s += time.monotonic() - begin_s
-        if not _is_captured(optimizer):
-            self._seen.add(optimizer)
-            self._judge(optimizer)
+        if is_capturing or any(isinstance(copy.inner, HostCopy) for copy in copies):
+            # What a device copies, its own queue keeps in order. What failed is told by the handle.
+            with contextlib.suppress(CkptError):
+                handle.wait_staged()
+        handle.blocked_s += time.monotonic() - begin_s
+        self._learn(copies)
+
+    def _find_owned(self) -> set[int]:
+        return {id(tensor) for optimizer in self._seen for tensor in _iter_tensors(optimizer)}
 
     def _judge(self, optimizer: torch.optim.Optimizer) -> None:
         """Trust what is the same as when it was copied, and refuse the rest from now on."""
-        refused = []
+        refused: set[TensorKey] = set()
         for tensor in _iter_tensors(optimizer) if self._on_probation else ():
             watched = self._on_probation.pop(id(tensor), [])
-            keys = {key_of(one.source) for one in watched}
-            if all(one.is_unchanged() for one in watched):
+            keys = {one.key for one in watched}
+            if all(one.is_unchanged(tensor) for one in watched):
                 self._trusted |= keys
             else:
-                self._refused |= keys
-                refused += [f"{field}:{name}" for field, name, _ in keys]
-        if refused:
-            shown = ", ".join(sorted(refused)[:_SHOWN])
-            shown += f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
-            self._report(f"OVERLAP_REFUSED: changed between save and step, so copied before save returns: {shown}")
+                refused |= keys
+        self._refuse(refused)
+
+    def _learn(self, copies: Iterable[_CheckedCopy]) -> None:
+        """Refuse what was written to since it was trusted; all of it, if the writes can't be told one by one."""
+        copies = list(copies)
+        hidden = any(copy.has_hidden_write for copy in copies)
+        self._refuse(set(self._trusted) if hidden else {key_of(row) for copy in copies for row in copy.changed})
+
+    def _refuse(self, keys: set[TensorKey]) -> None:
+        keys = keys - self._refused
+        self._trusted -= keys
+        self._refused |= keys
+        report = self._report()
+        if keys and report is not None:
+            names = sorted(f"{field}:{name}" for field, name, _ in keys)
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            shown = ", ".join(names[:_SHOWN]) + more
+            report(f"OVERLAP_REFUSED: changed between save and step, so copied before save returns: {shown}")
 
 
-def _version(source: TorchSource) -> int:
+def _register(this: weakref.ref[Guard]) -> list[RemovableHandle]:
+    """Register hooks for all optimizers, that do nothing once the guard is gone."""
+
+    # Torch's compiler leaves these as they are: a compiled step calls them too.
+    @torch.compiler.disable
+    def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
+        guard = this()
+        if guard is not None:
+            guard.meet_step(optimizer)
+
+    @torch.compiler.disable
+    def after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
+        guard = this()
+        if guard is not None:
+            guard.end_step(optimizer)
+
+    hook = register_optimizer_step_pre_hook(before_step)
+    hooks = hook.hooks_dict_ref()
+    if isinstance(hooks, OrderedDict):
+        hooks.move_to_end(hook.id, last=False)  # ahead of those that may change tensors
+    return [hook, register_optimizer_step_post_hook(after_step)]
+
+
+def _is_capturing() -> bool:
+    """Tell whether what this thread enqueues is recorded for a graph, and not done."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _is_private(source: TorchSource) -> bool:
+    """Tell whether other processes can't write to a tensor."""
+    return source.local.device.type != "cpu" or not source.local.is_shared()
+
+
+def _version(local: torch.Tensor) -> int:
     """Return torch's own count of the writes to a tensor; tensors of inference mode have none."""
-    return -1 if source.local.is_inference() else source.local._version  # noqa: SLF001 - there is no public name
+    return -1 if local.is_inference() else local._version  # noqa: SLF001 - there is no public name
 
 
 def _iter_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -205,24 +360,15 @@ def _iter_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter
-            for value in optimizer.state.get(parameter, {}).values():
+            state = optimizer.state.get(parameter)
+            for value in state.values() if isinstance(state, Mapping) else ():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim:
                     yield value
 
 
-def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether steps may be replayed from a graph, which calls no hook."""
-    return any(group.get("capturable") for group in optimizer.param_groups)
-
-
-def _holds(source: TorchSource, piece: Piece, content: memoryview) -> bool:
-    """Tell whether a live tensor has exactly these bytes at a piece."""
-    local = held_at(source, piece.box)
-    if local.device.type == "cpu" and local.is_contiguous() and not (local.is_conj() or local.is_neg()):
-        held = local.reshape(-1).view(torch.uint8)
-    else:
-        held = torch.empty(content.nbytes, dtype=torch.uint8)
-        source.copy_into(piece.box, memoryview(held.numpy().data))
+def _holds(local: torch.Tensor, content: memoryview) -> bool:
+    """Tell whether a tensor has exactly these bytes."""
+    held = _as_integers(local.resolve_conj().resolve_neg()).contiguous().cpu().reshape(-1).view(torch.uint8)
     kept = torch.frombuffer(content, dtype=torch.uint8)
     wide = content.nbytes // 8 * 8  # compared as wide integers where that is possible: eight times as fast
     if held.data_ptr() % 8 == 0 and kept.data_ptr() % 8 == 0 and wide:
