@@ -104,8 +104,6 @@ class Checkpointer:
         stop_deadline_s: float = 30.0,
     ) -> None:
         self._cadence = _parse_every(every)
-        for name, value in (("keep", keep), ("keep_every", keep_every)):
-            _check_positive(name, value)
         options = SaveOptions(
             saver=saver,
             overlap=overlap,
@@ -117,12 +115,7 @@ class Checkpointer:
             keep_every=keep_every,
             deadline_s=deadline_s,
         )
-        self._signals = StopSignals(stop_on)
-        if not stop_deadline_s > 0:
-            raise err(
-                Code.ARGUMENT, f"stop_deadline_s={stop_deadline_s!r} isn't a positive time", where="stop_deadline_s="
-            )
-        self._stop_deadline_s = stop_deadline_s
+        self._signals = StopSignals(stop_on, deadline_s=stop_deadline_s)
         self._store = open_store(run, writable=True)
         self._state = state
         self._resume = resume
@@ -300,7 +293,7 @@ class Checkpointer:
         """Return how much of a deadline is left, in seconds, once the run is to stop."""
         if not self.stopped:
             return deadline_s
-        return max(0.0, min(deadline_s, self._stop_s + self._stop_deadline_s - time.monotonic()))
+        return max(0.0, min(deadline_s, self._stop_s + self._signals.deadline_s - time.monotonic()))
 
     def _begin(self) -> dict[str, object]:
         """Choose and record what this launch resumes from; on writer 0 only."""
@@ -406,11 +399,6 @@ def _find_samplers(value: object) -> Iterator[Sampler]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _find_samplers(item)
-
-
-def _check_positive(name: str, value: object) -> None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise err(Code.ARGUMENT, f"{name}={value!r} isn't a positive number", where=f"{name}=")
 
 
 def _parse_every(every: int | str | None) -> int | float | None:

@@ -24,6 +24,8 @@ from ckptfmt.store.local import LocalStore
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckptfmt.errors import CkptError
+
 __all__ = ["main"]
 
 
@@ -45,14 +47,18 @@ def main(fd: int) -> None:
     os.nice(opening["nice"])
     threading.Thread(target=_watch, args=(opening["trainer_pid"], channel), daemon=True).start()
     saver: Saver | None = None
+    problem: CkptError | None = None
     try:
         saver = Saver(LocalStore(opening["path"], writable=True), send)
         _serve(channel, saver, send)
     except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
-        send({"type": "broken", "error": as_ckpt_error(error).as_json()})
+        problem = as_ckpt_error(error)
     if saver is not None:
-        saver.lose_trainer()
+        saver.lose_trainer() if problem is None else saver.give_up(problem)
         saver.finish()
+    if problem is not None:
+        # Last: the trainer takes the slots back now.
+        send({"type": "broken", "error": problem.as_json()})
 
 
 def _serve(channel: Channel, saver: Saver, send: Callable[[dict[str, Any]], None]) -> None:

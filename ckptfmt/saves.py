@@ -57,6 +57,9 @@ class SaveOptions:
     deadline_s: float
 
     def __post_init__(self) -> None:
+        for name, count in (("keep", self.keep), ("keep_every", self.keep_every)):
+            if count is not None and (type(count) is not int or count < 1):
+                raise err(Code.ARGUMENT, f"{name}={count!r} isn't a positive number", where=f"{name}=")
         for name, value, known in (("saver", self.saver, _SAVERS), ("when_busy", self.when_busy, _POLICIES)):
             if value not in known:
                 raise err(Code.ARGUMENT, f"{name}={value!r}: one of {', '.join(known)}", where=f"{name}=")

@@ -26,11 +26,15 @@ class StopSignals:
 
     Args:
         numbers: such as ``signal.SIGTERM``; none for none.
+        deadline_s: how long saving and stopping may take, in seconds.
 
     Raises: StateError(ARGUMENT).
     """
 
-    def __init__(self, numbers: Iterable[int]) -> None:
+    def __init__(self, numbers: Iterable[int], *, deadline_s: float = 30.0) -> None:
+        if not deadline_s > 0:
+            raise err(Code.ARGUMENT, f"{deadline_s!r} isn't a positive time", where="stop_deadline_s=")
+        self.deadline_s = deadline_s
         try:
             # Each once: to catch one twice would make ourselves the one to give it back to.
             self._numbers = list(dict.fromkeys(signal.Signals(number) for number in numbers))

@@ -289,7 +289,7 @@ def test_stop_without_a_free_slot_ends_without_its_save(caplog) -> None:
     inner = MemoryStore()
     store, trainer = GateStore(inner, step=1), Trainer()
     checkpointer = Checkpointer(store, trainer.state, every=1, slots=1, stop_on=NUMBERS, saver="thread")
-    checkpointer._stop_deadline_s = 0.2
+    checkpointer._signals.deadline_s = 0.2
     train_until_signal(checkpointer, trainer)
     assert (checkpointer.stopped, checkpointer.step) == (True, 2)
     assert "stopping at step 2 without its save" in caplog.text

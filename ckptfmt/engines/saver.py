@@ -165,7 +165,8 @@ class Progress:
 class _SlotContents:
     """The bytes of an image in a slot that is being filled; see `ckptfmt.engines.writer.Contents`.
 
-    Hashing has threads of its own: it needs more time than writing where storage is fast.
+    Hashing has threads of its own: it needs more time than writing where storage is fast. It begins when half of the
+    image is there: the training waits for the copies, and they share the memory's bandwidth.
     """
 
     def __init__(self, image: Image, view: memoryview, progress: Progress) -> None:
@@ -199,6 +200,7 @@ class _SlotContents:
     def digests(self) -> list[bytes]:
         """Return the digests of each piece, when the snapshot is complete."""
         self._progress.wait_complete()
+        self._hash_rest()  # writing is done: whoever did it helps
         self.close()
         if self._error is not None:
             raise self._error
@@ -214,6 +216,7 @@ class _SlotContents:
 
     def _hash_rest(self) -> None:
         try:
+            self._progress.wait(self._image.nbytes // 2)
             for span in self._rest:
                 _, begin, end = self._spans[span]
                 self._progress.wait(end)
@@ -348,8 +351,12 @@ class Saver:
 
     def lose_trainer(self) -> None:
         """Give up the saves whose snapshot isn't complete: the trainer is gone."""
+        self.give_up(err(Code.TRAINER_LOST, "the trainer ended while it copied", requirement="REQ-CMT-029"))
+
+    def give_up(self, error: CkptError) -> None:
+        """Give up the saves whose snapshot isn't complete."""
         for progress in list(self._pending.values()):
-            progress.abandon(err(Code.TRAINER_LOST, "the trainer ended while it copied", requirement="REQ-CMT-029"))
+            progress.abandon(error)
 
     def finish(self, timeout_s: float | None = None) -> bool:
         """Do what is still to do, then end; False if that takes longer than `timeout_s` seconds."""

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Copy", "HostCopy", "Staging"]
 
-#: How much more must be there before it is told, in bytes.
-_TELL_NBYTES: Final = 4 << 20
+#: How much more must be there before it is told, in bytes. Whoever is told wakes up, and takes a core from the copies:
+#: told every 4 MiB, a copy of 1.6 GB on two cores took 1.16 times as long.
+_TELL_NBYTES: Final = 64 << 20
 
 
 class Copy(Protocol):

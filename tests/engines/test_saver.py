@@ -243,6 +243,7 @@ class DrawingStore:
 
 
 def test_states_come_in_order_each_with_what_it_promises() -> None:
+    """REQ-CMT-030."""
     trainer = Trainer()
     trainer.staged_pause_s = 0.05  # time enough to overtake it
     trainer.begin(1)
@@ -399,7 +400,7 @@ def test_clean_up_that_fails_is_no_failure_of_the_save() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("writer_count", [1, 2])
 def test_abandoned_save_leaves_nothing(share, writer_count) -> None:
-    """REQ-CMT-004: where others wait for it, it leaves the reason."""
+    """REQ-CMT-029; REQ-CMT-004: where others wait for it, it leaves the reason."""
     trainer = Trainer(writer_count=writer_count)
     before = trainer.store.snapshot()
     trainer.begin(1)

@@ -63,6 +63,7 @@ def test_another_process_holds_until_it_ends(store, tmp_path):
 
 
 def test_a_killed_process_holds_no_more_and_its_file_does_no_harm(store, tmp_path):
+    """REQ-STO-008."""
     with holder(tmp_path) as process:
         process.kill()
         process.wait(timeout=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -26,7 +27,8 @@ class Devices:
     """
 
     def __init__(self, report: Callable[[str], None], *, cuda: Cuda | None = None, device_type: str = "cuda") -> None:
-        self._report = report
+        # Weak: what takes a pin back refers to this, and must not keep alive who reports.
+        self._report = weakref.WeakMethod(report)
         self._cuda = Cuda() if cuda is None else cuda
         self._device_type = device_type
         self._sides = SideStreams(cuda=self._cuda)
@@ -54,7 +56,9 @@ class Devices:
         address, view = slot.address, slot.view
         problem = pin(address, slot.nbytes, cuda=self._cuda)
         if problem is not None:
-            self._report(f"SLOT_NOT_PINNED: copies from the device are slower, and keep the host waiting: {problem}")
+            report = self._report()
+            if report is not None:
+                report(f"SLOT_NOT_PINNED: copies from the device are slower, and keep the host waiting: {problem}")
             return lambda: None
 
         def release() -> None:

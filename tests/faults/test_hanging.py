@@ -1,0 +1,168 @@
+"""Storage that doesn't answer: the training goes on, nothing piles up, whoever waits has a deadline."""
+
+import pathlib
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from ckptfmt.checkpointer import Checkpointer
+from tests.faults.driver import PATIENCE_S, Toy, code_of, committed, hear, problems, savers, send, start, until
+
+NBYTES = 8 << 20
+
+
+@pytest.fixture
+def freezable(tmp_path):
+    """A file system that can be frozen: what writes to it then waits, deaf to every signal."""
+    image, place = tmp_path / "image", tmp_path / "disk"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    commands = [
+        ["mkfs.ext4", "-q", str(image)],
+        ["mount", "-o", "loop", str(image), str(place)],
+        ["fsfreeze", "--freeze", str(place)],
+    ]
+    for number, command in enumerate(commands):
+        if not shutil.which(command[0]) or subprocess.run(command, capture_output=True, check=False).returncode:
+            if number == len(commands) - 1:
+                subprocess.run(["umount", "--lazy", str(place)], check=True)
+            pytest.skip(f"no {command[0]} here")
+    subprocess.run(["fsfreeze", "--unfreeze", str(place)], check=True)
+    yield place
+    subprocess.run(["fsfreeze", "--unfreeze", str(place)], capture_output=True, check=False)
+    assert until(lambda: not savers())
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def resident_nbytes():
+    """What this process has in memory, shared memory included."""
+    fields = dict(line.split(":") for line in pathlib.Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
+def slot_count():
+    links = pathlib.Path("/proc/self/fd").iterdir()
+    return sum(str(link.readlink()).startswith("/memfd:ckptfmt-slot") for link in links if link.is_symlink())
+
+
+def hang(checkpointer, toy):
+    """Save once, then stop the saver; return its process."""
+    toy.save(checkpointer).wait("COMMITTED", PATIENCE_S)
+    (pid,) = savers()
+    send(pid, signal.SIGSTOP)
+    return pid
+
+
+def test_saves_are_skipped_and_nothing_piles_up(run):
+    toy = Toy(NBYTES)
+    with Checkpointer(run, toy.state, when_busy="skip") as checkpointer:
+        pid = hang(checkpointer, toy)
+        begin_s = time.monotonic()
+        handles = [toy.save(checkpointer) for _ in range(2)]
+        before_nbytes = resident_nbytes()
+        skipped = [toy.save(checkpointer) for _ in range(100)]
+        assert time.monotonic() - begin_s < PATIENCE_S / 2
+        assert {handle.state for handle in handles} == {"STAGING"}
+        assert {handle.state for handle in skipped} == {"SKIPPED"}
+        assert resident_nbytes() - before_nbytes < NBYTES
+        assert slot_count() == 2
+        assert len(savers()) == 1
+        send(pid, signal.SIGCONT)
+        assert all(handle.wait(timeout_s=PATIENCE_S) for handle in handles)
+        assert toy.save(checkpointer).wait(timeout_s=PATIENCE_S) is not None
+    assert committed(run) == [1, 2, 3, 104]
+    assert problems(run) == []
+
+
+def test_save_that_waits_for_a_slot_has_a_deadline(run):
+    toy = Toy(NBYTES)
+    with Checkpointer(run, toy.state, deadline_s=4) as checkpointer:
+        pid = hang(checkpointer, toy)
+        handles = [toy.save(checkpointer) for _ in range(2)]
+        for _ in range(2):
+            begin_s = time.monotonic()
+            assert code_of(lambda: toy.save(checkpointer)) == "SLOTS_BUSY"
+            assert 3 < time.monotonic() - begin_s < PATIENCE_S / 2
+        send(pid, signal.SIGCONT)
+        assert all(handle.wait(timeout_s=PATIENCE_S) for handle in handles)
+        assert toy.save(checkpointer).wait(timeout_s=PATIENCE_S) is not None
+    assert committed(run) == [1, 2, 3, 6]
+    assert problems(run) == []
+
+
+def test_close_has_a_deadline_and_loses_nothing(run):
+    toy = Toy(NBYTES)
+    checkpointer = Checkpointer(run, toy.state, deadline_s=4)
+    pid = hang(checkpointer, toy)
+    handles = [toy.save(checkpointer) for _ in range(2)]
+    begin_s = time.monotonic()
+    assert code_of(checkpointer.close) == "SAVE_PENDING"
+    assert 3 < time.monotonic() - begin_s < PATIENCE_S / 2
+    assert {handle.error for handle in handles} == {None}
+    assert slot_count() == 0
+    send(pid, signal.SIGCONT)
+    assert until(lambda: not savers())
+    assert committed(run) == [1, 2, 3]
+    assert problems(run) == []
+
+
+EXIT = """
+toy = Toy(8 << 20)
+checkpointer = Checkpointer(run, toy.state)
+toy.save(checkpointer).wait("COMMITTED")
+(pid,) = savers()
+send(pid, signal.SIGSTOP)
+toy.save(checkpointer)
+toy.save(checkpointer)
+tell("saved")
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError", "del checkpointer, toy"])
+def test_interpreter_ends_promptly_and_loses_nothing(run, end):
+    with start(EXIT + end, run) as trainer:
+        assert hear(trainer) == "saved"
+        begin_s = time.monotonic()
+        _, errors = trainer.communicate(timeout=PATIENCE_S)
+        assert time.monotonic() - begin_s < PATIENCE_S / 3
+    assert trainer.returncode == {"sys.exit(3)": 3, "raise ValueError": 1}.get(end, 0), errors
+    assert ("ValueError" in errors) == ("ValueError" in end)
+    (pid,) = savers()
+    send(pid, signal.SIGCONT)
+    assert until(lambda: not savers())
+    assert committed(run) == [1, 2, 3]
+    assert problems(run) == []
+
+
+FROZEN = """
+toy = Toy(8 << 20)
+checkpointer = Checkpointer(run, toy.state, when_busy="skip", deadline_s=4)
+toy.save(checkpointer).wait("COMMITTED")
+tell("ready")
+sys.stdin.readline()
+tell(*[toy.save(checkpointer).state for _ in range(5)])
+try:
+    checkpointer.close()
+except ckptfmt.CkptError as error:
+    tell(error.code)
+"""
+
+
+def test_frozen_file_system_stops_neither_the_training_nor_its_end(freezable):
+    run = freezable / "run"
+    with start(FROZEN, run) as trainer:
+        assert hear(trainer) == "ready"
+        subprocess.run(["fsfreeze", "--freeze", str(freezable)], check=True)
+        try:
+            output, errors = trainer.communicate("go\n", timeout=PATIENCE_S)
+        finally:
+            subprocess.run(["fsfreeze", "--unfreeze", str(freezable)], check=True)
+    assert trainer.returncode == 0, errors
+    assert output.split() == ["STAGING", "STAGING", "SKIPPED", "SKIPPED", "SKIPPED", "SAVE_PENDING"]
+    assert until(lambda: not savers())
+    assert committed(run) == [1, 2, 3]
+    assert problems(run) == []

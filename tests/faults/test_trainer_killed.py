@@ -1,0 +1,60 @@
+"""Trainers that save beside the training are killed at random moments: what they had staged is never lost."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.explorer.telling import tell
+from tests.faults.driver import until
+from tests.faults.killing import PHASES
+from tests.store.helpers import ROOT
+
+SEEDS = (20261201, 20261202)
+
+
+def kill(kill_count, seed, *options):
+    """Start who kills so many trainers."""
+    command = [sys.executable, "-m", "tests.faults.killing", "--kills", str(kill_count), "--seed", str(seed), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def report_of(process):
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    tell(output)
+    return json.loads(output)
+
+
+def shared_memory():
+    """What lies in shared memory under a name; directories are other tests' runs."""
+    return {place.name for place in pathlib.Path("/dev/shm").glob("*") if not place.is_dir()}
+
+
+def test_kills_lose_nothing_that_was_staged():
+    before = shared_memory()
+    report = report_of(kill(10, SEEDS[0]))
+    assert report["violations"] == []
+    assert report["kill_count"] == 10
+    assert report["resumed_count"] >= 3
+    assert until(lambda: shared_memory() <= before, timeout_s=10), "memory was left under a name"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_200_kills_lose_nothing_that_was_staged():
+    before = shared_memory()
+    reports = [report_of(process) for process in [kill(100, seed, "--torch") for seed in SEEDS]]
+    assert [report["violations"] for report in reports] == [[], []]
+    assert sum(report["kill_count"] for report in reports) == 200
+    assert 50 <= sum(report["group_count"] for report in reports) <= 150
+    for phase in PHASES:
+        assert sum(report["kills_in"][phase] for report in reports) >= 5, f"hardly a trainer was killed {phase}"
+    assert sum(report["rescued_count"] for report in reports) >= 20, "hardly a saver had to finish what it was left"
+    assert until(lambda: shared_memory() <= before, timeout_s=10), "memory was left under a name"
