@@ -275,12 +275,11 @@ class Saves:
             now, later = plan_copies(agreed.snapshot, image, view, later=constant, devices=self._devices)
             if guard is not None:
                 later = guard.hold(later, sources, handle)
+                guard.begin_probation(sources, image, view)
         except BaseException as error:
             background.abandon(handle, error)
             raise
         background.stage(handle, now, later, view)
-        if guard is not None:
-            guard.begin_probation(sources, image, view)
 
     # --- failures, and the end ----------------------------------------------------------------------------------------
 

@@ -40,9 +40,9 @@ __all__ = ["Guard"]
 #: How many names a report gives.
 _SHOWN: Final = 4
 #: How many elements of a tensor are remembered from the call to its copy.
-_SAMPLE: Final = 64
+_SAMPLE: Final = 16
 #: Of how many tensors, about: each costs time while the training waits.
-_SAMPLED: Final = 16
+_SAMPLED: Final = 8
 #: An odd number that scatters the elements of a sample over rows and columns alike.
 _STRIDE: Final = 0x9E3779B97F4A7C1
 
@@ -238,11 +238,17 @@ class Guard:
         return checked
 
     def begin_probation(self, sources: Iterable[TensorSource], image: Image, view: memoryview) -> None:
-        """Watch what was copied until the next step of its optimizer, or until `end_probation`."""
-        by_key = {key_of(source): source for source in sources if isinstance(source, TorchSource)}
-        for piece in image.pieces:
-            if piece.key in self._trusted or piece.key in self._refused:
-                continue
+        """Watch what is copied now, until the next step of its optimizer or until `end_probation`."""
+        known = self._trusted | self._refused
+        # Counters and the like are no parameter's state; to ask them would take time of the training.
+        by_key = {
+            key: source
+            for source in sources
+            if isinstance(source, TorchSource) and (source.global_shape or source.field == "weights")
+            for key in [key_of(source)]
+            if key not in known
+        }
+        for piece in image.pieces if by_key else ():
             source = by_key.get(piece.key)
             if source is not None and piece.end > piece.begin and _is_private(source):
                 watched = _Watched.of(source, piece, view)

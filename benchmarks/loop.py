@@ -1,0 +1,120 @@
+"""Training steps with a save among them: what the wall clock says of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from benchmarks.bench import Bench
+from benchmarks.peers import Pending
+from benchmarks.state import StepTimes
+
+__all__ = ["Contestant", "LoopRun", "run_loop", "run_until_done"]
+
+
+class Contestant(Protocol):
+    """Who saves beside the steps.
+
+    Attributes:
+        name: in the record.
+        is_buffered: whether it writes through the page cache.
+    """
+
+    name: str
+    is_buffered: bool
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings."""
+        ...
+
+    def start(self, path: Path) -> Pending:
+        """Ask for a save under a fresh name."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoopRun:
+    """One loop of steps, with a save asked for before the first, or without.
+
+    Attributes:
+        steps: how many.
+        wall_s: all of it, the call of the save included.
+        call_s: the call of the save; 0 without one.
+        first: the first step, beside which copies may go on.
+        is_done: whether the save was durable when the last step was over.
+        save_s: from the call until it was found durable, to within a step; 0 without one.
+        told_blocked_s: what the save itself says that it blocked; None if it says nothing.
+    """
+
+    steps: int
+    wall_s: float
+    call_s: float
+    first: StepTimes
+    is_done: bool
+    save_s: float
+    told_blocked_s: float | None
+
+    def describe(self) -> dict[str, object]:
+        """Return the raw figures for a record.
+
+        ``blocked_s`` is what the training stood still, seen from outside: in the call, and at the guard of the update
+        that follows.
+        """
+        return {
+            "wall_s": self.wall_s,
+            "call_s": self.call_s,
+            "guard_s": self.first.guard_s,
+            "blocked_s": self.call_s + self.first.guard_s,
+            "told_blocked_s": self.told_blocked_s,
+            "first_update_s": self.first.update_s,
+            "save_s": self.save_s,
+            "is_done": self.is_done,
+        }
+
+
+def run_loop(bench: Bench, steps: int, contestant: Contestant | None) -> LoopRun:
+    """Run a fixed number of steps, with a save if somebody is to save.
+
+    A save that outlasts the steps is waited for, off the clock: `LoopRun.is_done` tells.
+    """
+    return _run(bench, contestant, is_over=lambda taken, _: taken >= steps)
+
+
+def run_until_done(bench: Bench, contestant: Contestant) -> LoopRun:
+    """Ask for a save, and run steps until it is durable."""
+    return _run(bench, contestant, is_over=lambda _, is_done: is_done)
+
+
+def _run(bench: Bench, contestant: Contestant | None, *, is_over: Callable[[int, bool], bool]) -> LoopRun:
+    is_buffered = contestant is not None and contestant.is_buffered
+    path = bench.place.fresh(contestant.name if contestant else "none")
+    bench.place.settle(is_buffered=is_buffered)
+    begin_s = time.perf_counter()
+    pending = contestant.start(path) if contestant else None
+    call_s = time.perf_counter() - begin_s
+    first, taken, save_s = bench.trainer.step(), 1, 0.0
+    while True:
+        if pending and not save_s and pending.is_done():
+            save_s = time.perf_counter() - begin_s
+        if is_over(taken, save_s > 0):
+            break
+        bench.trainer.step()
+        taken += 1
+    wall_s = time.perf_counter() - begin_s
+    is_done = pending is None or save_s > 0
+    if pending:
+        pending.wait()
+        save_s = save_s or time.perf_counter() - begin_s
+        bench.place.discard(pending.path, is_buffered=is_buffered)
+    return LoopRun(
+        steps=taken,
+        wall_s=wall_s,
+        call_s=call_s if pending else 0.0,
+        first=first,
+        is_done=is_done,
+        save_s=save_s,
+        told_blocked_s=pending.blocked_s() if pending else None,
+    )

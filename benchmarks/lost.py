@@ -1,0 +1,147 @@
+"""Seconds of training that one save costs in all: K steps with a save minus the same K steps without."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch.distributed.checkpoint.staging import DefaultStager
+
+from benchmarks.bench import Bench
+from benchmarks.copying import CopyYardstick
+from benchmarks.figures import Figure, floor_all, median_of, paired_ratio, summarize
+from benchmarks.loop import Contestant, LoopRun, run_loop, run_until_done
+from benchmarks.ours import Ours
+from benchmarks.peers import DcpAsync, make_stager
+from benchmarks.rounds import order_of_round
+
+__all__ = ["Lost", "measure_lost", "sum_up_lost"]
+
+_TRIALS: Final = 2  # of each number of threads, to choose the better
+_THREAD_COUNTS: Final = (1, 2)
+#: How many more steps there are than the longest save of the warm-up lasted.
+_MARGIN: Final = 1.2
+#: A loss below this can't be told from none: ratios take it for this much.
+_FLOOR_S: Final = 0.001
+_UNCHECKED: Final = "thread_count=1, no checksums"
+_WITHOUT: Final = "without"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """What the experiment found: raw rounds, settings of the contestants, and what a reader has to know."""
+
+    rows: list[dict[str, Any]]
+    settings: dict[str, object]
+    notes: dict[str, object]
+
+
+def measure_lost(bench: Bench, ours: tuple[Ours, Ours], yardstick: CopyYardstick, *, rounds: int) -> Lost:
+    """Run interleaved rounds of the same K steps: without a save, with ours, with DCP's.
+
+    The steps without a save run twice in each round, since every loss of the round is measured against them.
+
+    Args:
+        ours: with overlap, and without.
+    """
+    stager = make_stager()
+    try:
+        bench.progress.say("stall: warming up")
+        runs = [run_until_done(bench, one) for one in ours * 2]
+        chosen: list[Contestant] = [*ours]
+        tried = {}
+        for kind in ("thread", "process"):
+            best, of_best, tried[f"dcp_{kind}"] = _choose(bench, _list_candidates(kind, bench, stager))
+            chosen.append(best)
+            runs += of_best
+        steps = math.ceil(_MARGIN * max(run.steps for run in runs)) + 1
+        rows = []
+        for number in range(rounds):
+            bench.progress.say(f"stall: lost seconds, round {number + 1} of {rounds}, {steps} steps each")
+            row = _run_round(bench, {one.name: one for one in chosen}, number, steps)
+            rows.append({**row, "copy_s": _time_copy(yardstick, ours[0].staging_threads)})
+    finally:
+        stager.close()
+    return Lost(
+        rows=rows,
+        settings={one.name: one.describe() for one in chosen},
+        notes={
+            "steps": steps,
+            "saves_that_outlasted_the_steps": sum(not run["is_done"] for row in rows for run in row["runs"].values()),
+            "dcp_tried_lost_s": tried,
+        },
+    )
+
+
+def _list_candidates(kind: str, bench: Bench, stager: DefaultStager) -> dict[str, DcpAsync]:
+    """Return what may take part, and last what is tried for the record alone."""
+    make = functools.partial(DcpAsync, kind, bench.trainer.state_dict, stager)
+    checked = {f"thread_count={count}": make(thread_count=count) for count in _THREAD_COUNTS}
+    return {**checked, _UNCHECKED: make(thread_count=_THREAD_COUNTS[0], checksums=False)}
+
+
+def _choose(bench: Bench, candidates: dict[str, DcpAsync]) -> tuple[DcpAsync, list[LoopRun], dict[str, float]]:
+    """Warm a peer up, and choose the number of threads that loses least; return its runs, and what was tried."""
+    first = next(iter(candidates.values()))
+    bench.place.discard(first.warm_up(bench.place.fresh(first.name)), is_buffered=True)
+    runs: dict[str, list[LoopRun]] = {setting: [] for setting in candidates}
+    lost: dict[str, list[float]] = {setting: [] for setting in candidates}
+    for trial in range(_TRIALS):
+        for setting, peer in candidates.items():
+            bench.progress.say(f"stall: warming up, {trial + 1} of {_TRIALS}: {peer.name}, {setting}")
+            run = run_until_done(bench, peer)
+            runs[setting].append(run)
+            lost[setting].append(run.wall_s - run_loop(bench, run.steps, None).wall_s)
+    medians = {setting: median_of(seconds) for setting, seconds in lost.items()}
+    best = min(medians.keys() - {_UNCHECKED}, key=medians.__getitem__)
+    return candidates[best], runs[best], medians
+
+
+def _run_round(bench: Bench, contestants: Mapping[str, Contestant], number: int, steps: int) -> dict[str, Any]:
+    names = list(contestants)
+    order = order_of_round([_WITHOUT, *names[: len(names) // 2], _WITHOUT, *names[len(names) // 2 :]], number)
+    without: list[float] = []
+    runs: dict[str, dict[str, object]] = {}
+    for name in order:
+        run = run_loop(bench, steps, contestants.get(name))
+        if name == _WITHOUT:
+            without.append(run.wall_s)
+        else:
+            runs[name] = run.describe()
+    return {"order": order, "without_s": without, "runs": runs}
+
+
+def _time_copy(yardstick: CopyYardstick, threads: int) -> float:
+    """Return the seconds of a copy whose targets have just been copied to."""
+    yardstick.time_copy(threads=threads)
+    return yardstick.time_copy(threads=threads)
+
+
+def sum_up_lost(rows: list[dict[str, Any]]) -> tuple[dict[str, Figure], dict[str, Figure]]:
+    """Return the figures and the ratios of the rounds."""
+    names = sorted(rows[0]["runs"])
+    without = [sum(row["without_s"]) / len(row["without_s"]) for row in rows]
+    lost = {
+        name: [row["runs"][name]["wall_s"] - base_s for row, base_s in zip(rows, without, strict=True)]
+        for name in names
+    }
+    blocked = [row["runs"]["ckptfmt"]["blocked_s"] for row in rows]
+    copies = [row["copy_s"] for row in rows]
+    figures = {
+        "steps_without_s": summarize(without),
+        **{f"lost_{name}_s": summarize(seconds) for name, seconds in lost.items()},
+        **{f"call_{name}_s": summarize([row["runs"][name]["call_s"] for row in rows]) for name in names},
+        "overlap_blocked_s": summarize(blocked),
+        "copy_s": summarize(copies),
+    }
+    floored = {name: floor_all(seconds, _FLOOR_S) for name, seconds in lost.items()}
+    ratios = {
+        "lost_vs_dcp_thread": paired_ratio(floored["ckptfmt"], floored["dcp_thread"]),
+        "lost_vs_dcp_process": paired_ratio(floored["ckptfmt"], floored["dcp_process"]),
+        "overlap_blocked_vs_copy": paired_ratio(blocked, copies),
+        "overlap_lost_vs_not": paired_ratio(floored["ckptfmt"], floored["ckptfmt_copy"]),
+    }
+    return figures, ratios

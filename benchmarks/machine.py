@@ -1,0 +1,116 @@
+"""What a figure was measured on: processor, memory, kernel, file system; and what it leaves free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+from pathlib import Path
+
+__all__ = [
+    "available_nbytes",
+    "describe_machine",
+    "describe_storage",
+    "file_system_of",
+    "find_children",
+    "rss_anon_nbytes",
+]
+
+_PROC = Path("/proc")
+
+
+def describe_machine() -> dict[str, object]:
+    """Return what a record says of the machine; nothing that names it."""
+    return {
+        "cpu": _field(_PROC / "cpuinfo", "model name"),
+        "arch": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_gib": round(_meminfo_nbytes("MemTotal") / 2**30, 1),
+        "gpu": None,
+        "kernel": platform.release(),
+        "huge_pages": _selected(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "shared_huge_pages": _selected(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")),
+        "load_average": list(os.getloadavg()),
+    }
+
+
+def describe_storage(directory: Path) -> dict[str, object]:
+    """Return what a record says of the storage below a directory."""
+    kind, device = file_system_of(directory)
+    # Only a device has a name worth keeping: a bind mount or an overlay would name places of this machine.
+    name = Path(device).name if device.startswith("/dev/") else None
+    flag = Path("/sys/class/block") / (name or "none") / "queue" / "rotational"
+    with contextlib.suppress(OSError):
+        return {"fs": kind, "device": name, "rotational": flag.read_text().strip() == "1"}
+    return {"fs": kind, "device": name, "rotational": None}
+
+
+def file_system_of(directory: Path) -> tuple[str, str]:
+    """Return type and source of the file system that holds a directory."""
+    wanted = directory.stat().st_dev
+    found = ("unknown", "")
+    with contextlib.suppress(OSError):
+        for line in (_PROC / "self" / "mountinfo").read_text().splitlines():
+            mount, _, source = line.partition(" - ")
+            major, minor = mount.split()[2].split(":")
+            if os.makedev(int(major), int(minor)) == wanted:
+                found = (source.split()[0], source.split()[1])
+    return found
+
+
+def available_nbytes() -> int:
+    """Return how much memory may still be taken, as the kernel guesses it."""
+    return _meminfo_nbytes("MemAvailable")
+
+
+def rss_anon_nbytes(pid: int | None = None) -> int:
+    """Return the anonymous resident memory of a process, by default this one; 0 if it is gone.
+
+    Shared memory isn't part of it, so slots aren't.
+    """
+    text = _field(_PROC / str(pid or os.getpid()) / "status", "RssAnon")
+    return int(text.split()[0]) * 1024 if text else 0
+
+
+def find_children(needle: str) -> list[int]:
+    """Return the processes below this one whose command line contains `needle`."""
+    parents, needles = {}, []
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                # The name in parentheses may contain blanks and parentheses itself.
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if needle in (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"):
+                    needles.append(int(entry.name))
+    return [pid for pid in needles if _descends(pid, os.getpid(), parents)]
+
+
+def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
+    while (pid := parents.get(pid, 0)) > 0:
+        if pid == ancestor:
+            return True
+    return False
+
+
+def _meminfo_nbytes(name: str) -> int:
+    text = _field(_PROC / "meminfo", name)
+    return int(text.split()[0]) * 1024 if text else 0
+
+
+def _field(path: Path, name: str) -> str | None:
+    """Return the value of the first line ``name: value`` of a file of the kernel; None if there is none."""
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            key, colon, value = line.partition(":")
+            if colon and key.strip() == name:
+                return value.strip()
+    return None
+
+
+def _selected(path: Path) -> str | None:
+    """Return the word in brackets: what is chosen among ``always [madvise] never``."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"\[(\w+)\]", path.read_text()):
+            return found[1]
+    return None

@@ -1,0 +1,69 @@
+"""ckptfmt as the benchmarks run it: a `Checkpointer` with its defaults, or without overlap."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import ckptfmt
+from benchmarks.peers import Pending
+
+__all__ = ["Ours"]
+
+
+class Ours:
+    """One `ckptfmt.Checkpointer` on a run of its own, ready to save.
+
+    Args:
+        run: directory of the run; it mustn't be there yet.
+        state: what is saved.
+        overlap: whether parameters and moments are copied beside the next step.
+
+    Attributes:
+        slots_ready_s: seconds from the beginning of construction until slots were made and touched.
+        staging_threads: how many threads copy into a slot.
+    """
+
+    is_buffered = False
+
+    def __init__(self, run: Path, state: ckptfmt.State, *, overlap: bool, name: str = "ckptfmt") -> None:
+        self.name = name
+        self._overlap = overlap
+        begin_s = time.perf_counter()
+        self._checkpointer = ckptfmt.Checkpointer(run, state, resume="fresh", overlap=overlap)
+        self._checkpointer.prepare()
+        self.slots_ready_s = time.perf_counter() - begin_s
+        self.staging_threads = self._checkpointer.staging_threads
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings, and what it reported of them."""
+        return {
+            "call": "Checkpointer.save, until COMMITTED",
+            "overlap": self._overlap,
+            "staging_threads": self.staging_threads,
+            "hashed": "every byte",
+            "durable": "fsync of files and directories",
+            "reports": list(self._checkpointer.reports),
+        }
+
+    def start(self, path: Path | None = None) -> Pending:  # noqa: ARG002 - the run decides the place
+        """Ask for a save of the next step."""
+        self._checkpointer.step += 1
+        handle = self._checkpointer.save()
+        assert handle is not None, "this step is saved already"
+        return Pending(
+            path=Path(handle.path),
+            is_done=lambda: handle.state in {"COMMITTED", "FAILED"},
+            wait=handle.wait,
+            blocked_s=lambda: handle.blocked_s,
+        )
+
+    def save(self, path: Path | None = None) -> Path:
+        """Save, and wait until it is committed; return the checkpoint's directory."""
+        pending = self.start(path)
+        pending.wait()
+        return pending.path
+
+    def close(self) -> None:
+        """End the saver and let go of the slots."""
+        self._checkpointer.close()

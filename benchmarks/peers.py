@@ -1,0 +1,247 @@
+"""The peers, durable and at their best settings: torch.save, safetensors, DCP (sync; async by thread, by process)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import _async_process_executor as process_executor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from benchmarks.durable import sync_directory, sync_file
+
+__all__ = ["Dcp", "DcpAsync", "Pending", "Safetensors", "TorchSave", "make_stager", "process_group"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A save that was asked for and goes on.
+
+    Attributes:
+        path: what it leaves behind.
+        is_done: tell whether it is durable, or has failed.
+        wait: wait until it is; raises what it failed with.
+        blocked_s: seconds that its maker says the caller stood still; None if it doesn't say.
+    """
+
+    path: Path
+    is_done: Callable[[], bool]
+    wait: Callable[[], object]
+    blocked_s: Callable[[], float | None] = lambda: None
+
+
+class DurableWriter(FileSystemWriter):
+    """DCP's writer, which makes files durable, and here the directories too.
+
+    Args:
+        checksums: whether the CRC-32 of each tensor is computed, which is torch's default. Without, other tools take
+            its archives for damaged ones.
+    """
+
+    def __init__(self, path: Path, *, thread_count: int, checksums: bool) -> None:
+        super().__init__(path, thread_count=thread_count)
+        self._checksums = checksums
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write all tensors, in whichever process this is."""
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(self._checksums)
+        try:
+            return super().write_data(plan, planner)
+        finally:
+            torch.serialization.set_crc32_options(before)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """End the checkpoint; every name is durable afterwards."""
+        super().finish(metadata, results)
+        sync_directory(Path(self.path))
+        sync_directory(Path(self.path).parent)
+
+
+class TorchSave:
+    """`torch.save`, then fsync."""
+
+    name = "torch_save"
+    is_buffered = True
+
+    def __init__(self, state_dict: Callable[[], Mapping[str, object]]) -> None:
+        self._state_dict = state_dict
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings."""
+        return {"call": "torch.save(state_dict, path)", "durable": "fsync of file and directory"}
+
+    def save(self, path: Path) -> Path:
+        """Save durably; return the file."""
+        torch.save(self._state_dict(), path)
+        sync_file(path)
+        return path
+
+
+class Safetensors:
+    """`safetensors.torch.save_file`, then fsync."""
+
+    name = "safetensors"
+    is_buffered = True
+
+    def __init__(self, tensors: Callable[[], dict[str, torch.Tensor]]) -> None:
+        self._tensors = tensors
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings."""
+        return {"call": "safetensors.torch.save_file(tensors, path)", "durable": "fsync of file and directory"}
+
+    def save(self, path: Path) -> Path:
+        """Save durably; return the file."""
+        safetensors.torch.save_file(self._tensors(), path)
+        sync_file(path)
+        return path
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WriterOptions:
+    """How DCP writes: what may be chosen about it."""
+
+    thread_count: int
+    checksums: bool
+
+    def make_writer(self, path: Path) -> DurableWriter:
+        """Return the writer of one save."""
+        return DurableWriter(path, thread_count=self.thread_count, checksums=self.checksums)
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings."""
+        return {
+            "single_file_per_rank": True,
+            "sync_files": True,
+            **dataclasses.asdict(self),
+            "durable": "fsync of files by DCP, of directories added",
+        }
+
+
+class Dcp:
+    """`torch.distributed.checkpoint.save`: its default writer, by one or more threads."""
+
+    is_buffered = True
+
+    def __init__(
+        self, state_dict: Callable[[], Mapping[str, object]], *, thread_count: int, checksums: bool = True
+    ) -> None:
+        self.name = "dcp" if checksums else "dcp_unchecked"
+        self._state_dict = state_dict
+        self._options = WriterOptions(thread_count=thread_count, checksums=checksums)
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings."""
+        return {"call": "dcp.save", **self._options.describe()}
+
+    def save(self, path: Path) -> Path:
+        """Save durably; return the directory."""
+        save(dict(self._state_dict()), storage_writer=self._options.make_writer(path))
+        return path
+
+
+class DcpAsync:
+    """`torch.distributed.checkpoint.async_save` with a stager that keeps its shared memory from save to save.
+
+    Args:
+        kind: who writes: "thread" or "process".
+        stager: shared by all of them, so that its pages are touched once and stay hot.
+    """
+
+    is_buffered = True
+
+    def __init__(
+        self,
+        kind: str,
+        state_dict: Callable[[], Mapping[str, object]],
+        stager: DefaultStager,
+        *,
+        thread_count: int,
+        checksums: bool = True,
+    ) -> None:
+        self.name = f"dcp_{kind}"
+        self.options = WriterOptions(thread_count=thread_count, checksums=checksums)
+        self._kind = AsyncCheckpointerType(kind)
+        self._state_dict = state_dict
+        self._stager = stager
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings."""
+        return {
+            "call": "dcp.async_save",
+            "async_checkpointer_type": self._kind.value,
+            "stager": "DefaultStager: shared memory, reused",
+            **self.options.describe(),
+        }
+
+    def warm_up(self, path: Path) -> Path:
+        """Save, and wait for it: staging memory is made, and the writer started; return what was written."""
+        with _silent_standard_error():  # DCP's process inherits it, and tells of each of its steps there
+            pending = self.start(path)
+            pending.wait()
+        return pending.path
+
+    def start(self, path: Path) -> Pending:
+        """Stage, and let the writer go on."""
+        future = async_save(
+            dict(self._state_dict()),
+            storage_writer=self.options.make_writer(path),
+            async_checkpointer_type=self._kind,
+            async_stager=self._stager,
+        )
+        assert not isinstance(future, AsyncSaveResponse)  # the stager isn't asynchronous
+        return Pending(path=path, is_done=future.done, wait=future.result)
+
+
+def make_stager() -> DefaultStager:
+    """Return DCP's best stager without a GPU: into shared memory that is kept."""
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=True,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """Give DCP the process group that it asks for: this process alone, on this machine alone."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # where DCP's saver process meets itself
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, though not said to be
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        # DCP keeps its saver process in a global, and only the interpreter's end would stop it.
+        process_executor._CHECKPOINT_PROCESS = None  # noqa: SLF001 - there is no public way to end it
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _silent_standard_error() -> Iterator[None]:
+    """Let standard error go nowhere, for this process and for those that it starts meanwhile."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(nowhere)
+        os.close(kept)

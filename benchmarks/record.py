@@ -1,0 +1,133 @@
+"""The record of a run: what was measured, where, how, and every raw figure."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import Figure
+from benchmarks.machine import describe_machine, describe_storage
+
+__all__ = ["Outcome", "build_record", "default_path", "dump_record"]
+
+
+_ROOT = Path(__file__).parents[1]
+_PACKAGES = ("ckptfmt", "torch", "safetensors", "numpy", "blake3")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a benchmark hands over to be recorded.
+
+    Attributes:
+        workload: what was saved.
+        settings: of each contestant, by name.
+        repeats: how many rounds, by experiment.
+        rounds: the raw figures of each round, by experiment.
+        figures: their summaries, by quantity; a name ends with its unit.
+        ratios: the figures that have a goal, by the name that the project gave them.
+        goals: what each of these is meant to be.
+        memory: peaks in bytes.
+        notes: what a reader has to know besides.
+    """
+
+    workload: Mapping[str, object]
+    settings: Mapping[str, object]
+    repeats: Mapping[str, int]
+    rounds: Mapping[str, list[dict[str, Any]]]
+    figures: Mapping[str, Figure]
+    ratios: Mapping[str, Figure]
+    goals: Mapping[str, str]
+    memory: Mapping[str, object]
+    notes: Mapping[str, object]
+
+
+def build_record(command: str, outcome: Outcome, *, directory: Path, began: dt.datetime) -> dict[str, Any]:
+    """Return the record as plain values.
+
+    Args:
+        command: how to run it again; without places of this machine.
+        directory: where the files were written.
+    """
+    ended = dt.datetime.now(dt.UTC)
+    return {
+        "record_version": 1,
+        "command": command,
+        **_describe_commit(),
+        "date": began.isoformat(timespec="seconds"),
+        "duration_s": round((ended - began).total_seconds(), 1),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "machine": describe_machine(),
+        "storage": describe_storage(directory),
+        "cache": "fresh files; memory of all contestants touched and kept hot",
+        "workload": _rounded(outcome.workload),
+        "settings": dict(outcome.settings),
+        "repeats": dict(outcome.repeats),
+        "ratios": {name: _rounded(figure.median) for name, figure in outcome.ratios.items()},
+        "spread": {name: _rounded(figure.spread()) for name, figure in outcome.ratios.items()},
+        "goals": dict(outcome.goals),
+        "figures": {name: _rounded(dataclasses.asdict(figure)) for name, figure in outcome.figures.items()},
+        "memory": dict(outcome.memory),
+        "notes": _rounded(outcome.notes),
+        "rounds": {name: _rounded(rounds) for name, rounds in outcome.rounds.items()},
+    }
+
+
+def dump_record(record: Mapping[str, Any]) -> str:
+    """Return the record as JSON, one value to a line down to the raw figures, of which each round is a line."""
+    lines = []
+    for key, value in record.items():
+        if key == "rounds":
+            tables = [
+                f"{json.dumps(name)}: [\n      " + ",\n      ".join(json.dumps(row) for row in rows) + "\n    ]"
+                for name, rows in value.items()
+            ]
+            lines.append('  "rounds": {\n    ' + ",\n    ".join(tables) + "\n  }")
+        elif isinstance(value, Mapping) and value:
+            entries = [f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()]
+            lines.append(f"  {json.dumps(key)}: {{\n" + ",\n".join(entries) + "\n  }")
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def default_path(record: Mapping[str, Any], name: str) -> Path:
+    """Return where a record goes if nobody says: below ``out/``, which git ignores."""
+    machine = record["machine"]
+    kind = f"{machine['cores']}cores-{round(machine['ram_gib'])}gib-{machine['arch']}"
+    return Path("out") / "benchmarks" / f"{name}_{kind}_{record['date'][:10].replace('-', '')}.json"
+
+
+def _describe_commit() -> dict[str, object]:
+    """Return the commit of the checkout that runs, and whether it was changed since; None without git."""
+    return {
+        "git_commit": _ask_git("rev-parse", "HEAD"),
+        "dirty": None if (changes := _ask_git("status", "--porcelain")) is None else bool(changes),
+    }
+
+
+def _ask_git(*arguments: str) -> str | None:
+    try:
+        asked = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return asked.stdout.strip()
+
+
+def _rounded(value: Any) -> Any:  # noqa: ANN401 - JSON values
+    """Return the value with six significant digits: no clock here tells more."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(entry) for entry in value]
+    return value

@@ -1,0 +1,137 @@
+"""How rounds are run: fresh names, nothing dirty, hot pages, each contestant in each round, the order turned."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from benchmarks.machine import available_nbytes
+
+__all__ = ["Progress", "Saver", "Workplace", "check_room", "order_of_round", "remove", "time_save", "workplace"]
+
+
+class Saver(Protocol):
+    """What the rounds know of a contestant.
+
+    Attributes:
+        name: in the record.
+        is_buffered: whether it writes through the page cache.
+    """
+
+    name: str
+    is_buffered: bool
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings."""
+        ...
+
+    def save(self, path: Path) -> Path:
+        """Save durably under a fresh name; return what is to be deleted."""
+        ...
+
+
+class Progress:
+    """Say on a terminal what is going on; say nothing anywhere else."""
+
+    def __init__(self) -> None:
+        self._is_shown = sys.stderr.isatty()
+
+    def say(self, text: str) -> None:
+        """Replace the line by another one; an empty text clears it."""
+        if self._is_shown:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+
+class Workplace:
+    """A directory of its own, in which no name is used twice.
+
+    What a buffered writer wrote stays until the next buffered writer begins: its page cache is then freed and taken
+    again at once, which is as hot as guest memory gets. Memory left free for seconds costs ten times as much to touch.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._count = 0
+        self._held: Path | None = None
+
+    def fresh(self, name: str) -> Path:
+        """Return a path that nothing ever had."""
+        self._count += 1
+        return self.directory / f"{name}-{self._count:05d}"
+
+    def settle(self, *, is_buffered: bool) -> None:
+        """Make ready for a save: delete what is held for it, and write back everything that is dirty."""
+        if is_buffered and self._held is not None:
+            remove(self._held)
+            self._held = None
+        os.sync()
+
+    def discard(self, path: Path, *, is_buffered: bool) -> None:
+        """Delete what a save has written; of a buffered one, at the next `settle`."""
+        if is_buffered:
+            if self._held is not None:
+                remove(self._held)
+            self._held = path
+        else:
+            remove(path)
+
+
+@contextlib.contextmanager
+def workplace(directory: Path) -> Iterator[Workplace]:
+    """Make a workplace below `directory`, and remove it with all that it holds."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=directory) as path:
+        yield Workplace(Path(path))
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a directory with all that it holds."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def order_of_round(names: Sequence[str], number: int) -> list[str]:
+    """Return the order of a round: turned by one place every second round, and backwards in those between.
+
+    >>> ["".join(order_of_round("abc", number)) for number in range(6)]
+    ['abc', 'cba', 'bca', 'acb', 'cab', 'bac']
+    """
+    turn = number // 2 % len(names)
+    turned = [*names[turn:], *names[:turn]]
+    return turned[::-1] if number % 2 else turned
+
+
+def time_save(saver: Saver, place: Workplace) -> float:
+    """Return the seconds from the call until the save is durable; nothing before and after is counted."""
+    path = place.fresh(saver.name)
+    place.settle(is_buffered=saver.is_buffered)
+    begin_s = time.perf_counter()
+    written = saver.save(path)
+    seconds = time.perf_counter() - begin_s
+    place.discard(written, is_buffered=saver.is_buffered)
+    return seconds
+
+
+def check_room(directory: Path, *, memory_nbytes: int, storage_nbytes: int) -> None:
+    """Refuse to begin where memory or storage wouldn't do.
+
+    Raises: SystemExit, with a sentence.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    free_nbytes = shutil.disk_usage(directory).free
+    for kind, needed, there in (
+        ("memory", memory_nbytes, available_nbytes()),
+        ("storage", storage_nbytes, free_nbytes),
+    ):
+        if there < needed:
+            raise SystemExit(f"needs {needed / 1e9:.1f} GB of {kind}, and {there / 1e9:.1f} GB are free: --nbytes")

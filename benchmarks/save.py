@@ -1,0 +1,128 @@
+"""How fast a save becomes durable, beside raw direct writes, DCP, safetensors and torch.save."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any, Final
+
+from benchmarks.bench import Bench
+from benchmarks.figures import median_of, paired_ratio, summarize
+from benchmarks.memory import PeakMemory
+from benchmarks.ours import Ours
+from benchmarks.pages import Region
+from benchmarks.peers import Dcp, Safetensors, TorchSave, process_group
+from benchmarks.raw import SETTINGS, RawWriter
+from benchmarks.record import Outcome
+from benchmarks.rounds import Progress, Saver, Workplace, check_room, order_of_round, time_save
+from benchmarks.state import Trainer
+
+__all__ = ["RATIOS", "measure_save"]
+
+_ROUNDS: Final = 11
+_TRIALS: Final = 3  # of each setting, to choose the best by median
+
+#: Our rate divided by a peer's: name, peer, goal.
+RATIOS: Final = {
+    "save_vs_direct": ("raw", ">= 0.9"),
+    "save_vs_dcp": ("dcp", ">= 2.5"),
+    "save_vs_safetensors": ("safetensors", ">= 1.3"),
+    "save_vs_dcp_unchecked": ("dcp_unchecked", ""),
+    "save_vs_torch_save": ("torch_save", ""),
+    "save_vs_direct_huge_pages": ("raw_huge_pages", ""),
+}
+
+
+def measure_save(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+    """Measure the durable rate of everyone, in interleaved rounds.
+
+    Args:
+        nbytes: about how large the state is.
+        rounds: how many; None for as many as a figure needs.
+
+    Raises: SystemExit where memory or storage wouldn't do.
+    """
+    check_room(place.directory, memory_nbytes=9 * nbytes, storage_nbytes=4 * nbytes)
+    rounds = rounds or _ROUNDS
+    bench = Bench(trainer=Trainer(nbytes, threads=os.cpu_count() or 1), place=place, progress=progress)
+    bench.trainer.drop_gradients()
+    with process_group(), contextlib.ExitStack() as stack:
+        progress.say("save: making slots")
+        with PeakMemory() as memory:
+            # Nothing is trained here, so there is nothing to overlap with.
+            ours = Ours(place.fresh("run"), bench.trainer.state, overlap=False)
+            stack.callback(ours.close)
+            time_save(ours, place)
+        peers, tried = _choose_peers(bench, trials=min(_TRIALS, rounds))
+        savers: list[Saver] = [ours, *peers]
+        rows = _run_rounds(bench, savers, rounds)
+        progress.say("")
+        return _sum_up(
+            bench.trainer,
+            rows,
+            settings={saver.name: saver.describe() for saver in savers},
+            memory=memory.describe(),
+            notes={"slots_ready_s": ours.slots_ready_s, "tried_s": tried},
+        )
+
+
+def _list_candidates(trainer: Trainer) -> dict[str, list[Saver]]:
+    """Return every peer in each of the settings that are worth trying."""
+    small, huge = (Region(trainer.tensors().values(), huge=is_huge) for is_huge in (False, True))
+    return {
+        "raw": [RawWriter("raw", small, setting) for setting in SETTINGS],
+        "raw_huge_pages": [RawWriter("raw_huge_pages", huge, setting) for setting in SETTINGS],
+        "dcp": [Dcp(trainer.state_dict, thread_count=count) for count in (1, 2)],
+        "dcp_unchecked": [Dcp(trainer.state_dict, thread_count=count, checksums=False) for count in (1, 2)],
+        "safetensors": [Safetensors(trainer.tensors)],
+        "torch_save": [TorchSave(trainer.state_dict)],
+    }
+
+
+def _choose_peers(bench: Bench, *, trials: int) -> tuple[list[Saver], dict[str, list[float]]]:
+    """Warm every peer up, and choose the settings that are best by median; return the medians too, in seconds."""
+    candidates = _list_candidates(bench.trainer)
+    seconds = {name: [[0.0] * trials for _ in savers] for name, savers in candidates.items()}
+    for trial in range(trials):
+        for name, savers in candidates.items():
+            bench.progress.say(f"save: warming up, {trial + 1} of {trials}: {name}")
+            for number, saver in enumerate(savers):
+                seconds[name][number][trial] = time_save(saver, bench.place)
+    medians = {name: [median_of(tried) for tried in lists] for name, lists in seconds.items()}
+    return [savers[medians[name].index(min(medians[name]))] for name, savers in candidates.items()], medians
+
+
+def _run_rounds(bench: Bench, savers: Sequence[Saver], rounds: int) -> list[dict[str, Any]]:
+    by_name = {saver.name: saver for saver in savers}
+    rows = []
+    for number in range(rounds):
+        order = order_of_round(list(by_name), number)
+        seconds = {}
+        for name in order:
+            bench.progress.say(f"save: round {number + 1} of {rounds}: {name}")
+            seconds[name] = time_save(by_name[name], bench.place)
+        rows.append({"order": order, "seconds": seconds})
+    return rows
+
+
+def _sum_up(
+    trainer: Trainer,
+    rows: list[dict[str, Any]],
+    *,
+    settings: dict[str, object],
+    memory: dict[str, int],
+    notes: dict[str, object],
+) -> Outcome:
+    rates = {name: [trainer.nbytes / row["seconds"][name] / 1e9 for row in rows] for name in settings}
+    return Outcome(
+        workload=trainer.describe(),
+        settings=settings,
+        repeats={"save": len(rows)},
+        rounds={"save": rows},
+        figures={f"{name}_gb_per_s": summarize(of_rounds) for name, of_rounds in rates.items()},
+        ratios={name: paired_ratio(rates["ckptfmt"], rates[peer]) for name, (peer, _) in RATIOS.items()},
+        goals={name: goal for name, (_, goal) in RATIOS.items() if goal},
+        memory=memory,
+        notes=notes,
+    )
