@@ -17,6 +17,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.image import Image, Piece, key_of, plan_image
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store.protocol import SizedChunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -188,8 +189,7 @@ def _write_shards(store: Store, image: Image, contents: Contents, names: list[st
     """Write all shards, or leave none; return the digests of each piece's blocks."""
     try:
         for number, (shard, name) in enumerate(zip(image.shards, names, strict=True)):
-            chunks = functools.partial(contents.iter_chunks, number)
-            create_once(store, name, chunks, nbytes=shard.nbytes)
+            create_once(store, name, functools.partial(_chunks_of, contents, number, shard.nbytes), nbytes=shard.nbytes)
         return contents.digests()
     except Exception as error:
         # Without a part they can never be committed, and a full disk would stay full. Of what is unknown, nothing goes.
@@ -198,6 +198,10 @@ def _write_shards(store: Store, image: Image, contents: Contents, names: list[st
             with contextlib.suppress(CkptError):
                 store.delete(name)
         raise
+
+
+def _chunks_of(contents: Contents, shard: int, nbytes: int) -> SizedChunks:
+    return SizedChunks(contents.iter_chunks(shard), nbytes)
 
 
 class _LiveContents:

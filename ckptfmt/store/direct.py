@@ -46,12 +46,14 @@ class FileWriter:
     Args:
         calls: the system calls to use.
         fd: of the file.
+        nbytes: how large it will be, where that is known: room is made for all of it before the first request.
     """
 
-    def __init__(self, calls: PosixCalls, fd: int) -> None:
+    def __init__(self, calls: PosixCalls, fd: int, *, nbytes: int | None = None) -> None:
         self._calls = calls
         self._fd = fd
         self._nbytes = 0  # handed over so far: the file's size at the end
+        self._expected_nbytes = nbytes
         self._room_nbytes: int | None = 0  # asked for so far; None: the file system has none to give
         self._requests: _Requests | None = None
         self._is_direct = False
@@ -111,10 +113,16 @@ class FileWriter:
 
     def _make_room(self, nbytes: int) -> None:
         """Let a file that goes on growing be larger than it is, so that the next requests don't have to enlarge it."""
-        if self._nbytes < GROWING_NBYTES or self._room_nbytes is None or nbytes <= self._room_nbytes:
+        if self._room_nbytes is None or nbytes <= self._room_nbytes:
             return
-        # Never more than there is already: of a disk that is nearly full, others need the rest.
-        self._room_nbytes = self._nbytes + min(self._nbytes, ROOM_NBYTES)
+        if self._expected_nbytes is not None and nbytes <= self._expected_nbytes:
+            # Now, while nothing is under way: else it waits for all requests, and they for it.
+            self._room_nbytes = self._expected_nbytes
+        elif self._nbytes < GROWING_NBYTES:
+            return
+        else:
+            # Never more than there is already: of a disk that is nearly full, others need the rest.
+            self._room_nbytes = self._nbytes + min(self._nbytes, ROOM_NBYTES)
         try:
             self._calls.preallocate(self._fd, self._room_nbytes)
         except OSError:

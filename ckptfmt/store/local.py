@@ -20,7 +20,7 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.direct import FileWriter
 from ckptfmt.store.holding import Hold, is_held
 from ckptfmt.store.posix import PosixCalls
-from ckptfmt.store.protocol import TEMPORARY_PREFIX, Buffer, Names, check_path, check_prefix, join_path
+from ckptfmt.store.protocol import TEMPORARY_PREFIX, Buffer, Names, SizedChunks, check_path, check_prefix, join_path
 
 __all__ = ["LocalStore"]
 
@@ -328,7 +328,8 @@ class LocalStore:
         try:
             fd = self._calls.open_new(temporary, directory)
             try:
-                with FileWriter(self._calls, fd) as file:
+                nbytes = chunks.nbytes if isinstance(chunks, SizedChunks) else None
+                with FileWriter(self._calls, fd, nbytes=nbytes) as file:
                     for chunk in chunks:
                         file.write(chunk)
                 # Never tried again: after an error the kernel may drop the pages and says yes the next time.

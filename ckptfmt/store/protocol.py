@@ -22,7 +22,7 @@ docstrings name what comes on top. Calls may come from several threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Final, Protocol, TypeAlias
 
@@ -33,6 +33,7 @@ __all__ = [
     "TEMPORARY_PREFIX",
     "Buffer",
     "Names",
+    "SizedChunks",
     "Store",
     "check_path",
     "check_prefix",
@@ -54,6 +55,17 @@ COMPONENT_NBYTES: Final = 255
 _FORBIDDEN: Final = {"\\", "\x7f", *map(chr, range(0x20))}
 
 
+class SizedChunks:
+    """Chunks whose size in all is known: a store may make room for them at once. It need not look."""
+
+    def __init__(self, chunks: Iterable[Buffer], nbytes: int) -> None:
+        self._chunks = chunks
+        self.nbytes: Final = nbytes
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return iter(self._chunks)
+
+
 class Store(Protocol):
     """Files under a root, created whole and at most once."""
 
@@ -71,7 +83,8 @@ class Store(Protocol):
 
         Args:
             path: where; see `check_path`.
-            chunks: the contents in order; drawn once, and not far ahead of what is written. A chunk stays unchanged
+            chunks: the contents in order, `SizedChunks` where their size is known; drawn once, and not far ahead of what
+                is written. A chunk stays unchanged
                 until `create` returns.
 
         Raises:

@@ -93,6 +93,7 @@ class _Trainer:
             self._enter("saving")
             handle = toy.save(checkpointer)
             self._enter("staging")
+            self._phase[1] = min(255, self._phase[1] + 1)
             self._pending[handle] = "STAGING"
             # Or don't: then it is copied beside the next step, and written beside the next save.
             for state in ("STAGED", "COMMITTED"):
@@ -133,13 +134,21 @@ class _Run:
         self._toy = toy
         self._nbytes = rng.choice(_NBYTES)
         self._keep = rng.choice((2, 4))
-        self._phase = mmap.mmap(-1, 1)
+        self._phase = mmap.mmap(-1, 2)  # a place in PHASES, and how many saves were begun
         self._line_count = 0
         self._staged: list[tuple[int, int]] = []
         self._unsure: set[tuple[int, int]] = set()
         self._asked = 0
 
-    def kill_one(self) -> None:
+    def kill_some(self, kill_count: int) -> None:
+        """Kill trainers one after the other, until a violation is found; the last one lives."""
+        for _ in range(kill_count):
+            self._kill_one()
+            if self._report.violations:
+                return
+        self._let_one_live()
+
+    def _kill_one(self) -> None:
         """Start a trainer, kill it, and judge what is left, at once or when the next one resumes from it."""
         pid = self._start(save_count=None)
         self._wait_for_a_moment(pid)
@@ -155,7 +164,7 @@ class _Run:
         if self._rng.random() < _JUDGE_CHANCE:
             self._judge()
 
-    def let_one_live(self) -> None:
+    def _let_one_live(self) -> None:
         """Start a trainer that comes to its end: after all these kills, without anybody's help."""
         _, status = os.waitpid(self._start(save_count=2), 0)
         if status != 0:
@@ -164,7 +173,7 @@ class _Run:
         self._judge()
 
     def _start(self, *, save_count: int | None) -> int:
-        self._phase[0] = 0
+        self._phase[:] = bytes(2)
         seed = self._rng.getrandbits(32)
         pid = os.fork()
         if pid == 0:
@@ -176,8 +185,13 @@ class _Run:
     def _wait_for_a_moment(self, pid: int) -> None:
         """Wait until the trainer is in a phase chosen by chance, and a little longer; not if it has failed."""
         target = self._rng.randrange(len(PHASES))
+        # From the second save on an optimizer's tensors are copied beside the training.
+        after = self._rng.choice((0, 0, 2)) if target else 0
         ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        until(lambda: self._phase[0] == target or os.waitid(os.P_PID, pid, ended), every_s=0.0005)
+        until(
+            lambda: (self._phase[0] == target and self._phase[1] >= after) or os.waitid(os.P_PID, pid, ended),
+            every_s=0.0005,
+        )
         time.sleep(self._rng.uniform(0, (0.5, 0.004, 0.004, 0.02, 0.004)[target]))
 
     def _listen(self) -> None:
@@ -234,12 +248,18 @@ def kill_many(kill_count: int, seed: int, toys: list[type[Toy]]) -> Report:
         # In memory, or on the disk, where a save takes longer.
         with tempfile.TemporaryDirectory(dir=rng.choice((FAST_DIRECTORY, None)), prefix="ckptfmt-faults-") as directory:
             run = _Run(pathlib.Path(directory) / "run", report, rng, rng.choice(toys))
-            for _ in range(min(_KILLS_PER_RUN, kill_count - report.kill_count)):
-                run.kill_one()
-                if report.violations:
-                    return report
-            run.let_one_live()
+            try:
+                run.kill_some(min(_KILLS_PER_RUN, kill_count - report.kill_count))
+            finally:
+                _end_savers()
     return report
+
+
+def _end_savers() -> None:
+    """Kill what still writes where a violation was found: the directory is about to go."""
+    for pid in savers():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not savers())
 
 
 def _warm_up(toys: list[type[Toy]]) -> None:

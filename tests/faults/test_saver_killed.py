@@ -34,12 +34,17 @@ def background_of(checkpointer) -> Any:
 def kill_saver():
     (pid,) = savers()
     os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def wait_noticed(checkpointer, pid):
+    """Wait until the trainer knows of the end of a saver, or has another one already."""
+    assert until(lambda: getattr(background_of(checkpointer)._link, "pid", None) != pid)
 
 
 def kill_noticed_saver(checkpointer):
     """Kill the saver, and wait until the trainer knows."""
-    kill_saver()
-    assert until(lambda: background_of(checkpointer)._link is None)
+    wait_noticed(checkpointer, kill_saver())
 
 
 def held():
@@ -118,7 +123,7 @@ def test_saver_killed_while_the_next_save_begins_fails_that_one_at_most(run):
             timer.join()
             if handle.error is not None:
                 assert code_of(checkpointer.save) == "SAVER_LOST"
-            assert until(lambda: background_of(checkpointer)._link is None)
+            wait_noticed(checkpointer, pid)
             toy.save(checkpointer).wait("COMMITTED", PATIENCE_S)
     assert seen <= {"ok", "SAVER_LOST"}
     assert problems(run) == []
@@ -151,7 +156,7 @@ def test_saver_that_fails_by_itself_says_why_and_finishes_what_is_staged(run, mo
         with pytest.raises(CkptError, match="KeyError"):
             unstaged.wait(timeout_s=PATIENCE_S)
         assert outcome_of(staged) == "ok"
-        assert until(lambda: background_of(checkpointer)._link is None)
+        wait_noticed(checkpointer, pid)
         with contextlib.suppress(ProcessLookupError):
             send(pid, signal.SIGSTOP)  # amid its end, which is nothing to the next one
         assert code_of(checkpointer.save) == "PEER_FAILED"

@@ -3,13 +3,14 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from tests.explorer.telling import tell
-from tests.faults.driver import until
+from tests.faults.driver import PATIENCE_S, TorchToy, Toy, problems, resume, start, until
 from tests.faults.killing import PHASES
 from tests.store.helpers import ROOT
 
@@ -44,6 +45,26 @@ def test_kills_lose_nothing_that_was_staged():
     assert report["kill_count"] == 10
     assert report["resumed_count"] >= 3
     assert until(lambda: shared_memory() <= before, timeout_s=10), "memory was left under a name"
+
+
+@pytest.mark.parametrize("toy", ["Toy", "TorchToy"])
+def test_trainer_that_dies_as_soon_as_a_save_is_staged_loses_nothing(run, toy):
+    """Of `TorchToy`, the third save is copied beside the training, which takes a while for so much."""
+    script = f"""
+toy = {toy}(150 << 20)
+checkpointer = Checkpointer(run, toy.state)
+for _ in range(2):
+    toy.save(checkpointer).wait("COMMITTED")
+handle = toy.save(checkpointer)
+assert handle.state == "STAGING" or toy.dtype != TorchToy.dtype
+handle.wait("STAGED")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with start(script, run) as trainer:
+        _, errors = trainer.communicate(timeout=PATIENCE_S)
+    assert trainer.returncode == -signal.SIGKILL, errors
+    assert resume(run, Toy(150 << 20) if toy == "Toy" else TorchToy(150 << 20)) == 3
+    assert problems(run) == []
 
 
 @pytest.mark.slow
