@@ -83,9 +83,8 @@ class Store(Protocol):
 
         Args:
             path: where; see `check_path`.
-            chunks: the contents in order, `SizedChunks` where their size is known; drawn once, and not far ahead of what
-                is written. A chunk stays unchanged
-                until `create` returns.
+            chunks: the contents in order, `SizedChunks` where their size is known; drawn once, and not far ahead of
+                what is written. A chunk stays unchanged until `create` returns.
 
         Raises:
             CkptError: ``STORE_EXISTS`` if the path is taken, whatever it holds; ``UNSAFE_PATH``; ``UNSAFE_FILE`` if
