@@ -82,7 +82,7 @@ sys.stdin.readline()
             os.kill(child, signal.SIGKILL)
     assert step in committed(run)
     assert problems(run) == []
-    assert resume(run, Toy(NBYTES), allow="streams") == step
+    assert resume(run, Toy(NBYTES)) == step
 
 
 @pytest.mark.parametrize("end", ["sys.exit()", "raise SystemExit(0)", "pass", "checkpointer.close(); os._exit(0)"])
