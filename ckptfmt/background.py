@@ -370,12 +370,9 @@ class Background:
         for handle in rest if self._in_process else ():
             # Nobody will tell it anything any more, and somebody may wait for it.
             handle.tell_failed(err(Code.SAVER_LOST, "the checkpointer was closed meanwhile", where=handle.path))
-        self._later.put(None)
         self._threads.shutdown(wait=not rest, cancel_futures=True)
         self._end_link(1.0 if rest else 5.0)
-        for place in self._places:
-            place.close()
-        self._places = []
+        self._end_staging()
         return rest
 
     def let_go(self, timeout_s: float) -> None:
@@ -392,6 +389,14 @@ class Background:
                 handle.wait_over(rest_s)
         # What it was told last has to reach it; how it goes on with that needn't be seen.
         self._end_link(0.5, drain_s=end_s - time.monotonic())
+        self._end_staging()
+
+    def _end_staging(self) -> None:
+        """Let slots and stager go, as soon as the copies that they still have in their hands are done."""
+        self._later.put(None)
+        for place in self._places:
+            place.close()
+        self._places = []
 
     def _end_link(self, timeout_s: float, *, drain_s: float = 0.0) -> None:
         self._is_closing = True

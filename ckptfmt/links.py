@@ -69,11 +69,7 @@ class ProcessLink:
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
                 cwd="/",
-                # What the trainer imports from; its own ways to extend that may not be the environment's.
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(str(pathlib.Path(place).resolve()) for place in sys.path),
-                },
+                env={**os.environ, "PYTHONPATH": _import_path()},
             )
         except OSError as error:
             self._channel.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import pathlib
 from collections import deque
 from typing import Any
 
@@ -127,6 +129,15 @@ def read_all(store: Store) -> dict[tuple[str, ...], object]:
         kind, state = checkpoint.stream(name, scope)
         found["stream", name, scope] = (kind, dump_tree(state, where=""))
     return found
+
+
+def slot_count() -> int:
+    """Return how many slots this process has open."""
+    count = 0
+    for link in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            count += str(link.readlink()).startswith("/memfd:ckptfmt-slot")
+    return count
 
 
 def code_of(action: Any) -> str:

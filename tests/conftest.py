@@ -1,8 +1,13 @@
-"""What holds for every test: depth of property tests, one thread per worker, a second reader of what is written."""
+"""What holds for every test: depth of property tests, one thread per worker, a second reader, no slot left behind."""
 
+import gc
 import os
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
+
+from tests.builders import slot_count
 
 # Two workers on two cores: more threads inside each only make both wait. Set before torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,3 +19,13 @@ hypothesis.settings.load_profile("house")
 
 # Everything that a test saves and leaves whole is also read by a reader that knows the specification alone.
 pytest_plugins = ["tests.plugins_stranger"]
+
+
+@pytest.fixture(autouse=True)
+def _slots() -> Iterator[None]:
+    """See that no test leaves the memory of a snapshot behind."""
+    before = slot_count()
+    yield
+    if slot_count() != before:
+        gc.collect()
+    assert slot_count() == before, "a slot is left behind"

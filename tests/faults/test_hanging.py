@@ -1,5 +1,6 @@
 """Storage that doesn't answer: the training goes on, nothing piles up, whoever waits has a deadline."""
 
+import contextlib
 import pathlib
 import shutil
 import signal
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from ckptfmt.checkpointer import Checkpointer
+from tests.builders import slot_count
 from tests.faults.driver import (
     PATIENCE_S,
     Toy,
@@ -56,34 +58,32 @@ def resident_nbytes():
     return int(fields["VmRSS"].split()[0]) * 1024
 
 
-def slot_count():
-    links = pathlib.Path("/proc/self/fd").iterdir()
-    return sum(str(link.readlink()).startswith("/memfd:ckptfmt-slot") for link in links if link.is_symlink())
-
-
-def hang(checkpointer, toy):
-    """Save once, then stop the saver; return its process."""
+@contextlib.contextmanager
+def hanging(checkpointer, toy):
+    """Save once, then stop the saver for as long as this lasts."""
     toy.save(checkpointer).wait("COMMITTED", PATIENCE_S)
     (pid,) = savers()
     send(pid, signal.SIGSTOP)
-    return pid
+    try:
+        yield
+    finally:
+        send(pid, signal.SIGCONT)
 
 
 def test_saves_are_skipped_and_nothing_piles_up(run):
     toy = Toy(NBYTES)
     with Checkpointer(run, toy.state, when_busy="skip") as checkpointer:
-        pid = hang(checkpointer, toy)
-        begin_s = time.monotonic()
-        handles = [toy.save(checkpointer) for _ in range(2)]
-        before_nbytes = resident_nbytes()
-        skipped = [toy.save(checkpointer) for _ in range(100)]
-        assert time.monotonic() - begin_s < PATIENCE_S / 2
-        assert {handle.state for handle in handles} == {"STAGING"}
-        assert {handle.state for handle in skipped} == {"SKIPPED"}
-        assert resident_nbytes() - before_nbytes < NBYTES
-        assert slot_count() == 2
-        assert len(savers()) == 1
-        send(pid, signal.SIGCONT)
+        with hanging(checkpointer, toy):
+            begin_s = time.monotonic()
+            handles = [toy.save(checkpointer) for _ in range(2)]
+            before_nbytes = resident_nbytes()
+            skipped = [toy.save(checkpointer) for _ in range(100)]
+            assert time.monotonic() - begin_s < PATIENCE_S / 2
+            assert {handle.state for handle in handles} == {"STAGING"}
+            assert {handle.state for handle in skipped} == {"SKIPPED"}
+            assert resident_nbytes() - before_nbytes < NBYTES
+            assert slot_count() == 2
+            assert len(savers()) == 1
         assert all(handle.wait(timeout_s=PATIENCE_S) for handle in handles)
         assert toy.save(checkpointer).wait(timeout_s=PATIENCE_S) is not None
     assert committed(run) == [1, 2, 3, 104]
@@ -93,13 +93,12 @@ def test_saves_are_skipped_and_nothing_piles_up(run):
 def test_save_that_waits_for_a_slot_has_a_deadline(run):
     toy = Toy(NBYTES)
     with Checkpointer(run, toy.state, deadline_s=4) as checkpointer:
-        pid = hang(checkpointer, toy)
-        handles = [toy.save(checkpointer) for _ in range(2)]
-        for _ in range(2):
-            begin_s = time.monotonic()
-            assert code_of(lambda: toy.save(checkpointer)) == "SLOTS_BUSY"
-            assert 3 < time.monotonic() - begin_s < PATIENCE_S / 2
-        send(pid, signal.SIGCONT)
+        with hanging(checkpointer, toy):
+            handles = [toy.save(checkpointer) for _ in range(2)]
+            for _ in range(2):
+                begin_s = time.monotonic()
+                assert code_of(lambda: toy.save(checkpointer)) == "SLOTS_BUSY"
+                assert 3 < time.monotonic() - begin_s < PATIENCE_S / 2
         assert all(handle.wait(timeout_s=PATIENCE_S) for handle in handles)
         assert toy.save(checkpointer).wait(timeout_s=PATIENCE_S) is not None
     assert committed(run) == [1, 2, 3, 6]
@@ -109,14 +108,13 @@ def test_save_that_waits_for_a_slot_has_a_deadline(run):
 def test_close_has_a_deadline_and_loses_nothing(run):
     toy = Toy(NBYTES)
     checkpointer = Checkpointer(run, toy.state, deadline_s=4)
-    pid = hang(checkpointer, toy)
-    handles = [toy.save(checkpointer) for _ in range(2)]
-    begin_s = time.monotonic()
-    assert code_of(checkpointer.close) == "SAVE_PENDING"
-    assert 3 < time.monotonic() - begin_s < PATIENCE_S / 2
-    assert {outcome_of(handle) for handle in handles} == {"SAVER_LOST"}, "somebody may wait for them"
-    assert slot_count() == 0
-    send(pid, signal.SIGCONT)
+    with hanging(checkpointer, toy):
+        handles = [toy.save(checkpointer) for _ in range(2)]
+        begin_s = time.monotonic()
+        assert code_of(checkpointer.close) == "SAVE_PENDING"
+        assert 3 < time.monotonic() - begin_s < PATIENCE_S / 2
+        assert {outcome_of(handle) for handle in handles} == {"SAVER_LOST"}, "somebody may wait for them"
+        assert slot_count() == 0
     assert until(lambda: not savers())
     assert committed(run) == [1, 2, 3]
     assert problems(run) == []
