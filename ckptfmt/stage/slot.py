@@ -33,6 +33,7 @@ _F_SEAL_SEAL: Final = 0x1
 _F_SEAL_SHRINK: Final = 0x2
 _F_SEAL_GROW: Final = 0x4
 _MADV_DONTFORK: Final = 10
+_MADV_DONTDUMP: Final = 16
 _MADV_POPULATE_READ: Final = 22
 _MADV_POPULATE_WRITE: Final = 23
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
@@ -71,13 +72,14 @@ class MemoryCalls:
         return bool(fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK)
 
     def map(self, fd: int, nbytes: int, *, writable: bool) -> int:
-        """Map the file's beginning, shared; return the address. A process forked from this one won't have it."""
+        """Map the file's beginning, shared; return the address. Neither forked processes nor core dumps have it."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         address: int = _libc().mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
         if address == _MAP_FAILED:
             raise _os_error()
         try:
-            _checked(_libc().madvise(address, nbytes, _MADV_DONTFORK))
+            for advice in (_MADV_DONTFORK, _MADV_DONTDUMP):
+                _checked(_libc().madvise(address, nbytes, advice))
         except OSError:
             self.unmap(address, nbytes)
             raise

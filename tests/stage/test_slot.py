@@ -52,6 +52,14 @@ def attached(slot):
 # Sharing
 
 
+def test_core_dumps_have_none_of_it(slot):
+    with attached(slot) as other:
+        for address in (slot.address, other.address):
+            maps = pathlib.Path("/proc/self/smaps").read_text().split(f"{address:x}-", 1)[1]
+            flags = maps.split("VmFlags:", 1)[1].splitlines()[0].split()
+            assert {"dd", "dc"} <= set(flags)  # don't dump, don't copy
+
+
 def test_another_process_sees_the_bytes_of_the_maker(slot):
     content = os.urandom(slot.nbytes)
     slot.view[:] = content
