@@ -132,14 +132,19 @@ class WriterOptions:
 
 
 class Dcp:
-    """`torch.distributed.checkpoint.save`: its default writer, by one or more threads."""
+    """`torch.distributed.checkpoint.save`: as it is by default, or otherwise."""
 
     is_buffered = True
 
     def __init__(
-        self, state_dict: Callable[[], Mapping[str, object]], *, thread_count: int, checksums: bool = True
+        self,
+        state_dict: Callable[[], Mapping[str, object]],
+        *,
+        name: str = "dcp",
+        thread_count: int = 1,
+        checksums: bool = True,
     ) -> None:
-        self.name = "dcp" if checksums else "dcp_unchecked"
+        self.name = name
         self._state_dict = state_dict
         self._options = WriterOptions(thread_count=thread_count, checksums=checksums)
 

@@ -28,7 +28,7 @@ RATIOS: Final = {
     "save_vs_direct": ("raw", ">= 0.9"),
     "save_vs_dcp": ("dcp", ">= 2.5"),
     "save_vs_safetensors": ("safetensors", ">= 1.3"),
-    "save_vs_dcp_unchecked": ("dcp_unchecked", ""),
+    "save_vs_dcp_best": ("dcp_best", ""),
     "save_vs_torch_save": ("torch_save", ""),
     "save_vs_direct_huge_pages": ("raw_huge_pages", ""),
 }
@@ -73,8 +73,11 @@ def _list_candidates(trainer: Trainer) -> dict[str, list[Saver]]:
     return {
         "raw": [RawWriter("raw", small, setting) for setting in SETTINGS],
         "raw_huge_pages": [RawWriter("raw_huge_pages", huge, setting) for setting in SETTINGS],
-        "dcp": [Dcp(trainer.state_dict, thread_count=count) for count in (1, 2)],
-        "dcp_unchecked": [Dcp(trainer.state_dict, thread_count=count, checksums=False) for count in (1, 2)],
+        "dcp": [Dcp(trainer.state_dict)],
+        "dcp_best": [
+            Dcp(trainer.state_dict, name="dcp_best", thread_count=count, checksums=checksums)
+            for count, checksums in ((2, True), (1, False), (2, False))
+        ],
         "safetensors": [Safetensors(trainer.tensors)],
         "torch_save": [TorchSave(trainer.state_dict)],
     }

@@ -20,6 +20,8 @@ __all__ = ["ShardEntry", "dump_shard_header", "parse_shard_header", "plan_shard"
 _PREFIX_NBYTES: Final = 8
 #: The header, a box, its shape.
 _DEPTH: Final = 3
+#: Boxes of fewer bytes come first, as neighbours.
+_SMALL_NBYTES: Final = 1 << 20
 _METADATA_KEY: Final = "__metadata__"
 _METADATA: Final = {"format": "pt"}
 _ENTRY_KEYS: Final = {"dtype", "shape", "data_offsets"}
@@ -50,18 +52,22 @@ def plan_shard(boxes: list[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, li
 
     Args:
         boxes: (key, safetensors tag, shape) of each. Those of wider elements are laid out first, so that each is
-            aligned to its own element; equal widths keep their order.
+            aligned to its own element; among equal widths, small boxes come before large ones; else they keep their
+            order.
 
     Units: bytes from the start of the file.
     Spec: REQ-SHD-002, REQ-SHD-003.
     """
-    order = sorted(range(len(boxes)), key=lambda index: -_ELEMENT_NBYTES[boxes[index][1]])
+    sizes = [math.prod(shape) * _ELEMENT_NBYTES[tag] for _, tag, shape in boxes]
+    order = sorted(
+        range(len(boxes)), key=lambda index: (-_ELEMENT_NBYTES[boxes[index][1]], sizes[index] >= _SMALL_NBYTES)
+    )
     begin = 0
     header: dict[str, Any] = {_METADATA_KEY: _METADATA}
     spans: dict[int, tuple[int, int]] = {}
     for index in order:
         key, tag, shape = boxes[index]
-        end = begin + math.prod(shape) * _ELEMENT_NBYTES[tag]
+        end = begin + sizes[index]
         header[key] = {"dtype": tag, "shape": list(shape), "data_offsets": [begin, end]}
         spans[index] = (begin, end)
         begin = end

@@ -22,7 +22,7 @@ NAMES = {
     },
 }
 CONTESTANTS = {
-    "save": {"ckptfmt", "raw", "raw_huge_pages", "dcp", "dcp_unchecked", "safetensors", "torch_save"},
+    "save": {"ckptfmt", "raw", "raw_huge_pages", "dcp", "dcp_best", "safetensors", "torch_save"},
     "stall": {"ckptfmt", "ckptfmt_copy", "dcp_thread", "dcp_process"},
 }
 

@@ -225,13 +225,14 @@ def test_headers_come_back(rows):
     }
 
 
-@given(st.lists(st.sampled_from(["BF16", "F64", "U8", "F32"]), max_size=8))
-def test_wider_elements_come_first_and_equal_ones_keep_their_order(tags):
+@given(st.lists(st.tuples(st.sampled_from(["BF16", "F64", "U8", "F32"]), st.sampled_from([1, 2**17, 2**19, 2**20]))))
+def test_wider_elements_come_first_then_smaller_boxes_and_equal_ones_keep_their_order(rows):
     """REQ-SHD-002, REQ-SHD-003."""
-    _, entries = plan_shard([(str(number), tag, (1,)) for number, tag in enumerate(tags)])
+    _, entries = plan_shard([(str(number), tag, (count,)) for number, (tag, count) in enumerate(rows)])
     width = {"BF16": 2, "F64": 8, "U8": 1, "F32": 4}
     order = sorted(entries, key=lambda entry: entry.byte_begin)
-    assert [int(entry.key) for entry in order] == sorted(range(len(tags)), key=lambda n: (-width[tags[n]], n))
+    expected = sorted((-width[tag], width[tag] * count >= 2**20, number) for number, (tag, count) in enumerate(rows))
+    assert [int(entry.key) for entry in order] == [number for _, _, number in expected]
 
 
 def test_a_header_over_its_limit_is_not_written(monkeypatch):
