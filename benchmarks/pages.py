@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
-__all__ = ["PAGE_NBYTES", "Region", "round_up"]
+__all__ = ["PAGE_NBYTES", "Region", "pages_in_order", "round_up"]
 
 PAGE_NBYTES = mmap.PAGESIZE
+#: More than Linux keeps at hand of what was freed last, for two processors and 24 GiB.
+_FREED_NBYTES = 3 * 2**29
+_MADV_POPULATE_WRITE = 23
 
 
 def round_up(nbytes: int, multiple: int = PAGE_NBYTES) -> int:
@@ -23,6 +27,21 @@ def round_up(nbytes: int, multiple: int = PAGE_NBYTES) -> int:
     8192
     """
     return -(-nbytes // multiple) * multiple
+
+
+@contextlib.contextmanager
+def pages_in_order(nbytes: int) -> Iterator[None]:
+    """Let buffers that are made meanwhile have pages that follow each other in physical memory.
+
+    What was freed last comes back first, and in reverse; a direct write of such pages is cut into many small requests,
+    and takes a fifth longer. How much of a buffer that concerns is chance, so those pages are held by others meanwhile.
+
+    Args:
+        nbytes: size of the buffers, in bytes; twice that is held at most.
+    """
+    with mmap.mmap(-1, round_up(min(_FREED_NBYTES, 2 * nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+        held.madvise(_MADV_POPULATE_WRITE)
+        yield
 
 
 class Region:

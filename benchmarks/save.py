@@ -11,7 +11,7 @@ from benchmarks.bench import Bench
 from benchmarks.figures import median_of, paired_ratio, summarize
 from benchmarks.memory import PeakMemory
 from benchmarks.ours import Ours
-from benchmarks.pages import Region
+from benchmarks.pages import Region, pages_in_order
 from benchmarks.peers import Dcp, Safetensors, TorchSave, process_group
 from benchmarks.raw import SETTINGS, RawWriter
 from benchmarks.record import Outcome
@@ -49,7 +49,7 @@ def measure_save(nbytes: int, *, rounds: int | None, place: Workplace, progress:
     bench.trainer.drop_gradients()
     with process_group(), contextlib.ExitStack() as stack:
         progress.say("save: making slots")
-        with PeakMemory() as memory:
+        with pages_in_order(nbytes), PeakMemory() as memory:
             # Nothing is trained here, so there is nothing to overlap with.
             ours = Ours(place.fresh("run"), bench.trainer.state, overlap=False)
             stack.callback(ours.close)
@@ -69,7 +69,8 @@ def measure_save(nbytes: int, *, rounds: int | None, place: Workplace, progress:
 
 def _list_candidates(trainer: Trainer) -> dict[str, list[Saver]]:
     """Return every peer in each of the settings that are worth trying."""
-    small, huge = (Region(trainer.tensors().values(), huge=is_huge) for is_huge in (False, True))
+    with pages_in_order(trainer.nbytes):
+        small, huge = (Region(trainer.tensors().values(), huge=is_huge) for is_huge in (False, True))
     return {
         "raw": [RawWriter("raw", small, setting) for setting in SETTINGS],
         "raw_huge_pages": [RawWriter("raw_huge_pages", huge, setting) for setting in SETTINGS],

@@ -13,6 +13,7 @@ from benchmarks.figures import Figure, median_of, paired_ratio, summarize
 from benchmarks.lost import measure_lost, sum_up_lost
 from benchmarks.memory import PeakMemory
 from benchmarks.ours import Ours
+from benchmarks.pages import pages_in_order
 from benchmarks.peers import process_group
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round
@@ -49,15 +50,17 @@ def measure_stall(nbytes: int, *, rounds: int | None, place: Workplace, progress
     """
     check_room(place.directory, memory_nbytes=11 * nbytes, storage_nbytes=4 * nbytes)
     bench = Bench(trainer=Trainer(nbytes, threads=os.cpu_count() or 1), place=place, progress=progress)
-    yardstick = CopyYardstick(bench.trainer)
+    with pages_in_order(nbytes):
+        yardstick = CopyYardstick(bench.trainer)
     workload = {**bench.trainer.describe(), **_choose_batch(bench.trainer, yardstick)}
     memory = _measure_memory(bench)
     firsts = _measure_firsts(bench, rounds or _FIRST_ROUNDS)
     with process_group(), contextlib.ExitStack() as stack:
-        copying, overlapping = (
-            Ours(place.fresh("run"), bench.trainer.state, overlap=overlap, name=name)
-            for name, overlap in (("ckptfmt_copy", False), ("ckptfmt", True))
-        )
+        with pages_in_order(nbytes):
+            copying, overlapping = (
+                Ours(place.fresh("run"), bench.trainer.state, overlap=overlap, name=name)
+                for name, overlap in (("ckptfmt_copy", False), ("ckptfmt", True))
+            )
         stack.callback(copying.close)
         stack.callback(overlapping.close)
         stalls = _measure_stalls(bench, copying, yardstick, rounds or _COPY_ROUNDS)
@@ -117,7 +120,8 @@ def _measure_firsts(bench: Bench, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for number in range(rounds):
         bench.progress.say(f"stall: first save, round {number + 1} of {rounds}")
-        ours = Ours(bench.place.fresh("run"), bench.trainer.state, overlap=False)
+        with pages_in_order(bench.trainer.nbytes):
+            ours = Ours(bench.place.fresh("run"), bench.trainer.state, overlap=False)
         first_s, *later = [_time_call(ours, bench.place) for _ in range(1 + _LATER_SAVES)]
         ours.close()
         rows.append({"slots_ready_s": ours.slots_ready_s, "first_s": first_s, "later_s": later})
