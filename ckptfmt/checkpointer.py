@@ -65,7 +65,7 @@ class Checkpointer:
             where a first save has shown that only the optimizer's step changes them.
         slots: how many snapshots there is shared memory for.
         when_busy: what a save does when every slot holds one that isn't written: "wait", or "skip".
-        nice: what the saver's process adds to its niceness.
+        nice: what the saver's process adds to its niceness, and to that of its session.
         check_replicas: whether processes that hold the same tensor of a mesh compare it, by digest, at each save.
         stop_on: signals, such as ``signal.SIGTERM``, after which `steps` saves and ends.
         stop_deadline_s: how long that may take, in seconds.

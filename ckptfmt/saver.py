@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import select
 import signal
 import socket
@@ -44,7 +45,7 @@ def main(fd: int) -> None:
     if first is None:
         return
     opening = first[0]
-    os.nice(opening["nice"])
+    _be_nice(opening["nice"])
     threading.Thread(target=_watch, args=(opening["trainer_pid"], channel), daemon=True).start()
     saver: Saver | None = None
     problem: CkptError | None = None
@@ -59,6 +60,13 @@ def main(fd: int) -> None:
     if problem is not None:
         # Last: the trainer takes the slots back now.
         send({"type": "broken", "error": problem.as_json()})
+
+
+def _be_nice(added: int) -> None:
+    """Add to the niceness of this process, and to that of its session, which is what many kernels go by."""
+    niceness = os.nice(added)
+    with contextlib.suppress(OSError):  # no such kernel, or set too often within a moment
+        pathlib.Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _serve(channel: Channel, saver: Saver, send: Callable[[dict[str, Any]], None]) -> None:

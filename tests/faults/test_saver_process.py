@@ -28,7 +28,11 @@ def test_saver_has_a_session_and_no_streams_of_its_own(run):
         assert {descriptors[number] for number in range(3)} == {"/dev/null"}
         assert sum("memfd:ckptfmt-slot" in name for name in descriptors.values()) == 2
         assert pathlib.Path(f"/proc/{pid}/cwd").readlink() == pathlib.Path("/")
-        assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + 5
+        niceness = os.getpriority(os.PRIO_PROCESS, 0) + 5
+        assert os.getpriority(os.PRIO_PROCESS, pid) == niceness
+        session = pathlib.Path(f"/proc/{pid}/autogroup")
+        # Where sessions share the processors, a process alone can't stand back behind those of another session.
+        assert not session.exists() or session.read_text().split()[-2:] == ["nice", str(niceness)]
     assert savers() == [], "close doesn't wait for the saver's end"
 
 
