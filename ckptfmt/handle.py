@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ __all__ = ["STATES", "SaveHandle", "SaveReport"]
 
 #: The states of a save, in this order. FAILED and SKIPPED are the other ends.
 STATES: Final = ("STAGING", "STAGED", "WRITTEN", "COMMITTED")
+#: After how many seconds of waiting a signal is noticed at the latest.
+_NAP_S: Final = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +117,23 @@ class SaveHandle:
     def wait_over(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is done for this save any more, clean-up included; say whether that is so."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.is_over, timeout_s)
+            return self._holds_in_time(lambda: self.is_over, timeout_s)
 
     def _wait_for(self, is_there: Callable[[], bool], state: str, timeout_s: float | None) -> None:
         with self._changed:
-            ended = self._changed.wait_for(lambda: self._state in ("FAILED", "SKIPPED") or is_there(), timeout_s)
-            if not ended:
+            if not self._holds_in_time(lambda: self._state in ("FAILED", "SKIPPED") or is_there(), timeout_s):
                 detail = f"{self._state}, and not {state} after {timeout_s:g} s"
                 raise err(Code.SAVE_PENDING, detail, where=self.path)
             if self.error is not None:
                 raise self.error
+
+    def _holds_in_time(self, is_there: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until something holds, and say whether it does. Call it with the lock held."""
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        # Looking up now and then: the system may give a signal to another thread, and then it wakes nobody here.
+        while not is_there() and (rest_s := end_s - time.monotonic()) > 0:
+            self._changed.wait(min(rest_s, _NAP_S))
+        return is_there()
 
     def _has_reached(self, state: str) -> bool:
         return self._state in STATES and STATES.index(self._state) >= STATES.index(state)
