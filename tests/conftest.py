@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -11,6 +12,10 @@ from tests.builders import slot_count
 
 # Two workers on two cores: more threads inside each only make both wait. Set before torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Who starts the tests in the background of a shell has them ignore Ctrl-C, and all that they start would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, so that a red build can be repeated; --hypothesis-profile=search looks further.
 hypothesis.settings.register_profile("house", derandomize=True, deadline=None, max_examples=100)
