@@ -234,7 +234,7 @@ class Checkpoint:
         block_nbytes = self.manifest.origin.block_nbytes
         blocks = plan_blocks(read.stored, read.wanted, element_nbytes, block_nbytes)
         held, part = self._locate(tensor, read)
-        content = bytearray(blocks.byte_end - blocks.byte_begin)
+        contents = []
         for extent in held.extents:
             begin = max(blocks.byte_begin, extent.block_begin * block_nbytes)
             end = min(blocks.byte_end, (extent.block_begin + extent.block_count) * block_nbytes)
@@ -250,7 +250,8 @@ class Checkpoint:
                     path=path,
                     byte_begin=at,
                 )
-                content[begin - blocks.byte_begin : end - blocks.byte_begin] = got
+                contents.append(got)
+        content = contents[0] if len(contents) == 1 else b"".join(contents)
         return _cut(content, blocks.byte_begin, read, element_nbytes)
 
     def _checked_path(self, file: PartFile) -> str:
@@ -494,7 +495,7 @@ def _raw(dtype: str) -> np.dtype[Any]:
     return np.dtype((np.void, DTYPES[dtype].nbytes))
 
 
-def _cut(content: bytearray, byte_begin: int, read: PieceRead, element_nbytes: int) -> memoryview:
+def _cut(content: bytes, byte_begin: int, read: PieceRead, element_nbytes: int) -> memoryview:
     """Return the wanted elements out of the bytes of a stored piece from `byte_begin` on."""
     strides = strides_of(read.stored.shape, element_nbytes)
     offsets = (begin - base for begin, base in zip(read.wanted.begin, read.stored.begin, strict=True))
