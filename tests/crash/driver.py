@@ -97,6 +97,7 @@ class _Run:
                 os.write(write_fd, f"failed {json.dumps(traceback.format_exc())}\n".encode())
                 os._exit(1)
             os._exit(0)
+        os.setpgid(pid, pid)  # here, too: whoever comes first, there is a group to kill
         os.close(write_fd)
         return pid, read_fd
 

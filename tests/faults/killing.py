@@ -180,6 +180,7 @@ class _Run:
             os.setsid()
             trainer = _Trainer(self._root, told=self._told, phase=self._phase, seed=seed)
             trainer.run(self._toy(self._nbytes), keep=self._keep, save_count=save_count)
+        until(lambda: os.getpgid(pid) == pid, every_s=0.0005)  # before that there is no group to kill
         return pid
 
     def _wait_for_a_moment(self, pid: int) -> None:
