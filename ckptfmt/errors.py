@@ -124,6 +124,7 @@ class Code(StrEnum):
     DOC_SCHEMA = "DOC_SCHEMA"
     DOC_DIGEST = "DOC_DIGEST"
     DOC_MISMATCH = "DOC_MISMATCH"
+    DOC_COMPRESSION = "DOC_COMPRESSION"
     LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
     MSGPACK_SYNTAX = "MSGPACK_SYNTAX"
     MSGPACK_TYPE = "MSGPACK_TYPE"
@@ -236,6 +237,7 @@ CODES: dict[Code, CodeEntry] = {
     Code.DOC_SCHEMA: CodeEntry(FormatError, "a document has a missing, unknown or ill-typed member", _WRITER),
     Code.DOC_DIGEST: CodeEntry(IntegrityError, "a document isn't the one that its digest names", _RESTORE),
     Code.DOC_MISMATCH: CodeEntry(FormatError, "two documents of one checkpoint contradict each other", _RESTORE),
+    Code.DOC_COMPRESSION: CodeEntry(FormatError, "a compressed document doesn't hold what it says", _RESTORE),
     Code.LIMIT_EXCEEDED: CodeEntry(FormatError, "something is larger than the table of limits allows", _WRITER),
     Code.MSGPACK_SYNTAX: CodeEntry(FormatError, "bytes aren't one whole msgpack value", _RESTORE),
     Code.MSGPACK_TYPE: CodeEntry(FormatError, "a msgpack type is outside of the profile", _WRITER),

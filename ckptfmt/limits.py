@@ -20,8 +20,12 @@ JSON_INTEGER: Final = (1 << 53) - 1
 #: Longest string of a JSON document, in UTF-8.
 JSON_STRING_NBYTES: Final = 4096
 
-#: Largest index or part: columns for 10^7 boxes and their digests.
+#: Largest index or part, as stored and as inflated: columns for 10^7 boxes and their digests.
 MSGPACK_NBYTES: Final = 4 << 30
+#: Largest content of an index or part, inflated, whatever its ratio.
+INFLATED_NBYTES: Final = 64 << 20
+#: Most bytes of a larger content for each byte of `signed`.
+INFLATED_RATIO: Final = 64
 #: Deepest nesting of a msgpack document; trees inside leaves count on their own.
 MSGPACK_DEPTH: Final = 32
 #: Most values in one msgpack document or tree, each scalar and each container counting as one.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import pathlib
+import zlib
 from collections import deque
 from typing import Any
 
@@ -16,7 +18,7 @@ from ckptfmt.digest import digest_text
 from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, index_name, part_path
 from ckptfmt.documents.msgpk import dump_packed_document, parse_msgpack
-from ckptfmt.documents.packed import dump_packed, parse_packed
+from ckptfmt.documents.packed import dump_packed, dump_strings, parse_packed
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.tree import DtypeName, InlineArray, TensorRef, dump_tree
 from ckptfmt.engines.commit import commit
@@ -235,7 +237,7 @@ class Forgery:
 def parse_signed(content: bytes) -> dict[str, Any]:
     """Return what a msgpack document signs, unchecked."""
     envelope = parse_msgpack(content, where="", limit_items=8)
-    signed: dict[str, Any] = parse_msgpack(envelope["signed"], where="", limit_items=10**6)
+    signed: dict[str, Any] = parse_msgpack(zlib.decompress(envelope["signed"]), where="", limit_items=10**6)
     return signed
 
 
@@ -250,3 +252,17 @@ def parse_json(content: bytes) -> dict[str, Any]:
 def unpacked(value: object) -> list[int]:
     """Return the integers of a packed array."""
     return [int(entry) for entry in parse_packed(value, "")]
+
+
+def unpacked_strings(value: Any) -> list[str]:
+    """Return the strings of a column of strings."""
+    lengths, text = value
+    ends = [0, *itertools.accumulate(unpacked(lengths))]
+    return [text.encode()[begin:end].decode() for begin, end in itertools.pairwise(ends)]
+
+
+def edit_strings(table: dict[str, Any], key: str, edit: Any) -> None:
+    """Edit a column of strings as a list: by a function that changes it, or returns another."""
+    strings = unpacked_strings(table[key])
+    changed = edit(strings)
+    table[key] = dump_strings(strings if changed is None else changed)

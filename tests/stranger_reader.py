@@ -4,9 +4,10 @@ import json
 import math
 import re
 import struct
+import zlib
 from collections import Counter, OrderedDict, deque
 from dataclasses import make_dataclass
-from itertools import islice, product
+from itertools import accumulate, islice, pairwise, product
 from pathlib import Path
 
 import msgpack
@@ -45,21 +46,36 @@ def check(signed, expected):
 
 def read_tables(path, nbytes, digest, expected):
     raw = read_file(path, nbytes)
-    signed = msgpack.unpackb(raw)["signed"]
+    envelope, stream = msgpack.unpackb(raw), zlib.decompressobj()
+    signed = stream.decompress(envelope["signed"], envelope["nbytes"] + 1)
+    require(stream.eof and not stream.unused_data and len(signed) == envelope["nbytes"], f"{path}: badly compressed")
     document = msgpack.unpackb(signed, object_pairs_hook=lambda pairs: dict(sorted(pairs)))
-    canonical = msgpack.packb({"digest": digest, "signed": msgpack.packb(document)})
-    require(canonical == raw and blake3(signed).digest() == digest, f"{path}: wrong digest, or form")
+    canonical = msgpack.packb({"digest": digest, "nbytes": len(signed), "signed": envelope["signed"]})
+    require(canonical == raw and msgpack.packb(document) == signed, f"{path}: not in its one form")
+    require(blake3(envelope["signed"]).digest() == digest, f"{path}: wrong digest")
     return check(document, expected)
 
 
+def column(value):
+    if isinstance(value, bytes):  # digests
+        return [digest for (digest,) in struct.iter_unpack("32s", value)]
+    if value and isinstance(value[0], int):  # a packed array: a plane of the lowest bytes, one of the next, ...
+        count = len(value[1]) // value[0]
+        return [int.from_bytes(value[1][i::count], "little") for i in range(count)]
+    if value and isinstance(value[0], list):  # strings
+        ends, text = [0, *accumulate(column(value[0]))], value[1].encode()
+        require(ends[-1] == len(text), "strings of another length")
+        return [text[begin:end].decode() for begin, end in pairwise(ends)]
+    return value
+
+
+def steps_of(values):  # of both signs
+    return [-(value + 1) // 2 if value % 2 else value // 2 for value in values]
+
+
 def rows(document, table, ndims=()):
-    table = dict(table)
-    for key, value in table.items():
-        if isinstance(value, bytes):  # digests
-            table[key] = [digest for (digest,) in struct.iter_unpack("32s", value)]
-        elif value and isinstance(value[0], int):  # a packed array
-            table[key] = struct.unpack(f"<{len(value[1]) // value[0]}{' BH I   Q'[value[0]]}", value[1])
-    for key in {"global_shape", "begin", "box_shape"} & table.keys():  # flattened
+    table = {key: column(value) for key, value in table.items()}
+    for key in {"global_shape", "begin", "cut_shape"} & table.keys():  # flattened
         flat, counts = iter(table[key]), table["ndim"] if key == "global_shape" else ndims
         require(sum(counts) == len(table[key]), f"{key}: wrong number of entries")
         table[key] = [tuple(islice(flat, count)) for count in counts]
@@ -68,6 +84,24 @@ def rows(document, table, ndims=()):
         row["id"] = (FIELDS[row.get("field", 2)], row["name"], document["scopes"][row["scope"]])
         row["kind"] = document["dtypes"][row["dtype"]] if "dtype" in row else row.get("kind")
     return result
+
+
+def read_shardings(index):
+    table = {key: iter(column(value)) for key, value in index["shardings"].items()}
+    parts = accumulate(table["part"], lambda part, step: (part + step + 1) % index["writer_count"], initial=-1)
+    next(parts)
+    for ndim, form, count in zip(table["ndim"], table["form"], table["box_count"], strict=True):
+        if form:  # a grid: the product of intervals
+            axes = [accumulate(islice(table["extent"], n), initial=0) for n in list(islice(table["grid_shape"], ndim))]
+            boxes = [([a for a, _ in box], [b - a for a, b in box]) for box in product(*map(pairwise, axes))]
+        else:  # box after box, dimension after dimension: by what step each begins behind the one before
+            extents = [list(islice(table["box_shape"], count)) for _ in range(ndim)]
+            steps = [steps_of(islice(table["begin"], count)) for _ in range(ndim)]
+            for last, shape in zip(steps[-1:], extents[-1:], strict=True):
+                last[1:] = map(int.__add__, last[1:], shape)  # or behind its end
+            boxes = list(zip(zip(*map(accumulate, steps), strict=True), zip(*extents, strict=True), strict=True))
+        require(len(boxes) == count, "a sharding of another number of boxes")
+        yield [(tuple(begin), tuple(shape), next(parts)) for begin, shape in boxes]
 
 
 def decode(tree, names):
@@ -88,29 +122,36 @@ def read_part(root, row, expected):
     held |= {("streams", row["id"], row["kind"]): row["state"] for row in rows(part, part["streams"])}
     owners = [tensor for tensor in rows(part, part["tensors"]) for _ in range(tensor["box_count"])]
     boxes = rows(part, part["boxes"], [owner["ndim"] for owner in owners])
+    for box, owner in zip(boxes, owners, strict=True):  # 0 is the whole extent, and what is cut is one more
+        cuts = zip(box["cut_shape"], owner["global_shape"], strict=True)
+        box["box_shape"] = tuple(cut - 1 if cut else extent for cut, extent in cuts)
+    extents = rows(part, part["extents"])
+    for extent, at in zip(extents, accumulate(step + 1 for step in steps_of(e["box"] for e in extents)), strict=True):
+        extent["box"], extent["key"] = at - 1, extent["key"] or owners[at - 1]["name"]
     digests = struct.iter_unpack("32s", part["digests"])
     listed = [list(islice(digests, box["digest_count"])) for box in boxes]
     for number, file in enumerate(rows(part, part["files"])):
         require(re.fullmatch(rf"[a-z][a-z_]{{0,40}}-{stem}\.safetensors", file["name"]), f"not a shard: {file['name']}")
         raw = read_file(root / file["name"], file["nbytes"])
         require(blake3(raw[: file["header_nbytes"]]).digest() == file["header_digest"], f"{file['name']}: bad header")
-        seen = dict(safetensors.deserialize(raw))  # what other tools see; no gaps and no overlaps
-        for extent in (extent for extent in rows(part, part["extents"]) if extent["file"] == number):
+        seen, at = dict(safetensors.deserialize(raw)), file["header_nbytes"]  # what other tools see; without gaps
+        for extent in (extent for extent in extents if extent["file"] == number):
             owner, box, digests = (table[extent["box"]] for table in (owners, boxes, listed))
             (width, tag), count = DTYPES[owner["kind"]], math.prod(box["box_shape"])
-            content = raw[extent["byte_begin"] : extent["byte_begin"] + count * width]
+            content, at = raw[at : at + count * width], at + count * width
             blocks = [(blake3(content[at : at + size]).digest(),) for at in range(0, count * width, size)]
-            require(blocks == digests and extent["block_count"] == len(blocks), f"{file['name']}: {extent} is damaged")
+            fits = blocks == digests and (extent["block_count"], extent["gap_nbytes"]) == (len(blocks), 0)
+            require(fits, f"{file['name']}: {extent} is damaged")
             same = {"dtype": tag or "U8", "shape": list(box["box_shape"]) if tag else [count * width], "data": content}
             require(seen.pop(extent["key"]) == same, f"{file['name']}: {extent} isn't what safetensors finds")
             held["tensors", owner["id"], box["begin"], box["box_shape"]] = content
-        require(not seen, f"{file['name']}: {list(seen)} aren't in the part")
+        require(not seen and at == len(raw), f"{file['name']}: {list(seen)} aren't in the part")
     return held
 
 
 def assemble(tensor, tiles, parts):
     shape, width, pieces, content = tensor["global_shape"], DTYPES[tensor["kind"]][0], [], bytearray()
-    for begin, extents, part in (tile.values() for tile in tiles):  # columns are sorted
+    for begin, extents, part in tiles:
         require(all(b + n <= s for b, n, s in zip(begin, extents, shape, strict=True)), f"{tensor['id']}: box outside")
         box, run = parts[part]["tensors", tensor["id"], begin, extents], width * math.prod(extents[-1:])
         for number, corner in enumerate(product(*map(range, extents[:-1])) if box else ()):  # runs along the last axis
@@ -134,9 +175,7 @@ def read_checkpoint(directory):
         index = read_tables(path, named["nbytes"], bytes.fromhex(named["digest"][7:]), origin | {"type": "index"})
         own = origin | {"type": "part", "references": [], "encodings": ["raw"]}
         parts = [read_part(root, row, own | {"writer": i}) for i, row in enumerate(rows(index, index["parts"]))]
-        heads = rows(index, {key: index["shardings"].pop(key) for key in ("ndim", "box_count")})
-        tiles = iter(rows(index, index["shardings"], [row["ndim"] for row in heads for _ in range(row["box_count"])]))
-        shardings = [list(islice(tiles, head["box_count"])) for head in heads]
+        shardings = list(read_shardings(index))
         tensors = {row["id"]: assemble(row, shardings[row["sharding"]], parts) for row in rows(index, index["tensors"])}
         owners = ((list(tensors)[row["tensor"]], row["name"]) for row in rows(index, index["aliases"]))
         aliases = {(field, name, scope): (field, first, scope) for (field, first, scope), name in owners}
@@ -144,6 +183,6 @@ def read_checkpoint(directory):
             names = {name for field, name, scope in (*tensors, *aliases) if (field, scope) == row["id"][::2]}
             value = decode(msgpack.unpackb(parts[row["part"]][kind, row["id"], row["kind"]]), names)
             trees[kind][row["id"]] = value if kind == "leaves" else (row["kind"], value)
-    except (AttributeError, LookupError, OSError, TypeError, safetensors.SafetensorError, struct.error) as error:
+    except (AttributeError, LookupError, OSError, TypeError, safetensors.SafetensorError, zlib.error) as error:
         raise ValueError(f"{root}: not a whole checkpoint of format 0.1: {error!r}") from error
     return {"manifest": manifest, "tensors": tensors, "aliases": aliases} | trees

@@ -9,6 +9,7 @@ import re
 import struct
 import sys
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def save_by_two(path, state_of):
 
 def test_the_reader_is_short_and_imports_neither_the_library_nor_numpy():
     source = READER.read_text()
-    assert len(source.splitlines()) < 150
+    assert len(source.splitlines()) < 190
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -268,7 +269,11 @@ def damage(path, at):
 
 def packed(numbers):
     width = next(width for width in (1, 2, 4, 8) if max(numbers, default=0) < 256**width)
-    return [width, b"".join(number.to_bytes(width, "little") for number in numbers)]
+    return [width, bytes(number >> 8 * plane & 255 for plane in range(width) for number in numbers)]
+
+
+def strings(*texts):
+    return [packed([len(text.encode()) for text in texts]), "".join(texts)]
 
 
 def ordered(value):
@@ -277,10 +282,11 @@ def ordered(value):
 
 def put_msgpack(path, document):
     """Writes a msgpack document as page 10 says; returns its digest."""
-    signed = msgpack.packb(ordered(document))
+    content = msgpack.packb(ordered(document))
+    signed = zlib.compress(content, 0)  # as it is, so that the worked example has one form
     digest = blake3(signed).digest()
     path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_bytes(msgpack.packb({"digest": digest, "signed": signed}))
+    path.write_bytes(msgpack.packb({"digest": digest, "nbytes": len(content), "signed": signed}))
     return digest
 
 
@@ -308,6 +314,8 @@ def from_view(value, key=None):
         return [bytes.fromhex(entry) for entry in value]
     if isinstance(value, list) and [type(entry) for entry in value] == [int, str]:
         return [value[0], bytes.fromhex(value[1])]
+    if isinstance(value, list) and [type(entry) for entry in value] == [list, str]:
+        return [from_view(value[0]), value[1]]
     return value
 
 
@@ -335,8 +343,8 @@ def test_the_worked_example_of_the_specification(tmp_path):
 
 def put_cut_tensor(root, array, cuts):  # noqa: PLR0915 documents, member by member as page 40 has them
     """A checkpoint made from the specification alone: one array, and for each writer the boxes that it wrote."""
-    attempt, tables = "0123456789abcdef", {"tensors": {}, "aliases": {"name": [], "tensor": packed([])}}
-    tables["tensors"] = {"field": packed([0]), "name": ["cut"], "scope": packed([0]), "dtype": packed([0])}
+    attempt, tables = "0123456789abcdef", {"tensors": {}, "aliases": {"name": strings(), "tensor": packed([])}}
+    tables["tensors"] = {"field": packed([0]), "name": strings("cut"), "scope": packed([0]), "dtype": packed([0])}
     tables["tensors"] |= {"ndim": packed([array.ndim]), "global_shape": packed(array.shape), "storage": packed([0])}
     origin = {"run_id": None, "launch": None, "nonce": "0" * 32, "step": 3, "attempt": attempt}
     origin |= {"writer_count": len(cuts), "block_nbytes": 4096, "format_version": "0.1", "saved_unix_s": 1}
@@ -368,22 +376,22 @@ def put_cut_tensor(root, array, cuts):  # noqa: PLR0915 documents, member by mem
         part = common | {"type": "part", "writer": writer, "references": [], "encodings": ["raw"]}
         part["tensors"] = tables["tensors"] | {"box_count": packed([len(boxes)])}
         part["boxes"] = {"replica": packed([0] * len(boxes)), "digest_count": packed([len(own) for own in blocks])}
-        part["boxes"] |= {
-            "begin": packed(sum((b for b, _ in boxes), ())),
-            "box_shape": packed(sum((n for _, n in boxes), ())),
-        }
+        cut_shape = [
+            0 if n == extent else n + 1 for _, shape in boxes for n, extent in zip(shape, array.shape, strict=True)
+        ]
+        part["boxes"] |= {"begin": packed(sum((b for b, _ in boxes), ())), "cut_shape": packed(cut_shape)}
         part["digests"] = b"".join(digest for own in blocks for digest in own)
-        part["files"] = {"name": [name], "kind": ["safetensors"], "nbytes": packed([len(head) + ends[-1]])}
+        part["files"] = {
+            "name": strings(name),
+            "kind": strings("safetensors"),
+            "nbytes": packed([len(head) + ends[-1]]),
+        }
         part["files"] |= {"header_nbytes": packed([len(head)]), "header_digest": blake3(head).digest()}
         zeros, counts = packed([0] * len(boxes)), packed([len(own) for own in blocks])
-        part["extents"] = {"box": packed(range(len(boxes))), "block_begin": zeros, "block_count": counts, "file": zeros}
-        part["extents"] |= {
-            "byte_begin": packed([len(head) + b for b in begins]),
-            "encoding": zeros,
-            "key": list(header),
-        }
-        part["streams"] = {"name": [], "scope": none, "kind": [], "state": []}
-        part["leaves"] = {"field": none, "name": [], "scope": none, "value": []}
+        part["extents"] = {"box": zeros, "block_begin": zeros, "block_count": counts, "file": zeros}
+        part["extents"] |= {"gap_nbytes": zeros, "encoding": zeros, "key": strings(*header)}
+        part["streams"] = {"name": strings(), "scope": none, "kind": strings(), "state": []}
+        part["leaves"] = {"field": none, "name": strings(), "scope": none, "value": []}
         path = root / "parts" / f"{attempt}-{writer:05}.msgpack"
         digests.append(put_msgpack(path, part))
         sizes.append(path.stat().st_size)
@@ -391,11 +399,17 @@ def put_cut_tensor(root, array, cuts):  # noqa: PLR0915 documents, member by mem
     tiles.sort()
     index = common | {"type": "index", "parts": {"nbytes": packed(sizes), "digest": b"".join(digests)}}
     index["tensors"] = tables["tensors"] | {"sharding": packed([0])}
-    index["shardings"] = {"ndim": packed([array.ndim]), "box_count": packed([len(tiles)])}
-    index["shardings"] |= {"begin": packed(sum((b for b, _, _ in tiles), ())), "part": packed([p for _, _, p in tiles])}
-    index["shardings"] |= {"box_shape": packed(sum((n for _, n, _ in tiles), ()))}
-    index["streams"] = {"name": [], "kind": [], "scope": none, "part": none}
-    index["leaves"] = {"field": none, "name": [], "scope": none, "part": none}
+    index["shardings"] = {"ndim": packed([array.ndim]), "form": packed([0]), "box_count": packed([len(tiles)])}
+    index["shardings"] |= {"grid_shape": none, "extent": none}
+    steps, base = [], [(0,) * array.ndim] + [(*b[:-1], b[-1] + n[-1]) for b, n, _ in tiles]
+    for axis in range(array.ndim):
+        steps += [tile[0][axis] - before[axis] for tile, before in zip(tiles, base, strict=False)]
+    index["shardings"] |= {"begin": packed([-2 * step - 1 if step < 0 else 2 * step for step in steps])}
+    index["shardings"] |= {"box_shape": packed([n[axis] for axis in range(array.ndim) for _, n, _ in tiles])}
+    writers = [-1, *(writer for _, _, writer in tiles)]
+    index["shardings"] |= {"part": packed([(b - a - 1) % len(cuts) for a, b in itertools.pairwise(writers)])}
+    index["streams"] = {"name": strings(), "kind": strings(), "scope": none, "part": none}
+    index["leaves"] = {"field": none, "name": strings(), "scope": none, "part": none}
     path = root / f"index-{attempt}.msgpack"
     named = {"name": path.name, "digest": "blake3:" + put_msgpack(path, index).hex(), "nbytes": path.stat().st_size}
     fields: dict[str, Any] = {field: {"state": "absent", "reason": reason} for field, reason in absent.items()}

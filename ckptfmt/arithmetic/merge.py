@@ -1,28 +1,28 @@
-"""Merge the parts of an attempt into its index. A pure function of the parts. Spec: REQ-CMT-010 to REQ-CMT-018."""
+"""Merge the parts of an attempt into its index. A pure function of the parts. Spec: REQ-CMT-010 to REQ-CMT-018.
+
+The boxes of all parts are columns: brought together by tensor with one sort, then merged tensor by tensor.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptfmt.arithmetic.tiling import check_tiling
-from ckptfmt.digest import DIGEST_NBYTES
+from ckptfmt.arithmetic.pieces import gather_pieces, merge_pieces
+from ckptfmt.arithmetic.tiling import check_sharding
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor, PartEntry
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Origin
-from ckptfmt.documents.tables import TensorKey, sort_key
+from ckptfmt.documents.sharding import Sharding
+from ckptfmt.documents.tables import TensorKey, TensorTable, sort_key
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptfmt.box import Box
-    from ckptfmt.documents.index import Sharding
-    from ckptfmt.documents.part import Leaf, Part, PartBox, PartTensor, Stream
+    from ckptfmt.documents.part import Leaf, Part, Stream
 
 __all__ = ["PartFileEntry", "check_index_tiling", "merge_parts", "summarise"]
 
@@ -36,10 +36,6 @@ class PartFileEntry:
     nbytes: int
 
 
-#: Who holds a piece: (writer, what its part says of the piece).
-_Holders = list[tuple[int, "PartBox"]]
-
-
 def merge_parts(entries: Sequence[PartFileEntry]) -> Index:
     """Return the index of an attempt, given all of its parts in writer order.
 
@@ -49,10 +45,7 @@ def merge_parts(entries: Sequence[PartFileEntry]) -> Index:
     """
     parts = [entry.part for entry in entries]
     origin = _check_origins(parts)
-    tensors = tuple(
-        _merge_tensor(key, holders, origin.block_nbytes)
-        for key, holders in sorted(_by_key(parts).items(), key=lambda item: sort_key(item[0]))
-    )
+    tensors = _merge_tensors(parts, origin.block_nbytes)
     index = Index(
         origin=origin,
         saved_unix_s=parts[0].saved_unix_s,
@@ -89,13 +82,10 @@ def check_index_tiling(index: Index) -> None:
     """
     checked: set[tuple[tuple[int, ...], Sharding]] = set()
     for tensor in index.tensors:
-        if (tensor.global_shape, tensor.sharding) in checked:
-            continue
-        checked.add((tensor.global_shape, tensor.sharding))
-        rows = (len(tensor.sharding), len(tensor.global_shape))
-        begin = np.array([box.begin for box, _ in tensor.sharding], dtype=np.int64).reshape(rows)
-        box_shape = np.array([box.shape for box, _ in tensor.sharding], dtype=np.int64).reshape(rows)
-        check_tiling(tensor.global_shape, begin, box_shape, where=_title(tensor.key))
+        # Of tensors that are cut alike, the first speaks for all.
+        if (tensor.global_shape, tensor.sharding) not in checked:
+            checked.add((tensor.global_shape, tensor.sharding))
+            check_sharding(tensor.sharding, tensor.global_shape, where=_title(tensor.key))
 
 
 def _check_origins(parts: Sequence[Part]) -> Origin:
@@ -114,12 +104,67 @@ def _check_origins(parts: Sequence[Part]) -> Origin:
     return origin
 
 
-def _by_key(parts: Sequence[Part]) -> dict[TensorKey, list[tuple[int, PartTensor]]]:
-    held: dict[TensorKey, list[tuple[int, PartTensor]]] = defaultdict(list)
-    for part in parts:
-        for tensor in part.tensors:
-            held[tensor.key].append((part.writer, tensor))
-    return held
+def _merge_tensors(parts: Sequence[Part], block_nbytes: int) -> tuple[IndexTensor, ...]:
+    held = [part.holdings for part in parts]
+    # Most parts have one table of tensors, the very same object: it is looked at once.
+    tables: dict[int, tuple[int, TensorTable]] = {}
+    for part, holdings in zip(parts, held, strict=True):
+        tables.setdefault(id(holdings.table), (part.writer, holdings.table))
+    tensors = _describe_tensors(list(tables.values()))
+    numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
+    rows = {one: np.array([numbers[key] for key in table.keys], np.int64) for one, (_, table) in tables.items()}
+    ndim = np.array([len(tensor.global_shape) for tensor in tensors], np.int64)
+    pieces = gather_pieces(held, [rows[id(holdings.table)] for holdings in held], ndim)
+    return tuple(
+        dataclasses.replace(
+            tensor, sharding=merge_pieces(own, tensor.global_shape, block_nbytes, where=_title(tensor.key))
+        )
+        for tensor, own in zip(tensors, pieces, strict=True)
+    )
+
+
+def _describe_tensors(tables: Sequence[tuple[int, TensorTable]]) -> list[IndexTensor]:
+    """Return what the tables of some writers say of each tensor, sorted; they don't say yet where its pieces are."""
+    found: dict[TensorKey, tuple[int, IndexTensor]] = {}
+    diverged: dict[TensorKey, Exception] = {}
+    nothing = Sharding.of(())
+    for writer, table in tables:
+        rows = zip(table.keys, table.dtypes, table.global_shapes, table.storages, table.aliases, strict=True)
+        for (field, name, scope), dtype, global_shape, storage, aliases in rows:
+            tensor = IndexTensor(
+                field=field,
+                name=name,
+                scope=scope,
+                dtype=dtype,
+                global_shape=global_shape,
+                storage=storage,
+                aliases=aliases,
+                sharding=nothing,
+            )
+            first_writer, first = found.setdefault(tensor.key, (writer, tensor))
+            if first != tensor:
+                error = _find_divergence(first_writer, first, writer, tensor)
+                if error is not None:
+                    diverged.setdefault(tensor.key, error)
+                union = tuple(sorted({*first.aliases, *aliases}, key=str.encode))
+                found[tensor.key] = first_writer, dataclasses.replace(first, aliases=union)
+    if diverged:
+        raise diverged[min(diverged, key=sort_key)]
+    return [found[key][1] for key in sorted(found, key=sort_key)]
+
+
+def _find_divergence(first_writer: int, first: IndexTensor, writer: int, tensor: IndexTensor) -> Exception | None:
+    """Return the error of two writers that don't say the same of a tensor. Spec: REQ-CMT-011."""
+    for what in ("dtype", "global_shape", "storage"):
+        one, other = getattr(first, what), getattr(tensor, what)
+        if one != other:
+            return err(
+                Code.TENSOR_DIVERGED,
+                f"{what} is {one} on writer {first_writer}, {other} on writer {writer}",
+                where=_title(tensor.key),
+                requirement="REQ-CMT-011",
+            )
+    return None
 
 
 def _check_names(tensors: Sequence[IndexTensor]) -> None:
@@ -135,87 +180,6 @@ def _check_names(tensors: Sequence[IndexTensor]) -> None:
                     where=_title(tensor.key),
                     requirement="REQ-IDX-008",
                 )
-
-
-def _merge_tensor(key: TensorKey, holders: list[tuple[int, PartTensor]], block_nbytes: int) -> IndexTensor:
-    first_writer, first = holders[0]
-    for writer, tensor in holders[1:]:
-        for what in ("dtype", "global_shape", "storage"):
-            if getattr(tensor, what) != getattr(first, what):
-                raise err(
-                    Code.TENSOR_DIVERGED,
-                    f"{what} is {getattr(first, what)} on writer {first_writer}, "
-                    f"{getattr(tensor, what)} on writer {writer}",
-                    where=_title(key),
-                    requirement="REQ-CMT-011",
-                )
-    pieces: dict[Box, _Holders] = defaultdict(list)
-    for writer, tensor in holders:
-        for held in tensor.boxes:
-            if held.box.element_count or 0 in first.global_shape:
-                if pieces[held.box] and pieces[held.box][-1][0] == writer:
-                    raise err(
-                        Code.TILING_OVERLAP,
-                        f"writer {writer} lists {held.box} twice",
-                        where=_title(key),
-                        requirement="REQ-PRT-011",
-                    )
-                pieces[held.box].append((writer, held))
-    return IndexTensor(
-        field=first.field,
-        name=first.name,
-        scope=first.scope,
-        dtype=first.dtype,
-        global_shape=first.global_shape,
-        storage=first.storage,
-        aliases=tuple(sorted({alias for _, tensor in holders for alias in tensor.aliases}, key=str.encode)),
-        sharding=tuple((box, _merge_piece(key, pieces[box], block_nbytes)) for box in sorted(pieces)),
-    )
-
-
-def _merge_piece(key: TensorKey, holders: _Holders, block_nbytes: int) -> int:
-    """Return the writer whose copy of a piece counts, after comparing all copies that have digests."""
-    declared = all(held.replica for _, held in holders)
-    known = [(writer, held) for writer, held in holders if held.digests]
-    if len(holders) > 1 and not declared and len(known) not in (0, len(holders)):
-        silent = next(writer for writer, held in holders if not held.digests)
-        raise err(
-            Code.REPLICA_DIVERGED,
-            f"writer {silent} gives no digest of what it holds, and not every holder says that it is a replica",
-            where=_title(key),
-            requirement="REQ-CMT-012",
-        )
-    for writer, held in known[1:]:
-        _check_same_digests(key, known[0], (writer, held), block_nbytes)
-    for writer, held in holders:
-        if held.extents:
-            return writer
-    raise err(
-        Code.HELD_NOT_WRITTEN,
-        f"writers {', '.join(str(writer) for writer, _ in holders[:8])} hold {holders[0][1].box}; none wrote it",
-        where=_title(key),
-        requirement="REQ-CMT-013",
-    )
-
-
-def _check_same_digests(
-    key: TensorKey, one: tuple[int, PartBox], other: tuple[int, PartBox], block_nbytes: int
-) -> None:
-    if one[1].digests == other[1].digests:
-        return
-    pairs = itertools.zip_longest(_split(one[1].digests), _split(other[1].digests))
-    block = next(number for number, (a, b) in enumerate(pairs) if a != b)
-    raise err(
-        Code.REPLICA_DIVERGED,
-        f"block {block} (from byte {block * block_nbytes}) of {one[1].box} differs between writers {one[0]} and"
-        f" {other[0]}",
-        where=_title(key),
-        requirement="REQ-CMT-012",
-    )
-
-
-def _split(digests: bytes) -> list[bytes]:
-    return [digests[begin : begin + DIGEST_NBYTES] for begin in range(0, len(digests), DIGEST_NBYTES)]
 
 
 def _merge_streams(parts: Sequence[Part]) -> tuple[IndexStream, ...]:

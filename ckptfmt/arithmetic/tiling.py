@@ -12,7 +12,7 @@ The cost is that of sorting ``boxes * 2**d`` integers, d the number of dimension
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,10 @@ from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.errors import Code, err
 
-__all__ = ["check_bounds", "check_tiling", "find_overlap", "find_overlap_rows"]
+if TYPE_CHECKING:
+    from ckptfmt.documents.sharding import Sharding
+
+__all__ = ["check_bounds", "check_sharding", "check_tiling", "find_overlap", "find_overlap_rows"]
 
 #: n boxes by ndim dimensions, in elements, of any integer dtype.
 Rows: TypeAlias = NDArray[Any]
@@ -29,6 +32,40 @@ _Ints: TypeAlias = NDArray[np.int64]
 
 _REQUIREMENT: Final = "REQ-IDX-004"
 _KEYS: Final = 1 << 62
+
+
+def check_sharding(sharding: Sharding, global_shape: tuple[int, ...], *, where: str) -> None:
+    """Check that the boxes of a sharding tile ``[0, global_shape)``.
+
+    Of a grid, it is enough that the intervals of each dimension add up to its extent.
+
+    Raises: as `check_tiling`. Spec: REQ-IDX-004, REQ-LIM-001.
+    """
+    if sharding.extents is None:
+        rows = (len(sharding), len(global_shape))
+        check_tiling(global_shape, sharding.begin.reshape(rows), sharding.box_shape.reshape(rows), where=where)
+        return
+    _check_cuts(len(sharding), sum(len(extents) > 1 for extents in sharding.extents), where)
+    sums = [int(extents.sum()) for extents in sharding.extents]
+    for dim, (total, extent) in enumerate(zip(sums, global_shape, strict=True)):
+        if total > extent:
+            detail = f"boxes up to {total} leave the tensor's {global_shape} in dimension {dim}"
+            raise err(Code.BOX_BOUNDS, detail, where=where, requirement=_REQUIREMENT)
+    short = [dim for dim, extent in enumerate(global_shape) if sums[dim] < extent]
+    if short:
+        # In C order, the first element outside lies behind the end of the last dimension that ends too early.
+        point = tuple(sums[dim] if dim == short[-1] else 0 for dim in range(len(global_shape)))
+        detail = f"element {point} is in no box of the {len(sharding)}"
+        raise err(Code.TILING_GAP, detail, where=where, requirement=_REQUIREMENT)
+
+
+def _check_cuts(box_count: int, split_ndim: int, where: str) -> None:
+    if split_ndim > limits.SPLIT_NDIM:
+        detail = f"cut in {split_ndim} dimensions; at most {limits.SPLIT_NDIM} are allowed"
+        raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-LIM-001")
+    if box_count << split_ndim > limits.CORNERS:
+        detail = f"{box_count} boxes cut in {split_ndim} dimensions; at most {limits.CORNERS} corners are allowed"
+        raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-LIM-001")
 
 
 def check_tiling(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *, where: str) -> None:
@@ -60,12 +97,7 @@ def check_tiling(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *,
     if 0 in global_shape:
         return
     split = [j for j, extent in enumerate(global_shape) if (begin[:, j] > 0).any() or (end[:, j] < extent).any()]
-    if len(split) > limits.SPLIT_NDIM:
-        detail = f"cut in {len(split)} dimensions; at most {limits.SPLIT_NDIM} are allowed"
-        raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-LIM-001")
-    if len(begin) << len(split) > limits.CORNERS:
-        detail = f"{len(begin)} boxes cut in {len(split)} dimensions; at most {limits.CORNERS} corners are allowed"
-        raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-LIM-001")
+    _check_cuts(len(begin), len(split), where)
     wrong = _first_wrong(tuple(global_shape[j] for j in split), begin[:, split], end[:, split])
     if wrong is None:
         return

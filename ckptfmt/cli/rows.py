@@ -6,10 +6,13 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ckptfmt.documents.index import IndexTensor, Sharding
+    from ckptfmt.documents.index import IndexTensor
+    from ckptfmt.documents.sharding import Sharding
 
 __all__ = ["TensorRow", "group_tensors", "sharding_text"]
 
@@ -86,8 +89,8 @@ def sharding_text(sharding: Sharding) -> str:
     """Return how a tensor is cut: nothing for one that is whole."""
     if len(sharding) < 2:
         return "" if sharding else "no elements"
-    shapes = {box.shape for box, _ in sharding}
-    writers = len({part for _, part in sharding})
+    shapes = [tuple(shape) for shape in np.unique(sharding.box_shape, axis=0).tolist()] if sharding.ndim else [()]
+    writers = len(np.unique(sharding.part))
     largest = max(shapes, key=lambda shape: (sum(shape), shape))
     size = f"of {list(largest)}" if len(shapes) == 1 else f"up to {list(largest)}"
     return f"{len(sharding)} boxes {size} from {writers} writer{'s' * (writers > 1)}"

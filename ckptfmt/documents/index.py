@@ -1,6 +1,6 @@
-"""The index: every tensor, stream and leaf of a checkpoint, and the part that has it. Spec: REQ-IDX-001 to REQ-IDX-006.
+"""The index: every tensor, stream and leaf of a checkpoint, and the part that has it. Spec: REQ-IDX-001 to REQ-IDX-012.
 
-It is a pure function of the parts, so that any two committers write the same bytes.
+What it says is a pure function of the parts, so that any two committers say the same.
 """
 
 from __future__ import annotations
@@ -8,31 +8,34 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
+import numpy as np
+
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.canonical import check_version
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.msgpk import dump_packed_document, parse_packed_document
-from ckptfmt.documents.packed import Columns, dump_packed
+from ckptfmt.documents.packed import Columns, Integers, dump_packed
+from ckptfmt.documents.sharding import Sharding
+from ckptfmt.documents.sharding_columns import parse_shardings, sharding_columns
 from ckptfmt.documents.tables import (
     ORIGIN_KEYS,
     TENSOR_KEYS,
     TensorKey,
+    TensorTable,
     alias_columns,
-    check_dtypes,
     check_scopes,
+    check_scopes_used,
     collect_scopes,
     document_head,
     leaf_columns,
     parse_absent,
-    parse_aliases,
-    parse_boxes,
     parse_counter,
     parse_leaf_rows,
     parse_origin,
     parse_stream_rows,
-    parse_tensor_rows,
+    parse_tensor_table,
     stream_columns,
     tensor_columns,
 )
@@ -40,9 +43,6 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
 __all__ = ["Index", "IndexLeaf", "IndexStream", "IndexTensor", "PartEntry", "Sharding"]
-
-#: The pieces of a tensor and, for each, the number of the part that stores it; sorted by the boxes' begins.
-Sharding = tuple[tuple[Box, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +114,9 @@ class Index:
         return dump_packed_document(self._signed())
 
     def _signed(self) -> dict[str, Any]:
-        scopes = collect_scopes(self.tensors, self.streams, self.leaves)
-        dtypes = sorted({tensor.dtype for tensor in self.tensors})
+        table = TensorTable.of(self.tensors)
+        scopes = collect_scopes(table, self.streams, self.leaves)
+        dtypes = sorted(set(table.dtypes))
         numbers: dict[Sharding, int] = {}
         for tensor in self.tensors:
             numbers.setdefault(tensor.sharding, len(numbers))
@@ -126,11 +127,11 @@ class Index:
                 "digest": b"".join(part.digest for part in self.parts),
             },
             "tensors": {
-                **tensor_columns(self.tensors, scopes, dtypes),
+                **tensor_columns(table, scopes, dtypes),
                 "sharding": dump_packed([numbers[tensor.sharding] for tensor in self.tensors]),
             },
-            "aliases": alias_columns(self.tensors),
-            "shardings": _sharding_columns(list(numbers)),
+            "aliases": alias_columns(table),
+            "shardings": sharding_columns(list(numbers), self.origin.writer_count),
             "streams": {
                 **stream_columns(self.streams, scopes),
                 "part": dump_packed([stream.part for stream in self.streams]),
@@ -150,27 +151,7 @@ class Index:
         Spec: REQ-IDX-002, REQ-IDX-003, REQ-IDX-006.
         """
         signed, _ = parse_packed_document(content, where=where, digest=digest)
-        index = _parse_index(signed, where)
-        if {**index._signed(), "features": signed["features"]} != signed:  # noqa: SLF001 - our own
-            # The one form: scopes and dtypes exactly those in use, equal shardings once, in the order of first use.
-            raise err(
-                Code.COLUMN_ORDER,
-                "scopes, dtypes or shardings aren't in their one form",
-                where=where,
-                requirement="REQ-IDX-009",
-            )
-        return index
-
-
-def _sharding_columns(shardings: list[Sharding]) -> dict[str, object]:
-    boxes = [box for sharding in shardings for box, _ in sharding]
-    return {
-        "ndim": dump_packed([len(sharding[0][0].begin) if sharding else 0 for sharding in shardings]),
-        "box_count": dump_packed([len(sharding) for sharding in shardings]),
-        "begin": dump_packed([begin for box in boxes for begin in box.begin]),
-        "box_shape": dump_packed([extent for box in boxes for extent in box.shape]),
-        "part": dump_packed([part for sharding in shardings for _, part in sharding]),
-    }
+        return _parse_index(signed, where)
 
 
 _INDEX_KEYS: Final = (
@@ -188,63 +169,61 @@ def _parse_index(signed: dict[str, Any], where: str) -> Index:
     writers = origin.writer_count
     scopes = check_scopes(columns)
     part_table = columns.columns("parts", ("nbytes", "digest"))
-    nbytes = part_table.packed("nbytes", count=writers, below=limits.MSGPACK_NBYTES + 1)
+    nbytes = part_table.packed("nbytes", count=writers, below=limits.MSGPACK_NBYTES + 1).tolist()
     digests = part_table.fixed("digest", count=writers, nbytes=DIGEST_NBYTES)
+    tensors, table = _parse_tensors(columns, scopes, writers)
+    streams = _parse_streams(columns.columns("streams", ("name", "scope", "kind", "part")), scopes, writers)
+    leaves = _parse_leaves(columns.columns("leaves", ("field", "name", "scope", "part")), scopes, writers)
+    check_scopes_used(columns, table, (*streams, *leaves))
     return Index(
         origin=origin,
         saved_unix_s=parse_counter(columns, "saved_unix_s"),
         parts=tuple(PartEntry(nbytes=size, digest=digest) for size, digest in zip(nbytes, digests, strict=True)),
-        tensors=_parse_tensors(columns, scopes, writers),
-        streams=_parse_streams(columns.columns("streams", ("name", "scope", "kind", "part")), scopes, writers),
-        leaves=_parse_leaves(columns.columns("leaves", ("field", "name", "scope", "part")), scopes, writers),
+        tensors=tensors,
+        streams=streams,
+        leaves=leaves,
         absent=parse_absent(columns),
     )
 
 
-def _parse_tensors(columns: Columns, scopes: list[str], part_count: int) -> tuple[IndexTensor, ...]:
-    table = columns.columns("tensors", (*TENSOR_KEYS, "sharding"))
-    rows = parse_tensor_rows(table, scopes, check_dtypes(columns))
-    shardings = _parse_shardings(columns, part_count)
-    numbers = table.packed("sharding", count=len(rows), below=len(shardings))
-    aliases = parse_aliases(columns.columns("aliases", ("tensor", "name")), len(rows))
+def _parse_tensors(columns: Columns, scopes: list[str], part_count: int) -> tuple[tuple[IndexTensor, ...], TensorTable]:
+    rows = columns.columns("tensors", (*TENSOR_KEYS, "sharding"))
+    table = parse_tensor_table(rows, columns.columns("aliases", ("tensor", "name")), scopes, columns)
+    shardings = parse_shardings(columns, part_count)
+    numbers = rows.packed("sharding", count=len(table.keys), below=len(shardings))
     tensors = []
-    for (key, dtype, shape, storage), number, names in zip(rows, numbers, aliases, strict=True):
-        sharding = shardings[number]
-        if sharding and len(sharding[0][0].begin) != len(shape):
-            raise table.broken("sharding", f"{key[1][:64]!r} has the sharding of a tensor of another rank")
+    for row, number in enumerate(numbers.tolist()):
+        field, name, scope = table.keys[row]
+        shape, sharding = table.global_shapes[row], shardings[number]
+        if len(sharding) and sharding.ndim != len(shape):
+            raise rows.broken("sharding", f"{name[:64]!r} has the sharding of a tensor of another rank")
         tensors.append(
             IndexTensor(
-                field=key[0],
-                name=key[1],
-                scope=key[2],
-                dtype=dtype,
+                field=field,
+                name=name,
+                scope=scope,
+                dtype=table.dtypes[row],
                 global_shape=shape,
-                storage=storage,
-                aliases=names,
+                storage=table.storages[row],
+                aliases=table.aliases[row],
                 sharding=sharding,
             )
         )
-    return tuple(tensors)
+    _check_first_uses(columns, numbers, len(shardings))
+    return tuple(tensors), table
 
 
-def _parse_shardings(columns: Columns, part_count: int) -> list[Sharding]:
-    table = columns.columns("shardings", ("ndim", "box_count", "begin", "box_shape", "part"))
-    ndim = table.packed("ndim", below=limits.NDIM + 1)
-    counts = table.packed("box_count", count=len(ndim), below=limits.BOXES + 1)
-    if sum(counts) > limits.BOXES:
-        raise err(
-            Code.LIMIT_EXCEEDED, f"{sum(counts)} boxes", where=table.place("box_count"), requirement="REQ-LIM-001"
-        )
-    parts = iter(table.packed("part", count=sum(counts), below=part_count))
-    boxes = parse_boxes(table, zip(ndim, counts, strict=True))
-    for owned in boxes:
-        table.check_increasing("begin", owned)
-    return [tuple((box, next(parts)) for box in owned) for owned in boxes]
+def _check_first_uses(columns: Columns, numbers: Integers, count: int) -> None:
+    """Raise unless each sharding is used, first in the order in which they stand. Spec: REQ-IDX-009."""
+    used, first = np.unique(numbers, return_index=True)
+    if len(used) != count or (np.diff(first) < 0).any():
+        detail = "shardings aren't those that tensors have, in the order in which they first have them"
+        raise columns.unsorted("shardings", detail, "REQ-IDX-009")
 
 
 def _parse_streams(table: Columns, scopes: list[str], part_count: int) -> tuple[IndexStream, ...]:
     rows = parse_stream_rows(table, scopes)
-    parts = table.packed("part", count=len(rows), below=part_count)
+    parts = table.packed("part", count=len(rows), below=part_count).tolist()
     return tuple(
         IndexStream(name=name, scope=scope, kind=kind, part=part)
         for (name, scope, kind), part in zip(rows, parts, strict=True)
@@ -253,7 +232,7 @@ def _parse_streams(table: Columns, scopes: list[str], part_count: int) -> tuple[
 
 def _parse_leaves(table: Columns, scopes: list[str], part_count: int) -> tuple[IndexLeaf, ...]:
     rows = parse_leaf_rows(table, scopes)
-    parts = table.packed("part", count=len(rows), below=part_count)
+    parts = table.packed("part", count=len(rows), below=part_count).tolist()
     return tuple(
         IndexLeaf(field=field, name=name, scope=scope, part=part)
         for (field, name, scope), part in zip(rows, parts, strict=True)

@@ -1,4 +1,4 @@
-"""msgpack documents: a strict profile, canonical, under a digest. Spec: REQ-DOC-020 to REQ-DOC-023.
+"""msgpack documents: a strict profile, canonical, compressed, under a digest. Spec: REQ-DOC-020 to REQ-DOC-028.
 
 Everything is counted before anything is built: ten megabytes of empty arrays would become hundreds of megabytes of
 Python objects otherwise.
@@ -6,31 +6,51 @@ Python objects otherwise.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, Final
 
 import msgpack
 
 from ckptfmt import limits
 from ckptfmt.digest import digest_bytes
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 
 __all__ = [
     "check_msgpack",
     "dump_mapless",
     "dump_msgpack",
     "dump_packed_document",
+    "open_packed_document",
     "parse_msgpack",
     "parse_packed_document",
 ]
 
-# First byte -> how many bytes follow that are the value, or that say how long it is.
-_FIXED_NBYTES: Final = {
-    0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
-}  # fmt: skip
-_STRING_LENGTH_NBYTES: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-_ARRAY_LENGTH_NBYTES: Final = {0xDC: 2, 0xDD: 4}
-_MAP_LENGTH_NBYTES: Final = {0xDE: 2, 0xDF: 4}
-_ENVELOPE_KEYS: Final = {"digest", "signed"}
+# What a first byte says: bytes of value behind it, children (-1: no container), bytes of a length behind it, and
+# how many children each of that length is (0: it counts bytes).
+_Form = tuple[int, int, int, int]
+_LENGTHS: Final[dict[int, _Form]] = {
+    **dict.fromkeys((0xC0, 0xC2, 0xC3), (0, -1, 0, 0)),  # nil, false, true
+    **{0xC4 + i: (0, -1, 1 << i, 0) for i in range(3)},  # byte strings
+    **{0xCC + i: (1 << i, -1, 0, 0) for i in range(4)},  # integers, unsigned
+    **{0xD0 + i: (1 << i, -1, 0, 0) for i in range(4)},  # and signed
+    **{0xD9 + i: (0, -1, 1 << i, 0) for i in range(3)},  # strings
+    **{0xDC + i: (0, -1, 2 << i, 1) for i in range(2)},  # arrays
+    **{0xDE + i: (0, -1, 2 << i, 2) for i in range(2)},  # maps
+}
+
+
+def _form_of(first: int) -> _Form | None:
+    if first < 0x80 or first >= 0xE0:
+        return 0, -1, 0, 0
+    if first < 0xA0:
+        return 0, (first & 0x0F) * (1 if first >= 0x90 else 2), 0, 0
+    return (first & 0x1F, -1, 0, 0) if first < 0xC0 else _LENGTHS.get(first)
+
+
+_FORMS: Final = tuple(map(_form_of, range(256)))
+_ENVELOPE_KEYS: Final = {"digest", "nbytes", "signed"}
+#: How hard zlib tries. Columns gain little from more, and the index is compressed while all writers wait for it.
+_ZLIB_LEVEL: Final = 4
 
 
 def dump_msgpack(value: object) -> bytes:
@@ -44,7 +64,7 @@ def dump_msgpack(value: object) -> bytes:
 
 
 def dump_mapless(value: object) -> bytes:
-    """Return the canonical msgpack of a value without maps: there is nothing to sort in it.
+    """Return the canonical msgpack of a value without maps, or with sorted ones: there is nothing to sort in it.
 
     >>> dump_mapless(["d", "lr", None]).hex()
     '93a164a26c72c0'
@@ -62,10 +82,42 @@ def _sort_maps(value: object) -> object:
 
 
 def dump_packed_document(signed: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Return the file of a msgpack document and the digest that its envelope holds. Spec: REQ-DOC-025."""
+    """Return the file of a msgpack document and the digest that its envelope holds. Spec: REQ-DOC-025, REQ-DOC-027."""
     content = dump_msgpack(signed)
-    digest = digest_bytes(content)
-    return dump_msgpack({"digest": digest, "signed": content}), digest
+    stored = zlib.compress(content, _ZLIB_LEVEL)
+    digest = digest_bytes(stored)
+    return dump_msgpack({"digest": digest, "nbytes": len(content), "signed": stored}), digest
+
+
+def open_packed_document(content: bytes, *, where: str, digest: bytes | None = None) -> tuple[bytes, bytes]:
+    """Return what is signed, inflated and not yet parsed, and the digest that names the document.
+
+    Args:
+        where: name of the file, for messages.
+        digest: the digest that another document gives for this one, where one does.
+
+    Raises: FormatError(DOC_SCHEMA, DOC_COMPRESSION, LIMIT_EXCEEDED and those of msgpack); IntegrityError(DOC_DIGEST).
+    Spec: REQ-DOC-025, REQ-DOC-027, REQ-DOC-028.
+    """
+    envelope = parse_msgpack(content, where=where, limit_items=16)
+    if (
+        not isinstance(envelope, dict)
+        or set(envelope) != _ENVELOPE_KEYS
+        or not isinstance(envelope["digest"], bytes)
+        or not isinstance(envelope["signed"], bytes)
+        or type(envelope["nbytes"]) is not int
+        or envelope["nbytes"] < 0
+    ):
+        raise err(
+            Code.DOC_SCHEMA, "a document has the members digest, nbytes and signed", where=where,
+            requirement="REQ-DOC-025",
+        )  # fmt: skip
+    actual = digest_bytes(envelope["signed"])
+    if actual != envelope["digest"] or (digest is not None and actual != digest):
+        raise err(
+            Code.DOC_DIGEST, f"its contents have the digest {actual.hex()}", where=where, requirement="REQ-DOC-025"
+        )
+    return _inflate(envelope["signed"], envelope["nbytes"], where), actual
 
 
 def parse_packed_document(content: bytes, *, where: str, digest: bytes | None = None) -> tuple[dict[str, Any], bytes]:
@@ -76,24 +128,11 @@ def parse_packed_document(content: bytes, *, where: str, digest: bytes | None = 
         digest: the digest that another document gives for this one, where one does.
 
     Raises: FormatError; IntegrityError(DOC_DIGEST).
-    Spec: REQ-DOC-020 to REQ-DOC-025.
+    Spec: REQ-DOC-020 to REQ-DOC-028.
     """
-    envelope = parse_msgpack(content, where=where, limit_items=8)
-    if (
-        not isinstance(envelope, dict)
-        or set(envelope) != _ENVELOPE_KEYS
-        or not all(isinstance(member, bytes) for member in envelope.values())
-    ):
-        raise err(
-            Code.DOC_SCHEMA, "a document has the members digest and signed", where=where, requirement="REQ-DOC-025"
-        )
-    actual = digest_bytes(envelope["signed"])
-    if actual != envelope["digest"] or (digest is not None and actual != digest):
-        raise err(
-            Code.DOC_DIGEST, f"its contents have the digest {actual.hex()}", where=where, requirement="REQ-DOC-025"
-        )
+    inflated, actual = open_packed_document(content, where=where, digest=digest)
     signed = parse_msgpack(
-        envelope["signed"],
+        inflated,
         where=where,
         limit_items=limits.MSGPACK_ITEMS,
         limit_containers=limits.MSGPACK_CONTAINERS,
@@ -101,6 +140,32 @@ def parse_packed_document(content: bytes, *, where: str, digest: bytes | None = 
     if not isinstance(signed, dict):
         raise err(Code.DOC_SCHEMA, "what is signed isn't a map", where=where, requirement="REQ-DOC-025")
     return signed, actual
+
+
+def _inflate(stored: bytes, nbytes: int, where: str) -> bytes:
+    """Return the `nbytes` bytes of a zlib stream, which has no more and nothing behind it."""
+    most = max(limits.INFLATED_NBYTES, limits.INFLATED_RATIO * len(stored))
+    if nbytes > min(most, limits.MSGPACK_NBYTES):
+        raise err(
+            Code.LIMIT_EXCEEDED,
+            f"{nbytes} bytes out of {len(stored)}",
+            where=where,
+            requirement="REQ-DOC-028",
+        )
+    stream = zlib.decompressobj()
+    try:
+        # One byte more than there may be: 0 would be no limit, and a stream needs room to show that it ends.
+        inflated = stream.decompress(stored, nbytes + 1)
+    except zlib.error as error:
+        raise err(Code.DOC_COMPRESSION, f"no zlib stream: {error}", where=where, requirement="REQ-DOC-027") from None
+    if len(inflated) != nbytes or not stream.eof or stream.unused_data:
+        raise err(
+            Code.DOC_COMPRESSION,
+            f"the zlib stream isn't one of {nbytes} bytes with nothing behind it",
+            where=where,
+            requirement="REQ-DOC-027",
+        )
+    return inflated
 
 
 def parse_msgpack(content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None) -> Any:  # noqa: ANN401 - any value of the profile
@@ -116,6 +181,8 @@ def parse_msgpack(content: bytes, *, where: str, limit_items: int, limit_contain
         members = dict(pairs)
         if len(members) != len(pairs):
             raise err(Code.DOC_DUPLICATE_KEY, "a map has one key twice", where=where, requirement="REQ-DOC-020")
+        if list(members) != sorted(members):  # by code points, which is by UTF-8 bytes
+            raise err(Code.DOC_NOT_CANONICAL, "the keys of a map aren't sorted", where=where, requirement="REQ-DOC-022")
         return members
 
     try:
@@ -131,7 +198,7 @@ def parse_msgpack(content: bytes, *, where: str, limit_items: int, limit_contain
         )
     except UnicodeDecodeError:
         raise err(Code.DOC_ENCODING, "a string isn't UTF-8", where=where, requirement="REQ-DOC-020") from None
-    if dump_msgpack(value) != content:
+    if dump_mapless(value) != content:  # and maps stay in the order in which they are
         raise err(Code.DOC_NOT_CANONICAL, "not in canonical form", where=where, requirement="REQ-DOC-022")
     return value
 
@@ -178,34 +245,25 @@ def _step(content: bytes, at: int, where: str) -> tuple[int, int]:
     """Return where the value at `at` ends (a container: its first child), and its number of children; -1 for none."""
     if at >= len(content):
         raise err(Code.MSGPACK_SYNTAX, "ends within a value", where=where, requirement="REQ-DOC-021")
-    first = content[at]
-    at += 1
-    children = -1
-    if first < 0x80 or first >= 0xE0:
-        pass
-    elif first < 0x90:
-        children = 2 * (first & 0x0F)
-    elif first < 0xA0:
-        children = first & 0x0F
-    elif first < 0xC0:
-        at += first & 0x1F
-    elif first in _FIXED_NBYTES:
-        at += _FIXED_NBYTES[first]
-    elif first in _STRING_LENGTH_NBYTES:
-        width = _STRING_LENGTH_NBYTES[first]
-        at += width + int.from_bytes(content[at : at + width], "big")
-    elif first in _ARRAY_LENGTH_NBYTES:
-        width = _ARRAY_LENGTH_NBYTES[first]
-        children, at = int.from_bytes(content[at : at + width], "big"), at + width
-    elif first in _MAP_LENGTH_NBYTES:
-        width = _MAP_LENGTH_NBYTES[first]
-        children, at = 2 * int.from_bytes(content[at : at + width], "big"), at + width
-    elif first == 0xC1:
-        raise err(Code.MSGPACK_SYNTAX, "byte 0xc1", where=where, requirement="REQ-DOC-021")
-    else:
-        raise err(
-            Code.MSGPACK_TYPE, f"type byte 0x{first:02x} (float or extension)", where=where, requirement="REQ-DOC-020"
-        )
+    form = _FORMS[content[at]]
+    if form is None:
+        raise _unknown_form(content[at], where)
+    skipped, children, width, factor = form
+    at += 1 + skipped
+    if width:
+        length = int.from_bytes(content[at : at + width], "big")
+        at += width
+        if factor:
+            children = factor * length
+        else:
+            at += length
     if at > len(content):
         raise err(Code.MSGPACK_SYNTAX, "ends within a value", where=where, requirement="REQ-DOC-021")
     return at, children
+
+
+def _unknown_form(first: int, where: str) -> CkptError:
+    if first == 0xC1:
+        return err(Code.MSGPACK_SYNTAX, "byte 0xc1", where=where, requirement="REQ-DOC-021")
+    detail = f"type byte 0x{first:02x} (float or extension)"
+    return err(Code.MSGPACK_TYPE, detail, where=where, requirement="REQ-DOC-020")

@@ -1,9 +1,10 @@
-"""Packed arrays and columns: the tables of index and parts. Spec: REQ-DOC-024, REQ-IDX-002, REQ-IDX-003."""
+"""Packed arrays and columns: the tables of index and parts. Spec: REQ-DOC-024, REQ-DOC-026, REQ-IDX-002."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from ckptfmt import limits
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["Columns", "Integers", "dump_packed", "parse_packed"]
+__all__ = ["Columns", "Integers", "Strings", "dump_packed", "dump_strings", "fold", "parse_packed", "unfold"]
 
 Integers = NDArray[np.int64]
 
@@ -19,35 +20,114 @@ _WIDTHS: Final = (1, 2, 4, 8)
 
 
 def dump_packed(values: ArrayLike) -> list[object]:
-    r"""Return non-negative integers as ``[width, bytes]``: little-endian, in the smallest width that holds them all.
+    r"""Return non-negative integers as ``[width, bytes]``, in the smallest width that holds them all.
+
+    The bytes lie in planes, the lowest byte of every integer first: what changes little stands together, for zlib.
 
     >>> dump_packed([1, 2, 300])
-    [2, b'\x01\x00\x02\x00,\x01']
+    [2, b'\x01\x02,\x00\x00\x01']
     """
-    array = np.asarray(values, dtype=np.int64)
-    width = _width(array)
-    return [width, array.astype(f"<u{width}").tobytes()]
+    array = np.ascontiguousarray(values, dtype=np.int64)
+    width = _width(int(array.max(initial=0)))
+    if width == 1:
+        return [1, array.astype(np.uint8).tobytes()]
+    return [width, array.astype(f"<u{width}").view(np.uint8).reshape(-1, width).T.tobytes()]
 
 
-def parse_packed(value: object, where: str) -> Integers:
+def parse_packed(value: object, where: str, *, count: int | None = None) -> Integers:
     """Return the integers of a packed array.
 
-    Raises: FormatError(PACKED_FORM). Spec: REQ-DOC-024.
+    Args:
+        count: how many there are, where that is known: another number is refused before an array is made.
+
+    Raises: FormatError(PACKED_FORM, COLUMN_FORM). Spec: REQ-DOC-024.
     """
     match value:
         case [int() as width, bytes() as content] if (
             type(width) is int and width in _WIDTHS and len(content) % width == 0
         ):
-            array = np.frombuffer(content, dtype=f"<u{width}")
-            signed = array.astype(np.int64)
-            if (signed >= 0).all() and _width(signed) == width:
-                return signed
+            if count is not None and len(content) != count * width:
+                detail = f"{len(content) // width} entries where {count} are expected"
+                raise err(Code.COLUMN_FORM, detail, where=where, requirement="REQ-IDX-002")
+            planes = np.frombuffer(content, np.uint8).reshape(width, -1)
+            # The upper half of the planes says that no smaller width would do, the last one that the sign is free.
+            if width == 1 or (planes[width // 2 :].any() and (width < 8 or int(planes[-1].max()) < 0x80)):
+                integers = np.ascontiguousarray(planes.T).view(f"<u{width}") if width > 1 else planes
+                return integers.reshape(-1).astype(np.int64)
     raise err(Code.PACKED_FORM, "not [width, bytes] in the smallest width", where=where, requirement="REQ-DOC-024")
 
 
-def _width(array: Integers) -> int:
-    greatest = int(array.max(initial=0))
+def _width(greatest: int) -> int:
     return next(width for width in _WIDTHS if greatest < 1 << (8 * width - (width == 8)))
+
+
+def fold(steps: Integers) -> Integers:
+    """Return integers of both signs as non-negative ones: 2s for s, 2s - 1 for -s.
+
+    >>> fold(np.array([0, -1, 1, -2])).tolist()
+    [0, 1, 2, 3]
+    """
+    folded: Integers = np.where(steps < 0, -2 * steps - 1, 2 * steps)
+    return folded
+
+
+def unfold(folded: Integers) -> Integers:
+    """Return the integers that were folded."""
+    steps: Integers = (folded >> 1) ^ -(folded & 1)
+    return steps
+
+
+class Strings(Sequence[str]):
+    """A column of strings, as it is stored: one text that has all of them. Cut only where one is asked for.
+
+    Args:
+        ends: where each string ends, in bytes; it begins where the one before ends, if `begins` aren't given.
+        content: the text, in UTF-8; it is cut between characters.
+    """
+
+    __slots__ = ("_begins", "_content", "_ends")
+
+    def __init__(self, ends: Integers, content: bytes, begins: Integers | None = None) -> None:
+        self._begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)] if begins is None else begins
+        self._ends = ends
+        self._content = content
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[str]: ...
+    def __getitem__(self, at: int | slice) -> str | list[str]:
+        if isinstance(at, slice):
+            return self.tolist()[at]
+        return self._content[self._begins[at] : self._ends[at]].decode()
+
+    def take(self, rows: NDArray[np.intp]) -> Strings:
+        """Return some of the strings, in another order; none of them is cut for it."""
+        return Strings(self._ends[rows], self._content, self._begins[rows])
+
+    def rows_with_text(self) -> list[int]:
+        """Return the numbers of those that aren't empty."""
+        found: list[int] = np.flatnonzero(self._ends > self._begins).tolist()
+        return found
+
+    def tolist(self) -> list[str]:
+        """Return all of them."""
+        bounds = zip(self._begins.tolist(), self._ends.tolist(), strict=True)
+        return [self._content[begin:end].decode() for begin, end in bounds]
+
+
+def dump_strings(strings: Sequence[str]) -> list[object]:
+    r"""Return strings as ``[lengths, text]``: a packed array of their lengths in UTF-8, and all of them in one.
+
+    >>> dump_strings(["layers.0.w", "é"])
+    [[1, b'\n\x02'], 'layers.0.wé']
+    """
+    text = "".join(strings)
+    nbytes = [len(string) for string in strings] if text.isascii() else [len(string.encode()) for string in strings]
+    return [dump_packed(nbytes), text]
 
 
 class Columns:
@@ -59,8 +139,10 @@ class Columns:
         where: file and JSON pointer of the map, for messages.
     """
 
+    __slots__ = ("_value", "_where")
+
     def __init__(self, value: object, keys: tuple[str, ...], where: str) -> None:
-        if not isinstance(value, dict) or set(value) != set(keys):
+        if not isinstance(value, dict) or value.keys() != set(keys):
             found = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
             raise err(
                 Code.DOC_SCHEMA,
@@ -83,31 +165,37 @@ class Columns:
         """Return a member that is a map of columns itself."""
         return Columns(self._value[key], keys, self.place(key))
 
-    def packed(self, key: str, *, count: int | None = None, below: int = limits.ELEMENTS + 1) -> list[int]:
+    def packed(self, key: str, *, count: int | None = None, below: int = limits.ELEMENTS + 1) -> Integers:
         """Return a packed column of `count` entries, each less than `below`."""
-        array = parse_packed(self._value[key], self.place(key))
-        if (
-            (count is not None and len(array) != count)
-            or int(array.max(initial=0)) >= below > 0
-            or (below == 0 and len(array))
-        ):
-            raise self.broken(key, f"{len(array)} entries up to {array.max(initial=0)}; {count} below {below} expected")
-        return [int(entry) for entry in array]
+        array = parse_packed(self._value[key], self.place(key), count=count)
+        if len(array) and int(array.max()) >= below:
+            raise self.broken(key, f"an entry of {array.max()}, not below {below}")
+        return array
 
-    def strings(self, key: str, *, count: int | None = None, limit_nbytes: int = limits.NAME_NBYTES) -> list[str]:
-        """Return a column of `count` strings."""
-        value = self._value[key]
-        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-            raise self.broken(key, "not a list of strings")
-        if count is not None and len(value) != count:
-            raise self.broken(key, f"{len(value)} entries where {count} are expected")
-        if any(len(entry.encode()) > limit_nbytes for entry in value):
+    def strings(self, key: str, *, count: int | None = None, limit_nbytes: int = limits.NAME_NBYTES) -> Strings:
+        """Return a column of `count` strings, each of at most `limit_nbytes` bytes. Spec: REQ-DOC-026."""
+        match self._value[key]:
+            case [lengths, str() as text]:
+                nbytes = parse_packed(lengths, self.place(key), count=count)
+            case _:
+                raise self.broken(key, "not [lengths, text]")
+        if len(nbytes) and int(nbytes.max()) > limit_nbytes:
             raise err(
                 Code.LIMIT_EXCEEDED,
                 f"a name longer than {limit_nbytes} bytes",
                 where=self.place(key),
                 requirement="REQ-LIM-001",
             )
+        content = text.encode()
+        if int(nbytes.sum()) != len(content) or not (text.isascii() or _cuts_characters(nbytes, content)):
+            raise self.broken(key, f"lengths that don't cut a text of {len(content)} bytes into strings")
+        return Strings(np.cumsum(nbytes), content)
+
+    def texts(self, key: str) -> list[str]:
+        """Return a member that is an array of strings."""
+        value = self._value[key]
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise self.broken(key, "not a list of strings")
         return value
 
     def blobs(self, key: str, *, count: int) -> list[bytes]:
@@ -124,13 +212,23 @@ class Columns:
             raise self.broken(key, f"not {count} times {nbytes} bytes")
         return [value[begin : begin + nbytes] for begin in range(0, len(value), nbytes)]
 
-    def broken(self, key: str, detail: str) -> CkptError:
+    def broken(self, key: str, detail: str, requirement: str = "REQ-IDX-002") -> CkptError:
         """Return the error for a column that doesn't fit."""
-        return err(Code.COLUMN_FORM, detail, where=self.place(key), requirement="REQ-IDX-002")
+        return err(Code.COLUMN_FORM, detail, where=self.place(key), requirement=requirement)
 
-    def check_increasing(self, key: str, rows: list[Any]) -> None:
+    def check_increasing(self, key: str, rows: Sequence[Any]) -> None:
         """Raise unless `rows`, the rows of this table by which it is sorted, increase strictly. Spec: REQ-IDX-003."""
         if any(a >= b for a, b in itertools.pairwise(rows)):
-            raise err(
-                Code.COLUMN_ORDER, "rows aren't sorted and unique", where=self.place(key), requirement="REQ-IDX-003"
-            )
+            raise self.unsorted(key)
+
+    def unsorted(
+        self, key: str, detail: str = "rows aren't sorted and unique", requirement: str = "REQ-IDX-003"
+    ) -> CkptError:
+        """Return the error for rows that aren't in their one order."""
+        return err(Code.COLUMN_ORDER, detail, where=self.place(key), requirement=requirement)
+
+
+def _cuts_characters(nbytes: Integers, content: bytes) -> bool:
+    """Say whether no string begins within a character: with a byte of the form 10xxxxxx."""
+    begins = (np.cumsum(nbytes) - nbytes)[nbytes > 0]
+    return not ((np.frombuffer(content, np.uint8)[begins] & 0xC0) == 0x80).any()

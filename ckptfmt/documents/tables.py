@@ -1,4 +1,4 @@
-"""What index and parts have in common: tables of tensors, boxes, aliases, scopes. Spec: REQ-IDX-002 to REQ-IDX-006."""
+"""What index and parts have in common: tensors, aliases, streams, scopes. Spec: REQ-IDX-002 to REQ-IDX-007."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from ckptfmt import limits
-from ckptfmt.box import Box
 from ckptfmt.documents.canonical import check_string
 from ckptfmt.documents.manifest import FIELDS, Origin
-from ckptfmt.documents.packed import Columns, dump_packed
+from ckptfmt.documents.packed import Columns, dump_packed, dump_strings
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, err
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from ckptfmt.documents.packed import Integers
+
 __all__ = [
     "ORIGIN_KEYS",
     "STORAGE",
     "TENSOR_KEYS",
     "TensorKey",
+    "TensorTable",
     "alias_columns",
     "block_count",
-    "check_dtypes",
     "check_scopes",
+    "check_scopes_used",
     "collect_scopes",
     "document_head",
     "leaf_columns",
     "parse_absent",
-    "parse_aliases",
-    "parse_boxes",
     "parse_counter",
     "parse_leaf_rows",
     "parse_origin",
     "parse_stream_rows",
-    "parse_tensor_rows",
+    "parse_tensor_table",
     "sort_key",
     "stream_columns",
     "tensor_columns",
@@ -62,6 +64,47 @@ def sort_key(key: TensorKey) -> tuple[int, bytes, bytes]:
     """Return by what tensors, streams and leaves are sorted. Spec: REQ-IDX-003."""
     field, name, scope = key
     return _FIELD_NUMBERS[field], name.encode(), scope.encode()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorTable:
+    """What tensors are called and what they are: the rows of a table, and what is computed with as columns.
+
+    Attributes:
+        keys: field, name and scope of each.
+        dtypes: name of the dtype of each.
+        global_shapes: extents of each.
+        storages: as in `STORAGE`.
+        aliases: other names of each, sorted.
+        ndim: number of dimensions of each.
+        extents: `global_shapes`, flattened.
+        element_nbytes: size of an element of each, in bytes.
+        scope_numbers: which scopes occur, by their numbers in the document.
+    """
+
+    keys: tuple[TensorKey, ...]
+    dtypes: tuple[str, ...]
+    global_shapes: tuple[tuple[int, ...], ...]
+    storages: tuple[str, ...]
+    aliases: tuple[tuple[str, ...], ...]
+    ndim: Integers
+    extents: Integers
+    element_nbytes: Integers
+    scope_numbers: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> TensorTable:
+        """Return the table of rows that have key, dtype, global shape, storage and aliases."""
+        return cls(
+            keys=tuple(tensor.key for tensor in tensors),
+            dtypes=tuple(tensor.dtype for tensor in tensors),
+            global_shapes=tuple(tensor.global_shape for tensor in tensors),
+            storages=tuple(tensor.storage for tensor in tensors),
+            aliases=tuple(tensor.aliases for tensor in tensors),
+            ndim=np.array([len(tensor.global_shape) for tensor in tensors], np.int64),
+            extents=np.array([extent for tensor in tensors for extent in tensor.global_shape], np.int64),
+            element_nbytes=np.array([DTYPES[tensor.dtype].nbytes for tensor in tensors], np.int64),
+        )
 
 
 def block_count(nbytes: int, block_nbytes: int) -> int:
@@ -88,66 +131,88 @@ def document_head(
     }
 
 
-def tensor_columns(tensors: Sequence[Any], scopes: list[str], dtypes: list[str]) -> dict[str, object]:
+def tensor_columns(table: TensorTable, scopes: list[str], dtypes: list[str]) -> dict[str, object]:
     """Return the columns that describe tensors alike in index and parts."""
+    scope_numbers = {scope: number for number, scope in enumerate(scopes)}
+    dtype_numbers = {dtype: number for number, dtype in enumerate(dtypes)}
     return {
-        "field": dump_packed([FIELDS.index(tensor.field) for tensor in tensors]),
-        "name": [tensor.name for tensor in tensors],
-        "scope": dump_packed([scopes.index(tensor.scope) for tensor in tensors]),
-        "dtype": dump_packed([dtypes.index(tensor.dtype) for tensor in tensors]),
-        "ndim": dump_packed([len(tensor.global_shape) for tensor in tensors]),
-        "global_shape": dump_packed([extent for tensor in tensors for extent in tensor.global_shape]),
-        "storage": dump_packed([STORAGE.index(tensor.storage) for tensor in tensors]),
+        "field": dump_packed([_FIELD_NUMBERS[field] for field, _, _ in table.keys]),
+        "name": dump_strings([name for _, name, _ in table.keys]),
+        "scope": dump_packed([scope_numbers[scope] for _, _, scope in table.keys]),
+        "dtype": dump_packed([dtype_numbers[dtype] for dtype in table.dtypes]),
+        "ndim": dump_packed(table.ndim),
+        "global_shape": dump_packed(table.extents),
+        "storage": dump_packed([STORAGE.index(storage) for storage in table.storages]),
     }
 
 
-def alias_columns(tensors: Sequence[Any]) -> dict[str, object]:
+def alias_columns(table: TensorTable) -> dict[str, object]:
     """Return the columns of the other names of tensors."""
-    pairs = [(number, alias) for number, tensor in enumerate(tensors) for alias in tensor.aliases]
-    return {"tensor": dump_packed([number for number, _ in pairs]), "name": [alias for _, alias in pairs]}
+    pairs = [(number, alias) for number, aliases in enumerate(table.aliases) for alias in aliases]
+    return {"tensor": dump_packed([number for number, _ in pairs]), "name": dump_strings([alias for _, alias in pairs])}
 
 
 TENSOR_KEYS: Final = ("field", "name", "scope", "dtype", "ndim", "global_shape", "storage")
 
 
-def parse_tensor_rows(
-    columns: Columns, scopes: list[str], dtypes: list[str]
-) -> list[tuple[TensorKey, str, tuple[int, ...], str]]:
-    """Return key, dtype, global shape and storage of each row of a table of tensors.
+def parse_tensor_table(table: Columns, aliases: Columns, scopes: list[str], dtypes: Columns) -> TensorTable:
+    """Return the rows of a table of tensors, with their other names.
+
+    Args:
+        table: of the tensors.
+        aliases: table of their other names.
+        scopes: of the document.
+        dtypes: the document, for its member `dtypes`.
 
     Raises: FormatError(COLUMN_FORM, COLUMN_ORDER, LIMIT_EXCEEDED).
+    Spec: REQ-IDX-002, REQ-IDX-003, REQ-IDX-007.
     """
-    names = columns.strings("name")
+    known = _parse_dtypes(dtypes)
+    names = table.strings("name")
     count = len(names)
-    fields = columns.packed("field", count=count, below=len(FIELDS))
-    scope = columns.packed("scope", count=count, below=len(scopes))
-    dtype = columns.packed("dtype", count=count, below=len(dtypes))
-    ndim = columns.packed("ndim", count=count, below=limits.NDIM + 1)
-    extents = iter(columns.packed("global_shape", count=sum(ndim), below=limits.DIM + 1))
-    storage = columns.packed("storage", count=count, below=len(STORAGE))
-    shapes = [tuple(itertools.islice(extents, rank)) for rank in ndim]
+    fields = table.packed("field", count=count, below=len(FIELDS)).tolist()
+    scope = table.packed("scope", count=count, below=len(scopes)).tolist()
+    dtype = table.packed("dtype", count=count, below=len(known)).tolist()
+    ndim = table.packed("ndim", count=count, below=limits.NDIM + 1)
+    extents = table.packed("global_shape", count=int(ndim.sum()), below=limits.DIM + 1)
+    storage = table.packed("storage", count=count, below=len(STORAGE)).tolist()
+    numbers = iter(extents.tolist())
+    shapes = tuple(tuple(itertools.islice(numbers, rank)) for rank in ndim.tolist())
     for shape in shapes:
         if math.prod(extent for extent in shape if extent) > limits.ELEMENTS:
-            raise columns.broken("global_shape", f"{shape} has too many elements")
-    keys = [(FIELDS[f], name, scopes[s]) for f, name, s in zip(fields, names, scope, strict=True)]
-    columns.check_increasing("name", [sort_key(key) for key in keys])
-    return [(key, dtypes[d], shape, STORAGE[s]) for key, d, shape, s in zip(keys, dtype, shapes, storage, strict=True)]
+            raise table.broken("global_shape", f"{shape} has too many elements")
+    rows = zip(fields, names.tolist(), scope, strict=True)
+    keys = tuple((FIELDS[field], name, scopes[number]) for field, name, number in rows)
+    table.check_increasing("name", [sort_key(key) for key in keys])
+    if len(set(dtype)) != len(known):
+        raise dtypes.unsorted("dtypes", "dtypes are there that no tensor has", "REQ-IDX-007")
+    return TensorTable(
+        keys=keys,
+        dtypes=tuple(known[number] for number in dtype),
+        global_shapes=shapes,
+        storages=tuple(STORAGE[number] for number in storage),
+        aliases=_parse_aliases(aliases, count),
+        ndim=ndim,
+        extents=extents,
+        element_nbytes=np.array([DTYPES[known[number]].nbytes for number in dtype], np.int64),
+        scope_numbers=frozenset(scope),
+    )
 
 
 def stream_columns(streams: Sequence[Any], scopes: list[str]) -> dict[str, object]:
     """Return the columns that describe random-number streams alike in index and parts."""
     return {
-        "name": [stream.name for stream in streams],
+        "name": dump_strings([stream.name for stream in streams]),
         "scope": dump_packed([scopes.index(stream.scope) for stream in streams]),
-        "kind": [stream.kind for stream in streams],
+        "kind": dump_strings([stream.kind for stream in streams]),
     }
 
 
 def parse_stream_rows(table: Columns, scopes: list[str]) -> list[tuple[str, str, str]]:
     """Return name, scope and kind of each row. Raises: FormatError(COLUMN_FORM, COLUMN_ORDER)."""
-    names = table.strings("name")
-    scope = table.packed("scope", count=len(names), below=len(scopes))
-    kinds = table.strings("kind", count=len(names))
+    names = table.strings("name").tolist()
+    scope = table.packed("scope", count=len(names), below=len(scopes)).tolist()
+    kinds = table.strings("kind", count=len(names)).tolist()
     rows = [(name, scopes[number], kind) for name, number, kind in zip(names, scope, kinds, strict=True)]
     table.check_increasing("name", [(name.encode(), at.encode()) for name, at, _ in rows])
     return rows
@@ -157,52 +222,40 @@ def leaf_columns(leaves: Sequence[Any], scopes: list[str]) -> dict[str, object]:
     """Return the columns that describe plain values alike in index and parts."""
     return {
         "field": dump_packed([FIELDS.index(leaf.field) for leaf in leaves]),
-        "name": [leaf.name for leaf in leaves],
+        "name": dump_strings([leaf.name for leaf in leaves]),
         "scope": dump_packed([scopes.index(leaf.scope) for leaf in leaves]),
     }
 
 
 def parse_leaf_rows(table: Columns, scopes: list[str]) -> list[TensorKey]:
     """Return field, name and scope of each row. Raises: FormatError(COLUMN_FORM, COLUMN_ORDER)."""
-    names = table.strings("name")
-    fields = table.packed("field", count=len(names), below=len(FIELDS))
-    scope = table.packed("scope", count=len(names), below=len(scopes))
+    names = table.strings("name").tolist()
+    fields = table.packed("field", count=len(names), below=len(FIELDS)).tolist()
+    scope = table.packed("scope", count=len(names), below=len(scopes)).tolist()
     keys = [(FIELDS[f], name, scopes[s]) for f, name, s in zip(fields, names, scope, strict=True)]
     table.check_increasing("name", [sort_key(key) for key in keys])
     return keys
 
 
-def parse_aliases(columns: Columns, tensor_count: int) -> list[tuple[str, ...]]:
+def _parse_aliases(columns: Columns, tensor_count: int) -> tuple[tuple[str, ...], ...]:
     """Return the other names of each tensor."""
-    names = columns.strings("name")
-    owners = columns.packed("tensor", count=len(names), below=tensor_count)
+    names = columns.strings("name").tolist()
+    owners = columns.packed("tensor", count=len(names), below=tensor_count).tolist()
     columns.check_increasing("name", [(owner, name.encode()) for owner, name in zip(owners, names, strict=True)])
-    aliases: list[list[str]] = [[] for _ in range(tensor_count)]
+    aliases: list[list[str]] = [[] for _ in range(tensor_count)] if names else []
     for owner, name in zip(owners, names, strict=True):
         aliases[owner].append(name)
-    return [tuple(found) for found in aliases]
+    return tuple(map(tuple, aliases)) if names else ((),) * tensor_count
 
 
-def parse_boxes(columns: Columns, shapes: Iterable[tuple[int, int]]) -> list[list[Box]]:
-    """Return the boxes of a table; `shapes` gives rank and number of boxes of each row that owns some."""
-    owners = list(shapes)
-    number_count = sum(rank * count for rank, count in owners)
-    begins = iter(columns.packed("begin", count=number_count, below=limits.DIM + 1))
-    extents = iter(columns.packed("box_shape", count=number_count, below=limits.DIM + 1))
-    return [
-        [Box(tuple(itertools.islice(begins, rank)), tuple(itertools.islice(extents, rank))) for _ in range(count)]
-        for rank, count in owners
-    ]
-
-
-def collect_scopes(*tables: Sequence[Any]) -> list[str]:
-    """Return the scopes that rows of any table have, sorted."""
-    return sorted({row.scope for table in tables for row in table})
+def collect_scopes(table: TensorTable, *others: Sequence[Any]) -> list[str]:
+    """Return the scopes that tensors or rows of other tables have, sorted."""
+    return sorted({scope for _, _, scope in table.keys} | {row.scope for rows in others for row in rows})
 
 
 def check_scopes(columns: Columns) -> list[str]:
     """Return the scopes of a document. Raises: FormatError(SCOPE_FORM, COLUMN_ORDER). Spec: REQ-IDX-006."""
-    scopes = columns.strings("scopes")
+    scopes = columns.texts("scopes")
     columns.check_increasing("scopes", scopes)
     for scope in scopes:
         if not _SCOPE.fullmatch(scope):
@@ -210,9 +263,18 @@ def check_scopes(columns: Columns) -> list[str]:
     return scopes
 
 
-def check_dtypes(columns: Columns) -> list[str]:
+def check_scopes_used(columns: Columns, table: TensorTable, rows: Iterable[Any]) -> None:
+    """Raise unless every scope of a document occurs in it. Raises: FormatError(COLUMN_ORDER). Spec: REQ-IDX-007."""
+    scopes = columns.any("scopes")
+    if len(table.scope_numbers) != len(scopes):
+        used = {scopes[number] for number in table.scope_numbers} | {row.scope for row in rows}
+        if len(used) != len(scopes):
+            raise columns.unsorted("scopes", "scopes are there that nothing has", "REQ-IDX-007")
+
+
+def _parse_dtypes(columns: Columns) -> list[str]:
     """Return the dtypes of a document. Raises: FormatError(COLUMN_FORM, COLUMN_ORDER). Spec: REQ-TEN-003."""
-    dtypes = columns.strings("dtypes")
+    dtypes = columns.texts("dtypes")
     columns.check_increasing("dtypes", dtypes)
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
     if unknown:

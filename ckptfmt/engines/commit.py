@@ -26,12 +26,15 @@ from ckptfmt.documents.manifest import (
     parse_register,
     part_path,
 )
+from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part
-from ckptfmt.errors import CkptError, Code, FormatError, err
+from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from ckptfmt.documents.index import Index
+    from ckptfmt.documents.tables import TensorTable
     from ckptfmt.store.protocol import Buffer, Store
 
 __all__ = [
@@ -159,10 +162,10 @@ def finalize(store: Store, origin: Origin) -> Manifest:
     Raises: as `commit`.
     Spec: REQ-CMT-005 to REQ-CMT-009.
     """
-    entries = [_read_part(store, origin, writer) for writer in range(origin.writer_count)]
+    known: dict[bytes, TensorTable] = {}
+    entries = [_read_part(store, origin, writer, known) for writer in range(origin.writer_count)]
     index = merge_parts(entries)
-    index_content, index_digest = index.dump()
-    create_once(store, index_name(origin.attempt), lambda: [index_content], content=index_content)
+    index_nbytes, index_digest = _create_index(store, index)
     for entry in entries:
         for file in entry.part.files:
             _check_file(store, file.name, file.nbytes)
@@ -170,7 +173,7 @@ def finalize(store: Store, origin: Origin) -> Manifest:
         origin=origin,
         saved_unix_s=index.saved_unix_s,
         fields=summarise(index),
-        index_nbytes=len(index_content),
+        index_nbytes=index_nbytes,
         index_digest=digest_text(index_digest),
     )
     store.sync("parts")
@@ -319,10 +322,41 @@ def _raise_failures(store: Store, origin: Origin, present: set[str] | None = Non
 # --- deciding -------------------------------------------------------------------------------------------------------
 
 
-def _read_part(store: Store, origin: Origin, writer: int) -> PartFileEntry:
+def _create_index(store: Store, index: Index) -> tuple[int, bytes]:
+    """Create the index, or find the one of another committer; return its size in bytes and its digest.
+
+    Committers say the same, but may compress it differently: the manifest names the file that is there.
+
+    Raises: StoreError; CommitError(COMMIT_CONFLICT). Spec: REQ-CMT-006.
+    """
+    path = index_name(index.origin.attempt)
+    content, digest = index.dump()
+    try:
+        create_once(store, path, lambda: [content], content=content)
+    except CkptError as error:
+        if error.code not in (Code.COMMIT_CONFLICT, Code.LIMIT_EXCEEDED):  # other bytes, or more of them
+            raise
+        nbytes, digest = _read_equal_index(store, path, content)
+        return nbytes, digest
+    return len(content), digest
+
+
+def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, bytes]:
+    """Return size and digest of an index that says what `content` says. Raises: CommitError(COMMIT_CONFLICT)."""
+    found = store.read(path, limit_nbytes=limits.MSGPACK_NBYTES)
+    try:
+        said, digest = open_packed_document(found, where=path)
+    except (FormatError, IntegrityError):
+        said, digest = b"", b""
+    if said != open_packed_document(content, where=path)[0]:
+        raise err(Code.COMMIT_CONFLICT, "another index is there", where=path, requirement="REQ-CMT-006")
+    return len(found), digest
+
+
+def _read_part(store: Store, origin: Origin, writer: int, known: dict[bytes, TensorTable]) -> PartFileEntry:
     path = part_path(origin.attempt, writer)
     content = store.read(path, limit_nbytes=limits.MSGPACK_NBYTES)
-    part, digest = Part.parse(content, where=path)
+    part, digest = Part.parse(content, where=path, known=known)
     if part.origin != origin or part.writer != writer:
         raise err(
             Code.WRITERS_DIVERGED,

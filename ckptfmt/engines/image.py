@@ -150,7 +150,7 @@ class Image:
         return cls(
             block_nbytes=part.origin.block_nbytes,
             shards=_place_shards(value["stems"], value["headers"], nbytes),
-            tensors=part.tensors,
+            tensors=tuple(part.tensors),
         )
 
 

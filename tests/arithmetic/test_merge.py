@@ -15,6 +15,7 @@ from ckptfmt.digest import block_digests, digest_bytes
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.part import Extent, Part, PartBox, PartTensor
 from ckptfmt.errors import CkptError, Code, LayoutError
+from tests.arithmetic.merge_oracle import merge_tensors
 from tests.builders import code_of, error_of, leaf, origin, stream
 
 WHOLE = Box((0,), (4,))
@@ -58,7 +59,7 @@ def merged(*parts, **members):
 def test_the_pieces_of_a_tensor_are_found_in_all_parts():
     """REQ-CMT-015, REQ-IDX-004."""
     index = merged((tensor(held(HALVES[1], b"cd")),), (tensor(held(HALVES[0], b"ab")),))
-    assert index.tensors[0].sharding == ((HALVES[0], 1), (HALVES[1], 0))
+    assert tuple(index.tensors[0].sharding) == ((HALVES[0], 1), (HALVES[1], 0))
     assert [(entry.nbytes, entry.digest) for entry in index.parts] == [
         (100, digest_bytes(b"\0")),
         (101, digest_bytes(b"\1")),
@@ -68,7 +69,7 @@ def test_the_pieces_of_a_tensor_are_found_in_all_parts():
 def test_the_lowest_of_several_writers_is_named():
     """REQ-CMT-016."""
     parts = [(tensor(held(WHOLE, A, written=written)),) for written in (False, True, True)]
-    assert merged(*parts).tensors[0].sharding == ((WHOLE, 1),)
+    assert tuple(merged(*parts).tensors[0].sharding) == ((WHOLE, 1),)
 
 
 def test_the_clock_is_that_of_part_0():
@@ -287,7 +288,7 @@ def test_empty_boxes_of_a_tensor_with_elements_do_not_count():
     """REQ-CMT-013: what a rank holds nothing of, nobody has to write."""
     empty = held(Box((4,), (0,)), b"", written=False)
     index = merged((tensor(held(WHOLE, A)),), (tensor(empty),))
-    assert index.tensors[0].sharding == ((WHOLE, 0),)
+    assert tuple(index.tensors[0].sharding) == ((WHOLE, 0),)
 
 
 def test_tensors_without_elements():
@@ -300,7 +301,7 @@ def test_tensors_without_elements():
 
 def test_scalars():
     """REQ-IDX-004."""
-    assert merged((tensor(held(Box((), ()), b"a"), global_shape=()),)).tensors[0].sharding == ((Box((), ()), 0),)
+    assert tuple(merged((tensor(held(Box((), ()), b"a"), global_shape=()),)).tensors[0].sharding) == ((Box((), ()), 0),)
     assert code_of(lambda: merged((tensor(global_shape=()),))) == Code.TILING_GAP
 
 
@@ -403,6 +404,80 @@ def test_random_tilings_and_replicas_against_an_oracle(shape, rng, writers):
     assert dict(index.tensors[0].sharding) == lowest
     assert not dropped
     check_index_tiling(index)
+
+
+NAMES = ("w", "a.b", "é")
+
+
+@st.composite
+def attempts(draw):
+    """What some writers hold of some tensors: random tilings, replicas, and now and then something wrong."""
+    writers = draw(st.integers(1, 4))
+    rng = draw(st.randoms(use_true_random=False))
+    parts: list[list[PartTensor]] = [[] for _ in range(writers)]
+    for name in NAMES[: draw(st.integers(1, 3))]:
+        shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
+        boxes = cut(shape, rng)
+        held_boxes: list[list[PartBox]] = [[] for _ in range(writers)]
+        for box in boxes:
+            replica = rng.random() < 0.5
+            content = rng.randbytes(box.element_count)
+            for holder in rng.sample(range(writers), rng.randint(1, writers)):
+                own = content if rng.random() < 0.97 else content[::-1]
+                digested = rng.random() < 0.8 or not replica
+                written = rng.random() < 0.7
+                found = held(box, own if digested or written else None, written=written, replica=replica)
+                held_boxes[holder] += [found] * (1 + (rng.random() < 0.02))
+        wrong = rng.choice(["", "", "", "drop", "shift", "empty"])
+        some = next((one for one in held_boxes if one), None)
+        if wrong == "drop" and some:
+            some.pop()
+        if wrong == "shift" and some and shape:
+            box = some[-1].box
+            some[-1] = held(Box(tuple(b // 2 for b in box.begin), box.shape), bytes(box.element_count))
+        if wrong == "empty":
+            held_boxes[0].append(held(Box((0,) * len(shape), (0,) * len(shape)), b""))
+        for writer in range(writers):
+            rng.shuffle(held_boxes[writer])
+            if held_boxes[writer] or rng.random() < 0.5:
+                dtype = "int8" if rng.random() < 0.98 else "uint8"
+                members = {"dtype": dtype, "aliases": rng.choice([(), ("x",), ("x", "y")]) if name == "w" else ()}
+                parts[writer].append(tensor(*held_boxes[writer], name=name, global_shape=shape, **members))
+    for own in parts:
+        rng.shuffle(own)
+    return [tuple(own) for own in parts]
+
+
+def outcome(merge):
+    """The tensors, or which error says what of which of them."""
+    try:
+        return merge()
+    except CkptError as error:
+        return error.code, error.requirement, error.where
+
+
+@given(attempts())
+def test_the_merge_by_columns_is_the_merge_by_objects(parts):
+    """REQ-CMT-011 to REQ-CMT-016, REQ-IDX-004, REQ-PRT-011: same tensors, or the same refusal of the same tensor."""
+    made = origin(writer_count=len(parts))
+    whole = [
+        Part(origin=made, writer=i, saved_unix_s=0, files=(), tensors=own, streams=(), leaves=(), absent={})
+        for i, own in enumerate(parts)
+    ]
+    entries = [PartFileEntry(part=part, digest=bytes(32), nbytes=1) for part in whole]
+    expected = outcome(lambda: merge_tensors(whole, made.block_nbytes))
+    assert outcome(lambda: merge_parts(entries).tensors) == expected
+
+
+def test_a_sharding_is_a_grid_where_it_can_be():
+    """REQ-IDX-012."""
+    quarters = [Box((a, b), (2, 3)) for a in (0, 2) for b in (0, 3)]
+    halves = [Box((0, 0), (2, 6)), Box((2, 0), (2, 3)), Box((2, 3), (2, 3))]
+    for boxes, grid in ((quarters, [[2, 2], [3, 3]]), (halves, None)):
+        parts = [(tensor(held(box, bytes(box.element_count)), global_shape=(4, 6)),) for box in boxes[::-1]]
+        sharding = merged(*parts).tensors[0].sharding
+        assert [box for box, _ in sharding] == boxes
+        assert (None if sharding.extents is None else [axis.tolist() for axis in sharding.extents]) == grid
 
 
 def test_the_order_of_tensors_in_parts_does_not_matter():

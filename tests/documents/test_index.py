@@ -44,8 +44,35 @@ EDITS = {
     "unknown sharding": (entry("tensors", "sharding", 0, 99), Code.COLUMN_FORM, "REQ-IDX-002"),
     "92 sharding of another rank": (entry("tensors", "sharding", -1, 3), Code.COLUMN_FORM, "REQ-IDX-002"),
     "sharding of 33 dimensions": (entry("shardings", "ndim", 0, 33), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "unknown form of sharding": (entry("shardings", "form", 0, 2), Code.COLUMN_FORM, "REQ-IDX-002"),
     "96 more boxes than allowed": (entry("shardings", "box_count", 0, 10_000_000), Code.LIMIT_EXCEEDED, "REQ-LIM-001"),
     "a box too many": (entry("shardings", "box_count", 0, 2), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "a box too many, of some part": (
+        lambda signed: (
+            entry("shardings", "box_count", 0, 2)(signed),
+            column("shardings", "part", lambda v: [*v, 0])(signed),
+        ),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "grid of more intervals than boxes": (entry("shardings", "grid_shape", 0, 2), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "grid of a dimension without intervals": (
+        entry("shardings", "grid_shape", 0, 0),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "grid with an empty interval": (entry("shardings", "extent", 0, 0), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "an interval too few": (column("shardings", "extent", lambda v: v[:-1]), Code.COLUMN_FORM, "REQ-IDX-002"),
+    "an interval longer than any dimension": (
+        entry("shardings", "extent", 0, 2**48 + 1),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
+    "intervals longer than any dimension": (
+        column("shardings", "extent", lambda v: [2**48] * len(v)),
+        Code.COLUMN_FORM,
+        "REQ-IDX-002",
+    ),
     "scope out of form": (set_in(("scopes", 1), "lw/00"), Code.SCOPE_FORM, "REQ-IDX-006"),
     "scopes out of order": (set_in(("scopes",), lambda s: s[::-1]), Code.COLUMN_ORDER, "REQ-IDX-003"),
     "unknown dtype": (set_in(("dtypes", 0), "complex129"), Code.COLUMN_FORM, "REQ-IDX-002"),
@@ -94,11 +121,14 @@ def test_no_column_may_be_missing_or_null(table, key):
             assert code in {Code.DOC_SCHEMA, Code.COLUMN_FORM, Code.PACKED_FORM, Code.MANIFEST_FIELDS}
 
 
-def test_boxes_of_a_sharding_are_sorted():
-    """REQ-IDX-003: the two halves of the embedding change places."""
-    signed = copy.deepcopy(SIGNED)
-    begin = unpacked(signed["shardings"]["begin"])
-    at = begin.index(3)
-    begin[at], begin[at - 2] = 0, 3
-    signed["shardings"]["begin"] = dump_packed(begin)
-    assert code_of(lambda: parse(signed)) == Code.COLUMN_ORDER
+def test_nothing_is_listed_that_does_not_occur():
+    """REQ-IDX-007, REQ-IDX-009."""
+    unused = copy.deepcopy(SIGNED)
+    unused["scopes"].append("lw/7")
+    error = error_of(lambda: parse(unused))
+    assert (error.code, error.requirement) == (Code.COLUMN_ORDER, "REQ-IDX-007")
+    other = copy.deepcopy(SIGNED)
+    numbers = unpacked(other["tensors"]["sharding"])
+    other["tensors"]["sharding"] = dump_packed([number or 7 for number in numbers])
+    error = error_of(lambda: parse(other))
+    assert (error.code, error.requirement) == (Code.COLUMN_ORDER, "REQ-IDX-009")

@@ -3,8 +3,11 @@
 import struct
 import time
 import tracemalloc
+import zlib
+from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -143,32 +146,124 @@ def test_maps_are_sorted_by_the_bytes_of_their_keys():
     assert list(parse(content)["nested"]) == ["a", "z"]
 
 
+def with_dictionary(content):
+    stream = zlib.compressobj(zdict=content)
+    return stream.compress(content) + stream.flush()
+
+
 def enveloped(**members):
     return dump_msgpack(members)
 
 
-SIGNED = dump_msgpack({"a": 1})
+CONTENT = dump_msgpack({"a": 1})
+SIGNED = zlib.compress(CONTENT)
+
+
+def sealed(signed=SIGNED, nbytes: Any = 4):
+    """Return an envelope under a valid digest."""
+    return enveloped(digest=digest_bytes(signed), nbytes=nbytes, signed=signed)
+
+
+def test_any_zlib_stream_of_the_content_is_taken():
+    """REQ-DOC-027: builds of zlib differ in what they make of the same bytes."""
+    streams = {zlib.compress(CONTENT, level) for level in range(10)} | {
+        zlib.compress(CONTENT, wbits=bits) for bits in (9, 15)
+    }
+    assert len(streams) > 1
+    for stream in streams:
+        assert parse_packed_document(sealed(stream), where="x") == ({"a": 1}, digest_bytes(stream))
+
+
 DOCUMENTS = {
     "not a map": (dump_msgpack([1]), Code.DOC_SCHEMA, FormatError),
-    "no digest": (enveloped(signed=SIGNED), Code.DOC_SCHEMA, FormatError),
-    "a member more": (enveloped(signed=SIGNED, digest=digest_bytes(SIGNED), x=1), Code.DOC_SCHEMA, FormatError),
-    "digest as text": (enveloped(signed=SIGNED, digest=digest_bytes(SIGNED).hex()), Code.DOC_SCHEMA, FormatError),
-    "signed as a map": (enveloped(signed={"a": 1}, digest=digest_bytes(SIGNED)), Code.DOC_SCHEMA, FormatError),
-    "another digest": (enveloped(signed=SIGNED, digest=bytes(32)), Code.DOC_DIGEST, IntegrityError),
-    "a short digest": (enveloped(signed=SIGNED, digest=digest_bytes(SIGNED)[:16]), Code.DOC_DIGEST, IntegrityError),
-    "no digest at all": (enveloped(signed=SIGNED, digest=b""), Code.DOC_DIGEST, IntegrityError),
+    "no digest": (enveloped(nbytes=4, signed=SIGNED), Code.DOC_SCHEMA, FormatError),
+    "no nbytes": (enveloped(signed=SIGNED, digest=digest_bytes(SIGNED)), Code.DOC_SCHEMA, FormatError),
+    "a member more": (
+        enveloped(signed=SIGNED, nbytes=4, digest=digest_bytes(SIGNED), x=1),
+        Code.DOC_SCHEMA,
+        FormatError,
+    ),
+    "digest as text": (
+        enveloped(signed=SIGNED, nbytes=4, digest=digest_bytes(SIGNED).hex()),
+        Code.DOC_SCHEMA,
+        FormatError,
+    ),
+    "signed as a map": (
+        enveloped(signed={"a": 1}, nbytes=4, digest=digest_bytes(SIGNED)),
+        Code.DOC_SCHEMA,
+        FormatError,
+    ),
+    "nbytes true": (sealed(nbytes=True), Code.DOC_SCHEMA, FormatError),
+    "nbytes negative": (sealed(nbytes=-1), Code.DOC_SCHEMA, FormatError),
+    "nbytes as text": (sealed(nbytes="4"), Code.DOC_SCHEMA, FormatError),
+    "another digest": (enveloped(signed=SIGNED, nbytes=4, digest=bytes(32)), Code.DOC_DIGEST, IntegrityError),
+    "a short digest": (
+        enveloped(signed=SIGNED, nbytes=4, digest=digest_bytes(SIGNED)[:16]),
+        Code.DOC_DIGEST,
+        IntegrityError,
+    ),
+    "no digest at all": (enveloped(signed=SIGNED, nbytes=4, digest=b""), Code.DOC_DIGEST, IntegrityError),
+    "the digest of what is inflated": (
+        enveloped(signed=SIGNED, nbytes=4, digest=digest_bytes(CONTENT)),
+        Code.DOC_DIGEST,
+        IntegrityError,
+    ),
     "signed isn't a map": (dump_packed_document([1])[0], Code.DOC_SCHEMA, FormatError),  # type: ignore[arg-type]
-    "signed isn't msgpack": (enveloped(signed=b"\xc1", digest=digest_bytes(b"\xc1")), Code.MSGPACK_SYNTAX, FormatError),
-    "signed is empty": (enveloped(signed=b"", digest=digest_bytes(b"")), Code.MSGPACK_SYNTAX, FormatError),
+    "signed isn't msgpack": (sealed(zlib.compress(b"\xc1"), 1), Code.MSGPACK_SYNTAX, FormatError),
+    "signed is empty": (sealed(b"", 0), Code.DOC_COMPRESSION, FormatError),
+    "nothing is signed": (sealed(zlib.compress(b""), 0), Code.MSGPACK_SYNTAX, FormatError),
+    "signed isn't compressed": (sealed(CONTENT), Code.DOC_COMPRESSION, FormatError),
+    "a byte less": (sealed(nbytes=len(CONTENT) - 1), Code.DOC_COMPRESSION, FormatError),
+    "a byte more": (sealed(nbytes=len(CONTENT) + 1), Code.DOC_COMPRESSION, FormatError),
+    "a byte behind the stream": (sealed(SIGNED + b"\0"), Code.DOC_COMPRESSION, FormatError),
+    "a second stream": (sealed(SIGNED + SIGNED), Code.DOC_COMPRESSION, FormatError),
+    "a stream that ends early": (sealed(SIGNED[:-1]), Code.DOC_COMPRESSION, FormatError),
+    "a stream with a wrong checksum": (sealed(SIGNED[:-1] + b"\0"), Code.DOC_COMPRESSION, FormatError),
+    "raw deflate": (sealed(zlib.compress(CONTENT, wbits=-15)), Code.DOC_COMPRESSION, FormatError),
+    "gzip": (sealed(zlib.compress(CONTENT, wbits=31)), Code.DOC_COMPRESSION, FormatError),
+    "a dictionary": (sealed(with_dictionary(CONTENT)), Code.DOC_COMPRESSION, FormatError),
     "many values": (dump_msgpack(dict.fromkeys(map(str, range(9)))), Code.LIMIT_EXCEEDED, FormatError),
 }
 
 
 @pytest.mark.parametrize(("content", "code", "kind"), DOCUMENTS.values(), ids=DOCUMENTS)
 def test_other_envelopes_are_refused(content, code, kind):
-    """REQ-DOC-025."""
+    """REQ-DOC-025, REQ-DOC-027."""
     error = error_of(lambda: parse_packed_document(content, where="x"))
     assert (error.code, type(error)) == (code, kind)
+
+
+def test_a_bomb_is_refused_before_it_goes_off():
+    """Row 108; REQ-DOC-028: neither what it says nor what it holds is allocated."""
+    bomb = zlib.compress(bytes(256 << 20), 9)
+    assert len(bomb) < 300_000
+    for nbytes, code in (
+        (256 << 20, Code.LIMIT_EXCEEDED),  # it says what it is, and that is too much for so little
+        (limits.INFLATED_NBYTES + 1, Code.LIMIT_EXCEEDED),
+        (limits.MSGPACK_NBYTES + 1, Code.LIMIT_EXCEEDED),
+        (2**64 - 1, Code.LIMIT_EXCEEDED),
+        (1000, Code.DOC_COMPRESSION),  # it says that it is small
+        (0, Code.DOC_COMPRESSION),  # or nothing, which must not mean no limit
+    ):
+        tracemalloc.start()
+        begin = time.process_time()
+        error = error_of(lambda nbytes=nbytes: parse_packed_document(sealed(bomb, nbytes), where="x"))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        tracemalloc.stop()
+        assert time.process_time() - begin < 1
+        assert error.code == code
+
+
+def test_what_is_much_larger_than_stored_has_a_limit():
+    """REQ-DOC-028, REQ-LIM-002: up to a size, or up to a ratio, whichever is more."""
+    zeros = {"a": bytes(limits.INFLATED_NBYTES - 100)}
+    assert parse_packed_document(dump_packed_document(zeros)[0], where="x")[0] == zeros
+    with_zeros = dump_msgpack({"a": bytes(limits.INFLATED_NBYTES)})
+    stream = zlib.compress(with_zeros)
+    assert code_of(lambda: parse_packed_document(sealed(stream, len(with_zeros)), where="x")) == Code.LIMIT_EXCEEDED
+    noise = np.random.default_rng(1).bytes(2 << 20)
+    loud = dump_msgpack({"a": bytes(limits.INFLATED_NBYTES), "b": noise})
+    assert parse_packed_document(sealed(zlib.compress(loud), len(loud)), where="x")[0]["b"] == noise
 
 
 def test_a_digest_that_another_document_gives_counts():

@@ -1,11 +1,14 @@
 """From parts to a decision: waiting, conflicts, repeats, lost answers, ends."""
 
 import threading
+import zlib
 
 import numpy as np
 import pytest
 
+from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, index_name, part_path
+from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, open_packed_document
 from ckptfmt.engines.commit import (
     abort,
     commit,
@@ -23,7 +26,19 @@ from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutE
 from ckptfmt.store import LocalStore
 from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import Loss, MemoryStore
-from tests.builders import ATTEMPT, code_of, error_of, leaf, origin, save, snapshot, tensor, two_writers, verify
+from tests.builders import (
+    ATTEMPT,
+    code_of,
+    error_of,
+    leaf,
+    origin,
+    parse_signed,
+    save,
+    snapshot,
+    tensor,
+    two_writers,
+    verify,
+)
 
 INDEX = index_name(ATTEMPT)
 ORIGIN = origin(writer_count=2)
@@ -57,6 +72,56 @@ def test_finalize_may_be_called_by_anyone_any_number_of_times(written):
     before = written.snapshot()
     assert finalize(written, ORIGIN) == first
     assert written.snapshot() == before
+
+
+def recompressed(content, level):
+    """The same document, from a committer whose zlib makes something else of it."""
+    stored = zlib.compress(open_packed_document(content, where="x")[0], level)
+    nbytes = len(zlib.decompress(stored))
+    return dump_msgpack({"digest": digest_bytes(stored), "nbytes": nbytes, "signed": stored})
+
+
+@pytest.mark.parametrize("level", [0, 9])
+def test_an_index_that_says_the_same_is_taken_as_it_is(written, level):
+    """REQ-CMT-006, REQ-IDX-005: another committer compressed it, to more bytes or to fewer."""
+    twin = MemoryStore.from_snapshot(written.snapshot())
+    finalize(twin, ORIGIN)
+    theirs = recompressed(twin.snapshot()[INDEX], level)
+    assert theirs != twin.snapshot()[INDEX]
+    written.create(INDEX, [theirs])
+    manifest = finalize(written, ORIGIN)
+    assert manifest.index_nbytes == len(theirs)
+    assert written.snapshot()[INDEX] == theirs
+    assert finalize(written, ORIGIN) == manifest
+    assert verify(written).valid
+
+
+def other_index(content):
+    """An index that says something else, under a valid digest."""
+    signed = parse_signed(content)
+    signed["absent"] = dict.fromkeys(signed["absent"], "another reason")
+    return dump_packed_document(signed)[0]
+
+
+OTHER_INDICES = {
+    "cut": lambda content: content[:-1],
+    "longer": lambda content: content + b"x",
+    "damaged": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "empty": lambda _: b"",
+    "of another content": other_index,
+    "no document": lambda _: b"hello",
+}
+
+
+@pytest.mark.parametrize("change", OTHER_INDICES.values(), ids=OTHER_INDICES)
+def test_an_index_that_says_something_else_is_a_conflict(written, change):
+    """REQ-CMT-006: nothing is decided then."""
+    twin = MemoryStore.from_snapshot(written.snapshot())
+    finalize(twin, ORIGIN)
+    written.create(INDEX, [change(twin.snapshot()[INDEX])])
+    error = error_of(lambda: finalize(written, ORIGIN))
+    assert (error.code, error.requirement, error.where) == (Code.COMMIT_CONFLICT, "REQ-CMT-006", INDEX)
+    assert read_register(written) is None
 
 
 def test_eight_committers_at_once_make_one_checkpoint(written):

@@ -14,7 +14,7 @@ from unittest import mock
 
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, index_name
 from ckptfmt.documents.run import LAUNCHES
-from ckptfmt.engines import commit, lineage, reader, retention
+from ckptfmt.engines import commit, lineage, reader, retention, stored
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.hooked import HookedStore, Operation
 from ckptfmt.store.local import LocalStore
@@ -368,9 +368,15 @@ SCENE_MUTANTS: Final = {
     ),
 }
 
+
+@contextlib.contextmanager
+def _nothing_compared() -> Iterator[None]:
+    with (
+        mock.patch.object(stored.StoredPiece, "check", return_value=None),
+        mock.patch.multiple(reader, check_nbytes=lambda *_: None, read_header=lambda *_: b""),
+    ):
+        yield
+
+
 #: A reader that doesn't compare digests, on a disk that says it wrote what it didn't.
-READER_MUTANTS: Final[dict[str, Patch]] = {
-    "nothing_compared": lambda: mock.patch.multiple(
-        reader, _check_blocks=lambda *_, **__: None, check_nbytes=lambda *_: None, read_header=lambda *_: b""
-    ),
-}
+READER_MUTANTS: Final[dict[str, Patch]] = {"nothing_compared": _nothing_compared}

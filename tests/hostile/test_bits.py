@@ -15,6 +15,7 @@ from ckptfmt.store.memory import MemoryStore
 from tests.builders import read_all, small_files, verify
 
 FILES = small_files()
+OTHERS = small_files(step=4)
 EVERYTHING = read_all(MemoryStore.from_snapshot(FILES))
 
 
@@ -145,10 +146,9 @@ def test_no_two_files_can_be_swapped(one):
 
 def test_files_of_another_checkpoint_are_not_taken():
     """Row 56: everything fits but the digest; REQ-OPN-003."""
-    others = small_files(step=4)
     for path in FILES:
-        if FILES[path] != others[path] and path != "manifest.json":
-            report = verify(MemoryStore.from_snapshot({**FILES, path: others[path]}))
+        if FILES[path] != OTHERS[path] and path != "manifest.json":
+            report = verify(MemoryStore.from_snapshot({**FILES, path: OTHERS[path]}))
             assert report.violations[0].code in (Code.DOC_DIGEST, Code.FILE_NBYTES)
 
 

@@ -8,9 +8,11 @@ import pytest
 from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import Origin
-from ckptfmt.documents.packed import dump_packed
+from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, unfold
 from ckptfmt.documents.part import Part, PartFile
 from ckptfmt.documents.shard import plan_shard
+from ckptfmt.documents.sharding import Sharding
+from ckptfmt.documents.sharding_columns import parse_shardings, sharding_columns
 from ckptfmt.documents.tree import TensorRef, dump_tree
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError
@@ -18,6 +20,7 @@ from ckptfmt.store.memory import MemoryStore
 from tests.builders import (
     Forgery,
     code_of,
+    edit_strings,
     error_of,
     leaf,
     origin,
@@ -28,6 +31,7 @@ from tests.builders import (
     stream,
     tensor,
     unpacked,
+    unpacked_strings,
     verify,
 )
 
@@ -51,45 +55,68 @@ def put(row, value):
     return lambda values: values.__setitem__(row, value)
 
 
-def sharding_of(forgery, name):
-    """Return the row of the sharding of a tensor, and the rows of its first box in begin, box_shape and part."""
-    index = forgery.index
-    row = unpacked(index["tensors"]["sharding"])[index["tensors"]["name"].index(name)]
-    ndim, counts = unpacked(index["shardings"]["ndim"]), unpacked(index["shardings"]["box_count"])
-    return row, sum(n * c for n, c in zip(ndim[:row], counts[:row], strict=True)), sum(counts[:row])
+def row_of(table, name, key="name"):
+    return unpacked_strings(table[key]).index(name)
+
+
+def rename_key_of(part, name, key):
+    """Change the key of the first box of a tensor in its shard: nothing, if it is called as the tensor is."""
+    counts = unpacked(part["tensors"]["box_count"])
+    box = sum(counts[: row_of(part["tensors"], name)])
+    folded = np.array(unpacked(part["extents"]["box"]), np.int64)
+    row = (np.cumsum(unfold(folded) + 1) - 1).tolist().index(box)
+    edit_strings(part["extents"], "key", put(row, key))
 
 
 def edit_tiling(*, begin=None, box_shape=None, part=None):
     """Return an edit of the two boxes of `embedding`: begin (0, 0) and (3, 0), shape (3, 4) each."""
 
     def edit(forgery):
-        _, number, box = sharding_of(forgery, "embedding")
-        for key, edits, at in (("begin", begin, number), ("box_shape", box_shape, number), ("part", part, box)):
-            for row, value in (edits or {}).items():
-                packed(forgery.index["shardings"], key, put(at + row, value))
+        index = forgery.index
+        shardings = parse_shardings(Columns(index, tuple(index), "x"), 2)
+        row = unpacked(index["tensors"]["sharding"])[row_of(index["tensors"], "embedding")]
+        sharding = shardings[row]
+        arrays = [sharding.begin.copy(), sharding.box_shape.copy(), sharding.part.copy()]
+        for array, edits in zip(arrays, (begin, box_shape, part), strict=True):
+            for at, value in (edits or {}).items():
+                array.reshape(-1)[at] = value
+        shardings[row] = Sharding.boxes(*arrays)
+        index["shardings"] = sharding_columns(shardings, 2)
+
+    return edit
+
+
+def edit_grid(*extents):
+    """Return an edit of the grid of `embedding`: 3 and 3, by 4."""
+
+    def edit(forgery):
+        table = forgery.index["shardings"]
+        at = unpacked(table["extent"]).index(4) - 2
+        packed(table, "extent", lambda values: values.__setitem__(slice(at, at + 3), extents))
 
     return edit
 
 
 def rename_tensor(forgery):
+    rename_key_of(forgery.parts[0], "bias", "bias")  # as the shard has it
     for table in (forgery.index["tensors"], forgery.parts[0]["tensors"]):
-        table["name"][table["name"].index("bias")] = "bias2"
+        edit_strings(table, "name", lambda names: names.__setitem__(names.index("bias"), "bias2"))
 
 
 def drop_last_leaf(forgery):
     table = forgery.index["leaves"]
-    table["name"].pop()
+    edit_strings(table, "name", lambda names: names[:-1])
     for key in ("field", "scope", "part"):
         packed(table, key, lambda values: values.pop())
     forgery.manifest["fields"]["config"]["leaf_count"] -= 1
 
 
 def drop_aliases(forgery):
-    forgery.index["aliases"] = {"tensor": dump_packed([]), "name": []}
+    forgery.index["aliases"] = {"tensor": dump_packed([]), "name": dump_strings([])}
 
 
 def higher_writer(forgery):
-    row = forgery.index["leaves"]["name"].index("state")
+    row = row_of(forgery.index["leaves"], "state")
     packed(forgery.index["leaves"], "part", put(row, 1))
 
 
@@ -142,7 +169,7 @@ def absent_in_index(field, reason):
 
 def index_dtype(forgery):
     dtypes = forgery.index["dtypes"]
-    row = forgery.index["tensors"]["name"].index("bias")
+    row = row_of(forgery.index["tensors"], "bias")
     # int16 stands as bfloat16: a size that fits.
     forgery.index["dtypes"] = sorted({*dtypes, "bfloat16"} - {"int16"})
     old = [dtypes[number] for number in unpacked(forgery.index["tensors"]["dtype"])]
@@ -151,26 +178,26 @@ def index_dtype(forgery):
 
 
 def index_storage(forgery):
-    row = forgery.index["tensors"]["name"].index("bias")
+    row = row_of(forgery.index["tensors"], "bias")
     packed(forgery.index["tensors"], "storage", put(row, 1))
 
 
 def leaf_value(value):
     def edit(forgery):
-        row = forgery.parts[0]["leaves"]["name"].index("state")
+        row = row_of(forgery.parts[0]["leaves"], "state")
         forgery.parts[0]["leaves"]["value"][row] = value
 
     return edit
 
 
 def stream_kind(forgery):
-    forgery.index["streams"]["kind"][0] = "torch.cpu"
+    edit_strings(forgery.index["streams"], "kind", lambda kinds: kinds.__setitem__(0, "torch.cpu"))
 
 
 def add_stream(forgery):
     table = forgery.index["streams"]
-    table["name"].append("zz")
-    table["kind"].append("k")
+    edit_strings(table, "name", lambda names: names.append("zz"))
+    edit_strings(table, "kind", lambda kinds: kinds.append("k"))
     for key in ("scope", "part"):
         packed(table, key, lambda values: values.append(0))
     forgery.manifest["fields"]["rng"]["stream_count"] += 1
@@ -178,7 +205,7 @@ def add_stream(forgery):
 
 def add_leaf(forgery):
     table = forgery.index["leaves"]
-    table["name"].append("zz")
+    edit_strings(table, "name", lambda names: names.append("zz"))
     for key, value in (("field", 6), ("scope", 0), ("part", 0)):
         packed(table, key, lambda values, value=value: values.append(value))
     del forgery.index["absent"]["provenance"]
@@ -200,7 +227,7 @@ def header_of(edit):
         header = edit(content[:nbytes])
         assert len(header) == nbytes
         forgery.files[SHARD] = header + content[nbytes:]
-        row = forgery.parts[0]["files"]["name"].index(SHARD)
+        row = row_of(forgery.parts[0]["files"], SHARD)
         digests = forgery.parts[0]["files"]["header_digest"]
         forgery.parts[0]["files"]["header_digest"] = (
             digests[: 32 * row] + digest_bytes(header) + digests[32 * (row + 1) :]
@@ -210,8 +237,7 @@ def header_of(edit):
 
 
 def rename_key(forgery):
-    row = forgery.parts[0]["extents"]["key"].index("embedding")
-    forgery.parts[0]["extents"]["key"][row] = "embeddinG"
+    rename_key_of(forgery.parts[0], "embedding", "embeddinG")
 
 
 FORGED = {
@@ -222,6 +248,10 @@ FORGED = {
     "90 a gap in a row": (edit_tiling(box_shape={1: 3}), Code.TILING_GAP, "embedding"),
     "91 an empty box for a tensor with elements": (edit_tiling(box_shape={0: 0}), Code.TILING_GAP, "embedding"),
     "90 gap and overlap of equal size": (edit_tiling(begin={2: 2}), Code.TILING_OVERLAP, "embedding"),
+    "90 a grid that ends too early": (edit_grid(3, 2, 4), Code.TILING_GAP, "embedding"),
+    "90 a grid that is too narrow": (edit_grid(3, 3, 3), Code.TILING_GAP, "embedding"),
+    "88 a grid that ends too late": (edit_grid(3, 4, 4), Code.BOX_BOUNDS, "embedding"),
+    "88 a grid too early and too late": (edit_grid(3, 4, 3), Code.BOX_BOUNDS, "embedding"),
     # 93: what the index says of parts; REQ-IDX-001
     "93 part lacks the box": (edit_tiling(part={0: 1}), Code.DOC_MISMATCH, PARTS[1]),
     "93 both boxes elsewhere": (edit_tiling(part={0: 1, 1: 0}), Code.DOC_MISMATCH, "parts/"),
@@ -352,17 +382,18 @@ def test_a_digest_that_was_asked_for_counts():
     assert (error.code, error.requirement, error.where) == (Code.DOC_DIGEST, "REQ-OPN-001", "manifest.json")
 
 
-@pytest.mark.parametrize("key", ["w", "w#1", "x"])
+@pytest.mark.parametrize("key", ["", "w#1", "x"])
 def test_a_second_entry_of_no_bytes_is_seen(key):
     """REQ-SHD-010: an empty tensor takes no bytes, and is told by its key all the same."""
     store = MemoryStore()
     save(store, snapshot(tensor("w", np.zeros((0, 2), np.float32)), tensor("v", np.ones(3, np.float32))))
     forgery = Forgery(store.snapshot())
     path = next(path for path in forgery.files if path.startswith("weights-"))
-    row = forgery.parts[0]["extents"]["key"].index("w")
-    forgery.parts[0]["extents"]["key"][row] = key
+    assert unpacked_strings(forgery.parts[0]["extents"]["key"]) == ["", ""]
+    row = unpacked(forgery.parts[0]["extents"]["block_count"]).index(0)
+    edit_strings(forgery.parts[0]["extents"], "key", put(row, key))
     report = verify(forgery.store())
-    assert [violation.code for violation in report.violations] == ([] if key == "w" else [Code.SHARD_MISMATCH])
+    assert [violation.code for violation in report.violations] == ([] if key == "" else [Code.SHARD_MISMATCH])
     assert path.startswith("weights-0123456789abcdef")
 
 

@@ -5,6 +5,7 @@ import doctest
 import json
 import re
 import struct
+import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from ckptfmt.documents.canonical import dump_document, parse_document
 from ckptfmt.documents.cursor import dump_cursor, parse_cursor
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import Manifest, parse_register
-from ckptfmt.documents.packed import dump_packed, parse_packed
+from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, parse_packed
 from ckptfmt.documents.part import Part
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
@@ -86,8 +87,18 @@ def parse_json_document(content, where, kind):
     return parse_register(content, where=where)
 
 
+def seal(content):
+    """The document in whose zlib stream the content lies as it is: the examples don't depend on a build of zlib."""
+    stored = zlib.compress(content, 0)
+    return msgpk.dump_msgpack({"digest": digest_bytes(stored), "nbytes": len(content), "signed": stored})
+
+
+def inflated(content):
+    return msgpk.open_packed_document(content, where="example")[0]
+
+
 def parse_view(signed, where, kind):
-    content, _ = msgpk.dump_packed_document(document_of(signed, load_schema(kind)))
+    content = seal(msgpk.dump_msgpack(document_of(signed, load_schema(kind))))
     parsed = Index.parse(content, where=where) if kind == "index" else Part.parse(content, where=where)[0]
     return parsed, content
 
@@ -156,7 +167,7 @@ def test_an_example_fits_its_schema(fence):
 def test_an_example_is_what_is_dumped(fence):
     parsed, content = accept(fence, json.loads(fence.content))
 
-    assert parsed.dump()[0] == content
+    assert inflated(parsed.dump()[0]) == inflated(content)
     assert view_of(msgpk.parse_packed_document(content, where="example")[0]) == json.loads(fence.content)
 
 
@@ -234,6 +245,10 @@ FORMS: dict[str, tuple[Callable[[bytes], Any], Callable[[Any], bytes]]] = {
     "packed": (
         lambda content: parse_packed(unpack(content), "example").tolist(),
         lambda value: msgpk.dump_msgpack(dump_packed(value)),
+    ),
+    "strings": (
+        lambda content: Columns({"column": unpack(content)}, ("column",), "example").strings("column").tolist(),
+        lambda value: msgpk.dump_msgpack(dump_strings(value)),
     ),
     "packed_document": (
         lambda content: msgpk.parse_packed_document(content, where="example"),

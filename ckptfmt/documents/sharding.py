@@ -1,0 +1,238 @@
+"""Shardings: into which boxes a tensor is cut, and which part stores each. Spec: REQ-IDX-003, REQ-IDX-012.
+
+A million boxes are columns of integers here, never a million objects; a box becomes one when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self, overload
+
+import numpy as np
+
+from ckptfmt.box import Box
+
+if TYPE_CHECKING:
+    from ckptfmt.documents.packed import Integers
+
+__all__ = ["Sharding", "rows_increase"]
+
+
+class Sharding(Sequence[tuple[Box, int]]):
+    """The pieces of a tensor and, for each, the number of the part that stores it; sorted by begin, then by shape.
+
+    Two shardings are equal if they have the same pieces in the same parts. What can be a grid is one, always.
+
+    Attributes:
+        ndim: number of dimensions; 0 where there are no boxes.
+        extents: of a grid, for each dimension, how long the intervals are into which it is cut; None of other boxes.
+        part: one for each box.
+
+    >>> Sharding.of([(Box((2,), (3,)), 1), (Box((0,), (2,)), 0)])
+    Sharding(2 boxes, grid of (2,))
+    """
+
+    __slots__ = ("_begin", "_box_shape", "_edges", "_hash", "extents", "ndim", "part")
+
+    ndim: int
+    extents: tuple[Integers, ...] | None
+    part: Integers
+
+    def __init__(
+        self, extents: tuple[Integers, ...] | None, begin: Integers | None, box_shape: Integers | None, part: Integers
+    ) -> None:
+        self.extents = extents
+        self.part = part
+        self._begin = begin
+        self._box_shape = box_shape
+        self._edges: tuple[Integers, ...] | None = None
+        self._hash: int | None = None
+        self.ndim = len(extents) if extents is not None else begin.shape[1] if begin is not None and len(begin) else 0
+        for array in (*(extents or ()), begin, box_shape, part):
+            if array is not None:
+                array.flags.writeable = False
+
+    @classmethod
+    def grid(cls, extents: Sequence[Integers], part: Integers) -> Self:
+        """Return the grid of all products of the intervals, in C order.
+
+        Args:
+            extents: for each dimension, how long its intervals are; none is empty.
+            part: one for each box.
+        """
+        return cls(tuple(extents), None, None, part)
+
+    @classmethod
+    def boxes(cls, begin: Integers, box_shape: Integers, part: Integers) -> Self:
+        """Return the sharding of boxes that are sorted: a grid, if they are one.
+
+        Shapes: `begin` and `box_shape` are (n, ndim), `part` is (n,).
+        """
+        extents = _find_extents(begin, box_shape)
+        return cls(None, begin, box_shape, part) if extents is None else cls(extents, None, None, part)
+
+    @classmethod
+    def of(cls, pieces: Iterable[tuple[Box, int]]) -> Self:
+        """Return the sharding of some boxes, in any order."""
+        rows = sorted(pieces)
+        shape = len(rows), len(rows[0][0].begin) if rows else 0
+        return cls.boxes(
+            np.array([box.begin for box, _ in rows], np.int64).reshape(shape),
+            np.array([box.shape for box, _ in rows], np.int64).reshape(shape),
+            np.array([part for _, part in rows], np.int64),
+        )
+
+    @property
+    def begin(self) -> Integers:
+        """First index of each box: (n, ndim)."""
+        if self._begin is None:
+            return self._spread([edges[:-1] for edges in self._cuts()])
+        return self._begin
+
+    @property
+    def box_shape(self) -> Integers:
+        """Extents of each box: (n, ndim)."""
+        if self._box_shape is None:
+            return self._spread(self.extents or ())
+        return self._box_shape
+
+    def _cuts(self) -> tuple[Integers, ...]:
+        """Return where the intervals of each dimension begin, and where the last one ends."""
+        if self._edges is None:
+            self._edges = tuple(map(_edges_of, self.extents or ()))
+        return self._edges
+
+    def _spread(self, columns: Sequence[Integers]) -> Integers:
+        grid = np.meshgrid(*columns, indexing="ij")
+        return np.stack([axis.reshape(-1) for axis in grid], axis=1) if grid else np.zeros((len(self), 0), np.int64)
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[Box, int]: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[tuple[Box, int], ...]: ...
+    def __getitem__(self, at: int | slice) -> tuple[Box, int] | tuple[tuple[Box, int], ...]:
+        if isinstance(at, slice):
+            return tuple(self)[at]
+        row = range(len(self))[at]
+        if self.extents is None:
+            (piece,) = _pieces(self.begin[row : row + 1], self.box_shape[row : row + 1], self.part[row : row + 1])
+            return piece
+        place = np.unravel_index(row, tuple(map(len, self.extents)))
+        begin = (edges[i] for edges, i in zip(self._cuts(), place, strict=True))
+        shape = (extents[i] for extents, i in zip(self.extents, place, strict=True))
+        return Box(tuple(map(int, begin)), tuple(map(int, shape))), int(self.part[row])
+
+    def __iter__(self) -> Iterator[tuple[Box, int]]:
+        return iter(_pieces(self.begin, self.box_shape, self.part))
+
+    def find(self, wanted: Box) -> tuple[tuple[Box, int], ...]:
+        """Return the pieces that have an element in common with `wanted`, in their order.
+
+        Of a grid, two searches in each dimension find them; of other boxes, one pass over arrays.
+        """
+        if not len(self) or 0 in wanted.shape:
+            return ()
+        if self.extents is not None:
+            return self._find_in_grid(wanted)
+        low = np.maximum(self.begin, wanted.begin)
+        rows = np.flatnonzero((low < np.minimum(self.begin + self.box_shape, wanted.end)).all(axis=1))
+        return tuple(_pieces(self.begin[rows], self.box_shape[rows], self.part[rows]))
+
+    def _find_in_grid(self, wanted: Box) -> tuple[tuple[Box, int], ...]:
+        found: list[list[tuple[int, int, int]]] = []
+        stride = len(self)
+        for edges, first, end in zip(self._cuts(), wanted.begin, wanted.end, strict=True):
+            stride //= len(edges) - 1
+            low = max(0, int(edges.searchsorted(first, "right")) - 1)
+            high = min(len(edges) - 1, int(edges.searchsorted(end, "left")))
+            pairs = itertools.pairwise(edges[low : high + 1].tolist())
+            found.append([(i * stride, a, b - a) for i, (a, b) in enumerate(pairs, start=low)])
+        return tuple(
+            (
+                Box(tuple(a for _, a, _ in axes), tuple(n for _, _, n in axes)),
+                int(self.part[sum(i for i, _, _ in axes)]),
+            )
+            for axes in itertools.product(*found)
+        )
+
+    def _content(self) -> tuple[Integers, ...]:
+        if self.extents is not None:
+            return (self.part, *self.extents)
+        assert self._begin is not None  # noqa: S101 - one of the two is there
+        assert self._box_shape is not None  # noqa: S101
+        return (self.part, self._begin, self._box_shape)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sharding):
+            return NotImplemented
+        if self is other:
+            return True
+        if hash(self) != hash(other) or (self.extents is None) != (other.extents is None):
+            return False
+        return all(map(np.array_equal, self._content(), other._content()))
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.ndim, self.extents is None, *(array.tobytes() for array in self._content())))
+        return self._hash
+
+    def __repr__(self) -> str:
+        form = "" if self.extents is None else f", grid of {tuple(map(len, self.extents))}"
+        return f"Sharding({len(self)} boxes{form})"
+
+
+def rows_increase(columns: Iterable[Integers]) -> bool:
+    """Say whether the rows of some columns increase strictly: by the first column, then by the second, and so on."""
+    tied: Any = None
+    for column in columns:
+        step = np.diff(column)
+        if (step < 0).any() if tied is None else (step[tied] < 0).any():
+            return False
+        tied = step == 0 if tied is None else tied & (step == 0)
+        if not tied.any():
+            return True
+    return tied is not None and not tied.any()
+
+
+def _edges_of(extents: Integers) -> Integers:
+    edges: Integers = np.concatenate([np.zeros(1, np.int64), np.cumsum(extents)])
+    return edges
+
+
+def _pieces(begin: Integers, box_shape: Integers, part: Integers) -> list[tuple[Box, int]]:
+    rows = zip(begin.tolist(), box_shape.tolist(), part.tolist(), strict=True)
+    return [(Box(tuple(first), tuple(extents)), number) for first, extents, number in rows]
+
+
+def _find_extents(begin: Integers, box_shape: Integers) -> tuple[Integers, ...] | None:
+    """Return the intervals of each dimension of which sorted boxes are the product; None if they are none of any."""
+    count, ndim = begin.shape
+    if not count or not box_shape.all():
+        return None
+    if count == 1:  # a tensor that isn't cut, as most are that belong to one worker alone
+        return None if begin.any() else tuple(box_shape.reshape(ndim, 1))
+    extents: list[Integers] = []
+    run = count  # how many boxes there are for one interval of all dimensions so far
+    for dim in range(ndim):
+        low = begin[:run, dim]
+        intervals = 1 + int(np.count_nonzero(low[1:] != low[:-1]))
+        run, rest = divmod(run, intervals)
+        found = box_shape[: run * intervals : run, dim]
+        if rest or not np.array_equal(low[::run], np.cumsum(found) - found):
+            return None
+        extents.append(found)
+    grid = [len(found) for found in extents]
+    if math.prod(grid) != count:
+        return None
+    for dim, found in enumerate(extents):
+        shape = [1] * ndim
+        shape[dim] = -1
+        for column, expected in ((begin, np.cumsum(found) - found), (box_shape, found)):
+            if not (column[:, dim].reshape(grid) == expected.reshape(shape)).all():
+                return None
+    return tuple(np.ascontiguousarray(found) for found in extents)
