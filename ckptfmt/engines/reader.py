@@ -12,9 +12,9 @@ import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.arithmetic.merge import check_index_tiling, summarise
-from ckptfmt.arithmetic.plan import PieceRead, iter_chunks, plan_blocks, plan_pieces, strides_of
+from ckptfmt.arithmetic.plan import PieceRead, iter_chunks, plan_pieces, plan_requests
 from ckptfmt.box import Box
-from ckptfmt.digest import DIGEST_NBYTES, PREFIX, digest_bytes
+from ckptfmt.digest import PREFIX, digest_bytes
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
 from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, index_name, part_path
 from ckptfmt.documents.part import Leaf, Part, PartBox, PartFile, PartTensor, Stream
@@ -22,20 +22,27 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.commit import read_register
+from ckptfmt.engines.reading import Reading
+from ckptfmt.engines.stored import ArrayTarget, StoredPiece, carrier_of
+from ckptfmt.engines.streaming import LONG_NBYTES, SHORT_NBYTES
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from ckptfmt.arithmetic.plan import BlockRange, Request
     from ckptfmt.engines.snapshot import TensorSink
+    from ckptfmt.engines.streaming import Borrow, ReadReport
     from ckptfmt.store.protocol import Store
 
 __all__ = ["Checkpoint", "check_nbytes", "numpy_dtype", "read_header"]
 
-#: How many bytes of a tensor are held at a time, beside the destination.
+#: How many bytes of a tensor `Checkpoint.iter_content` holds at a time.
 CHUNK_NBYTES: Final = 32 << 20
+#: How many bytes that nobody wants are read at most, so as to save a request.
+GAP_NBYTES: Final = 64 << 10
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -91,6 +98,8 @@ class Checkpoint:
                 requirement="REQ-OPN-001",
             )
         self.index = read_index(store, self.manifest)
+        #: How many bytes of manifest, index, parts and shard headers were read so far.
+        self.metadata_nbytes = len(self.manifest.dump()) + self.manifest.index_nbytes
         self.tensors: dict[TensorKey, IndexTensor] = {tensor.key: tensor for tensor in self.index.tensors}
         self.leaves: dict[TensorKey, IndexLeaf] = {
             (leaf.field, leaf.name, leaf.scope): leaf for leaf in self.index.leaves
@@ -100,6 +109,8 @@ class Checkpoint:
         }
         self._parts: dict[int, _OpenPart] = {}
         self._checked: set[str] = set()
+        #: Whether blocks are compared with their digests. It is for measuring what that costs, and for nothing else.
+        self.is_verifying = True
         self._aliases = {
             (tensor.field, alias, tensor.scope): tensor for tensor in self.index.tensors for alias in tensor.aliases
         }
@@ -194,73 +205,106 @@ class Checkpoint:
         if len(wanted.shape) != len(whole.shape) or min(wanted.shape, default=0) < 0 or not whole.contains(wanted):
             raise err(Code.ARGUMENT, f"{wanted} leaves the tensor's {tensor.global_shape}", where=name)
         array = np.empty(wanted.shape, numpy_dtype(tensor.dtype))
-        flat = array.view(_raw(tensor.dtype))
-        for piece, content in self.iter_content(tensor, wanted):
-            flat[piece.relative_to(wanted)] = np.frombuffer(content, _raw(tensor.dtype)).reshape(piece.shape)
+        self._fill(tensor, wanted, array.view(carrier_of(array.itemsize)))
         return array
 
-    def read_into(self, sinks: Sequence[TensorSink]) -> None:
-        """Fill every sink. Bytes are handed on only when their block is verified.
+    def read_into(self, sinks: Sequence[TensorSink]) -> ReadReport:
+        """Fill every sink. Bytes are handed on only when their block is verified; each block is read once.
 
+        Sinks may be called from several threads at once, each call for other elements.
+
+        Returns: what was read for it.
         Raises: StateError(TENSOR_MISSING, DTYPE_MISMATCH, SHAPE_MISMATCH); IntegrityError.
-        Spec: REQ-OPN-005, REQ-OPN-006.
+        Spec: REQ-OPN-005, REQ-OPN-006, REQ-OPN-008.
         """
-        for sink in sinks:
-            tensor = self.find(sink.field, sink.name, sink.scope)
-            if tensor is None:
-                raise err(
-                    Code.TENSOR_MISSING, f"{sink.field} has no tensor {sink.name!r} ({sink.scope})", where=sink.name
-                )
-            if sink.dtype != tensor.dtype:
-                raise err(Code.DTYPE_MISMATCH, f"saved as {tensor.dtype}, wanted as {sink.dtype}", where=sink.name)
-            if tuple(sink.global_shape) != tensor.global_shape:
-                raise err(
-                    Code.SHAPE_MISMATCH,
-                    f"saved as {tensor.global_shape}, wanted as {tuple(sink.global_shape)}",
-                    where=sink.name,
-                )
-            for wanted in sink.boxes:
-                for piece, content in self.iter_content(tensor, wanted):
-                    sink.copy_from(piece, content)
+        return self.plan_reading(sinks).run()
+
+    def plan_reading(self, sinks: Sequence[TensorSink], *, borrow: Borrow | None = None) -> Reading:
+        """Return what `read_into` will do; parts are read for it, and no shard.
+
+        Args:
+            borrow: is given the memory that bytes are read into, for as long as they are.
+
+        Raises: StateError(TENSOR_MISSING, DTYPE_MISMATCH, SHAPE_MISMATCH); IntegrityError of parts.
+        """
+        return Reading(self, self._collect_pieces(sinks), borrow)
 
     def iter_content(self, tensor: IndexTensor, wanted: Box) -> Iterator[tuple[Box, memoryview]]:
-        """Yield the elements of `wanted`, piece by piece: C order, little-endian, verified."""
-        for read in plan_pieces(tensor.sharding, wanted):
-            for chunk in iter_chunks(read.wanted, DTYPES[tensor.dtype].nbytes, CHUNK_NBYTES):
-                yield chunk, self._read_chunk(tensor, PieceRead(read.stored, read.part, chunk))
-
-    def _read_chunk(self, tensor: IndexTensor, read: PieceRead) -> memoryview:
+        """Yield the elements of `wanted`, chunk by chunk: C order, little-endian, verified."""
         element_nbytes = DTYPES[tensor.dtype].nbytes
-        block_nbytes = self.manifest.origin.block_nbytes
-        blocks = plan_blocks(read.stored, read.wanted, element_nbytes, block_nbytes)
-        held, part = self._locate(tensor, read)
-        contents = []
-        for extent in held.extents:
-            begin = max(blocks.byte_begin, extent.block_begin * block_nbytes)
-            end = min(blocks.byte_end, (extent.block_begin + extent.block_count) * block_nbytes)
-            if begin < end:
-                at = extent.byte_begin + begin - extent.block_begin * block_nbytes
-                path = self._checked_path(part.files[extent.file])
-                got = self.store.read_range(path, at, end - begin)
-                _check_blocks(
-                    got,
-                    held.digests,
-                    block_begin=begin // block_nbytes,
-                    block_nbytes=block_nbytes,
-                    path=path,
-                    byte_begin=at,
-                )
-                contents.append(got)
-        content = contents[0] if len(contents) == 1 else b"".join(contents)
-        return _cut(content, blocks.byte_begin, read, element_nbytes)
+        for chunk in iter_chunks(wanted, element_nbytes, CHUNK_NBYTES):
+            array = np.empty(chunk.shape, carrier_of(element_nbytes))
+            self._fill(tensor, chunk, array)
+            yield chunk, array.reshape(-1).view(np.uint8).data
 
-    def _checked_path(self, file: PartFile) -> str:
-        """Return the path of a file, after its size and header were compared with the part, once. Spec: REQ-OPN-011."""
-        if file.name not in self._checked:
+    def _fill(self, tensor: IndexTensor, box: Box, array: NDArray[Any]) -> None:
+        field, name, scope = tensor.key
+        target = ArrayTarget(
+            field=field,
+            name=name,
+            scope=scope,
+            dtype=tensor.dtype,
+            global_shape=tensor.global_shape,
+            boxes=(box,),
+            array=array,
+        )
+        self.read_into([target])
+
+    def _collect_pieces(self, sinks: Sequence[TensorSink]) -> list[StoredPiece]:
+        """Return the stored pieces of which the sinks want something, each once."""
+        pieces: dict[tuple[TensorKey, Box], StoredPiece] = {}
+        for sink in sinks:
+            tensor = self._find_for(sink)
+            for wanted in sink.boxes:
+                for read in plan_pieces(tensor.sharding, wanted):
+                    key = (tensor.key, read.stored)
+                    if key not in pieces:
+                        held, part = self._locate(tensor, read)
+                        nbytes = DTYPES[tensor.dtype].nbytes
+                        pieces[key] = StoredPiece(held=held, part=part, element_nbytes=nbytes)
+                    pieces[key].wanted.append((sink, read.wanted))
+        return list(pieces.values())
+
+    def plan_requests(self, pieces: Sequence[StoredPiece], ranges: Iterable[BlockRange]) -> list[Request]:
+        """Return the requests that read `ranges`; the files that they are in were compared with their parts."""
+        by_path: dict[str, list[BlockRange]] = {}
+        for blocks in ranges:
+            if blocks.path not in by_path:
+                self._check_file(pieces[blocks.piece].part, blocks.path)
+            by_path.setdefault(blocks.path, []).append(blocks)
+        return [
+            request
+            for path, found in sorted(by_path.items())
+            for request in plan_requests(
+                found,
+                block_nbytes=self.manifest.origin.block_nbytes,
+                request_nbytes=SHORT_NBYTES if self.store.in_memory(path) else LONG_NBYTES,
+                gap_nbytes=GAP_NBYTES,
+            )
+        ]
+
+    def _find_for(self, sink: TensorSink) -> IndexTensor:
+        tensor = self.find(sink.field, sink.name, sink.scope)
+        if tensor is None:
+            raise err(Code.TENSOR_MISSING, f"{sink.field} has no tensor {sink.name!r} ({sink.scope})", where=sink.name)
+        if sink.dtype != tensor.dtype:
+            raise err(Code.DTYPE_MISMATCH, f"saved as {tensor.dtype}, wanted as {sink.dtype}", where=sink.name)
+        if tuple(sink.global_shape) != tensor.global_shape:
+            raise err(
+                Code.SHAPE_MISMATCH,
+                f"saved as {tensor.global_shape}, wanted as {tuple(sink.global_shape)}",
+                where=sink.name,
+            )
+        return tensor
+
+    def _check_file(self, part: Part, name: str) -> None:
+        """Compare the size and the header of a file with its part, once. Spec: REQ-OPN-011."""
+        if name not in self._checked:
+            file = next(file for file in part.files if file.name == name)
             check_nbytes(self.store, file)
             read_header(self.store, file)
-            self._checked.add(file.name)
-        return file.name
+            self.metadata_nbytes += file.header_nbytes
+            self._checked.add(name)
 
     def check_stored(self, tensor: IndexTensor, box: Box, part: int) -> None:
         """Raise unless a part stores a piece as the index says. Raises: FormatError(DOC_MISMATCH), and of parts."""
@@ -288,6 +332,7 @@ class Checkpoint:
         path = part_path(origin.attempt, number)
         content = _read_exactly(self.store, path, entry.nbytes)
         part, _ = Part.parse(content, where=path, digest=entry.digest)
+        self.metadata_nbytes += entry.nbytes
         if part.origin != origin or part.writer != number:
             raise self._contradiction(number, "is of another attempt or writer")
         return part
@@ -474,35 +519,6 @@ def _read_exactly(store: Store, path: str, nbytes: int) -> bytes:
             Code.FILE_NBYTES, f"{actual} bytes where {nbytes} are declared", where=path, requirement="REQ-CKP-003"
         )
     return store.read(path, limit_nbytes=min(nbytes, limits.MSGPACK_NBYTES))
-
-
-def _check_blocks(
-    content: bytes, digests: bytes, *, block_begin: int, block_nbytes: int, path: str, byte_begin: int
-) -> None:
-    view = memoryview(content)
-    for number, begin in enumerate(range(0, len(content), block_nbytes), start=block_begin):
-        end = min(begin + block_nbytes, len(content))
-        if digest_bytes(view[begin:end]) != digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
-            raise err(
-                Code.BLOCK_DIGEST,
-                f"block {number} isn't what was saved",
-                where=f"{path}[{byte_begin + begin}:{byte_begin + end}]",
-                requirement="REQ-OPN-006",
-            )
-
-
-def _raw(dtype: str) -> np.dtype[Any]:
-    return np.dtype((np.void, DTYPES[dtype].nbytes))
-
-
-def _cut(content: bytes, byte_begin: int, read: PieceRead, element_nbytes: int) -> memoryview:
-    """Return the wanted elements out of the bytes of a stored piece from `byte_begin` on."""
-    strides = strides_of(read.stored.shape, element_nbytes)
-    offsets = (begin - base for begin, base in zip(read.wanted.begin, read.stored.begin, strict=True))
-    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)) - byte_begin
-    raw = np.dtype((np.void, element_nbytes))
-    view = np.ndarray(read.wanted.shape, raw, buffer=content, offset=first, strides=strides)
-    return np.ascontiguousarray(view).reshape(-1).view(np.uint8).data
 
 
 def _box_of(items: tuple[Any, ...], shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any, ...]]:

@@ -78,7 +78,10 @@ class TensorSink(_Tensor, Protocol):
     """A destination for pieces of a tensor, whose dtype and shape must be those of the tensor."""
 
     def copy_from(self, box: Box, content: memoryview) -> None:
-        """Take verified elements: `box` lies within one of `boxes`; C order, little-endian."""
+        """Take verified elements: `box` lies within one of `boxes`; C order, little-endian.
+
+        `content` is valid until this returns. Several threads may call it at once, each with other elements.
+        """
         ...
 
 

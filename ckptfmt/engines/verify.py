@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Final
+import threading
+from typing import TYPE_CHECKING
 
 from ckptfmt import limits
 from ckptfmt.arithmetic.merge import PartFileEntry, merge_parts
-from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.arithmetic.plan import BlockRange, Request, plan_requests
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.manifest import (
@@ -26,6 +27,8 @@ from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.reader import Checkpoint, check_nbytes, read_header
+from ckptfmt.engines.stored import iter_damages
+from ckptfmt.engines.streaming import LONG_NBYTES, stream_requests
 from ckptfmt.errors import CkptError, Code, StoreError, err
 
 if TYPE_CHECKING:
@@ -34,9 +37,6 @@ if TYPE_CHECKING:
     from ckptfmt.store.protocol import Store
 
 __all__ = ["Report", "verify_checkpoint", "verify_run"]
-
-#: How many bytes are read at a time.
-_READ_NBYTES: Final = 16 << 20
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -237,9 +237,9 @@ def _verify_part(checkpoint: Checkpoint, part: Part, report: Report, prefix: str
             with report.collect(prefix):  # What the header says doesn't matter to the blocks.
                 _verify_header(store, part, number, file)
             report.count(file.header_nbytes)
-            for error in _iter_block_errors(store, part, number, file, report):
+            for damage in _find_damages(store, part, number, file, report):
                 with report.collect(prefix):
-                    raise error
+                    raise damage
     where = part_path(part.origin.attempt, part.writer)
     for stream in part.streams:
         with report.collect(prefix):
@@ -301,34 +301,31 @@ def _extents_of(part: Part, number: int) -> Iterator[tuple[PartTensor, PartBox, 
                     yield tensor, held, extent
 
 
-def _iter_block_errors(
-    store: Store,
-    part: Part,
-    number: int,
-    file: PartFile,
-    report: Report,
-) -> Iterator[CkptError]:
-    """Yield an error for every run of a file's blocks that isn't what was saved."""
+def _find_damages(store: Store, part: Part, number: int, file: PartFile, report: Report) -> list[CkptError]:
+    """Return an error for every block of a file that isn't what was saved, in the order of the file."""
     block_nbytes = part.origin.block_nbytes
-    step = max(1, _READ_NBYTES // block_nbytes) * block_nbytes
-    for tensor, held, extent in _extents_of(part, number):
-        total = extent_nbytes(tensor, held, extent, block_nbytes)
-        for begin in range(0, total, step):
-            nbytes = min(step, total - begin)
-            content = memoryview(store.read_range(file.name, extent.byte_begin + begin, nbytes))
-            first = extent.block_begin + begin // block_nbytes
-            for block, at in enumerate(range(0, nbytes, block_nbytes), start=first):
-                end = min(at + block_nbytes, nbytes)
-                digest = held.digests[block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]
-                if digest_bytes(content[at:end]) != digest:
-                    place = extent.byte_begin + begin
-                    yield err(
-                        Code.BLOCK_DIGEST,
-                        f"block {block} of {tensor.field} {tensor.name[:100]!r} isn't what was saved",
-                        where=f"{file.name}[{place + at}:{place + end}]",
-                        requirement="REQ-OPN-006",
-                    )
-            report.count(nbytes)
+    extents = list(_extents_of(part, number))
+    ranges = [
+        BlockRange(file.name, extent.byte_begin, nbytes, at, extent.block_begin * block_nbytes)
+        for at, (tensor, held, extent) in enumerate(extents)
+        if (nbytes := extent_nbytes(tensor, held, extent, block_nbytes))
+    ]
+    requests = plan_requests(ranges, block_nbytes=block_nbytes, request_nbytes=LONG_NBYTES, gap_nbytes=0)
+    found: list[tuple[int, CkptError]] = []
+    lock = threading.Lock()
+
+    def take(request: Request, content: memoryview) -> None:
+        for blocks in request.ranges:
+            tensor, held, _ = extents[blocks.piece]
+            at = blocks.byte_begin - request.byte_begin
+            title = f"{tensor.field} {tensor.name[:100]!r}"
+            damages = list(iter_damages(blocks, content[at:], held.digests, block_nbytes, title=title))
+            with lock:
+                found.extend((blocks.byte_begin, damage) for damage in damages)
+                report.count(blocks.nbytes)
+
+    stream_requests(store, requests, take)
+    return [damage for _, damage in sorted(found, key=lambda pair: pair[0])]
 
 
 def _check_merge(checkpoint: Checkpoint, entries: list[PartFileEntry]) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from ckptfmt.errors import CkptError
 from ckptfmt.store.posix import PosixCalls
-from ckptfmt.store.protocol import Buffer, Names, Store, join_path
+from ckptfmt.store.protocol import Buffer, Names, RangeReader, Store, join_path
 
 __all__ = ["OK", "HookedCalls", "HookedStore", "Operation"]
 
@@ -92,6 +92,16 @@ class HookedStore:
         """See `Store.read_range`."""
         return self._run("read_range", path, lambda: self._inner.read_range(path, byte_begin, nbytes))
 
+    @contextlib.contextmanager
+    def open_ranges(self, path: str) -> Iterator[RangeReader]:
+        """See `Store.open_ranges`. Each range that is read is an operation, ``read_range`` as if read alone."""
+        with self._inner.open_ranges(path) as ranges:
+            yield _HookedRanges(self._run, path, ranges)
+
+    def in_memory(self, path: str) -> bool:
+        """See `Store.in_memory`; a hint, so no hook."""
+        return self._inner.in_memory(path)
+
     def nbytes(self, path: str) -> int:
         """See `Store.nbytes`."""
         return self._run("nbytes", path, lambda: self._inner.nbytes(path))
@@ -141,6 +151,19 @@ class HookedStore:
             raise
         self.after(dataclasses.replace(operation, outcome=OK))
         return answer
+
+
+class _HookedRanges:
+    """An open file of a `HookedStore`; see `RangeReader`."""
+
+    def __init__(self, run: Callable[..., memoryview], path: str, inner: RangeReader) -> None:
+        self._run = run
+        self._path = path
+        self._inner = inner
+
+    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
+        """See `RangeReader.read_into`."""
+        return self._run("read_range", self._path, lambda: self._inner.read_into(byte_begin, nbytes, buffer))
 
 
 class HookedCalls(PosixCalls):
@@ -236,6 +259,15 @@ class HookedCalls(PosixCalls):
     def read_at(self, fd: int, nbytes: int, byte_begin: int) -> bytes:
         """See `PosixCalls.read_at`."""
         return self._run("read_at", self._path_of_fd[fd], lambda: self._inner.read_at(fd, nbytes, byte_begin))
+
+    def read_into_at(self, fd: int, buffer: memoryview, byte_begin: int) -> int:
+        """See `PosixCalls.read_into_at`."""
+        path = self._path_of_fd[fd]
+        return self._run("read_into_at", path, lambda: self._inner.read_into_at(fd, buffer, byte_begin))
+
+    def cached_page_count(self, fd: int, byte_begin: int, nbytes: int) -> int:
+        """See `PosixCalls.cached_page_count`; it changes nothing and decides nothing but the way, so no hook."""
+        return self._inner.cached_page_count(fd, byte_begin, nbytes)
 
     def fsync(self, fd: int) -> None:
         """See `PosixCalls.fsync`."""

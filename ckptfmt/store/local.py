@@ -17,10 +17,19 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.direct import FileWriter
+from ckptfmt.store.direct import FileReader, FileWriter, is_cached
 from ckptfmt.store.holding import Hold, is_held
 from ckptfmt.store.posix import PosixCalls
-from ckptfmt.store.protocol import TEMPORARY_PREFIX, Buffer, Names, SizedChunks, check_path, check_prefix, join_path
+from ckptfmt.store.protocol import (
+    TEMPORARY_PREFIX,
+    Buffer,
+    Names,
+    RangeReader,
+    SizedChunks,
+    check_path,
+    check_prefix,
+    join_path,
+)
 
 __all__ = ["LocalStore"]
 
@@ -199,6 +208,19 @@ class LocalStore:
                 return self._read_exactly(fd, byte_begin, nbytes, path)
 
         return self._reading(path, read_part)
+
+    @contextlib.contextmanager
+    def open_ranges(self, path: str) -> Iterator[RangeReader]:
+        """Open a file to read ranges of it; see `Store.open_ranges`."""
+        with contextlib.ExitStack() as stack:
+            fd, nbytes = self._reading(path, lambda: stack.enter_context(self._opened(path)))
+            yield _Ranges(self, path, FileReader(self._calls, fd, nbytes=nbytes))
+
+    def in_memory(self, path: str) -> bool:
+        """Say whether most of a file is in the page cache; see `Store.in_memory`."""
+        with contextlib.suppress(OSError, CkptError), self._opened(path) as (fd, nbytes):
+            return is_cached(self._calls, fd, nbytes)
+        return True
 
     def nbytes(self, path: str) -> int:
         """Return a file's size in bytes; see `Store.nbytes`."""
@@ -518,6 +540,25 @@ class LocalStore:
             code = missing if code is Code.FILE_MISSING else code
             detail = f"{error.strerror or error} in {self.name}"
             raise err(code, detail, where=path, requirement=_CLAUSES.get(code)) from error
+
+
+class _Ranges:
+    """An open file of a `LocalStore`; see `RangeReader`."""
+
+    def __init__(self, store: LocalStore, path: str, file: FileReader) -> None:
+        self._store = store
+        self._path = path
+        self._file = file
+
+    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
+        """Read exactly a range; see `RangeReader.read_into`."""
+        if not 0 <= byte_begin <= byte_begin + nbytes <= self._file.nbytes:
+            raise _too_short(self._path, byte_begin, nbytes, self._file.nbytes)
+        with self._store._named_errors(self._path):  # noqa: SLF001 - our own
+            found = self._file.read_into(byte_begin, nbytes, buffer)
+        if len(found) < nbytes:
+            raise _too_short(self._path, byte_begin, nbytes, byte_begin + len(found))
+        return found
 
 
 def _regular_nbytes(status: os.stat_result, path: str) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, auto
 
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.protocol import Buffer, Names, check_path, check_prefix, join_path
+from ckptfmt.store.protocol import Buffer, Names, RangeReader, check_path, check_prefix, join_path
 
 __all__ = ["Loss", "MemoryStore"]
 
@@ -154,6 +154,17 @@ class MemoryStore:
             raise err(Code.FILE_NBYTES, detail, where=path, requirement="REQ-CKP-003")
         return data[byte_begin : byte_begin + nbytes]
 
+    @contextlib.contextmanager
+    def open_ranges(self, path: str) -> Iterator[RangeReader]:
+        """Open an object to read ranges of it; see `Store.open_ranges`."""
+        self._get(path)
+        yield _Ranges(self, path)
+
+    def in_memory(self, path: str) -> bool:
+        """Say that an object is in memory; see `Store.in_memory`."""
+        del path
+        return True
+
     def nbytes(self, path: str) -> int:
         """Return an object's size in bytes; see `Store.nbytes`."""
         return len(self._get(path))
@@ -233,3 +244,16 @@ class MemoryStore:
 
 def _directory_key(prefix: str) -> str:
     return f"{prefix}/" if prefix else ""
+
+
+class _Ranges:
+    """An object, to read ranges of it; see `RangeReader`."""
+
+    def __init__(self, store: MemoryStore, path: str) -> None:
+        self._store = store
+        self._path = path
+
+    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
+        """Copy exactly a range; see `RangeReader.read_into`."""
+        buffer[:nbytes] = self._store.read_range(self._path, byte_begin, nbytes)
+        return buffer[:nbytes]

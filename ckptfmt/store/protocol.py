@@ -30,9 +30,11 @@ from ckptfmt.errors import CkptError, Code, err
 
 __all__ = [
     "COMPONENT_NBYTES",
+    "PAGE_NBYTES",
     "TEMPORARY_PREFIX",
     "Buffer",
     "Names",
+    "RangeReader",
     "SizedChunks",
     "Store",
     "check_path",
@@ -49,6 +51,9 @@ Names: TypeAlias = list[str]
 #: A store's own unfinished files begin with this: callers can't use such names and listings leave them out.
 TEMPORARY_PREFIX: Final = ".tmp-"
 
+#: To what addresses, positions and sizes of direct reads and writes are aligned, in bytes: what common devices ask for.
+PAGE_NBYTES: Final = 4096
+
 #: Longest component of a path, in UTF-8: what common file systems take.
 COMPONENT_NBYTES: Final = 255
 
@@ -64,6 +69,25 @@ class SizedChunks:
 
     def __iter__(self) -> Iterator[Buffer]:
         return iter(self._chunks)
+
+
+class RangeReader(Protocol):
+    """An open file, to read ranges of it."""
+
+    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
+        """Read exactly ``[byte_begin, byte_begin + nbytes)`` into `buffer`, and return where in it these bytes are.
+
+        What else is in `buffer` afterwards means nothing: a file system may read whole pages past its cache, of a file
+        that isn't in it.
+
+        Args:
+            buffer: writable, from a page's begin on, and two pages (`PAGE_NBYTES`) larger than `nbytes` at least.
+
+        Raises:
+            CkptError: ``FILE_NBYTES`` if the file doesn't have them all.
+
+        Spec: REQ-CKP-003
+        """
 
 
 class Store(Protocol):
@@ -123,6 +147,21 @@ class Store(Protocol):
             CkptError: ``FILE_NBYTES`` if the file doesn't have them all; ``FILE_MISSING``, ``UNSAFE_FILE``.
 
         Spec: REQ-CKP-002, REQ-CKP-003, REQ-CKP-004
+        """
+
+    def open_ranges(self, path: str) -> AbstractContextManager[RangeReader]:
+        """Open a file to read many ranges of it: the context yields a `RangeReader`, for any number of threads.
+
+        Raises:
+            CkptError: ``FILE_MISSING``, ``UNSAFE_FILE``, when the context is entered.
+
+        Spec: REQ-CKP-002, REQ-CKP-004
+        """
+
+    def in_memory(self, path: str) -> bool:
+        """Return whether most of a file can be read without waiting for a device or a network. A hint, never an error.
+
+        Then short reads are quicker than long ones: what was copied is still in the processor's cache.
         """
 
     def nbytes(self, path: str) -> int:

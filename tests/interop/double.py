@@ -9,10 +9,12 @@ from ckptfmt.box import Box
 from ckptfmt.capture import capture
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Origin
+from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.reader import numpy_dtype
 from ckptfmt.engines.snapshot import Snapshot, TensorSink
+from ckptfmt.engines.streaming import ReadReport
 from ckptfmt.restore import LoadReport, restore
 
 
@@ -69,7 +71,7 @@ class MemoryCheckpoint:
                 global_shape=source.global_shape,
                 storage=source.storage,
                 aliases=source.aliases,
-                sharding=tuple(self._pieces.get(key, {}).items()),
+                sharding=Sharding.of(self._pieces.get(key, {}).items()),
             )
         for leaf in snapshot.leaves:
             key = (leaf.field, leaf.name, leaf.scope)
@@ -96,16 +98,33 @@ class MemoryCheckpoint:
         assert found is not None
         return np.frombuffer(self._contents[found.key].tobytes(), numpy_dtype(found.dtype)).reshape(found.global_shape)
 
-    def read_into(self, sinks: Sequence[TensorSink]) -> None:
+    def plan_reading(self, sinks: Sequence[TensorSink], *, borrow: object = None) -> "MemoryReading":
+        del borrow
+        return MemoryReading(self, sinks)
+
+    def content_of(self, sink: TensorSink, box: Box) -> bytes:
+        found = self.find(sink.field, sink.name, sink.scope)
+        assert found is not None
+        assert (found.dtype, found.global_shape) == (sink.dtype, sink.global_shape)
+        content: bytes = self._contents[found.key][_slices(box)].tobytes()
+        return content
+
+
+class MemoryReading:
+    def __init__(self, checkpoint: MemoryCheckpoint, sinks: Sequence[TensorSink]) -> None:
+        self._checkpoint = checkpoint
+        self._sinks = sinks
+
+    def share(self, peers: object) -> None:
+        raise NotImplementedError(peers)
+
+    def run(self) -> ReadReport:
         """Hand on each wanted box in two pieces where it can be cut, as a reader does that goes by blocks."""
-        for sink in sinks:
-            found = self.find(sink.field, sink.name, sink.scope)
-            assert found is not None
-            assert (found.dtype, found.global_shape) == (sink.dtype, sink.global_shape)
+        for sink in self._sinks:
             for box in sink.boxes:
                 for piece in _halves(box):
-                    content = self._contents[found.key][_slices(piece)].tobytes()
-                    sink.copy_from(piece, memoryview(content))
+                    sink.copy_from(piece, memoryview(self._checkpoint.content_of(sink, piece)))
+        return ReadReport()
 
 
 def save(state, *, worker_count=1):

@@ -23,10 +23,11 @@ from ckptfmt.errors import Code
 from ckptfmt.store import LocalStore, direct
 from ckptfmt.store.faults import Fault, FaultCalls
 from ckptfmt.store.posix import PosixCalls
+from ckptfmt.store.protocol import PAGE_NBYTES
 from ckptfmt.store.recorder import RecordingCalls
 from tests.store.helpers import code_of, no_fd_leak, run_python, temporaries
 
-PAGE = direct.PAGE_NBYTES
+PAGE = PAGE_NBYTES
 REQUEST = 3 * PAGE
 
 
@@ -554,3 +555,95 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
         pytest.skip("no user namespaces here, so no file system of our own to fill")
 
     assert run_python(FULL, tmp_path, prefix=prefix).split() == ["NO_SPACE"]
+
+
+# Reading
+
+
+class Cold(PosixCalls):
+    """Calls that find nothing in the page cache, and note what is read past it."""
+
+    def __init__(self, *, cached=False, refuse=None):
+        self.cached = cached
+        self.refuse = refuse
+        self.direct_fds = set()
+        self.direct_reads = []
+
+    def cached_page_count(self, fd, byte_begin, nbytes):
+        del fd, byte_begin
+        return -(-nbytes // PAGE) if self.cached else 0
+
+    def set_direct(self, fd, *, on):
+        if on and self.refuse == "at once":
+            raise OSError(errno.EINVAL, "no direct reads here")
+        super().set_direct(fd, on=on)
+        self.direct_fds = self.direct_fds | {fd} if on else self.direct_fds - {fd}
+
+    def read_into_at(self, fd, buffer, byte_begin):
+        if fd in self.direct_fds:
+            if self.refuse == "at a read":
+                raise OSError(errno.EINVAL, "not of this alignment")
+            self.direct_reads.append((byte_begin, len(buffer)))
+        return super().read_into_at(fd, buffer, byte_begin)
+
+
+def read_pieces(store, ranges, path="a"):
+    buffer = aligned(20 * PAGE)
+    with store.open_ranges(path) as file:
+        return [bytes(file.read_into(begin, nbytes, buffer)) for begin, nbytes in ranges]
+
+
+@small
+@pytest.mark.parametrize("refuse", [None, "at once", "at a read"])
+@pytest.mark.parametrize("cached", [False, True])
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=25, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+def test_ranges_are_the_file_s_bytes_whichever_way_they_are_read(tmp_path, cached, refuse, data):
+    content = random.Random(1).randbytes(data.draw(st.integers(2 * PAGE, 12 * PAGE)))
+    begins = st.integers(0, len(content))
+    ranges = data.draw(st.lists(st.tuples(begins, begins).map(sorted), min_size=1, max_size=4))
+    ranges = [(begin, end - begin) for begin, end in ranges]
+    root = tempfile.mkdtemp(dir=tmp_path)
+    LocalStore(root, writable=True).create("a", [content])
+    calls = Cold(cached=cached, refuse=refuse)
+
+    found = read_pieces(LocalStore(root, writable=False, calls=calls), ranges)
+
+    assert found == [content[begin : begin + nbytes] for begin, nbytes in ranges]
+    assert bool(calls.direct_reads) == (not cached and refuse is None)
+    assert all(begin % PAGE == nbytes % PAGE == 0 for begin, nbytes in calls.direct_reads)
+
+
+def test_a_small_file_is_never_read_directly(tmp_path):
+    LocalStore(tmp_path, writable=True).create("a", [bytes(100)])
+    calls = Cold()
+    read_pieces(LocalStore(tmp_path, writable=False, calls=calls), [(0, 100)])
+    assert calls.direct_reads == []
+
+
+@small
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_file_that_shrinks_while_it_is_read_is_a_named_error(tmp_path, cached):
+    """REQ-CKP-003."""
+    LocalStore(tmp_path, writable=True).create("a", [bytes(8 * PAGE)])
+    store = LocalStore(tmp_path, writable=False, calls=Cold(cached=cached))
+    with store.open_ranges("a") as file:
+        os.truncate(tmp_path / "a", 3 * PAGE + 5)
+        assert code_of(lambda: file.read_into(PAGE, 4 * PAGE, aligned(10 * PAGE))) == Code.FILE_NBYTES
+        assert bytes(file.read_into(PAGE, PAGE, aligned(10 * PAGE))) == bytes(PAGE)
+
+
+def test_what_was_just_written_is_known_to_be_in_memory(tmp_path):
+    """And what was dropped from the page cache isn't, where the kernel can tell."""
+    (tmp_path / "a").write_bytes(bytes(64 * PAGE))
+    store = LocalStore(tmp_path, writable=False)
+    assert store.in_memory("a")
+    assert store.in_memory("nothing")
+    with (tmp_path / "a").open("rb") as file:
+        try:
+            PosixCalls().cached_page_count(file.fileno(), 0, PAGE)
+        except OSError:
+            pytest.skip("this kernel has no cachestat")
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert not store.in_memory("a")

@@ -2,13 +2,21 @@
 
 import errno
 import itertools
+import mmap
 
 import pytest
 
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store import LocalStore, MemoryStore
 from ckptfmt.store.faults import Fault, FaultCalls, FaultStore
+from ckptfmt.store.protocol import PAGE_NBYTES
 from tests.store.helpers import NoLinkCalls, code_of, no_fd_leak, temporaries
+
+
+def read_ranges(store):
+    with store.open_ranges("run/old") as file:
+        file.read_into(1, 2, memoryview(mmap.mmap(-1, 4 * PAGE_NBYTES)))
+
 
 OPERATIONS = {
     "create": lambda store: store.create("run/new", [b"new", b"er"]),
@@ -17,6 +25,7 @@ OPERATIONS = {
     "replace": lambda store: store.replace("run/old", b"newer"),
     "read": lambda store: store.read("run/old", limit_nbytes=9),
     "read_range": lambda store: store.read_range("run/old", 1, 2),
+    "open_ranges": read_ranges,
     "nbytes": lambda store: store.nbytes("run/old"),
     "list": lambda store: store.list(""),
     "list_names": lambda store: store.list_names("run"),

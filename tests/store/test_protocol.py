@@ -1,5 +1,6 @@
 """The promises of `Store`, asked of every kind of store, and the rules for paths."""
 
+import mmap
 import pathlib
 import pickle
 import tempfile
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store import LocalStore, MemoryStore, Store, check_path
 from ckptfmt.store.hooked import HookedCalls, HookedStore
-from ckptfmt.store.protocol import check_prefix
+from ckptfmt.store.protocol import PAGE_NBYTES, check_prefix
 from tests.store.helpers import FAST_DIRECTORY, NoLinkCalls, code_of, outcome_of
 
 KINDS: dict[str, Callable[[pathlib.Path], Store]] = {
@@ -90,6 +91,7 @@ def test_missing_files(store):
     for path in ("a", "no/such/file"):
         assert code_of(lambda path=path: store.read(path, limit_nbytes=9)) == Code.FILE_MISSING
         assert code_of(lambda path=path: store.read_range(path, 0, 0)) == Code.FILE_MISSING
+        assert code_of(lambda path=path: store.open_ranges(path).__enter__()) == Code.FILE_MISSING
         assert code_of(lambda path=path: store.nbytes(path)) == Code.FILE_MISSING
         store.delete(path)
     assert store.list("no/such") == []
@@ -113,12 +115,18 @@ def test_a_read_is_refused_when_the_file_is_larger_than_the_limit(store):
     assert code_of(lambda: store.read("a", limit_nbytes=3)) == Code.LIMIT_EXCEEDED
 
 
+def buffer():
+    return memoryview(mmap.mmap(-1, 4 * PAGE_NBYTES))
+
+
 @pytest.mark.parametrize("byte_range", [(0, 0), (0, 4), (1, 2), (4, 0)])
 def test_a_range_inside(store, byte_range):
     store.create("a", [b"abcd"])
     begin, nbytes = byte_range
 
     assert store.read_range("a", begin, nbytes) == b"abcd"[begin : begin + nbytes]
+    with store.open_ranges("a") as file:
+        assert bytes(file.read_into(begin, nbytes, buffer())) == b"abcd"[begin : begin + nbytes]
 
 
 @pytest.mark.parametrize("byte_range", [(0, 5), (4, 1), (5, 0), (-1, 2), (2, -1), (0, 1 << 62), (1 << 70, 1)])
@@ -126,6 +134,8 @@ def test_a_range_that_the_file_does_not_have(store, byte_range):
     store.create("a", [b"abcd"])
 
     assert code_of(lambda: store.read_range("a", *byte_range)) == Code.FILE_NBYTES
+    with store.open_ranges("a") as file:
+        assert code_of(lambda: file.read_into(*byte_range, buffer())) == Code.FILE_NBYTES
 
 
 def test_listings(store):
@@ -239,6 +249,7 @@ def test_no_operation_takes_a_hostile_path(store, path):
         lambda: store.replace(path, b""),
         lambda: store.read(path, limit_nbytes=9),
         lambda: store.read_range(path, 0, 0),
+        lambda: store.open_ranges(path).__enter__(),
         lambda: store.nbytes(path),
         lambda: store.delete(path),
         lambda: store.hold(path).__enter__(),

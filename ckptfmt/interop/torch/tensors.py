@@ -14,6 +14,7 @@ import torch
 
 from ckptfmt.arithmetic import layout
 from ckptfmt.arithmetic.layout import LocalPiece
+from ckptfmt.arithmetic.plan import find_stretch
 from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.tables import TensorKey
@@ -236,7 +237,11 @@ class TorchSource:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class TorchSink:
-    """A tensor to be filled in place; see `ckptfmt.engines.snapshot.TensorSink`. Another dtype of it converts."""
+    """A tensor to be filled in place; see `ckptfmt.engines.snapshot.TensorSink`. Another dtype of it converts.
+
+    Attributes:
+        arrive: copies to where the tensor is, if not as torch does; see `ckptfmt.interop.torch.arrivals`.
+    """
 
     field: str
     name: str
@@ -247,22 +252,33 @@ class TorchSink:
     local: torch.Tensor
     pieces: tuple[LocalPiece, ...]
     boxes: tuple[Box, ...] = dataclasses.field(init=False)
+    arrive: Callable[[torch.Tensor, torch.Tensor], None] | None = dataclasses.field(init=False, default=None)
+    _address: int | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.boxes = tuple(piece.box for piece in self.pieces)
+        local = self.local
+        plain = local.dtype == TORCH_DTYPES[self.dtype] and not (local.is_conj() or local.is_neg())
+        if plain and local.is_cpu and local.is_contiguous():
+            self._address = local.data_ptr()
 
     def copy_from(self, box: Box, content: memoryview) -> None:
-        """Take the elements of `box`."""
+        """Take the elements of `box`; other threads of Python run meanwhile."""
         if not box.element_count:
             return
         piece = next(piece for piece in self.pieces if piece.box.contains(box))
-        slices = tuple(
-            slice(at.start + base, at.stop + base)
-            for at, base in zip(box.relative_to(piece.box), piece.local_box.begin, strict=True)
+        offsets = (
+            at - begin + base for at, begin, base in zip(box.begin, piece.box.begin, piece.local_box.begin, strict=True)
         )
-        incoming = torch.empty(content.nbytes, dtype=torch.uint8, device="cpu")
-        np.copyto(incoming.numpy(), np.frombuffer(content, np.uint8))
-        _copy(self.local[slices], incoming.view(TORCH_DTYPES[self.dtype]).reshape(box.shape))
+        target = Box(tuple(offsets), box.shape)
+        if self._address is not None and self.arrive is None:
+            first = find_stretch(Box.whole(tuple(self.local.shape)), target)
+            if first is not None:
+                _fill_memory(self.local, self._address + first * self.local.element_size(), content)
+                return
+        incoming = torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
+        slices = target.relative_to(Box.whole(tuple(self.local.shape)))
+        _copy(self.local[slices], incoming.view(TORCH_DTYPES[self.dtype]).reshape(box.shape), by=self.arrive)
 
 
 def source_of(
@@ -390,9 +406,27 @@ def _copy_memory(tensor: torch.Tensor, out: memoryview) -> None:
     ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(out)), tensor.data_ptr(), out.nbytes)
 
 
-def _copy(target: torch.Tensor, incoming: torch.Tensor) -> None:
+def _fill_memory(tensor: torch.Tensor, address: int, content: memoryview) -> None:
+    """Fill memory of a tensor, with the C library, and count that as a change, as torch's own operations do."""
+    if content.readonly:
+        source = np.frombuffer(content, np.uint8).ctypes.data
+    else:
+        source = ctypes.addressof(ctypes.c_char.from_buffer(content))
+    ctypes.memmove(address, source, content.nbytes)
+    torch.autograd.graph.increment_version(tensor)
+
+
+def _copy(
+    target: torch.Tensor,
+    incoming: torch.Tensor,
+    *,
+    by: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+) -> None:
     if target.dtype == incoming.dtype and not (target.is_conj() or target.is_neg()):
         target, incoming = _as_integers(target), _as_integers(incoming)
+    if by is not None:
+        by(target, incoming)
+        return
     with torch.no_grad():
         target.copy_(incoming)
 

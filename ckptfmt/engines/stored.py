@@ -1,0 +1,141 @@
+"""A stored piece of a tensor, and those who want something of it: what to read, whether it is right, where it goes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ckptfmt.arithmetic.plan import BlockRange, cut_range, find_blocks, find_stretch
+from ckptfmt.box import Box
+from ckptfmt.digest import DIGEST_NBYTES, digest_bytes, iter_blocks
+from ckptfmt.errors import CkptError, Code, err
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from ckptfmt.documents.part import Part, PartBox
+    from ckptfmt.engines.snapshot import TensorSink
+
+__all__ = ["ArrayTarget", "StoredPiece", "carrier_of", "iter_damages"]
+
+#: Integers of the size of an element: copied as these, elements are copied by the row.
+_CARRIERS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+
+
+def carrier_of(element_nbytes: int) -> np.dtype[Any]:
+    """Return a numpy dtype for elements of a size, whatever they mean."""
+    return np.dtype(_CARRIERS.get(element_nbytes, (np.void, element_nbytes)))
+
+
+def iter_damages(
+    blocks: BlockRange, content: memoryview, digests: bytes, block_nbytes: int, *, title: str = ""
+) -> Iterator[CkptError]:
+    """Yield an error for each block of a range that isn't what was saved.
+
+    Args:
+        content: of the blocks.
+        digests: of all blocks of its piece.
+        title: of the tensor, for messages.
+    """
+    first = blocks.piece_byte_begin // block_nbytes
+    for number, (begin, end) in enumerate(iter_blocks(blocks.nbytes, block_nbytes), start=first):
+        if digest_bytes(content[begin:end]) != digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
+            yield err(
+                Code.BLOCK_DIGEST,
+                f"block {number}{title and f' of {title}'} isn't what was saved",
+                where=f"{blocks.path}[{blocks.byte_begin + begin}:{blocks.byte_begin + end}]",
+                requirement="REQ-OPN-006",
+            )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class StoredPiece:
+    """A piece as one part stores it.
+
+    Attributes:
+        held: what its part says of it.
+        part: its part.
+        element_nbytes: size of an element in bytes.
+        wanted: who wants which elements of it; none of the boxes is empty.
+    """
+
+    held: PartBox
+    part: Part
+    element_nbytes: int
+    wanted: list[tuple[TensorSink, Box]] = dataclasses.field(default_factory=list)
+
+    @property
+    def wanted_nbytes(self) -> int:
+        """How many bytes are wanted of it; what two want counts twice."""
+        return sum(box.element_count for _, box in self.wanted) * self.element_nbytes
+
+    def iter_ranges(self, number: int) -> Iterator[BlockRange]:
+        """Yield the ranges of blocks that have something wanted; `number` is this piece's own."""
+        block_nbytes = self.part.origin.block_nbytes
+        total_nbytes = self.held.box.element_count * self.element_nbytes
+        blocks = find_blocks(self.held.box, [box for _, box in self.wanted], self.element_nbytes, block_nbytes)
+        for extent in self.held.extents:
+            for begin, end in blocks:
+                first = max(begin, extent.block_begin)
+                last = min(end, extent.block_begin + extent.block_count)
+                if first < last:
+                    yield BlockRange(
+                        path=self.part.files[extent.file].name,
+                        byte_begin=extent.byte_begin + (first - extent.block_begin) * block_nbytes,
+                        nbytes=min(last * block_nbytes, total_nbytes) - first * block_nbytes,
+                        piece=number,
+                        piece_byte_begin=first * block_nbytes,
+                    )
+
+    def check(self, blocks: BlockRange, content: memoryview) -> None:
+        """Raise unless every block of a range is what was saved. Raises: IntegrityError(BLOCK_DIGEST)."""
+        for error in iter_damages(blocks, content, self.held.digests, self.part.origin.block_nbytes):
+            raise error
+
+    def place(self, blocks: BlockRange, content: memoryview) -> None:
+        """Hand the elements of a blocks, which was checked, to those who want them."""
+        begin = blocks.piece_byte_begin
+        for at, box in cut_range(self.held.box, begin, begin + blocks.nbytes, self.element_nbytes):
+            for sink, wanted in self.wanted:
+                common = box.intersect(wanted)
+                if common is not None:
+                    sink.copy_from(common, _cut(content[at - begin :], box, common, self.element_nbytes))
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class ArrayTarget:
+    """An array to be filled with a box of a tensor, as whatever its elements are; a `TensorSink`.
+
+    Attributes:
+        array: of the shape of the box, and of the dtype that `carrier_of` gives.
+    """
+
+    field: str
+    name: str
+    scope: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    array: NDArray[Any]
+
+    def copy_from(self, box: Box, content: memoryview) -> None:
+        """Take the elements of `box`."""
+        index: tuple[Any, ...] = (*box.relative_to(self.boxes[0]), ...)  # the dots keep an array of rank 0 one
+        target: NDArray[Any] = self.array[index]
+        np.copyto(target, np.frombuffer(content, self.array.dtype).reshape(box.shape))
+
+
+def _cut(content: memoryview, box: Box, wanted: Box, element_nbytes: int) -> memoryview:
+    """Return the elements of `wanted` out of those of `box`, with which `content` begins: in place, if they follow."""
+    first = find_stretch(box, wanted)
+    if first is not None:
+        begin = first * element_nbytes
+        return content[begin : begin + wanted.element_count * element_nbytes]
+    carrier = carrier_of(element_nbytes)
+    held = np.frombuffer(content[: box.element_count * element_nbytes], carrier).reshape(box.shape)
+    cut: memoryview = np.ascontiguousarray(held[wanted.relative_to(box)]).reshape(-1).view(np.uint8).data
+    return cut
