@@ -24,6 +24,7 @@ from ckptfmt.store import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from ckptfmt.interop.choice import Patterns, Rename
     from ckptfmt.state import State
     from ckptfmt.store.protocol import Store
 
@@ -93,11 +94,14 @@ def load(
     path: PathOrStore,
     state: State | None = None,
     *,
+    only: Patterns = None,
+    rename: Rename = None,
     allow: Iterable[str] = (),
     strict: bool = False,
     framework: str | None = None,
     writer: tuple[int, int] | None = None,
     agree: Agree = None,
+    share: bool = False,
     deadline_s: float = DEADLINE_S,
 ) -> LoadReport | dict[str, object]:
     """Load a checkpoint into a state, in place; or return what it holds as trees.
@@ -108,10 +112,20 @@ def load(
     Args:
         path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
         state: what to load into; None to return a mapping from field to tree.
-        allow: what may differ, each then reported: any of ``missing``, ``unexpected``, ``dtype``, ``streams``.
+        only: patterns of what to load, by the names in the checkpoint: ``"encoder"`` with everything beneath it,
+            ``"layers.*.bias"``, ``"weights:*"`` for a field; optimizer state goes by the name of its parameter. What
+            fits none stays as it is, and is neither missing nor unexpected. None for everything.
+        rename: what the live names were called: a mapping from live to saved names, or to what they begin with, as in
+            ``{"backbone": "encoder"}``; or a function of the live name. Optimizer state goes along. Several live names
+            may take the same saved one.
+        allow: what may differ, each then reported: any of ``missing``, ``unexpected``, ``dtype``, ``streams``. With
+            ``dtype``, tensors are converted to the live dtype, and optimizer state along with its parameter.
         strict: whether random-number streams of another number of processes are an error instead of a report.
         framework: ``torch`` or ``numpy`` for the tensors of trees; None for torch where it is imported.
         writer, agree, deadline_s: as for `save`; an exchange by token needs a directory that can be written.
+        share: whether each block that several processes want is read by one, who sends it to the others through
+            torch.distributed. It pays where the store is slower than the network between the processes; from a local
+            disk it doesn't, as a rule.
 
     Returns: a `LoadReport` with the claim level that holds; without `state` the trees.
     Raises: IntegrityError where bytes are damaged or missing: the state is partly loaded then, and not fit to go on
@@ -125,13 +139,15 @@ def load(
     {'position': 24}
     """
     if state is None:
+        if rename is not None:
+            raise err(Code.ARGUMENT, "there is no live name without a state", where="rename=")
         with open_checkpoint(path) as checkpoint:
-            return load_trees(checkpoint, framework)
+            return load_trees(checkpoint, framework, only=only)
     store = open_store(path, writable=isinstance(agree, str))
     # Not where a save by the same token meets: its writer 0 removes that when others may be here already.
     group = make_group(writer, agree, store.at("loading"), deadline_s=deadline_s)
     with group.together(lambda: Checkpoint(_find_checkpoint(store))) as checkpoint:
-        return load_once(state, checkpoint, group, allow=allow, strict=strict)
+        return load_once(state, checkpoint, group, allow=allow, strict=strict, only=only, rename=rename, share=share)
 
 
 def open_checkpoint(path: PathOrStore, *, digest: str | None = None) -> Checkpoint:

@@ -58,6 +58,7 @@ class Checkpointer:
             which rolls the run back to it.
         allow, strict: as for `ckptfmt.load`.
         writer, agree: as for `ckptfmt.save`.
+        share: as for `ckptfmt.load`.
         deadline_s: how long the processes wait for each other, for a free slot, and for saves at the end, in seconds.
         saver: who writes: "process", one of its own, which outlives this one; "thread", one of this process; "inline",
             nobody else: `save` returns when the checkpoint is committed.
@@ -93,6 +94,7 @@ class Checkpointer:
         strict: bool = False,
         writer: tuple[int, int] | None = None,
         agree: Agree = None,
+        share: bool = False,
         deadline_s: float = DEADLINE_S,
         saver: str = "process",
         overlap: bool = True,
@@ -120,6 +122,7 @@ class Checkpointer:
         self._state = state
         self._resume = resume
         self._allow, self._strict = frozenset((allow,) if isinstance(allow, str) else allow), strict
+        self._share = share
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
         self._deadline_s = deadline_s
         self._saves = Saves(self._store, self._group, state, options)
@@ -318,7 +321,13 @@ class Checkpointer:
     def _load(self, resume: ResumeFrom) -> None:
         checkpoint = self._group.together(lambda: Checkpoint(self._store.at(resume.name), digest=resume.digest))
         self.load_report = load_once(
-            self._state, checkpoint, self._group, allow=self._allow, strict=self._strict, streams=False
+            self._state,
+            checkpoint,
+            self._group,
+            allow=self._allow,
+            strict=self._strict,
+            streams=False,
+            share=self._share,
         )
         self._pending_streams = checkpoint
         self.step = self._saved_step = checkpoint.step

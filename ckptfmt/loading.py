@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from ckptfmt.errors import Code, err
+from ckptfmt.interop import torch_side
 from ckptfmt.restore import LoadReport, plan_restore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
     from ckptfmt.engines.reader import Checkpoint
+    from ckptfmt.engines.sharing import Peers
     from ckptfmt.group import Group
+    from ckptfmt.interop.choice import Patterns, Rename
     from ckptfmt.state import State
 
 __all__ = ["load_once"]
@@ -25,6 +30,9 @@ def load_once(
     allow: Iterable[str],
     strict: bool,
     streams: bool = True,
+    only: Patterns = None,
+    rename: Rename = None,
+    share: bool = False,
 ) -> LoadReport:
     """Load a checkpoint into a state on every process of the group.
 
@@ -32,18 +40,50 @@ def load_once(
     is found on all of them before anything live is changed on any. Damaged bytes are found as they are read: then the
     state is partly that of the checkpoint, and isn't fit to go on with.
 
+    With `share`, what several processes want is read by one of them and sent to the others.
+
     Raises: as `ckptfmt.load`; LayoutError(WRITERS_DIVERGED) if the processes load different checkpoints;
         StateError(PEER_FAILED) where another process refused.
     """
     worker, count = group.writer, group.writer_count
     allow = (allow,) if isinstance(allow, str) else tuple(allow)
+    only = tuple(only) if only is not None and not isinstance(only, str) else only
     restoration = group.together(
-        lambda: plan_restore(state, checkpoint, worker=worker, worker_count=count, allow=allow, strict=strict)
+        lambda: plan_restore(
+            state,
+            checkpoint,
+            worker=worker,
+            worker_count=count,
+            allow=allow,
+            strict=strict,
+            only=only,
+            rename=rename,
+        )
     )
-    told = group.all_gather({"digest": checkpoint.digest, "leftover": sorted(restoration.leftover())})
+    mine = {"leftover": sorted(restoration.leftover()), "unused": sorted(restoration.unused_renames())}
+    told = group.all_gather({"digest": checkpoint.digest, **mine})
     digests = {theirs["digest"] for theirs in told}
     if len(digests) > 1:
         raise err(Code.WRITERS_DIVERGED, f"the processes load {len(digests)} different checkpoints")
     leftovers = [{(kind, tuple(key)) for kind, key in theirs["leftover"]} for theirs in told]
+    unused = frozenset.intersection(*(frozenset(theirs["unused"]) for theirs in told))
+    group.together(lambda: restoration.check_renames(unused))
     group.together(lambda: restoration.check(frozenset(set.intersection(*leftovers))))
-    return group.together(lambda: restoration.apply(streams=streams))
+    reading = group.together(restoration.plan_reading)
+    with contextlib.ExitStack() as stack:
+        if share and count > 1:
+            reading.share(stack.enter_context(_open_peers(group)))
+        return group.together(lambda: restoration.apply(reading, streams=streams))
+
+
+def _open_peers(group: Group) -> AbstractContextManager[Peers]:
+    side = torch_side()
+    if side is None:
+        raise err(
+            Code.ARGUMENT,
+            "share= is for processes that torch.distributed connects",
+            where="share=",
+            remedy="Call torch.distributed.init_process_group first, or leave share= out.",
+        )
+    peers: AbstractContextManager[Peers] = side.open_peers(group)
+    return peers

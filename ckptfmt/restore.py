@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -11,15 +12,17 @@ from ckptfmt.capture import LOCAL_TOPOLOGY
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree
+from ckptfmt.engines.streaming import ReadReport
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
+from ckptfmt.interop.choice import Patterns, Rename
 from ckptfmt.interop.context import find_differences, local_facts, plain_config, topology
 from ckptfmt.interop.live import Live, optimizer_prefix
 from ckptfmt.interop.named import plan_named_tensors, take_named_leaf
 from ckptfmt.interop.names import GLOBAL
 from ckptfmt.interop.pieces import plan_sink
 from ckptfmt.interop.placing import Placer
-from ckptfmt.interop.plan import MISSING, Plan, Readable
+from ckptfmt.interop.plan import MISSING, Plan, Readable, Reading
 from ckptfmt.interop.standalone import load_trees
 from ckptfmt.interop.streams import live_streams, plan_streams
 from ckptfmt.interop.trees import Encoder, fingerprint
@@ -46,6 +49,9 @@ class LoadReport:
         notes: changes worth a line that don't lower the claim.
         config_differences: path, saved and live value; configuration is never loaded.
         values: loaded values that stand in no container that could be changed, by field and name.
+        reads: how much was read for it, by this process.
+        renamed: live name and saved name, each with its field, of what was saved under another name.
+        left_count: how many live tensors and values of this process `only` left as they were.
     """
 
     step: int
@@ -56,6 +62,9 @@ class LoadReport:
     notes: tuple[str, ...]
     config_differences: tuple[tuple[str, object, object], ...]
     values: dict[str, object]
+    reads: ReadReport
+    renamed: tuple[tuple[str, str], ...]
+    left_count: int
 
 
 def restore(
@@ -67,6 +76,8 @@ def restore(
     allow: Iterable[str] = frozenset(),
     strict: bool = False,
     streams: bool = True,
+    only: Patterns = None,
+    rename: Rename = None,
 ) -> LoadReport:
     """Load a checkpoint into the live objects of a state.
 
@@ -81,14 +92,27 @@ def restore(
         allow: differences to accept: ``missing``, ``unexpected``, ``dtype``, ``streams``.
         strict: refuse random-number streams of another number of workers.
         streams: put random-number streams back too; else `restore_streams` does, once iterators exist.
+        only: what to load, as patterns of saved names; see `ckptfmt.interop.choice.Only`.
+        rename: what live names were called; see `ckptfmt.interop.choice.Renaming`.
 
     Raises: StateError (TENSOR_MISSING, TENSOR_UNEXPECTED, SHAPE_MISMATCH, DTYPE_MISMATCH, META_DESTINATION,
         LEAF_MISSING, LEAF_UNEXPECTED, GROUP_MISMATCH, STREAM_MISSING, STREAM_UNEXPECTED, CONFIG_IDENTITY, READ_BACK);
         and what reading raises.
     """
-    restoration = plan_restore(state, checkpoint, worker=worker, worker_count=worker_count, allow=allow, strict=strict)
+    restoration = plan_restore(
+        state,
+        checkpoint,
+        worker=worker,
+        worker_count=worker_count,
+        allow=allow,
+        strict=strict,
+        only=only,
+        rename=rename,
+    )
+    if worker_count == 1:
+        restoration.check_renames(restoration.unused_renames())
     restoration.check(restoration.leftover() if worker_count == 1 else frozenset())
-    return restoration.apply(streams=streams)
+    return restoration.apply(restoration.plan_reading(), streams=streams)
 
 
 def restore_streams(
@@ -121,10 +145,12 @@ def plan_restore(
     worker_count: int,
     allow: Iterable[str] = frozenset(),
     strict: bool = False,
+    only: Patterns = None,
+    rename: Rename = None,
 ) -> Restoration:
     """Return what a load would do; nothing live is changed. Arguments and errors are those of `restore`."""
     live = Live.of(state, worker=worker, worker_count=worker_count)
-    plan = Plan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow))
+    plan = Plan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow), only=only, rename=rename)
     side = torch_side()
     for field, entries in live.entries.items():
         for entry in entries:
@@ -141,7 +167,8 @@ def plan_restore(
 class Restoration:
     """A load that is planned and not yet done: `leftover`, `check`, then `apply`.
 
-    Workers agree on what none of them takes by intersecting their `leftover`, and give the result to `check`.
+    Workers agree on what none of them takes by intersecting their `leftover`, and give the result to `check`; likewise
+    with `unused_renames` and `check_renames`.
     """
 
     def __init__(
@@ -162,20 +189,43 @@ class Restoration:
         """Return what this worker has no place for: ``tensor`` or ``leaf``, with field, name and scope."""
         return self._plan.leftover(field for field in _LOADED if not _is_left_out(self._state, field))
 
+    def unused_renames(self) -> frozenset[str]:
+        """Return the keys of `rename` that no live name of this worker has met."""
+        return self._plan.renaming.unused()
+
+    @staticmethod
+    def check_renames(unused: frozenset[str]) -> None:
+        """Refuse keys of `rename` that no worker has met. Raises: StateError(ARGUMENT)."""
+        if unused:
+            raise err(
+                Code.ARGUMENT,
+                f"no live name is one of these, or lies beneath it: {', '.join(map(repr, sorted(unused)))}",
+                where="rename=",
+                remedy="The keys are names of the live state; the values are those in the checkpoint.",
+            )
+
     def check(self, leftover: frozenset[tuple[str, TensorKey]]) -> None:
         """Raise what is wrong with this load; `leftover` is what no worker takes."""
         self._plan.refuse_leftover(leftover)
         self._plan.check()
 
-    def apply(self, *, streams: bool = True) -> LoadReport:
+    def plan_reading(self) -> Reading:
+        """Return what will be read for `apply`; nothing live is changed. Raises: IntegrityError of parts."""
+        plan, side = self._plan, torch_side()
+        borrow = None if side is None else side.plan_arrivals(plan.sinks, report=plan.notes.append)
+        return plan.checkpoint.plan_reading(plan.sinks, borrow=borrow)
+
+    def apply(self, reading: Reading, *, streams: bool = True) -> LoadReport:
         """Fill the live objects. Raises: StateError(READ_BACK), and what reading raises."""
         plan = self._plan
-        plan.checkpoint.read_into(plan.sinks)
+        reads = reading.run()
         for action in plan.actions:
             action()
         for action in self._stream_actions if streams else ():
             action()
         lowered = (*self._lowered_by, *plan.downgrades)
+        if plan.is_partial:
+            lowered += (f"only= was given: {plan.left_count} tensors and values here are left as they were",)
         manifest = plan.checkpoint.manifest
         return LoadReport(
             step=manifest.origin.step,
@@ -186,13 +236,16 @@ class Restoration:
             notes=tuple(plan.notes),
             config_differences=self._config_differences,
             values=plan.values,
+            reads=reads,
+            renamed=plan.list_renamed(),
+            left_count=plan.left_count,
         )
 
     def _claim(self, lowered: tuple[str, ...]) -> str:
         if not lowered:
             return "T1"
         checkpoint = self._plan.checkpoint
-        if ("data", "", GLOBAL) not in self._plan.taken_leaves:
+        if self._plan.is_partial or ("data", "", GLOBAL) not in self._plan.taken_leaves:
             return "S0"
         cursor = checkpoint.leaf("data", "", GLOBAL)
         return "S1" if isinstance(cursor, dict) and cursor.get("kind") == _CURSOR_KIND else "S0"
@@ -211,14 +264,16 @@ def _plan_module(plan: Plan, unit: Unit, live: Live, number: int) -> None:
 def _plan_optimizer(plan: Plan, unit: Unit, live: Live, _number: int) -> None:
     side = torch_side()
     if side is not None:
-        side.plan_optimizer(
-            plan, unit.value, live.names, prefix=optimizer_prefix(unit), field=unit.field, scope=unit.scope
-        )
+        prefix = f"{plan.renaming.saved_name(unit.name)}/" if optimizer_prefix(unit) else ""
+        side.plan_optimizer(plan, unit.value, live.names, prefix=prefix, field=unit.field, scope=unit.scope)
 
 
 def _plan_stateful(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
-    name, at, saved = plan.leaf(unit.field, [unit.name], unit.scope)
-    where = f"{unit.field}:{name}"
+    chosen = plan.choose(unit.field, [unit.name])
+    if not chosen:
+        return
+    name, at, saved = plan.leaf(unit.field, chosen, unit.scope)
+    where = f"{unit.field}:{unit.name}"
     if saved is MISSING:
         plan.problem(Code.LEAF_MISSING, where, "nothing was saved for this object")
         return
@@ -247,10 +302,16 @@ def _plan_piece(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
 def _plan_tree(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
     if plan_named_tensors(plan, unit):
         return
-    name, at, saved = plan.leaf(unit.field, [unit.name], unit.scope)
-    where = f"{unit.field}:{name}"
+    saved_name = plan.renaming.saved_name(unit.name)
+    where = f"{unit.field}:{unit.name}"
+    # Of a mapping that isn't chosen as a whole, what is in it may be.
+    inside = type(unit.value) in (dict, OrderedDict) and not plan.fits(unit.field, saved_name)
+    if not inside and not plan.choose(unit.field, [unit.name]):
+        return
+    name, at, saved = plan.leaf(unit.field, [saved_name], unit.scope)
     if saved is MISSING:
-        plan.problem(Code.LEAF_MISSING, where, "not saved")
+        if not inside:
+            plan.problem(Code.LEAF_MISSING, where, "not saved")
         return
     placed = Placer(plan, field=unit.field, scope=at).place(unit.value, saved, name)
     if placed is unit.value:

@@ -35,27 +35,32 @@ def is_named_tensors(unit: Unit) -> bool:
 
 
 def plan_named_tensors(plan: Plan, unit: Unit) -> bool:
-    """Plan to fill such a mapping tensor by tensor, and say so; not where it was saved as one value by one worker.
+    """Plan to fill such a mapping tensor by tensor, and say so.
+
+    Not where it was saved as one value by one worker, unless a part of it is chosen or its tensors have other names.
 
     Problems: TENSOR_MISSING and those of `fill`.
     """
-    saved_as_one = (unit.field, unit.name, unit.scope) in plan.checkpoint.leaves
-    if not is_named_tensors(unit) or (saved_as_one and plan.worker_count == 1):
+    saved_as_one = (unit.field, plan.renaming.saved_name(unit.name), unit.scope) in plan.checkpoint.leaves
+    as_one = saved_as_one and plan.worker_count == 1 and not plan.is_partial and not plan.renaming
+    if not is_named_tensors(unit) or as_one:
         return False
     for key, value in unit.value.items():
         name = join_name((*unit.path, key))
-        saved = plan.tensor(unit.field, [name], unit.scope)
-        if saved is None:
-            plan.problem(Code.TENSOR_MISSING, f"{unit.field}:{name}", "not saved")
-        else:
-            fill(plan, value, saved)
+        chosen = plan.choose(unit.field, [name])
+        saved = plan.tensor(unit.field, chosen, unit.scope) if chosen else None
+        if saved is not None:
+            fill(plan, value, saved, name=name)
+        elif chosen:
+            renamed = "" if chosen[0] == name else f" as {chosen[0]}"
+            plan.problem(Code.TENSOR_MISSING, f"{unit.field}:{name}", f"not saved{renamed}")
     take_named_leaf(plan, unit)
     return True
 
 
 def take_named_leaf(plan: Plan, unit: Unit) -> None:
     """Count the value by which one worker saved such a mapping as taken: it says no more than the tensors' names."""
-    key = (unit.field, unit.name, unit.scope)
+    key = (unit.field, plan.renaming.saved_name(unit.name), unit.scope)
     if key in plan.checkpoint.leaves:
         tree = plan.checkpoint.leaf(*key)
         if isinstance(tree, dict) and all(isinstance(value, TensorRef) for value in tree.values()):

@@ -52,7 +52,10 @@ def plan_sink(plan: Plan, value: object, *, field: str, where: str) -> None:
         detail = f"{kind.__module__}.{kind.__qualname__} isn't a ckptfmt.TensorSink of the field {field}"
         plan.problem(Code.STATE_UNSUPPORTED, where, detail)
         return
-    saved = plan.tensor(field, [value.name], value.scope)
+    chosen = plan.choose(field, [value.name])
+    if not chosen:
+        return
+    saved = plan.tensor(field, chosen, value.scope)
     if saved is None:
         plan.problem(Code.TENSOR_MISSING, where, "not saved")
     elif tuple(value.global_shape) != saved.global_shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict, deque
 from collections.abc import MutableMapping
 from typing import Any, Final
@@ -14,6 +15,7 @@ from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, Ten
 from ckptfmt.engines.reader import numpy_dtype
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
+from ckptfmt.interop.names import key_text
 from ckptfmt.interop.numpy import Array, ArraySink, array_of, dtype_name
 from ckptfmt.interop.plan import Plan
 from ckptfmt.interop.trees import FLATTENED
@@ -22,6 +24,10 @@ __all__ = ["Placer", "fill", "refuses"]
 
 _DICTS: Final = (dict, OrderedDict)
 _ITEMS: Final = (list, tuple, deque, set, frozenset)
+
+#: Dtypes with several elements in a byte, and those with two parts, by how their names end and begin.
+_PACKED: Final = "_x2"
+_COMPLEX: Final = "complex"
 
 
 class Placer:
@@ -34,6 +40,7 @@ class Placer:
         framework: ``torch`` or ``numpy`` for new tensors, None for what each was saved as.
         device: of new torch tensors that have none to be like; CPU if left out.
         parts: give a tensor that is made of several as a dict of these; else it can only be filled in place.
+        whole: place all of it, whatever the caller's patterns say of the names in it.
     """
 
     def __init__(
@@ -45,6 +52,7 @@ class Placer:
         framework: str | None = None,
         device: object = None,
         parts: bool = False,
+        whole: bool = False,
     ) -> None:
         self.plan = plan
         self.field = field
@@ -52,16 +60,24 @@ class Placer:
         self.framework = framework
         self.device = device
         self.parts = parts
+        self.whole = whole
 
     # --- in place -----------------------------------------------------------------------------------------------------
 
     def place(self, live: Any, saved: Any, name: str) -> Any:  # noqa: ANN401 - trees
-        """Return what shall stand where `live` stands: `live` itself, to be changed in place, or a new value."""
-        if isinstance(saved, TensorRef) and _is_tensor(live):
-            self._fill_reference(live, saved)
+        """Return what shall stand where `live` stands: `live` itself, to be changed in place, or a new value.
+
+        Args:
+            live: the value that is there.
+            saved: its tree.
+            name: under which it was saved, by which the plan chooses; of a mapping that isn't chosen, what is in it may
+                be.
+        """
+        if not self._fits(name) and not (type(live) in _DICTS and type(saved) in _DICTS):
+            self.plan.left_count += 1
             return live
-        if isinstance(saved, dict) and FLATTENED in saved and _is_tensor(live):
-            self._fill_flattened(live, saved)
+        if _is_tensor(live) and (isinstance(saved, TensorRef) or (isinstance(saved, dict) and FLATTENED in saved)):
+            self._fill_live(live, saved)
             return live
         if type(live) in _DICTS and type(saved) in _DICTS:
             self._place_dict(live, saved, name)
@@ -75,13 +91,13 @@ class Placer:
         return fresh
 
     def _place_dict(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], name: str) -> None:
-        taken = dict(saved)
+        taken = {key: value for key, value in saved.items() if key in live or self._is_chosen(name, key)}
         if live:
-            for key in [key for key in saved if key not in live]:
+            for key in [key for key in taken if key not in live]:
                 where = f"{self.field}:{self._child(name, key)}"
                 self.plan.problem(Code.LEAF_UNEXPECTED, where, "the live mapping has no such key")
                 self.take(taken.pop(key))
-            for key in [key for key in live if key not in saved]:
+            for key in [key for key in live if key not in saved and self._is_chosen(name, key)]:
                 where = f"{self.field}:{self._child(name, key)}"
                 self.plan.problem(Code.LEAF_MISSING, where, "the saved mapping has no such key")
         placed = {
@@ -104,6 +120,12 @@ class Placer:
             return deque(items, saved.maxlen)
         self.plan.actions.append(lambda: _refill(live, items))
         return live
+
+    def _fill_live(self, live: Any, saved: TensorRef | dict[Any, Any]) -> None:  # noqa: ANN401 - array or tensor
+        if isinstance(saved, TensorRef):
+            self._fill_reference(live, saved)
+        else:
+            self._fill_flattened(live, saved)
 
     def _fill_reference(self, live: Any, saved: TensorRef) -> None:  # noqa: ANN401 - array or tensor
         fill(self.plan, live, self.referred(saved))
@@ -182,24 +204,37 @@ class Placer:
             remedy="Create it before the load, for an optimizer by one step.",
         )
 
+    def _is_chosen(self, name: str, key: object) -> bool:
+        return self._fits(self._child(name, key))
+
+    def _fits(self, name: str) -> bool:
+        return self.whole or self.plan.fits(self.field, name)
+
     @staticmethod
     def _child(name: str, key: object) -> str:
-        return f"{name}/{key}" if name else str(key)
+        return f"{name}/{key_text(key)}" if name else key_text(key)
 
 
-def fill(plan: Plan, live: Any, saved: IndexTensor) -> None:  # noqa: ANN401 - array or tensor
+def fill(plan: Plan, live: Any, saved: IndexTensor, *, name: str | None = None) -> None:  # noqa: ANN401 - array or tensor
     """Plan to fill a live tensor or array with a saved one, or take note of why that can't be.
 
-    Problems: SHAPE_MISMATCH, DTYPE_MISMATCH (converted where allowed), META_DESTINATION.
+    Args:
+        plan: the load.
+        live: what to fill.
+        saved: what with.
+        name: of the live one, where it may be another.
+
+    Problems: SHAPE_MISMATCH, DTYPE_MISMATCH (converted where allowed), STATE_UNSUPPORTED where no conversion keeps the
+        values, META_DESTINATION.
     Raises: StateError(STATE_UNSUPPORTED).
     """
-    where = f"{saved.field}:{saved.name}"
+    where = f"{saved.field}:{saved.name if name is None else name}"
     if tuple(live.shape) != saved.global_shape:
         detail = f"saved with shape {saved.global_shape}, here {tuple(live.shape)}"
         plan.problem(Code.SHAPE_MISMATCH, where, detail)
         return
     kind = _dtype_name(live, where)
-    if kind != saved.dtype and not plan.problem(Code.DTYPE_MISMATCH, where, f"saved as {saved.dtype}, here {kind}"):
+    if kind != saved.dtype and not _may_convert(plan, where, saved.dtype, kind):
         return
     if isinstance(live, np.ndarray):
         plan.sinks.append(_array_sink(live, saved, where))
@@ -209,6 +244,28 @@ def fill(plan: Plan, live: Any, saved: IndexTensor) -> None:  # noqa: ANN401 - a
         plan.problem(Code.META_DESTINATION, where, "the live tensor is on the meta device")
     elif side is not None:
         plan.sinks.append(side.sink_of(live, field=saved.field, name=saved.name, scope=saved.scope, dtype=saved.dtype))
+
+
+def _may_convert(plan: Plan, where: str, saved: str, live: str) -> bool:
+    """Tell whether the caller allows a conversion; one that there isn't is a problem before anything is changed."""
+    if not plan.problem(Code.DTYPE_MISMATCH, where, f"saved as {saved}, here {live}"):
+        return False
+    if converts(saved, live):
+        return True
+    plan.problem(Code.STATE_UNSUPPORTED, where, f"saved as {saved}: nothing makes {live} of it")
+    return False
+
+
+@functools.lru_cache(maxsize=512)
+def converts(saved: str, live: str) -> bool:
+    """Tell whether elements of one dtype are rounded to another; packed ones aren't, nor is an imaginary part dropped.
+
+    >>> converts("float32", "bfloat16"), converts("complex64", "float32"), converts("float4_e2m1fn_x2", "float32")
+    (True, False, False)
+    """
+    if any(name.endswith(_PACKED) for name in (saved, live)):
+        return False
+    return not saved.startswith(_COMPLEX) or live.startswith(_COMPLEX)
 
 
 def refuses(live: Any, saved: IndexTensor) -> bool:  # noqa: ANN401 - anything

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
-from ckptfmt.documents.manifest import Manifest
+from ckptfmt.documents.manifest import FIELDS, Manifest
 from ckptfmt.documents.tables import TensorKey
+from ckptfmt.engines.sharing import Peers
 from ckptfmt.engines.snapshot import TensorSink
+from ckptfmt.engines.streaming import Borrow, ReadReport
 from ckptfmt.errors import Code, err
+from ckptfmt.interop.choice import Only, Patterns, Rename, Renaming
 from ckptfmt.interop.names import GLOBAL, worker_scope
 
-__all__ = ["MISSING", "Plan", "Readable"]
+__all__ = ["MISSING", "Plan", "Readable", "Reading"]
 
 #: Stands for a value that the checkpoint lacks.
 MISSING: Final = object()
@@ -33,6 +36,16 @@ _ALLOWED_BY: Final = {
 }
 
 _SHOWN: Final = 10
+
+
+class Reading(Protocol):
+    """What is about to be read; `ckptfmt.engines.reading.Reading` is it."""
+
+    def share(self, peers: Peers) -> None:
+        """Let each block that several processes want be read by one of them."""
+
+    def run(self) -> ReadReport:
+        """Read, and fill the sinks."""
 
 
 class Readable(Protocol):
@@ -67,8 +80,8 @@ class Readable(Protocol):
     def stream(self, name: str, scope: str) -> tuple[str, Any]:
         """Return a stream's kind and state."""
 
-    def read_into(self, sinks: Sequence[TensorSink]) -> None:
-        """Fill the sinks with verified elements."""
+    def plan_reading(self, sinks: Sequence[TensorSink], *, borrow: Borrow | None = None) -> Reading:
+        """Return what fills the sinks with verified elements, once it runs."""
 
     def read(self, field: str, name: str, scope: str) -> Any:  # noqa: ANN401 - a numpy array
         """Return a whole tensor as a numpy array."""
@@ -91,17 +104,31 @@ class Plan:
         worker: number of this worker.
         worker_count: number of workers that load.
         allow: kinds of differences that the caller accepts: ``missing``, ``unexpected``, ``dtype``, ``streams``.
+        only: patterns of the saved names that the load is about; see `ckptfmt.interop.choice.Only`.
+        rename: saved names of live ones; see `ckptfmt.interop.choice.Renaming`.
 
     Attributes:
+        renaming: what the live names were called.
         sinks: destinations to fill.
         actions: what to do after that, in this order.
         problems: why the load is refused.
         downgrades: what is done in another way than asked for; lowers the claim.
         notes: what changed and is worth a line; doesn't lower the claim.
         values: values that could not be put back into an immutable place, by name.
+        renamed: field and live name, and the saved name where that is another.
+        left_count: how many live tensors and values stay as they are because of `only`.
     """
 
-    def __init__(self, checkpoint: Readable, *, worker: int, worker_count: int, allow: frozenset[str]) -> None:
+    def __init__(
+        self,
+        checkpoint: Readable,
+        *,
+        worker: int,
+        worker_count: int,
+        allow: frozenset[str],
+        only: Patterns = None,
+        rename: Rename = None,
+    ) -> None:
         unknown = set(allow) - set(_ALLOWED_BY.values())
         if unknown:
             known = ", ".join(sorted(set(_ALLOWED_BY.values())))
@@ -118,6 +145,58 @@ class Plan:
         self.values: dict[str, object] = {}
         self.taken_tensors: set[TensorKey] = set()
         self.taken_leaves: set[TensorKey] = set()
+        self.renaming = Renaming(rename)
+        self.renamed: dict[tuple[str, str], str] = {}
+        self.left_count = 0
+        self._only = Only(only)
+        #: By saved tensor, the live name and the saved one that it was first taken for.
+        self._destinations: dict[TensorKey, tuple[str, str]] = {}
+        for pattern in self._only.iter_idle(checkpoint):
+            hint = f"; the field is '{pattern}:*'" if pattern in FIELDS else ""
+            self.problem(Code.TENSOR_MISSING, f"only={pattern!r}", f"nothing of this name was saved{hint}")
+
+    # --- choose -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the caller chose by `only`."""
+        return self._only.patterns is not None
+
+    def fits(self, field: str, name: str) -> bool:
+        """Tell whether what was saved under this name is to be loaded."""
+        return self._only.fits(field, name)
+
+    def fits_leaf(self, key: TensorKey, value: Callable[[], Any]) -> bool:
+        """Tell whether a saved leaf is to be loaded; `value` returns what was saved."""
+        return self._only.fits_leaf(key[0], key[1], value)
+
+    def choose(self, field: str, names: Sequence[str], *, prefix: str = "") -> tuple[str, ...]:
+        """Return the saved names of something live, none if it is to be left as it is, and take note of either.
+
+        Args:
+            field: of the live thing.
+            names: all of its live names.
+            prefix: of the saved names that `only` goes by, where they have one that live names have not.
+        """
+        saved = tuple(self.renaming.saved_name(name) for name in names)
+        if not any(self.fits(field, prefix + name) for name in saved):
+            self.left_count += 1
+            return ()
+        pairs = zip(names, saved, strict=True)
+        self.renamed |= {(field, name): other for name, other in pairs if name != other}
+        return saved
+
+    def list_renamed(self) -> tuple[tuple[str, str], ...]:
+        """Return live and saved name, with their field, of what was saved under another name."""
+        return tuple((f"{field}:{name}", f"{field}:{saved}") for (field, name), saved in sorted(self.renamed.items()))
+
+    def note_destination(self, saved: IndexTensor, live_name: str, saved_name: str) -> None:
+        """Report that a tensor that had several names when it was saved is several tensors here."""
+        first_live, first_saved = self._destinations.setdefault(saved.key, (live_name, saved_name))
+        if first_saved != saved_name:
+            self.downgrades.append(
+                f"{saved.field}:{live_name} was one tensor with {first_live} when saved (tied), and isn't here"
+            )
 
     # --- look up ------------------------------------------------------------------------------------------------------
 
@@ -183,7 +262,15 @@ class Plan:
         fields = set(fields)
         tensors = {("tensor", key) for key in self.checkpoint.tensors if key not in self.taken_tensors}
         leaves = {("leaf", key) for key in self.checkpoint.leaves if key not in self.taken_leaves}
-        return frozenset((kind, key) for kind, key in tensors | leaves if key[0] in fields and self._is_mine(key[2]))
+        mine = {(kind, key) for kind, key in tensors | leaves if key[0] in fields and self._is_mine(key[2])}
+        return frozenset(item for item in mine if self._is_wanted(*item))
+
+    def _is_wanted(self, kind: str, key: TensorKey) -> bool:
+        field, name, _ = key
+        if kind == "leaf":
+            return self.fits_leaf(key, lambda: self.checkpoint.leaf(*key))
+        names = (name, *self.checkpoint.tensors[key].aliases) if self.is_partial else ()
+        return not names or any(self.fits(field, name) for name in names)
 
     def _is_mine(self, scope: str) -> bool:
         return scope in (GLOBAL, worker_scope(self.worker)) or int(scope.removeprefix("lw/")) >= self.worker_count

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import OrderedDict
 from typing import Any, Final
 
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.names import GLOBAL
+from ckptfmt.interop.choice import Patterns
+from ckptfmt.interop.names import GLOBAL, key_text
 from ckptfmt.interop.placing import Placer
 from ckptfmt.interop.plan import Plan, Readable
 from ckptfmt.interop.trees import plain_values
@@ -20,7 +22,11 @@ __all__ = ["load_trees"]
 _FRAMEWORKS: Final = (None, "numpy", "torch")
 
 
-def load_trees(checkpoint: Readable, framework: str | None = None) -> dict[str, Any]:
+#: Stands for a value of which nothing is chosen.
+_NOTHING: Final = object()
+
+
+def load_trees(checkpoint: Readable, framework: str | None = None, *, only: Patterns = None) -> dict[str, Any]:
     """Return everything in a checkpoint, by field.
 
     A field that was saved as one tree is that tree. Any other is a mapping from names to tensors and values, every name
@@ -32,6 +38,7 @@ def load_trees(checkpoint: Readable, framework: str | None = None) -> dict[str, 
         checkpoint: an open one.
         framework: ``torch`` or ``numpy`` for all tensors; None for what each was saved as, numpy where the program
             hasn't loaded torch.
+        only: patterns of what to load; of a mapping, what is in it may be chosen.
 
     Raises: StateError(ARGUMENT; STATE_UNSUPPORTED for a dtype that the framework lacks); and what reading raises.
     """
@@ -39,27 +46,31 @@ def load_trees(checkpoint: Readable, framework: str | None = None) -> dict[str, 
         raise err(Code.ARGUMENT, f"{framework!r} is neither 'torch' nor 'numpy'", where="framework")
     if framework == "torch":
         importlib.import_module("torch")
-    plan = Plan(checkpoint, worker=0, worker_count=1, allow=frozenset())
+    plan = Plan(checkpoint, worker=0, worker_count=1, allow=frozenset(), only=only)
     trees = {field: _field(plan, field, framework) for field in FIELDS if field != "rng"}
     plan.check()
-    checkpoint.read_into(plan.sinks)
+    checkpoint.plan_reading(plan.sinks).run()
     for action in plan.actions:
         action()
-    trees["rng"] = _streams(checkpoint)
-    return {field: trees[field] for field in FIELDS if trees[field] != {} or _is_there(checkpoint, field)}
+    trees["rng"] = _streams(plan)
+    return {field: trees[field] for field in FIELDS if trees[field] != {} or _is_there(plan, field)}
 
 
-def _is_there(checkpoint: Readable, field: str) -> bool:
-    return any(key[0] == field for key in (*checkpoint.leaves, *checkpoint.tensors))
+def _is_there(plan: Plan, field: str) -> bool:
+    if plan.is_partial:
+        return False
+    return any(key[0] == field for key in (*plan.checkpoint.leaves, *plan.checkpoint.tensors))
 
 
 def _field(plan: Plan, field: str, framework: str | None) -> Any:  # noqa: ANN401 - a tree
     values: dict[str, dict[str, Any]] = {}
     for key in plan.checkpoint.leaves:
-        if key[0] == field:
+        tree = _choose(plan, key, plan.checkpoint.leaf(*key)) if key[0] == field else _NOTHING
+        if tree is not _NOTHING:
             placer = Placer(plan, field=field, scope=key[2], framework=framework, parts=True)
-            values.setdefault(key[2], {})[key[1]] = placer.fresh(plan.checkpoint.leaf(*key), key[1])
+            values.setdefault(key[2], {})[key[1]] = placer.fresh(tree, key[1])
     alone = [key for key in plan.checkpoint.tensors if key[0] == field and key not in plan.taken_tensors]
+    alone = [key for key in alone if any(plan.fits(field, name) for name in _names(plan, key))]
     if not alone and list(values) == [GLOBAL] and list(values[GLOBAL]) == [""]:
         return values[GLOBAL][""]
     for key in alone:
@@ -76,9 +87,29 @@ def _add_tensor(plan: Plan, key: TensorKey, framework: str | None, values: dict[
     values |= dict.fromkeys((tensor.name, *tensor.aliases), made)
 
 
-def _streams(checkpoint: Readable) -> dict[str, dict[str, Any]]:
+def _names(plan: Plan, key: TensorKey) -> tuple[str, ...]:
+    return (key[1], *plan.checkpoint.tensors[key].aliases)
+
+
+def _choose(plan: Plan, key: TensorKey, tree: Any, name: str | None = None) -> Any:  # noqa: ANN401 - a tree
+    """Return what is chosen of a saved value: all, or of a mapping a smaller one, or `_NOTHING`."""
+    field = key[0]
+    if plan.fits_leaf(key, lambda: tree) if name is None else plan.fits(field, name):
+        return tree
+    if type(tree) not in (dict, OrderedDict):
+        return _NOTHING
+    at = key[1] if name is None else name
+    begin = f"{at}/" if at else ""
+    parts = ((item, _choose(plan, key, value, f"{begin}{key_text(item)}")) for item, value in tree.items())
+    chosen = [(item, part) for item, part in parts if part is not _NOTHING]
+    return type(tree)(chosen) if chosen else _NOTHING
+
+
+def _streams(plan: Plan) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for name, scope in checkpoint.streams:
-        kind, state = checkpoint.stream(name, scope)
+    for name, scope in plan.checkpoint.streams:
+        if not plan.fits("rng", name):
+            continue
+        kind, state = plan.checkpoint.stream(name, scope)
         found.setdefault(scope, {})[name] = (kind, plain_values(state))
     return found

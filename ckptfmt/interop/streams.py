@@ -86,6 +86,10 @@ def plan_streams(plan: Plan, streams: list[LiveStream], *, strict: bool) -> list
     Problems: STREAM_MISSING, STREAM_UNEXPECTED. With another number of workers these are only reported, and new
     workers keep their fresh streams, unless `strict`.
     """
+    streams = [stream for stream in streams if plan.fits("rng", stream.name)]
+    saved_streams = {key: stream for key, stream in plan.checkpoint.streams.items() if plan.fits("rng", key[0])}
+    if plan.is_partial and not streams and not saved_streams:
+        return []
     saved_count = plan.checkpoint.manifest.origin.writer_count
     elastic = saved_count != plan.worker_count
     report: Callable[[Code, str, str], bool] = plan.problem
@@ -94,8 +98,8 @@ def plan_streams(plan: Plan, streams: list[LiveStream], *, strict: bool) -> list
         report = report if strict else _report_only(plan)
     scope = worker_scope(plan.worker)
     # A stream of scope global is every worker's; one of its own of the same name stands above it.
-    places = {name: at for wanted in (GLOBAL, scope) for name, at in plan.checkpoint.streams if at == wanted}
-    saved = {name: plan.checkpoint.streams[name, at].kind for name, at in places.items()}
+    places = {name: at for wanted in (GLOBAL, scope) for name, at in saved_streams if at == wanted}
+    saved = {name: saved_streams[name, at].kind for name, at in places.items()}
     actions: list[Callable[[], None]] = []
     for stream in streams:
         where = f"rng:{stream.name} ({scope})"
@@ -108,7 +112,7 @@ def plan_streams(plan: Plan, streams: list[LiveStream], *, strict: bool) -> list
             report(Code.STREAM_MISSING, where, "not saved")
     for name in saved.keys() - {stream.name for stream in streams}:
         report(Code.STREAM_UNEXPECTED, f"rng:{name} ({scope})", "no such stream here")
-    for name, at in plan.checkpoint.streams:
+    for name, at in saved_streams:
         if at != GLOBAL and int(at.removeprefix("lw/")) >= plan.worker_count:
             report(Code.STREAM_UNEXPECTED, f"rng:{name} ({at})", "there is no such worker any more")
     return actions

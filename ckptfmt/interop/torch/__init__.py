@@ -8,10 +8,12 @@ import torch
 
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef
 from ckptfmt.errors import Code, err
+from ckptfmt.interop.torch.arrivals import plan_arrivals
 from ckptfmt.interop.torch.devices import Devices
 from ckptfmt.interop.torch.guard import Guard
 from ckptfmt.interop.torch.modules import find_claim_limits, merge_tied, view_module
 from ckptfmt.interop.torch.optimizers import capture_optimizer, is_plain_optimizer, plan_optimizer
+from ckptfmt.interop.torch.peers import open_peers
 from ckptfmt.interop.torch.restoring import plan_entry, plan_module
 from ckptfmt.interop.torch.saving import capture_entries, capture_module
 from ckptfmt.interop.torch.streams import generator_stream, global_streams, is_generator
@@ -57,6 +59,8 @@ __all__ = [
     "local_facts",
     "merge_tied",
     "meshes_of",
+    "open_peers",
+    "plan_arrivals",
     "plan_entry",
     "plan_module",
     "plan_optimizer",

@@ -45,10 +45,12 @@ def plan_groups(
 ) -> list[dict[str, Any]]:
     """Plan to give each live group the options that its parameters were saved with; return these, as trees.
 
+    A group of which not every parameter is chosen keeps its own.
+
     Args:
         plan: the load.
         groups: the live ones.
-        names: for each group, all names of each of its parameters.
+        names: for each group, all saved names of each of its parameters.
         prefix: what the names of the leaves begin with.
         field: their field.
         scope: their scope.
@@ -59,6 +61,12 @@ def plan_groups(
     by_parameter = _saved_groups(plan, prefix=prefix, field=field, scope=scope)
     chosen = []
     for index, (group, members) in enumerate(zip(groups, names, strict=True)):
+        if not _is_chosen(plan, field, prefix, members):
+            plan.left_count += 1
+            left = (saved for names in members for name in names for saved in by_parameter.get(name, ()))
+            plan.taken_leaves |= {(field, saved.name, saved.scope) for saved in left}
+            chosen.append(group)
+            continue
         keys: list[Iterable[str]] = [*members] or [[f"#{index}"]]
         where = f"{field}:{prefix}group/{next(iter(keys[0]))}"
         found = _groups_of(plan, by_parameter, keys, where)
@@ -74,25 +82,35 @@ def plan_groups(
     return chosen
 
 
-def _saved_groups(plan: Plan, *, prefix: str, field: str, scope: str) -> dict[str, _Saved]:
+def _is_chosen(plan: Plan, field: str, prefix: str, members: Sequence[Iterable[str]]) -> bool:
+    if not plan.is_partial:
+        return True
+    return bool(members) and all(any(plan.fits(field, prefix + name) for name in names) for names in members)
+
+
+def _saved_groups(plan: Plan, *, prefix: str, field: str, scope: str) -> dict[str, list[_Saved]]:
+    """Return the saved groups of each parameter: several where ranks that share it had experts of their own beside."""
     begins = f"{prefix}group/"
-    by_parameter: dict[str, _Saved] = {}
+    by_parameter: dict[str, list[_Saved]] = {}
     for at in dict.fromkeys((GLOBAL, scope)):
+        here: dict[str, list[_Saved]] = {}
         for key in plan.checkpoint.leaves:
             if key[0] == field and key[2] == at and key[1].startswith(begins):
                 value = plan.checkpoint.leaf(*key)
                 saved = _Saved(key[1], at, value["options"])
-                by_parameter |= dict.fromkeys(value["params"] or [key[1].removeprefix(begins)], saved)
+                for name in value["params"] or [key[1].removeprefix(begins)]:
+                    here.setdefault(name, []).append(saved)
+        by_parameter |= here
     return by_parameter
 
 
 def _groups_of(
-    plan: Plan, by_parameter: dict[str, _Saved], members: Iterable[Iterable[str]], where: str
+    plan: Plan, by_parameter: dict[str, list[_Saved]], members: Iterable[Iterable[str]], where: str
 ) -> list[_Saved]:
     found: dict[str, _Saved] = {}
     for names in members:
         names = list(names)  # noqa: PLW2901 - looked through twice
-        saved = [by_parameter[name] for name in names if name in by_parameter]
+        saved = [group for name in names for group in by_parameter.get(name, ())]
         found |= {group.name: group for group in saved}
         if saved:
             continue
@@ -132,7 +150,7 @@ def _plan_options(plan: Plan, group: dict[str, Any], saved: _Saved, field: str, 
             plan.problem(Code.LEAF_MISSING, f"{where}/{key}", "the live group has this option")
     on_device = (options.get("capturable") or options.get("fused")) and group["params"]
     device = local_of(group["params"][0]).device if on_device else None
-    placer = Placer(plan, field=field, scope=saved.scope, device=device)
+    placer = Placer(plan, field=field, scope=saved.scope, device=device, whole=True)
     for key, value in options.items():
         live = group.get(key)
         if key == _ALGORITHM and key in group and live != value:

@@ -21,7 +21,7 @@ from ckptfmt.interop.placing import Placer, fill, refuses
 from ckptfmt.interop.plan import MISSING, Plan
 from ckptfmt.interop.torch.groups import contents_of, plan_groups
 from ckptfmt.interop.torch.subclasses import is_registered
-from ckptfmt.interop.torch.tensors import is_distributed, local_of
+from ckptfmt.interop.torch.tensors import DTYPE_NAMES, allocate, dtype_name, is_distributed, local_of
 from ckptfmt.interop.trees import Encoder
 
 __all__ = ["Names", "capture_optimizer", "is_plain_optimizer", "plan_optimizer"]
@@ -85,13 +85,24 @@ def plan_optimizer(
 ) -> None:
     """Plan to put back groups and state; state that doesn't exist yet is made, without a step.
 
+    State keeps the dtype that it was saved with; only where that was its parameter's, and the parameter is converted
+    because the caller allows it, the state is too.
+
+    Args:
+        plan: the load.
+        optimizer: the live one.
+        names: live names of parameters.
+        prefix: what the saved names of its leaves begin with.
+        field: their field.
+        scope: their scope.
+
     Problems: GROUP_MISMATCH, LEAF_MISSING. Raises: StateError(PARAMETER_UNNAMED, STATE_UNSUPPORTED).
     """
     where = f"{field}:{prefix}"
     _check_state_keys(optimizer, where)
     named = [
         [
-            (parameter, _with_saved_aliases(plan, _names_of(parameter, names, index, where), scope))
+            (parameter, _with_saved_aliases(plan, _saved_names_of(plan, parameter, names, index, where), scope))
             for parameter in group["params"]
         ]
         for index, group in enumerate(optimizer.param_groups)
@@ -120,16 +131,21 @@ class _ParameterState:
         self.field = field
         self.on_device = on_device
         self.live: dict[Any, Any] = optimizer.state.get(parameter) or {}
+        self.saved_dtype: str | None = None
 
     def restore(self, names: Sequence[str], prefix: str, scope: str) -> None:
         """Plan to put back what was saved under one of `names`."""
+        if not any(self.plan.fits(self.field, prefix + name) for name in names):
+            self.plan.left_count += 1
+            return
+        self.saved_dtype = _saved_dtype(self.plan, names, scope)
         name, at, saved = self.plan.leaf(self.field, [f"{prefix}state/{name}" for name in names], scope)
         if saved is MISSING:
             if self.live:
                 self.plan.problem(Code.LEAF_MISSING, f"{self.field}:{name}", "the live optimizer has this state")
             return
         self._take_tied(name, saved, [f"{prefix}state/{other}" for other in names], at)
-        placer = Placer(self.plan, field=self.field, scope=at, device=local_of(self.parameter).device)
+        placer = Placer(self.plan, field=self.field, scope=at, device=local_of(self.parameter).device, whole=True)
         state = {key: self._value(placer, key, value, name) for key, value in saved.items()}
         for key in self.live:
             if key not in saved:
@@ -164,6 +180,8 @@ class _ParameterState:
             return placer.fresh(saved, f"{name}/{key}", live)
         tensor = placer.referred(saved)
         device = self._device(key)
+        if self._follows(key, tensor):
+            return self._converted(live, tensor)
         if isinstance(live, torch.Tensor) and not refuses(live, tensor) and local_of(live).device == device:
             fill(self.plan, live, tensor)
             return live
@@ -172,6 +190,25 @@ class _ParameterState:
             raise self._unplaced(tensor)
         like = None if alone else self.parameter
         return Placer(self.plan, field=self.field, scope=placer.scope, device=device).fresh(saved, name, like)
+
+    def _follows(self, key: object, tensor: IndexTensor) -> bool:
+        """Tell whether a state had the dtype of its parameter, which is converted: their kernels want one for both."""
+        return (
+            "dtype" in self.plan.allow
+            and key not in _HOST_KEYS
+            and tensor.global_shape == tuple(self.parameter.shape)
+            and tensor.dtype == self.saved_dtype != DTYPE_NAMES.get(self.parameter.dtype)
+        )
+
+    def _converted(self, live: object, tensor: IndexTensor) -> torch.Tensor:
+        dtype = dtype_name(self.parameter.dtype, where=f"{self.field}:{tensor.name}")
+        kept = isinstance(live, torch.Tensor) and (live.dtype, live.shape) == (
+            self.parameter.dtype,
+            self.parameter.shape,
+        )
+        made = live if kept else allocate(dtype, tensor.global_shape, like=self.parameter)
+        fill(self.plan, made, tensor)
+        return made  # type: ignore[return-value]
 
     def _device(self, key: object) -> torch.device:
         on_host = key in _HOST_KEYS and not self.on_device
@@ -192,6 +229,17 @@ def _names_of(parameter: torch.Tensor, names: Names, group: int, where: str) -> 
         detail = f"group {group} has a parameter of shape {tuple(parameter.shape)} that no module of weights has"
         raise err(Code.PARAMETER_UNNAMED, detail, where=where)
     return found
+
+
+def _saved_names_of(plan: Plan, parameter: torch.Tensor, names: Names, group: int, where: str) -> tuple[str, ...]:
+    return tuple(plan.renaming.saved_name(name) for name in _names_of(parameter, names, group, where))
+
+
+def _saved_dtype(plan: Plan, names: Iterable[str], scope: str) -> str | None:
+    """Return the dtype that a parameter was saved with."""
+    places = [(field, at) for field in ("weights", "optimizer", "data") for at in (GLOBAL, scope)]
+    found = (plan.checkpoint.find(field, name, at) for name in names for field, at in places)
+    return next((tensor.dtype for tensor in found if tensor is not None), None)
 
 
 def _with_saved_aliases(plan: Plan, names: tuple[str, ...], scope: str) -> tuple[str, ...]:

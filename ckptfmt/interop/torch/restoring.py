@@ -20,18 +20,21 @@ __all__ = ["plan_entry", "plan_module"]
 
 def plan_entry(plan: Plan, entry: Entry, field: str) -> None:
     """Plan to fill a live tensor of a module from whichever of its names was saved."""
-    for index, (_, tensor) in enumerate(inner_tensors(entry.tensor, "")):
-        names = [inner_tensors(entry.tensor, name)[index][0] for name in entry.names]
+    chosen = plan.choose(field, entry.names)
+    for index, (_, tensor) in enumerate(inner_tensors(entry.tensor, "") if chosen else ()):
+        live, *_ = inner_tensors(entry.tensor, entry.names[0])[index]
+        names = [inner_tensors(entry.tensor, name)[index][0] for name in chosen]
         saved = plan.tensor(field, names, entry.scope)
         if entry.storage == "non-persistent" and (saved is None or saved.global_shape != tuple(tensor.shape)):
             # A cache, as torch sees it: what it holds is made anew where it is needed.
             found = "not saved" if saved is None else f"saved with shape {saved.global_shape}"
-            plan.downgrades.append(f"{field}:{names[0]}: non-persistent buffer left as it is, {found}")
+            plan.downgrades.append(f"{field}:{live}: non-persistent buffer left as it is, {found}")
             continue
         if saved is None:
-            plan.problem(Code.TENSOR_MISSING, f"{field}:{names[0]}", f"not saved (shape here {tuple(tensor.shape)})")
+            plan.problem(Code.TENSOR_MISSING, f"{field}:{live}", _not_saved(live, names[0], tensor))
             continue
-        fill(plan, tensor, saved)
+        fill(plan, tensor, saved, name=live)
+        plan.note_destination(saved, live, names[0])
         _plan_tied(plan, names, saved)
 
 
@@ -46,6 +49,11 @@ def _plan_tied(plan: Plan, names: list[str], taken: IndexTensor) -> None:
         if not same or plan.checkpoint.read(*other.key).tobytes() != plan.checkpoint.read(*taken.key).tobytes():
             where = f"{taken.field}:{name}"
             plan.problem(Code.TENSOR_UNEXPECTED, where, f"tied to {taken.name} here, but saved with other contents")
+
+
+def _not_saved(live: str, saved: str, tensor: torch.Tensor) -> str:
+    renamed = "" if live == saved else f" as {saved}"
+    return f"not saved{renamed} (shape here {tuple(tensor.shape)})"
 
 
 def plan_module(plan: Plan, view: ModuleView, field: str) -> None:
@@ -68,7 +76,10 @@ def plan_module(plan: Plan, view: ModuleView, field: str) -> None:
 
 
 def _saved_value(plan: Plan, field: str, name: str, scope: str, live: object) -> Any:  # noqa: ANN401 - a tree
-    found, at, saved = plan.leaf(field, [name], scope)
+    chosen = plan.choose(field, [name])
+    if not chosen:
+        return MISSING
+    found, at, saved = plan.leaf(field, chosen, scope)
     if saved is MISSING:
         plan.problem(Code.LEAF_MISSING, f"{field}:{name}", "not saved")
         return MISSING
@@ -76,9 +87,12 @@ def _saved_value(plan: Plan, field: str, name: str, scope: str, live: object) ->
 
 
 def _saved_tensor(plan: Plan, field: str, name: str, scope: str, live: torch.Tensor) -> Any:  # noqa: ANN401
-    saved = plan.tensor(field, [name], scope)
+    chosen = plan.choose(field, [name])
+    if not chosen:
+        return MISSING
+    saved = plan.tensor(field, chosen, scope)
     if saved is None:
-        plan.problem(Code.TENSOR_MISSING, f"{field}:{name}", f"not saved (shape here {tuple(live.shape)})")
+        plan.problem(Code.TENSOR_MISSING, f"{field}:{name}", _not_saved(name, chosen[0], live))
         return MISSING
     return Placer(plan, field=field, scope=saved.scope).fresh(TensorRef(saved.name, "torch"), saved.name, live)
 
