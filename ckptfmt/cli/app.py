@@ -93,7 +93,36 @@ def _parser() -> argparse.ArgumentParser:
     log.add_argument("path", metavar="RUN", help="directory of a run")
     log.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     log.set_defaults(run=_log)
+
+    convert = commands.add_parser(
+        "convert",
+        help="from and to torch.save files, DCP directories and Hugging Face directories",
+        description="Convert a checkpoint, a few MiB in memory at a time. What the target can't hold is listed.",
+    )
+    _add_convert_arguments(convert)
+    convert.set_defaults(run=_convert)
     return parser
+
+
+def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
+    kinds = ("ckptfmt", "torch", "dcp", "hf")
+    fields = "weights, optimizer, data, config or extra"
+    convert.add_argument("source", metavar="SOURCE", help="checkpoint of any of these kinds, or a run, for its newest")
+    convert.add_argument("target", metavar="TARGET", help="where nothing is yet")
+    convert.add_argument("--from", dest="from_kind", choices=kinds, help="what SOURCE is, if it isn't recognised")
+    convert.add_argument("--to", dest="to_kind", choices=kinds, help="what TARGET shall be; torch for a name in .pt")
+    convert.add_argument(
+        "--field",
+        metavar="KEY=FIELD",
+        action="append",
+        default=[],
+        help=f"where an entry of a torch or dcp SOURCE goes, or without KEY all of it: {fields}",
+    )
+    convert.add_argument("--only", metavar="FIELD", help="convert this field alone, such as weights")
+    convert.add_argument("--step", type=int, metavar="N", help="training steps done, if SOURCE doesn't say (else 0)")
+    convert.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of each file of an hf TARGET (5GB)")
+    convert.add_argument("--strict", action="store_true", help="refuse to leave anything out")
+    convert.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
 class _Version(argparse.Action):
@@ -115,6 +144,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from ckptfmt.cli.inspect import run_inspect
 
     return run_inspect(arguments.path, as_json=arguments.json, pattern=arguments.tensors, field=arguments.field)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from ckptfmt.cli.convert import run_convert
+
+    return run_convert(arguments)
 
 
 def _log(arguments: argparse.Namespace) -> int:

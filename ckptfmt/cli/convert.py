@@ -1,0 +1,102 @@
+"""``convert``: from and to torch.save files, directories of torch.distributed.checkpoint, and Hugging Face ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from typing import TYPE_CHECKING, Final
+
+from ckptfmt.api import open_checkpoint
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text
+from ckptfmt.cli.progress import Progress
+from ckptfmt.errors import Code, err
+from ckptfmt.interop.convert.converting import plan_conversion
+from ckptfmt.interop.convert.hf import parse_nbytes
+
+if TYPE_CHECKING:
+    import argparse
+
+    from ckptfmt.interop.convert.content import LeftOut
+    from ckptfmt.interop.convert.converting import Conversion
+
+__all__ = ["run_convert"]
+
+#: How many names are shown for one reason; ``--json`` has them all.
+_SHOWN: Final = 4
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    """Convert, print what was done and what was left out, and return the exit code.
+
+    Raises: CkptError of any kind; then there is no target.
+    """
+    if arguments.step is not None and not 0 <= arguments.step < 1 << 53:
+        raise err(Code.ARGUMENT, f"{arguments.step} is no number of steps", where="--step")
+    begin_s = time.perf_counter()
+    with plan_conversion(
+        arguments.source,
+        arguments.target,
+        from_kind=arguments.from_kind,
+        to_kind=arguments.to_kind,
+        open_checkpoint=open_checkpoint,
+        rules=arguments.field,
+        only=arguments.only,
+        step=arguments.step,
+        max_shard_nbytes=parse_nbytes(arguments.max_shard_size),
+    ) as conversion:
+        if arguments.strict and conversion.left_out:
+            raise _refusal(conversion)
+        with Progress(lambda: conversion.nbytes, quiet=False) as progress:
+            conversion.run(progress.advance)
+    elapsed_s = time.perf_counter() - begin_s
+    if arguments.json:
+        _print_json(conversion, elapsed_s)
+    else:
+        _print_text(conversion, elapsed_s)
+    return 0
+
+
+def _refusal(conversion: Conversion) -> Exception:
+    first = conversion.left_out[0]
+    count = len(conversion.left_out)
+    return err(
+        Code.STATE_UNSUPPORTED,
+        f"{count_text(count, 'thing')} would be left out, first {first.what}: {first.reason}",
+        where=conversion.target,
+        remedy="Convert without --strict to see the list, or a field that passes whole with --only.",
+    )
+
+
+def _print_json(conversion: Conversion, elapsed_s: float) -> None:
+    from ckptfmt.cli.versions import print_json
+
+    print_json(
+        {
+            "source": {"path": conversion.source, "kind": conversion.source_kind},
+            "target": {"path": conversion.target, "kind": conversion.target_kind},
+            "step": conversion.step,
+            "tensor_count": conversion.tensor_count,
+            "nbytes": conversion.nbytes,
+            "left_out": [dataclasses.asdict(left_out) for left_out in conversion.left_out],
+            "elapsed_s": round(elapsed_s, 6),
+        }
+    )
+
+
+def _print_text(conversion: Conversion, elapsed_s: float) -> None:
+    console = Console()
+    console.line(
+        ("converted", "green bold"),
+        f"  {clean(conversion.source)} ({conversion.source_kind}) to"
+        f" {clean(conversion.target)} ({conversion.target_kind}):"
+        f" {count_text(conversion.tensor_count, 'tensor')}, {bytes_text(conversion.nbytes)} in {elapsed_s:.2f} s",
+    )
+    ordered = sorted(conversion.left_out, key=lambda left_out: left_out.reason)
+    for reason, same in itertools.groupby(ordered, key=lambda left_out: left_out.reason):
+        console.line(("left out", "yellow bold"), f"  {_names(list(same))}", (f"  {clean(reason)}", "dim"))
+
+
+def _names(same: list[LeftOut]) -> str:
+    shown = ", ".join(clean(left_out.what) for left_out in same[:_SHOWN])
+    return shown if len(same) <= _SHOWN else f"{shown} and {len(same) - _SHOWN} more"

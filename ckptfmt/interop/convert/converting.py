@@ -1,0 +1,226 @@
+"""One conversion: read what the source says of itself, plan the target, list what is left out, then stream."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ckptfmt.documents.manifest import FIELDS
+from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.errors import Code, err
+from ckptfmt.interop.convert import hf, native
+from ckptfmt.interop.convert.content import Content, LeftOut, Tensor, map_tree
+from ckptfmt.interop.convert.fields import assemble, parse_rules, sort_fields
+from ckptfmt.interop.convert.places import check_paths, source_kind, staged, target_kind
+from ckptfmt.store import LocalStore
+
+__all__ = ["MAX_SHARD_NBYTES", "Conversion", "plan_conversion"]
+
+#: How large a file of a Hugging Face directory may be, if the caller doesn't say.
+MAX_SHARD_NBYTES = 5 * 10**9
+
+#: What is a checkpoint's own, beside its fields.
+_PROOF = (LeftOut("digests", "the target has none: damage to it won't be noticed"),)
+
+_TORCH_FORMATS = {
+    "torch": ("convert_zip", "read_file", "a torch.save file"),
+    "dcp": ("convert_dcp", "read_directory", "a directory of torch.distributed.checkpoint"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A conversion that is planned: all that could be known to be wrong was looked for.
+
+    Attributes:
+        source, source_kind, target, target_kind: from where to where.
+        step: training steps done, where source or caller say so.
+        tensor_count: how many tensors are written.
+        nbytes: how many bytes they have.
+        left_out: what the target doesn't hold, or not as it was.
+        write: writes the target, given a path and what to tell of each piece of bytes.
+    """
+
+    source: str
+    source_kind: str
+    target: str
+    target_kind: str
+    step: int | None
+    tensor_count: int
+    nbytes: int
+    left_out: list[LeftOut]
+    write: Callable[[Path, Callable[[int], None]], None]
+
+    def run(self, on_progress: Callable[[int], None]) -> None:
+        """Write the target, whole or not at all. Raises: StoreError; what reading the source raises."""
+        with staged(self.target) as path:
+            self.write(path, on_progress)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """What is written: how many tensors and bytes, what isn't, and how."""
+
+    tensors: list[Tensor]
+    left_out: list[LeftOut]
+    write: Callable[[Path, Callable[[int], None]], None]
+
+
+@contextlib.contextmanager
+def plan_conversion(
+    source: str,
+    target: str,
+    *,
+    from_kind: str | None = None,
+    to_kind: str | None = None,
+    open_checkpoint: Callable[[str], Checkpoint],
+    rules: Iterable[str] = (),
+    only: str | None = None,
+    step: int | None = None,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+) -> Iterator[Conversion]:
+    """Look at a source and plan the target; the source stays open as long as the context.
+
+    Args:
+        source: path of what is converted.
+        target: path of what it becomes; nothing may be there.
+        from_kind, to_kind: one of `KINDS`; None to find out.
+        open_checkpoint: opens a checkpoint of ckptfmt, or the head of a run.
+        rules: ``KEY=FIELD`` for entries of a torch or DCP source.
+        only: convert this field alone.
+        step: training steps done, if the source doesn't know.
+        max_shard_nbytes: size of a file of a Hugging Face directory.
+
+    Raises: CkptError of any kind, by name.
+    """
+    check_paths(source, target)
+    from_kind = from_kind or source_kind(source)
+    to_kind = to_kind or target_kind(target)
+    if only is not None and only not in FIELDS:
+        raise err(Code.ARGUMENT, f"{only!r} is none of the fields {', '.join(FIELDS)}", where="--only")
+    if (from_kind, to_kind) == ("ckptfmt", "ckptfmt"):
+        raise err(Code.ARGUMENT, "both are checkpoints of ckptfmt", where=target, remedy="Copy the directory.")
+    rules = parse_rules(rules)
+    if rules and from_kind not in _TORCH_FORMATS:
+        raise err(Code.ARGUMENT, f"a source of kind {from_kind} has its fields already", where="--field")
+    if step is not None and to_kind != "ckptfmt":
+        raise err(Code.ARGUMENT, f"a target of kind {to_kind} has no step", where="--step")
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # torch's: that a dtype is new, and that there is no process group
+        if from_kind == "ckptfmt":
+            content = native.read_checkpoint(opened.enter_context(open_checkpoint(source)))
+        else:
+            content = _read_foreign(source, from_kind, rules)
+        content.step = content.step if step is None else step
+        plan = _PLANS[to_kind](content, only, max_shard_nbytes)
+        kept = content.left_out if only is None or from_kind != "ckptfmt" else []
+        if from_kind == "ckptfmt" and only is None:
+            kept = [*_PROOF, LeftOut(f"step {content.step}", "the target has no place for it"), *kept]
+        yield Conversion(
+            source=source,
+            source_kind=from_kind,
+            target=target,
+            target_kind=to_kind,
+            step=content.step,
+            tensor_count=len(plan.tensors),
+            nbytes=sum(tensor.nbytes for tensor in plan.tensors),
+            left_out=kept + plan.left_out,
+            write=plan.write,
+        )
+
+
+def _read_foreign(source: str, kind: str, rules: dict[str, str]) -> Content:
+    if kind == "hf":
+        return hf.read_directory(source)
+    module, function, origin = _TORCH_FORMATS[kind]
+    content = Content(origin=origin)
+    root = getattr(_torch_side(module), function)(source, content)
+    sort_fields(root, rules, content, where=source)
+    return content
+
+
+def _torch_side(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"ckptfmt.interop.torch.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        remedy = "pip install ckptfmt[torch]"
+        raise err(Code.ARGUMENT, "this kind of checkpoint takes torch", where="torch", remedy=remedy) from None
+
+
+def _plan_native(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
+    if only is not None:
+        content.tensors = {key: tensor for key, tensor in content.tensors.items() if key[0] == only}
+        content.leaves = {key: tree for key, tree in content.leaves.items() if key[0] == only}
+    snapshot = native.snapshot_of(content)
+
+    def write(path: Path, on_progress: Callable[[int], None]) -> None:
+        store = LocalStore(path, writable=True)
+        native.write_checkpoint(store, snapshot, step=content.step or 0, on_progress=on_progress)
+
+    return _Target(tensors=list(content.tensors.values()), left_out=[], write=write)
+
+
+def _plan_hf(content: Content, only: str | None, max_shard_nbytes: int) -> _Target:
+    layout = hf.plan_layout(content, max_shard_nbytes=max_shard_nbytes, only=only)
+
+    def write(path: Path, on_progress: Callable[[int], None]) -> None:
+        hf.write_directory(LocalStore(path, writable=True), layout, on_progress=on_progress)
+
+    return _Target(tensors=layout.tensors, left_out=layout.left_out, write=write)
+
+
+def _plan_torch(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
+    side = _torch_side("convert_zip")
+    root, left_out = _fitting(content, only, side)
+    write = functools.partial(_write_torch, side, root)
+    return _Target(tensors=_distinct(side.iter_tensors(root)), left_out=left_out, write=write)
+
+
+def _write_torch(side: ModuleType, root: dict[str, Any], path: Path, on_progress: Callable[[int], None]) -> None:
+    side.write_file(root, path, on_progress=on_progress)
+
+
+def _plan_dcp(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
+    root, left_out = _fitting(content, only, _torch_side("convert_zip"))
+    side = _torch_side("convert_dcp")
+    flat = side.plan_flat(root)
+
+    def write(path: Path, on_progress: Callable[[int], None]) -> None:
+        side.write_directory(path, flat, on_progress=on_progress)
+
+    return _Target(tensors=list(flat.tensors.values()), left_out=left_out + flat.left_out, write=write)
+
+
+def _fitting(content: Content, only: str | None, side: ModuleType) -> tuple[dict[str, Any], list[LeftOut]]:
+    """Return a checkpoint as a nested mapping of what torch can hold, and what it can't."""
+    root, left_out = assemble(content, only, side.fit)
+
+    def check(value: object, _: str) -> object:
+        if isinstance(value, Tensor):
+            side.check_dtype(value.dtype)
+        return value
+
+    root = map_tree(root, check, drop=lambda path, reason: left_out.append(LeftOut(path, reason)))
+    return root, left_out
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+_PLANS: dict[str, Callable[[Content, str | None, int], _Target]] = {
+    "ckptfmt": _plan_native,
+    "torch": _plan_torch,
+    "dcp": _plan_dcp,
+    "hf": _plan_hf,
+}

@@ -1,0 +1,303 @@
+"""Which field each entry of a foreign file goes to, and how a checkpoint's fields become one nested mapping again."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tree import TensorRef, iter_values
+from ckptfmt.errors import Code, err
+from ckptfmt.interop.convert.content import Array, Content, LeftOut, Tensor, Unfit, map_tree
+from ckptfmt.interop.names import GLOBAL, key_text
+
+__all__ = ["FIELDS_TAKEN", "assemble", "parse_rules", "sort_fields"]
+
+#: Where an entry may go; ``extra`` is the part of the field optimizer that is neither weights nor optimizer.
+FIELDS_TAKEN: Final = ("weights", "optimizer", "data", "config", "extra")
+
+#: Where it goes if the caller doesn't say, by its key; any other is extra.
+_USUAL: Final = {
+    **dict.fromkeys(("weights", "model", "module", "state_dict", "model_state_dict", "net"), "weights"),
+    **dict.fromkeys(
+        ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_states"), "optimizer"
+    ),
+    "data": "data",
+    "config": "config",
+}
+
+#: Containers that not every target has: `fit` is asked of them.
+_HASHED: Final = (set, frozenset, deque, Counter)
+_SCOPED: Final = "it belongs to one worker alone, and the target has no scopes"
+_SPOKEN_OF: Final = ("rng", "topology", "provenance")
+
+
+def parse_rules(texts: Iterable[str]) -> dict[str, str]:
+    """Return the field of each key that a caller gives as ``KEY=FIELD``; a field alone is that of the whole source.
+
+    Raises: StateError(ARGUMENT).
+
+    >>> parse_rules(["ema=extra", "a=b=weights"]), parse_rules(["weights"])
+    ({'ema': 'extra', 'a=b': 'weights'}, {'': 'weights'})
+    """
+    rules = {}
+    for text in texts:
+        key, equals, field = text.rpartition("=")
+        if field not in FIELDS_TAKEN or (not equals and field == "extra"):
+            detail = f"{text!r} is neither KEY=FIELD nor FIELD, with one of {', '.join(FIELDS_TAKEN)}"
+            raise err(Code.ARGUMENT, detail, where="--field", remedy="Such as --field ema=extra.")
+        rules[key] = field
+    if "" in rules and len(rules) > 1:
+        raise err(Code.ARGUMENT, "one field for the whole source, and others for its entries", where="--field")
+    return rules
+
+
+# --- from a foreign file ----------------------------------------------------------------------------------------------
+
+
+def sort_fields(root: Any, rules: Mapping[str, str], content: Content, *, where: str) -> None:  # noqa: ANN401
+    """Give each entry of a nested mapping its field and its names, and add it to `content`.
+
+    A mapping of tensors alone is weights. In any other, the entries' keys decide.
+
+    Args:
+        root: tensors are `Array`, values as trees have them.
+        rules: field by key, above the usual ones; that of ``""`` is for all of it.
+        where: of the source, for messages.
+
+    Raises: StateError(ARGUMENT, STATE_NAME); FormatError(DOC_DEPTH).
+    """
+    namer = _Namer(content)
+    if "" in rules:
+        namer.add_field(rules[""], {"": root})
+        return
+    if type(root) not in (dict, OrderedDict) or not all(isinstance(key, str) for key in root):
+        raise err(
+            Code.ARGUMENT,
+            f"it holds {type(root).__name__}, not a mapping with names as keys",
+            where=where,
+            remedy="Save a dict, such as {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}.",
+        )
+    for key in rules.keys() - root.keys():
+        raise err(Code.ARGUMENT, f"it has no entry {key!r}, but {', '.join(map(repr, root))}"[:500], where=where)
+    if not rules and _is_flat(root):
+        namer.add_weights(root, "")
+        return
+    by_field: dict[str, dict[str, Any]] = {}
+    for key, value in root.items():
+        field = rules.get(key) or _usual(key, value)
+        if field == "extra" and key == "extra" and key not in rules:
+            by_field.setdefault("extra", {}).update(value)
+        else:
+            by_field.setdefault(field, {})[key] = value
+    for field, entries in by_field.items():
+        namer.add_field(field, entries)
+
+
+def _usual(key: str, value: object) -> str:
+    field = _USUAL.get(key, "extra")
+    if key == "extra" and not (isinstance(value, dict) and all(isinstance(name, str) for name in value)):
+        return "optimizer"
+    return field
+
+
+def _is_flat(value: Any) -> bool:  # noqa: ANN401 - anything
+    """Tell whether this is what a module's state_dict is: tensors by name, and perhaps extra state."""
+    return (
+        type(value) in (dict, OrderedDict)
+        and all(
+            isinstance(key, str) and (isinstance(item, Array) or key.rpartition(".")[2] == "_extra_state")
+            for key, item in value.items()
+        )
+        and any(isinstance(item, Array) for item in value.values())
+    )
+
+
+class _Namer:
+    """Gives names to what is found, and adds it."""
+
+    def __init__(self, content: Content) -> None:
+        self.content = content
+        self._named: dict[tuple[str, int], Tensor] = {}
+
+    def add_field(self, field: str, entries: dict[str, Any]) -> None:
+        """Add the entries of one field."""
+        alone = len(entries) == 1
+        for key, value in entries.items():
+            prefix = "" if alone else key_text(key)
+            if field == "weights" and _is_flat(value):
+                self.add_weights(value, f"{prefix}/" if prefix else "")
+            elif field == "extra":
+                self.add_leaf("optimizer", f"extra/{key_text(key)}", value)
+            elif field == "optimizer" and alone and _is_native_optimizer(value):
+                self._add_native_optimizer(value)
+            else:
+                self.add_leaf(field, prefix, value)
+
+    def add_weights(self, entries: Mapping[str, Any], prefix: str) -> None:
+        """Add what a module's state_dict holds: tensors under just these names, tied ones once."""
+        for key, value in entries.items():
+            if not isinstance(value, Array):
+                self.add_leaf("weights", f"{prefix}{key}", value)
+            elif ("weights", id(value)) in self._named:
+                tensor = self._named["weights", id(value)]
+                tensor.aliases = (*tensor.aliases, f"{prefix}{key}")
+            else:
+                self._add_tensor("weights", f"{prefix}{key}", value)
+
+    def add_leaf(self, field: str, name: str, value: object, *, tensors_under: str | None = None) -> None:
+        """Add a tree; tensors in it are named by the keys that lead to them."""
+
+        def refer(item: object, path: str) -> object:
+            if not isinstance(item, Array):
+                return item
+            held = self._named.get((field, id(item)))
+            return TensorRef((held or self._add_tensor(field, path, item)).name, "torch")
+
+        tree = map_tree(value, refer, name if tensors_under is None else tensors_under)
+        if (field, name, GLOBAL) in self.content.leaves:
+            raise err(Code.STATE_NAME, f"{field} has the value {name!r} twice", where=name)
+        self.content.leaves[field, name, GLOBAL] = tree
+
+    def _add_native_optimizer(self, entries: Mapping[str, Any]) -> None:
+        for name, value in entries.items():
+            under = name.removeprefix("state/") if name.startswith("state/") else name
+            if isinstance(value, Array):
+                self._add_tensor("optimizer", name, value)
+            else:
+                self.add_leaf("optimizer", name, value, tensors_under=under)
+
+    def _add_tensor(self, field: str, name: str, array: Array) -> Tensor:
+        tensor = Tensor(field=field, name=name, dtype=array.dtype, global_shape=array.shape, read=array.read)
+        self.content.add(tensor)
+        self._named[field, id(array)] = tensor
+        return tensor
+
+
+def _is_native_optimizer(value: Any) -> bool:  # noqa: ANN401 - anything
+    """Tell whether this is what `assemble` made of an optimizer that ckptfmt saved by the names of its parameters."""
+    return type(value) is dict and bool(value) and all(str(key).startswith(("state/", "group/")) for key in value)
+
+
+# --- to a foreign file ------------------------------------------------------------------------------------------------
+
+
+def assemble(content: Content, only: str | None, fit: Callable[[Any], Any]) -> tuple[dict[str, Any], list[LeftOut]]:
+    """Return a checkpoint's fields as one nested mapping, tensors in it as `Tensor`, and what has no place there.
+
+    Args:
+        only: return just this field's own tree.
+        fit: returns the target's form of a value that is neither tensor nor dict, list or tuple, or raises `Unfit`.
+
+    Raises: StateError(ARGUMENT) for a field that isn't there, or that is no mapping.
+    """
+    builder = _Builder(content, fit)
+    root: dict[str, Any] = {}
+    for field in ("weights", "optimizer", "data", "config"):
+        if only is None or field == only:
+            root.update(builder.field(field))
+    left_out = builder.left_out + [
+        LeftOut(f"{field}:{name}" + (f" ({scope})" if scope != GLOBAL else ""), f"the target has no place for {field}")
+        for field, name, scope in content.leaves
+        if field in _SPOKEN_OF
+    ]
+    if only is None:
+        return root, left_out
+    if only not in root:
+        raise err(Code.ARGUMENT, f"there is nothing in the field {only!r}", where="--only")
+    tree = root[only]
+    if only == "optimizer" and "extra" in root:
+        tree = {**tree, "extra": root["extra"]} if isinstance(tree, dict) else tree
+    return tree if isinstance(tree, dict) else {only: tree}, builder.left_out
+
+
+def _why_not(tensor: Tensor, content: Content) -> str:
+    """Return why a tensor doesn't go into a state_dict; nothing if it does.
+
+    Of what each worker has for itself, such as BatchNorm's statistics, that of worker 0 is taken.
+    """
+    if tensor.storage != "persistent":
+        return "a non-persistent buffer is no part of a state_dict"
+    if tensor.scope in (GLOBAL, "lw/0") and (
+        tensor.scope == GLOBAL or (tensor.field, tensor.name, GLOBAL) not in content.tensors
+    ):
+        return ""
+    return _SCOPED
+
+
+class _Builder:
+    """Builds the trees of fields, and takes note of what has no place in them."""
+
+    def __init__(self, content: Content, fit: Callable[[Any], Any]) -> None:
+        self._content = content
+        self._fit = fit
+        self._by_name: dict[TensorKey, Tensor] = {}
+        for tensor in content.tensors.values():
+            for name in (tensor.name, *tensor.aliases):
+                self._by_name[tensor.field, name, tensor.scope] = tensor
+        self._referred = {
+            (field, value.name, scope)
+            for (field, _, scope), tree in content.leaves.items()
+            for value in iter_values(tree)
+            if isinstance(value, TensorRef)
+        }
+        self.left_out: list[LeftOut] = []
+
+    def field(self, field: str) -> dict[str, Any]:
+        """Return the entries of the nested mapping that come from one field."""
+        values: dict[str, Any] = {}
+        for key, tree in self._content.leaves.items():
+            if key[0] == field:
+                self._add_leaf(key, tree, values)
+        whole = "" in values
+        for tensor in self._content.tensors.values():
+            if tensor.field == field and not self._is_referred(tensor):
+                self._add_tensor(tensor, values)
+                whole = False
+        extra = self._extra(values) if field == "optimizer" else {}
+        made: dict[str, Any] = {}
+        if values:
+            made[field] = values[""] if whole and len(values) == 1 else values
+        return {**made, "extra": extra} if extra else made
+
+    def _extra(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Take what lies under ``extra/`` out of the values of the field optimizer."""
+        extra: dict[str, Any] = {}
+        for name in [name for name in values if name.startswith("extra/")]:
+            key, _, rest = name.removeprefix("extra/").partition("/")
+            key = key.replace("~1", "/").replace("~0", "~")
+            value = values.pop(name)
+            if rest:
+                extra.setdefault(key, {})[rest] = value
+            else:
+                extra[key] = value
+        return extra
+
+    def _add_leaf(self, key: TensorKey, tree: object, values: dict[str, Any]) -> None:
+        field, name, scope = key
+        if scope != GLOBAL:
+            self.left_out.append(LeftOut(f"{field}:{name} ({scope})", _SCOPED))
+            return
+
+        def value_of(item: object, _path: str) -> object:
+            return self._by_name[field, item.name, scope] if isinstance(item, TensorRef) else self._fit(item)
+
+        def drop(path: str, reason: str) -> None:
+            self.left_out.append(LeftOut(f"{field}:{path}", reason))
+
+        try:
+            values[name] = map_tree(tree, value_of, name, drop=drop, whole=_HASHED)
+        except Unfit as unfit:
+            drop(name, str(unfit))
+
+    def _is_referred(self, tensor: Tensor) -> bool:
+        return any((tensor.field, name, tensor.scope) in self._referred for name in (tensor.name, *tensor.aliases))
+
+    def _add_tensor(self, tensor: Tensor, values: dict[str, Any]) -> None:
+        reason = _why_not(tensor, self._content)
+        if reason:
+            scope = "" if tensor.scope == GLOBAL else f" ({tensor.scope})"
+            self.left_out.append(LeftOut(f"{tensor.field}:{tensor.name}{scope}", reason))
+            return
+        values |= dict.fromkeys((tensor.name, *tensor.aliases), tensor)

@@ -1,0 +1,263 @@
+"""A Hugging Face directory of safetensors files, as the source or the target of a conversion. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from ckptfmt.arithmetic.plan import strides_of
+from ckptfmt.box import Box
+from ckptfmt.documents.shard import ShardEntry, plan_shard
+from ckptfmt.documents.tables import TensorKey
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.errors import Code, err
+from ckptfmt.interop.convert.content import Content, LeftOut, Tensor, map_tree
+from ckptfmt.interop.convert.fields import assemble
+from ckptfmt.interop.names import GLOBAL
+from ckptfmt.store.protocol import Buffer, SizedChunks, Store
+
+__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Layout", "parse_nbytes", "plan_layout", "read_directory", "write_directory"]
+
+WEIGHTS_NAME: Final = "model.safetensors"
+INDEX_NAME: Final = "model.safetensors.index.json"
+
+_SHARD_OF: Final = re.compile(r".*-\d+-of-\d+\.safetensors")
+_METADATA: Final = "__metadata__"
+_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_DTYPE_OF: Final = {dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.safetensors}
+
+
+def parse_nbytes(text: str) -> int:
+    """Return the number of bytes that a size such as ``5GB`` means. Raises: StateError(ARGUMENT).
+
+    >>> parse_nbytes("5GB"), parse_nbytes("200MiB"), parse_nbytes("1000")
+    (5000000000, 209715200, 1000)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?", text.strip().upper())
+    nbytes = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    if nbytes < 1:
+        raise err(Code.ARGUMENT, f"{text!r} is no size", where="--max-shard-size", remedy="Such as 5GB or 200MiB.")
+    return nbytes
+
+
+# --- source -----------------------------------------------------------------------------------------------------------
+
+
+def read_directory(path: str) -> Content:
+    """Return the weights of a directory, or of one file.
+
+    Raises: IntegrityError(FILE_MISSING, FILE_NBYTES); FormatError(DOC_SYNTAX, DOC_SCHEMA, UNSAFE_PATH,
+        SHARD_HEADER_SYNTAX, SHARD_DTYPE, SHARD_MISMATCH).
+    """
+    content = Content(origin="a Hugging Face directory")
+    root = Path(path)
+    if root.is_file():
+        names: dict[str, set[str] | None] = {root.name: None}
+        root = root.parent
+    else:
+        names = _files_of(root)
+        others = sorted(entry.name for entry in root.iterdir() if entry.name not in {*names, INDEX_NAME})
+        content.left_out = [LeftOut(name, "only tensors are converted") for name in others if name[:1] != "."]
+    for name, wanted in names.items():
+        _read_file(root / name, wanted, content)
+    return content
+
+
+def _files_of(root: Path) -> dict[str, set[str] | None]:
+    """Return the files of a directory, each with the names that are wanted of it; None for all."""
+    if not (root / INDEX_NAME).exists():
+        present = sorted(entry.name for entry in root.glob("*.safetensors"))
+        if WEIGHTS_NAME in present:
+            return {WEIGHTS_NAME: None}
+        if len(present) != 1 or _SHARD_OF.fullmatch(present[0]):
+            detail = f"{len(present)} safetensors files, and nothing that says which tensor is where"
+            remedy = "Fetch the index file of the model as well, or give one file."
+            raise err(Code.FILE_MISSING, detail, where=str(root / INDEX_NAME), remedy=remedy)
+        return {present[0]: None}
+    files: dict[str, set[str] | None] = {}
+    for tensor, name in _weight_map(root / INDEX_NAME).items():
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise err(Code.UNSAFE_PATH, f"{tensor!r} is in {name!r}", where=str(root / INDEX_NAME))
+        wanted = files.setdefault(name, set())
+        assert wanted is not None  # noqa: S101 - made in this loop
+        wanted.add(tensor)
+    for name in files:
+        if not (root / name).is_file():
+            remedy = "Fetch the missing file, or correct the index."
+            raise err(Code.FILE_MISSING, f"{INDEX_NAME} names it", where=str(root / name), remedy=remedy)
+    return files
+
+
+def _weight_map(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise err(Code.DOC_SYNTAX, str(error)[:200], where=str(path)) from None
+    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weight_map, dict):
+        raise err(Code.DOC_SCHEMA, "it has no weight_map", where=str(path))
+    return weight_map
+
+
+def _read_file(path: Path, wanted: set[str] | None, content: Content) -> None:
+    """Add the tensors of one file; safetensors' own parser has the word on whether it is one."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only who reads foreign files needs it
+
+    where = str(path)
+    try:
+        with safe_open(where, framework="numpy") as file, path.open("rb") as raw:
+            at = 8 + int.from_bytes(raw.read(8), "little")
+            metadata = file.metadata() or {}
+            rows = [(key, file.get_slice(key)) for key in file.offset_keys()]
+            types = [(key, piece.get_dtype(), tuple(piece.get_shape())) for key, piece in rows]
+    except SafetensorError as error:
+        raise err(Code.SHARD_HEADER_SYNTAX, f"safetensors says: {error}", where=where) from None
+    content.left_out += [
+        LeftOut(f"{path.name}:{_METADATA}/{key}", "only tensors are converted") for key in metadata if key != "format"
+    ]
+    present = set()
+    for key, tag, shape in types:
+        present.add(key)
+        if tag not in _DTYPE_OF:
+            raise err(Code.SHARD_DTYPE, f"{key!r} has the dtype {tag}, which the format lacks", where=where)
+        begin, at = at, at + math.prod(shape) * DTYPES[_DTYPE_OF[tag]].nbytes
+        if wanted is not None and key not in wanted:
+            content.left_out.append(LeftOut(f"{path.name}:{key}", "the index doesn't name it"))
+            continue
+        element_nbytes = DTYPES[_DTYPE_OF[tag]].nbytes
+        read = functools.partial(_read, path=path, begin=begin, shape=shape, element_nbytes=element_nbytes)
+        content.add(Tensor(field="weights", name=key, dtype=_DTYPE_OF[tag], global_shape=shape, read=read))
+    for key in sorted((wanted or set()) - present):
+        raise err(Code.SHARD_MISMATCH, f"{INDEX_NAME} says that {key!r} is in it", where=where)
+
+
+def _read(box: Box, out: memoryview, *, path: Path, begin: int, shape: tuple[int, ...], element_nbytes: int) -> None:
+    """Read the bytes of a box, which lie together: it is one of `Tensor.iter_chunks`."""
+    strides = strides_of(shape, element_nbytes)
+    offset = begin + sum(index * stride for index, stride in zip(box.begin, strides, strict=True))
+    with path.open("rb", buffering=0) as file:
+        _read_exactly(file.fileno(), out, offset, str(path))
+
+
+def _read_exactly(fd: int, out: memoryview, offset: int, where: str) -> None:
+    while out:
+        count = os.preadv(fd, [out], offset)
+        if not count:
+            raise err(Code.FILE_NBYTES, f"it ends before byte {offset + out.nbytes}", where=where)
+        out, offset = out[count:], offset + count
+
+
+# --- target -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Which tensor goes to which file, and what can't go.
+
+    Attributes:
+        files: by name, the tensors of each, with their names there.
+        left_out: what has no place.
+    """
+
+    files: dict[str, list[tuple[str, Tensor]]]
+    left_out: list[LeftOut]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is written."""
+        return [tensor for rows in self.files.values() for _, tensor in rows]
+
+
+def plan_layout(content: Content, *, max_shard_nbytes: int, only: str | None) -> Layout:
+    """Say where everything goes: weights alone, in the order of their names, a new file where the next doesn't fit.
+
+    Raises: StateError(ARGUMENT) for another field than weights, or where there are none.
+    """
+    if only not in (None, "weights"):
+        raise err(Code.ARGUMENT, "a Hugging Face directory holds weights", where="--only")
+    root, left_out = assemble(content, "weights", lambda value: value)
+    if only is None:
+        keys = [key for key in (*content.tensors, *content.leaves) if key[0] != "weights"]
+        left_out += [LeftOut(_text(key), "a Hugging Face directory holds weights only") for key in keys]
+    stored: dict[int, str] = {}
+    shards: list[list[tuple[str, Tensor]]] = []
+    room = 0
+    for name, tensor in _iter_named(root, left_out):
+        reason = _why_not(name, tensor)
+        if id(tensor) in stored:
+            reason = f"tied to {stored[id(tensor)]}, which is stored once"
+        if reason:
+            left_out.append(LeftOut(f"weights:{name}", reason))
+            continue
+        stored[id(tensor)] = name
+        if not shards or tensor.nbytes > room:
+            shards.append([])
+            room = max_shard_nbytes
+        shards[-1].append((name, tensor))
+        room -= tensor.nbytes
+    if not shards:
+        raise err(Code.ARGUMENT, "there are no weights that a Hugging Face directory could hold", where="weights")
+    numbers = range(1, len(shards) + 1)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
+    return Layout(files=dict(zip(names if len(shards) > 1 else [WEIGHTS_NAME], shards, strict=True)), left_out=left_out)
+
+
+def _iter_named(root: dict[str, Any], left_out: list[LeftOut]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a tree of weights; of those that aren't on its first level, the name is the path."""
+    for key, value in root.items():
+        if isinstance(value, Tensor):
+            yield key, value
+            continue
+        found: list[tuple[str, Tensor]] = []
+
+        def take(item: object, path: str, found: list[tuple[str, Tensor]] = found) -> None:
+            if isinstance(item, Tensor):
+                found.append((path, item))
+            else:
+                left_out.append(LeftOut(f"weights:{path}", "a safetensors file holds no plain values"))
+
+        map_tree(value, take, key)
+        yield from found
+
+
+def _why_not(name: str, tensor: Tensor) -> str:
+    if DTYPES[tensor.dtype].safetensors is None:
+        return f"safetensors has no dtype {tensor.dtype}"
+    return "safetensors keeps this name for itself" if name == _METADATA else ""
+
+
+def _text(key: TensorKey) -> str:
+    field, name, scope = key
+    return f"{field}:{name}" if scope == GLOBAL else f"{field}:{name} ({scope})"
+
+
+def write_directory(store: Store, layout: Layout, *, on_progress: Callable[[int], None]) -> None:
+    """Write the files, each created whole; the index last. Raises: StoreError; what reading the source raises."""
+    for name, rows in layout.files.items():
+        types = [(key, DTYPES[tensor.dtype].safetensors or "", tensor.global_shape) for key, tensor in rows]
+        header, entries = plan_shard(types)
+        tensors = [tensor for _, tensor in rows]
+        nbytes = max(entry.byte_end for entry in entries)
+        store.create(name, SizedChunks(_iter_file(header, entries, tensors, on_progress), nbytes))
+    if list(layout.files) != [WEIGHTS_NAME]:
+        weight_map = {key: name for name, rows in layout.files.items() for key, _ in rows}
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in layout.tensors)}, "weight_map": weight_map}
+        store.create(INDEX_NAME, [json.dumps(index, ensure_ascii=False, indent=2).encode()])
+    store.sync("")
+
+
+def _iter_file(
+    header: bytes, entries: list[ShardEntry], tensors: list[Tensor], on_progress: Callable[[int], None]
+) -> Iterator[Buffer]:
+    yield header
+    for _, tensor in sorted(zip(entries, tensors, strict=True), key=lambda row: (row[0].byte_begin, row[0].byte_end)):
+        for chunk in tensor.iter_content():
+            yield chunk
+            on_progress(chunk.nbytes)
