@@ -1,1 +1,1 @@
-"""What saving costs, measured beside its peers: ``python -m benchmarks save`` and ``python -m benchmarks stall``."""
+"""What saving, loading and planning cost, measured beside their peers: ``python -m benchmarks save`` and its like."""

@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks save`` and ``python -m benchmarks stall``."""
+"""The command line: ``python -m benchmarks save``, ``stall``, ``load``, ``reshard`` or ``plan``."""
 
 from __future__ import annotations
 
@@ -7,25 +7,38 @@ import datetime as dt
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.record import build_record, default_path, dump_record
-from benchmarks.rounds import Progress, workplace
+from benchmarks.load import measure_load
+from benchmarks.plan import measure_plan
+from benchmarks.record import Outcome, build_record, default_path, dump_record
+from benchmarks.reshard import measure_reshard
+from benchmarks.rounds import Progress, Workplace, workplace
 from benchmarks.save import measure_save
 from benchmarks.stall import measure_stall
 from benchmarks.table import format_record
 
 NBYTES = 1_600_000_000
-MEASURE = {"save": measure_save, "stall": measure_stall}
+RANKS = TENSORS = 1024
+MEASURE = {"save": measure_save, "stall": measure_stall, "load": measure_load, "reshard": measure_reshard}
+PLAN = "plan"  # the only one whose size isn't that of a state
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure ckptfmt beside its peers.")
-    parser.add_argument("command", choices=MEASURE, help="what to measure")
+    parser.add_argument("command", choices=[*MEASURE, PLAN], help="what to measure")
     parser.add_argument("--nbytes", type=_count, default=NBYTES, help="about how large the state is (%(default)s)")
-    parser.add_argument("--rounds", type=_count, help="of each experiment (11; lost seconds 7; first saves 5)")
+    parser.add_argument("--ranks", type=_count, default=RANKS, help="plan: how many, a power of two (%(default)s)")
+    parser.add_argument("--tensors", type=_count, default=TENSORS, help="plan: how many (%(default)s)")
+    parser.add_argument("--rounds", type=_count, help="of each experiment (11; lost seconds 7; first saves, plan 5)")
     parser.add_argument("--directory", type=Path, default=Path("out"), help="where to write and delete (%(default)s)")
     parser.add_argument("--out", type=Path, help="file of the record (below out/benchmarks)")
-    parser.add_argument("--json", action="store_true", help="print the record, and nothing else")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="print the record, and nothing else; with a file, write it there, and print tables",
+    )
     return parser.parse_args(arguments)
 
 
@@ -34,20 +47,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     began = dt.datetime.now(dt.UTC)
     with workplace(options.directory) as place:
-        outcome = MEASURE[options.command](options.nbytes, rounds=options.rounds, place=place, progress=Progress())
+        outcome = _measure(options, place)
         record = build_record(_repeat(options), outcome, directory=place.directory, began=began)
-    out: Path = options.out or default_path(record, options.command)
+    is_printed = options.json is True
+    named = Path(options.json) if options.json and not is_printed else options.out
+    out: Path = named or default_path(record, options.command)
     out.parent.mkdir(parents=True, exist_ok=True)
     text = dump_record(record)
     out.write_text(text, encoding="utf-8")
-    print(text.rstrip() if options.json else f"{format_record(record)}\n\nrecord: {out}")
+    print(text.rstrip() if is_printed else f"{format_record(record)}\n\nrecord: {out}")
     return 0
+
+
+def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
+    if options.command != PLAN:
+        return MEASURE[options.command](options.nbytes, rounds=options.rounds, place=place, progress=Progress())
+    ranks, tensors = options.ranks, options.tensors
+    return measure_plan(ranks, tensors, rounds=options.rounds, place=place, progress=Progress())
 
 
 def _repeat(options: argparse.Namespace) -> str:
     """Return the command that measures the same again; paths are this machine's own, and left out."""
     rounds = f" --rounds {options.rounds}" if options.rounds else ""
-    return f"python -m benchmarks {options.command} --nbytes {options.nbytes}{rounds}"
+    is_plan = options.command == PLAN
+    size = f"--ranks {options.ranks} --tensors {options.tensors}" if is_plan else f"--nbytes {options.nbytes}"
+    return f"python -m benchmarks {options.command} {size}{rounds}"
 
 
 def _count(text: str) -> int:

@@ -14,7 +14,9 @@ __all__ = [
     "describe_storage",
     "file_system_of",
     "find_children",
+    "read_by_calls_nbytes",
     "rss_anon_nbytes",
+    "rss_unfiled_nbytes",
 ]
 
 _PROC = Path("/proc")
@@ -71,6 +73,17 @@ def rss_anon_nbytes(pid: int | None = None) -> int:
     """
     text = _field(_PROC / str(pid or os.getpid()) / "status", "RssAnon")
     return int(text.split()[0]) * 1024 if text else 0
+
+
+def rss_unfiled_nbytes() -> int:
+    """Return the resident memory of this process that no file stands behind: anonymous, and shared."""
+    texts = (_field(_PROC / "self" / "status", name) for name in ("RssAnon", "RssShmem"))
+    return sum(int(text.split()[0]) * 1024 for text in texts if text)
+
+
+def read_by_calls_nbytes() -> int:
+    """Return how many bytes this process has read by system calls so far, as the kernel counts them."""
+    return int(_field(_PROC / "self" / "io", "rchar") or 0)
 
 
 def find_children(needle: str) -> list[int]:

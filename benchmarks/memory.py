@@ -1,4 +1,4 @@
-"""Peaks of anonymous memory while something runs: this process's, and that of the saver process below it."""
+"""Peaks of memory while something runs: this process's, and that of the saver process below it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import threading
 import time
 from typing import Final, Self
 
-from benchmarks.machine import find_children, rss_anon_nbytes
+from benchmarks.machine import find_children, rss_anon_nbytes, rss_unfiled_nbytes
 
-__all__ = ["PeakMemory"]
+__all__ = ["PeakMemory", "PeakResident"]
 
 _SAVER: Final = "ckptfmt.saver"
 _EVERY_S: Final = 0.005
+_OFTEN_S: Final = 0.002
 _LOOK_EVERY: Final = 10  # looking for a new child reads all of /proc
 
 
@@ -54,3 +55,31 @@ class PeakMemory:
             self._saver_peak_nbytes = max(self._saver_peak_nbytes, savers_nbytes)
             samples += 1
             time.sleep(_EVERY_S)
+
+
+class PeakResident:
+    """Watch this process's anonymous and shared memory from a thread, as long as the context is open.
+
+    Attributes:
+        extra_nbytes: the most that there was, beyond what there was in the beginning.
+    """
+
+    def __init__(self) -> None:
+        self.extra_nbytes = 0
+        self._before_nbytes = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak-resident", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._before_nbytes = rss_unfiled_nbytes()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(_OFTEN_S):
+            if self._before_nbytes:
+                self.extra_nbytes = max(self.extra_nbytes, rss_unfiled_nbytes() - self._before_nbytes)

@@ -1,4 +1,4 @@
-"""Memory of a stated kind, touched: what raw writes read from."""
+"""Memory of a stated kind, touched: what raw writes read from, and raw reads fill."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-__all__ = ["PAGE_NBYTES", "Region", "pages_in_order", "round_up"]
+__all__ = ["PAGE_NBYTES", "Region", "heat", "map_anonymous", "pages_in_order", "round_up"]
 
 PAGE_NBYTES = mmap.PAGESIZE
 #: More than Linux keeps at hand of what was freed last, for two processors and 24 GiB.
@@ -44,6 +44,16 @@ def pages_in_order(nbytes: int) -> Iterator[None]:
         yield
 
 
+def heat(nbytes: int) -> None:
+    """Touch memory and let go of it: what is allocated next comes from pages that the host has not taken back yet.
+
+    Args:
+        nbytes: how much, in bytes.
+    """
+    with mmap.mmap(-1, round_up(max(1, nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as touched:
+        touched.madvise(_MADV_POPULATE_WRITE)
+
+
 class Region:
     """A mapping filled with the bytes of tensors, one after the other, and thereby touched.
 
@@ -57,7 +67,7 @@ class Region:
         contents = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
         self.nbytes = round_up(sum(content.nbytes for content in contents))
         self.is_huge = huge
-        self._map = _map_anonymous(self.nbytes) if huge else _map_memfd(self.nbytes)
+        self._map = map_anonymous(self.nbytes) if huge else _map_memfd(self.nbytes)
         target = np.frombuffer(self._map, np.uint8)
         begin = 0
         for content in contents:
@@ -85,7 +95,8 @@ def _map_memfd(nbytes: int) -> mmap.mmap:
         os.close(memory)
 
 
-def _map_anonymous(nbytes: int) -> mmap.mmap:
+def map_anonymous(nbytes: int) -> mmap.mmap:
+    """Return anonymous memory, in huge pages where the kernel gives them."""
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped

@@ -1,4 +1,4 @@
-"""Raw direct writes: the same bytes, nothing else. What the machine gives, and the yardstick of a save."""
+"""Raw direct writes and reads: the same bytes, nothing else. What the machine gives, and the yardstick of the rest."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.durable import sync_directory
-from benchmarks.pages import Region
+from benchmarks.pages import PAGE_NBYTES, Region, map_anonymous, round_up
 
-__all__ = ["SETTINGS", "RawSetting", "RawWriter"]
+__all__ = ["READ_SETTINGS", "SETTINGS", "RawReader", "RawSetting", "RawWriter"]
 
 _MIB: Final = 2**20
+_HUGE_NBYTES: Final = 2**21
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RawSetting:
-    """How many threads write, and how much each of them asks for at once."""
+    """How many threads write or read, and how much each of them asks for at once."""
 
     threads: int
     request_nbytes: int
@@ -28,6 +29,10 @@ class RawSetting:
 #: What is tried; the best by median counts.
 SETTINGS: Final = tuple(
     RawSetting(threads=threads, request_nbytes=mib * _MIB) for threads, mib in ((2, 16), (2, 4), (3, 8))
+)
+#: What reads are tried with.
+READ_SETTINGS: Final = tuple(
+    RawSetting(threads=threads, request_nbytes=mib * _MIB) for threads in (1, 2, 4) for mib in (1, 4, 16)
 )
 
 
@@ -81,3 +86,63 @@ class RawWriter:
             written = 0
             while written < len(request):
                 written += os.pwrite(opened, request[written:], begin + written)
+
+
+class RawReader:
+    """Read a file with O_DIRECT into buffers in huge pages, one for each thread, which are all touched by now.
+
+    Where the file system refuses direct I/O the reads are buffered, and `describe` says so.
+    """
+
+    def __init__(self, setting: RawSetting) -> None:
+        self._setting = setting
+        self._is_direct = True
+        mapped = map_anonymous(round_up(setting.threads * setting.request_nbytes, _HUGE_NBYTES))
+        mapped.write(bytes(len(mapped)))
+        self._buffers = [
+            memoryview(mapped)[first * setting.request_nbytes :][: setting.request_nbytes]
+            for first in range(setting.threads)
+        ]
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings."""
+        return {
+            "call": "preadv",
+            "memory": "anonymous, MADV_HUGEPAGE",
+            **dataclasses.asdict(self._setting),
+            "direct": self._is_direct,
+        }
+
+    def load(self, path: Path) -> None:
+        """Read all bytes of a file, each of them once."""
+        nbytes = path.stat().st_size
+        opened = self._open(path)
+        try:
+            with concurrent.futures.ThreadPoolExecutor(self._setting.threads) as pool:
+                shares = [pool.submit(self._read_share, opened, first, nbytes) for first in range(len(self._buffers))]
+                read_nbytes = sum(share.result() for share in shares)
+        finally:
+            os.close(opened)
+        assert read_nbytes == nbytes, f"{read_nbytes} bytes of {nbytes}"
+
+    def _open(self, path: Path) -> int:
+        try:
+            return os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        self._is_direct = False
+        return os.open(path, os.O_RDONLY)
+
+    def _read_share(self, opened: int, first: int, nbytes: int) -> int:
+        """Read every n-th request, beginning with `first`, n being the number of threads; return how many bytes."""
+        request_nbytes = self._setting.request_nbytes
+        view = self._buffers[first]
+        total_nbytes = 0
+        for begin in range(first * request_nbytes, nbytes, request_nbytes * self._setting.threads):
+            wanted_nbytes, read_nbytes = min(request_nbytes, nbytes - begin), 0
+            while read_nbytes < wanted_nbytes:
+                target = view[read_nbytes : round_up(wanted_nbytes, PAGE_NBYTES)]
+                read_nbytes += os.preadv(opened, [target], begin + read_nbytes)
+            total_nbytes += read_nbytes
+        return total_nbytes

@@ -27,7 +27,7 @@ class Outcome:
     """What a benchmark hands over to be recorded.
 
     Attributes:
-        workload: what was saved.
+        workload: what was saved or loaded.
         settings: of each contestant, by name.
         repeats: how many rounds, by experiment.
         rounds: the raw figures of each round, by experiment.
@@ -36,6 +36,7 @@ class Outcome:
         goals: what each of these is meant to be.
         memory: peaks in bytes.
         notes: what a reader has to know besides.
+        cache: what the page cache held, and how hot memory was.
     """
 
     workload: Mapping[str, object]
@@ -47,6 +48,7 @@ class Outcome:
     goals: Mapping[str, str]
     memory: Mapping[str, object]
     notes: Mapping[str, object]
+    cache: str = "fresh files; memory of all contestants touched and kept hot"
 
 
 def build_record(command: str, outcome: Outcome, *, directory: Path, began: dt.datetime) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def build_record(command: str, outcome: Outcome, *, directory: Path, began: dt.d
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "machine": describe_machine(),
         "storage": describe_storage(directory),
-        "cache": "fresh files; memory of all contestants touched and kept hot",
+        "cache": outcome.cache,
         "workload": _rounded(outcome.workload),
         "settings": dict(outcome.settings),
         "repeats": dict(outcome.repeats),

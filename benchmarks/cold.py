@@ -1,0 +1,110 @@
+"""Cold and warm files: what the page cache holds of them, as the kernel says, and how to make it none or all."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from benchmarks.durable import sync_file
+from benchmarks.pages import PAGE_NBYTES, round_up
+
+__all__ = ["cached_nbytes", "check_cold", "check_warm", "list_files", "make_cold", "make_warm"]
+
+#: The number of cachestat(2), since Linux 6.5; the same on every architecture that torch is built for.
+_CACHESTAT: Final = 451
+_REQUEST_NBYTES: Final = 2**22
+_WARM_TRIES: Final = 3  # while memory is short, pages leave as others come
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+
+class _Range(ctypes.Structure):
+    """What part of a file is asked about; a length of 0 is all of it."""
+
+    _fields_ = (("off", ctypes.c_uint64), ("len", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    """What the kernel says of a file's pages."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cache", "dirty", "writeback", "evicted", "recently_evicted"))
+
+
+def list_files(path: Path) -> list[Path]:
+    """Return a file itself, or all files of a directory."""
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def cached_nbytes(paths: Iterable[Path]) -> int:
+    """Return how many bytes of some files the page cache holds, in whole pages; it isn't changed by the question.
+
+    Raises: OSError where the kernel has no cachestat(2).
+    """
+    return PAGE_NBYTES * sum(_count_pages(path) for path in paths)
+
+
+def make_cold(paths: Iterable[Path]) -> None:
+    """Let the page cache forget some files, and have the kernel confirm it.
+
+    Raises: RuntimeError if pages are left.
+    """
+    paths = list(paths)
+    for path in paths:
+        sync_file(path)
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(opened)
+    check_cold(paths)
+
+
+def check_cold(paths: Iterable[Path]) -> None:
+    """Raise RuntimeError if the page cache holds anything of some files."""
+    if held_nbytes := cached_nbytes(paths):
+        raise RuntimeError(f"{held_nbytes} bytes are still in the page cache: this isn't cold")
+
+
+def make_warm(paths: Iterable[Path]) -> None:
+    """Read some files into the page cache, and have the kernel confirm it.
+
+    Raises: RuntimeError if it doesn't keep them.
+    """
+    paths = list(paths)
+    for _ in range(_WARM_TRIES):
+        _read_all(paths)
+        if not _missing_nbytes(paths):
+            return
+    check_warm(paths)
+
+
+def check_warm(paths: Iterable[Path]) -> None:
+    """Raise RuntimeError unless the page cache holds some files whole."""
+    if missing_nbytes := _missing_nbytes(list(paths)):
+        raise RuntimeError(f"{missing_nbytes} bytes aren't in the page cache: this isn't warm")
+
+
+def _missing_nbytes(paths: Sequence[Path]) -> int:
+    return sum(round_up(path.stat().st_size) for path in paths) - cached_nbytes(paths)
+
+
+def _read_all(paths: Iterable[Path]) -> None:
+    buffer = bytearray(_REQUEST_NBYTES)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def _count_pages(path: Path) -> int:
+    asked, told = _Range(), _Pages()
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        if _LIBC.syscall(_CACHESTAT, opened, ctypes.byref(asked), ctypes.byref(told), 0):
+            number = ctypes.get_errno()
+            raise OSError(number, f"cachestat: {os.strerror(number)}")
+    finally:
+        os.close(opened)
+    return int(told.cache)

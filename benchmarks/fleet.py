@@ -1,0 +1,130 @@
+"""An attempt of a thousand writers, all of whose parts are real, and whose shards are holes of the right size."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from benchmarks.mixture import CutTensor
+from ckptfmt.box import Box
+from ckptfmt.digest import DIGEST_NBYTES
+from ckptfmt.documents.manifest import Origin, part_path, shard_name
+from ckptfmt.documents.part import Part
+from ckptfmt.engines.image import plan_image
+from ckptfmt.engines.snapshot import Snapshot
+from ckptfmt.store.memory import MemoryStore
+
+__all__ = ["Wanted", "fill_memory", "iter_bad", "make_origin", "write_fleet"]
+
+_SAVED_UNIX_S: Final = 1_790_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a rank has of a tensor, or wants of it: the names of both sides' protocols, without elements."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    field: str = "weights"
+    dtype: str = "float32"
+    scope: str = "global"
+    replica: bool = False
+    storage: str = "persistent"
+    aliases: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, tensor: CutTensor, *boxes: Box) -> Wanted:
+        """Return some boxes of a tensor."""
+        return cls(name=tensor.name, global_shape=tensor.global_shape, boxes=boxes)
+
+    def copy_into(self, box: Box, out: memoryview) -> None:
+        """Refuse: no element is there."""
+        raise NotImplementedError
+
+    def copy_from(self, box: Box, content: memoryview) -> None:
+        """Refuse: no element is there."""
+        raise NotImplementedError
+
+
+def make_origin(ranks: int) -> Origin:
+    """Return what all documents of an attempt of so many writers share."""
+    return Origin(run_id=None, launch=None, nonce="5" * 32, step=1, attempt="a" * 16, writer_count=ranks)
+
+
+def write_fleet(directory: Path, mixture: Sequence[CutTensor], ranks: int, on_rank: Callable[[int], None]) -> int:
+    """Write the parts of all writers, and files in the place of their shards; return how many digests there are.
+
+    The shards have their headers, and behind them nothing but a size. The digests are random: none repeats itself.
+    """
+    origin = make_origin(ranks)
+    (directory / "parts").mkdir(parents=True)
+    digests = 0
+    for rank in range(ranks):
+        on_rank(rank)
+        part, headers = _make_part(origin, [Wanted.of(tensor, tensor.boxes[rank]) for tensor in mixture], rank)
+        (directory / part_path(origin.attempt, rank)).write_bytes(part.dump()[0])
+        for stem, header, nbytes in headers:
+            with (directory / shard_name(stem, origin.attempt, rank)).open("wb") as file:
+                file.write(header)
+                file.truncate(nbytes)
+        digests += sum(len(box.digests) for tensor in part.tensors for box in tensor.boxes) // DIGEST_NBYTES
+    os.sync()
+    return digests
+
+
+def fill_memory(tensor: CutTensor, boxes: Sequence[Box]) -> MemoryStore:
+    """Return a store with the parts of an attempt that saves one tensor, each writer one of the boxes."""
+    store, origin = MemoryStore(), make_origin(len(boxes))
+    for rank, box in enumerate(boxes):
+        part, _ = _make_part(origin, [Wanted.of(tensor, box)], rank)
+        store.create(part_path(origin.attempt, rank), [part.dump()[0]])
+    return store
+
+
+def _make_part(origin: Origin, held: Sequence[Wanted], rank: int) -> tuple[Part, list[tuple[str, bytes, int]]]:
+    """Return a writer's part, and of each of its shards the stem, the header and the size."""
+    snapshot = Snapshot(tensors=tuple(held), streams=(), leaves=(), absent={})
+    image = plan_image(snapshot, block_nbytes=origin.block_nbytes)
+    chance = random.Random(rank)
+    blocks = (-(-(piece.end - piece.begin) // origin.block_nbytes) for piece in image.pieces)
+    digests = [chance.randbytes(DIGEST_NBYTES * count) for count in blocks]
+    part = image.part(origin, digests, writer=rank, saved_unix_s=_SAVED_UNIX_S, streams=(), leaves=(), absent={})
+    return part, [(shard.stem, shard.header, shard.nbytes) for shard in image.shards]
+
+
+def iter_bad(boxes: Sequence[Box], shape: tuple[int, int]) -> Iterator[tuple[str, list[Box]]]:
+    """Yield tilings that are wrong in one box: each with what is wrong.
+
+    One that is shifted leaves a gap and overlaps as much: the volume is right.
+    """
+    middle = len(boxes) // 2
+    changes = (("gap", _shorten), ("overlap", _lengthen), ("shifted", _shift), ("out of bounds", _push_out))
+    for name, change in changes:
+        # The box to change must have room for it.
+        for at in itertools.chain(range(middle, len(boxes)), range(middle)):
+            changed = change(boxes[at], shape)
+            if changed is not None:
+                yield name, [*boxes[:at], changed, *boxes[at + 1 :]]
+                break
+
+
+def _shorten(box: Box, _shape: tuple[int, int]) -> Box | None:
+    return Box(box.begin, (box.shape[0] - 1, box.shape[1])) if box.shape[0] > 1 else None
+
+
+def _lengthen(box: Box, shape: tuple[int, int]) -> Box | None:
+    return Box(box.begin, (box.shape[0] + 1, box.shape[1])) if box.end[0] < shape[0] else None
+
+
+def _shift(box: Box, shape: tuple[int, int]) -> Box | None:
+    return Box((box.begin[0] + 1, box.begin[1]), box.shape) if box.end[0] < shape[0] else None
+
+
+def _push_out(box: Box, shape: tuple[int, int]) -> Box | None:
+    return Box((box.begin[0] + 1, box.begin[1]), box.shape) if box.end[0] == shape[0] else None

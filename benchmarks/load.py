@@ -1,0 +1,217 @@
+"""How fast a load is, cold and warm, beside raw direct reads, DCP, torch.load and safetensors; and its memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.bench import Bench
+from benchmarks.cold import cached_nbytes, check_warm, list_files, make_cold, make_warm
+from benchmarks.destination import Destination
+from benchmarks.extra_memory import measure_extra_memory
+from benchmarks.figures import Figure, median_of, paired_ratio, summarize
+from benchmarks.loaders import DcpLoad, Loader, OursLoad, RawLoad, SafetensorsLoad, TorchLoad
+from benchmarks.pages import Region, heat, pages_in_order
+from benchmarks.peers import process_group
+from benchmarks.raw import READ_SETTINGS, SETTINGS, RawWriter
+from benchmarks.record import Outcome
+from benchmarks.rounds import Progress, Workplace, check_room, order_of_round, remove
+from benchmarks.state import Trainer
+
+__all__ = ["measure_load"]
+
+_ROUNDS: Final = 11
+_TRIALS: Final = 3  # of each setting, to choose the best by median
+_THREAD_COUNTS: Final = (1, 2)
+_RAW: Final = "raw_cold"
+_UNVERIFIED: Final = "ckptfmt_cold_unverified"
+
+#: Our rate divided by a peer's: name, ours, peer, goal.
+_RATES: Final = {
+    "load_cold_vs_direct": ("ckptfmt_cold", _RAW, ">= 0.9"),
+    "load_warm_vs_dcp": ("ckptfmt_warm", "dcp", ">= 1.5"),
+    "load_warm_vs_torch": ("ckptfmt_warm", "torch_load", ">= 3"),
+    "load_warm_vs_torch_mmap": ("ckptfmt_warm", "torch_load_mmap", ""),
+    "load_warm_vs_safetensors": ("ckptfmt_warm", "safetensors", ""),
+}
+_GOALS: Final = {
+    **{name: goal for name, (_, _, goal) in _RATES.items() if goal},
+    "verified_vs_unverified_cold": "<= 1.05",
+    "extra_memory_mib": "<= 64",
+}
+
+Candidates = Mapping[str, Sequence[Loader]]
+
+
+def measure_load(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+    """Measure the rate of everyone, cold and warm apart, in interleaved rounds; and ckptfmt's memory.
+
+    Args:
+        nbytes: about how large the state is.
+        rounds: how many of each experiment; None for as many as a figure needs.
+
+    Raises: SystemExit where memory or storage wouldn't do.
+    """
+    check_room(place.directory, memory_nbytes=12 * nbytes, storage_nbytes=8 * nbytes)
+    rounds = rounds or _ROUNDS
+    extra = measure_extra_memory(nbytes, place, progress)  # first, while this process is small
+    bench = Bench(trainer=Trainer(nbytes, threads=os.cpu_count() or 1), place=place, progress=progress)
+    bench.trainer.drop_gradients()
+    destination = Destination(bench.trainer.tensors())
+    with process_group():
+        cold = _Experiment(bench, destination, "cold").run(_list_cold(bench.trainer), rounds)
+        warm = _Experiment(bench, destination, "warm").run(_list_warm(destination, bench.trainer), rounds)
+    progress.say("")
+    seconds = {
+        name: [row["seconds"][name] for row in rows] for rows in (cold.rows, warm.rows) for name in rows[0]["order"]
+    }
+    return Outcome(
+        workload=bench.trainer.describe(),
+        settings={**cold.settings, **warm.settings},
+        repeats={"cold": len(cold.rows), "warm": len(warm.rows)},
+        rounds={"cold": cold.rows, "warm": warm.rows},
+        figures={
+            f"{name}_gb_per_s": summarize([destination.nbytes / s / 1e9 for s in all_s])
+            for name, all_s in seconds.items()
+        },
+        ratios={**_sum_up(seconds), "extra_memory_mib": summarize([max(size["extra_mib"] for size in extra)])},
+        goals=_GOALS,
+        memory={f"extra_{size['nbytes']}_nbytes": size["extra_nbytes"] for size in extra},
+        notes={"tried_s": {**cold.tried, **warm.tried}, "extra_memory": extra},
+        cache="cold: cachestat(2) found no page before each load; warm: it found all; memory of all touched and hot",
+    )
+
+
+class _Experiment:
+    """Interleaved rounds of loads, either all cold or all warm."""
+
+    def __init__(self, bench: Bench, destination: Destination, cache: str) -> None:
+        self._bench = bench
+        self._destination = destination
+        self._is_cold = cache == "cold"
+        self._cache = cache
+        self._written: dict[str, Path] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.tried: dict[str, dict[str, float]] = {}
+        self.settings: dict[str, object] = {}
+
+    def run(self, candidates: Candidates, rounds: int) -> _Experiment:
+        """Choose everyone's best setting, and run the rounds."""
+        try:
+            chosen = [self._choose(name, loaders, min(_TRIALS, rounds)) for name, loaders in candidates.items()]
+            kinds = {loader.kind for loader in chosen}
+            self._discard([kind for kind in self._written if kind not in kinds])
+            for number in range(rounds):
+                self._run_round({loader.name: loader for loader in chosen}, number, f"{number + 1} of {rounds}")
+        finally:
+            self._discard(list(self._written))
+        self.settings = {loader.name: loader.describe() for loader in chosen}
+        return self
+
+    def _choose(self, name: str, loaders: Sequence[Loader], trials: int) -> Loader:
+        """Have each setting load everything rightly once, and return the one that is best by median."""
+        medians = []
+        for loader in loaders:
+            self._bench.progress.say(f"load: {self._cache}, trying {name}: {loader.describe()}")
+            path = self._find(loader)
+            if loader.name != _RAW:
+                self._destination.spoil_all()
+                self._settle(path)
+                loader.load(path)
+                self._destination.check_all()
+            medians.append(median_of([self._time(loader) for _ in range(trials)]))
+        best = medians.index(min(medians))
+        if len(loaders) > 1:
+            self.tried[name] = {_say(loader): seconds for loader, seconds in zip(loaders, medians, strict=True)}
+        return loaders[best]
+
+    def _run_round(self, loaders: Mapping[str, Loader], number: int, title: str) -> None:
+        if self._is_cold:
+            self._discard(list(self._written))  # under fresh names, on both sides
+            for loader in loaders.values():
+                self._find(loader)
+        order = order_of_round(list(loaders), number)
+        seconds = {}
+        for name in order:
+            self._bench.progress.say(f"load: {self._cache}, round {title}: {name}")
+            seconds[name] = self._time(loaders[name])
+        self.rows.append({"order": order, "seconds": seconds})
+
+    def _time(self, loader: Loader) -> float:
+        """Return the seconds of one load; what it left is let go of off the clock."""
+        path = self._find(loader)
+        if loader.name != _RAW:
+            self._destination.spoil()
+        self._settle(path)
+        heat(self._destination.nbytes)
+        begin_s = time.perf_counter()
+        left = loader.load(path)
+        seconds = time.perf_counter() - begin_s
+        del left
+        self._destination.check()
+        return seconds
+
+    def _settle(self, path: Path) -> None:
+        """Make sure that the page cache holds nothing of the files, or all of them."""
+        files = list_files(path)
+        if self._is_cold:
+            make_cold(files)
+            return
+        if cached_nbytes(files) < sum(file.stat().st_size for file in files):
+            make_warm(files)
+        check_warm(files)
+
+    def _find(self, loader: Loader) -> Path:
+        """Return the files that a contestant loads, written in this run."""
+        if loader.kind not in self._written:
+            self._written[loader.kind] = loader.write(self._bench.place.fresh(loader.kind))
+            os.sync()
+        return self._written[loader.kind]
+
+    def _discard(self, kinds: Sequence[str]) -> None:
+        for kind in kinds:
+            remove(self._written.pop(kind))
+
+
+def _list_cold(trainer: Trainer) -> Candidates:
+    """Return who loads cold files, in each of the settings that are worth trying."""
+    with pages_in_order(trainer.nbytes):
+        writer = RawWriter("raw", Region(trainer.tensors().values(), huge=True), SETTINGS[0])
+    return {
+        "ckptfmt_cold": [OursLoad("ckptfmt_cold", trainer)],
+        _UNVERIFIED: [OursLoad(_UNVERIFIED, trainer, verify=False)],
+        _RAW: [RawLoad(_RAW, writer, setting) for setting in READ_SETTINGS],
+    }
+
+
+def _list_warm(destination: Destination, trainer: Trainer) -> Candidates:
+    """Return who loads warm files, in each of the settings that are worth trying."""
+    tensors = destination.tensors
+    return {
+        "ckptfmt_warm": [OursLoad("ckptfmt_warm", trainer)],
+        "dcp": [
+            DcpLoad(tensors, thread_count=files, copy_threads=threads)
+            for files in _THREAD_COUNTS
+            for threads in _THREAD_COUNTS
+        ],
+        "torch_load": [TorchLoad("torch_load", tensors, mmap=False)],
+        "torch_load_mmap": [TorchLoad("torch_load_mmap", tensors, mmap=True)],
+        "safetensors": [SafetensorsLoad(tensors, one_by_one=one_by_one) for one_by_one in (False, True)],
+    }
+
+
+def _say(loader: Loader) -> str:
+    """Return a setting as the key of what was tried."""
+    settings = loader.describe()
+    varying = ("threads", "request_nbytes", "files", "copy_threads")
+    said = [f"{name}={settings[name]}" for name in varying if name in settings]
+    return ", ".join(said) or str(settings["call"])
+
+
+def _sum_up(seconds: Mapping[str, list[float]]) -> dict[str, Figure]:
+    """Return the ratios of rates, and that of times with and without verifying."""
+    ratios = {name: paired_ratio(seconds[peer], seconds[ours]) for name, (ours, peer, _) in _RATES.items()}
+    return {**ratios, "verified_vs_unverified_cold": paired_ratio(seconds["ckptfmt_cold"], seconds[_UNVERIFIED])}
