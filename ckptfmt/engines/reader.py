@@ -24,7 +24,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.reading import Reading
 from ckptfmt.engines.stored import ArrayTarget, StoredPiece, carrier_of
-from ckptfmt.engines.streaming import LONG_NBYTES, SHORT_NBYTES
+from ckptfmt.engines.streaming import REQUEST_NBYTES
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class Checkpoint:
             for request in plan_requests(
                 found,
                 block_nbytes=self.manifest.origin.block_nbytes,
-                request_nbytes=SHORT_NBYTES if self.store.in_memory(path) else LONG_NBYTES,
+                request_nbytes=REQUEST_NBYTES,
                 gap_nbytes=GAP_NBYTES,
             )
         ]

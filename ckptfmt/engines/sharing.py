@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from ckptfmt.arithmetic.plan import BlockRange
 from ckptfmt.arithmetic.share import Unit, plan_rounds, split_shared
-from ckptfmt.engines.streaming import LONG_NBYTES
+from ckptfmt.engines.streaming import REQUEST_NBYTES
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def share_ranges(ranges: Iterable[BlockRange], peers: Peers, *, block_nbytes: in
         raise err(Code.WRITERS_DIVERGED, "not every process shares what it reads", where="share=")
     units = split_shared(
         [[(path, begin, end) for path, spans in theirs["wanted"].items() for begin, end in spans] for theirs in told],
-        unit_nbytes=max(1, LONG_NBYTES // block_nbytes) * block_nbytes,
+        unit_nbytes=max(1, REQUEST_NBYTES // block_nbytes) * block_nbytes,
         least_nbytes=LEAST_NBYTES,
     )
     shared = _Shared(ranges)

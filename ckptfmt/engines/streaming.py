@@ -23,17 +23,14 @@ if TYPE_CHECKING:
     from ckptfmt.arithmetic.plan import Request
     from ckptfmt.store.protocol import RangeReader, Store
 
-__all__ = ["IN_FLIGHT_NBYTES", "LONG_NBYTES", "SHORT_NBYTES", "Borrow", "ReadReport", "stream_requests"]
+__all__ = ["IN_FLIGHT_NBYTES", "REQUEST_NBYTES", "Borrow", "ReadReport", "stream_requests"]
 
 #: Is given memory, and has it until its context ends: a device may want to know of it.
 Borrow: TypeAlias = Callable[[memoryview], AbstractContextManager[None]]
 
-#: Longest request to a device or a network, in bytes.
-LONG_NBYTES: Final = 4 << 20
-#: Longest request for what is in memory, in bytes: it stays in the processor's cache until it is placed. Measured on
-#: files in the page cache: 5.55 GB/s with requests of 1 MiB, 5.1 with 4 MiB.
-SHORT_NBYTES: Final = 1 << 20
-#: Measured, cold and warm: two threads are as quick as four on two processors, and four are what a device needs.
+#: Longest request, in bytes. Measured: of files in the page cache, 1 MiB takes a fifth more of the processors' time.
+REQUEST_NBYTES: Final = 4 << 20
+#: Measured: files in the page cache need as many as there are processors, and a device's queue needs four.
 THREAD_COUNT: Final = 4
 #: Most bytes of buffers, where one request leaves the choice.
 IN_FLIGHT_NBYTES: Final = 32 << 20

@@ -98,10 +98,6 @@ class HookedStore:
         with self._inner.open_ranges(path) as ranges:
             yield _HookedRanges(self._run, path, ranges)
 
-    def in_memory(self, path: str) -> bool:
-        """See `Store.in_memory`; a hint, so no hook."""
-        return self._inner.in_memory(path)
-
     def nbytes(self, path: str) -> int:
         """See `Store.nbytes`."""
         return self._run("nbytes", path, lambda: self._inner.nbytes(path))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.direct import FileReader, FileWriter, is_cached
+from ckptfmt.store.direct import FileReader, FileWriter
 from ckptfmt.store.holding import Hold, is_held
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import (
@@ -215,12 +215,6 @@ class LocalStore:
         with contextlib.ExitStack() as stack:
             fd, nbytes = self._reading(path, lambda: stack.enter_context(self._opened(path)))
             yield _Ranges(self, path, FileReader(self._calls, fd, nbytes=nbytes))
-
-    def in_memory(self, path: str) -> bool:
-        """Say whether most of a file is in the page cache; see `Store.in_memory`."""
-        with contextlib.suppress(OSError, CkptError), self._opened(path) as (fd, nbytes):
-            return is_cached(self._calls, fd, nbytes)
-        return True
 
     def nbytes(self, path: str) -> int:
         """Return a file's size in bytes; see `Store.nbytes`."""

@@ -160,11 +160,6 @@ class MemoryStore:
         self._get(path)
         yield _Ranges(self, path)
 
-    def in_memory(self, path: str) -> bool:
-        """Say that an object is in memory; see `Store.in_memory`."""
-        del path
-        return True
-
     def nbytes(self, path: str) -> int:
         """Return an object's size in bytes; see `Store.nbytes`."""
         return len(self._get(path))

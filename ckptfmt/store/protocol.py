@@ -158,12 +158,6 @@ class Store(Protocol):
         Spec: REQ-CKP-002, REQ-CKP-004
         """
 
-    def in_memory(self, path: str) -> bool:
-        """Return whether most of a file can be read without waiting for a device or a network. A hint, never an error.
-
-        Then short reads are quicker than long ones: what was copied is still in the processor's cache.
-        """
-
     def nbytes(self, path: str) -> int:
         """Return a file's size in bytes.
 

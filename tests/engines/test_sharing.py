@@ -74,8 +74,8 @@ class Peer:
 @pytest.fixture(autouse=True)
 def share_what_is_small(monkeypatch):
     monkeypatch.setattr(sharing, "LEAST_NBYTES", 1)
-    monkeypatch.setattr(sharing, "LONG_NBYTES", 20_000)
-    monkeypatch.setattr(reader, "SHORT_NBYTES", 20_000)
+    monkeypatch.setattr(sharing, "REQUEST_NBYTES", 20_000)
+    monkeypatch.setattr(reader, "REQUEST_NBYTES", 20_000)
     monkeypatch.setattr(reader, "GAP_NBYTES", 0)
 
 
@@ -216,7 +216,7 @@ def test_any_boxes_of_any_tiling_on_any_number_of_processes(dtype, count, unit_n
         return reading.run()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "LONG_NBYTES", unit_nbytes)
+        patch.setattr(sharing, "REQUEST_NBYTES", unit_nbytes)
         reports = Playground(count).run(work)
     for sink, report in zip(sinks, reports, strict=True):
         (box,) = sink.boxes

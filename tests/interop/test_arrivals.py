@@ -17,8 +17,7 @@ from tests.interop.test_device import FakeCuda
 @pytest.fixture(name="saved")
 def _saved(monkeypatch):
     """Return a store with weights that take several requests."""
-    for name in ("SHORT_NBYTES", "LONG_NBYTES"):
-        monkeypatch.setattr(reader, name, 8192)
+    monkeypatch.setattr(reader, "REQUEST_NBYTES", 8192)
     monkeypatch.setattr(streaming, "_SMALL_NBYTES", 0)
     store = MemoryStore()
     weights = {
