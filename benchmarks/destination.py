@@ -31,12 +31,7 @@ class Destination:
         self._digests = self._digest_all()
 
     def spoil(self) -> None:
-        """Put a value into both ends of every tensor that no load may leave there."""
-        for flat in self._flat:
-            flat[0] = flat[-1] = _SPOILT
-
-    def spoil_all(self) -> None:
-        """Put that value everywhere."""
+        """Put a value everywhere that no load may leave there; so all of the memory is touched."""
         for flat in self._flat:
             flat.fill_(_SPOILT)
 

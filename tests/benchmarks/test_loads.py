@@ -88,7 +88,7 @@ def test_everyone_fills_every_tensor(tmp_path, trainer, destination, name):
     }
     loader = makers[name]()
     path = loader.write(tmp_path / "files")
-    destination.spoil_all()
+    destination.spoil()
 
     loader.load(path)
 
