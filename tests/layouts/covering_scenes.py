@@ -67,7 +67,7 @@ NODES = (
     Node("expert", (8,)),
     Node("mesh", (2, 2, 2)),
 )
-#: More worlds of these, and other placements: each from and to those above, and itself.
+#: More worlds of these, and other placements.
 MORE_NODES = (
     Node("fsdp", (2,)),
     Node("fsdp", (8,)),
@@ -84,9 +84,13 @@ MORE_NODES = (
 )
 #: Source and target.
 PAIRS: tuple[tuple[Node, Node], ...] = tuple(itertools.product(NODES, NODES))
+#: Each of more nodes with a third of those above, so that all of these occur; each way; and with itself.
+_PARTNERS: tuple[tuple[Node, Node], ...] = tuple(
+    (node, NODES[(number + third) % len(NODES)]) for number, node in enumerate(MORE_NODES) for third in (0, 3, 6)
+)
 MORE_PAIRS: tuple[tuple[Node, Node], ...] = (
-    *itertools.product(NODES, MORE_NODES),
-    *itertools.product(MORE_NODES, NODES),
+    *((one, other) for other, one in _PARTNERS),
+    *_PARTNERS,
     *zip(MORE_NODES, MORE_NODES, strict=True),
 )
 
