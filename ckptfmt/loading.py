@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from ckptfmt.engines.sharing import refuse_sharing
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
 from ckptfmt.restore import LoadReport, plan_restore
@@ -79,11 +80,6 @@ def load_once(
 def _open_peers(group: Group) -> AbstractContextManager[Peers]:
     side = torch_side()
     if side is None:
-        raise err(
-            Code.ARGUMENT,
-            "share= is for processes that torch.distributed connects",
-            where="share=",
-            remedy="Call torch.distributed.init_process_group first, or leave share= out.",
-        )
+        raise refuse_sharing(group.writer_count)
     peers: AbstractContextManager[Peers] = side.open_peers(group)
     return peers

@@ -14,6 +14,7 @@ import numpy as np
 
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
+from ckptfmt.documents.packed import join_integers
 from ckptfmt.documents.sharding import Sharding, rows_increase
 from ckptfmt.errors import CkptError, Code, err
 
@@ -75,13 +76,13 @@ def gather_pieces(held: Sequence[Holdings], numbers: Sequence[Integers], ndim: I
         numbers: for each writer, the number of the tensor of each of its rows.
         ndim: number of dimensions of each tensor.
     """
-    tensor = _join([np.repeat(of, holdings.box_count) for of, holdings in zip(numbers, held, strict=True)])
+    tensor = join_integers([np.repeat(of, holdings.box_count) for of, holdings in zip(numbers, held, strict=True)])
     # Numbers of two bytes are sorted by counting, ten times as fast; parts come in order, and equal rows stay in it.
     order = np.argsort(tensor.astype(np.uint16) if len(ndim) <= 1 << 16 else tensor, kind="stable")
     rank = ndim[tensor]
-    begin, box_shape = _join([one.begin for one in held]), _join([one.box_shape for one in held])
-    counts = _join([one.digest_count for one in held])
-    digest_begin = _join([np.cumsum(one.digest_count) - one.digest_count for one in held])
+    begin, box_shape = join_integers([one.begin for one in held]), join_integers([one.box_shape for one in held])
+    counts = join_integers([one.digest_count for one in held])
+    digest_begin = join_integers([np.cumsum(one.digest_count) - one.digest_count for one in held])
     columns = {
         "writer": np.repeat(np.arange(len(held)), [len(one.replica) for one in held])[order],
         "replica": np.concatenate([one.replica for one in held])[order],
@@ -199,7 +200,3 @@ def _describe_wrong(held: Pieces, rows: range, block_nbytes: int, where: str, *,
 
 def _split(digests: bytes) -> list[bytes]:
     return [digests[begin : begin + DIGEST_NBYTES] for begin in range(0, len(digests), DIGEST_NBYTES)]
-
-
-def _join(arrays: Sequence[Integers]) -> Integers:
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)

@@ -12,7 +12,17 @@ from numpy.typing import ArrayLike, NDArray
 from ckptfmt import limits
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["Columns", "Integers", "Strings", "dump_packed", "dump_strings", "fold", "parse_packed", "unfold"]
+__all__ = [
+    "Columns",
+    "Integers",
+    "Strings",
+    "dump_packed",
+    "dump_strings",
+    "fold",
+    "join_integers",
+    "parse_packed",
+    "unfold",
+]
 
 Integers = NDArray[np.int64]
 
@@ -59,6 +69,11 @@ def parse_packed(value: object, where: str, *, count: int | None = None) -> Inte
 
 def _width(greatest: int) -> int:
     return next(width for width in _WIDTHS if greatest < 1 << (8 * width - (width == 8)))
+
+
+def join_integers(arrays: Sequence[Integers]) -> Integers:
+    """Return arrays one behind the other; of none, one without entries."""
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
 def fold(steps: Integers) -> Integers:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.documents.packed import Columns, Integers, dump_packed, fold, unfold
+from ckptfmt.documents.packed import Columns, Integers, dump_packed, fold, join_integers, unfold
 from ckptfmt.documents.sharding import Sharding, rows_increase
 from ckptfmt.errors import CkptError, Code, err
 
@@ -26,15 +26,15 @@ def sharding_columns(shardings: Sequence[Sharding], part_count: int) -> dict[str
     """Return the columns of shardings that are different from each other."""
     axes = [extents for sharding in shardings for extents in sharding.extents or ()]
     boxes = [sharding for sharding in shardings if sharding.extents is None]
-    parts = _join([sharding.part for sharding in shardings])
+    parts = join_integers([sharding.part for sharding in shardings])
     return {
         "ndim": dump_packed([sharding.ndim for sharding in shardings]),
         "form": dump_packed([_BOXES if sharding.extents is None else _GRID for sharding in shardings]),
         "box_count": dump_packed([len(sharding) for sharding in shardings]),
         "grid_shape": dump_packed([len(extents) for extents in axes]),
-        "extent": dump_packed(_join(axes)),
-        "begin": dump_packed(fold(_join([_steps(one.begin, one.box_shape) for one in boxes]))),
-        "box_shape": dump_packed(_join([one.box_shape.T.reshape(-1) for one in boxes])),
+        "extent": dump_packed(join_integers(axes)),
+        "begin": dump_packed(fold(join_integers([_steps(one.begin, one.box_shape) for one in boxes]))),
+        "box_shape": dump_packed(join_integers([one.box_shape.T.reshape(-1) for one in boxes])),
         # Where boxes come in the order of their writers, which is usual, every entry is 0.
         "part": dump_packed((np.diff(parts, prepend=-1) - 1) % part_count),
     }
@@ -143,7 +143,3 @@ def _begins(steps: Integers, box_shape: Integers) -> Integers:
     steps[1:, -1:] += box_shape[:-1, -1:]
     begin: Integers = np.cumsum(steps, axis=0)
     return begin
-
-
-def _join(arrays: Sequence[Integers]) -> Integers:
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckptfmt.arithmetic.plan import BlockRange, Request
+    from ckptfmt.documents.tables import TensorTable
     from ckptfmt.engines.snapshot import TensorSink
     from ckptfmt.engines.streaming import Borrow, ReadReport
     from ckptfmt.store.protocol import Store
@@ -98,8 +99,7 @@ class Checkpoint:
                 requirement="REQ-OPN-001",
             )
         self.index = read_index(store, self.manifest)
-        #: How many bytes of manifest, index, parts and shard headers were read so far.
-        self.metadata_nbytes = len(self.manifest.dump()) + self.manifest.index_nbytes
+        self._part_nbytes = self._header_nbytes = 0
         self.tensors: dict[TensorKey, IndexTensor] = {tensor.key: tensor for tensor in self.index.tensors}
         self.leaves: dict[TensorKey, IndexLeaf] = {
             (leaf.field, leaf.name, leaf.scope): leaf for leaf in self.index.leaves
@@ -109,6 +109,7 @@ class Checkpoint:
         }
         self._parts: dict[int, _OpenPart] = {}
         self._checked: set[str] = set()
+        self._tables: dict[bytes, TensorTable] = {}
         #: Whether blocks are compared with their digests. It is for measuring what that costs, and for nothing else.
         self.is_verifying = True
         self._aliases = {
@@ -125,6 +126,7 @@ class Checkpoint:
         """Let go of what was read."""
         self._parts.clear()
         self._checked.clear()
+        self._tables.clear()
 
     @property
     def step(self) -> int:
@@ -135,6 +137,11 @@ class Checkpoint:
     def digest(self) -> str:
         """The digest of the manifest: the name of the checkpoint."""
         return self.manifest.digest
+
+    @property
+    def metadata_nbytes(self) -> int:
+        """How many bytes of manifest, index, parts and shard headers were read so far."""
+        return len(self.manifest.dump()) + self.manifest.index_nbytes + self._part_nbytes + self._header_nbytes
 
     @property
     def weights(self) -> TensorView:
@@ -205,7 +212,7 @@ class Checkpoint:
         if len(wanted.shape) != len(whole.shape) or min(wanted.shape, default=0) < 0 or not whole.contains(wanted):
             raise err(Code.ARGUMENT, f"{wanted} leaves the tensor's {tensor.global_shape}", where=name)
         array = np.empty(wanted.shape, numpy_dtype(tensor.dtype))
-        self._fill(tensor, wanted, array.view(carrier_of(array.itemsize)))
+        self.fill(tensor, wanted, array.view(carrier_of(array.itemsize)))
         return array
 
     def read_into(self, sinks: Sequence[TensorSink]) -> ReadReport:
@@ -234,10 +241,17 @@ class Checkpoint:
         element_nbytes = DTYPES[tensor.dtype].nbytes
         for chunk in iter_chunks(wanted, element_nbytes, CHUNK_NBYTES):
             array = np.empty(chunk.shape, carrier_of(element_nbytes))
-            self._fill(tensor, chunk, array)
+            self.fill(tensor, chunk, array)
             yield chunk, array.reshape(-1).view(np.uint8).data
 
-    def _fill(self, tensor: IndexTensor, box: Box, array: NDArray[Any]) -> None:
+    def fill(self, tensor: IndexTensor, box: Box, array: NDArray[Any]) -> None:
+        """Fill an array with a box of a tensor, as whatever its elements are.
+
+        Args:
+            array: of the shape of `box`; its dtype may be any of the elements' size.
+
+        Raises: IntegrityError. Spec: REQ-OPN-005, REQ-OPN-006.
+        """
         field, name, scope = tensor.key
         target = ArrayTarget(
             field=field,
@@ -303,7 +317,7 @@ class Checkpoint:
             file = next(file for file in part.files if file.name == name)
             check_nbytes(self.store, file)
             read_header(self.store, file)
-            self.metadata_nbytes += file.header_nbytes
+            self._header_nbytes += file.header_nbytes
             self._checked.add(name)
 
     def check_stored(self, tensor: IndexTensor, box: Box, part: int) -> None:
@@ -331,8 +345,8 @@ class Checkpoint:
         origin, entry = self.manifest.origin, self.index.parts[number]
         path = part_path(origin.attempt, number)
         content = _read_exactly(self.store, path, entry.nbytes)
-        part, _ = Part.parse(content, where=path, digest=entry.digest)
-        self.metadata_nbytes += entry.nbytes
+        part, _ = Part.parse(content, where=path, digest=entry.digest, known=self._tables)
+        self._part_nbytes += entry.nbytes
         if part.origin != origin or part.writer != number:
             raise self._contradiction(number, "is of another attempt or writer")
         return part

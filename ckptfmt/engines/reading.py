@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptfmt.engines.sharing import Peers, Rounds, share_ranges
+from ckptfmt.engines.sharing import Peers, Rounds, Take, share_ranges
 from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ckptfmt.arithmetic.plan import BlockRange, Request
     from ckptfmt.engines.reader import Checkpoint
     from ckptfmt.engines.stored import StoredPiece
@@ -59,7 +57,7 @@ class Reading:
             raise failed
         return self._report()
 
-    def _read(self, ranges: list[BlockRange], then: Callable[[BlockRange, memoryview], None] | None = None) -> None:
+    def _read(self, ranges: list[BlockRange], then: Take | None = None) -> None:
         """Read and take ranges; `then` is given each of them, too."""
         requests = self._checkpoint.plan_requests(self.pieces, ranges)
 
@@ -78,7 +76,7 @@ class Reading:
         self._buffer_nbytes = max(self._buffer_nbytes, buffer_nbytes)
 
     def _take(self, blocks: BlockRange, content: memoryview) -> None:
-        """Check a blocks, then hand on what is wanted of it."""
+        """Check a range, then hand on what is wanted of it."""
         if self._checkpoint.is_verifying:
             self.pieces[blocks.piece].check(blocks, content)
         self.pieces[blocks.piece].place(blocks, content)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 from ckptfmt.arithmetic.plan import BlockRange
 from ckptfmt.arithmetic.share import Unit, plan_rounds, split_shared
 from ckptfmt.engines.streaming import REQUEST_NBYTES
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["Message", "Peers", "Rounds", "share_ranges"]
+__all__ = ["Message", "Peers", "Rounds", "Take", "refuse_sharing", "share_ranges"]
 
 #: How much a process holds of a round at most, in bytes.
 ROUND_NBYTES: Final = 24 << 20
@@ -53,6 +53,16 @@ class Peers(Protocol):
 
         Raises: CommitError(WRITERS_MISSING) if a process is gone.
         """
+
+
+def refuse_sharing(count: int) -> CkptError:
+    """Return the error of processes that nothing connects."""
+    return err(
+        Code.ARGUMENT,
+        f"share= is for {count} processes that torch.distributed connects",
+        where="share=",
+        remedy="Call torch.distributed.init_process_group first, or leave share= out.",
+    )
 
 
 def share_ranges(ranges: Iterable[BlockRange], peers: Peers, *, block_nbytes: int) -> tuple[list[BlockRange], Rounds]:
@@ -162,22 +172,22 @@ class _Shared:
     """The ranges of this process, and which of their bytes are shared."""
 
     def __init__(self, ranges: Sequence[BlockRange]) -> None:
-        self._runs = ranges
+        self._ranges = ranges
         self._begins = [(blocks.path, blocks.byte_begin) for blocks in ranges]
         self._units: dict[int, list[Unit]] = defaultdict(list)
 
     def add(self, unit: Unit) -> None:
-        """Note that a unit, which lies in one blocks, is shared."""
+        """Note that a unit, which lies in one range, is shared."""
         self._units[self._find(unit)].append(unit)
 
     def range_of(self, unit: Unit) -> BlockRange:
         """Return the part of a range that a unit is."""
-        return _part_of(self._runs[self._find(unit)], unit.byte_begin, unit.byte_begin + unit.nbytes)
+        return _part_of(self._ranges[self._find(unit)], unit.byte_begin, unit.byte_begin + unit.nbytes)
 
     def left(self) -> list[BlockRange]:
         """Return what isn't shared."""
         left = []
-        for number, blocks in enumerate(self._runs):
+        for number, blocks in enumerate(self._ranges):
             at = blocks.byte_begin
             for unit in sorted(self._units.get(number, ()), key=lambda unit: unit.byte_begin):
                 if at < unit.byte_begin:

@@ -37,7 +37,7 @@ def iter_damages(
     """Yield an error for each block of a range that isn't what was saved.
 
     Args:
-        content: of the blocks.
+        content: of the range.
         digests: of all blocks of its piece.
         title: of the tensor, for messages.
     """
@@ -97,7 +97,7 @@ class StoredPiece:
             raise error
 
     def place(self, blocks: BlockRange, content: memoryview) -> None:
-        """Hand the elements of a blocks, which was checked, to those who want them."""
+        """Hand the elements of a range, which was checked, to those who want them."""
         begin = blocks.piece_byte_begin
         for at, box in cut_range(self.held.box, begin, begin + blocks.nbytes, self.element_nbytes):
             for sink, wanted in self.wanted:

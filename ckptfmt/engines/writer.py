@@ -30,6 +30,7 @@ __all__ = [
     "Contents",
     "Context",
     "Holding",
+    "LiveContents",
     "as_ckpt_error",
     "check_snapshot",
     "list_holdings",
@@ -105,7 +106,7 @@ def write_part(
     """
     check_snapshot(snapshot)
     image = image or plan_image(snapshot, written=written, block_nbytes=origin.block_nbytes)
-    contents = _LiveContents(snapshot, image, on_progress)
+    contents = LiveContents(snapshot, image, on_progress)
     return write_image(store, image, contents, origin, Context.of(snapshot), writer=writer)
 
 
@@ -204,7 +205,7 @@ def _chunks_of(contents: Contents, shard: int, nbytes: int) -> SizedChunks:
     return SizedChunks(contents.iter_chunks(shard), nbytes)
 
 
-class _LiveContents:
+class LiveContents:
     """The bytes of live tensors, copied one box at a time, just when they are written."""
 
     def __init__(self, snapshot: Snapshot, image: Image, on_progress: Callable[[int], None] | None) -> None:
@@ -218,9 +219,7 @@ class _LiveContents:
         yield self._image.shards[shard].header
         for piece in self._image.pieces:
             if piece.shard == shard:
-                yield self._copy(piece)
-                if self._on_progress is not None:
-                    self._on_progress(piece.end - piece.begin)
+                yield from self._iter_piece(piece)
 
     def digests(self) -> list[bytes]:
         """Return the digests; of what isn't written here, only now."""
@@ -228,6 +227,15 @@ class _LiveContents:
             if piece.shard is None:
                 self._copy(piece)
         return [self._digests[piece] for piece in self._image.pieces]
+
+    def _iter_piece(self, piece: Piece) -> Iterator[Buffer]:
+        """Yield the bytes of a piece, having noted its digests by the end."""
+        yield self._copy(piece)
+        self._tell(piece.end - piece.begin)
+
+    def _tell(self, nbytes: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(nbytes)
 
     def _copy(self, piece: Piece) -> memoryview:
         content = memoryview(bytearray(piece.end - piece.begin))

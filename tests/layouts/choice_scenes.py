@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckptfmt
 from ckptfmt import State
 from ckptfmt.restore import LoadReport
-from tests.layouts.stage import Stage, attempt, bits, optimizer_bits, steps_without_model, weight_bits
+from tests.layouts.stage import Stage, attempt, bits, gather_on, optimizer_bits, steps_without_model, weight_bits
 
 #: Makers by name. LBFGS wants a closure and SparseAdam sparse gradients: they are tested without shards.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -50,17 +50,6 @@ class Layers(nn.Module):
         self.down = nn.Linear(7, 2, bias=bias)
 
 
-def _gather_on(ranks: list[int]) -> Callable[[bytes], list[bytes]]:
-    group = dist.new_group(ranks)
-
-    def gather(value: bytes) -> list[bytes]:
-        gathered: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(gathered, value, group=group)
-        return gathered
-
-    return gather
-
-
 def _all(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     options = [{k: bits(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return {"weights": weight_bits(module), "state": optimizer_bits(optimizer, module), "options": options}
@@ -74,7 +63,7 @@ def _load(path: str, module: nn.Module, optimizer: torch.optim.Optimizer, **how:
 def every_optimizer(stage: Stage) -> Any:
     """FSDP2 on all ranks to one rank without sharding and to FSDP2 on three, and from one to FSDP2 on all."""
     four, three = init_device_mesh("cpu", (stage.world_size,)), DeviceMesh("cpu", [0, 1, 2])
-    gather = _gather_on([0, 1, 2])
+    gather = gather_on([0, 1, 2])
     return {name: _one_optimizer(stage, name, four, three, gather) for name in OPTIMIZERS}
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 import ckptfmt
 from ckptfmt import State
 from ckptfmt.restore import LoadReport
-from tests.layouts.stage import Stage, attempt, bits, optimizer_bits, steps_without_model, weight_bits
+from tests.layouts.stage import Stage, attempt, bits, gather_on, optimizer_bits, steps_without_model, weight_bits
 
 
 class Net(nn.Module):
@@ -68,17 +67,6 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range, sha
 
 def both(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"weights": weight_bits(module), "state": optimizer_bits(optimizer, module)}
-
-
-def _gather_on(ranks: list[int]) -> Callable[[bytes], list[bytes]] | None:
-    group = dist.new_group(ranks)
-
-    def gather(value: bytes) -> list[bytes]:
-        gathered: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(gathered, value, group=group)
-        return gathered
-
-    return gather
 
 
 def _files_nbytes(path: str, field: str) -> int:
@@ -136,7 +124,7 @@ def fsdp_load_four(stage: Stage) -> Any:
 
 def fsdp_load_four_on_two(stage: Stage) -> Any:
     """Two of the ranks load alone."""
-    mesh, gather = DeviceMesh("cpu", [0, 1]), _gather_on([0, 1])
+    mesh, gather = DeviceMesh("cpu", [0, 1]), gather_on([0, 1])
     if stage.rank > 1:
         return None
     how = {"writer": (stage.rank, 2), "agree": gather}

@@ -39,6 +39,18 @@ class Stage:
         return str(self.scratch / name)
 
 
+def gather_on(ranks: list[int]) -> Callable[[bytes], list[bytes]]:
+    """Return an all-gather among some ranks, as `agree=` takes it; every rank of the launch makes it."""
+    group = dist.new_group(ranks)
+
+    def gather(value: bytes) -> list[bytes]:
+        gathered: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
+
+    return gather
+
+
 # --- what scenes say --------------------------------------------------------------------------------------------------
 
 

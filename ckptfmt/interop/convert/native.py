@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import secrets
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -20,12 +18,13 @@ from ckptfmt.documents.tables import sort_key
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.commit import finalize
-from ckptfmt.engines.image import Image, Piece, key_of, plan_image
+from ckptfmt.engines.image import Piece, plan_image
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
-from ckptfmt.engines.writer import Context, check_snapshot, write_image
+from ckptfmt.engines.stored import carrier_of
+from ckptfmt.engines.writer import Context, LiveContents, check_snapshot, write_image
 from ckptfmt.interop.convert.content import Content, LeftOut, Tensor
-from ckptfmt.store.protocol import Buffer, Store
+from ckptfmt.store.protocol import Store
 
 __all__ = ["read_checkpoint", "snapshot_of", "write_checkpoint"]
 
@@ -55,36 +54,8 @@ def read_checkpoint(checkpoint: Checkpoint) -> Content:
 
 
 def _read(checkpoint: Checkpoint, tensor: IndexTensor, box: Box, out: memoryview) -> None:
-    field, name, scope = tensor.key
-    raw = np.dtype((np.void, DTYPES[tensor.dtype].nbytes))
-    sink = _Box(
-        field=field,
-        name=name,
-        scope=scope,
-        dtype=tensor.dtype,
-        global_shape=tensor.global_shape,
-        boxes=(box,),
-        array=np.frombuffer(out, raw).reshape(box.shape),
-    )
-    checkpoint.read_into([sink])
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Box:
-    """A box of a tensor that is filled with raw elements; a `ckptfmt.engines.snapshot.TensorSink`."""
-
-    field: str
-    name: str
-    scope: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    array: np.ndarray[Any, Any]
-
-    def copy_from(self, box: Box, content: memoryview) -> None:
-        """Take verified elements."""
-        index: tuple[Any, ...] = (*box.relative_to(self.boxes[0]), ...)  # the dots are for one without dimensions
-        self.array[index] = np.frombuffer(content, self.array.dtype).reshape(box.shape)
+    carrier = carrier_of(DTYPES[tensor.dtype].nbytes)
+    checkpoint.fill(tensor, box, np.frombuffer(out, carrier).reshape(box.shape))
 
 
 def snapshot_of(content: Content) -> Snapshot:
@@ -127,25 +98,8 @@ def write_checkpoint(store: Store, snapshot: Snapshot, *, step: int, on_progress
     return finalize(store, origin)
 
 
-class _Streamed:
-    """The bytes of an image, as `ckptfmt.engines.writer.Contents`: no tensor is ever whole in memory."""
-
-    def __init__(self, snapshot: Snapshot, image: Image, on_progress: Callable[[int], None]) -> None:
-        self._sources = {key_of(source): source for source in snapshot.tensors}
-        self._image = image
-        self._on_progress = on_progress
-        self._digests: dict[Piece, bytes] = {}
-
-    def iter_chunks(self, shard: int) -> Iterator[Buffer]:
-        """Yield the header, then the pieces; note their digests as they pass."""
-        yield self._image.shards[shard].header
-        for piece in self._image.pieces:
-            if piece.shard == shard:
-                yield from self._iter_piece(piece)
-
-    def digests(self) -> list[bytes]:
-        """Return the digests of each piece."""
-        return [self._digests[piece] for piece in self._image.pieces]
+class _Streamed(LiveContents):
+    """The bytes of an image of which no tensor is ever whole in memory."""
 
     def _iter_piece(self, piece: Piece) -> Iterator[memoryview]:
         source = self._sources[piece.key]
@@ -154,7 +108,7 @@ class _Streamed:
         for chunk in _whole_blocks(source.iter_content(), self._image.block_nbytes):
             found.append(block_digests(chunk, self._image.block_nbytes))
             yield chunk
-            self._on_progress(chunk.nbytes)
+            self._tell(chunk.nbytes)
         self._digests[piece] = b"".join(found)
 
 

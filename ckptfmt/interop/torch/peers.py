@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptfmt.engines.sharing import Message
+from ckptfmt.engines.sharing import Message, refuse_sharing
 from ckptfmt.errors import Code, err
 from ckptfmt.group import Group
 
@@ -67,12 +67,7 @@ def open_peers(group: Group) -> Iterator[TorchPeers]:
     Raises: StateError(ARGUMENT) where torch.distributed isn't initialised for just these processes.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() != group.writer_count:
-        raise err(
-            Code.ARGUMENT,
-            f"share= is for {group.writer_count} processes that torch.distributed connects",
-            where="share=",
-            remedy="Call torch.distributed.init_process_group first, or leave share= out.",
-        )
+        raise refuse_sharing(group.writer_count)
     if "gloo" in str(dist.get_backend_config()):
         yield TorchPeers(group, None)
         return
