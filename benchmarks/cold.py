@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,26 +9,12 @@ from typing import Final
 
 from benchmarks.durable import sync_file
 from benchmarks.pages import PAGE_NBYTES, round_up
+from ckptfmt.store.posix import PosixCalls
 
 __all__ = ["cached_nbytes", "check_cold", "check_warm", "list_files", "make_cold", "make_warm"]
 
-#: The number of cachestat(2), since Linux 6.5; the same on every architecture that torch is built for.
-_CACHESTAT: Final = 451
 _REQUEST_NBYTES: Final = 2**22
 _WARM_TRIES: Final = 3  # while memory is short, pages leave as others come
-_LIBC: Final = ctypes.CDLL(None, use_errno=True)
-
-
-class _Range(ctypes.Structure):
-    """What part of a file is asked about; a length of 0 is all of it."""
-
-    _fields_ = (("off", ctypes.c_uint64), ("len", ctypes.c_uint64))
-
-
-class _Pages(ctypes.Structure):
-    """What the kernel says of a file's pages."""
-
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cache", "dirty", "writeback", "evicted", "recently_evicted"))
 
 
 def list_files(path: Path) -> list[Path]:
@@ -99,12 +84,8 @@ def _read_all(paths: Iterable[Path]) -> None:
 
 
 def _count_pages(path: Path) -> int:
-    asked, told = _Range(), _Pages()
     opened = os.open(path, os.O_RDONLY)
     try:
-        if _LIBC.syscall(_CACHESTAT, opened, ctypes.byref(asked), ctypes.byref(told), 0):
-            number = ctypes.get_errno()
-            raise OSError(number, f"cachestat: {os.strerror(number)}")
+        return PosixCalls().cached_page_count(opened, 0, 0)  # up to its end
     finally:
         os.close(opened)
-    return int(told.cache)
