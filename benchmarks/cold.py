@@ -53,15 +53,15 @@ def check_cold(paths: Iterable[Path]) -> None:
 
 
 def make_warm(paths: Iterable[Path]) -> None:
-    """Read some files into the page cache, and have the kernel confirm it.
+    """Read some files into the page cache, if they aren't there, and have the kernel confirm it.
 
     Raises: RuntimeError if it doesn't keep them.
     """
     paths = list(paths)
     for _ in range(_WARM_TRIES):
-        _read_all(paths)
         if not _missing_nbytes(paths):
             return
+        _read_all(paths)
     check_warm(paths)
 
 

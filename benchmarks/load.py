@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.bench import Bench
-from benchmarks.cold import cached_nbytes, check_warm, list_files, make_cold, make_warm
+from benchmarks.cold import list_files, make_cold, make_warm
 from benchmarks.destination import Destination
 from benchmarks.extra_memory import measure_extra_memory
 from benchmarks.figures import Figure, median_of, paired_ratio, summarize
@@ -161,9 +161,7 @@ class _Experiment:
         if self._is_cold:
             make_cold(files)
             return
-        if cached_nbytes(files) < sum(file.stat().st_size for file in files):
-            make_warm(files)
-        check_warm(files)
+        make_warm(files)
 
     def _find(self, loader: Loader) -> Path:
         """Return the files that a contestant loads, written in this run."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from benchmarks.cold import cached_nbytes, check_warm, list_files, make_cold, make_warm
+from benchmarks.cold import list_files, make_cold, make_warm
 from benchmarks.dcp_boxes import load_as_rank, save_as_ranks
 from benchmarks.figures import Figure, paired_ratio, summarize
 from benchmarks.layouts import BLOCK_NBYTES, Cut, Matrices, count_edge_nbytes, save_in_rows
@@ -116,9 +116,7 @@ class _Contestant:
         if self.is_cold:
             make_cold(files)
             return
-        if cached_nbytes(files) < sum(file.stat().st_size for file in files):
-            make_warm(files)
-        check_warm(files)
+        make_warm(files)
 
 
 def measure_reshard(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckptfmt.arithmetic.plan import BlockRange, Request
-    from ckptfmt.documents.tables import TensorTable
     from ckptfmt.engines.snapshot import TensorSink
     from ckptfmt.engines.streaming import Borrow, ReadReport
     from ckptfmt.store.protocol import Store
@@ -109,7 +108,6 @@ class Checkpoint:
         }
         self._parts: dict[int, _OpenPart] = {}
         self._checked: set[str] = set()
-        self._tables: dict[bytes, TensorTable] = {}
         #: Whether blocks are compared with their digests. It is for measuring what that costs, and for nothing else.
         self.is_verifying = True
         self._aliases = {
@@ -126,7 +124,6 @@ class Checkpoint:
         """Let go of what was read."""
         self._parts.clear()
         self._checked.clear()
-        self._tables.clear()
 
     @property
     def step(self) -> int:
@@ -345,7 +342,7 @@ class Checkpoint:
         origin, entry = self.manifest.origin, self.index.parts[number]
         path = part_path(origin.attempt, number)
         content = _read_exactly(self.store, path, entry.nbytes)
-        part, _ = Part.parse(content, where=path, digest=entry.digest, known=self._tables)
+        part, _ = Part.parse(content, where=path, digest=entry.digest)
         self._part_nbytes += entry.nbytes
         if part.origin != origin or part.writer != number:
             raise self._contradiction(number, "is of another attempt or writer")
