@@ -31,8 +31,9 @@ SETTINGS: Final = tuple(
     RawSetting(threads=threads, request_nbytes=mib * _MIB) for threads, mib in ((2, 16), (2, 4), (3, 8))
 )
 #: What reads are tried with.
-READ_SETTINGS: Final = tuple(
-    RawSetting(threads=threads, request_nbytes=mib * _MIB) for threads in (1, 2, 4) for mib in (1, 4, 16)
+READ_SETTINGS: Final = (
+    *(RawSetting(threads=threads, request_nbytes=mib * _MIB) for threads in (1, 2, 4) for mib in (1, 4, 16)),
+    RawSetting(threads=8, request_nbytes=_MIB // 2),
 )
 
 

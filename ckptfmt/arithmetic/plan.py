@@ -110,6 +110,9 @@ def find_blocks(
     >>> find_blocks(piece, [Box((0, 0), (4, 5))], 1, 10)  # of each row the first five bytes
     ((0, 1), (10, 11), (20, 21), (30, 31))
     """
+    wanted = list(wanted)
+    if stored in wanted:  # the same layout, most often
+        return ((0, -(-stored.element_count * element_nbytes // block_nbytes)),)
     found = [_blocks_of(stored, box, element_nbytes, block_nbytes) for box in wanted]
     blocks = np.concatenate([np.empty((0, 2), np.int64), *found])
     blocks = blocks[np.lexsort((blocks[:, 1], blocks[:, 0]))]
@@ -181,9 +184,7 @@ def _split(blocks: BlockRange, step: int) -> Iterator[BlockRange]:
         yield (
             blocks
             if nbytes == blocks.nbytes
-            else dataclasses.replace(
-                blocks, byte_begin=blocks.byte_begin + at, nbytes=nbytes, piece_byte_begin=blocks.piece_byte_begin + at
-            )
+            else BlockRange(blocks.path, blocks.byte_begin + at, nbytes, blocks.piece, blocks.piece_byte_begin + at)
         )
 
 

@@ -44,6 +44,8 @@ class Reading:
 
         Raises: IntegrityError; what the sinks raise; StateError(PEER_FAILED).
         """
+        for piece in self.pieces:
+            piece.open_sinks()
         failed: Exception | None = None
         try:
             self._read(self.ranges)

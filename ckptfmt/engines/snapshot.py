@@ -1,18 +1,24 @@
-"""What the engines are given to write and to fill: two small protocols, and no framework behind them."""
+"""What the engines are given to write and to fill: a few small protocols, and no framework behind them."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from ckptfmt.box import Box
     from ckptfmt.documents.part import Leaf, Stream
     from ckptfmt.documents.tables import TensorKey
 
-__all__ = ["Snapshot", "TensorSink", "TensorSource"]
+__all__ = ["MemoryOf", "MemorySink", "Snapshot", "TensorSink", "TensorSource"]
+
+
+MemoryOf: TypeAlias = "Callable[[Box], NDArray[np.uint8] | None]"
 
 
 class _Tensor(Protocol):
@@ -81,6 +87,17 @@ class TensorSink(_Tensor, Protocol):
         """Take verified elements: `box` lies within one of `boxes`; C order, little-endian.
 
         `content` is valid until this returns. Several threads may call it at once, each with other elements.
+        """
+        ...
+
+
+class MemorySink(TensorSink, Protocol):
+    """A destination in memory: where its elements follow each other, they needn't be handed to it range by range."""
+
+    def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
+        """Return the bytes to fill with the elements of `box`, in C order; None where they lie apart.
+
+        Called once before they are filled; `box` lies within one of `boxes`. They are filled while the sink is there.
         """
         ...
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckptfmt.documents.part import Part, PartBox
-    from ckptfmt.engines.snapshot import TensorSink
+    from ckptfmt.engines.snapshot import MemoryOf, TensorSink
 
 __all__ = ["ArrayTarget", "StoredPiece", "carrier_of", "iter_damages"]
 
@@ -60,13 +60,15 @@ class StoredPiece:
         held: what its part says of it.
         part: its part.
         element_nbytes: size of an element in bytes.
-        wanted: who wants which elements of it; none of the boxes is empty.
+        wanted: who wants which elements of it; none of the boxes is empty. Complete before anything is placed.
     """
 
     held: PartBox
     part: Part
     element_nbytes: int
     wanted: list[tuple[TensorSink, Box]] = dataclasses.field(default_factory=list)
+    _straight: list[tuple[int, NDArray[np.uint8]]] = dataclasses.field(default_factory=list)
+    _others: list[tuple[TensorSink, Box]] = dataclasses.field(default_factory=list)
 
     @property
     def wanted_nbytes(self) -> int:
@@ -96,11 +98,30 @@ class StoredPiece:
         for error in iter_damages(blocks, content, self.held.digests, self.part.origin.block_nbytes):
             raise error
 
+    def open_sinks(self) -> None:
+        """Find out whose elements follow each other in memory as they do here. To be called before `place`."""
+        for sink, box in self.wanted:
+            first = find_stretch(self.held.box, box)
+            # Asked by name: that something is a protocol takes longer to find out than to copy a small tensor.
+            memory_of: MemoryOf | None = None if first is None else getattr(sink, "memory_of", None)
+            memory = None if memory_of is None else memory_of(box)
+            if first is None or memory is None:
+                self._others.append((sink, box))
+            else:
+                self._straight.append((first * self.element_nbytes, memory))
+
     def place(self, blocks: BlockRange, content: memoryview) -> None:
-        """Hand the elements of a range, which was checked, to those who want them."""
+        """Hand the elements of a range, which was checked, to those who want them; other threads run meanwhile."""
         begin = blocks.piece_byte_begin
+        for first, memory in self._straight:
+            low, high = max(begin, first), min(begin + blocks.nbytes, first + memory.nbytes)
+            if low < high:
+                found = np.frombuffer(content[low - begin : high - begin], np.uint8)
+                np.copyto(memory[low - first : high - first], found)
+        if not self._others:
+            return
         for at, box in cut_range(self.held.box, begin, begin + blocks.nbytes, self.element_nbytes):
-            for sink, wanted in self.wanted:
+            for sink, wanted in self._others:
                 common = box.intersect(wanted)
                 if common is not None:
                     sink.copy_from(common, _cut(content[at - begin :], box, common, self.element_nbytes))
@@ -108,7 +129,7 @@ class StoredPiece:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class ArrayTarget:
-    """An array to be filled with a box of a tensor, as whatever its elements are; a `TensorSink`.
+    """An array to be filled with a box of a tensor, as whatever its elements are; a `MemorySink`.
 
     Attributes:
         array: of the shape of the box, and of the dtype that `carrier_of` gives.
@@ -127,6 +148,14 @@ class ArrayTarget:
         index: tuple[Any, ...] = (*box.relative_to(self.boxes[0]), ...)  # the dots keep an array of rank 0 one
         target: NDArray[Any] = self.array[index]
         np.copyto(target, np.frombuffer(content, self.array.dtype).reshape(box.shape))
+
+    def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
+        """Return the bytes of the elements of `box`, if they follow each other."""
+        first = find_stretch(self.boxes[0], box) if self.array.flags.c_contiguous else None
+        if first is None:
+            return None
+        flat: NDArray[np.uint8] = self.array.reshape(-1)[first : first + box.element_count].view(np.uint8)
+        return flat
 
 
 def _cut(content: memoryview, box: Box, wanted: Box, element_nbytes: int) -> memoryview:

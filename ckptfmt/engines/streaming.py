@@ -1,18 +1,22 @@
 """Read requests through a few reused buffers: several at a time, each handed on where it lies, in constant memory.
 
-A thread takes a request, reads it into its own buffer, and hands it on before it takes another. So what was read is
-checked and copied while it is in the processor's cache; while one thread waits for the device, others do that.
+What is in memory is read by threads that each check and place what they have read before they read more: it is in
+their processor's cache. What comes from a device is read by threads that do nothing else, so that the device never
+waits for a processor, while others check and place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import mmap
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -20,20 +24,29 @@ import numpy as np
 from ckptfmt.store.protocol import PAGE_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from ckptfmt.arithmetic.plan import Request
     from ckptfmt.store.protocol import RangeReader, Store
 
-__all__ = ["IN_FLIGHT_NBYTES", "REQUEST_NBYTES", "Borrow", "ReadReport", "stream_requests"]
+__all__ = ["IN_FLIGHT_NBYTES", "REQUEST_NBYTES", "Borrow", "ReadReport", "Take", "longest_request", "stream_requests"]
 
+#: Is given a request and its bytes, which are valid until it returns.
+Take: TypeAlias = "Callable[[Request, memoryview], None]"
 #: Is given memory, and has it until its context ends: a device may want to know of it.
 Borrow: TypeAlias = Callable[[memoryview], AbstractContextManager[None]]
 
-#: Longest request, in bytes. Measured: of files in the page cache, 1 MiB takes a fifth more of the processors' time.
+#: Longest request for what is in memory, in bytes. Measured: 1 MiB takes a fifth more of the processors' time.
 REQUEST_NBYTES: Final = 4 << 20
-#: Measured: files in the page cache need as many as there are processors, and a device's queue needs four.
+#: Longest request for what isn't, in bytes. Measured: the more memory a device fills, the slower it is; four buffers of
+#: 4 MiB get three quarters of the rate of four of 1 MiB.
+WAITING_REQUEST_NBYTES: Final = 1 << 20
+#: How many threads read and take. Measured: as many as there are processors do, and no more than four are of use.
 THREAD_COUNT: Final = 4
+#: How many threads only read: what a device's queue needs, and two that are between two requests.
+READER_COUNT: Final = 6
+#: Buffers of threads that only read: as many again are full, and wait to be taken.
+WAITING_BUFFER_COUNT: Final = 2 * READER_COUNT
 #: Most bytes of buffers, where one request leaves the choice.
 IN_FLIGHT_NBYTES: Final = 32 << 20
 #: What is quicker to read in this thread than to start others for, in bytes.
@@ -64,20 +77,19 @@ class ReadReport:
     metadata_nbytes: int = 0
 
 
-def stream_requests(
-    store: Store,
-    requests: Sequence[Request],
-    take: Callable[[Request, memoryview], None],
-    *,
-    borrow: Borrow | None = None,
-) -> int:
+def longest_request(store: Store, path: str) -> int:
+    """Return the best length of requests for a file, in bytes."""
+    return WAITING_REQUEST_NBYTES if store.waits(path) else REQUEST_NBYTES
+
+
+def stream_requests(store: Store, requests: Sequence[Request], take: Take, *, borrow: Borrow | None = None) -> int:
     """Read every request, and give each to `take`; return how many bytes of buffers that took.
 
     After an error no more requests are begun, and the error of the first request that has one is raised: which
     one that is doesn't depend on the threads.
 
     Args:
-        take: called with a request and its bytes, which are valid until it returns; by several threads at once.
+        take: called by several threads at once.
         borrow: is given all memory of buffers, for as long as it is used.
 
     Raises: what the store and `take` raise.
@@ -85,74 +97,168 @@ def stream_requests(
     if not requests:
         return 0
     longest_nbytes = max(request.nbytes for request in requests)
-    is_small = sum(request.nbytes for request in requests) <= _SMALL_NBYTES
     # Two pages more: what is read past the page cache begins and ends at pages.
     buffer_nbytes = (-(-longest_nbytes // PAGE_NBYTES) + 2) * PAGE_NBYTES
-    count = 1 if is_small else max(1, min(THREAD_COUNT, len(requests), IN_FLIGHT_NBYTES // buffer_nbytes))
+    run, count = _read_and_take, THREAD_COUNT
+    if sum(request.nbytes for request in requests) <= _SMALL_NBYTES:
+        count = 1
+    elif store.waits(requests[0].path):
+        run, count = _read_beside_taking, WAITING_BUFFER_COUNT
+    count = max(1, min(count, len(requests), IN_FLIGHT_NBYTES // buffer_nbytes))
     memory = _make_memory(buffer_nbytes * count)
     with contextlib.nullcontext() if borrow is None else borrow(memory):
         buffers = [memory[number * buffer_nbytes : (number + 1) * buffer_nbytes] for number in range(count)]
-        _run(_Work(store, requests, take), buffers)
+        run(_Work(store, requests, take), buffers)
     return buffer_nbytes * count
 
 
-def _run(work: _Work, buffers: Sequence[memoryview]) -> None:
-    """Do all the work: in a thread for each buffer, of which this is one."""
-    own, *others = buffers
+def _read_and_take(work: _Work, buffers: Sequence[memoryview]) -> None:
+    """Read and take with a thread for each buffer, of which this is one."""
     try:
-        for buffer in others:
-            # A daemon: at its end the interpreter waits for the others, whatever they wait for.
-            threading.Thread(target=work.run_beside, args=(buffer,), name="ckptfmt-read", daemon=True).start()
-    except RuntimeError:
-        pass  # there are too many, or the interpreter is about to end: then fewer do it all
-    try:
-        work.run(own)
+        for buffer in buffers[1:]:
+            work.start(functools.partial(work.run, buffer))
+        work.run(buffers[0])
     finally:
         work.end()
     work.raise_error()
 
 
-class _Work:
-    """Requests to be taken one after the other, by whichever thread is free."""
+def _read_beside_taking(work: _Work, buffers: Sequence[memoryview]) -> None:
+    """Read with some threads, and take with others."""
+    free: SimpleQueue[memoryview | None] = SimpleQueue()
+    ready: SimpleQueue[tuple[int, memoryview, memoryview] | None] = SimpleQueue()
 
-    def __init__(self, store: Store, requests: Sequence[Request], take: Callable[[Request, memoryview], None]) -> None:
+    def read() -> None:
+        while (number := work.draw()) is not None and (buffer := free.get()) is not None:
+            content = work.read(number, buffer)
+            if content is None:
+                free.put(buffer)
+            else:
+                ready.put((number, content, buffer))
+
+    def take() -> None:
+        while (found := ready.get()) is not None:
+            number, content, buffer = found
+            work.take(number, content)
+            free.put(buffer)
+
+    def wake() -> None:
+        for _ in range(READER_COUNT + taker_count):
+            free.put(None)
+            ready.put(None)
+
+    for buffer in buffers:
+        free.put(buffer)
+    taker_count = min(THREAD_COUNT, len(os.sched_getaffinity(0)))
+    try:
+        if work.start(take, taker_count) and work.start(read, READER_COUNT):
+            work.wait()
+        else:
+            work.run(buffers[0])
+    finally:
+        work.end(wake)
+    work.raise_error()
+
+
+class _Work:
+    """Requests to be drawn one after the other, by whichever thread is free."""
+
+    def __init__(self, store: Store, requests: Sequence[Request], take: Take) -> None:
         self._files = _Files(store, requests)
         self._requests = requests
         self._take = take
         # All below changes under this lock only.
         self._changed = threading.Condition()
         self._next = 0
-        self._active_count = 0
-        self._errors: dict[int, BaseException] = {}
-
-    def run_beside(self, buffer: memoryview) -> None:
-        """Do as `run`, in a thread that `end` waits for."""
-        with self._changed:
-            if self._next == len(self._requests):
-                return
-            self._active_count += 1
-        try:
-            self.run(buffer)
-        finally:
-            with self._changed:
-                self._active_count -= 1
-                self._changed.notify_all()
+        self._open_count = 0
+        self._thread_count = 0
+        self._has_ended = False
+        self._failed: tuple[int, BaseException] | None = None  # the first request that did
 
     def run(self, buffer: memoryview) -> None:
-        """Take requests until there are none left, or one has failed."""
-        while (number := self._draw()) is not None:
-            request = self._requests[number]
-            try:
-                with self._files.opened(request.path) as file:
-                    content = file.read_into(request.byte_begin, request.nbytes, buffer)
-                self._take(request, content)
-            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-                with self._changed:
-                    self._errors[number] = error
-                    self._next = len(self._requests)
+        """Read and take requests until there are none left, or one has failed."""
+        while (number := self.draw()) is not None:
+            content = self.read(number, buffer)
+            if content is not None:
+                self.take(number, content)
 
-    def end(self) -> None:
-        """Let no more requests be begun, and wait for those that are under way."""
+    def draw(self) -> int | None:
+        """Return the number of the next request; None where there is none left, or one has failed."""
+        with self._changed:
+            if self._next == len(self._requests):
+                return None
+            self._next += 1
+            self._open_count += 1
+            return self._next - 1
+
+    def read(self, number: int, buffer: memoryview) -> memoryview | None:
+        """Return the bytes of a request; None if it failed."""
+        request = self._requests[number]
+        try:
+            file = self._files.open(request.path)
+            try:
+                return file.read_into(request.byte_begin, request.nbytes, buffer)
+            finally:
+                self._files.close_after(request.path)
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            self._finish(number, error)
+            return None
+
+    def take(self, number: int, content: memoryview) -> None:
+        """Hand on what was read, unless an earlier request has failed."""
+        error: BaseException | None = None
+        failed = self._failed
+        try:
+            if failed is None or number < failed[0]:
+                self._take(self._requests[number], content)
+        except BaseException as caught:  # noqa: BLE001 - raised in the caller's thread
+            error = caught
+        self._finish(number, error)
+
+    def _finish(self, number: int, error: BaseException | None) -> None:
+        with self._changed:
+            if error is not None:
+                self._next = len(self._requests)
+                if self._failed is None or number < self._failed[0]:
+                    self._failed = (number, error)
+            self._open_count -= 1
+            if not self._open_count and self._next == len(self._requests):
+                self._changed.notify_all()
+
+    def start(self, run: Callable[[], None], count: int = 1) -> int:
+        """Run something in other threads; return in how many, if no more can be started."""
+
+        def run_counted() -> None:
+            with self._changed:
+                if self._has_ended:
+                    return
+                self._thread_count += 1
+            try:
+                run()
+            finally:
+                with self._changed:
+                    self._thread_count -= 1
+                    self._changed.notify_all()
+
+        for started_count in range(count):
+            try:
+                # A daemon: at its end the interpreter waits for the others, whatever they wait for.
+                threading.Thread(target=run_counted, name="ckptfmt-read", daemon=True).start()
+            except RuntimeError:  # there are too many, or the interpreter is about to end
+                return started_count
+        return count
+
+    def wait(self) -> None:
+        """Wait until every request was taken, or one has failed and those before it were taken."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open_count and self._next == len(self._requests))
+
+    def end(self, wake: Callable[[], None] = lambda: None) -> None:
+        """Let no more requests be begun, and wait for the other threads.
+
+        Args:
+            wake: lets threads go on that wait for others.
+        """
         interruption: BaseException | None = None
         while True:
             # An interruption has to wait: the destination mustn't change once the caller goes on. (That a thread has
@@ -160,7 +266,9 @@ class _Work:
             try:
                 with self._changed:
                     self._next = len(self._requests)
-                    while self._active_count:
+                    self._has_ended = True
+                    wake()
+                    while self._thread_count:
                         self._changed.wait()
                 break
             except BaseException as error:  # noqa: BLE001 - raised below
@@ -171,15 +279,8 @@ class _Work:
 
     def raise_error(self) -> None:
         """Raise the error of the first request that has one: all before it were begun before it, and have ended."""
-        if self._errors:
-            raise self._errors[min(self._errors)]
-
-    def _draw(self) -> int | None:
-        with self._changed:
-            if self._next == len(self._requests):
-                return None
-            self._next += 1
-            return self._next - 1
+        if self._failed is not None:
+            raise self._failed[1]
 
 
 class _Files:
@@ -191,20 +292,20 @@ class _Files:
         self._lock = threading.Lock()
         self._open: dict[str, tuple[RangeReader, contextlib.ExitStack]] = {}
 
-    @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[RangeReader]:
+    def open(self, path: str) -> RangeReader:
+        """Return a file, opened if need be, for one request; `close_after` has to follow."""
         with self._lock:
             if path not in self._open:
                 stack = contextlib.ExitStack()
                 self._open[path] = (stack.enter_context(self._store.open_ranges(path)), stack)
-            file = self._open[path][0]
-        try:
-            yield file
-        finally:
-            with self._lock:
-                self._left[path] -= 1
-                if not self._left[path]:
-                    self._open.pop(path)[1].close()
+            return self._open[path][0]
+
+    def close_after(self, path: str) -> None:
+        """Close a file if no request for it is left."""
+        with self._lock:
+            self._left[path] -= 1
+            if not self._left[path]:
+                self._open.pop(path)[1].close()
 
     def close(self) -> None:
         """Close what is still open, after requests that were never begun."""

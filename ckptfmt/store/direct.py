@@ -22,7 +22,7 @@ import numpy as np
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import PAGE_NBYTES, Buffer
 
-__all__ = ["FileReader", "FileWriter"]
+__all__ = ["FileReader", "FileWriter", "is_cached"]
 
 #: From what size on a chunk is written or read directly, in bytes: below, the page cache is quicker than a round trip.
 DIRECT_NBYTES: Final = 1 << 20
@@ -306,7 +306,7 @@ class FileReader:
         self.nbytes: Final = nbytes
         self._calls = calls
         self._fd = fd
-        self._is_direct = nbytes >= DIRECT_NBYTES and not _is_cached(calls, fd, nbytes) and self._set_direct()
+        self._is_direct = nbytes >= DIRECT_NBYTES and not is_cached(calls, fd, nbytes) and self._set_direct()
 
     def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
         """Read a range into `buffer`; return what came, where it is: less than `nbytes` if the file has shrunk."""
@@ -314,7 +314,7 @@ class FileReader:
             return buffer[: self._read(byte_begin, buffer[:nbytes])]
         first = byte_begin % PAGE_NBYTES
         whole_nbytes = -(-(first + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
-        if whole_nbytes > len(buffer) or np.frombuffer(buffer, np.uint8).ctypes.data % PAGE_NBYTES:
+        if whole_nbytes > len(buffer):
             raise ValueError(f"{len(buffer)} bytes have no room for {nbytes} in whole pages")
         done_nbytes = self._read(byte_begin - first, buffer[:whole_nbytes])
         return buffer[first : min(first + nbytes, max(first, done_nbytes))]
@@ -343,7 +343,7 @@ class FileReader:
         return True
 
 
-def _is_cached(calls: PosixCalls, fd: int, nbytes: int) -> bool:
+def is_cached(calls: PosixCalls, fd: int, nbytes: int) -> bool:
     """Say whether most of a file is in the page cache; True where the kernel can't tell."""
     try:
         return calls.cached_page_count(fd, 0, nbytes) * PAGE_NBYTES > nbytes // 2

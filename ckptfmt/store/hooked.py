@@ -98,6 +98,10 @@ class HookedStore:
         with self._inner.open_ranges(path) as ranges:
             yield _HookedRanges(self._run, path, ranges)
 
+    def waits(self, path: str) -> bool:
+        """See `Store.waits`; a hint, so no operation."""
+        return self._inner.waits(path)
+
     def nbytes(self, path: str) -> int:
         """See `Store.nbytes`."""
         return self._run("nbytes", path, lambda: self._inner.nbytes(path))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.direct import FileReader, FileWriter
+from ckptfmt.store.direct import FileReader, FileWriter, is_cached
 from ckptfmt.store.holding import Hold, is_held
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import (
@@ -215,6 +215,12 @@ class LocalStore:
         with contextlib.ExitStack() as stack:
             fd, nbytes = self._reading(path, lambda: stack.enter_context(self._opened(path)))
             yield _Ranges(self, path, FileReader(self._calls, fd, nbytes=nbytes))
+
+    def waits(self, path: str) -> bool:
+        """Say whether most of a file is out of the page cache; see `Store.waits`."""
+        with contextlib.suppress(OSError, CkptError), self._opened(path) as (fd, nbytes):
+            return not is_cached(self._calls, fd, nbytes)
+        return False
 
     def nbytes(self, path: str) -> int:
         """Return a file's size in bytes; see `Store.nbytes`."""
@@ -530,10 +536,13 @@ class LocalStore:
         try:
             yield
         except OSError as error:
-            code = _CODES.get(error.errno or 0, Code.STORE_IO)
-            code = missing if code is Code.FILE_MISSING else code
-            detail = f"{error.strerror or error} in {self.name}"
-            raise err(code, detail, where=path, requirement=_CLAUSES.get(code)) from error
+            raise self._named(error, path, missing=missing) from error
+
+    def _named(self, error: OSError, path: str, *, missing: Code = Code.FILE_MISSING) -> CkptError:
+        """Return the error that a handler knows; `missing` is the code for ENOENT."""
+        code = _CODES.get(error.errno or 0, Code.STORE_IO)
+        code = missing if code is Code.FILE_MISSING else code
+        return err(code, f"{error.strerror or error} in {self.name}", where=path, requirement=_CLAUSES.get(code))
 
 
 class _Ranges:
@@ -548,8 +557,10 @@ class _Ranges:
         """Read exactly a range; see `RangeReader.read_into`."""
         if not 0 <= byte_begin <= byte_begin + nbytes <= self._file.nbytes:
             raise _too_short(self._path, byte_begin, nbytes, self._file.nbytes)
-        with self._store._named_errors(self._path):  # noqa: SLF001 - our own
+        try:
             found = self._file.read_into(byte_begin, nbytes, buffer)
+        except OSError as error:
+            raise self._store._named(error, self._path) from error  # noqa: SLF001 - our own
         if len(found) < nbytes:
             raise _too_short(self._path, byte_begin, nbytes, byte_begin + len(found))
         return found

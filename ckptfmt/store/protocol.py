@@ -158,6 +158,12 @@ class Store(Protocol):
         Spec: REQ-CKP-002, REQ-CKP-004
         """
 
+    def waits(self, path: str) -> bool:
+        """Return whether reads of a file wait for a device or a network, rather than copy memory.
+
+        A hint for who plans reads, and never an error: of a file that isn't there it means nothing.
+        """
+
     def nbytes(self, path: str) -> int:
         """Return a file's size in bytes.
 

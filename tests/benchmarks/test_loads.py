@@ -51,8 +51,8 @@ def test_raw_reads_read_every_byte_once(tmp_path, monkeypatch, threads):
 
 
 def test_raw_reads_are_tried_with_few_and_many_threads_and_short_and_long_requests():
-    assert {setting.threads for setting in READ_SETTINGS} == {1, 2, 4}
-    assert {setting.request_nbytes >> 20 for setting in READ_SETTINGS} == {1, 4, 16}
+    assert {setting.threads for setting in READ_SETTINGS} == {1, 2, 4, 8}
+    assert {setting.request_nbytes >> 19 for setting in READ_SETTINGS} == {1, 2, 8, 32}
 
 
 @pytest.mark.parametrize("spoilt", ["first", "middle", "last"])

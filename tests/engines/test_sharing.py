@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfmt.box import Box
-from ckptfmt.engines import reader, sharing
+from ckptfmt.engines import reader, sharing, streaming
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store.memory import MemoryStore
@@ -75,7 +75,7 @@ class Peer:
 def share_what_is_small(monkeypatch):
     monkeypatch.setattr(sharing, "LEAST_NBYTES", 1)
     monkeypatch.setattr(sharing, "REQUEST_NBYTES", 20_000)
-    monkeypatch.setattr(reader, "REQUEST_NBYTES", 20_000)
+    monkeypatch.setattr(streaming, "REQUEST_NBYTES", 20_000)
     monkeypatch.setattr(reader, "GAP_NBYTES", 0)
 
 

@@ -1,7 +1,9 @@
 """Streaming: every request once, in few buffers; after an error nothing is under way any more."""
 
 import contextlib
+import os
 import random
+import signal
 import threading
 import time
 
@@ -23,9 +25,23 @@ from tests.builders import ATTEMPT, ArraySink, save, snapshot, tensor
 MIB = 1 << 20
 
 
-def requests_of(sizes):
+class Waiting(HookedStore):
+    """A store whose files come from a device, as the engine is told."""
+
+    def waits(self, path):
+        del path
+        return True
+
+
+@pytest.fixture(params=[False, True], ids=["in memory", "waiting"])
+def waits(request):
+    """Whether what is read has to be waited for."""
+    return request.param
+
+
+def requests_of(sizes, *, waits=False):
     """Return a store and requests that tile its files, each of a few sizes."""
-    store = MemoryStore()
+    store = Waiting(MemoryStore()) if waits else MemoryStore()
     requests: list[Request] = []
     for number, nbytes in enumerate(sizes):
         path = f"f{number // 3}"
@@ -71,21 +87,21 @@ def ended(thread):
     return not thread.is_alive()
 
 
-@given(st.lists(st.integers(0, 400_000), max_size=20))
-def test_every_request_is_taken_once_with_its_bytes(sizes):
-    store, requests = requests_of(sizes)
+@given(st.lists(st.integers(0, 400_000), max_size=20), st.booleans())
+def test_every_request_is_taken_once_with_its_bytes(sizes, waits):
+    store, requests = requests_of(sizes, waits=waits)
     taken = []
     nbytes = stream_requests(store, requests, lambda request, content: taken.append((request, bytes(content))))
     assert sorted(taken, key=lambda pair: (pair[0].path, pair[0].byte_begin, pair[0].nbytes)) == [
         (request, content_of(store, request))
         for request in sorted(requests, key=lambda request: (request.path, request.byte_begin, request.nbytes))
     ]
-    assert nbytes <= streaming.THREAD_COUNT * (max(sizes, default=0) + 3 * 4096)
+    assert nbytes <= (streaming.WAITING_BUFFER_COUNT if waits else 4) * (max(sizes, default=0) + 3 * 4096)
 
 
-def test_buffers_are_few_and_so_are_open_files():
+def test_buffers_are_few_and_so_are_open_files(waits):
     """REQ-OPN-008: both are bounded, however much there is to read."""
-    store, requests = requests_of([MIB] * 60)
+    store, requests = requests_of([MIB] * 60, waits=waits)
     opening = Opening(store)
     places, threads = set(), set()
 
@@ -95,23 +111,46 @@ def test_buffers_are_few_and_so_are_open_files():
         time.sleep(0.001)
 
     nbytes = stream_requests(opening, requests, take)
-    assert nbytes <= 5 * MIB
+    buffer_count = streaming.WAITING_BUFFER_COUNT if waits else streaming.THREAD_COUNT
+    assert nbytes <= (buffer_count + 1) * MIB
     assert 1 < len(threads) <= streaming.THREAD_COUNT
-    assert len(places) <= 2 * streaming.THREAD_COUNT
-    assert (opening.most <= streaming.THREAD_COUNT + 1, opening.now) == (True, 0)
+    assert len(places) <= 2 * buffer_count
+    assert (opening.most <= streaming.READER_COUNT + 1, opening.now) == (True, 0)
 
 
-def test_large_blocks_take_fewer_buffers():
+def test_who_reads_for_a_device_does_nothing_else():
+    """So that its queue is full whatever checking and placing take."""
+    store, requests = requests_of([MIB] * 30, waits=True)
+    readers: set[int] = set()
+    takers: set[int] = set()
+
+    class Noting(Waiting):
+        def before(self, operation):
+            if operation.op == "read_range":
+                readers.add(threading.get_ident())
+
+    def take(*_):
+        takers.add(threading.get_ident())
+        time.sleep(0.002)
+
+    stream_requests(Noting(store), requests, take)
+    assert readers
+    assert takers
+    assert not readers & takers
+    assert threading.get_ident() not in readers | takers
+
+
+def test_large_blocks_take_fewer_buffers(waits):
     """REQ-OPN-008: the limit on bytes in flight holds, but for one request."""
-    store, requests = requests_of([20 * MIB] * 3)
+    store, requests = requests_of([20 * MIB] * 3, waits=waits)
     assert stream_requests(store, requests, lambda *_: None) == 20 * MIB + 2 * 4096
 
 
 @pytest.mark.parametrize("failing", [{0}, {7}, {5, 6, 7, 8}, {19}, set(range(20))])
-def test_the_first_error_is_raised_and_no_more_is_begun(failing):
+def test_the_first_error_is_raised_and_no_more_is_begun(failing, waits):
     """Which one that is doesn't depend on the threads; all that was begun has ended."""
     for _ in range(5):
-        store, requests = requests_of([MIB] * 20)
+        store, requests = requests_of([MIB] * 20, waits=waits)
         opening = Opening(store)
         begun: list[int] = []
         ended: list[int] = []
@@ -128,7 +167,8 @@ def test_the_first_error_is_raised_and_no_more_is_begun(failing):
             stream_requests(opening, requests, take)
         assert caught.value.detail == str(min(failing))
         assert sorted(begun) == sorted(ended)
-        assert max(begun) <= max(min(failing) + 2 * streaming.THREAD_COUNT, *failing & set(begun))
+        most = streaming.WAITING_BUFFER_COUNT if waits else 2 * streaming.THREAD_COUNT
+        assert max(begun) <= max(min(failing) + most, *failing & set(begun))
         assert opening.now == 0
 
 
@@ -150,14 +190,62 @@ def test_an_interruption_waits_for_what_is_under_way():
     assert not under_way
 
 
-def test_without_threads_one_does_it_all(monkeypatch):
+@pytest.mark.parametrize("failing", [{0}, {7}, {5, 6}, {19}])
+def test_an_error_of_a_read_is_raised_too(failing, waits):
+    """The first one, again; and nothing that comes after it is handed on when it is known."""
+    store, requests = requests_of([MIB] * 20, waits=waits)
+
+    failed = {(requests[number].path, requests[number].byte_begin) for number in failing}
+
+    class Bad:
+        def __init__(self, path, file):
+            self.path, self.file = path, file
+
+        def read_into(self, byte_begin, nbytes, buffer):
+            if (self.path, byte_begin) in failed:
+                raise err(Code.STORE_IO, f"{self.path}:{byte_begin}")
+            return self.file.read_into(byte_begin, nbytes, buffer)
+
+    @contextlib.contextmanager
+    def open_ranges(path, inner=store.open_ranges):
+        with inner(path) as file:
+            yield Bad(path, file)
+
+    store.open_ranges = open_ranges
+    with pytest.raises(CkptError) as caught:
+        stream_requests(store, requests, lambda *_: None)
+    first = requests[min(failing)]
+    assert caught.value.detail == f"{first.path}:{first.byte_begin}"
+
+
+def test_an_interruption_of_who_waits_ends_all():
+    """Ctrl-C comes to the thread that waits for the others: it, too, goes on only when they have ended."""
+    store, requests = requests_of([MIB] * 200, waits=True)
+    under_way: set[Request] = set()
+    taken: list[Request] = []
+
+    def take(request, _):
+        under_way.add(request)
+        time.sleep(0.02)
+        if len(taken) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        taken.append(request)
+        under_way.remove(request)
+
+    with pytest.raises(KeyboardInterrupt):
+        stream_requests(store, requests, take)
+    assert not under_way
+    assert len(taken) < 50
+
+
+def test_without_threads_one_does_it_all(monkeypatch, waits):
     """Where no thread can be started, the load goes on in this one."""
 
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    store, requests = requests_of([MIB] * 9)
+    store, requests = requests_of([MIB] * 9, waits=waits)
     taken = []
     stream_requests(store, requests, lambda request, content: taken.append((request, bytes(content))))
     assert taken == [(request, content_of(store, request)) for request in requests]

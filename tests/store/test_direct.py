@@ -647,6 +647,7 @@ def test_only_what_is_not_in_the_page_cache_is_read_past_it(tmp_path):
     (tmp_path / "a").write_bytes(bytes(1 << 20))
     calls = Noting()
     store = LocalStore(tmp_path, writable=False, calls=calls)
+    assert not store.waits("a")
     with store.open_ranges("a"):
         assert calls.direct_count == 0
     with (tmp_path / "a").open("rb") as file:
@@ -657,5 +658,6 @@ def test_only_what_is_not_in_the_page_cache_is_read_past_it(tmp_path):
                 pytest.skip("this file system drops nothing")
         except OSError:
             pytest.skip("this kernel has no cachestat")
+    assert store.waits("a")
     with store.open_ranges("a"):
         assert calls.direct_count == 1

@@ -100,6 +100,13 @@ def test_missing_files(store):
     store.delete_leftovers("no/such")
 
 
+def test_what_was_just_written_need_not_be_waited_for(store):
+    """A hint: of a file that isn't there it says something, too."""
+    store.create("a", [bytes(1 << 20)])
+    assert store.waits("a") is False
+    assert store.waits("no/such/file") in (False, True)
+
+
 def test_an_error_names_the_file_the_place_and_the_clause(store):
     with pytest.raises(CkptError) as caught:
         store.read("parts/a", limit_nbytes=9)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ckptfmt.arithmetic import layout
 from ckptfmt.arithmetic.layout import LocalPiece
@@ -237,7 +238,7 @@ class TorchSource:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class TorchSink:
-    """A tensor to be filled in place; see `ckptfmt.engines.snapshot.TensorSink`. Another dtype of it converts.
+    """A tensor to be filled in place; see `ckptfmt.engines.snapshot.MemorySink`. Another dtype of it converts.
 
     Attributes:
         arrive: copies to where the tensor is, if not as torch does; see `ckptfmt.interop.torch.arrivals`.
@@ -263,22 +264,39 @@ class TorchSink:
             self._address = local.data_ptr()
 
     def copy_from(self, box: Box, content: memoryview) -> None:
-        """Take the elements of `box`; other threads of Python run meanwhile."""
+        """Take the elements of `box`."""
         if not box.element_count:
             return
+        memory = self.memory_of(box)
+        if memory is not None:
+            np.copyto(memory, np.frombuffer(content, np.uint8))
+            return
+        incoming = torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
+        slices = self._find(box).relative_to(Box.whole(tuple(self.local.shape)))
+        _copy(self.local[slices], incoming.view(TORCH_DTYPES[self.dtype]).reshape(box.shape), by=self.arrive)
+
+    def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
+        """Return the bytes of the elements of `box`, if they can be filled as they are; counts as a change of them."""
+        if self._address is None or self.arrive is not None:
+            return None
+        first = find_stretch(Box.whole(tuple(self.local.shape)), self._find(box))
+        if first is None:
+            return None
+        element_nbytes = self.local.element_size()
+        # Not through `Tensor.numpy`: a tensor that once was an array can't be resized ever after.
+        memory = (ctypes.c_ubyte * (box.element_count * element_nbytes)).from_address(
+            self._address + first * element_nbytes
+        )
+        torch.autograd.graph.increment_version(self.local)
+        return np.ctypeslib.as_array(memory)
+
+    def _find(self, box: Box) -> Box:
+        """Return where in the local tensor the elements of `box` are."""
         piece = next(piece for piece in self.pieces if piece.box.contains(box))
         offsets = (
             at - begin + base for at, begin, base in zip(box.begin, piece.box.begin, piece.local_box.begin, strict=True)
         )
-        target = Box(tuple(offsets), box.shape)
-        if self._address is not None and self.arrive is None:
-            first = find_stretch(Box.whole(tuple(self.local.shape)), target)
-            if first is not None:
-                _fill_memory(self.local, self._address + first * self.local.element_size(), content)
-                return
-        incoming = torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
-        slices = target.relative_to(Box.whole(tuple(self.local.shape)))
-        _copy(self.local[slices], incoming.view(TORCH_DTYPES[self.dtype]).reshape(box.shape), by=self.arrive)
+        return Box(tuple(offsets), box.shape)
 
 
 def source_of(
@@ -404,16 +422,6 @@ def _copy_memory(tensor: torch.Tensor, out: memoryview) -> None:
     if out.nbytes != tensor.nbytes:
         raise ValueError(f"{tensor.nbytes} bytes don't fill {out.nbytes}")
     ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(out)), tensor.data_ptr(), out.nbytes)
-
-
-def _fill_memory(tensor: torch.Tensor, address: int, content: memoryview) -> None:
-    """Fill memory of a tensor, with the C library, and count that as a change, as torch's own operations do."""
-    if content.readonly:
-        source = np.frombuffer(content, np.uint8).ctypes.data
-    else:
-        source = ctypes.addressof(ctypes.c_char.from_buffer(content))
-    ctypes.memmove(address, source, content.nbytes)
-    torch.autograd.graph.increment_version(tensor)
 
 
 def _copy(
