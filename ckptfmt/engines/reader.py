@@ -24,7 +24,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.reading import Reading
 from ckptfmt.engines.stored import ArrayTarget, StoredPiece, carrier_of
-from ckptfmt.engines.streaming import longest_request
+from ckptfmt.engines.streaming import REQUEST_NBYTES
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ class Checkpoint:
             for request in plan_requests(
                 found,
                 block_nbytes=self.manifest.origin.block_nbytes,
-                request_nbytes=longest_request(self.store, path),
+                request_nbytes=REQUEST_NBYTES,
                 gap_nbytes=GAP_NBYTES,
             )
         ]

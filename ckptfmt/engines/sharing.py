@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from ckptfmt.arithmetic.plan import BlockRange
 from ckptfmt.arithmetic.share import Unit, plan_rounds, split_shared
-from ckptfmt.engines.streaming import REQUEST_NBYTES
 from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
@@ -24,6 +23,8 @@ __all__ = ["Message", "Peers", "Rounds", "Take", "refuse_sharing", "share_ranges
 
 #: How much a process holds of a round at most, in bytes.
 ROUND_NBYTES: Final = 24 << 20
+#: What is sent at once, in bytes.
+UNIT_NBYTES: Final = 4 << 20
 #: What is shorter is quicker to read again than to send, in bytes.
 LEAST_NBYTES: Final = 64 << 10
 _GOOD: Final = 1
@@ -76,7 +77,7 @@ def share_ranges(ranges: Iterable[BlockRange], peers: Peers, *, block_nbytes: in
         raise err(Code.WRITERS_DIVERGED, "not every process shares what it reads", where="share=")
     units = split_shared(
         [[(path, begin, end) for path, spans in theirs["wanted"].items() for begin, end in spans] for theirs in told],
-        unit_nbytes=max(1, REQUEST_NBYTES // block_nbytes) * block_nbytes,
+        unit_nbytes=max(1, UNIT_NBYTES // block_nbytes) * block_nbytes,
         least_nbytes=LEAST_NBYTES,
     )
     shared = _Shared(ranges)

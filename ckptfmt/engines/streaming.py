@@ -29,19 +29,18 @@ if TYPE_CHECKING:
     from ckptfmt.arithmetic.plan import Request
     from ckptfmt.store.protocol import RangeReader, Store
 
-__all__ = ["IN_FLIGHT_NBYTES", "REQUEST_NBYTES", "Borrow", "ReadReport", "Take", "longest_request", "stream_requests"]
+__all__ = ["IN_FLIGHT_NBYTES", "REQUEST_NBYTES", "Borrow", "ReadReport", "Take", "stream_requests"]
 
 #: Is given a request and its bytes, which are valid until it returns.
 Take: TypeAlias = "Callable[[Request, memoryview], None]"
 #: Is given memory, and has it until its context ends: a device may want to know of it.
 Borrow: TypeAlias = Callable[[memoryview], AbstractContextManager[None]]
 
-#: Longest request for what is in memory, in bytes. Measured: 1 MiB takes a fifth more of the processors' time.
-REQUEST_NBYTES: Final = 4 << 20
-#: Longest request for what isn't, in bytes. Measured: the more memory a device fills, the slower it is; four buffers of
-#: 4 MiB get three quarters of the rate of four of 1 MiB.
-WAITING_REQUEST_NBYTES: Final = 1 << 20
-#: How many threads read and take. Measured: as many as there are processors do, and no more than four are of use.
+#: Longest request, in bytes. Measured, cold: the more memory a device fills, the slower it is; four buffers of 4 MiB
+#: get three quarters of the rate of four of 1 MiB. Warm, both are as quick: 1 MiB stays in the cache it is read to.
+REQUEST_NBYTES: Final = 1 << 20
+#: Most threads that check and place. There are as many as there are processors; what more than four would add wasn't
+#: measured.
 THREAD_COUNT: Final = 4
 #: How many threads only read: what a device's queue needs, and two that are between two requests.
 READER_COUNT: Final = 6
@@ -77,11 +76,6 @@ class ReadReport:
     metadata_nbytes: int = 0
 
 
-def longest_request(store: Store, path: str) -> int:
-    """Return the best length of requests for a file, in bytes."""
-    return WAITING_REQUEST_NBYTES if store.waits(path) else REQUEST_NBYTES
-
-
 def stream_requests(store: Store, requests: Sequence[Request], take: Take, *, borrow: Borrow | None = None) -> int:
     """Read every request, and give each to `take`; return how many bytes of buffers that took.
 
@@ -99,7 +93,7 @@ def stream_requests(store: Store, requests: Sequence[Request], take: Take, *, bo
     longest_nbytes = max(request.nbytes for request in requests)
     # Two pages more: what is read past the page cache begins and ends at pages.
     buffer_nbytes = (-(-longest_nbytes // PAGE_NBYTES) + 2) * PAGE_NBYTES
-    run, count = _read_and_take, THREAD_COUNT
+    run, count = _read_and_take, _thread_count()
     if sum(request.nbytes for request in requests) <= _SMALL_NBYTES:
         count = 1
     elif store.waits(requests[0].path):
@@ -110,6 +104,10 @@ def stream_requests(store: Store, requests: Sequence[Request], take: Take, *, bo
         buffers = [memory[number * buffer_nbytes : (number + 1) * buffer_nbytes] for number in range(count)]
         run(_Work(store, requests, take), buffers)
     return buffer_nbytes * count
+
+
+def _thread_count() -> int:
+    return min(THREAD_COUNT, len(os.sched_getaffinity(0)))
 
 
 def _read_and_take(work: _Work, buffers: Sequence[memoryview]) -> None:
@@ -143,15 +141,14 @@ def _read_beside_taking(work: _Work, buffers: Sequence[memoryview]) -> None:
             free.put(buffer)
 
     def wake() -> None:
-        for _ in range(READER_COUNT + taker_count):
+        for _ in range(READER_COUNT + THREAD_COUNT):
             free.put(None)
             ready.put(None)
 
     for buffer in buffers:
         free.put(buffer)
-    taker_count = min(THREAD_COUNT, len(os.sched_getaffinity(0)))
     try:
-        if work.start(take, taker_count) and work.start(read, READER_COUNT):
+        if work.start(take, _thread_count()) and work.start(read, READER_COUNT):
             work.wait()
         else:
             work.run(buffers[0])

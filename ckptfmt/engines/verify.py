@@ -28,7 +28,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.reader import Checkpoint, check_nbytes, read_header
 from ckptfmt.engines.stored import iter_damages
-from ckptfmt.engines.streaming import longest_request, stream_requests
+from ckptfmt.engines.streaming import REQUEST_NBYTES, stream_requests
 from ckptfmt.errors import CkptError, Code, StoreError, err
 
 if TYPE_CHECKING:
@@ -310,8 +310,7 @@ def _find_damages(store: Store, part: Part, number: int, file: PartFile, report:
         for at, (tensor, held, extent) in enumerate(extents)
         if (nbytes := extent_nbytes(tensor, held, extent, block_nbytes))
     ]
-    request_nbytes = longest_request(store, file.name)
-    requests = plan_requests(ranges, block_nbytes=block_nbytes, request_nbytes=request_nbytes, gap_nbytes=0)
+    requests = plan_requests(ranges, block_nbytes=block_nbytes, request_nbytes=REQUEST_NBYTES, gap_nbytes=0)
     found: list[tuple[int, CkptError]] = []
     lock = threading.Lock()
 

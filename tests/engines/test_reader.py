@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ckptfmt
 from ckptfmt.box import Box
-from ckptfmt.engines import streaming
+from ckptfmt.engines import reader
 from ckptfmt.engines.reader import Checkpoint, numpy_dtype
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StateError
 from ckptfmt.store.hooked import HookedStore
@@ -117,7 +117,7 @@ def test_any_box_of_any_tiling_is_what_was_saved(shape, dtype, rng, request_nbyt
     array = random_array(shape, dtype, rng)
     store = save_tiled(array, dtype, rng)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "REQUEST_NBYTES", request_nbytes)
+        patch.setattr(reader, "REQUEST_NBYTES", request_nbytes)
         checkpoint = Checkpoint(store)
         for box in (Box.whole(shape), random_box(shape, rng), random_box(shape, rng)):
             expected = array[box.relative_to(Box.whole(shape))]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfmt.box import Box
-from ckptfmt.engines import reader, sharing, streaming
+from ckptfmt.engines import reader, sharing
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store.memory import MemoryStore
@@ -74,8 +74,8 @@ class Peer:
 @pytest.fixture(autouse=True)
 def share_what_is_small(monkeypatch):
     monkeypatch.setattr(sharing, "LEAST_NBYTES", 1)
-    monkeypatch.setattr(sharing, "REQUEST_NBYTES", 20_000)
-    monkeypatch.setattr(streaming, "REQUEST_NBYTES", 20_000)
+    monkeypatch.setattr(sharing, "UNIT_NBYTES", 20_000)
+    monkeypatch.setattr(reader, "REQUEST_NBYTES", 20_000)
     monkeypatch.setattr(reader, "GAP_NBYTES", 0)
 
 
@@ -216,7 +216,7 @@ def test_any_boxes_of_any_tiling_on_any_number_of_processes(dtype, count, unit_n
         return reading.run()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "REQUEST_NBYTES", unit_nbytes)
+        patch.setattr(sharing, "UNIT_NBYTES", unit_nbytes)
         reports = Playground(count).run(work)
     for sink, report in zip(sinks, reports, strict=True):
         (box,) = sink.boxes

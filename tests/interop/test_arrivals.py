@@ -6,7 +6,7 @@ import torch
 
 import ckptfmt
 from ckptfmt.box import Box
-from ckptfmt.engines import streaming
+from ckptfmt.engines import reader, streaming
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.interop.torch.arrivals import plan_arrivals
 from ckptfmt.interop.torch.tensors import sink_of
@@ -17,7 +17,7 @@ from tests.interop.test_device import FakeCuda
 @pytest.fixture(name="saved")
 def _saved(monkeypatch):
     """Return a store with weights that take several requests."""
-    monkeypatch.setattr(streaming, "REQUEST_NBYTES", 8192)
+    monkeypatch.setattr(reader, "REQUEST_NBYTES", 8192)
     monkeypatch.setattr(streaming, "_SMALL_NBYTES", 0)
     store = MemoryStore()
     weights = {
@@ -34,6 +34,8 @@ def fill(store, live, cuda, reports):
         sink_of(tensor, field="weights", name=name, scope="global", dtype=str(tensor.dtype).removeprefix("torch."))
         for name, tensor in live.items()
     ]
+    for sink in sinks:
+        sink._address = None  # a tensor on a device has none that this process could write to
     borrow = plan_arrivals(sinks, report=reports.append, cuda=cuda, device_type="cpu")
     Checkpoint(store).plan_reading(sinks, borrow=borrow).run()
     return sinks

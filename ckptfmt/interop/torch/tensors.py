@@ -277,7 +277,7 @@ class TorchSink:
 
     def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
         """Return the bytes of the elements of `box`, if they can be filled as they are; counts as a change of them."""
-        if self._address is None or self.arrive is not None:
+        if self._address is None:
             return None
         first = find_stretch(Box.whole(tuple(self.local.shape)), self._find(box))
         if first is None:
