@@ -12,6 +12,7 @@ from ckptfmt.capture import LOCAL_TOPOLOGY
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree
+from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.streaming import ReadReport
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
@@ -137,6 +138,7 @@ def restore_streams(
     return tuple(plan.downgrades)
 
 
+@collector_paused()
 def plan_restore(
     state: State,
     checkpoint: Readable,

@@ -21,6 +21,7 @@ from ckptfmt.documents.part import Leaf, Part, PartBox, PartFile, PartTensor, St
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.reading import Reading
 from ckptfmt.engines.stored import ArrayTarget, StoredPiece, carrier_of
@@ -223,6 +224,7 @@ class Checkpoint:
         """
         return self.plan_reading(sinks).run()
 
+    @collector_paused()
     def plan_reading(self, sinks: Sequence[TensorSink], *, borrow: Borrow | None = None) -> Reading:
         """Return what `read_into` will do; parts are read for it, and no shard.
 
@@ -276,6 +278,7 @@ class Checkpoint:
                     pieces[key].wanted.append((sink, read.wanted))
         return list(pieces.values())
 
+    @collector_paused()
     def plan_requests(self, pieces: Sequence[StoredPiece], ranges: Iterable[BlockRange]) -> list[Request]:
         """Return the requests that read `ranges`; the files that they are in were compared with their parts."""
         by_path: dict[str, list[BlockRange]] = {}
