@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from ckptfmt.arithmetic.plan import Request
     from ckptfmt.store.protocol import RangeReader, Store
 
-__all__ = ["IN_FLIGHT_NBYTES", "REQUEST_NBYTES", "Borrow", "ReadReport", "Take", "stream_requests"]
+__all__ = ["IN_FLIGHT_NBYTES", "REQUEST_NBYTES", "Borrow", "ReadReport", "stream_requests"]
 
 #: Is given a request and its bytes, which are valid until it returns.
-Take: TypeAlias = "Callable[[Request, memoryview], None]"
+_Take: TypeAlias = "Callable[[Request, memoryview], None]"
 #: Is given memory, and has it until its context ends: a device may want to know of it.
 Borrow: TypeAlias = Callable[[memoryview], AbstractContextManager[None]]
 
@@ -76,7 +76,7 @@ class ReadReport:
     metadata_nbytes: int = 0
 
 
-def stream_requests(store: Store, requests: Sequence[Request], take: Take, *, borrow: Borrow | None = None) -> int:
+def stream_requests(store: Store, requests: Sequence[Request], take: _Take, *, borrow: Borrow | None = None) -> int:
     """Read every request, and give each to `take`; return how many bytes of buffers that took.
 
     After an error no more requests are begun, and the error of the first request that has one is raised: which
@@ -160,7 +160,7 @@ def _read_beside_taking(work: _Work, buffers: Sequence[memoryview]) -> None:
 class _Work:
     """Requests to be drawn one after the other, by whichever thread is free."""
 
-    def __init__(self, store: Store, requests: Sequence[Request], take: Take) -> None:
+    def __init__(self, store: Store, requests: Sequence[Request], take: _Take) -> None:
         self._files = _Files(store, requests)
         self._requests = requests
         self._take = take
@@ -168,7 +168,7 @@ class _Work:
         self._changed = threading.Condition()
         self._next = 0
         self._open_count = 0
-        self._thread_count = 0
+        self._running_count = 0
         self._has_ended = False
         self._failed: tuple[int, BaseException] | None = None  # the first request that did
 
@@ -229,12 +229,12 @@ class _Work:
             with self._changed:
                 if self._has_ended:
                     return
-                self._thread_count += 1
+                self._running_count += 1
             try:
                 run()
             finally:
                 with self._changed:
-                    self._thread_count -= 1
+                    self._running_count -= 1
                     self._changed.notify_all()
 
         for started_count in range(count):
@@ -265,7 +265,7 @@ class _Work:
                     self._next = len(self._requests)
                     self._has_ended = True
                     wake()
-                    while self._thread_count:
+                    while self._running_count:
                         self._changed.wait()
                 break
             except BaseException as error:  # noqa: BLE001 - raised below

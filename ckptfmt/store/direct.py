@@ -314,7 +314,7 @@ class FileReader:
             return buffer[: self._read(byte_begin, buffer[:nbytes])]
         first = byte_begin % PAGE_NBYTES
         whole_nbytes = -(-(first + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
-        if whole_nbytes > len(buffer):
+        if whole_nbytes > len(buffer) or np.frombuffer(buffer, np.uint8).ctypes.data % PAGE_NBYTES:
             raise ValueError(f"{len(buffer)} bytes have no room for {nbytes} in whole pages")
         done_nbytes = self._read(byte_begin - first, buffer[:whole_nbytes])
         return buffer[first : min(first + nbytes, max(first, done_nbytes))]

@@ -622,6 +622,15 @@ def test_a_small_file_is_never_read_directly(tmp_path):
 
 
 @small
+@pytest.mark.parametrize("buffer", [aligned(4 * PAGE)[64:], aligned(PAGE)], ids=["unaligned", "short"])
+def test_a_buffer_that_direct_reads_cannot_use_is_refused(tmp_path, buffer):
+    """It is the caller's mistake, and says nothing of the storage."""
+    LocalStore(tmp_path, writable=True).create("a", [bytes(8 * PAGE)])
+    with LocalStore(tmp_path, writable=False, calls=Cold()).open_ranges("a") as file, pytest.raises(ValueError):
+        file.read_into(5, PAGE, buffer)
+
+
+@small
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_file_that_shrinks_while_it_is_read_is_a_named_error(tmp_path, cached):
     """REQ-CKP-003."""

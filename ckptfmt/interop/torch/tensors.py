@@ -267,24 +267,29 @@ class TorchSink:
         """Take the elements of `box`."""
         if not box.element_count:
             return
-        memory = self.memory_of(box)
+        target = self._find(box)
+        memory = self._memory_at(target)
         if memory is not None:
             np.copyto(memory, np.frombuffer(content, np.uint8))
             return
         incoming = torch.frombuffer(bytearray(content) if content.readonly else content, dtype=torch.uint8)
-        slices = self._find(box).relative_to(Box.whole(tuple(self.local.shape)))
+        slices = target.relative_to(Box.whole(tuple(self.local.shape)))
         _copy(self.local[slices], incoming.view(TORCH_DTYPES[self.dtype]).reshape(box.shape), by=self.arrive)
 
     def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
         """Return the bytes of the elements of `box`, if they can be filled as they are; counts as a change of them."""
+        return self._memory_at(self._find(box))
+
+    def _memory_at(self, target: Box) -> NDArray[np.uint8] | None:
+        """Do as `memory_of`, for a box of the local tensor."""
         if self._address is None:
             return None
-        first = find_stretch(Box.whole(tuple(self.local.shape)), self._find(box))
+        first = find_stretch(Box.whole(tuple(self.local.shape)), target)
         if first is None:
             return None
         element_nbytes = self.local.element_size()
         # Not through `Tensor.numpy`: a tensor that once was an array can't be resized ever after.
-        memory = (ctypes.c_ubyte * (box.element_count * element_nbytes)).from_address(
+        memory = (ctypes.c_ubyte * (target.element_count * element_nbytes)).from_address(
             self._address + first * element_nbytes
         )
         torch.autograd.graph.increment_version(self.local)
