@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
+from typing import Self
 
 __all__ = [
     "CODES",
@@ -66,6 +67,17 @@ class CkptError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.code, self.detail, self.where, self.requirement, self.remedy)
+
+    def below(self, directory: str) -> Self:
+        """Return the same error, its place below a directory; itself, if it says so already.
+
+        >>> err(Code.FILE_MISSING, "no such file", where="manifest.json").below("step-00000003-l0001").where
+        'step-00000003-l0001/manifest.json'
+        """
+        if self.where is not None and (self.where == directory or self.where.startswith(f"{directory}/")):
+            return self
+        where = f"{directory}/{self.where}" if self.where else directory
+        return type(self)(self.code, self.detail, where=where, requirement=self.requirement, remedy=self.remedy)
 
     def as_json(self) -> dict[str, str | None]:
         """Return the error as a JSON-ready mapping."""
@@ -151,6 +163,10 @@ class Code(StrEnum):
     SHARD_SHAPE = "SHARD_SHAPE"
     SHARD_OFFSETS = "SHARD_OFFSETS"
     SHARD_MISMATCH = "SHARD_MISMATCH"
+    ENCODED_FORM = "ENCODED_FORM"
+    DECODED_DIGEST = "DECODED_DIGEST"
+    BASE_BLOCK = "BASE_BLOCK"
+    REFERENCE_CLOSURE = "REFERENCE_CLOSURE"
     # integrity
     FILE_MISSING = "FILE_MISSING"
     FILE_NBYTES = "FILE_NBYTES"
@@ -160,6 +176,8 @@ class Code(StrEnum):
     CHECKPOINT_ABORTED = "CHECKPOINT_ABORTED"
     CHECKPOINT_RETIRED = "CHECKPOINT_RETIRED"
     NO_VALID_CHECKPOINT = "NO_VALID_CHECKPOINT"
+    BASE_MISSING = "BASE_MISSING"
+    BASE_MISMATCH = "BASE_MISMATCH"
     # unsupported
     VERSION_UNSUPPORTED = "VERSION_UNSUPPORTED"
     FEATURE_UNSUPPORTED = "FEATURE_UNSUPPORTED"
@@ -193,6 +211,7 @@ class Code(StrEnum):
     PEER_FAILED = "PEER_FAILED"
     STATE_CHANGED = "STATE_CHANGED"
     SLOT_MEMORY = "SLOT_MEMORY"
+    FLOAT_ENVIRONMENT = "FLOAT_ENVIRONMENT"
     # commit
     FENCED = "FENCED"
     CHECKPOINT_EXISTS = "CHECKPOINT_EXISTS"
@@ -272,6 +291,12 @@ CODES: dict[Code, CodeEntry] = {
     Code.SHARD_SHAPE: CodeEntry(FormatError, "a shard's header has a shape out of range", _WRITER),
     Code.SHARD_OFFSETS: CodeEntry(FormatError, "a shard's tensors don't tile its data exactly", _WRITER),
     Code.SHARD_MISMATCH: CodeEntry(FormatError, "a shard's header isn't what its part says", _WRITER),
+    Code.ENCODED_FORM: CodeEntry(FormatError, "the stored bytes of a block aren't of its encoding's form", _WRITER),
+    Code.DECODED_DIGEST: CodeEntry(FormatError, "a block decodes to other bytes than were saved", _WRITER),
+    Code.BASE_BLOCK: CodeEntry(FormatError, "a base doesn't have what a delta reads from it", _WRITER),
+    Code.REFERENCE_CLOSURE: CodeEntry(
+        FormatError, "the references of a checkpoint leave out what its bases refer to", _WRITER
+    ),
     Code.FILE_MISSING: CodeEntry(IntegrityError, "a file isn't there", _RESTORE),
     Code.FILE_NBYTES: CodeEntry(IntegrityError, "a file has another number of bytes than declared", _RESTORE),
     Code.BLOCK_DIGEST: CodeEntry(IntegrityError, "a block's bytes aren't those that were saved", _RESTORE),
@@ -291,6 +316,16 @@ CODES: dict[Code, CodeEntry] = {
         IntegrityError,
         "none of the checkpoints that the lineage names is valid",
         "Run `python -m ckptfmt validate` on the run; resume by hand from another checkpoint, or start afresh.",
+    ),
+    Code.BASE_MISSING: CodeEntry(
+        IntegrityError,
+        "a checkpoint that this one reads from isn't there",
+        "Put the base back beside it, say with bases= where it lies, or load another checkpoint.",
+    ),
+    Code.BASE_MISMATCH: CodeEntry(
+        IntegrityError,
+        "another checkpoint lies where a base should be",
+        "Put the base back under its name, say with bases= where it lies, or load another checkpoint.",
     ),
     Code.VERSION_UNSUPPORTED: CodeEntry(
         UnsupportedError, "another version of the format", "Install the ckptfmt that writes this version."
@@ -408,6 +443,11 @@ CODES: dict[Code, CodeEntry] = {
         StateError,
         "memory doesn't suffice for a snapshot",
         "Free memory, pass slots=1, or pass saver='inline' to save without a snapshot.",
+    ),
+    Code.FLOAT_ENVIRONMENT: CodeEntry(
+        StateError,
+        "this thread's floating point doesn't round as IEEE 754 says",
+        "Turn flush-to-zero off: torch.set_flush_denormal(False), and no library built with -ffast-math.",
     ),
     Code.FENCED: CodeEntry(
         FencedError, "a newer launch has taken over the run", "Stop this process; the newer launch goes on."

@@ -1,0 +1,102 @@
+"""Steps class by class: lanes whose bases have like exponents change alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptfmt.arithmetic.encodings.lanes import Lane, Words, apply_steps, steps_between
+from ckptfmt.arithmetic.encodings.steps import dump_steps, take_steps
+from ckptfmt.arithmetic.encodings.strings import Bytes, Source
+
+__all__ = ["dump_classes", "take_classes"]
+
+#: So many lanes are sorted at once: they and their order stay in a processor's cache.
+_PART: Final = 1 << 16
+_CLASSES: Final = 32
+#: A class smaller than these joins its neighbour: it would cost more than it tells.
+_LEAST: Final = 1024
+_LEAST_PART: Final = 64
+
+
+def dump_classes(content: Words, base: Words, lane: Lane) -> bytes:
+    """Return the zigzagged steps from base to content, class by class."""
+    sorted_parts = []
+    counts = np.zeros((0, 256), np.intp)
+    for begin in range(0, base.size, _PART):
+        order, part_counts = _sort(base[begin : begin + _PART], lane)
+        steps = steps_between(content[begin : begin + _PART], base[begin : begin + _PART], lane)
+        sorted_parts.append(steps[order])
+        counts = np.vstack((counts, part_counts))
+    cuts = _choose_cuts(counts.sum(axis=0))
+    classes = (
+        np.concatenate([part[span] for part, span in zip(sorted_parts, spans, strict=True)])
+        for spans in _spans(counts, cuts)
+    )
+    return b"".join((bytes((len(cuts), *cuts)), *map(dump_steps, classes)))
+
+
+def take_classes(source: Source, out: Words, base: Words, lane: Lane) -> None:
+    """Fill `out` from base and the steps."""
+    cut_count = source.take_byte()
+    cuts = source.take(cut_count).tolist()
+    if cut_count >= _CLASSES or any(a >= b for a, b in itertools.pairwise((0, *cuts))):
+        raise source.refuse("cuts between classes don't increase, or are too many", "REQ-ENC-020")
+    begins = range(0, base.size, _PART)
+    sorts = [_sort(base[begin : begin + _PART], lane) for begin in begins]
+    counts = np.array([part_counts for _, part_counts in sorts]).reshape(-1, 256)
+    sorted_parts = [np.empty(order.size, lane.words) for order, _ in sorts]
+    for spans in _spans(counts, cuts):
+        steps = np.empty(sum(span.stop - span.start for span in spans), lane.words)
+        take_steps(source, steps)
+        begin = 0
+        for part, span in zip(sorted_parts, spans, strict=True):
+            end = begin + span.stop - span.start
+            part[span] = steps[begin:end]
+            begin = end
+    for begin, part, (order, _) in zip(begins, sorted_parts, sorts, strict=True):
+        steps = np.empty_like(part)
+        steps[order] = part
+        out[begin : begin + _PART] = apply_steps(steps, base[begin : begin + _PART], lane)
+
+
+def _sort(base: Words, lane: Lane) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the lanes' order by key, those of one key as they stand, and how many there are of each key."""
+    keys = _keys(base, lane)
+    order = np.argsort(keys, kind="stable")
+    return order, np.diff(np.searchsorted(keys[order], np.arange(257)))
+
+
+def _spans(counts: NDArray[np.intp], cuts: list[int]) -> Iterator[list[slice]]:
+    """Yield for each class that has lanes where they lie in each sorted part."""
+    ends = np.concatenate((np.zeros((counts.shape[0], 1), np.intp), np.cumsum(counts, axis=1)), axis=1)
+    for low, high in itertools.pairwise((0, *cuts, 256)):
+        spans = [slice(begin, end) for begin, end in ends[:, [low, high]].tolist()]
+        if any(span.start < span.stop for span in spans):
+            yield spans
+
+
+def _keys(base: Words, lane: Lane) -> Bytes:
+    """Return the eight bits below the top one, or what there is of them, moved up."""
+    if lane.nbytes == 1:
+        return (base << 1).astype(np.uint8)
+    return (base >> (8 * lane.nbytes - 9)).astype(np.uint8)
+
+
+def _choose_cuts(counts: NDArray[np.intp]) -> list[int]:
+    least = max(_LEAST, int(counts.sum()) // _LEAST_PART)
+    cuts: list[int] = []
+    size = 0
+    # From above, where the lanes are many and change least.
+    for key in range(255, 0, -1):
+        size += int(counts[key])
+        if size >= least and len(cuts) < _CLASSES - 1:
+            cuts.insert(0, key)
+            size = 0
+    if cuts and size + counts[0] < least:
+        del cuts[0]
+    return cuts

@@ -1,0 +1,179 @@
+"""The registry of encodings, and the way between a block's content and what is stored of it, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ckptfmt.arithmetic.encodings.classes import dump_classes, take_classes
+from ckptfmt.arithmetic.encodings.lanes import LANES, Lane, Words, apply_steps, steps_between
+from ckptfmt.arithmetic.encodings.planes import dump_planes, take_planes
+from ckptfmt.arithmetic.encodings.sparse import dump_changes, take_changes
+from ckptfmt.arithmetic.encodings.strings import Source
+from ckptfmt.errors import Code, err
+
+__all__ = ["ENCODINGS", "NEEDS_BASE", "QUICK", "choose", "decode", "encode"]
+
+#: The closed registry. Each but the first is a reader feature of the same name. Spec: REQ-ENC-001, REQ-ENC-002.
+ENCODINGS: Final = ("raw", "planes", "xor", "difference", "sparse", "classes")
+#: Those that say what changed since a base.
+NEEDS_BASE: Final = frozenset({"xor", "difference", "sparse", "classes"})
+#: Those that keep up with a store of a few hundred megabytes a second.
+QUICK: Final = ("raw", "planes", "xor", "difference", "sparse")
+
+#: A sample has so many pieces, and at least so many bytes.
+_SAMPLE_PIECES: Final = 4
+_SAMPLE_NBYTES: Final = 1 << 17
+#: Below this share of changed lanes only what names the changed ones is tried.
+_FEW_CHANGES: Final = 0.3
+#: What is so near to the best is as good where it's faster.
+_GOOD: Final = 1.01
+
+
+def encode(encoding: str, content: memoryview, *, dtype: str, base: memoryview | None = None) -> bytes:
+    """Return what is stored of a block.
+
+    Args:
+        encoding: one of `ENCODINGS`.
+        content: the block's bytes, whole elements.
+        dtype: of the elements, a name of `ckptfmt.dtypes.DTYPES`.
+        base: as many bytes, for those in `NEEDS_BASE`; the others ignore it.
+
+    Raises: StateError(ARGUMENT). Spec: page 55.
+
+    >>> encode("planes", memoryview(bytes.fromhex("0180028003800480")), dtype="bfloat16").hex()
+    '00010203040180'
+    """
+    if encoding == "raw":
+        return bytes(content)
+    lane = _lane_of(encoding, dtype, content.nbytes, base)
+    words = _words(content, lane)
+    if base is None or encoding == "planes":
+        return dump_planes(words)
+    return _dump(encoding, words, _words(base, lane), lane)
+
+
+def decode(
+    encoding: str, stored: memoryview, out: memoryview, *, dtype: str, base: memoryview | None = None, where: str
+) -> None:
+    """Fill `out` with the content of a block.
+
+    Nothing is read, allocated or decompressed before it's known to fit: what is allocated is a few times `out` and
+    `stored` together. On an error `out` holds anything.
+
+    Args:
+        encoding: one of `ENCODINGS`.
+        stored: the bytes that `encode` returned.
+        out: writable, exactly as long as the content.
+        dtype: of the elements.
+        base: as many bytes as `out`, for those in `NEEDS_BASE`; another base gives other content and no error.
+        where: of the block, for errors.
+
+    Raises: FormatError(ENCODED_FORM), StateError(ARGUMENT). Spec: REQ-ENC-005.
+    """
+    source = Source(stored, where)
+    if encoding == "raw":
+        np.frombuffer(out, np.uint8)[:] = source.take(out.nbytes)
+    else:
+        lane = _lane_of(encoding, dtype, out.nbytes, base)
+        words = _words(out, lane)
+        if base is None or encoding == "planes":
+            take_planes(source, words)
+        else:
+            _take(encoding, source, words, _words(base, lane), lane)
+    source.check_end()
+
+
+def choose(
+    content: memoryview, *, dtype: str, base: memoryview | None = None, among: Sequence[str] = QUICK
+) -> tuple[str, bytes]:
+    """Return the encoding that stores a block in the fewest bytes, and these; `("raw", b"")` where none pays.
+
+    Each is measured on a sample of the block, and the best of them is used.
+
+    Args:
+        content: the block's bytes, whole elements.
+        dtype: of the elements.
+        base: as many bytes, or none.
+        among: what may be chosen: `QUICK`, or `ENCODINGS` for the fewest bytes.
+
+    Raises: StateError(ARGUMENT).
+    """
+    tried = [name for name in among if name != "raw" and (name in NEEDS_BASE) <= (base is not None)]
+    if not tried or not content.nbytes:
+        return "raw", b""
+    if base is not None:
+        lane = _lane_of("xor", dtype, content.nbytes, base)
+        changed = _words(content, lane) != _words(base, lane)
+        few = np.count_nonzero(changed) <= _FEW_CHANGES * changed.size
+        named = [str(name) for name in ("sparse", "classes") if name in tried]
+        if few and named:
+            tried = named if changed.any() else named[:1]
+    best = tried[0] if len(tried) == 1 else _best(tried, content, dtype, base)
+    stored = encode(best, content, dtype=dtype, base=base)
+    return (best, stored) if len(stored) < content.nbytes else ("raw", b"")
+
+
+def _best(tried: Sequence[str], content: memoryview, dtype: str, base: memoryview | None) -> str:
+    bases = None if base is None else _sample(base)
+    contents = _sample(content)
+    costs = {name: len(encode(name, contents, dtype=dtype, base=bases)) for name in tried}
+    # The registry has the faster ones first. Who asks for classes asks for the fewest bytes.
+    good = min(costs.values()) * (1 if "classes" in tried else _GOOD)
+    return next(name for name in sorted(costs, key=ENCODINGS.index) if costs[name] <= good)
+
+
+def _sample(content: memoryview) -> memoryview:
+    """Return an eighth of a block, or the whole of a short one, in pieces from all over it."""
+    piece = max(content.nbytes // 8, _SAMPLE_NBYTES) // _SAMPLE_PIECES // 16 * 16
+    stride = content.nbytes // _SAMPLE_PIECES // 16 * 16
+    if stride <= piece:
+        return content
+    view = content.cast("B")
+    return memoryview(b"".join(view[at * stride : at * stride + piece] for at in range(_SAMPLE_PIECES)))
+
+
+def _lane_of(encoding: str, dtype: str, nbytes: int, base: memoryview | None) -> Lane:
+    lane = LANES.get(dtype)
+    if lane is None or encoding not in ENCODINGS:
+        raise err(Code.ARGUMENT, f"no encoding {encoding!r} of {dtype!r}", requirement="REQ-ENC-001")
+    if nbytes % lane.nbytes:
+        raise err(Code.ARGUMENT, f"{nbytes} bytes aren't whole elements of {dtype}")
+    if encoding in NEEDS_BASE and (base is None or base.nbytes != nbytes):
+        detail = "no base" if base is None else f"a base of {base.nbytes} bytes"
+        raise err(Code.ARGUMENT, f"{detail} for {nbytes} bytes by {encoding}")
+    return lane
+
+
+def _words(content: memoryview, lane: Lane) -> Words:
+    return np.frombuffer(content, np.uint8).view(lane.words)
+
+
+def _dump(encoding: str, words: Words, base: Words, lane: Lane) -> bytes:
+    match encoding:
+        case "xor":
+            return dump_planes(words ^ base)
+        case "difference":
+            return dump_planes(steps_between(words, base, lane))
+        case "sparse":
+            places = np.flatnonzero(words != base)
+            return dump_changes(places, words.size, steps_between(words[places], base[places], lane))
+    return dump_classes(words, base, lane)
+
+
+def _take(encoding: str, source: Source, out: Words, base: Words, lane: Lane) -> None:
+    match encoding:
+        case "xor":
+            take_planes(source, out)
+            out ^= base
+        case "difference":
+            take_planes(source, out)
+            out[:] = apply_steps(out, base, lane)
+        case "sparse":
+            places, steps = take_changes(source, out.size, lane.words)
+            out[:] = base
+            out[places] = apply_steps(steps, base[places], lane)
+        case _:
+            take_classes(source, out, base, lane)

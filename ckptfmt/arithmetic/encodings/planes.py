@@ -1,0 +1,62 @@
+"""Planes: the bytes of words by significance, each plane a string, or a set of the places that aren't zero."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from ckptfmt.arithmetic.encodings.lanes import Words
+from ckptfmt.arithmetic.encodings.sets import dump_set, take_set
+from ckptfmt.arithmetic.encodings.strings import Bytes, Source, dump_string
+
+__all__ = ["dump_plane", "dump_planes", "take_plane", "take_planes"]
+
+#: The first byte of a plane that is a set of places, and the bytes there.
+_SCATTERED: Final = 3
+_MOSTLY_ZERO: Final = 0.4
+_SAMPLE_NBYTES: Final = 1 << 15
+
+
+def dump_planes(words: Words, plane_count: int | None = None) -> bytes:
+    """Return the planes of `words`, the lowest bytes first; those above `plane_count` are known to be zero."""
+    planes = np.ascontiguousarray(words.view(np.uint8).reshape(-1, words.itemsize).T)
+    return b"".join(dump_plane(plane) for plane in planes[:plane_count])
+
+
+def take_planes(source: Source, out: Words, plane_count: int | None = None) -> None:
+    """Fill `out` from its planes."""
+    lanes = out.view(np.uint8).reshape(-1, out.itemsize)
+    for index in range(out.itemsize):
+        lanes[:, index] = take_plane(source, out.size) if plane_count is None or index < plane_count else 0
+
+
+def dump_plane(plane: Bytes) -> bytes:
+    """Return bytes as a string, or as the set of places that aren't zero and a string of what is there."""
+    size = int(np.count_nonzero(plane != 0))
+    if not 0 < size < _MOSTLY_ZERO * plane.size:
+        return dump_string(plane)
+    if plane.size <= 4 * _SAMPLE_NBYTES:
+        return min(_dump_scattered(plane), dump_string(plane), key=len)
+    # Where most bytes are zero, zstd's coder has too long a bit for each, unless there are runs.
+    sample = plane[(plane.size - _SAMPLE_NBYTES) // 2 :][:_SAMPLE_NBYTES]
+    dump = _dump_scattered if len(_dump_scattered(sample)) < len(dump_string(sample)) else dump_string
+    return dump(plane)
+
+
+def _dump_scattered(plane: Bytes) -> bytes:
+    places = np.flatnonzero(plane != 0)
+    return b"".join((bytes((_SCATTERED,)), dump_set(places, plane.size), dump_string(plane[places])))
+
+
+def take_plane(source: Source, count: int) -> Bytes:
+    """Return a plane of `count` bytes."""
+    if not count:
+        return source.take(0)
+    kind = source.take_byte()
+    if kind != _SCATTERED:
+        return source.take_string_of(kind, count)
+    places = take_set(source, count)
+    found = np.zeros(count, np.uint8)
+    found[places] = source.take_string(places.size)
+    return found

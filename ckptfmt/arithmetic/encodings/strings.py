@@ -1,0 +1,170 @@
+"""Numbers and strings inside an encoded block. A string is raw, or one byte repeated, or one zstd frame.
+
+How many bytes a string has is known before it's read, so that nothing is decompressed without a bound.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from ckptfmt.errors import CkptError, Code, err
+
+__all__ = ["FILL", "FRAME", "RAW", "Bytes", "Source", "dump_number", "dump_string", "pack_bits"]
+
+Bytes = NDArray[np.uint8]
+
+#: The first byte of a string that isn't empty.
+RAW: Final = 0
+FILL: Final = 1
+FRAME: Final = 2
+
+_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+#: The least window that a frame can state without being a single segment.
+_WINDOW_NBYTES: Final = 1024
+#: Below this a frame is longer than what it holds.
+_FRAME_NBYTES: Final = 24
+# What reaches zstd is noise with an uneven histogram: few and long matches leave its entropy coder the whole of it,
+# in two and a half times the speed of level 1 and a few per cent less.
+_PARAMETERS: Final = zstandard.ZstdCompressionParameters(
+    compression_level=1,
+    strategy=zstandard.STRATEGY_FAST,
+    min_match=7,
+    hash_log=10,
+    target_length=0,
+)
+
+
+def dump_number(value: int) -> bytes:
+    """Return a number in groups of seven bits, the lowest first, with the top bit set on all bytes but the last.
+
+    >>> dump_number(300).hex()
+    'ac02'
+    """
+    out = bytearray()
+    while value > 0x7F:
+        out.append((value & 0x7F) | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def dump_string(content: Bytes) -> bytes:
+    """Return bytes as the shortest string of the three kinds; nothing for none."""
+    if not content.size:
+        return b""
+    if content.size > 1 and content[0] == content[-1] == content[content.size // 2] and (content == content[0]).all():
+        return bytes((FILL, content[0]))
+    if content.size >= _FRAME_NBYTES:
+        frame = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(content.data)
+        head = dump_number(len(frame))
+        if len(head) + len(frame) < content.size:
+            return b"".join((bytes((FRAME,)), head, frame))
+    return b"".join((bytes((RAW,)), content.data))
+
+
+def pack_bits(bits: NDArray[Any]) -> Bytes:
+    """Return booleans, eight to a byte, the first in the lowest bit."""
+    return np.packbits(bits, bitorder="little")
+
+
+class Source:
+    """What is stored of a block, read from its front. Everything is counted before it's read or allocated.
+
+    Args:
+        stored: the bytes.
+        where: of the block, for errors.
+    """
+
+    __slots__ = ("_at", "_stored", "where")
+
+    def __init__(self, stored: memoryview, where: str) -> None:
+        self._stored = stored
+        self._at = 0
+        self.where = where
+
+    def refuse(self, detail: str, requirement: str) -> CkptError:
+        """Return the error for bytes that aren't of the form."""
+        return err(Code.ENCODED_FORM, detail, where=self.where, requirement=requirement)
+
+    def take(self, nbytes: int) -> Bytes:
+        """Return the next bytes."""
+        left = self._stored.nbytes - self._at
+        if nbytes > left:
+            raise self.refuse(f"{nbytes} bytes expected, {left} left", "REQ-ENC-006")
+        found = np.frombuffer(self._stored, np.uint8, nbytes, self._at)
+        self._at += nbytes
+        return found
+
+    def take_byte(self) -> int:
+        """Return the next byte."""
+        return int(self.take(1)[0])
+
+    def take_number(self, most: int) -> int:
+        """Return the next number, which is at most `most`."""
+        value = shift = 0
+        while True:
+            byte = self.take_byte()
+            value |= (byte & 0x7F) << shift
+            if value > most:
+                raise self.refuse(f"a number is above {most}", "REQ-ENC-007")
+            if byte < 0x80:
+                if not byte and shift:
+                    raise self.refuse("a number isn't in its shortest form", "REQ-ENC-007")
+                return value
+            shift += 7
+            if shift > most.bit_length():
+                raise self.refuse(f"a number is above {most}", "REQ-ENC-007")
+
+    def take_string(self, nbytes: int) -> Bytes:
+        """Return a string of `nbytes` bytes."""
+        if not nbytes:
+            return np.empty(0, np.uint8)
+        return self.take_string_of(self.take_byte(), nbytes)
+
+    def take_string_of(self, kind: int, nbytes: int) -> Bytes:
+        """Return what stands behind the first byte of a string."""
+        if kind == RAW:
+            return self.take(nbytes)
+        if kind == FILL:
+            return np.full(nbytes, self.take_byte(), np.uint8)
+        if kind == FRAME:
+            return self._take_frame(nbytes)
+        raise self.refuse(f"a string is of kind {kind}", "REQ-ENC-008")
+
+    def take_bits(self, count: int) -> NDArray[np.bool_]:
+        """Return a string of bits, as booleans."""
+        return self.unpack(self.take_string((count + 7) // 8), count)
+
+    def unpack(self, packed: Bytes, count: int) -> NDArray[np.bool_]:
+        """Return packed bits, as booleans."""
+        if count % 8 and packed[-1] >> count % 8:
+            raise self.refuse("bits behind the last one aren't zero", "REQ-ENC-010")
+        return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
+
+    def check_end(self) -> None:
+        """Check that nothing is left."""
+        if left := self._stored.nbytes - self._at:
+            raise self.refuse(f"{left} bytes are left over", "REQ-ENC-006")
+
+    def _take_frame(self, nbytes: int) -> Bytes:
+        frame = self.take(self.take_number(nbytes)).data
+        try:
+            said = zstandard.get_frame_parameters(frame)
+        except zstandard.ZstdError:
+            raise self.refuse("a string isn't a zstd frame", "REQ-ENC-009") from None
+        # The library allocates what a frame states, whatever limit it's given: so this is looked at before.
+        if bytes(frame[:4]) != _MAGIC or said.content_size != nbytes or said.dict_id:
+            raise self.refuse(f"a frame isn't one of {nbytes} bytes without a dictionary", "REQ-ENC-009")
+        if said.window_size > max(nbytes, _WINDOW_NBYTES):
+            raise self.refuse(f"a frame asks for a window of {said.window_size} bytes", "REQ-ENC-009")
+        try:
+            content = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise self.refuse(f"a frame is damaged: {error}", "REQ-ENC-009") from None
+        if len(content) != nbytes:
+            raise self.refuse(f"a frame holds {len(content)} bytes instead of {nbytes}", "REQ-ENC-009")
+        return np.frombuffer(content, np.uint8)

@@ -1,0 +1,22 @@
+"""Which features there are: what a document lists so that who doesn't know it refuses. ``spec/95`` holds the table."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["DELTAS", "ENCODINGS", "GROUP_KINDS", "NEEDS_BASE", "PLAIN", "READER_FEATURES", "REFERENCED"]
+
+#: The feature of references, packs, encoded blocks and groups as such.
+DELTAS: Final = "deltas"
+#: The closed registry of encodings, in its order.
+ENCODINGS: Final = ("raw", "same", "planes", "xor", "difference", "sparse", "classes", "gradient")
+#: Encodings that read the base's block, unless its prediction stands in its place.
+NEEDS_BASE: Final = frozenset({"same", "xor", "difference", "sparse", "classes", "gradient"})
+#: Encodings without a form of their own: the content itself, and nothing.
+PLAIN: Final = frozenset({"raw", "same"})
+#: The closed registry of groups.
+GROUP_KINDS: Final = ("adam", "cast", "sgd")
+#: Everything that a reader may have to know.
+READER_FEATURES: Final = frozenset({DELTAS, *ENCODINGS, *GROUP_KINDS}) - PLAIN
+#: The writer feature of a run whose checkpoints may read from each other.
+REFERENCED: Final = "references"
