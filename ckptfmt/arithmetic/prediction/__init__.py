@@ -1,0 +1,26 @@
+"""Prediction: the new state of an optimizer from its old one and the gradient, by the optimizer's own arithmetic.
+
+Spec: page 56.
+"""
+
+from ckptfmt.arithmetic.prediction.codec import GROUP_ENCODINGS, decode_member, encode_member, predict_member
+from ckptfmt.arithmetic.prediction.floats import check_float_environment
+from ckptfmt.arithmetic.prediction.members import Members, find_members
+from ckptfmt.arithmetic.prediction.rule import Rule, role_dtype, roles
+from ckptfmt.arithmetic.prediction.search import find_rule
+from ckptfmt.arithmetic.prediction.steps import needed_bases
+
+__all__ = [
+    "GROUP_ENCODINGS",
+    "Members",
+    "Rule",
+    "check_float_environment",
+    "decode_member",
+    "encode_member",
+    "find_members",
+    "find_rule",
+    "needed_bases",
+    "predict_member",
+    "role_dtype",
+    "roles",
+]

@@ -1,0 +1,166 @@
+"""Rules of prediction: how one step of an optimizer computed a group's new state. Spec: REQ-PRE-006 to REQ-PRE-008."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Final
+
+from ckptfmt import limits
+from ckptfmt.documents.tree import dump_tree, parse_tree
+from ckptfmt.errors import CkptError, Code, err
+
+__all__ = ["COPY", "FIRST_MOMENT", "GRADIENTS", "LOW", "RULE_NBYTES", "Rule", "role_dtype", "roles"]
+
+#: Precisions of 16 bits.
+LOW: Final = ("bfloat16", "float16")
+#: What the gradient's own precision may be.
+GRADIENTS: Final = ("float32", *LOW)
+#: The role that is predicted from the gradient alone, by kind.
+FIRST_MOMENT: Final = {"adam": "exp_avg", "sgd": "momentum_buffer"}
+#: A rounded copy of the weight.
+COPY: Final = "copy"
+#: Longest dump of a rule; a rule holds some 20 short values.
+RULE_NBYTES: Final = 4096
+
+#: Values of each member that is a word, by kind.
+_WORDS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "adam": {
+        "gradient": GRADIENTS,
+        "arithmetic": ("separate", "fused", "double"),
+        "moment": ("lerp", "sum"),
+        "square": ("gain_first", "gain_last"),
+        "update": ("product", "quotient"),
+        "copy": ("", *LOW),
+    },
+    "sgd": {"gradient": GRADIENTS, "arithmetic": ("separate", "fused"), "copy": ("", *LOW)},
+    "cast": {"copy": LOW},
+}
+_FLAGS: Final = {"adam": ("amsgrad",), "sgd": ("nesterov",), "cast": ()}
+_SCALARS: Final = {
+    "adam": (
+        "clip", "l2", "decay", "gain", "square_decay", "square_gain", "shrink", "step_size", "bias", "eps",
+    ),
+    "sgd": ("clip", "l2", "decay", "gain", "step_size"),
+    "cast": (),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Everything that a decoder needs to compute a group's new state from its base and the gradient.
+
+    A member that a kind doesn't have keeps its default, and isn't in the file.
+
+    Attributes:
+        kind: ``adam``, ``sgd`` or ``cast``.
+        gradient: precision that the gradient had before it was clipped.
+        arithmetic: ``separate`` rounds after each operation, ``fused`` not between a product and the sum that it goes
+            into, ``double`` computes the moments in binary64 and rounds at the end.
+        moment: how the first moment mixes: ``lerp``, or ``sum`` of both shares.
+        square: whether the gain goes to the first factor of the gradient's square, or to the square.
+        update: whether the step size goes to the first moment before it is divided, or to the quotient.
+        copy: precision of the rounded copy of the weight in the group, or empty.
+        amsgrad: there is a maximum of the second moment, and the weight is computed from that.
+        nesterov: the weight moves along the gradient and the momentum.
+        clip: what the gradient was multiplied by.
+        l2: what the weight was multiplied by before it was added to the gradient; 0: it wasn't.
+        decay, gain: shares of the old first moment and of the gradient in the new one.
+        square_decay, square_gain: the same for the second moment.
+        shrink: what the weight was multiplied by on its own.
+        step_size: learning rate, divided by the bias correction of the first moment if there is one.
+        bias: root of the bias correction of the second moment.
+        eps: what is added to the root of the second moment.
+    """
+
+    kind: str
+    gradient: str = "float32"
+    arithmetic: str = "fused"
+    moment: str = "sum"
+    square: str = "gain_first"
+    update: str = "product"
+    copy: str = ""
+    amsgrad: bool = False
+    nesterov: bool = False
+    clip: float = 1.0
+    l2: float = 0.0
+    decay: float = 0.0
+    gain: float = 1.0
+    square_decay: float = 0.0
+    square_gain: float = 1.0
+    shrink: float = 1.0
+    step_size: float = 0.0
+    bias: float = 1.0
+    eps: float = 0.0
+
+    def dump(self) -> bytes:
+        """Return the bytes of the rule: a tree.
+
+        Spec: REQ-PRE-006.
+        """
+        members = ("kind", *_WORDS[self.kind], *_FLAGS[self.kind], *_SCALARS[self.kind])
+        return dump_tree({name: getattr(self, name) for name in members}, where="rule")
+
+    @classmethod
+    def parse(cls, content: bytes, where: str) -> Rule:
+        """Return the rule that `content` holds.
+
+        Raises: FormatError(ENCODED_FORM).
+        Spec: REQ-PRE-006, REQ-PRE-007, REQ-PRE-008.
+        """
+        if len(content) > RULE_NBYTES:
+            raise _refuse(f"a rule of {len(content)} bytes", where, "REQ-PRE-006")
+        try:
+            members = parse_tree(content, where=where)
+        except CkptError as error:
+            raise _refuse(f"a rule isn't a tree: {error.detail}", where, "REQ-PRE-006") from error
+        _check(members, where)
+        rule = cls(**members)
+        if rule.dump() != content:
+            raise _refuse("a rule's members aren't in their order", where, "REQ-PRE-006")
+        return rule
+
+
+def roles(rule: Rule) -> tuple[str, ...]:
+    """Return the roles of a group's members, in the order in which they are decoded.
+
+    Spec: REQ-PRE-001.
+
+    >>> roles(Rule(kind="adam", amsgrad=True))
+    ('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'weight')
+    """
+    if rule.kind == "cast":
+        return ("master", "weight")
+    last = (COPY,) if rule.copy else ()
+    if rule.kind == "sgd":
+        return ("momentum_buffer", "weight", *last)
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if rule.amsgrad else ()), "weight", *last)
+
+
+def role_dtype(rule: Rule, role: str) -> str:
+    """Return the dtype of the member of a role."""
+    return rule.copy if role == COPY or (rule.kind, role) == ("cast", "weight") else "float32"
+
+
+def _check(members: Any, where: str) -> None:  # noqa: ANN401 - whatever a tree holds
+    if type(members) is not dict or type(members.get("kind")) is not str or members["kind"] not in _WORDS:
+        raise _refuse("a rule isn't a dict with a known kind", where, "REQ-PRE-006")
+    kind = members["kind"]
+    expected = {"kind", *_WORDS[kind], *_FLAGS[kind], *_SCALARS[kind]}
+    if set(members) != expected:
+        raise _refuse(
+            f"members {sorted(map(str, set(members) ^ expected))} are missing or unknown", where, "REQ-PRE-006"
+        )
+    for name, values in _WORDS[kind].items():
+        if members[name] not in values:
+            raise _refuse(f"{name} isn't one of {values}", where, "REQ-PRE-007")
+    for name in _FLAGS[kind]:
+        if type(members[name]) is not bool:
+            raise _refuse(f"{name} isn't true or false", where, "REQ-PRE-006")
+    for name in _SCALARS[kind]:
+        if type(members[name]) is not float or not math.isfinite(members[name]):
+            raise _refuse(f"{name} isn't a finite float", where, "REQ-PRE-008")
+
+
+def _refuse(detail: str, where: str, requirement: str) -> CkptError:
+    return err(Code.ENCODED_FORM, detail[: limits.NAME_NBYTES], where=where, requirement=requirement)

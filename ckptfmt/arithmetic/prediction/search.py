@@ -1,0 +1,274 @@
+"""Which rule made new state from old: options say the numbers, samples the arithmetic and the gradient's precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptfmt.arithmetic.prediction.floats import Doubles, Floats, bits_of, check_float_environment, round_low
+from ckptfmt.arithmetic.prediction.options import list_templates
+from ckptfmt.arithmetic.prediction.rule import COPY, FIRST_MOMENT, LOW, Rule, roles
+from ckptfmt.arithmetic.prediction.scale import DIGITS, factor_candidates
+from ckptfmt.arithmetic.prediction.steps import Step
+from ckptfmt.errors import Code, err
+
+__all__ = ["Sample", "find_rule"]
+
+#: Base and new content of one member.
+Sample: TypeAlias = tuple[memoryview, memoryview]
+
+#: Most elements that are looked at, and most of those from which a factor is found.
+_ELEMENTS: Final = 1 << 15
+_KNOWN: Final = 1 << 11
+_FEWEST: Final = 64
+#: Share of the first moments that a gradient of low precision has to give bit by bit.
+_EXACT: Final = 0.95
+#: Share of a copy that has to be what rounding gives.
+_COPIED: Final = 0.9
+#: Largest part of what members differ from their bases that they may differ from their predictions.
+_WORTH: Final = 0.5
+#: How much of a step of its precision a gradient may be uncertain by.
+_CERTAIN: Final = 1 / 16
+#: By how much, relative to it, multiplying a gradient may round it.
+_ROUNDED: Final = 2.0**-24
+#: Factors so close to each other have one scale.
+_NEAR: Final = 2.0**-16
+#: Powers of two that gradients of float16 may have been scaled by.
+_SCALES: Final = range(-40, 25)
+#: How the first moment may have been computed.
+_MOMENTS: Final = {
+    "adam": (("lerp", "fused"), ("lerp", "separate"), ("sum", "fused"), ("sum", "separate"), ("sum", "double")),
+    "sgd": (("sum", "fused"), ("sum", "separate")),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _State:
+    """Samples of a group as arrays, of the same elements of each member."""
+
+    bases: dict[str, NDArray[Any]]
+    news: dict[str, NDArray[Any]]
+
+    def at(self, where: NDArray[np.intp]) -> _State:
+        return _State(
+            {role: content[where] for role, content in self.bases.items()},
+            {role: content[where] for role, content in self.news.items()},
+        )
+
+
+def find_rule(
+    kind: str,
+    options: Mapping[str, object],
+    samples: Mapping[str, Sample],
+    *,
+    base_options: Mapping[str, object] | None = None,
+    hint: Rule | None = None,
+) -> Rule | None:
+    """Return the rule by which one step led from bases to news, or None where none predicts them.
+
+    Args:
+        kind: ``adam``, ``sgd`` or ``cast``.
+        options: of the parameter's group in the new checkpoint, and for ``adam`` the number of steps as ``step``.
+        samples: base and new content of each role, of the same elements.
+        base_options: the same of the base: a scheduler may have changed them between step and save.
+        hint: the rule of another group of the same step: its gradient's precision and factor are tried first.
+
+    Raises: StateError(ARGUMENT, FLOAT_ENVIRONMENT).
+    """
+    check_float_environment()
+    state = _state_of(kind, samples)
+    if kind == "cast":
+        copy = _copy_of(state, "master", "weight")
+        return Rule(kind="cast", copy=copy) if copy else None
+    best: tuple[float, Rule] | None = None
+    templates = list_templates(kind, options, base_options or options)
+    for template in templates:
+        if not set(roles(template)) <= samples.keys():
+            raise err(Code.ARGUMENT, f"a sample of {roles(template)} is needed")
+    for moments in dict.fromkeys(map(_without_update, templates)):
+        for rule in _with_gradient(moments, state, hint):
+            for template in templates:
+                if _without_update(template) == moments:
+                    found = _with_update(rule, template, state)
+                    best = min((best, found), key=lambda each: each[0]) if best else found
+    if best is None or best[0] > _WORTH * _cost_of_bases(best[1], state):
+        return None
+    copy = _copy_of(state, "weight", COPY) if COPY in samples else ""
+    return dataclasses.replace(best[1], copy=copy)
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def _state_of(kind: str, samples: Mapping[str, Sample]) -> _State:
+    low = "weight" if kind == "cast" else COPY
+    arrays = [
+        {role: np.frombuffer(pair[side], np.uint16 if role == low else np.float32) for role, pair in samples.items()}
+        for side in (0, 1)
+    ]
+    counts = {content.size for contents in arrays for content in contents.values()}
+    if len(counts) != 1:
+        raise err(Code.ARGUMENT, f"samples have {sorted(counts)} elements")
+    count = counts.pop()
+    state = _State(*arrays)
+    if count <= _ELEMENTS:
+        return state
+    return state.at(np.linspace(0, count - 1, _ELEMENTS).astype(np.intp))
+
+
+def _copy_of(state: _State, master: str, copy: str) -> str:
+    """Return the precision of a rounded copy, or nothing if it is none."""
+    with np.errstate(all="ignore"):
+        shares = {low: float(np.mean(round_low(state.news[master], low) == state.news[copy])) for low in LOW}
+    best = max(shares, key=lambda low: shares[low])
+    return best if shares[best] >= _COPIED else ""
+
+
+# --- what a rule costs ------------------------------------------------------------------------------------------------
+
+
+def _cost(predicted: Floats, new: Floats) -> float:
+    """Return about how many bits an element's difference takes."""
+    steps = np.abs(_ordered(predicted) - _ordered(new))
+    return float(np.mean(np.log2(1 + steps.astype(np.float64))))
+
+
+def _ordered(values: Floats) -> NDArray[np.int64]:
+    bits = bits_of(values).view(np.int32).astype(np.int64)
+    return np.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+def _cost_of_bases(rule: Rule, state: _State) -> float:
+    later = [role for role in roles(rule) if role not in {COPY, FIRST_MOMENT[rule.kind]}]
+    return sum(_cost(state.bases[role], state.news[role]) for role in later)
+
+
+def _cost_of(rule: Rule, state: _State, *among: str) -> float:
+    step = Step(rule)
+    return sum(_cost(step.predict(role, state.bases, state.news), state.news[role]) for role in among)
+
+
+def _exactness(rule: Rule, state: _State) -> float:
+    """Return the share of the first moments that the gradient, in its precision, gives bit by bit."""
+    step = Step(rule)
+    whole = step.whole_gradient(state.bases, step.low_gradient(state.bases, state.news))
+    new = state.news[FIRST_MOMENT[rule.kind]]
+    return float(np.mean(bits_of(step.moment(state.bases, whole)) == bits_of(new)))
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+def _without_update(rule: Rule) -> Rule:
+    return dataclasses.replace(rule, shrink=1.0, step_size=0.0, bias=1.0, eps=0.0)
+
+
+def _with_update(rule: Rule, template: Rule, state: _State) -> tuple[float, Rule]:
+    """Return the cheaper way to move the weight, by the numbers of a template, and what the group costs then."""
+    found = []
+    for update in ("product", "quotient") if rule.kind == "adam" else ("product",):
+        moved = dataclasses.replace(
+            rule,
+            update=update,
+            shrink=template.shrink,
+            step_size=template.step_size,
+            bias=template.bias,
+            eps=template.eps,
+        )
+        later = [role for role in roles(moved) if role not in {COPY, FIRST_MOMENT[rule.kind]}]
+        found.append((_cost_of(moved, state, *later), moved))
+    return min(found, key=lambda each: each[0])
+
+
+def _with_gradient(template: Rule, state: _State, hint: Rule | None) -> Iterable[Rule]:
+    """Return rules whose gradient and moments fit best; of those that only the weight tells apart, all."""
+    forms = _MOMENTS[template.kind]
+    if hint is not None and hint.kind == template.kind:
+        forms = ((hint.moment, hint.arithmetic),)
+    rules = [dataclasses.replace(template, moment=moment, arithmetic=arithmetic) for moment, arithmetic in forms]
+    low = _low_rules(rules, state, hint)
+    # A rule for binary32 takes the gradient with weight decay in it.
+    found = low or [dataclasses.replace(rule, l2=0.0) for rule in rules]
+    if template.kind == "sgd":
+        return found
+    squares = [dataclasses.replace(rule, square=square) for rule in found for square in ("gain_first", "gain_last")]
+    return (min(squares, key=lambda rule: _cost_of(rule, state, "exp_avg_sq")),)
+
+
+def _low_rules(rules: list[Rule], state: _State, hint: Rule | None) -> list[Rule]:
+    """Return the rules with a gradient of 16 bits that gives the first moments, if there is one."""
+    if hint is not None and hint.kind == rules[0].kind:
+        if hint.gradient not in LOW:
+            return []
+        hinted = [dataclasses.replace(rule, gradient=hint.gradient, clip=hint.clip) for rule in rules]
+        if found := [rule for rule in hinted if _exactness(rule, state) >= _EXACT]:
+            return found
+    for low in LOW:
+        found = []
+        for moment in dict.fromkeys(rule.moment for rule in rules):
+            alike = [dataclasses.replace(rule, gradient=low) for rule in rules if rule.moment == moment]
+            found += _clipped(alike, state)
+        if found:
+            return found
+    return []
+
+
+def _clipped(rules: list[Rule], state: _State) -> list[Rule]:
+    """Return the rules that give the first moments, each with the factor by which it does."""
+    low = rules[0].gradient
+    values, tolerance, known = _known_gradients(rules[0], state, DIGITS[low])
+    if known.size < _FEWEST:
+        return []
+    best = slice(0, _KNOWN)
+    found: dict[str, tuple[float, Rule]] = {}
+    few = state.at(known[best])
+    last, scale = 0.0, 1.0
+    for factor in factor_candidates(values[best], tolerance[best], DIGITS[low]):
+        if low == "float16" and abs(factor - last) > _NEAR:
+            last, scale = factor, _scale_of(values / factor, tolerance)
+        for rule in rules:
+            clipped = dataclasses.replace(rule, clip=factor * scale)
+            exact = _exactness(clipped, few)
+            if exact >= _EXACT and exact > found.get(rule.arithmetic, (0.0,))[0]:
+                found[rule.arithmetic] = exact, clipped
+    return [rule for _, rule in found.values()]
+
+
+def _known_gradients(rule: Rule, state: _State, digits: int) -> tuple[Doubles, Doubles, NDArray[np.intp]]:
+    """Return gradients before weight decay, by how much each may be off, and where they are; the surest first."""
+    role = FIRST_MOMENT[rule.kind]
+    base, new = state.bases[role].astype(np.float64), state.news[role].astype(np.float64)
+    with np.errstate(all="ignore"):
+        gain, decay = float(np.float32(rule.gain)), float(np.float32(rule.decay))
+        lerp = rule.moment == "lerp"
+        gradient = (new - base) / gain + base if lerp else (new - decay * base) / gain
+        off = np.spacing(np.abs(state.news[role])).astype(np.float64) / abs(gain)
+        off += 2 * np.spacing(np.abs(gradient).astype(np.float32))
+        if not lerp:
+            off += np.spacing(np.abs(decay * base).astype(np.float32)) / abs(gain)
+        if rule.l2:
+            gradient = gradient - float(np.float32(rule.l2)) * state.bases["weight"]
+        tolerance = off / np.abs(gradient) + _ROUNDED
+        sure = np.isfinite(gradient) & (gradient != 0) & (tolerance < _CERTAIN / (1 << digits))
+    where = np.flatnonzero(sure)
+    # By octaves only: the surest of all have one mantissa, and many factors would fit them.
+    where = where[np.argsort(np.frexp(tolerance[where])[1], kind="stable")]
+    return gradient[where], tolerance[where], where
+
+
+def _scale_of(values: Doubles, tolerance: Doubles) -> float:
+    """Return the power of two by which float16 holds numbers best; of several, the one in their middle."""
+    every = slice(None, None, max(1, values.size // _KNOWN))
+    values, tolerance = values[every], tolerance[every]
+    shares = []
+    with np.errstate(all="ignore"):
+        for scale in _SCALES:
+            held = np.ldexp(values, -scale)
+            off = np.abs(held.astype(np.float16).astype(np.float64) - held)
+            shares.append(float(np.mean(off <= np.abs(held) * tolerance)))
+    good = [scale for scale, share in zip(_SCALES, shares, strict=True) if share >= max(shares) - 1e-3]
+    return float(2.0 ** good[len(good) // 2])
