@@ -12,9 +12,9 @@ from ckptfmt import limits
 from ckptfmt.digest import digest_bytes, digest_text
 from ckptfmt.documents.schema import check_schema
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.features import READER_FEATURES
 
 __all__ = [
-    "READER_FEATURES",
     "check_string",
     "check_version",
     "dump_canonical",
@@ -23,8 +23,6 @@ __all__ = [
     "parse_document",
 ]
 
-#: The reader features that this implementation understands; format 0.1 needs none.
-READER_FEATURES: Final[frozenset[str]] = frozenset()
 
 # Possessive: a backtracking one remembers every byte of a long string, a hundred bytes of memory for each.
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
@@ -123,7 +121,7 @@ def check_version(signed: dict[str, Any], where: str) -> None:
         if len(set(needed)) != len(needed):
             raise _features_error("a feature is named twice", where)
     needed = features["reader"]
-    unknown = sorted(set(needed) - READER_FEATURES)
+    unknown = sorted(set(needed) - (READER_FEATURES if signed.get("type") in ("manifest", "part") else frozenset()))
     if unknown:
         raise err(
             Code.FEATURE_UNSUPPORTED,

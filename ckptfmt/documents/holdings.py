@@ -7,48 +7,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Final, overload
 
 import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
-from ckptfmt.documents.packed import Columns, Integers, Strings, dump_packed, dump_strings, fold, unfold
+from ckptfmt.documents.extents import (
+    Extent,
+    Extents,
+    Files,
+    check_smaller,
+    make_integers,
+    parse_extents,
+    place_extents,
+    total_of,
+)
+from ckptfmt.documents.packed import Columns, Integers, Strings, dump_packed, dump_strings, fold
 from ckptfmt.documents.tables import TensorKey, TensorTable
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.features import ENCODINGS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ENCODINGS", "Extent", "Holdings", "PartBox", "PartTensor", "extent_nbytes", "parse_holdings"]
-
-ENCODINGS: Final = ("raw",)
+__all__ = ["Extent", "Files", "Holdings", "PartBox", "PartTensor", "extent_nbytes", "parse_holdings"]
 
 _BOX_KEYS: Final = ("begin", "cut_shape", "replica", "digest_count")
-_EXTENT_KEYS: Final = ("box", "block_begin", "block_count", "file", "gap_nbytes", "encoding", "key")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """Where a run of a box's blocks is stored.
-
-    Attributes:
-        block_begin: first block.
-        block_count: number of blocks.
-        file: number of the file in the part.
-        byte_begin: first byte, from the start of the file.
-        encoding: ``raw``.
-        key: of the box in the file's header.
-    """
-
-    block_begin: int
-    block_count: int
-    file: int
-    byte_begin: int
-    key: str
-    encoding: str = "raw"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,30 +85,6 @@ def extent_nbytes(tensor: PartTensor, held: PartBox, extent: Extent, block_nbyte
     return min(total, begin + extent.block_count * block_nbytes) - begin
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Extents:
-    """The columns of extents, sorted by box and block."""
-
-    box: Integers
-    block_begin: Integers
-    block_count: Integers
-    file: Integers
-    byte_begin: Integers
-    key: Sequence[str]
-
-    def order(self) -> NDArray[np.intp] | None:
-        """Return what sorts the rows by box, then by block; None where they are sorted."""
-        return None if (np.diff(self.box) > 0).all() else np.lexsort((self.block_begin, self.box))
-
-    def take(self, order: NDArray[np.intp] | None) -> _Extents:
-        """Return the rows in another order."""
-        if order is None:
-            return self
-        names = ("box", "block_begin", "block_count", "file", "byte_begin")
-        key = self.key.take(order) if isinstance(self.key, Strings) else [self.key[row] for row in order.tolist()]
-        return _Extents(key=key, **{name: getattr(self, name)[order] for name in names})
-
-
 class Holdings(Sequence[PartTensor]):
     """The tensors of a part, with their boxes. Rows are made when they are first asked for.
 
@@ -151,7 +114,7 @@ class Holdings(Sequence[PartTensor]):
         replica: NDArray[np.bool_],
         digest_count: Integers,
         digests: bytes,
-        extents: _Extents,
+        extents: Extents,
         rows: tuple[PartTensor, ...] | None = None,
     ) -> None:
         self.table = table
@@ -174,29 +137,26 @@ class Holdings(Sequence[PartTensor]):
         extents = [(row, extent) for row, held in enumerate(boxes) for extent in held.extents]
         return cls(
             table=TensorTable.of(tensors),
-            box_count=_ints(len(tensor.boxes) for tensor in tensors),
-            begin=_ints(first for held in boxes for first in held.box.begin),
-            box_shape=_ints(extent for held in boxes for extent in held.box.shape),
+            box_count=make_integers(len(tensor.boxes) for tensor in tensors),
+            begin=make_integers(first for held in boxes for first in held.box.begin),
+            box_shape=make_integers(extent for held in boxes for extent in held.box.shape),
             replica=np.array([held.replica for held in boxes], np.bool_),
-            digest_count=_ints(len(held.digests) // DIGEST_NBYTES for held in boxes),
+            digest_count=make_integers(len(held.digests) // DIGEST_NBYTES for held in boxes),
             digests=b"".join(held.digests for held in boxes),
-            extents=_Extents(
-                box=_ints(row for row, _ in extents),
-                block_begin=_ints(extent.block_begin for _, extent in extents),
-                block_count=_ints(extent.block_count for _, extent in extents),
-                file=_ints(extent.file for _, extent in extents),
-                byte_begin=_ints(extent.byte_begin for _, extent in extents),
-                key=[extent.key for _, extent in extents],
-            ),
+            extents=Extents.of(extents),
             rows=tuple(tensors),
         )
 
-    def box_columns(self, block_nbytes: int, header_nbytes: Sequence[int]) -> dict[str, object]:
+    def box_columns(
+        self, block_nbytes: int, header_nbytes: Sequence[int], encodings: Sequence[str], *, is_delta: bool
+    ) -> dict[str, object]:
         """Return the tables of boxes and extents, and the digests, as a part has them.
 
         Args:
             block_nbytes: size of a block in bytes.
             header_nbytes: size of the header of each file in bytes.
+            encodings: those that the part lists.
+            is_delta: whether it has the columns and the table of a delta.
 
         Raises: LayoutError(BOX_BOUNDS) for a box that leaves its tensor; FormatError(FILE_COVERAGE) for extents that
             overlap. Spec: REQ-PRT-004, REQ-PRT-007.
@@ -204,6 +164,8 @@ class Holdings(Sequence[PartTensor]):
         shapes = _of_boxes(self.table.extents, self.table.ndim, self.box_count)
         if (self.begin < 0).any() or (self.begin + self.box_shape > shapes).any():
             raise err(Code.BOX_BOUNDS, "a box leaves its tensor", requirement="REQ-PRT-004")
+        extents, stored = self._extent_columns(block_nbytes, np.array(header_nbytes, np.int64), encodings)
+        delta = {name: extents.pop(name) for name in ("reference", "predicted")}
         return {
             "boxes": {
                 "begin": dump_packed(self.begin),
@@ -212,33 +174,49 @@ class Holdings(Sequence[PartTensor]):
                 "replica": dump_packed(self.replica),
                 "digest_count": dump_packed(self.digest_count),
             },
-            "extents": self._extent_columns(block_nbytes, np.array(header_nbytes, np.int64)),
+            "extents": {**extents, **(delta if is_delta else {})},
+            **({"stored": stored} if is_delta else {}),
             "digests": self.digests,
         }
 
-    def _extent_columns(self, block_nbytes: int, header_nbytes: Integers) -> dict[str, object]:
+    def encodings(self) -> tuple[str, ...]:
+        """Return the encodings that occur, in their order; of a part without extents, raw."""
+        numbers = np.unique(self.extents.encoding).tolist()
+        return tuple(ENCODINGS[number] for number in numbers) or ("raw",)
+
+    def _extent_columns(
+        self, block_nbytes: int, header_nbytes: Integers, encodings: Sequence[str]
+    ) -> tuple[dict[str, object], dict[str, object]]:
         found = self.extents
-        nbytes = _stored_nbytes(found, self._box_nbytes(), block_nbytes)
-        order = np.lexsort((found.block_begin, found.box, nbytes > 0, found.byte_begin, found.file))
-        box, file, begin = found.box[order], found.file[order], found.byte_begin[order]
+        nbytes = found.stored_nbytes(self.box_nbytes(), block_nbytes)
+        nowhere = len(header_nbytes)  # what isn't stored stands behind all files
+        files = np.where(found.file < 0, nowhere, found.file)
+        order = np.lexsort((found.block_begin, found.box, nbytes > 0, found.byte_begin, files))
+        box, file, begin = found.box[order], files[order], found.byte_begin[order]
         ends = np.concatenate([np.zeros(1, np.int64), begin + nbytes[order]])[:-1]
-        gap = begin - np.where(np.diff(file, prepend=-1) != 0, header_nbytes[file], ends)
+        gap = begin - np.where(np.diff(file, prepend=-1) != 0, np.append(header_nbytes, 0)[file], ends)
         if (gap < 0).any():
             raise err(Code.FILE_COVERAGE, "two extents overlap in a file", requirement="REQ-PRT-007")
         owners = np.repeat(np.arange(len(self.box_count)), self.box_count)[box].tolist()
         names = [self.table.keys[owner][1] for owner in owners]
         keys = [found.key[row] for row in order.tolist()]
-        return {
+        numbers = np.full(len(ENCODINGS), -1, np.int64)
+        numbers[[ENCODINGS.index(name) for name in encodings]] = np.arange(len(encodings))
+        columns: dict[str, object] = {
             "box": dump_packed(fold(np.diff(box, prepend=-1) - 1)),
             "block_begin": dump_packed(found.block_begin[order]),
             "block_count": dump_packed(found.block_count[order]),
             "file": dump_packed(file),
             "gap_nbytes": dump_packed(gap),
-            "encoding": dump_packed(np.zeros(len(order), np.int64)),
+            "encoding": dump_packed(numbers[found.encoding[order]]),
             "key": dump_strings(["" if key == name else key for key, name in zip(keys, names, strict=True)]),
+            "reference": dump_packed(found.reference[order]),
+            "predicted": dump_packed(found.predicted[order]),
         }
+        return columns, found.stored_in(order).columns()
 
-    def _box_nbytes(self) -> Integers:
+    def box_nbytes(self) -> Integers:
+        """Return the size of each box in bytes."""
         elements = _products(self.box_shape, np.repeat(self.table.ndim, self.box_count))
         nbytes: Integers = elements * np.repeat(self.table.element_nbytes, self.box_count)
         return nbytes
@@ -284,15 +262,16 @@ class Holdings(Sequence[PartTensor]):
         found = self.extents
         keys = found.key.tolist() if isinstance(found.key, Strings) else found.key
         owners = np.repeat(np.arange(len(self.box_count)), self.box_count)[found.box].tolist()
-        numbers = (found.box, found.block_begin, found.block_count, found.file, found.byte_begin)
+        numbers = (found.box, found.block_begin, found.block_count, found.file, found.byte_begin, found.encoding)
         rows = zip(owners, keys, *(column.tolist() for column in numbers), strict=True)
-        for owner, key, box, block_begin, blocks, file, byte_begin in rows:
+        for row, (owner, key, box, block_begin, blocks, file, byte_begin, encoding) in enumerate(rows):
             extent = Extent(
                 block_begin=block_begin,
                 block_count=blocks,
-                file=file,
+                file=file if file >= 0 else None,
                 byte_begin=byte_begin,
                 key=key or self.table.keys[owner][1],
+                **(found.delta_members(row) if encoding else {}),
             )
             yield box, extent
 
@@ -325,9 +304,9 @@ def parse_holdings(
     *,
     box_count: Integers,
     block_nbytes: int,
-    file_nbytes: Integers,
-    header_nbytes: Integers,
-    files: Columns,
+    files: Files,
+    encodings: Sequence[str] = ("raw",),
+    reference_count: int | None = None,
 ) -> Holdings:
     """Return what a part says of boxes, extents and digests.
 
@@ -336,12 +315,11 @@ def parse_holdings(
         table: its tensors.
         box_count: how many boxes of each tensor it holds.
         block_nbytes: size of a block in bytes.
-        file_nbytes: size of each file in bytes.
-        header_nbytes: size of the header of each file in bytes.
-        files: table of the files, for messages.
+        encodings: those that the part lists.
+        reference_count: how many references it has; None for a part that is no delta's.
 
     Raises: FormatError(COLUMN_FORM, COLUMN_ORDER, EXTENT_COVERAGE, FILE_COVERAGE); LayoutError(BOX_BOUNDS).
-    Spec: REQ-IDX-002, REQ-IDX-003, REQ-PRT-004 to REQ-PRT-007.
+    Spec: REQ-IDX-002, REQ-IDX-003, REQ-PRT-004 to REQ-PRT-007, REQ-DEL-003 to REQ-DEL-007.
     """
     boxes = columns.columns("boxes", _BOX_KEYS)
     count = int(box_count.sum())
@@ -356,12 +334,12 @@ def parse_holdings(
         raise err(Code.BOX_BOUNDS, "a box leaves its tensor", where=boxes.place("begin"), requirement="REQ-PRT-004")
     digest_count = boxes.packed("digest_count", count=count)
     digests = columns.any("digests")
-    if not isinstance(digests, bytes) or len(digests) != _sum(digest_count) * DIGEST_NBYTES:
-        raise columns.broken("digests", f"not {_sum(digest_count)} digests")
+    if not isinstance(digests, bytes) or len(digests) != total_of(digest_count) * DIGEST_NBYTES:
+        raise columns.broken("digests", f"not {total_of(digest_count)} digests")
     element_nbytes = np.repeat(table.element_nbytes, box_count)
     elements = _products(box_shape, np.repeat(table.ndim, box_count))
     blocks = -(-elements // (block_nbytes // element_nbytes))
-    rows = _parse_extents(columns.columns("extents", _EXTENT_KEYS), table, box_count, len(file_nbytes))
+    rows = parse_extents(columns, table, box_count, files, encodings=encodings, reference_count=reference_count)
     order = rows.order()
     held = Holdings(
         table=table,
@@ -375,35 +353,10 @@ def parse_holdings(
     )
     _check_blocks(held, blocks, boxes)
     # What is written has a digest for each block, so that its size is far from where an int64 ends.
-    nbytes = _stored_nbytes(rows, elements * element_nbytes, block_nbytes)
-    begins = _place(rows, nbytes, file_nbytes, header_nbytes, files)
+    check_smaller(rows, elements * element_nbytes, block_nbytes, columns)
+    begins = place_extents(rows, rows.stored_nbytes(elements * element_nbytes, block_nbytes), files)
     held.extents = dataclasses.replace(rows, byte_begin=begins).take(order)
     return held
-
-
-def _parse_extents(table: Columns, tensors: TensorTable, box_count: Integers, file_count: int) -> _Extents:
-    """Return the extents in the order of their bytes; `byte_begin` is still how far each is from the one before."""
-    key = table.strings("key", limit_nbytes=limits.KEY_NBYTES)
-    count = len(key)
-    box = np.cumsum(unfold(table.packed("box", count=count, below=2 * limits.BOXES)) + 1) - 1
-    owner = np.repeat(np.arange(len(box_count)), box_count)
-    if count and not 0 <= int(box.min()) <= int(box.max()) < len(owner):
-        raise table.broken("box", f"an extent of a box that isn't one of the {len(owner)}")
-    found = _Extents(
-        box=box,
-        block_begin=table.packed("block_begin", count=count),
-        block_count=table.packed("block_count", count=count),
-        file=table.packed("file", count=count, below=file_count),
-        byte_begin=table.packed("gap_nbytes", count=count),
-        key=key,
-    )
-    table.packed("encoding", count=count, below=len(ENCODINGS))
-    if (np.diff(found.file) < 0).any():
-        raise table.unsorted("file")
-    for row in key.rows_with_text():
-        if key[row] == tensors.keys[owner[box[row]]][1]:
-            raise table.broken("key", f"{key[row][:64]!r} stands there, and not the empty string for it", "REQ-PRT-012")
-    return found
 
 
 def _check_blocks(held: Holdings, blocks: Integers, table: Columns) -> None:
@@ -437,41 +390,6 @@ def _name_of(held: Holdings, box: int) -> str:
     return repr(held.table.keys[owner][1][:64])
 
 
-def _stored_nbytes(extents: _Extents, box_nbytes: Integers, block_nbytes: int) -> Integers:
-    """Return how many bytes each extent stores."""
-    first = extents.block_begin * block_nbytes
-    stored: Integers = np.minimum(box_nbytes[extents.box], first + extents.block_count * block_nbytes) - first
-    return stored
-
-
-def _place(
-    rows: _Extents, nbytes: Integers, file_nbytes: Integers, header_nbytes: Integers, files: Columns
-) -> Integers:
-    """Return the first byte of each extent in its file; header and extents tile it exactly.
-
-    Raises: FormatError(FILE_COVERAGE, COLUMN_ORDER). Spec: REQ-PRT-007.
-    """
-    gap = rows.byte_begin > 0
-    ends = np.cumsum(nbytes)
-    last = np.searchsorted(rows.file, np.arange(len(file_nbytes)), "right")
-    stored = np.diff(np.append(0, ends)[last], prepend=0)
-    wrong = np.flatnonzero(header_nbytes + stored != file_nbytes)
-    if gap.any() or len(wrong):
-        number = int(rows.file[gap.argmax()] if gap.any() else wrong[0])
-        raise err(
-            Code.FILE_COVERAGE,
-            f"header and extents don't tile the {file_nbytes[number]} bytes of {files.strings('name')[number]}",
-            where=files.place("nbytes"),
-            requirement="REQ-PRT-007",
-        )
-    before = header_nbytes - (np.cumsum(stored) - stored)  # of each file: what it has more than the sum so far
-    begins: Integers = ends - nbytes + before[rows.file]
-    empty = nbytes == 0
-    if (empty[1:] & empty[:-1] & (np.diff(rows.file) == 0) & (np.diff(rows.box) <= 0)).any():
-        raise files.unsorted("nbytes", "extents without bytes aren't sorted by their boxes", "REQ-IDX-003")
-    return begins
-
-
 def _of_boxes(flattened: Integers, ndim: Integers, box_count: Integers) -> Integers:
     """Return what tensors have for each dimension, for each dimension of each of their boxes."""
     if len(box_count) == 0 or (int(box_count.min()) == 1 == int(box_count.max())):
@@ -491,12 +409,3 @@ def _products(flattened: Integers, ndim: Integers) -> Integers:
         deep = np.flatnonzero(ndim > dim)
         products[deep] *= flattened[offsets[deep] + dim]
     return products
-
-
-def _sum(counts: Integers) -> int:
-    """Return a sum that may be larger than an int64, in a file that lies."""
-    return int(counts.sum()) if int(counts.max(initial=0)) < 1 << 32 else sum(counts.tolist())
-
-
-def _ints(values: Any) -> Integers:  # noqa: ANN401 - any iterable of integers
-    return np.array(list(values), np.int64)

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt import limits
 from ckptfmt.documents.canonical import dump_document, parse_document
 from ckptfmt.errors import Code, err
+from ckptfmt.features import DELTAS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "FIELDS",
     "MANIFEST_NAME",
+    "PINS_SUFFIX",
     "Abort",
     "FieldSummary",
     "Manifest",
     "Origin",
+    "Reference",
     "Tombstone",
+    "check_references",
     "checkpoint_name",
     "failure_path",
     "index_name",
+    "pack_name",
     "parse_checkpoint_name",
     "parse_register",
     "part_path",
+    "pins_path",
     "shard_name",
 ]
 
 MANIFEST_NAME: Final = "manifest.json"
+#: What the names of pins end in.
+PINS_SUFFIX: Final = ".pins.json"
 #: The seven fields, in the order in which index and parts number them.
 FIELDS: Final = ("weights", "optimizer", "rng", "data", "config", "topology", "provenance")
 
@@ -71,9 +83,46 @@ def failure_path(attempt: str, writer: int) -> str:
     return f"parts/{attempt}-{writer:05d}.failure.json"
 
 
+def pins_path(attempt: str, writer: int) -> str:
+    """Return the path of a writer's pins, relative to the checkpoint."""
+    return f"parts/{attempt}-{writer:05d}{PINS_SUFFIX}"
+
+
 def shard_name(stem: str, attempt: str, writer: int) -> str:
     """Return the file name of a shard."""
     return f"{stem}-{attempt}-{writer:05d}.safetensors"
+
+
+def pack_name(stem: str, attempt: str, writer: int) -> str:
+    """Return the file name of a pack."""
+    return f"{stem}-{attempt}-{writer:05d}.pack"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A committed checkpoint that another one reads from: the name of its directory, the digest of its manifest."""
+
+    name: str
+    digest: str
+
+
+def check_references(references: Sequence[Reference], where: str) -> None:
+    """Raise unless references are of the run's names, sorted by their digests, each once.
+
+    Raises: FormatError(UNSAFE_PATH, COLUMN_ORDER). Spec: REQ-DEL-002.
+    """
+    for number, reference in enumerate(references):
+        if parse_checkpoint_name(reference.name) is None:
+            raise err(
+                Code.UNSAFE_PATH,
+                f"{reference.name[:64]!r} is no name of a checkpoint in a run",
+                where=f"{where}/{number}/name",
+                requirement="REQ-DEL-002",
+            )
+    if any(one.digest >= other.digest for one, other in itertools.pairwise(references)):
+        raise err(
+            Code.COLUMN_ORDER, "references aren't sorted by digest, each once", where=where, requirement="REQ-DEL-002"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,20 +154,26 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSummary:
-    """What the manifest says of one field; `reason` is given exactly when the field is absent."""
+    """What the manifest says of one field.
+
+    Attributes:
+        nbytes: of its tensors, each counted once.
+        stored_nbytes: of what this checkpoint itself stores of them; given exactly in a delta.
+        reason: why the field is absent; None where it is present.
+    """
 
     tensor_count: int = 0
     nbytes: int = 0
     stream_count: int = 0
     leaf_count: int = 0
+    stored_nbytes: int | None = None
     reason: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object."""
         if self.reason is not None:
             return {"state": "absent", "reason": self.reason}
-        counts = dataclasses.asdict(self)
-        del counts["reason"]
+        counts = {name: count for name, count in dataclasses.asdict(self).items() if count is not None}
         return {"state": "present", **counts}
 
     @classmethod
@@ -134,8 +189,8 @@ class Manifest:
     Attributes:
         origin: run, launch, step and attempt.
         saved_unix_s: when writer 0 took the state, in seconds since 1970, by its own clock; information only.
-        profile: ``full``.
-        references: digests of the manifests that extents may read from; none in a full checkpoint.
+        features: the reader features that it needs; none if it is full.
+        references: all checkpoints that it reads from, and those that they read from; none if it is full.
         fields: a summary for each of the seven.
         index_nbytes: size of the index file.
         index_digest: digest of what the index signs.
@@ -147,14 +202,27 @@ class Manifest:
     fields: dict[str, FieldSummary]
     index_nbytes: int
     index_digest: str
-    profile: str = "full"
-    references: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    references: tuple[Reference, ...] = ()
     digest: str = ""
+
+    @property
+    def profile(self) -> str:
+        """``full``, or ``delta``."""
+        return "delta" if self.features else "full"
 
     @property
     def nbytes(self) -> int:
         """Size of all tensors in bytes, each counted once."""
         return sum(field.nbytes for field in self.fields.values())
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Size of what this checkpoint itself stores of them, in bytes."""
+        stored = (
+            field.nbytes if field.stored_nbytes is None else field.stored_nbytes for field in self.fields.values()
+        )
+        return sum(stored)
 
     def dump(self) -> bytes:
         """Return the bytes of ``manifest.json``.
@@ -165,11 +233,11 @@ class Manifest:
             {
                 "type": "manifest",
                 "format_version": limits.FORMAT_VERSION,
-                "features": {"reader": [], "writer": []},
+                "features": {"reader": list(self.features), "writer": []},
                 **self.origin.as_dict(),
                 "saved_unix_s": self.saved_unix_s,
                 "profile": self.profile,
-                "references": list(self.references),
+                "references": [dataclasses.asdict(reference) for reference in self.references],
                 "fields": {field: self.fields[field].as_dict() for field in FIELDS},
                 "index": {
                     "name": index_name(self.origin.attempt),
@@ -208,13 +276,9 @@ class Manifest:
                 where=f"{where}#/signed/launch",
                 requirement="REQ-MAN-008",
             )
-        if signed["references"]:
-            raise err(
-                Code.PROFILE_MISMATCH,
-                "a full checkpoint has no references",
-                where=f"{where}#/signed/references",
-                requirement="REQ-MAN-005",
-            )
+        references = tuple(Reference(**one) for one in signed["references"])
+        fields = {field: FieldSummary.from_dict(signed["fields"][field]) for field in FIELDS}
+        _check_profile(signed, references, fields, where)
         if signed["index"]["name"] != index_name(origin.attempt):
             raise err(
                 Code.UNSAFE_PATH,
@@ -225,12 +289,37 @@ class Manifest:
         return cls(
             origin=origin,
             saved_unix_s=signed["saved_unix_s"],
-            fields={field: FieldSummary.from_dict(signed["fields"][field]) for field in FIELDS},
+            fields=fields,
             index_nbytes=signed["index"]["nbytes"],
             index_digest=signed["index"]["digest"],
-            profile=signed["profile"],
+            features=tuple(signed["features"]["reader"]),
+            references=references,
             digest=digest,
         )
+
+
+def _check_profile(
+    signed: dict[str, Any], references: Sequence[Reference], fields: dict[str, FieldSummary], where: str
+) -> None:
+    """Raise unless features, references and summaries are those of the profile. Spec: REQ-MAN-005, REQ-DEL-001."""
+    features = signed["features"]["reader"]
+    is_delta = signed["profile"] == "delta"
+    stored = [field.stored_nbytes is not None for field in fields.values() if field.reason is None]
+    if bool(features) != is_delta or (is_delta and DELTAS not in features) or features != sorted(features):
+        problem = f"features {', '.join(features) or 'none'}"
+    elif references and not is_delta:
+        problem = "references"
+    elif any(has != is_delta for has in stored):
+        problem = "a field with stored_nbytes" if any(stored) else "a field without stored_nbytes"
+    else:
+        check_references(references, f"{where}#/signed/references")
+        return
+    raise err(
+        Code.PROFILE_MISMATCH,
+        f"{problem} in a {signed['profile']} checkpoint",
+        where=f"{where}#/signed/profile",
+        requirement="REQ-MAN-005",
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

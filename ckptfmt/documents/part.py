@@ -9,18 +9,28 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.digest import DIGEST_NBYTES
+from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.canonical import check_version, dump_document
+from ckptfmt.documents.deltas import (
+    GROUP_KEYS,
+    Group,
+    delta_features,
+    dump_groups,
+    dump_references,
+    parse_encodings,
+    parse_groups,
+    parse_references,
+)
 from ckptfmt.documents.holdings import (
-    ENCODINGS,
     Extent,
+    Files,
     Holdings,
     PartBox,
     PartTensor,
     extent_nbytes,
     parse_holdings,
 )
-from ckptfmt.documents.manifest import Origin
+from ckptfmt.documents.manifest import Origin, Reference
 from ckptfmt.documents.msgpk import dump_mapless, dump_packed_document, parse_packed_document
 from ckptfmt.documents.packed import Columns, dump_packed, dump_strings
 from ckptfmt.documents.tables import (
@@ -43,11 +53,13 @@ from ckptfmt.documents.tables import (
     tensor_columns,
 )
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.features import ENCODINGS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "PACK_HEADER",
     "Extent",
     "Leaf",
     "Part",
@@ -59,9 +71,13 @@ __all__ = [
     "extent_nbytes",
 ]
 
-FILE_KINDS: Final = ("safetensors",)
+#: The kinds of files, each with what its names end in.
+FILE_KINDS: Final = {"safetensors": ".safetensors", "pack": ".pack"}
 
-_FILE_NAME: Final = re.compile(r"[a-z][a-z_]{0,40}-([0-9a-f]{16})-([0-9]{5,9})\.safetensors")
+#: What a pack begins with: its name, for people and for tools that guess kinds of files.
+PACK_HEADER: Final = b"ckptfmt pack 0.1\n".ljust(64, b"\0")
+
+_FILE_NAME: Final = re.compile(r"[a-z][a-z_]{0,40}-([0-9a-f]{16})-([0-9]{5,9})(\.safetensors|\.pack)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +124,8 @@ class Part:
         streams: its random-number streams.
         leaves: its plain values.
         absent: fields that it has nothing for, each with a reason.
+        references: the checkpoints that it reads from, and those that they read from; none if it is full.
+        groups: boxes whose blocks are predicted from each other's.
     """
 
     origin: Origin
@@ -118,6 +136,8 @@ class Part:
     streams: tuple[Stream, ...]
     leaves: tuple[Leaf, ...]
     absent: dict[str, str]
+    references: tuple[Reference, ...] = ()
+    groups: tuple[Group, ...] = ()
 
     def dump(self) -> tuple[bytes, bytes]:
         """Return the bytes of the part's file, and the digest that names them."""
@@ -128,22 +148,31 @@ class Part:
         """What it holds, as columns."""
         return Holdings.of(self.tensors)
 
+    @property
+    def features(self) -> list[str]:
+        """The reader features that it needs."""
+        return delta_features(self.holdings.encodings(), self.groups, self.references)
+
     def _signed(self) -> dict[str, Any]:
         held = self.holdings
         scopes = collect_scopes(held.table, self.streams, self.leaves)
         dtypes = sorted(set(held.table.dtypes))
+        features, encodings = self.features, held.encodings()
+        header_nbytes = [file.header_nbytes for file in self.files]
         return {
             **document_head("part", self.origin, saved_unix_s=self.saved_unix_s, scopes=scopes, dtypes=dtypes),
+            "features": {"reader": features, "writer": []},
             "writer": self.writer,
-            "references": [],
-            "encodings": list(ENCODINGS),
+            "references": dump_references(self.references),
+            "encodings": list(encodings),
             "files": self._file_columns(),
             "tensors": {
                 **tensor_columns(held.table, scopes, dtypes),
                 "box_count": dump_packed(held.box_count),
             },
             "aliases": alias_columns(held.table),
-            **held.box_columns(self.origin.block_nbytes, [file.header_nbytes for file in self.files]),
+            **held.box_columns(self.origin.block_nbytes, header_nbytes, encodings, is_delta=bool(features)),
+            **({"groups": dump_groups(self.groups)} if features else {}),
             "streams": {
                 **stream_columns(self.streams, scopes),
                 "state": [stream.state for stream in self.streams],
@@ -210,14 +239,16 @@ _PART_KEYS: Final = (
     "type", "format_version", "features", *ORIGIN_KEYS, "writer", "saved_unix_s", "references", "encodings", "scopes",
     "dtypes", "files", "tensors", "aliases", "boxes", "extents", "digests", "streams", "leaves", "absent",
 )  # fmt: skip
+_DELTA_KEYS: Final = (*_PART_KEYS, "stored", "groups")
 
 
 def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTable]) -> Part:
     check_version(signed, where)
-    columns = Columns(signed, _PART_KEYS, where)
+    is_delta = bool(signed["features"]["reader"])
+    columns = Columns(signed, _DELTA_KEYS if is_delta else _PART_KEYS, where)
     if columns.any("type") != "part":
         raise err(Code.DOC_SCHEMA, "not a part", where=columns.place("type"), requirement="REQ-DOC-011")
-    if (columns.any("references"), columns.any("encodings")) != ([], list(ENCODINGS)):
+    if not is_delta and (columns.any("references"), columns.any("encodings")) != ([], ["raw"]):
         raise err(
             Code.PROFILE_MISMATCH,
             "a full checkpoint has no references, and raw blocks only",
@@ -227,8 +258,10 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     origin = parse_origin(columns)
     writer = parse_counter(columns, "writer", below=origin.writer_count)
     scopes = check_scopes(columns)
-    files = _parse_files(columns, origin, writer)
-    held = _parse_holdings(columns, origin, scopes, files, known)
+    files = _parse_files(columns, origin, writer, is_delta=is_delta)
+    references = parse_references(columns)
+    held = _parse_holdings(columns, origin, scopes, files, known, reference_count=len(references) if is_delta else None)
+    groups = _parse_groups(columns, held, len(references)) if is_delta else ()
     streams = _parse_streams(columns.columns("streams", ("name", "scope", "kind", "state")), scopes)
     leaves = _parse_leaves(columns.columns("leaves", ("field", "name", "scope", "value")), scopes)
     check_scopes_used(columns, held.table, (*streams, *leaves))
@@ -241,10 +274,49 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
         streams=streams,
         leaves=leaves,
         absent=parse_absent(columns),
+        references=references,
+        groups=groups,
     )
 
 
-def _parse_files(columns: Columns, origin: Origin, writer: int) -> tuple[PartFile, ...]:
+def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tuple[Group, ...]:
+    """Return the groups; the features are those that groups, encodings and references need. Spec: REQ-DEL-001."""
+    table = columns.columns("groups", GROUP_KEYS)
+    groups = parse_groups(
+        table,
+        box_nbytes=held.box_nbytes(),
+        element_nbytes=np.repeat(held.table.element_nbytes, held.box_count),
+        references=reference_count,
+    )
+    _check_predicted(table, held, groups)
+    features = columns.any("features")["reader"]
+    needed = delta_features(held.encodings(), groups, range(reference_count))
+    if features != needed:
+        raise err(
+            Code.DOC_SCHEMA,
+            f"features {', '.join(features)}, where {', '.join(needed)} are needed",
+            where=columns.place("features"),
+            requirement="REQ-DEL-001",
+        )
+    return tuple(groups)
+
+
+def _check_predicted(table: Columns, held: Holdings, groups: Sequence[Group]) -> None:
+    """Raise unless groups have what they predict from. Spec: REQ-DEL-006, REQ-DEL-009, REQ-DEL-010."""
+    members = [box for group in groups for box in group.boxes]
+    extents = held.extents
+    if np.setdiff1d(extents.box[extents.predicted], members).size:
+        raise table.broken("box", "a block is predicted whose box is in no group", "REQ-DEL-006")
+    if not held.written[members].all():
+        raise table.broken("box", "a box that another writer stores is in a group", "REQ-DEL-009")
+    if any((group.kind == "cast") != (group.reference is None) for group in groups):
+        raise table.broken("reference", "a group without the base that it needs, or with one", "REQ-DEL-010")
+    of_first = np.isin(extents.box, [group.boxes[0] for group in groups]) & extents.predicted
+    if (extents.encoding[of_first] != ENCODINGS.index("gradient")).any():
+        raise table.broken("box", "the first box of a group is predicted from nothing", "REQ-DEL-006")
+
+
+def _parse_files(columns: Columns, origin: Origin, writer: int, *, is_delta: bool) -> tuple[PartFile, ...]:
     table = columns.columns("files", _FILE_KEYS)
     names = table.strings("name").tolist()
     table.check_increasing("name", names)
@@ -258,11 +330,15 @@ def _parse_files(columns: Columns, origin: Origin, writer: int) -> tuple[PartFil
                 requirement="REQ-CKP-001",
             )
     kinds = table.strings("kind", count=len(names)).tolist()
-    if any(kind not in FILE_KINDS for kind in kinds):
-        raise table.broken("kind", "unknown file kind")
+    known = FILE_KINDS if is_delta else ("safetensors",)
+    if any(kind not in known or not name.endswith(FILE_KINDS[kind]) for kind, name in zip(kinds, names, strict=True)):
+        raise table.broken("kind", "unknown file kind, or a name of another", "REQ-PRT-003")
     nbytes = table.packed("nbytes", count=len(names)).tolist()
     header_nbytes = table.packed("header_nbytes", count=len(names), below=8 + limits.SHARD_HEADER_NBYTES + 1).tolist()
     digests = table.fixed("header_digest", count=len(names), nbytes=DIGEST_NBYTES)
+    for kind, header, digest in zip(kinds, header_nbytes, digests, strict=True):
+        if kind == "pack" and (header, digest) != (len(PACK_HEADER), digest_bytes(PACK_HEADER)):
+            raise table.broken("header_digest", "a pack begins with another header", "REQ-DEL-012")
     return tuple(
         PartFile(name=name, kind=kind, nbytes=total, header_nbytes=header, header_digest=digest)
         for name, kind, total, header, digest in zip(names, kinds, nbytes, header_nbytes, digests, strict=True)
@@ -273,7 +349,13 @@ _FILE_KEYS: Final = ("name", "kind", "nbytes", "header_nbytes", "header_digest")
 
 
 def _parse_holdings(
-    columns: Columns, origin: Origin, scopes: list[str], files: tuple[PartFile, ...], known: dict[bytes, TensorTable]
+    columns: Columns,
+    origin: Origin,
+    scopes: list[str],
+    files: tuple[PartFile, ...],
+    known: dict[bytes, TensorTable],
+    *,
+    reference_count: int | None,
 ) -> Holdings:
     rows = columns.columns("tensors", (*TENSOR_KEYS, "box_count"))
     table = _parse_table(columns, rows, scopes, known)
@@ -287,9 +369,14 @@ def _parse_holdings(
         table,
         box_count=counts,
         block_nbytes=origin.block_nbytes,
-        file_nbytes=np.array([file.nbytes for file in files], np.int64),
-        header_nbytes=np.array([file.header_nbytes for file in files], np.int64),
-        files=columns.columns("files", _FILE_KEYS),
+        files=Files(
+            nbytes=np.array([file.nbytes for file in files], np.int64),
+            header_nbytes=np.array([file.header_nbytes for file in files], np.int64),
+            is_pack=np.array([file.kind == "pack" for file in files], np.bool_),
+            table=columns.columns("files", _FILE_KEYS),
+        ),
+        encodings=parse_encodings(columns),
+        reference_count=reference_count,
     )
 
 

@@ -1,7 +1,9 @@
 """The decision register: manifest, abort record, tombstone, and the names of files."""
 
 import copy
+import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -12,13 +14,16 @@ from ckptfmt.documents.manifest import (
     Abort,
     FieldSummary,
     Manifest,
+    Reference,
     Tombstone,
     checkpoint_name,
     failure_path,
     index_name,
+    pack_name,
     parse_checkpoint_name,
     parse_register,
     part_path,
+    pins_path,
     shard_name,
 )
 from ckptfmt.errors import Code
@@ -39,9 +44,20 @@ def manifest(**members):
     return Manifest(**{**own, **members})
 
 
-def test_registers_come_back():
-    """REQ-MAN-001."""
-    content = manifest().dump()
+STORED = FieldSummary(tensor_count=1, nbytes=2, stored_nbytes=1)
+DELTA: dict[str, Any] = {
+    "fields": {**dict.fromkeys(FIELDS, STORED), "data": ABSENT},
+    "features": ("deltas", "sparse"),
+    "references": tuple(
+        Reference(name=f"step-0000000{step}-l0001", digest=f"blake3:{step}" + "a" * 63) for step in (1, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("members", [{}, DELTA], ids=["full", "delta"])
+def test_registers_come_back(members):
+    """REQ-MAN-001, REQ-MAN-005."""
+    content = manifest(**members).dump()
     parsed = parse_register(content)
     assert isinstance(parsed, Manifest)
     assert parsed.dump() == content
@@ -74,13 +90,19 @@ def test_the_digest_of_the_manifest_covers_every_member():
             )
         ),
         manifest(fields={**dict.fromkeys(FIELDS, ABSENT)}),
+        manifest(**DELTA),
+        manifest(**{**DELTA, "features": ("deltas", "xor")}),
+        manifest(**{**DELTA, "references": DELTA["references"][:1]}),
+        manifest(**{**DELTA, "references": (Reference(name="step-00000009-l0001", digest=DIGEST),)}),
+        manifest(**{**DELTA, "references": (Reference(name="step-00000009-l0002", digest=DIGEST),)}),
+        manifest(**{**DELTA, "fields": {**DELTA["fields"], "rng": dataclasses.replace(STORED, stored_nbytes=0)}}),
     ]
     assert len({json.loads(item.dump())["digest"] for item in changed}) == len(changed)
 
 
-def edited(path, value):
+def edited(path, value, **members):
     """Return the register of a manifest with one member replaced; deleted if `value` is ..."""
-    signed = copy.deepcopy(parse_json(manifest().dump()))
+    signed = copy.deepcopy(parse_json(manifest(**members).dump()))
     at = signed
     for key in path[:-1]:
         at = at[key]
@@ -92,6 +114,7 @@ def edited(path, value):
 
 
 PRESENT = {"state": "present", "tensor_count": 0, "nbytes": 0, "stream_count": 0, "leaf_count": 0}
+REFERENCE = {"name": "step-00000001-l0001", "digest": DIGEST}
 EDITS = [
     *((("fields", field), ..., Code.DOC_SCHEMA, "REQ-MAN-003") for field in FIELDS),
     (("fields", "more"), PRESENT, Code.DOC_SCHEMA, "REQ-MAN-003"),
@@ -103,10 +126,15 @@ EDITS = [
     (("fields", "rng"), {**PRESENT, "nbytes": -1}, Code.DOC_SCHEMA, "REQ-MAN-003"),
     (("fields", "rng"), {**PRESENT, "nbytes": True}, Code.DOC_SCHEMA, "REQ-MAN-003"),
     (("fields", "rng"), None, Code.DOC_SCHEMA, "REQ-MAN-003"),
-    (("profile",), "delta", Code.DOC_SCHEMA, "REQ-MAN-005"),
-    (("references",), [DIGEST], Code.PROFILE_MISMATCH, "REQ-MAN-005"),
-    (("references",), None, Code.DOC_SCHEMA, "REQ-MAN-005"),
-    (("references",), [DIGEST] * 33, Code.DOC_SCHEMA, "REQ-MAN-005"),
+    (("fields", "rng"), {**PRESENT, "stored_nbytes": -1}, Code.DOC_SCHEMA, "REQ-MAN-003"),
+    (("fields", "rng"), {**PRESENT, "stored_nbytes": 0}, Code.PROFILE_MISMATCH, "REQ-MAN-005"),
+    (("profile",), "delta", Code.PROFILE_MISMATCH, "REQ-MAN-005"),
+    (("profile",), "partial", Code.DOC_SCHEMA, "REQ-MAN-005"),
+    (("features", "reader"), ["deltas"], Code.PROFILE_MISMATCH, "REQ-MAN-005"),
+    (("references",), [REFERENCE], Code.PROFILE_MISMATCH, "REQ-MAN-005"),
+    (("references",), [DIGEST], Code.DOC_SCHEMA, "REQ-DEL-002"),
+    (("references",), None, Code.DOC_SCHEMA, "REQ-LIM-001"),
+    (("references",), [REFERENCE] * 33, Code.DOC_SCHEMA, "REQ-LIM-001"),
     (("index", "name"), "index-ffffffffffffffff.msgpack", Code.UNSAFE_PATH, "REQ-CKP-001"),
     (("index", "name"), "../index-0123456789abcdef.msgpack", Code.DOC_SCHEMA, "REQ-CKP-001"),
     (("index", "name"), "/etc/passwd", Code.DOC_SCHEMA, "REQ-CKP-001"),
@@ -155,10 +183,61 @@ def test_wrong_manifests_are_refused(path, value, code, requirement):
         assert error.requirement == requirement
 
 
+DELTA_EDITS = [
+    (("profile",), "full", Code.PROFILE_MISMATCH, "REQ-MAN-005"),
+    (("features", "reader"), [], Code.PROFILE_MISMATCH, "REQ-MAN-005"),
+    (("features", "reader"), ["sparse"], Code.PROFILE_MISMATCH, "REQ-MAN-005"),
+    (("features", "reader"), ["sparse", "deltas"], Code.PROFILE_MISMATCH, "REQ-MAN-005"),
+    (("features", "reader"), ["deltas", "deltas"], Code.DOC_SCHEMA, "REQ-VER-008"),
+    (("features", "reader"), ["deltas", "wavelets"], Code.FEATURE_UNSUPPORTED, "REQ-DOC-010"),
+    (("features", "reader"), ["deltas", "references"], Code.FEATURE_UNSUPPORTED, "REQ-DOC-010"),
+    (("fields", "rng"), PRESENT, Code.PROFILE_MISMATCH, "REQ-MAN-005"),
+    (("fields", "data", "stored_nbytes"), 0, Code.DOC_SCHEMA, "REQ-MAN-003"),
+    (("references", 0, "name"), "step-000000001-l0001", Code.UNSAFE_PATH, "REQ-DEL-002"),
+    (("references", 0, "name"), "../step-00000001-l0001", Code.DOC_SCHEMA, "REQ-RUN-008"),
+    (("references", 0, "name"), "latest", Code.DOC_SCHEMA, "REQ-RUN-008"),
+    (("references", 0, "digest"), "a" * 64, Code.DOC_SCHEMA, "REQ-DOC-009"),
+    (("references", 0, "digest"), ..., Code.DOC_SCHEMA, "REQ-DEL-002"),
+    (("references", 0, "step"), 1, Code.DOC_SCHEMA, "REQ-DEL-002"),
+    (("references", 0, "digest"), "blake3:" + "f" * 64, Code.COLUMN_ORDER, "REQ-DEL-002"),
+    (("references", 0, "digest"), DELTA["references"][1].digest, Code.COLUMN_ORDER, "REQ-DEL-002"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "code", "requirement"), DELTA_EDITS, ids=lambda item: str(item)[:40])
+def test_wrong_manifests_of_deltas_are_refused(path, value, code, requirement):
+    """REQ-MAN-005, REQ-DEL-001, REQ-DEL-002."""
+    error = error_of(lambda: parse_register(edited(path, value, **DELTA)))
+    assert (error.code, error.requirement) == (code, requirement)
+    assert error.where.startswith("manifest.json#/signed")
+
+
+def test_what_a_checkpoint_stores_is_all_of_it_or_what_it_says():
+    """REQ-MAN-006."""
+    assert (manifest().profile, manifest().nbytes, manifest().stored_nbytes) == ("full", 12, 12)
+    delta = manifest(**DELTA)
+    assert (delta.profile, delta.nbytes, delta.stored_nbytes) == ("delta", 12, 6)
+
+
+@pytest.mark.parametrize("members", [{}, DELTA], ids=["full", "delta"])
 @pytest.mark.parametrize("key", parse_json(manifest().dump()))
-def test_no_member_may_be_missing(key):
-    """Row 29; REQ-DOC-011, REQ-MAN-001."""
-    assert code_of(lambda: parse_register(edited((key,), ...))) == Code.DOC_SCHEMA
+def test_no_member_may_be_missing(key, members):
+    """Row 29; REQ-DOC-011, REQ-MAN-001; of a document without a type no feature is known: REQ-VER-007."""
+    code = Code.FEATURE_UNSUPPORTED if members and key == "type" else Code.DOC_SCHEMA
+    assert code_of(lambda: parse_register(edited((key,), ..., **members))) == code
+
+
+def test_a_manifest_with_all_references_that_may_be_is_small():
+    """REQ-MAN-004, REQ-LIM-002."""
+    references = tuple(
+        Reference(name=checkpoint_name(10**17 + number, 10**17), digest=f"blake3:{number:064x}")
+        for number in range(limits.REFERENCES)
+    )
+    content = manifest(**{**DELTA, "references": references}).dump()
+    assert len(content) < 8192
+    parsed = parse_register(content)
+    assert isinstance(parsed, Manifest)
+    assert parsed.references == references
 
 
 def test_a_register_over_64_kib_is_neither_written_nor_read():
@@ -237,3 +316,5 @@ def test_files_have_the_attempt_in_their_names():
     assert part_path(ATTEMPT, 123_456) == "parts/0123456789abcdef-123456.msgpack"
     assert failure_path(ATTEMPT, 3) == "parts/0123456789abcdef-00003.failure.json"
     assert shard_name("weights", ATTEMPT, 3) == "weights-0123456789abcdef-00003.safetensors"
+    assert pack_name("weights", ATTEMPT, 3) == "weights-0123456789abcdef-00003.pack"
+    assert pins_path(ATTEMPT, 123_456) == "parts/0123456789abcdef-123456.pins.json"

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 from ckptfmt import limits
+from ckptfmt.arithmetic.merge import PartFileEntry, merge_parts
 from ckptfmt.digest import digest_bytes, digest_text
 from ckptfmt.documents import msgpk, tree
 from ckptfmt.documents.canonical import dump_document, parse_document
@@ -22,13 +23,16 @@ from ckptfmt.documents.cursor import dump_cursor, parse_cursor
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import Manifest, parse_register
 from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, parse_packed
-from ckptfmt.documents.part import Part
+from ckptfmt.documents.part import PACK_HEADER, Part
+from ckptfmt.documents.pins import Pins
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
+from ckptfmt.engines.commit import finalize
+from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint
 from ckptfmt.errors import CkptError
 from ckptfmt.store.memory import MemoryStore
-from tests.spec.pages import SCHEMA, fences
+from tests.spec.pages import SCHEMA, fences, page
 from tests.spec.views import document_of, load_schema, view_of
 
 #: Which tags a fence of each language may have, and must have.
@@ -84,6 +88,8 @@ def parse_json_document(content, where, kind):
         return Launch.parse(content, where=where)
     if kind == "failure":
         return parse_document(content, where=where, types=("failure",))
+    if kind == "pins":
+        return Pins.parse(content, where=where)
     return parse_register(content, where=where)
 
 
@@ -309,11 +315,7 @@ def test_the_examples_are_one_checkpoint():
     assert json.loads(example("tombstone").content)["manifest_digest"] == manifest.digest
 
     store = MemoryStore()
-    biases, weights = struct.pack("<3f", 0.5, 1, 2), struct.pack("<6f", *range(6))
-    store.create("manifest.json", [dump_document(value["manifest"])])
-    store.create(example("index").tags["for"], [index_content])
-    store.create(example("part").tags["for"], [part_content])
-    store.create(example("shard").tags["for"], [header, biases, weights])
+    fill_base(store)
     report = Report(target="example", kind="checkpoint")
     checkpoint = verify_checkpoint(store, report)
 
@@ -322,3 +324,49 @@ def test_the_examples_are_one_checkpoint():
     assert checkpoint.read("weights", "head.weight").tolist() == [[0, 1, 2], [3, 4, 5]]
     assert checkpoint.leaf("config") == {"width": 3}
     assert checkpoint.stream("user/noise", "lw/0") == ("python.mt19937", (3, (1, 2), None))
+
+
+def fill_base(store):
+    """Write the checkpoint of pages 30, 40 and 50."""
+    for name in ("manifest", "index", "part", "shard"):
+        value = json.loads(example(name).content)
+        match name:
+            case "manifest":
+                content = dump_document(value)
+            case "shard":
+                content = dump_shard_header(value) + struct.pack("<3f6f", 0.5, 1, 2, *range(6))
+            case _:
+                content = accept(example(name), value)[1]
+        store.create(example(name).tags["for"], [content])
+
+
+def test_the_examples_of_a_delta_are_one_checkpoint():
+    """REQ-DEL-020, REQ-MAN-006: the manifest is what a committer makes of the part; base and pack say the
+    rest.
+    """
+    store = MemoryStore()
+    fill_base(store.at("step-00001200-l0003"))
+    place = store.at("step-00001210-l0003")
+    part, content = accept(example("delta-part"), json.loads(example("delta-part").content))
+    digest = msgpk.parse_packed_document(content, where="part")[1]
+    index = merge_parts([PartFileEntry(part=part, digest=digest, nbytes=len(content))])
+    pins = json.loads(example("pins").content)
+    stored = bytes.fromhex("0201010002010001010000")
+    place.create(example("pins").tags["for"], [dump_document(pins)])
+    place.create(part.files[0].name, [PACK_HEADER, stored])
+    place.create(example("delta-part").tags["for"], [content])
+    place.create(f"index-{part.origin.attempt}.msgpack", [seal(inflated(index.dump()[0]))])
+    manifest = finalize(place, part.origin)
+
+    assert manifest == accept(example("delta"), json.loads(example("delta").content))
+    assert (
+        part.references
+        == manifest.references
+        == Pins.parse(dump_document(pins), where=example("pins").tags["for"]).references
+    )
+    assert f"`{stored[:-1].hex()}` and `{stored[-1:].hex()}`" in "\n".join(page("45-deltas.md").lines)
+    checkpoint = Checkpoint(place)
+    after = [[0, 1, 2], [3 + 2**-22, 4, 5]]
+    assert checkpoint.read("weights", "layers.0.bias").tolist() == [0.5, 1, 2]
+    assert checkpoint.read("weights", "head.weight").tolist() == after
+    assert checkpoint.read("weights", "layers.0.weight.bfloat16").astype("f4").tolist() == [[0, 1, 2], [3, 4, 5]]

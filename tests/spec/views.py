@@ -2,10 +2,11 @@
 
 import functools
 import json
+import re
 
 from tests.spec.pages import SCHEMA
 
-BYTES = {"contentEncoding": "base16"}
+HEX = re.compile(r"([0-9a-f]{2})*")
 
 
 @functools.cache
@@ -33,13 +34,23 @@ def view_of(value):
     return [view_of(member) for member in value] if isinstance(value, list) else value
 
 
+def properties_of(schema):
+    """What a schema says of members; of alternatives all that any of them has, the last one's where they differ."""
+    known = dict(schema.get("properties", {}))
+    for one in schema.get("oneOf", []):
+        known |= properties_of(resolve(one))
+    return known
+
+
 def document_of(view, schema):
     """The signed map of a JSON view; the schema says which strings are bytes. What it doesn't know stays as it is."""
     schema = resolve(schema)
     if isinstance(view, str):
-        return bytes.fromhex(view) if schema.get("contentEncoding") == "base16" else view
+        # An edit may put something else there.
+        is_hex = schema.get("contentEncoding") == "base16" and HEX.fullmatch(view)
+        return bytes.fromhex(view) if is_hex else view
     if isinstance(view, dict):
-        known = schema.get("properties", {})
+        known = properties_of(schema)
         return {key: document_of(member, known.get(key, {})) for key, member in view.items()}
     if isinstance(view, list):
         prefix = schema.get("prefixItems", [])

@@ -1,0 +1,290 @@
+"""Where blocks are stored: the extents of a part, as columns. Spec: REQ-PRT-006, REQ-PRT-007, REQ-DEL-003 to -007."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ckptfmt import limits
+from ckptfmt.digest import DIGEST_NBYTES
+from ckptfmt.documents.deltas import StoredBlocks, check_encodings_used, parse_stored
+from ckptfmt.documents.packed import Columns, Integers, Strings, unfold
+from ckptfmt.documents.tables import TensorTable
+from ckptfmt.errors import Code, err
+from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Extent", "Extents", "Files", "check_smaller", "make_integers", "parse_extents", "place_extents", "total_of"]
+
+_EXTENT_KEYS: Final = ("box", "block_begin", "block_count", "file", "gap_nbytes", "encoding", "key")
+_DELTA_KEYS: Final = (*_EXTENT_KEYS, "reference", "predicted")
+_RAW, _SAME = ENCODINGS.index("raw"), ENCODINGS.index("same")
+_GRADIENT = ENCODINGS.index("gradient")
+_PLAIN: Final = [ENCODINGS.index(name) for name in sorted(PLAIN)]
+_NEEDS_BASE: Final = [ENCODINGS.index(name) for name in sorted(NEEDS_BASE)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Where a run of a box's blocks is stored.
+
+    Attributes:
+        block_begin: first block.
+        block_count: number of blocks.
+        file: number of the file in the part; None for blocks that are the base's.
+        byte_begin: first byte, from the start of the file.
+        key: of the box in the file's header.
+        encoding: of `ckptfmt.features.ENCODINGS`.
+        reference: number of the reference whose blocks are the base; None where there is none, or where a group says.
+        predicted: whether the group's prediction stands in the place of the base's content.
+        stored_nbytes: of each block, if it is encoded: how many bytes it is stored in.
+        stored_digests: 32 bytes for each block, if it is encoded: of what is stored.
+    """
+
+    block_begin: int
+    block_count: int
+    file: int | None
+    byte_begin: int
+    key: str
+    encoding: str = "raw"
+    reference: int | None = None
+    predicted: bool = False
+    stored_nbytes: tuple[int, ...] = ()
+    stored_digests: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Extents:
+    """The columns of extents, sorted by box and block.
+
+    Attributes:
+        file: number of the file; that of no file for blocks that are the base's.
+        encoding: number in `ENCODINGS`.
+        reference: number of the reference, plus 1; 0 for none.
+        stored_row: for encoded blocks, which row of the stored blocks is the first one's.
+        stored: the encoded blocks.
+    """
+
+    box: Integers
+    block_begin: Integers
+    block_count: Integers
+    file: Integers
+    byte_begin: Integers
+    key: Sequence[str]
+    encoding: Integers
+    reference: Integers
+    predicted: NDArray[np.bool_]
+    stored_row: Integers
+    stored: StoredBlocks
+
+    @classmethod
+    def of(cls, extents: Sequence[tuple[int, Extent]]) -> Extents:
+        """Return the columns of extents, each with the number of its box."""
+        blocks = make_integers(len(extent.stored_nbytes) for _, extent in extents)
+        return cls(
+            box=make_integers(row for row, _ in extents),
+            block_begin=make_integers(extent.block_begin for _, extent in extents),
+            block_count=make_integers(extent.block_count for _, extent in extents),
+            file=make_integers(-1 if extent.file is None else extent.file for _, extent in extents),
+            byte_begin=make_integers(extent.byte_begin for _, extent in extents),
+            key=[extent.key for _, extent in extents],
+            encoding=make_integers(ENCODINGS.index(extent.encoding) for _, extent in extents),
+            reference=make_integers(0 if extent.reference is None else extent.reference + 1 for _, extent in extents),
+            predicted=np.array([extent.predicted for _, extent in extents], np.bool_),
+            stored_row=np.cumsum(blocks) - blocks,
+            stored=StoredBlocks(
+                nbytes=make_integers(nbytes for _, extent in extents for nbytes in extent.stored_nbytes),
+                digests=b"".join(extent.stored_digests for _, extent in extents),
+            ),
+        )
+
+    def delta_members(self, row: int) -> dict[str, Any]:
+        """Return the members of an extent that a raw one doesn't have."""
+        encoding = ENCODINGS[self.encoding[row]]
+        reference = int(self.reference[row])
+        members: dict[str, Any] = {"encoding": encoding, "predicted": bool(self.predicted[row])}
+        if encoding not in PLAIN:
+            first, last = int(self.stored_row[row]), int(self.stored_row[row] + self.block_count[row])
+            members["stored_nbytes"] = tuple(self.stored.nbytes[first:last].tolist())
+            members["stored_digests"] = self.stored.digests[first * DIGEST_NBYTES : last * DIGEST_NBYTES]
+        return {**members, "reference": reference - 1 if reference else None}
+
+    @property
+    def is_encoded(self) -> NDArray[np.bool_]:
+        """Of each row, whether its blocks are neither raw nor the base's."""
+        return ~np.isin(self.encoding, _PLAIN)
+
+    def order(self) -> NDArray[np.intp] | None:
+        """Return what sorts the rows by box, then by block; None where they are sorted."""
+        return None if (np.diff(self.box) > 0).all() else np.lexsort((self.block_begin, self.box))
+
+    def take(self, order: NDArray[np.intp] | None) -> Extents:
+        """Return the rows in another order."""
+        if order is None:
+            return self
+        names = (name.name for name in dataclasses.fields(self) if name.name not in {"key", "stored"})
+        key = self.key.take(order) if isinstance(self.key, Strings) else [self.key[row] for row in order.tolist()]
+        return Extents(key=key, stored=self.stored, **{name: getattr(self, name)[order] for name in names})
+
+    def stored_in(self, order: NDArray[np.intp]) -> StoredBlocks:
+        """Return the encoded blocks in another order of the extents."""
+        encoded = order[self.is_encoded[order]]
+        blocks = self.block_count[encoded]
+        first = np.repeat(self.stored_row[encoded], blocks)
+        rows = first + np.arange(len(first)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+        digests = np.frombuffer(self.stored.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+        return StoredBlocks(nbytes=self.stored.nbytes[rows], digests=digests[rows].tobytes())
+
+    def stored_nbytes(self, box_nbytes: Integers, block_nbytes: int) -> Integers:
+        """Return how many bytes each extent stores."""
+        first = self.block_begin * block_nbytes
+        content = np.minimum(box_nbytes[self.box], first + self.block_count * block_nbytes) - first
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.stored.nbytes)])
+        encoded = ends[self.stored_row + np.where(self.is_encoded, self.block_count, 0)] - ends[self.stored_row]
+        found: Integers = np.where(self.is_encoded, encoded, np.where(self.encoding == _RAW, content, 0))
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Files:
+    """What extents need to know of the files of their part.
+
+    Attributes:
+        nbytes: size of each in bytes.
+        header_nbytes: size of the header of each in bytes.
+        is_pack: of each, whether it is a pack.
+        table: where they stand, for messages.
+    """
+
+    nbytes: Integers
+    header_nbytes: Integers
+    is_pack: NDArray[np.bool_]
+    table: Columns
+
+
+def parse_extents(
+    columns: Columns,
+    tensors: TensorTable,
+    box_count: Integers,
+    files: Files,
+    *,
+    encodings: Sequence[str],
+    reference_count: int | None,
+) -> Extents:
+    """Return the extents in the order of their bytes; `byte_begin` is still how far each is from the one before."""
+    is_delta, references = reference_count is not None, reference_count or 0
+    table = columns.columns("extents", _DELTA_KEYS if is_delta else _EXTENT_KEYS)
+    key = table.strings("key", limit_nbytes=limits.KEY_NBYTES)
+    count = len(key)
+    box = np.cumsum(unfold(table.packed("box", count=count, below=2 * limits.BOXES)) + 1) - 1
+    owner = np.repeat(np.arange(len(box_count)), box_count)
+    if count and not 0 <= int(box.min()) <= int(box.max()) < len(owner):
+        raise table.broken("box", f"an extent of a box that isn't one of the {len(owner)}")
+    encoding = make_integers(map(ENCODINGS.index, encodings))[
+        table.packed("encoding", count=count, below=len(encodings))
+    ]
+    block_count = table.packed("block_count", count=count)
+    blocks = np.where(np.isin(encoding, _PLAIN), 0, block_count)
+    none = np.zeros(count, np.int64)
+    found = Extents(
+        box=box,
+        block_begin=table.packed("block_begin", count=count),
+        block_count=block_count,
+        file=table.packed("file", count=count, below=len(files.nbytes) + is_delta),
+        byte_begin=table.packed("gap_nbytes", count=count),
+        key=key,
+        encoding=encoding,
+        reference=table.packed("reference", count=count, below=references + 1) if is_delta else none,
+        predicted=(table.packed("predicted", count=count, below=2) if is_delta else none) > 0,
+        stored_row=np.cumsum(blocks) - blocks,
+        stored=_parse_stored(columns, total_of(blocks)) if is_delta else StoredBlocks(nbytes=none[:0], digests=b""),
+    )
+    if (np.diff(found.file) < 0).any():
+        raise table.unsorted("file")
+    for row in key.rows_with_text():
+        if key[row] == tensors.keys[owner[box[row]]][1]:
+            raise table.broken("key", f"{key[row][:64]!r} stands there, and not the empty string for it", "REQ-PRT-012")
+    if is_delta:
+        _check_encoded(found, files, encodings, table)
+    return found
+
+
+def _parse_stored(columns: Columns, count: int) -> StoredBlocks:
+    return parse_stored(columns.columns("stored", ("nbytes", "digest")), count)
+
+
+def _check_encoded(found: Extents, files: Files, encodings: Sequence[str], table: Columns) -> None:
+    """Raise unless each extent lies where its encoding allows, with the base that it needs.
+
+    Spec: REQ-DEL-003, REQ-DEL-004, REQ-DEL-006.
+    """
+    used = [ENCODINGS[number] for number in np.unique(found.encoding)] or ["raw"]
+    check_encodings_used(used, encodings, table.place("encoding"))
+    is_pack = np.append(files.is_pack, False)[found.file]
+    is_stored = found.file < len(files.nbytes)
+    if ((found.encoding == _SAME) == is_stored).any() or (found.is_encoded & ~is_pack).any():
+        raise table.broken("file", "a block is stored where its encoding doesn't allow it", "REQ-DEL-004")
+    needs_base = np.isin(found.encoding, _NEEDS_BASE)
+    if (found.predicted & (~needs_base | (found.encoding == _SAME))).any():
+        raise table.broken("predicted", "a block is predicted whose encoding has no base", "REQ-DEL-006")
+    if ((found.encoding == _GRADIENT) & ~found.predicted).any():
+        raise table.broken("predicted", "a gradient that isn't predicted", "REQ-DEL-006")
+    if ((needs_base & ~found.predicted) != (found.reference > 0)).any():
+        raise table.broken("reference", "a block has a base that it doesn't need, or none that it needs", "REQ-DEL-006")
+
+
+def check_smaller(rows: Extents, box_nbytes: Integers, block_nbytes: int, columns: Columns) -> None:
+    """Raise unless each encoded block is stored in fewer bytes than it has. Spec: REQ-DEL-005."""
+    encoded = np.flatnonzero(rows.is_encoded)
+    blocks = rows.block_count[encoded]
+    first = np.repeat(rows.block_begin[encoded], blocks)
+    number = first + np.arange(len(first)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    nbytes = np.minimum(np.repeat(box_nbytes[rows.box[encoded]], blocks) - number * block_nbytes, block_nbytes)
+    if (rows.stored.nbytes >= nbytes).any():
+        detail = f"an encoded block of {rows.stored.nbytes[(rows.stored.nbytes >= nbytes).argmax()]} bytes"
+        raise columns.broken("stored", f"{detail}, which isn't fewer than its content has", "REQ-DEL-005")
+
+
+def place_extents(rows: Extents, nbytes: Integers, files: Files) -> Integers:
+    """Return the first byte of each extent in its file; header and extents tile it exactly.
+
+    Raises: FormatError(FILE_COVERAGE, COLUMN_ORDER). Spec: REQ-PRT-007.
+    """
+    gap = rows.byte_begin > 0
+    ends = np.cumsum(nbytes)
+    last = np.searchsorted(rows.file, np.arange(len(files.nbytes)), "right")
+    stored = np.diff(np.append(0, ends)[last], prepend=0)
+    wrong = np.flatnonzero(files.header_nbytes + stored != files.nbytes)
+    if gap.any() or len(wrong):
+        number = int(rows.file[gap.argmax()] if gap.any() else wrong[0])
+        file = "no file" if number == len(files.nbytes) else files.table.strings("name")[number]
+        raise err(
+            Code.FILE_COVERAGE,
+            f"header and extents don't tile {file} exactly",
+            where=files.table.place("nbytes"),
+            requirement="REQ-PRT-007",
+        )
+    before = files.header_nbytes - (np.cumsum(stored) - stored)  # of each: what it has more than the sum so far
+    begins: Integers = np.where(rows.file < len(files.nbytes), ends - nbytes + np.append(before, 0)[rows.file], 0)
+    empty = nbytes == 0
+    boxes, blocks = np.diff(rows.box), np.diff(rows.block_begin)
+    unsorted = (boxes < 0) | ((boxes == 0) & (blocks <= 0))
+    if (empty[1:] & empty[:-1] & (np.diff(rows.file) == 0) & unsorted).any():
+        raise files.table.unsorted("nbytes", "extents without bytes aren't sorted by their boxes", "REQ-IDX-003")
+    rows.file[rows.file == len(files.nbytes)] = -1
+    return begins
+
+
+def total_of(counts: Integers) -> int:
+    """Return a sum that may be larger than an int64, in a file that lies."""
+    return int(counts.sum()) if int(counts.max(initial=0)) < 1 << 32 else sum(counts.tolist())
+
+
+def make_integers(values: Any) -> Integers:  # noqa: ANN401 - any iterable of integers
+    """Return an array of integers."""
+    return np.array(list(values), np.int64)
