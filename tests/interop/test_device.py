@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import mmap
+import threading
 import weakref
 from typing import Any
 from unittest.mock import Mock, create_autospec
@@ -55,6 +56,8 @@ class FakeCuda(Cuda):
         self.calls = []
         self.sent = []
         self.status = 0
+        # A device does one thing after the other, whoever waits for it.
+        self.working = threading.RLock()
 
     def put(self, tensor, index):
         self.devices[tensor.untyped_storage().data_ptr()] = index
@@ -82,7 +85,8 @@ class FakeCuda(Cuda):
 
     def run_on(self, stream, work):
         self.calls.append("run")
-        stream.enqueue(work)
+        with self.working:
+            stream.enqueue(work)
 
     def copy_to_host(self, target, source):
         assert target.dtype == source.dtype == torch.uint8
@@ -103,7 +107,8 @@ class FakeCuda(Cuda):
 
     def synchronize(self, event):
         self.calls.append("synchronize")
-        event()
+        with self.working:
+            event()
 
     def hold_current(self, event, device):
         self.calls.append("hold")

@@ -1,0 +1,197 @@
+"""BLAKE3 on a GPU: that its digests are the host's, and its rate beside the rates at which the device copies."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+import torch
+
+from benchmarks.figures import Figure, paired_ratio, summarize
+from benchmarks.record import Outcome
+from benchmarks.rounds import Progress, Workplace, check_room, order_of_round
+from ckptfmt import limits
+from ckptfmt.digest import block_digests as host_digests
+from ckptfmt.interop.torch import blake3
+from ckptfmt.interop.torch.blake3 import block_digests
+
+__all__ = ["Clock", "measure_gpu_digest", "measure_on"]
+
+_ROUNDS: Final = 11
+_NO_DEVICE: Final = 2  # the exit status where there is nothing to measure
+#: Where two programs could differ: ends of messages, chunks, blocks and groups of kernels.
+_EDGES: Final = (1, 63, 64, 65, 1023, 1024, 1025, 4095, 4096, 4097, (1 << 20) + 1, (9 << 20) + 3 * 1024 + 5)
+_BLOCKS: Final = (limits.BLOCK_NBYTES_MIN, limits.BLOCK_NBYTES, limits.BLOCK_NBYTES_MAX)
+#: Seconds of ours divided by seconds of a copy of the same bytes.
+_RATIOS: Final = {
+    "digest_vs_d2h": ("digest", "d2h", "<= 0.125"),
+    "digest_vs_d2d": ("digest", "d2d", ""),
+    "torch_program_vs_d2h": ("torch_program", "d2h", ""),
+}
+
+
+class Clock(Protocol):
+    """How long a device takes for what it is given."""
+
+    def time(self, work: Callable[[], object]) -> float:
+        """Return the seconds from the begin of the first to the end of the last thing that `work` enqueues."""
+        ...
+
+
+class _EventClock:
+    """That of the device: events before and behind, on the current stream."""
+
+    def time(self, work: Callable[[], object]) -> float:
+        """Return the seconds between the events; the device was idle before."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def measure_gpu_digest(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+    """Measure the digests of so many bytes on the current CUDA device.
+
+    Raises: SystemExit, 2 where there is no CUDA device; RuntimeError if a digest isn't the host's.
+    """
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip or "no GPU"
+        print(
+            f"gpu_digest: no CUDA device here (torch {torch.__version__}, built for {built}): nothing was measured.",
+            file=sys.stderr,
+        )
+        raise SystemExit(_NO_DEVICE)
+    check_room(place.directory, memory_nbytes=4 * nbytes, storage_nbytes=0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    free_nbytes, _ = torch.cuda.mem_get_info(device)
+    if free_nbytes < 3 * nbytes:
+        raise SystemExit(f"needs {3 * nbytes / 1e9:.1f} GB of the device, {free_nbytes / 1e9:.1f} are free: --nbytes")
+    return measure_on(device, nbytes, clock=_EventClock(), rounds=rounds or _ROUNDS, progress=progress)
+
+
+def measure_on(device: torch.device, nbytes: int, *, clock: Clock, rounds: int, progress: Progress) -> Outcome:
+    """Check and measure on a device, whichever it is."""
+    progress.say("gpu_digest: comparing with the host")
+    content = _random_bytes(nbytes, device)
+    checked = _check_equal(content)
+    extra_nbytes = _measure_extra(content)
+    works = _list_works(content)
+    for work in works.values():  # compiled, allocated, pinned
+        work()
+    rows: list[dict[str, Any]] = []
+    for number in range(rounds):
+        progress.say(f"gpu_digest: round {number + 1} of {rounds}")
+        order = order_of_round(list(works), number)
+        rows.append({"order": order, "seconds": {name: clock.time(works[name]) for name in order}})
+    progress.say("")
+    return _sum_up(device, nbytes, rows, checked, extra_nbytes)
+
+
+def _random_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device, generator=generator)
+
+
+def _check_equal(content: torch.Tensor) -> dict[str, int]:
+    """Compare with the host's digests: all bytes, then every edge at two addresses; then see one bit make a difference.
+
+    Raises: RuntimeError.
+    """
+    held = content.cpu()
+    cases = [(0, content.numel(), limits.BLOCK_NBYTES)]
+    cases += [
+        (begin, begin + nbytes, block_nbytes)
+        for nbytes in _EDGES
+        if nbytes < content.numel()
+        for begin in (0, 1)
+        for block_nbytes in _BLOCKS
+    ]
+    for begin, end, block_nbytes in cases:
+        expected = host_digests(memoryview(held[begin:end].numpy()), block_nbytes)
+        if _digest(content[begin:end], block_nbytes) != expected:
+            raise RuntimeError(f"bytes {begin} to {end} in blocks of {block_nbytes}: not the digests of the host")
+    flipped = content[: limits.BLOCK_NBYTES].clone()
+    before = _digest(flipped, limits.BLOCK_NBYTES)
+    flipped[-1:].bitwise_xor_(1)
+    if _digest(flipped, limits.BLOCK_NBYTES) == before:
+        raise RuntimeError("another bit, the same digest")
+    return {"cases": len(cases), "nbytes": sum(end - begin for begin, end, _ in cases)}
+
+
+def _digest(content: torch.Tensor, block_nbytes: int) -> bytes:
+    return block_digests(content, block_nbytes).cpu().numpy().tobytes()
+
+
+def _measure_extra(content: torch.Tensor) -> int | None:
+    """Return how many bytes of the device a call takes at most beside its input; None for the host."""
+    if not content.is_cuda:
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(content.device)
+    torch.cuda.reset_peak_memory_stats(content.device)
+    block_digests(content, limits.BLOCK_NBYTES)
+    return int(torch.cuda.max_memory_allocated(content.device)) - before
+
+
+def _list_works(content: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Return what is timed: all on the same bytes, but for the one that is small."""
+    copy = torch.empty_like(content)
+    host = torch.empty(content.shape, dtype=torch.uint8, pin_memory=content.is_cuda)
+    small = content[: limits.BLOCK_NBYTES]
+    return {
+        "digest": lambda: block_digests(content, limits.BLOCK_NBYTES),
+        "digest_least_blocks": lambda: block_digests(content, limits.BLOCK_NBYTES_MIN),
+        "digest_largest_blocks": lambda: block_digests(content, limits.BLOCK_NBYTES_MAX),
+        "digest_unaligned": lambda: block_digests(content[1:], limits.BLOCK_NBYTES),
+        "digest_one_block": lambda: block_digests(small, limits.BLOCK_NBYTES),
+        "torch_program": lambda: blake3._digest(content, limits.BLOCK_NBYTES, blake3._digest_by_torch),  # noqa: SLF001
+        "d2d": lambda: copy.copy_(content, non_blocking=True),
+        "d2h": lambda: host.copy_(content, non_blocking=True),
+    }
+
+
+def _sum_up(
+    device: torch.device, nbytes: int, rows: list[dict[str, Any]], checked: Mapping[str, int], extra: int | None
+) -> Outcome:
+    seconds = {name: [row["seconds"][name] for row in rows] for name in rows[0]["seconds"]}
+    figures: dict[str, Figure] = {"digest_one_block_s": summarize(seconds.pop("digest_one_block"))}
+    figures |= {f"{name}_gb_per_s": summarize([nbytes / s / 1e9 for s in of]) for name, of in seconds.items()}
+    return Outcome(
+        workload={"nbytes": nbytes, "tensors": 1, "block_nbytes": limits.BLOCK_NBYTES},
+        settings={"device": _describe(device)},
+        repeats={"digest": len(rows)},
+        rounds={"digest": rows},
+        figures=figures,
+        ratios={name: paired_ratio(seconds[ours], seconds[copy]) for name, (ours, copy, _) in _RATIOS.items()},
+        goals={name: goal for name, (_, _, goal) in _RATIOS.items() if goal},
+        memory={} if extra is None else {"digest_extra_nbytes": extra},
+        notes={"equal_to_host": dict(checked)},
+        cache="bytes on the device, more of them than its caches hold; the pinned target was touched before",
+    )
+
+
+def _describe(device: torch.device) -> dict[str, object]:
+    """Return what the record says of the device and of what compiled for it."""
+    if device.type != "cuda":
+        return {"name": device.type, "kernels": False}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "triton": _find_version("triton"),
+        "kernels": blake3._find_kernels(device) is not None,  # noqa: SLF001 - which of the two was measured
+    }
+
+
+def _find_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,338 @@
+"""Triton kernels for BLAKE3-256 of blocks: the chunks, one for each lane, then the trees, in one launch or two.
+
+Imported only where triton is there. Of what the design rests on, register counts and instructions are known from the
+compiler; nothing was timed.
+
+A warp compresses 32 chunks, 64 bytes of each at a time. It loads these as a tile of 32 by 16 words, four threads to a
+row of 64 bytes, so that whole sectors are read; to split the tile into columns is to exchange it through shared memory,
+behind which each thread has the message of its own chunk in registers. One warp to a program: the barriers of
+that exchange then wait for nobody else. The rounds are unrolled and the order of the message is resolved while tracing,
+the steps of a chunk are a loop: all of it unrolled wouldn't fit into the instruction cache.
+
+Chaining values are 8 rows, one for each word, so that stores and loads of neighbours lie together. A program reduces
+1024 of them in place, level by level, with a barrier between what it reads and what it writes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from ckptfmt.interop.torch import blake3 as program
+from ckptfmt.interop.torch.blake3 import CHUNK_NBYTES, Forest
+
+__all__ = ["digest_batch"]
+
+#: Chunks of a program, one to a thread.
+CHUNK_LANES: Final = 32
+CHUNK_WARPS: Final = 1
+#: Values that a program of the trees reduces, at most that many levels at once, and pairs that it compresses at once.
+GROUP_LEVELS: Final = 10
+PAIR_LANES: Final = 64
+PAIR_WARPS: Final = 2
+
+# A kernel reads no other globals than constants of its own kind.
+_IV0, _IV1, _IV2, _IV3, _IV4, _IV5, _IV6, _IV7 = (tl.constexpr(word) for word in program.IV)
+_CHUNK_START = tl.constexpr(program.CHUNK_START)
+_CHUNK_END = tl.constexpr(program.CHUNK_END)
+_PARENT = tl.constexpr(program.PARENT)
+_ROOT = tl.constexpr(program.ROOT)
+
+
+def digest_batch(content: torch.Tensor, digests: torch.Tensor, forest: Forest) -> None:
+    """Enqueue on the current stream what writes the digests of the blocks of a batch.
+
+    Args:
+        content: uint8, contiguous, at most `BATCH_NBYTES`: kernels count its bytes in 32 bits.
+        digests: int32, contiguous, a row of 8 words for each block.
+
+    Memory: a 32nd of the batch, given back to the current stream's pool.
+    """
+    values = torch.empty((8, forest.chunk_count), dtype=torch.int32, device=content.device)
+    with torch.cuda.device_of(content):
+        _launch_chunks(content, values, forest)
+        _launch_trees(values, digests, forest)
+
+
+def _launch_chunks(content: torch.Tensor, values: torch.Tensor, forest: Forest) -> None:
+    """Chunks that are whole, by words; the short one at the end, or all that lie across words, by bytes."""
+    whole = forest.nbytes // CHUNK_NBYTES if program.has_words(content) else 0
+    for begin, end in ((0, whole), (whole, forest.chunk_count)):
+        if begin == end:
+            continue
+        by_bytes = end > whole
+        held = content if by_bytes else content[: whole * CHUNK_NBYTES].view(torch.int32)
+        _chunk_kernel[(triton.cdiv(end - begin, CHUNK_LANES),)](
+            held,
+            values,
+            forest.chunk_count,
+            begin,
+            end,
+            forest.nbytes,
+            forest.block_chunks,
+            forest.root_chunk,
+            BY_BYTES=by_bytes,
+            LANES=CHUNK_LANES,
+            num_warps=CHUNK_WARPS,
+        )
+
+
+def _launch_trees(values: torch.Tensor, digests: torch.Tensor, forest: Forest) -> None:
+    """Reduce groups to one value each, until the levels that are left fit into one launch, which writes the digests."""
+    spacing, count, last_begin, left = 1, forest.chunk_count, forest.last_begin, forest.level_count
+    while True:
+        levels = min(left, GROUP_LEVELS)
+        is_final = levels == left
+        _tree_kernel[(triton.cdiv(count, 1 << GROUP_LEVELS),)](
+            values,
+            digests,
+            forest.chunk_count,
+            spacing,
+            count,
+            last_begin,
+            levels,
+            1 << left,
+            IS_FINAL=is_final,
+            GROUP=1 << GROUP_LEVELS,
+            LANES=PAIR_LANES,
+            num_warps=PAIR_WARPS,
+        )
+        if is_final:
+            return
+        spacing, left = spacing << levels, left - levels
+        count, last_begin = triton.cdiv(count, 1 << levels), last_begin >> levels
+
+
+@triton.jit
+def _turn(word, bits: tl.constexpr):
+    return (word >> bits) | (word << (32 - bits))
+
+
+@triton.jit
+def _mix(a, b, c, d, x, y):
+    a = a + b + x
+    d = _turn(d ^ a, 16)
+    c = c + d
+    b = _turn(b ^ c, 12)
+    a = a + b + y
+    d = _turn(d ^ a, 8)
+    c = c + d
+    b = _turn(b ^ c, 7)
+    return a, b, c, d
+
+
+# The words of one state stand in one line.
+# fmt: off
+@triton.jit
+def _compress(
+    h0, h1, h2, h3, h4, h5, h6, h7,
+    m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15,
+    counter, nbytes, flags,
+):
+    zero = counter ^ counter
+    v0, v1, v2, v3, v4, v5, v6, v7 = h0, h1, h2, h3, h4, h5, h6, h7
+    v8, v9, v10, v11 = zero + _IV0, zero + _IV1, zero + _IV2, zero + _IV3
+    v12, v13, v14, v15 = counter, zero, nbytes, flags
+    for _ in tl.static_range(7):
+        v0, v4, v8, v12 = _mix(v0, v4, v8, v12, m0, m1)
+        v1, v5, v9, v13 = _mix(v1, v5, v9, v13, m2, m3)
+        v2, v6, v10, v14 = _mix(v2, v6, v10, v14, m4, m5)
+        v3, v7, v11, v15 = _mix(v3, v7, v11, v15, m6, m7)
+        v0, v5, v10, v15 = _mix(v0, v5, v10, v15, m8, m9)
+        v1, v6, v11, v12 = _mix(v1, v6, v11, v12, m10, m11)
+        v2, v7, v8, v13 = _mix(v2, v7, v8, v13, m12, m13)
+        v3, v4, v9, v14 = _mix(v3, v4, v9, v14, m14, m15)
+        m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15 = \
+            m2, m6, m3, m10, m7, m0, m4, m13, m1, m11, m12, m5, m9, m14, m15, m8
+    return v0 ^ v8, v1 ^ v9, v2 ^ v10, v3 ^ v11, v4 ^ v12, v5 ^ v13, v6 ^ v14, v7 ^ v15
+# fmt: on
+
+
+@triton.jit
+def _initial(zero):
+    return zero + _IV0, zero + _IV1, zero + _IV2, zero + _IV3, zero + _IV4, zero + _IV5, zero + _IV6, zero + _IV7
+
+
+@triton.jit
+def _load_words(at, stride, there):
+    """Load 8 words that are `stride` apart, such as those of a chaining value."""
+    return (
+        tl.load(at + 0 * stride, mask=there, other=0).to(tl.uint32, bitcast=True),
+        tl.load(at + 1 * stride, mask=there, other=0).to(tl.uint32, bitcast=True),
+        tl.load(at + 2 * stride, mask=there, other=0).to(tl.uint32, bitcast=True),
+        tl.load(at + 3 * stride, mask=there, other=0).to(tl.uint32, bitcast=True),
+        tl.load(at + 4 * stride, mask=there, other=0).to(tl.uint32, bitcast=True),
+        tl.load(at + 5 * stride, mask=there, other=0).to(tl.uint32, bitcast=True),
+        tl.load(at + 6 * stride, mask=there, other=0).to(tl.uint32, bitcast=True),
+        tl.load(at + 7 * stride, mask=there, other=0).to(tl.uint32, bitcast=True),
+    )
+
+
+@triton.jit
+def _store_words(at, stride, there, h0, h1, h2, h3, h4, h5, h6, h7):
+    tl.store(at + 0 * stride, h0.to(tl.int32, bitcast=True), mask=there)
+    tl.store(at + 1 * stride, h1.to(tl.int32, bitcast=True), mask=there)
+    tl.store(at + 2 * stride, h2.to(tl.int32, bitcast=True), mask=there)
+    tl.store(at + 3 * stride, h3.to(tl.int32, bitcast=True), mask=there)
+    tl.store(at + 4 * stride, h4.to(tl.int32, bitcast=True), mask=there)
+    tl.store(at + 5 * stride, h5.to(tl.int32, bitcast=True), mask=there)
+    tl.store(at + 6 * stride, h6.to(tl.int32, bitcast=True), mask=there)
+    tl.store(at + 7 * stride, h7.to(tl.int32, bitcast=True), mask=there)
+
+
+@triton.jit
+def _halve(words, LANES: tl.constexpr, COUNT: tl.constexpr):
+    """Split rows of COUNT words into those at even and those at odd places."""
+    return tl.split(tl.reshape(words, (LANES, COUNT // 2, 2)))
+
+
+@triton.jit
+def _columns4(words, LANES: tl.constexpr):
+    even, odd = _halve(words, LANES, 4)
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _columns16(words, LANES: tl.constexpr):
+    """Split rows of 16 words into columns."""
+    even, odd = _halve(words, LANES, 16)
+    by0, by2 = _halve(even, LANES, 8)
+    by1, by3 = _halve(odd, LANES, 8)
+    m0, m4, m8, m12 = _columns4(by0, LANES)
+    m1, m5, m9, m13 = _columns4(by1, LANES)
+    m2, m6, m10, m14 = _columns4(by2, LANES)
+    m3, m7, m11, m15 = _columns4(by3, LANES)
+    return m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15
+
+
+@triton.jit
+def _load_by_bytes(content, at, nbytes):
+    """Load words at any address; what lies behind `nbytes` is zeros."""
+    words = tl.load(content + at, mask=at < nbytes, other=0).to(tl.uint32)
+    for place in tl.static_range(1, 4):
+        byte = tl.load(content + at + place, mask=at + place < nbytes, other=0).to(tl.uint32)
+        words = words | (byte << (8 * place))
+    return words
+
+
+@triton.jit(do_not_specialize=["stride", "begin", "end", "nbytes", "block_chunks", "root_chunk"])
+def _chunk_kernel(
+    content, values, stride, begin, end, nbytes, block_chunks, root_chunk, BY_BYTES: tl.constexpr, LANES: tl.constexpr
+):
+    """Write the chaining values of chunks ``[begin, end)``; all are whole unless BY_BYTES.
+
+    Args:
+        content: words, or bytes if BY_BYTES.
+        stride: from one word of a value to the next.
+    """
+    chunks = begin + tl.program_id(0) * LANES + tl.arange(0, LANES)
+    there = chunks < end
+    counter = (chunks & (block_chunks - 1)).to(tl.uint32)
+    zero = counter ^ counter
+    h0, h1, h2, h3, h4, h5, h6, h7 = _initial(zero)
+    last_flags = tl.where(chunks == root_chunk, _CHUNK_END | _ROOT, _CHUNK_END)
+    if BY_BYTES:
+        left = tl.minimum(nbytes - chunks * 1024, 1024)
+        last_step = (left - 1) // 64
+    at = chunks[:, None] * 256 + tl.arange(0, 16)[None, :]
+    for step in range(16):
+        first_flags = tl.where(step == 0, _CHUNK_START, 0)
+        if BY_BYTES:
+            words = _load_by_bytes(content, (at + step * 16) * 4, nbytes)
+            flags = first_flags + tl.where(last_step == step, last_flags, 0)
+            message_nbytes = tl.minimum(left - step * 64, 64).to(tl.uint32)
+        else:
+            held = tl.load(content + at + step * 16, mask=there[:, None], other=0)
+            words = held.to(tl.uint32, bitcast=True)
+            flags = first_flags + tl.where(step == 15, last_flags, 0)
+            message_nbytes = zero + 64
+        m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15 = _columns16(words, LANES)
+        # fmt: off
+        n0, n1, n2, n3, n4, n5, n6, n7 = _compress(
+            h0, h1, h2, h3, h4, h5, h6, h7,
+            m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15,
+            counter, message_nbytes, flags.to(tl.uint32),
+        )
+        # fmt: on
+        if BY_BYTES:
+            goes_on = step <= last_step
+            h0, h1 = tl.where(goes_on, n0, h0), tl.where(goes_on, n1, h1)
+            h2, h3 = tl.where(goes_on, n2, h2), tl.where(goes_on, n3, h3)
+            h4, h5 = tl.where(goes_on, n4, h4), tl.where(goes_on, n5, h5)
+            h6, h7 = tl.where(goes_on, n6, h6), tl.where(goes_on, n7, h7)
+        else:
+            h0, h1, h2, h3, h4, h5, h6, h7 = n0, n1, n2, n3, n4, n5, n6, n7
+    _store_words(values + chunks, stride, there, h0, h1, h2, h3, h4, h5, h6, h7)
+
+
+@triton.jit(do_not_specialize=["stride", "spacing", "count", "last_begin", "levels", "block_values"])
+def _tree_kernel(
+    values,
+    digests,
+    stride,
+    spacing,
+    count,
+    last_begin,
+    levels,
+    block_values,
+    IS_FINAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Reduce each group of GROUP values by `levels` levels, in place: what comes out lies at the group's begin.
+
+    Args:
+        stride: from one word of a value to the next.
+        spacing: from one value to the next.
+        count: of the values.
+        last_begin: the first value of the last block; the values of all other blocks are `block_values`.
+        IS_FINAL: whether these are the last levels, and digests are what comes out.
+    """
+    begin = tl.program_id(0) * GROUP
+    here = tl.minimum(count - begin, GROUP)
+    last_here = last_begin - begin
+    last_count = count - last_begin
+    for _ in range(levels):
+        pairs = (here + 1) // 2
+        for first in range(0, pairs, LANES):
+            lanes = first + tl.arange(0, LANES)
+            there = lanes < pairs
+            is_pair = lanes * 2 + 1 < here
+            at = values + (begin + lanes * 2) * spacing
+            m0, m1, m2, m3, m4, m5, m6, m7 = _load_words(at, stride, there)
+            m8, m9, m10, m11, m12, m13, m14, m15 = _load_words(at + spacing, stride, is_pair)
+            # Another warp may be about to read where this one writes.
+            tl.debug_barrier()
+            is_root = tl.where(lanes * 2 >= last_here, last_count == 2, block_values == 2)
+            flags = tl.where(is_root, _PARENT | _ROOT, _PARENT).to(tl.uint32)
+            zero = flags ^ flags
+            h0, h1, h2, h3, h4, h5, h6, h7 = _initial(zero)
+            # fmt: off
+            n0, n1, n2, n3, n4, n5, n6, n7 = _compress(
+                h0, h1, h2, h3, h4, h5, h6, h7,
+                m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15,
+                zero, zero + 64, flags,
+            )
+            _store_words(
+                values + (begin + lanes) * spacing, stride, there,
+                tl.where(is_pair, n0, m0), tl.where(is_pair, n1, m1), tl.where(is_pair, n2, m2),
+                tl.where(is_pair, n3, m3), tl.where(is_pair, n4, m4), tl.where(is_pair, n5, m5),
+                tl.where(is_pair, n6, m6), tl.where(is_pair, n7, m7),
+            )
+            # fmt: on
+        tl.debug_barrier()
+        here = pairs
+        last_here = last_here // 2
+        last_count = (last_count + 1) // 2
+        block_values = block_values // 2
+    if IS_FINAL:
+        for first in range(0, here, LANES):
+            lanes = first + tl.arange(0, LANES)
+            there = lanes < here
+            h0, h1, h2, h3, h4, h5, h6, h7 = _load_words(values + (begin + lanes) * spacing, stride, there)
+            _store_words(digests + ((begin >> levels) + lanes) * 8, 1, there, h0, h1, h2, h3, h4, h5, h6, h7)
