@@ -298,6 +298,9 @@ class Background:
                 step=request.origin.step,
                 nbytes=message["nbytes"],
                 writer_count=request.origin.writer_count,
+                profile=message["profile"],
+                stored_nbytes=message["stored_nbytes"],
+                reason=message["reason"],
             )
             handle.tell_state(state, report)
             _LOG.info("step %d COMMITTED in %.2f s: %s", handle.step, handle.times.get(state, 0.0), handle.path)

@@ -8,13 +8,15 @@ import operator
 import re
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from ckptfmt.api import DEADLINE_S
 from ckptfmt.documents.run import Launch, ResumeFrom, Run
 from ckptfmt.engines.lineage import begin_launch, open_run, wait_for_savers
+from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.features import REFERENCED
 from ckptfmt.group import Agree, Group, make_group
 from ckptfmt.handle import SaveHandle
 from ckptfmt.loading import load_once
@@ -67,6 +69,11 @@ class Checkpointer:
         slots: how many snapshots there is shared memory for.
         when_busy: what a save does when every slot holds one that isn't written: "wait", or "skip".
         nice: what the saver's process adds to its niceness, and to that of its session.
+        delta: "off"; "auto": only what changed is written where that is no slower than everything; "smallest": what
+            changed is written in the fewest bytes, for stores that are far away. Or a mapping with ``mode``, one of
+            these; ``full_every``: every so many saves one is full (16), sooner where deltas don't pay;
+            ``restore_budget``: how much longer a restore may take than that of a full checkpoint, as a factor (1.5);
+            ``fields``: those whose changes are encoded, where changes of others are written as they are.
         check_replicas: whether processes that hold the same tensor of a mesh compare it, by digest, at each save.
         stop_on: signals, such as ``signal.SIGTERM``, after which `steps` saves and ends.
         stop_deadline_s: how long that may take, in seconds.
@@ -101,6 +108,7 @@ class Checkpointer:
         slots: int = 2,
         when_busy: str = "wait",
         nice: int = 0,
+        delta: str | Mapping[str, Any] = "off",
         check_replicas: bool = False,
         stop_on: Iterable[int] = (),
         stop_deadline_s: float = 30.0,
@@ -116,7 +124,9 @@ class Checkpointer:
             keep=keep,
             keep_every=keep_every,
             deadline_s=deadline_s,
+            delta=DeltaOptions.of(delta),
         )
+        self._writer_features = () if options.delta.mode == "off" else (REFERENCED,)
         self._signals = StopSignals(stop_on, deadline_s=stop_deadline_s)
         self._store = open_store(run, writable=True)
         self._state = state
@@ -132,12 +142,11 @@ class Checkpointer:
         self._saved_step: int | None = None
         self._clock = time.monotonic
         self._timer = _Timer()
-        self._restored = self._in_body = self._requested = False
+        self._restored = self._in_body = self._requested = self.stopped = False
         self.step = 0
         self.launch: Launch | None = None
         self.load_report: LoadReport | None = None
         self.passed_over: list[str] = []
-        self.stopped = False
         self._stop_s = 0.0
 
     @property
@@ -300,7 +309,16 @@ class Checkpointer:
 
     def _begin(self) -> dict[str, object]:
         """Choose and record what this launch resumes from; on writer 0 only."""
-        run = open_run(self._store)
+        run = open_run(self._store, writer_features=self._writer_features)
+        missing = sorted(set(self._writer_features) - set(run.writer_features))
+        if missing:
+            raise err(
+                Code.ARGUMENT,
+                f"the run was begun without {', '.join(missing)}: programs that don't know deltas may clean it up",
+                where="delta=",
+                requirement="REQ-CMT-036",
+                remedy="Pass delta='off', or begin another run with delta= and load this one's checkpoint into it.",
+            )
         passed_over: list[str] = []
         # Half of what the others wait for this one.
         if not wait_for_savers(self._store, deadline_s=self._deadline_s / 2, on_wait=_say_waiting):

@@ -29,6 +29,9 @@ class SaveReport:
         step: training steps done.
         nbytes: size of all tensors in bytes, each counted once.
         writer_count: how many writers it took.
+        profile: ``full``, or ``delta``.
+        stored_nbytes: size of what it stores of them itself, in bytes.
+        reason: why this process's share was written in full, or as a delta.
         removed: checkpoints of the run that retention let go afterwards, as far as it has got.
     """
 
@@ -37,6 +40,9 @@ class SaveReport:
     step: int
     nbytes: int
     writer_count: int
+    profile: str = "full"
+    stored_nbytes: int = 0
+    reason: str = ""
     removed: tuple[str, ...] = ()
 
 

@@ -15,6 +15,7 @@ from ckptfmt.background import Background, error_of, staging_thread_count
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.engines.commit import check_vacant
 from ckptfmt.engines.lineage import check_not_fenced
+from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.retention import tidy_up
 from ckptfmt.engines.saver import SaveRequest
 from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure
@@ -55,6 +56,7 @@ class SaveOptions:
     keep: int | None
     keep_every: int | None
     deadline_s: float
+    delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
 
     def __post_init__(self) -> None:
         for name, count in (("keep", self.keep), ("keep_every", self.keep_every)):
@@ -67,6 +69,9 @@ class SaveOptions:
             raise err(Code.ARGUMENT, f"slots={self.slots!r}: from 1 to 8", where="slots=")
         if not self.deadline_s > 0:
             raise err(Code.ARGUMENT, f"deadline_s={self.deadline_s!r} isn't a positive time", where="deadline_s=")
+        if self.delta.mode != "off" and self.saver == "inline":
+            remedy = "Pass saver='process' or saver='thread': a delta is made from a snapshot."
+            raise err(Code.ARGUMENT, "a save inline is never a delta", where="delta=", remedy=remedy)
         if type(self.nice) is not int or not 0 <= self.nice <= 19:
             raise err(Code.ARGUMENT, f"nice={self.nice!r}: from 0 to 19", where="nice=")
 
@@ -231,6 +236,8 @@ class Saves:
             step=handle.step,
             nbytes=manifest.nbytes,
             writer_count=self._group.writer_count,
+            stored_nbytes=manifest.stored_nbytes,
+            reason="saved inline",
         )
         handle.tell_state("COMMITTED", report)
         _LOG.info("step %d COMMITTED in %.2f s: %s", handle.step, handle.times["COMMITTED"], handle.path)
@@ -253,6 +260,7 @@ class Saves:
             keep=self._options.keep,
             keep_every=self._options.keep_every,
             writer_features=run.writer_features,
+            delta=self._options.delta,
         )
         try:
             self._stage(background, agreed, handle, request)

@@ -6,14 +6,16 @@ The boxes of all parts are columns: brought together by tensor with one sort, th
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckptfmt import limits
 from ckptfmt.arithmetic.pieces import gather_pieces, merge_pieces
 from ckptfmt.arithmetic.tiling import check_sharding
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor, PartEntry
-from ckptfmt.documents.manifest import FIELDS, FieldSummary, Origin
+from ckptfmt.documents.manifest import FIELDS, FieldSummary, Origin, Reference
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tables import TensorKey, TensorTable, sort_key
 from ckptfmt.documents.tree import find_difference, parse_tree
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.part import Leaf, Part, Stream
 
-__all__ = ["PartFileEntry", "check_index_tiling", "merge_parts", "summarise"]
+__all__ = ["PartFileEntry", "add_stored", "check_index_tiling", "merge_deltas", "merge_parts", "summarise"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,36 @@ def summarise(index: Index) -> dict[str, FieldSummary]:
             reason=index.absent.get(field),
         )
     return summaries
+
+
+def merge_deltas(parts: Sequence[Part]) -> tuple[tuple[str, ...], tuple[Reference, ...]]:
+    """Return the reader features and the references of a checkpoint: all that one of its parts has.
+
+    Raises: FormatError(LIMIT_EXCEEDED, REFERENCE_CLOSURE). Spec: REQ-DEL-001, REQ-DEL-021.
+    """
+    features = sorted({feature for part in parts for feature in part.features})
+    references = sorted({one for part in parts for one in part.references}, key=lambda one: one.digest)
+    if len(references) > limits.REFERENCES:
+        raise err(Code.LIMIT_EXCEEDED, f"the parts refer to {len(references)} checkpoints", requirement="REQ-LIM-001")
+    if len({one.digest for one in references}) != len(references):
+        raise err(Code.REFERENCE_CLOSURE, "two parts refer to one checkpoint by two names", requirement="REQ-DEL-002")
+    return tuple(features), tuple(references)
+
+
+def add_stored(fields: dict[str, FieldSummary], parts: Sequence[Part]) -> dict[str, FieldSummary]:
+    """Return the summaries of a delta: with what its own files store of each field. Spec: REQ-MAN-006."""
+    stored: Counter[str] = Counter()
+    for part in parts:
+        held = part.holdings
+        owners = np.repeat(np.arange(len(held.box_count)), held.box_count)[held.extents.box]
+        nbytes = held.extents.stored_nbytes(held.box_nbytes(), part.origin.block_nbytes)
+        of_tensors = np.bincount(owners, nbytes, minlength=len(held.box_count)).astype(np.int64)
+        for (field, _, _), count in zip(held.table.keys, of_tensors.tolist(), strict=True):
+            stored[field] += count
+    return {
+        name: field if field.reason is not None else dataclasses.replace(field, stored_nbytes=stored[name])
+        for name, field in fields.items()
+    }
 
 
 def check_index_tiling(index: Index) -> None:

@@ -12,11 +12,12 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.merge import PartFileEntry, merge_parts, summarise
+from ckptfmt.arithmetic.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
+    PINS_SUFFIX,
     Abort,
     Manifest,
     Origin,
@@ -34,11 +35,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ckptfmt.documents.index import Index
+    from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.tables import TensorTable
     from ckptfmt.store.protocol import Buffer, Store
 
 __all__ = [
+    "CONDEMNED",
     "abort",
+    "check_base",
     "check_vacant",
     "commit",
     "create_once",
@@ -54,8 +58,11 @@ __all__ = [
 
 #: The attempt in the name of a file that belongs to one.
 _ATTEMPT: Final = re.compile(
-    r"(?:parts/|index-|[a-z][a-z_]*-)([0-9a-f]{16})(?:\.msgpack|-[0-9]{5,9}(?:\.safetensors|\.msgpack|\.failure\.json))"
+    r"(?:parts/|index-|[a-z][a-z_]*-)([0-9a-f]{16})"
+    r"(?:\.msgpack|-[0-9]{5,9}(?:\.safetensors|\.pack|\.msgpack|\.failure\.json|\.pins\.json))"
 )
+#: What the names of condemnations begin with.
+CONDEMNED: Final = "condemned-"
 #: How often a call without an answer is repeated before the outcome is called unknown.
 _TRIES: Final = 3
 #: How long a poll sleeps, in seconds: at first, and at most.
@@ -90,14 +97,15 @@ def create_once(
     chunks: Callable[[], Iterable[Buffer]],
     *,
     content: bytes | None = None,
-    nbytes: int | None = None,
+    nbytes: int | Callable[[], int] | None = None,
 ) -> None:
     """Create a file whose name only this caller, or one with the same bytes, uses; repeat a call without an answer.
 
     Args:
         chunks: returns the contents anew for each try.
         content: the whole contents, where a file that is there already may have been written by an equal caller.
-        nbytes: size in bytes, where a file that is there can only be our own, from a try whose answer was lost.
+        nbytes: size in bytes, where a file that is there can only be our own, from a try whose answer was lost; or
+            what returns it, once the contents were drawn.
 
     Raises: StoreError; CommitError(COMMIT_CONFLICT) if other contents are there.
     Spec: REQ-CMT-003, REQ-CMT-006.
@@ -113,7 +121,7 @@ def create_once(
             same = (
                 store.read(path, limit_nbytes=len(content)) == content
                 if content is not None
-                else store.nbytes(path) == nbytes
+                else store.nbytes(path) == (nbytes() if callable(nbytes) else nbytes)
             )
             if not same:
                 raise err(
@@ -169,13 +177,20 @@ def finalize(store: Store, origin: Origin) -> Manifest:
     for entry in entries:
         for file in entry.part.files:
             _check_file(store, file.name, file.nbytes)
+    parts = [entry.part for entry in entries]
+    features, references = merge_deltas(parts)
+    fields = summarise(index)
     manifest = Manifest(
         origin=origin,
         saved_unix_s=index.saved_unix_s,
-        fields=summarise(index),
+        fields=add_stored(fields, parts) if features else fields,
         index_nbytes=index_nbytes,
         index_digest=digest_text(index_digest),
+        features=features,
+        references=references,
     )
+    for reference in references:
+        check_base(store, reference)
     store.sync("parts")
     content = manifest.dump()
     # Before it decides: a register that no reader accepts could never be replaced by a better one.
@@ -184,6 +199,25 @@ def finalize(store: Store, origin: Origin) -> Manifest:
     _decide(store, content)
     store.sync("")
     return decided
+
+
+def check_base(store: Store, reference: Reference) -> None:
+    """Raise unless a base is committed and isn't condemned; whoever relies on that has pinned it before.
+
+    Args:
+        store: of the checkpoint that reads from it.
+
+    Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH). Spec: REQ-CMT-031, REQ-CMT-033.
+    """
+    base = store.beside(reference.name)
+    # In this order: who retires it removes the condemnation last.
+    condemned = any(name.startswith(CONDEMNED) for name in base.list_names(""))
+    register = read_register(base)
+    if condemned or register is None:
+        detail = "it is about to be retired" if condemned else "there is no such checkpoint"
+        raise err(Code.BASE_MISSING, detail, where=base.name, requirement="REQ-CMT-031")
+    if not isinstance(register, Manifest) or register.digest != reference.digest:
+        raise err(Code.BASE_MISMATCH, "another register is there", where=base.name, requirement="REQ-CMT-031")
 
 
 def abort(store: Store, *, run_id: str | None, launch: int | None, step: int, reason: str) -> bool:
@@ -234,7 +268,8 @@ def sweep_attempts(store: Store, origin: Origin) -> None:
     for prefix in ("", "parts/"):
         for name in store.list_names(prefix.rstrip("/")):
             found = _ATTEMPT.fullmatch(prefix + name)
-            if found is not None and found[1] != origin.attempt:
+            # Its own pins have done their work: the manifest says what it reads from.
+            if found is not None and (found[1] != origin.attempt or name.endswith(PINS_SUFFIX)):
                 store.delete(prefix + name)
         store.delete_leftovers(prefix.rstrip("/"))
 

@@ -86,6 +86,12 @@ class Image:
         object.__setattr__(self, "pieces", pieces)
         object.__setattr__(self, "nbytes", max([end, *(piece.end for piece in pieces[-1:])]))
 
+    def rows(self) -> tuple[int, ...]:
+        """Return for each piece its number among all boxes of the part."""
+        boxes = [(tensor.key, held.box) for tensor in self.tensors for held in tensor.boxes]
+        numbers = {box: number for number, box in enumerate(boxes)}
+        return tuple(numbers[piece.key, piece.box] for piece in self.pieces)
+
     def part(
         self,
         origin: Origin,
@@ -219,6 +225,7 @@ def _list_pieces(shards: tuple[ImageShard, ...], tensors: tuple[PartTensor, ...]
             shard = None
             if box.extents:
                 extent = box.extents[0]
+                assert extent.file is not None  # noqa: S101 - an image has nothing that a base has
                 shard, begin = extent.file, shards[extent.file].begin + extent.byte_begin
             elif box.digests:
                 begin, behind = behind, behind + nbytes + -nbytes % 64

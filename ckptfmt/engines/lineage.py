@@ -17,12 +17,13 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME, SAVERS, Launch, ResumeFrom, Run, launch_name, parse_launch_name
 from ckptfmt.engines.commit import create_once, poll, read_register
-from ckptfmt.engines.verify import Report, check_place, check_record, verify_checkpoint
+from ckptfmt.engines.verify import Report, check_place, check_record, verify_loadable
 from ckptfmt.errors import CkptError, Code, StoreError, err
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from ckptfmt.documents.manifest import Reference
     from ckptfmt.store.protocol import Store
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "begin_launch",
     "check_not_fenced",
     "check_records",
+    "find_head",
     "iter_lineage",
     "list_checkpoints",
     "list_launches",
@@ -60,6 +62,11 @@ class RunEntry:
         """The manifest, where the checkpoint is committed."""
         return self.register if isinstance(self.register, Manifest) else None
 
+    @property
+    def references(self) -> tuple[Reference, ...]:
+        """What the checkpoint reads from, if it is committed."""
+        return () if self.manifest is None else self.manifest.references
+
 
 def read_run(store: Store) -> Run | None:
     """Return the record of a run, or None where there is none. Raises: FormatError, IntegrityError."""
@@ -71,15 +78,18 @@ def read_run(store: Store) -> Run | None:
         raise
 
 
-def open_run(store: Store) -> Run:
+def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> Run:
     """Return the record of a run, made if there is none; who comes second takes the first one's.
+
+    Args:
+        writer_features: of a run that is made now.
 
     Raises: StoreError; UnsupportedError; FormatError. Spec: REQ-RUN-001.
     """
     run = read_run(store) or _refuse_other_contents(store)
     if run is not None:
         return run
-    content = Run(run_id=secrets.token_hex(16)).dump()
+    content = Run(run_id=secrets.token_hex(16), writer_features=tuple(writer_features)).dump()
     try:
         create_once(store, RUN_NAME, lambda: [content], content=content)
     except CkptError as error:
@@ -262,6 +272,29 @@ def begin_launch(
         # A clean-up that didn't see the record in time retired what it names; the next number names another.
 
 
+def find_head(store: Store) -> tuple[str, Manifest]:
+    """Return name and manifest of the checkpoint that a run goes on from, as far as its records say.
+
+    Raises: IntegrityError(NOT_COMMITTED, FILE_MISSING), or what is wrong with its register.
+    Spec: REQ-RUN-006, REQ-RUN-015.
+    """
+    run = read_run(store)
+    launches, entries = list_launches(store, run), list_checkpoints(store, run)
+    check_records(store, entries)
+    for entry in iter_lineage(launches, entries):
+        if isinstance(entry.register, CkptError):
+            raise entry.register
+        if entry.manifest is not None:
+            return entry.name, entry.manifest
+    raise err(
+        Code.NOT_COMMITTED,
+        "the run has no checkpoint yet",
+        where=store.name,
+        requirement="REQ-RUN-006",
+        remedy="Train until the first save.",
+    )
+
+
 def wait_for_savers(store: Store, *, deadline_s: float, on_wait: Callable[[list[str]], None] | None = None) -> bool:
     """Wait for saves that older launches left in living savers' hands; say whether none is left.
 
@@ -347,7 +380,7 @@ def _find_problem(store: Store, entry: RunEntry, on_progress: Callable[[int], No
     if isinstance(entry.register, CkptError):
         return entry.register
     report = Report(target=entry.name, kind="checkpoint", on_progress=on_progress)
-    verify_checkpoint(store.at(entry.name), report)
+    verify_loadable(store.at(entry.name), report)
     return report.violations[0] if report.violations else None
 
 

@@ -5,7 +5,9 @@ Spec: REQ-OPN-001 to REQ-OPN-008.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -17,16 +19,18 @@ from ckptfmt.box import Box
 from ckptfmt.digest import PREFIX, digest_bytes
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
 from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, index_name, part_path
-from ckptfmt.documents.part import Leaf, Part, PartBox, PartFile, PartTensor, Stream
+from ckptfmt.documents.part import Leaf, Part, PartFile, PartTensor, Stream
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.closure import Closure, Library
 from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import read_register
+from ckptfmt.engines.decoding import OpenPart, StoredBox, open_part
 from ckptfmt.engines.reading import Reading
 from ckptfmt.engines.stored import ArrayTarget, StoredPiece, carrier_of
 from ckptfmt.engines.streaming import REQUEST_NBYTES
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckptfmt.arithmetic.plan import BlockRange, Request
+    from ckptfmt.documents.manifest import Reference
     from ckptfmt.engines.snapshot import TensorSink
     from ckptfmt.engines.streaming import Borrow, ReadReport
     from ckptfmt.store.protocol import Store
@@ -66,29 +71,31 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         ) from None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _OpenPart:
-    """A part with its rows by name: what it wrote of each tensor, by box."""
-
-    part: Part
-    tensors: dict[TensorKey, tuple[PartTensor, dict[Box, PartBox]]]
-    streams: dict[tuple[str, str], Stream]
-    leaves: dict[TensorKey, Leaf]
-
-
 class Checkpoint:
     """A committed checkpoint, opened for reading. Only manifest and index are read until more is asked for.
 
     Args:
         store: rooted at the checkpoint's directory.
         digest: the manifest digest that is expected, if one is.
+        bases: where else to look for what a delta reads from, beside the directory that this one is in: checkpoints,
+            or directories of them.
+        closure: of the checkpoint that reads from this one.
+        title: what that one calls this one; None for the name of its directory.
 
     Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED, FILE_MISSING, FILE_NBYTES,
         DOC_DIGEST); FormatError; UnsupportedError; LayoutError (tiling); StoreError.
     Spec: REQ-OPN-001 to REQ-OPN-004.
     """
 
-    def __init__(self, store: Store, *, digest: str | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        digest: str | None = None,
+        bases: Sequence[Store] = (),
+        closure: Closure | None = None,
+        title: str | None = None,
+    ) -> None:
         self.store = store
         self.manifest = read_manifest(store)
         if digest is not None and self.manifest.digest != digest:
@@ -107,8 +114,12 @@ class Checkpoint:
         self.streams: dict[tuple[str, str], IndexStream] = {
             (stream.name, stream.scope): stream for stream in self.index.streams
         }
-        self._parts: dict[int, _OpenPart] = {}
+        self._is_base = closure is not None
+        self.title = store.name.rstrip("/").rpartition("/")[2] if title is None else title
+        self.closure = closure or Closure(store, self.manifest, bases, _open_base)
+        self._parts: dict[int, OpenPart] = {}
         self._checked: set[str] = set()
+        self._lock = threading.RLock()
         #: Whether blocks are compared with their digests. It is for measuring what that costs, and for nothing else.
         self.is_verifying = True
         self._aliases = {
@@ -125,6 +136,22 @@ class Checkpoint:
         """Let go of what was read."""
         self._parts.clear()
         self._checked.clear()
+        if not self._is_base:
+            self.closure.close()
+
+    def place_of(self, name: str) -> str:
+        """Return where a file is, for messages: below the checkpoint that was opened."""
+        return f"{self.title}/{name}" if self._is_base else name
+
+    @contextlib.contextmanager
+    def _placed(self) -> Iterator[None]:
+        """Say of errors where they are, as `place_of` does."""
+        try:
+            yield
+        except CkptError as error:
+            if not self._is_base:
+                raise
+            raise error.below(self.title) from error
 
     @property
     def step(self) -> int:
@@ -173,7 +200,7 @@ class Checkpoint:
 
     def stored_leaf(self, entry: IndexLeaf) -> Leaf:
         """Return a plain value as its part has it. Raises: FormatError(DOC_MISMATCH), and of parts."""
-        leaf = self._part(entry.part).leaves.get((entry.field, entry.name, entry.scope))
+        leaf = self.open_part(entry.part).leaves.get((entry.field, entry.name, entry.scope))
         if leaf is None:
             raise self._contradiction(entry.part, f"has no value {entry.name!r} of {entry.field}")
         return leaf
@@ -191,7 +218,7 @@ class Checkpoint:
 
     def stored_stream(self, entry: IndexStream) -> Stream:
         """Return a stream as its part has it. Raises: FormatError(DOC_MISMATCH), and of parts."""
-        stream = self._part(entry.part).streams.get((entry.name, entry.scope))
+        stream = self.open_part(entry.part).streams.get((entry.name, entry.scope))
         if stream is None or stream.kind != entry.kind:
             raise self._contradiction(entry.part, f"has no stream {entry.name!r} of kind {entry.kind!r}")
         return stream
@@ -272,19 +299,18 @@ class Checkpoint:
                 for read in plan_pieces(tensor.sharding, wanted):
                     key = (tensor.key, read.stored)
                     if key not in pieces:
-                        held, part = self._locate(tensor, read)
-                        nbytes = DTYPES[tensor.dtype].nbytes
-                        pieces[key] = StoredPiece(held=held, part=part, element_nbytes=nbytes)
+                        opened, stored = self.locate(tensor, read)
+                        pieces[key] = StoredPiece(stored=stored, opened=opened, element_nbytes=stored.element_nbytes)
                     pieces[key].wanted.append((sink, read.wanted))
         return list(pieces.values())
 
     @collector_paused()
-    def plan_requests(self, pieces: Sequence[StoredPiece], ranges: Iterable[BlockRange]) -> list[Request]:
+    def plan_requests(self, library: Library, ranges: Iterable[BlockRange]) -> list[Request]:
         """Return the requests that read `ranges`; the files that they are in were compared with their parts."""
         by_path: dict[str, list[BlockRange]] = {}
         for blocks in ranges:
             if blocks.path not in by_path:
-                self._check_file(pieces[blocks.piece].part, blocks.path)
+                library.check(blocks.path)
             by_path.setdefault(blocks.path, []).append(blocks)
         return [
             request
@@ -311,30 +337,36 @@ class Checkpoint:
             )
         return tensor
 
-    def _check_file(self, part: Part, name: str) -> None:
+    def check_file(self, part: Part, name: str) -> None:
         """Compare the size and the header of a file with its part, once. Spec: REQ-OPN-011."""
-        if name not in self._checked:
-            file = next(file for file in part.files if file.name == name)
-            check_nbytes(self.store, file)
-            read_header(self.store, file)
-            self._header_nbytes += file.header_nbytes
-            self._checked.add(name)
+        with self._lock:
+            if name not in self._checked:
+                file = next(file for file in part.files if file.name == name)
+                with self._placed():
+                    check_nbytes(self.store, file)
+                    read_header(self.store, file)
+                self._header_nbytes += file.header_nbytes
+                self._checked.add(name)
 
     def check_stored(self, tensor: IndexTensor, box: Box, part: int) -> None:
         """Raise unless a part stores a piece as the index says. Raises: FormatError(DOC_MISMATCH), and of parts."""
-        self._locate(tensor, PieceRead(box, part, box))
+        self.locate(tensor, PieceRead(box, part, box))
 
-    def _locate(self, tensor: IndexTensor, read: PieceRead) -> tuple[PartBox, Part]:
-        opened = self._part(read.part)
+    def locate(self, tensor: IndexTensor, read: PieceRead) -> tuple[OpenPart, StoredBox]:
+        """Return a piece as its part stores it. Raises: FormatError(DOC_MISMATCH), and of parts."""
+        opened = self.open_part(read.part)
         held, written = opened.tensors.get(tensor.key, (None, {}))
         if held is None or _what(held) != _what(tensor) or read.stored not in written:
             raise self._contradiction(read.part, f"doesn't store {read.stored} of {tensor.name!r}")
-        return written[read.stored], opened.part
+        return opened, written[read.stored]
 
-    def _part(self, number: int) -> _OpenPart:
-        if number not in self._parts:
-            self._parts[number] = _open_part(self.read_part(number))
-        return self._parts[number]
+    def open_part(self, number: int) -> OpenPart:
+        """Return a part with its rows by name; it is read once. Raises: as `read_part`."""
+        with self._lock:
+            if number not in self._parts:
+                with self._placed():
+                    self._parts[number] = open_part(self, self.read_part(number))
+            return self._parts[number]
 
     def read_part(self, number: int) -> Part:
         """Read and check one part.
@@ -349,6 +381,10 @@ class Checkpoint:
         self._part_nbytes += entry.nbytes
         if part.origin != origin or part.writer != number:
             raise self._contradiction(number, "is of another attempt or writer")
+        if not set(part.features) <= set(self.manifest.features) or not set(part.references) <= set(
+            self.manifest.references
+        ):
+            raise self._contradiction(number, "needs features or reads from checkpoints that the manifest doesn't list")
         return part
 
     def _contradiction(self, number: int, detail: str) -> Exception:
@@ -499,7 +535,8 @@ def read_index(store: Store, manifest: Manifest) -> Index:
         raise err(
             Code.DOC_MISMATCH, "manifest and index are of different attempts", where=path, requirement="REQ-IDX-001"
         )
-    if summarise(index) != manifest.fields:
+    said = {name: dataclasses.replace(field, stored_nbytes=None) for name, field in manifest.fields.items()}
+    if summarise(index) != said:
         raise err(
             Code.MANIFEST_SUMMARY,
             "the fields aren't as the index says",
@@ -510,15 +547,8 @@ def read_index(store: Store, manifest: Manifest) -> Index:
     return index
 
 
-def _open_part(part: Part) -> _OpenPart:
-    return _OpenPart(
-        part=part,
-        tensors={
-            tensor.key: (tensor, {held.box: held for held in tensor.boxes if held.extents}) for tensor in part.tensors
-        },
-        streams={(stream.name, stream.scope): stream for stream in part.streams},
-        leaves={(leaf.field, leaf.name, leaf.scope): leaf for leaf in part.leaves},
-    )
+def _open_base(store: Store, reference: Reference, closure: Closure) -> Checkpoint:
+    return Checkpoint(store, digest=reference.digest, closure=closure, title=reference.name)
 
 
 def _what(tensor: IndexTensor | PartTensor) -> tuple[object, ...]:

@@ -1,18 +1,34 @@
-"""One read of many elements: from the ranges of blocks that have them to whoever wants them, alone or with others."""
+"""One read of many elements: from the ranges of blocks that have them to whoever wants them, alone or with others.
+
+What lies in a file as it is comes through `ckptfmt.engines.streaming`, whichever checkpoint's file it is. What is
+encoded is decoded in units: blocks of the same elements of all boxes of a group, so that what one of them needs of
+another is decoded once, and memory is bounded by a unit for each thread.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeAlias
 
+from ckptfmt.arithmetic.plan import BlockRange
+from ckptfmt.engines.closure import Library
+from ckptfmt.engines.decoding import Decoder, iter_runs
 from ckptfmt.engines.sharing import Peers, Rounds, Take, share_ranges
-from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests
+from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests, thread_count
 
 if TYPE_CHECKING:
-    from ckptfmt.arithmetic.plan import BlockRange, Request
+    from collections.abc import Sequence
+
+    from ckptfmt.arithmetic.plan import Request
+    from ckptfmt.engines.decoding import Run
     from ckptfmt.engines.reader import Checkpoint
     from ckptfmt.engines.stored import StoredPiece
 
-__all__ = ["Reading"]
+__all__ = ["Reading", "unit_of"]
+
+#: Blocks that are decoded together: the number of a piece, and that of a block of it.
+Unit: TypeAlias = "list[tuple[int, int]]"
 
 
 class Reading:
@@ -20,16 +36,20 @@ class Reading:
 
     Attributes:
         pieces: what is read, each piece once.
-        ranges: which blocks of them this process reads for itself alone.
+        ranges: which raw blocks of them this process reads for itself alone.
+        units: what is decoded: lists of blocks, each a piece's number and the block's.
     """
 
     def __init__(self, checkpoint: Checkpoint, pieces: list[StoredPiece], borrow: Borrow | None) -> None:
         self.pieces = pieces
-        self.ranges = [blocks for number, piece in enumerate(pieces) for blocks in piece.iter_ranges(number)]
+        self._library = Library(checkpoint)
+        self.ranges, self.units = _sort_blocks(pieces, self._library)
         self._checkpoint = checkpoint
         self._borrow = borrow
         self._rounds: Rounds | None = None
         self._read_nbytes = self._verified_nbytes = self._request_count = self._buffer_nbytes = 0
+        self._decoded_nbytes = 0
+        self._lock = threading.Lock()
 
     def share(self, peers: Peers) -> None:
         """Let each block that several processes want be read by one, who sends it to the others. All of them call it.
@@ -49,6 +69,7 @@ class Reading:
         failed: Exception | None = None
         try:
             self._read(self.ranges)
+            self._decode()
         except Exception as error:
             if self._rounds is None:
                 raise
@@ -61,7 +82,7 @@ class Reading:
 
     def _read(self, ranges: list[BlockRange], then: Take | None = None) -> None:
         """Read and take ranges; `then` is given each of them, too."""
-        requests = self._checkpoint.plan_requests(self.pieces, ranges)
+        requests = self._checkpoint.plan_requests(self._library, ranges)
 
         def take(request: Request, content: memoryview) -> None:
             for blocks in request.ranges:
@@ -74,8 +95,33 @@ class Reading:
         self._request_count += len(requests)
         self._read_nbytes += sum(request.nbytes for request in requests)
         self._verified_nbytes += sum(blocks.nbytes for blocks in ranges)
-        buffer_nbytes = stream_requests(self._checkpoint.store, requests, take, borrow=self._borrow)
+        buffer_nbytes = stream_requests(self._library, requests, take, borrow=self._borrow)
         self._buffer_nbytes = max(self._buffer_nbytes, buffer_nbytes)
+
+    def _decode(self) -> None:
+        """Decode and hand on all units, in several threads."""
+        if not self.units:
+            return
+        with ThreadPoolExecutor(min(thread_count(), len(self.units)), thread_name_prefix="ckptfmt-decode") as threads:
+            running = [threads.submit(self._decode_unit, unit) for unit in self.units]
+            try:
+                for one in running:
+                    one.result()
+            finally:
+                threads.shutdown(wait=True, cancel_futures=True)
+
+    def _decode_unit(self, unit: Unit) -> None:
+        decoder = Decoder()
+        for number, block in unit:
+            piece = self.pieces[number]
+            content = decoder.content(piece.opened, piece.stored, block)
+            begin = block * piece.block_nbytes
+            piece.place(BlockRange("", 0, content.nbytes, number, begin), content)
+        with self._lock:
+            self._decoded_nbytes += decoder.decoded_nbytes
+            self._read_nbytes += decoder.read_nbytes
+            self._verified_nbytes += decoder.verified_nbytes
+            self._request_count += decoder.request_count
 
     def _take(self, blocks: BlockRange, content: memoryview) -> None:
         """Check a range, then hand on what is wanted of it."""
@@ -92,6 +138,43 @@ class Reading:
             verified_nbytes=verified_nbytes if self._checkpoint.is_verifying else 0,
             request_count=self._request_count,
             received_nbytes=received_nbytes,
+            decoded_nbytes=self._decoded_nbytes,
             buffer_nbytes=self._buffer_nbytes + (0 if self._rounds is None else self._rounds.buffer_nbytes),
             metadata_nbytes=self._checkpoint.metadata_nbytes,
         )
+
+
+def _sort_blocks(pieces: Sequence[StoredPiece], library: Library) -> tuple[list[BlockRange], list[Unit]]:
+    """Return the wanted blocks that are read as they are, and those that are decoded."""
+    ranges: list[BlockRange] = []
+    units: dict[tuple[int, int, int], Unit] = {}
+    for number, piece in enumerate(pieces):
+        for first, last in piece.iter_blocks():
+            for run in iter_runs(piece.opened, piece.stored, first, last):
+                if run.extent.encoding == "raw":
+                    ranges.append(_range_of(piece, number, run, library))
+                    continue
+                for block in range(run.first, run.last):
+                    units.setdefault(unit_of(run, block), []).append((number, block))
+    return ranges, list(units.values())
+
+
+def _range_of(piece: StoredPiece, number: int, run: Run, library: Library) -> BlockRange:
+    assert run.extent.file is not None  # noqa: S101 - raw blocks are in a file
+    part = run.opened.part
+    return BlockRange(
+        path=library.add(run.opened.checkpoint, part, part.files[run.extent.file].name),
+        byte_begin=run.extent.byte_begin + (run.first - run.extent.block_begin) * piece.block_nbytes,
+        nbytes=piece.nbytes_of(run.first, run.last),
+        piece=number,
+        piece_byte_begin=run.first * piece.block_nbytes,
+    )
+
+
+def unit_of(run: Run, block: int) -> tuple[int, int, int]:
+    """Return what is the same for all blocks that are decoded together."""
+    group = run.box.group
+    rows = (run.box.row,) if group is None else group.boxes
+    narrowest = min(run.opened.boxes[row].element_nbytes for row in rows)
+    # Wider elements have more blocks for as many of them.
+    return id(run.opened), rows[0], block * narrowest // run.box.element_nbytes

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Final
 
-from ckptfmt.documents.manifest import Abort, Tombstone
-from ckptfmt.engines.commit import abort, retire, sweep
+from ckptfmt import limits
+from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone
+from ckptfmt.documents.pins import Pins
+from ckptfmt.engines.commit import CONDEMNED, abort, retire, sweep
 from ckptfmt.engines.lineage import RunEntry, check_not_fenced, iter_lineage, list_checkpoints, list_launches
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, IntegrityError, err
+from ckptfmt.features import REFERENCED
 
 if TYPE_CHECKING:
     from ckptfmt.documents.run import Launch, Run
@@ -15,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["clean_up", "plan_retention", "tidy_up"]
 
-#: The writer features whose rules for clean-up this implementation knows; format 0.1 has none.
-_UNDERSTOOD: Final[frozenset[str]] = frozenset()
+#: The writer features whose rules for clean-up this implementation knows.
+_UNDERSTOOD: Final = frozenset({REFERENCED})
 
 
 def plan_retention(
@@ -40,11 +44,14 @@ def plan_retention(
     protected = {entry.name for entry in lineage[: max(1, keep)]}
     if not own and launches and launches[-1].resume_from is not None:
         protected.add(launches[-1].resume_from.name)
-    return [
-        entry
-        for entry in reversed(lineage)
+    going = {
+        entry.name
+        for entry in lineage
         if entry.name not in protected and not (keep_every and entry.step % keep_every == 0)
-    ]
+    }
+    # What stays reads from these, wherever it lies: beside the lineage, too.
+    going -= {one.name for entry in entries if entry.name not in going for one in entry.references}
+    return [entry for entry in reversed(lineage) if entry.name in going]
 
 
 def clean_up(
@@ -72,11 +79,8 @@ def clean_up(
     check_not_fenced(store, launch)
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run)
-    removed = []
-    for entry in plan_retention(launches, entries, keep=keep, keep_every=keep_every):
-        if entry.manifest is not None:
-            retire(store.at(entry.name), entry.manifest)
-            removed.append(entry.name)
+    going = plan_retention(launches, entries, keep=keep, keep_every=keep_every)
+    removed = _retire_unread(store, run, going) if REFERENCED in run.writer_features else _retire(store, going)
     named = {past.resume_from.name for past in launches if past.resume_from is not None}
     for entry in entries:
         place = store.at(entry.name)
@@ -88,6 +92,64 @@ def clean_up(
         elif isinstance(entry.register, Abort | Tombstone) and len(place.list("")) > 1:
             sweep(place)
     return removed
+
+
+def _retire_unread(store: Store, run: Run, going: list[RunEntry]) -> list[str]:
+    """Retire checkpoints that nothing reads from, and nothing that is still being saved will.
+
+    They are condemned first, and looked for afterwards: who pins one after that sees that it is condemned, and who
+    pinned it before is seen here.
+
+    Returns: the names of those that were retired.
+    Spec: REQ-CMT-032, REQ-CMT-033.
+    """
+    name = CONDEMNED + secrets.token_hex(8)  # of its own: who withdraws takes nobody else's away
+    staying = list(going)
+    try:
+        for entry in going:
+            store.at(entry.name).create(name, [b""])
+        read = _find_read(store, run, going)
+        staying = [entry for entry in going if entry.manifest is None or entry.manifest.digest in read]
+    finally:
+        for entry in staying:
+            store.at(entry.name).delete(name)
+    # What reads goes before what it reads from: whatever ends this in between, what is left is whole.
+    return _retire(store, [entry for entry in reversed(going) if entry not in staying])
+
+
+def _find_read(store: Store, run: Run, going: list[RunEntry]) -> set[str]:
+    """Return the digests of what others than those that go read from, or will."""
+    # In this order: a save that is decided meanwhile has its pins until its manifest is there.
+    pinned = _find_pinned(store, list_checkpoints(store, run))
+    entries = list_checkpoints(store, run)
+    if any(isinstance(entry.register, CkptError) for entry in entries):
+        return {entry.manifest.digest for entry in going if entry.manifest}  # nobody knows what that one reads
+    names = {entry.name for entry in going}
+    return {one.digest for entry in entries if entry.name not in names for one in entry.references} | pinned
+
+
+def _retire(store: Store, going: list[RunEntry]) -> list[str]:
+    """Retire checkpoints; return their names."""
+    for entry in going:
+        if entry.manifest is not None:
+            retire(store.at(entry.name), entry.manifest)
+    return [entry.name for entry in going]
+
+
+def _find_pinned(store: Store, entries: list[RunEntry]) -> set[str]:
+    """Return the digests of what saves that aren't decided yet will read from. Spec: REQ-CMT-035."""
+    found: set[str] = set()
+    for entry in entries:
+        place = store.at(entry.name)
+        for name in place.list_names("parts") if entry.register is None else ():
+            if name.endswith(PINS_SUFFIX):
+                path = f"parts/{name}"
+                try:
+                    content = place.read(path, limit_nbytes=limits.JSON_NBYTES)
+                except IntegrityError:
+                    continue  # it was decided meanwhile, and swept
+                found.update(one.digest for one in Pins.parse(content, where=path).references)
+    return found
 
 
 def tidy_up(store: Store, run: Run, *, launch: int, keep: int | None, keep_every: int | None) -> tuple[list[str], str]:

@@ -24,11 +24,13 @@ from ckptfmt.digest import block_digests
 from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.run import SAVERS, Run
+from ckptfmt.engines.chain import Chain, Snapped
 from ckptfmt.engines.commit import check_vacant, decide
 from ckptfmt.engines.image import Image
 from ckptfmt.engines.lineage import check_not_fenced
+from ckptfmt.engines.policy import DeltaOptions, Plan
 from ckptfmt.engines.retention import tidy_up
-from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure, write_image
+from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure
 from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class SaveRequest:
         deadline_s: how long to wait for the other writers, in seconds.
         keep, keep_every: what retention lets stay; see `ckptfmt.engines.retention.plan_retention`.
         writer_features: of the run.
+        delta: whether it may be a delta.
     """
 
     number: int
@@ -68,6 +71,7 @@ class SaveRequest:
     keep: int | None
     keep_every: int | None
     writer_features: tuple[str, ...]
+    delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the request as plain values, the many of a kind in columns."""
@@ -85,6 +89,7 @@ class SaveRequest:
             "keep": self.keep,
             "keep_every": self.keep_every,
             "writer_features": list(self.writer_features),
+            "delta": self.delta.as_dict(),
         }
 
     @classmethod
@@ -106,6 +111,7 @@ class SaveRequest:
             keep=value["keep"],
             keep_every=value["keep_every"],
             writer_features=tuple(value["writer_features"]),
+            delta=DeltaOptions.from_dict(value["delta"]),
         )
 
 
@@ -238,6 +244,7 @@ def save_image(
     *,
     progress: Progress,
     report: Callable[[str, dict[str, Any]], None],
+    chain: Chain | None = None,
 ) -> None:
     """Save what is, or will be, in a slot; tell every state behind STAGED that is reached, FAILED included.
 
@@ -246,19 +253,22 @@ def save_image(
         view: of the slot, at least as long as the image.
         progress: how far the slot is filled.
         report: called with a state and what there is to say of it.
+        chain: the saves before this one.
 
     Spec: REQ-CMT-003 to REQ-CMT-009, REQ-CMT-029, REQ-RUN-004.
     """
-    origin = request.origin
+    origin, chain = request.origin, Chain() if chain is None else chain
     store = _place(run_store, origin)
     try:
         if request.writer == 0:
             check_not_fenced(run_store, origin.launch or 0)
             check_vacant(store)
-        _write(store, request, image, view, progress)
+        plan = _write(store, request, image, view, progress=progress, chain=chain)
         report("WRITTEN", {})
         manifest = decide(store, origin, writer=request.writer, deadline_s=request.deadline_s)
-        report("COMMITTED", {"digest": manifest.digest, "nbytes": manifest.nbytes})
+        chain.commit(manifest)
+        told = {name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes")}
+        report("COMMITTED", {**told, "reason": plan.reason})
         report("DONE", _tidy_up(run_store, request))
     except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
         fail(run_store, request, error, report)
@@ -279,21 +289,32 @@ def _place(run_store: Store, origin: Origin) -> Store:
 
 
 def _write(
-    store: Store,
-    request: SaveRequest,
-    image: Image,
-    view: memoryview,
-    progress: Progress,
-) -> None:
-    contents = _SlotContents(image, view, progress)
+    store: Store, request: SaveRequest, image: Image, view: memoryview, *, progress: Progress, chain: Chain
+) -> Plan:
+    """Write files and part; return what was decided of them."""
+    snapped = Snapped(
+        image=image,
+        view=view,
+        slot=request.slot,
+        wait=progress.wait,
+        wait_complete=progress.wait_complete,
+        context=request.context,
+    )
+    opened: list[_SlotContents] = []
+
+    def contents() -> _SlotContents:
+        opened.append(_SlotContents(image, view, progress))
+        return opened[0]
+
     try:
-        write_image(store, image, contents, request.origin, request.context, writer=request.writer)
+        return chain.write(store, request.origin, request.writer, snapped, options=request.delta, contents=contents)
     except BaseException:
         # Else the threads that hash would wait for what is still to be staged.
         progress.abandon(err(Code.WRITER_FAILED, "this save has failed"))
         raise
     finally:
-        contents.close()
+        for one in opened:
+            one.close()
 
 
 def _tidy_up(run_store: Store, request: SaveRequest) -> dict[str, Any]:
@@ -323,6 +344,7 @@ class Saver:
         self._views: dict[int, memoryview] = {}
         self._image: Image | None = None
         self._pending: dict[int, Progress] = {}
+        self._chain = Chain()
         self._held = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -376,7 +398,7 @@ class Saver:
 
         def task() -> None:
             try:
-                save_image(self._store, request, image, view, progress=progress, report=report)
+                save_image(self._store, request, image, view, progress=progress, report=report, chain=self._chain)
             finally:
                 self._release(request.number)
 

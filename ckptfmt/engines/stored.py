@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckptfmt.documents.part import Part, PartBox
+    from ckptfmt.engines.decoding import OpenPart, StoredBox
     from ckptfmt.engines.snapshot import MemoryOf, TensorSink
 
 __all__ = ["ArrayTarget", "StoredPiece", "carrier_of", "iter_damages"]
@@ -54,17 +54,17 @@ def iter_damages(
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class StoredPiece:
-    """A piece as one part stores it.
+    """A piece as one part stores it, and what is wanted of it.
 
     Attributes:
-        held: what its part says of it.
-        part: its part.
+        stored: what its part says of it.
+        opened: its part.
         element_nbytes: size of an element in bytes.
         wanted: who wants which elements of it; none of the boxes is empty. Complete before anything is placed.
     """
 
-    held: PartBox
-    part: Part
+    stored: StoredBox
+    opened: OpenPart
     element_nbytes: int
     wanted: list[tuple[TensorSink, Box]] = dataclasses.field(default_factory=list)
     _straight: list[tuple[int, NDArray[np.uint8]]] = dataclasses.field(default_factory=list)
@@ -75,33 +75,39 @@ class StoredPiece:
         """How many bytes are wanted of it; what two want counts twice."""
         return sum(box.element_count for _, box in self.wanted) * self.element_nbytes
 
-    def iter_ranges(self, number: int) -> Iterator[BlockRange]:
-        """Yield the ranges of blocks that have something wanted; `number` is this piece's own."""
-        block_nbytes = self.part.origin.block_nbytes
-        total_nbytes = self.held.box.element_count * self.element_nbytes
-        blocks = find_blocks(self.held.box, [box for _, box in self.wanted], self.element_nbytes, block_nbytes)
-        for extent in self.held.extents:
+    @property
+    def box(self) -> Box:
+        """Which elements it has."""
+        return self.stored.held.box
+
+    @property
+    def block_nbytes(self) -> int:
+        """Size of a block in bytes."""
+        return self.opened.part.origin.block_nbytes
+
+    def iter_blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield the runs of blocks that have something wanted, each ``[begin, end)``, none across two extents."""
+        blocks = find_blocks(self.box, [box for _, box in self.wanted], self.element_nbytes, self.block_nbytes)
+        for extent in self.stored.held.extents:
             for begin, end in blocks:
                 first = max(begin, extent.block_begin)
                 last = min(end, extent.block_begin + extent.block_count)
                 if first < last:
-                    yield BlockRange(
-                        path=self.part.files[extent.file].name,
-                        byte_begin=extent.byte_begin + (first - extent.block_begin) * block_nbytes,
-                        nbytes=min(last * block_nbytes, total_nbytes) - first * block_nbytes,
-                        piece=number,
-                        piece_byte_begin=first * block_nbytes,
-                    )
+                    yield first, last
+
+    def nbytes_of(self, first: int, last: int) -> int:
+        """Return the size of a run of blocks in bytes."""
+        return min(last * self.block_nbytes, self.stored.nbytes) - first * self.block_nbytes
 
     def check(self, blocks: BlockRange, content: memoryview) -> None:
         """Raise unless every block of a range is what was saved. Raises: IntegrityError(BLOCK_DIGEST)."""
-        for error in iter_damages(blocks, content, self.held.digests, self.part.origin.block_nbytes):
+        for error in iter_damages(blocks, content, self.stored.held.digests, self.block_nbytes):
             raise error
 
     def open_sinks(self) -> None:
         """Find out whose elements follow each other in memory as they do here. To be called before `place`."""
         for sink, box in self.wanted:
-            first = find_stretch(self.held.box, box)
+            first = find_stretch(self.box, box)
             # Asked by name: that something is a protocol takes longer to find out than to copy a small tensor.
             memory_of: MemoryOf | None = None if first is None else getattr(sink, "memory_of", None)
             memory = None if memory_of is None else memory_of(box)
@@ -120,7 +126,7 @@ class StoredPiece:
                 np.copyto(memory[low - first : high - first], found)
         if not self._others:
             return
-        for at, box in cut_range(self.held.box, begin, begin + blocks.nbytes, self.element_nbytes):
+        for at, box in cut_range(self.box, begin, begin + blocks.nbytes, self.element_nbytes):
             for sink, wanted in self._others:
                 common = box.intersect(wanted)
                 if common is not None:

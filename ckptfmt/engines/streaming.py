@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptfmt.arithmetic.plan import Request
-    from ckptfmt.store.protocol import RangeReader, Store
+    from ckptfmt.store.protocol import RangeReader
 
-__all__ = ["IN_FLIGHT_NBYTES", "REQUEST_NBYTES", "Borrow", "ReadReport", "stream_requests"]
+__all__ = ["IN_FLIGHT_NBYTES", "REQUEST_NBYTES", "Borrow", "Ranges", "ReadReport", "stream_requests", "thread_count"]
 
 #: Is given a request and its bytes, which are valid until it returns.
 _Take: TypeAlias = "Callable[[Request, memoryview], None]"
@@ -60,9 +60,10 @@ class ReadReport:
     Attributes:
         needed_nbytes: of the elements that were asked for.
         read_nbytes: of shards, block edges and gaps included.
-        verified_nbytes: of blocks that were compared with their digests.
+        verified_nbytes: of what was compared with a digest: contents of blocks, and what they are stored as.
         request_count: how many ranges of shards were read.
         received_nbytes: of elements that another process read, and sent.
+        decoded_nbytes: of blocks that were decoded, those that others are decoded from among them.
         buffer_nbytes: of buffers, beside the destination.
         metadata_nbytes: of manifest, index, parts and shard headers.
     """
@@ -72,11 +73,22 @@ class ReadReport:
     verified_nbytes: int = 0
     request_count: int = 0
     received_nbytes: int = 0
+    decoded_nbytes: int = 0
     buffer_nbytes: int = 0
     metadata_nbytes: int = 0
 
 
-def stream_requests(store: Store, requests: Sequence[Request], take: _Take, *, borrow: Borrow | None = None) -> int:
+class Ranges(Protocol):
+    """Files to read ranges of; a `Store` is one."""
+
+    def open_ranges(self, path: str) -> AbstractContextManager[RangeReader]:
+        """Open a file; see `Store.open_ranges`."""
+
+    def waits(self, path: str) -> bool:
+        """Return whether reads of a file wait; see `Store.waits`."""
+
+
+def stream_requests(store: Ranges, requests: Sequence[Request], take: _Take, *, borrow: Borrow | None = None) -> int:
     """Read every request, and give each to `take`; return how many bytes of buffers that took.
 
     After an error no more requests are begun, and the error of the first request that has one is raised: which
@@ -93,7 +105,7 @@ def stream_requests(store: Store, requests: Sequence[Request], take: _Take, *, b
     longest_nbytes = max(request.nbytes for request in requests)
     # Two pages more: what is read past the page cache begins and ends at pages.
     buffer_nbytes = (-(-longest_nbytes // PAGE_NBYTES) + 2) * PAGE_NBYTES
-    run, count = _read_and_take, _thread_count()
+    run, count = _read_and_take, thread_count()
     if sum(request.nbytes for request in requests) <= _SMALL_NBYTES:
         count = 1
     elif store.waits(requests[0].path):
@@ -106,7 +118,8 @@ def stream_requests(store: Store, requests: Sequence[Request], take: _Take, *, b
     return buffer_nbytes * count
 
 
-def _thread_count() -> int:
+def thread_count() -> int:
+    """Return how many threads check and place."""
     return min(THREAD_COUNT, len(os.sched_getaffinity(0)))
 
 
@@ -148,7 +161,7 @@ def _read_beside_taking(work: _Work, buffers: Sequence[memoryview]) -> None:
     for buffer in buffers:
         free.put(buffer)
     try:
-        if work.start(take, _thread_count()) and work.start(read, READER_COUNT):
+        if work.start(take, thread_count()) and work.start(read, READER_COUNT):
             work.wait()
         else:
             work.run(buffers[0])
@@ -160,7 +173,7 @@ def _read_beside_taking(work: _Work, buffers: Sequence[memoryview]) -> None:
 class _Work:
     """Requests to be drawn one after the other, by whichever thread is free."""
 
-    def __init__(self, store: Store, requests: Sequence[Request], take: _Take) -> None:
+    def __init__(self, store: Ranges, requests: Sequence[Request], take: _Take) -> None:
         self._files = _Files(store, requests)
         self._requests = requests
         self._take = take
@@ -283,7 +296,7 @@ class _Work:
 class _Files:
     """Files that are open from the first request for them to the last; of requests in their order, few at a time."""
 
-    def __init__(self, store: Store, requests: Sequence[Request]) -> None:
+    def __init__(self, store: Ranges, requests: Sequence[Request]) -> None:
         self._store = store
         self._left = Counter(request.path for request in requests)
         self._lock = threading.Lock()

@@ -38,6 +38,7 @@ __all__ = [
     "write_failure",
     "write_image",
     "write_part",
+    "write_part_file",
 ]
 
 #: What identifies a piece among all writers, and its size in bytes.
@@ -133,6 +134,10 @@ class Context:
             absent=dict(snapshot.absent),
         )
 
+    def members(self) -> dict[str, Any]:
+        """Return it as members of a part."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
 
 class Contents(Protocol):
     """The bytes of an image, wherever they come from."""
@@ -153,17 +158,18 @@ def write_image(
     Spec: REQ-CMT-003, REQ-CMT-004, REQ-CMT-005.
     """
     digests = _write_shards(store, image, contents, [shard_name(s.stem, origin.attempt, writer) for s in image.shards])
-    part = image.part(origin, digests, writer=writer, **_members(context))
-    content, _ = part.dump()
-    if image.shards:
-        store.sync("")
-    create_once(store, part_path(origin.attempt, writer), lambda: [content], content=content)
-    store.sync("parts")
+    part = image.part(origin, digests, writer=writer, **context.members())
+    write_part_file(store, part)
     return part
 
 
-def _members(context: Context) -> dict[str, Any]:
-    return {field.name: getattr(context, field.name) for field in dataclasses.fields(context)}
+def write_part_file(store: Store, part: Part) -> None:
+    """Write a part whose files are written, and make it durable behind them. Spec: REQ-CMT-003, REQ-CMT-004."""
+    content, _ = part.dump()
+    if part.files:
+        store.sync("")
+    create_once(store, part_path(part.origin.attempt, part.writer), lambda: [content], content=content)
+    store.sync("parts")
 
 
 def write_failure(store: Store, origin: Origin, writer: int, error: CkptError) -> None:

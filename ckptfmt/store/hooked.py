@@ -75,6 +75,13 @@ class HookedStore:
         lower._prefix = join_path(self._prefix, prefix)  # noqa: SLF001
         return lower
 
+    def beside(self, name: str) -> HookedStore:
+        """See `Store.beside`; beside the wrapped root itself, operations tell their paths from there on."""
+        other = copy.copy(self)
+        other._inner = self._inner.beside(name)  # noqa: SLF001 - a copy of ourselves
+        other._prefix = join_path(self._prefix.rpartition("/")[0], name)  # noqa: SLF001
+        return other
+
     def create(self, path: str, chunks: Iterable[Buffer]) -> None:
         """See `Store.create`. The chunks are drawn before the operation begins."""
         data = b"".join(chunks)

@@ -118,6 +118,16 @@ class LocalStore:
         lower._prefix = join_path(self._prefix, prefix)  # noqa: SLF001 - a copy of ourselves
         return lower
 
+    def beside(self, name: str) -> LocalStore:
+        """Return the store of a directory beside this one's; see `Store.beside`."""
+        check_path(name)
+        other = copy.copy(self)
+        other._writable = False  # noqa: SLF001 - a copy of ourselves
+        if not self._prefix:
+            other._root = os.path.dirname(self._root)  # noqa: SLF001
+        other._prefix = join_path(self._prefix.rpartition("/")[0], name)  # noqa: SLF001
+        return other
+
     # Writing
 
     def create(self, path: str, chunks: Iterable[Buffer]) -> None:

@@ -126,6 +126,15 @@ class MemoryStore:
         lower._prefix = join_path(self._prefix, prefix)  # noqa: SLF001 - a copy of ourselves
         return lower
 
+    def beside(self, name: str) -> MemoryStore:
+        """Return the store of a prefix beside this one's; see `Store.beside`. Beside a whole bucket is nothing."""
+        check_path(name)
+        other = copy.copy(self)
+        other._prefix = join_path(self._prefix.rpartition("/")[0], name)  # noqa: SLF001 - a copy of ourselves
+        if not self._prefix:
+            other._bucket = _Bucket({})  # noqa: SLF001
+        return other
+
     def create(self, path: str, chunks: Iterable[Buffer]) -> None:
         """Create an object exclusively and whole; see `Store.create`."""
         check_path(path)

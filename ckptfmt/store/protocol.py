@@ -236,6 +236,16 @@ class Store(Protocol):
     def at(self, prefix: str) -> Store:
         """Return the same store with the directory `prefix` as root; it needn't be there yet."""
 
+    def beside(self, name: str) -> Store:
+        """Return the store whose root is called `name`, in the directory that holds this one's; to be read only.
+
+        Args:
+            name: one component of a path.
+
+        Raises:
+            CkptError: ``UNSAFE_PATH``.
+        """
+
 
 def check_path(path: str) -> None:
     """Raise unless `path` names a file below a root, on every kind of store.

@@ -184,6 +184,7 @@ def test_the_part_of_an_image_is_what_the_writer_gives(plan: tuple[Snapshot, dic
             sources_by_key[tensor_held.key].copy_into(held.box, memoryview(expected))
             for extent in held.extents:
                 begin = extent.byte_begin
+                assert extent.file is not None
                 assert files[part.files[extent.file].name][begin : begin + len(expected)] == expected
 
 

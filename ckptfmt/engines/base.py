@@ -1,0 +1,106 @@
+"""What a delta is made against: a committed checkpoint, pinned, and the content of its blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import TYPE_CHECKING
+
+from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.documents.manifest import Reference, pins_path
+from ckptfmt.documents.pins import Pins
+from ckptfmt.engines.commit import check_base, create_once
+from ckptfmt.engines.decoding import Decoder
+from ckptfmt.engines.reader import Checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptfmt.documents.manifest import Manifest, Origin
+    from ckptfmt.documents.part import Part
+    from ckptfmt.engines.image import Image
+    from ckptfmt.store.protocol import Store
+
+__all__ = ["Base", "BaseContents", "pin_base"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Base:
+    """A committed checkpoint to make a delta against, of the same image.
+
+    Attributes:
+        reference: its name and digest.
+        manifest: its manifest.
+        part: this writer's part of it.
+        digests: of the blocks of each piece of the image.
+        view: where its snapshot was; it may be another by now. None where it surely is.
+    """
+
+    reference: Reference
+    manifest: Manifest
+    part: Part
+    digests: Sequence[bytes]
+    view: memoryview | None
+
+
+def pin_base(store: Store, origin: Origin, writer: int, base: Base) -> tuple[Reference, ...]:
+    """Keep a base from being cleaned away until this save is decided; return what its delta will refer to.
+
+    Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH) if it is going already; StoreError.
+    Spec: REQ-CMT-035, REQ-CMT-031.
+    """
+    references = tuple(sorted({base.reference, *base.manifest.references}, key=lambda one: one.digest))
+    content = Pins(attempt=origin.attempt, writer=writer, references=references).dump()
+    create_once(store, pins_path(origin.attempt, writer), lambda: [content], content=content)
+    store.sync("parts")
+    for reference in references:
+        check_base(store, reference)
+    return references
+
+
+class BaseContents:
+    """The content of the base's blocks: out of its slot as long as it is there, else out of its files."""
+
+    def __init__(self, store: Store, image: Image, base: Base) -> None:
+        self._store = store
+        self._image = image
+        self._base = base
+        self._checkpoint: Checkpoint | None = None
+        self._lock = threading.Lock()
+
+    def content(self, number: int, block: int) -> memoryview:
+        """Return the content of a block, verified."""
+        piece = self._image.pieces[number]
+        if self._base.view is not None:
+            begin = piece.begin + block * self._image.block_nbytes
+            end = min(piece.end, begin + self._image.block_nbytes)
+            # Copied first: the trainer may take the slot at any time, and what was compared must be what is used.
+            content = bytes(self._base.view[begin:end])
+            if digest_bytes(content) == self._digest(number, block):
+                return memoryview(content)
+        opened = self._open().open_part(self._base.part.writer)
+        return Decoder().content(opened, opened.tensors[piece.key][1][piece.box], block)
+
+    def elements(self, number: int, elements: range, width: int) -> memoryview:
+        """Return elements of a piece."""
+        block_nbytes = self._image.block_nbytes
+        begin, end = elements.start * width, elements.stop * width
+        blocks = range(begin // block_nbytes, -(-end // block_nbytes))
+        found = [self.content(number, block) for block in blocks]
+        whole = found[0] if len(found) == 1 else memoryview(b"".join(found))
+        return whole[begin - blocks.start * block_nbytes : end - blocks.start * block_nbytes]
+
+    def close(self) -> None:
+        """Let go of the base's files."""
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+
+    def _digest(self, number: int, block: int) -> bytes:
+        return self._base.digests[number][block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]
+
+    def _open(self) -> Checkpoint:
+        with self._lock:
+            if self._checkpoint is None:
+                place = self._store.beside(self._base.reference.name)
+                self._checkpoint = Checkpoint(place, digest=self._base.reference.digest)
+            return self._checkpoint

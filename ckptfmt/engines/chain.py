@@ -1,0 +1,231 @@
+"""The saves of one saver, one behind the other: each in full, or as a delta of the one before."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckptfmt.arithmetic import encodings
+from ckptfmt.digest import DIGEST_NBYTES
+from ckptfmt.documents.manifest import Reference, checkpoint_name
+from ckptfmt.engines.base import Base, pin_base
+from ckptfmt.engines.delta import Delta
+from ckptfmt.engines.policy import DeltaOptions, History, Plan, plan_save
+from ckptfmt.engines.writer import Contents, Context, write_image, write_part_file
+from ckptfmt.errors import IntegrityError
+from ckptfmt.features import PLAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ckptfmt.documents.manifest import Manifest, Origin
+    from ckptfmt.documents.part import Part
+    from ckptfmt.engines.image import Image
+    from ckptfmt.store.protocol import Store
+
+__all__ = ["Chain", "Snapped"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapped:
+    """A snapshot in a slot.
+
+    Attributes:
+        image: its layout.
+        view: of the slot.
+        slot: its number.
+        wait: waits until the first so many bytes of it are there.
+        wait_complete: waits until it is a snapshot of one moment.
+        context: what isn't tensors.
+    """
+
+    image: Image
+    view: memoryview
+    slot: int
+    wait: Callable[[int], None]
+    wait_complete: Callable[[], None]
+    context: Context
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class _Link:
+    """One save of the chain.
+
+    Attributes:
+        digests: of the blocks of each piece of the image.
+        read_nbytes: of all blocks, how many bytes a restore reads for each.
+        decoded_nbytes: and how many bytes of content it decodes.
+    """
+
+    snapped: Snapped
+    part: Part
+    digests: list[bytes]
+    read_nbytes: NDArray[np.int64]
+    decoded_nbytes: NDArray[np.int64]
+    manifest: Manifest | None = None
+
+
+class Chain:
+    """What a saver knows of its saves: the last committed one, and what they cost."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self._last: _Link | None = None  # committed
+        self._next: _Link | None = None  # written
+
+    def write(
+        self,
+        store: Store,
+        origin: Origin,
+        writer: int,
+        snapped: Snapped,
+        *,
+        options: DeltaOptions,
+        contents: Callable[[], Contents],
+    ) -> Plan:
+        """Write a snapshot's files and its part, as the policy says.
+
+        Args:
+            store: rooted at the checkpoint's directory.
+            contents: opens the snapshot for a full save.
+
+        Returns: what was decided.
+        Raises: StoreError; what waiting for the slot raises.
+        """
+        begin_s = time.monotonic()
+        plan, base = self._plan(snapped, options)
+        if plan.fields is not None and base is not None:
+            try:
+                references = pin_base(store, origin, writer, base)
+            except IntegrityError as error:
+                plan = Plan(fields=None, reason=f"the base can't be had: {error}")
+            else:
+                self._next, told = self._write_delta(
+                    store, origin, writer, snapped, base=base, references=references, plan=plan, options=options
+                )
+                self._note_delta(told, time.monotonic() - begin_s, options)
+                return plan
+        opened = contents()
+        part = write_image(store, snapped.image, opened, origin, snapped.context, writer=writer)
+        nbytes = _content_nbytes(snapped.image)
+        link = _Link(
+            snapped=snapped,
+            part=part,
+            digests=opened.digests(),
+            read_nbytes=nbytes,
+            decoded_nbytes=np.zeros_like(nbytes),
+        )
+        self._next = link
+        seconds = time.monotonic() - begin_s
+        self.history.note_full(nbytes=int(nbytes.sum()), seconds=seconds, unchanged=self._unchanged(link, nbytes))
+        return plan
+
+    def commit(self, manifest: Manifest) -> None:
+        """Take note that what was written last is committed: the next save may be a delta of it."""
+        if self._next is not None and self._next.part.origin.attempt == manifest.origin.attempt:
+            self._last, self._next = self._next, None
+            self._last.manifest = manifest
+
+    def _plan(self, snapped: Snapped, options: DeltaOptions) -> tuple[Plan, Base | None]:
+        last = self._last
+        if last is None or last.manifest is None or last.snapped.image is not snapped.image:
+            return plan_save(options, self.history, has_base=False), None
+        origin = last.manifest.origin
+        assert origin.launch is not None  # noqa: S101 - a saver saves in runs
+        base = Base(
+            reference=Reference(name=checkpoint_name(origin.step, origin.launch), digest=last.manifest.digest),
+            manifest=last.manifest,
+            part=last.part,
+            digests=last.digests,
+            view=None if last.snapped.slot == snapped.slot else last.snapped.view,
+        )
+        return plan_save(options, self.history, has_base=True), base
+
+    def _write_delta(
+        self,
+        store: Store,
+        origin: Origin,
+        writer: int,
+        snapped: Snapped,
+        *,
+        base: Base,
+        references: Sequence[Reference],
+        plan: Plan,
+        options: DeltaOptions,
+    ) -> tuple[_Link, dict[str, float]]:
+        assert plan.fields is not None  # noqa: S101 - see write
+        assert self._last is not None  # noqa: S101 - it is the base
+        image = snapped.image
+        delta = Delta(
+            store,
+            image,
+            snapped.view,
+            wait=snapped.wait,
+            base=base,
+            references=references,
+            fields=plan.fields,
+            leaves=snapped.context.leaves,
+            among=encodings.ENCODINGS if options.mode == "smallest" else encodings.QUICK,
+        )
+        try:
+            part = delta.write(store, origin, writer, snapped.context)
+            snapped.wait_complete()
+        finally:
+            delta.close()
+        write_part_file(store, part)
+        nbytes = _content_nbytes(image)
+        stored = delta.blocks()
+        encoding = np.array([block.encoding for block in stored])
+        own = np.array([block.nbytes for block in stored], np.int64)
+        is_raw, is_same = encoding == "raw", encoding == "same"
+        is_encoded = ~np.isin(encoding, sorted(PLAIN))
+        link = _Link(
+            snapped=snapped,
+            part=part,
+            digests=delta.digests(),
+            read_nbytes=np.where(is_raw, own, own + self._last.read_nbytes),
+            decoded_nbytes=np.where(is_raw, 0, self._last.decoded_nbytes + np.where(is_encoded, nbytes, 0)),
+        )
+        return link, {
+            "stored_nbytes": int(own.sum()),
+            "encoded_nbytes": int(nbytes[is_encoded].sum()),
+            "same_nbytes": int(nbytes[is_same].sum()),
+            "decode_s": delta.decode_s,
+        }
+
+    def _note_delta(self, told: dict[str, float], seconds: float, options: DeltaOptions) -> None:
+        assert self._next is not None  # noqa: S101 - just written
+        self.history.note_delta(
+            seconds=seconds,
+            unchanged=told["same_nbytes"] / max(self.history.nbytes, 1),
+            stored_nbytes=int(told["stored_nbytes"]),
+            encoded_nbytes=int(told["encoded_nbytes"]),
+            decode_s=told["decode_s"],
+            restore_nbytes=int(self._next.read_nbytes.sum()),
+            decoded_nbytes=int(self._next.decoded_nbytes.sum()),
+            mode=options.mode,
+        )
+
+    def _unchanged(self, link: _Link, nbytes: NDArray[np.int64]) -> float:
+        """Return the share of the bytes that are as in the last save."""
+        last = self._last
+        if last is None or last.snapped.image is not link.snapped.image:
+            return 0.0
+        old, new = (np.frombuffer(b"".join(one.digests), np.uint8).reshape(-1, DIGEST_NBYTES) for one in (last, link))
+        equal = (old == new).all(axis=1)
+        return float(nbytes[equal].sum() / max(int(nbytes.sum()), 1))
+
+
+def _content_nbytes(image: Image) -> NDArray[np.int64]:
+    """Return the size of each block of an image in bytes, piece by piece."""
+    sizes = [
+        min(image.block_nbytes, piece.end - begin)
+        for piece in image.pieces
+        for begin in range(piece.begin, piece.end, image.block_nbytes)
+    ]
+    return np.array(sizes, np.int64)

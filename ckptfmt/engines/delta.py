@@ -1,0 +1,497 @@
+"""Write a delta: of each block that the base has, that it has it; of each other, what it became.
+
+The snapshot lies in a slot, and the base's mostly in the other one. Blocks are digested, compared and encoded by a few
+threads, in the order of their packs, as the slot is filled; what is stored is decoded and compared before it is
+written. Spec: REQ-DEL-001 to REQ-DEL-012, REQ-CMT-035, REQ-CMT-031.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+from ckptfmt.arithmetic import encodings, prediction
+from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.documents.deltas import Group
+from ckptfmt.documents.manifest import Reference, pack_name
+from ckptfmt.documents.part import PACK_HEADER, Extent, Part, PartFile, PartTensor
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.base import BaseContents
+from ckptfmt.engines.commit import create_once
+from ckptfmt.engines.groups import Snapshotted, find_groups
+from ckptfmt.errors import CkptError, Code
+from ckptfmt.features import NEEDS_BASE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ckptfmt.box import Box
+    from ckptfmt.documents.manifest import Origin
+    from ckptfmt.documents.part import Leaf
+    from ckptfmt.documents.tables import TensorKey
+    from ckptfmt.engines.base import Base
+    from ckptfmt.engines.groups import PlannedGroup
+    from ckptfmt.engines.image import Image
+    from ckptfmt.engines.writer import Context
+    from ckptfmt.store.protocol import Buffer, Store
+
+__all__ = ["Delta", "Stored"]
+
+#: How many blocks a thread takes at once: comparing one alone takes hardly longer than handing it over.
+_TOGETHER: Final = 4
+#: How often as many blocks are encoded ahead of those that are written, for each thread.
+_AHEAD: Final = 2
+#: How much more of its bytes than the last block of a piece another may take, before it is chosen for anew.
+_ALIKE: Final = 1.1
+#: Small pieces are handed to the store together, up to so many bytes.
+_CHUNK_NBYTES: Final = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What became of a block.
+
+    Attributes:
+        encoding: of the registry.
+        reference: number of the reference that is its base; None where it needs none.
+        predicted: whether its group's prediction stands in the place of the base's content.
+        nbytes: how many bytes it is stored in.
+        digest: of its content.
+        stored_digest: of what it is stored as; empty where that is the content, or nothing.
+    """
+
+    encoding: str
+    reference: int | None
+    predicted: bool
+    nbytes: int
+    digest: bytes
+    stored_digest: bytes
+
+
+class Delta:
+    """The contents of a delta's packs, on their way from a slot.
+
+    Args:
+        store: rooted at the checkpoint's directory.
+        image: of the snapshot, and of the base's.
+        view: of the slot.
+        wait: waits until the first so many bytes of the slot are there.
+        references: what the part will list.
+        fields: those whose changed blocks are encoded; of others they are stored raw.
+        leaves: of the snapshot.
+        among: encodings to choose from.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        image: Image,
+        view: memoryview,
+        *,
+        wait: Callable[[int], None],
+        base: Base,
+        references: Sequence[Reference],
+        fields: frozenset[str],
+        leaves: Sequence[Leaf],
+        among: Sequence[str] = encodings.ENCODINGS,
+    ) -> None:
+        self._image = image
+        self._view = view
+        self._wait = wait
+        self._base = base
+        self._references = tuple(references)
+        self._fields = fields
+        self._contents = BaseContents(store, image, base)
+        snapshotted = Snapshotted(
+            image=image,
+            view=view,
+            wait=wait,
+            leaves=leaves,
+            base_leaves=base.part.leaves,
+            contents=self._contents,
+        )
+        groups = find_groups(snapshotted) if fields else ()
+        self._groups = {number: group for group in groups for number in group.pieces}
+        self._dtypes = {tensor.key: tensor.dtype for tensor in image.tensors}
+        self._stored: dict[tuple[int, int], Stored] = {}
+        self._holders = _find_holders(image, base, self._references)
+        self._among = among
+        self._chosen: dict[int, _Chosen] = {}
+        self._lock = threading.Lock()
+        self._decode_s = 0.0
+
+    @property
+    def decode_s(self) -> float:
+        """How long decoding what was encoded took, in seconds, as long as all threads did it."""
+        return self._decode_s / encoder_count()
+
+    def close(self) -> None:
+        """Let go of the base's files."""
+        self._contents.close()
+
+    def write(self, store: Store, origin: Origin, writer: int, context: Context) -> Part:
+        """Write the packs of all shards of the image that have something to store; return the part, not yet written.
+
+        After an error no pack is left.
+
+        Raises: StoreError; what waiting for the slot raises; what reading the base's files raises.
+        """
+        files: list[PartFile] = []
+        try:
+            for number, shard in enumerate(self._image.shards):
+                name = pack_name(shard.stem, origin.attempt, writer)
+                files.extend(self._write_pack(store, number, name))
+            self._digest_rest()
+        except Exception as error:
+            known = not isinstance(error, CkptError) or error.code != Code.STORE_NO_ANSWER
+            for shard in self._image.shards if known else ():
+                with contextlib.suppress(CkptError):
+                    store.delete(pack_name(shard.stem, origin.attempt, writer))
+            raise
+        part = self._image.part(origin, self.digests(), writer=writer, **context.members())
+        extents = self._extents(files)
+        return dataclasses.replace(
+            part,
+            files=tuple(files),
+            tensors=tuple(_with_extents(tensor, extents) for tensor in part.tensors),
+            references=self._references,
+            groups=self._part_groups(),
+        )
+
+    def _part_groups(self) -> tuple[Group, ...]:
+        """Return the groups of which a block is predicted, as the part lists them."""
+        rows = self._image.rows()
+        predicted = {number for (number, _), stored in self._stored.items() if stored.predicted}
+        found = [
+            Group(
+                kind=group.rule.kind,
+                rule=group.rule.dump(),
+                reference=self._references.index(self._base.reference) if group.needs_base else None,
+                boxes=tuple(rows[number] for number in group.pieces),
+            )
+            for group in dict.fromkeys(self._groups.values())
+            if predicted & set(group.pieces)
+        ]
+        return tuple(sorted(found, key=lambda group: group.boxes))
+
+    def blocks(self) -> list[Stored]:
+        """Return what became of each block, piece by piece."""
+        return [self._stored[at] for at in sorted(self._stored)]
+
+    def _write_pack(self, store: Store, shard: int, name: str) -> list[PartFile]:
+        blocks = self._blocks_of(shard)
+        # Whether there is anything to store shows only when it is looked at; a file isn't begun before.
+        stream = self._iter_stored(blocks)
+        first = next(stream, None)
+        if first is None:
+            return []
+        drawn = [stream]
+
+        def chunks() -> Iterator[Buffer]:
+            rest = drawn.pop() if drawn else self._iter_stored(blocks)
+            yield PACK_HEADER
+            yield first if rest is stream else next(rest)
+            yield from rest
+
+        create_once(store, name, chunks, nbytes=functools.partial(self._pack_nbytes, blocks))
+        return [
+            PartFile(
+                name=name,
+                kind="pack",
+                nbytes=self._pack_nbytes(blocks),
+                header_nbytes=len(PACK_HEADER),
+                header_digest=digest_bytes(PACK_HEADER),
+            )
+        ]
+
+    def _pack_nbytes(self, blocks: Sequence[tuple[int, int]]) -> int:
+        return len(PACK_HEADER) + sum(self._stored[at].nbytes for at in blocks)
+
+    def _blocks_of(self, shard: int | None) -> list[tuple[int, int]]:
+        """Return number of piece and block, of all that a file of the image has; of what has none, for None."""
+        return [
+            (number, block)
+            for number, piece in enumerate(self._image.pieces)
+            if piece.shard == shard
+            for block in range(-(-(piece.end - piece.begin) // self._image.block_nbytes))
+        ]
+
+    def _iter_stored(self, blocks: Sequence[tuple[int, int]]) -> Iterator[Buffer]:
+        """Yield what blocks are stored as, in their order, the small ones together."""
+        gathered: list[bytes | memoryview] = []
+        gathered_nbytes = 0
+        for stored in self._encode_all(blocks):
+            if not stored:
+                continue
+            gathered.append(stored)
+            gathered_nbytes += len(stored)
+            if gathered_nbytes >= _CHUNK_NBYTES:
+                yield gathered[0] if len(gathered) == 1 else b"".join(gathered)
+                gathered, gathered_nbytes = [], 0
+        if gathered:
+            yield b"".join(gathered)
+
+    def _encode_all(self, blocks: Sequence[tuple[int, int]]) -> Iterator[bytes | memoryview]:
+        """Yield what each block is stored as; a few threads work ahead."""
+        count = encoder_count()
+        rest = (blocks[at : at + _TOGETHER] for at in range(0, len(blocks), _TOGETHER))
+        running: collections.deque[Any] = collections.deque()
+        with ThreadPoolExecutor(count, thread_name_prefix="ckptfmt-encode") as threads:
+            try:
+                for some in rest:
+                    running.append(threads.submit(self._encode_some, some))
+                    if len(running) > count * _AHEAD:
+                        yield from running.popleft().result()
+                while running:
+                    yield from running.popleft().result()
+            finally:
+                threads.shutdown(wait=True, cancel_futures=True)
+
+    def _encode_some(self, blocks: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
+        return [self._encode(*at) for at in blocks]
+
+    def _encode(self, number: int, block: int) -> bytes | memoryview:
+        """Return what a block is stored as, and note it."""
+        piece = self._image.pieces[number]
+        begin = piece.begin + block * self._image.block_nbytes
+        end = min(piece.end, begin + self._image.block_nbytes)
+        self._wait(end)
+        content = self._view[begin:end]
+        digest = digest_bytes(content)
+        at = slice(block * DIGEST_NBYTES, (block + 1) * DIGEST_NBYTES)
+        if digest == self._base.digests[number][at]:
+            same = Stored(
+                encoding="same",
+                reference=self._holders[number][block],
+                predicted=False,
+                nbytes=0,
+                digest=digest,
+                stored_digest=b"",
+            )
+            self._stored[number, block] = same
+            return b""
+        chosen = _Choice(encoding="raw", predicted=False, stored=b"")
+        if piece.key[0] in self._fields:
+            chosen = self._choose(number, block, content)
+        needs_base = chosen.encoding in NEEDS_BASE and not chosen.predicted
+        is_raw = chosen.encoding == "raw"
+        self._stored[number, block] = Stored(
+            encoding=chosen.encoding,
+            reference=self._references.index(self._base.reference) if needs_base else None,
+            predicted=chosen.predicted,
+            nbytes=len(content) if is_raw else len(chosen.stored),
+            digest=digest,
+            stored_digest=b"" if is_raw else digest_bytes(chosen.stored),
+        )
+        return content if is_raw else chosen.stored
+
+    def _choose(self, number: int, block: int, content: memoryview) -> _Choice:
+        """Return what stores a block in the fewest bytes, having seen that it decodes to the same."""
+        group, dtype = self._groups.get(number), self._dtypes[self._image.pieces[number].key]
+        choice = None if group is None else self._predict(group, number, block, content)
+        if choice is None:
+            base = self._contents.content(number, block)
+            encoding, stored = self._encode_alone(number, content, dtype, base)
+            choice = _Choice(encoding=encoding, predicted=False, stored=stored)
+            decode = functools.partial(encodings.decode, dtype=dtype, base=base)
+            if encoding != "raw" and not self._decodes(choice, content, decode):
+                return _Choice(encoding="raw", predicted=False, stored=b"")
+        return choice
+
+    def _encode_alone(self, number: int, content: memoryview, dtype: str, base: memoryview) -> tuple[str, bytes]:
+        """Return a block encoded against the base's: as the last one of its piece was, as long as that goes as well.
+
+        Choosing takes several times as long as encoding, and the blocks of one piece are much alike.
+        """
+        known = self._chosen.get(number)
+        if known is not None and known.encoding != "raw":
+            stored = encodings.encode(known.encoding, content, dtype=dtype, base=base)
+            if len(stored) <= min(_ALIKE * known.share, 1.0 - 1e-9) * len(content):
+                return known.encoding, stored
+        encoding, stored = encodings.choose(content, dtype=dtype, base=base, among=self._among)
+        self._chosen[number] = _Chosen(encoding=encoding, share=len(stored) / len(content))
+        return encoding, stored
+
+    def _decodes(self, choice: _Choice, content: memoryview, decode: Callable[..., None]) -> bool:
+        """Return whether what is stored decodes to the content."""
+        begin_s = time.perf_counter()
+        out = memoryview(bytearray(len(content)))
+        decode(choice.encoding, memoryview(choice.stored), out, where="delta")
+        with self._lock:
+            self._decode_s += time.perf_counter() - begin_s
+        return out == content
+
+    def _predict(self, group: PlannedGroup, number: int, block: int, content: memoryview) -> _Choice | None:
+        """Return a block as its group predicts it; None where that doesn't pay."""
+        piece = self._image.pieces[number]
+        width = DTYPES[self._dtypes[piece.key]].nbytes
+        first = block * self._image.block_nbytes // width
+        elements = range(first, first + len(content) // width)
+        role = group.roles[group.pieces.index(number)]
+        earlier = group.pieces[: group.pieces.index(number)]
+        news = {group.roles[at]: self._news(member, elements) for at, member in enumerate(earlier)}
+        bases = {}
+        if group.needs_base:
+            wanted = prediction.needed_bases(group.rule, role)
+            pairs = zip(group.roles, group.pieces, strict=True)
+            bases = {
+                name: self._contents.elements(member, elements, self._width(member))
+                for name, member in pairs
+                if name in wanted
+            }
+        rule, dtype = group.rule, self._dtypes[piece.key]
+        encoding, stored = prediction.encode_member(rule, role, content, bases=bases, news=news, dtype=dtype)
+        if encoding == "raw":
+            return None
+        choice = _Choice(encoding=encoding, predicted=group.is_predicted(role, encoding), stored=stored)
+        decode = functools.partial(prediction.decode_member, rule, role, bases=bases, news=news)
+        return choice if self._decodes(choice, content, decode) else None
+
+    def _news(self, number: int, elements: range) -> memoryview:
+        """Return elements of another piece of this snapshot."""
+        piece, width = self._image.pieces[number], self._width(number)
+        self._wait(piece.begin + elements.stop * width)
+        return self._view[piece.begin + elements.start * width : piece.begin + elements.stop * width]
+
+    def _width(self, number: int) -> int:
+        return DTYPES[self._dtypes[self._image.pieces[number].key]].nbytes
+
+    def _digest_rest(self) -> None:
+        """Digest what this writer holds and another one writes."""
+        for number, block in self._blocks_of(None):
+            begin = self._image.pieces[number].begin + block * self._image.block_nbytes
+            end = min(self._image.pieces[number].end, begin + self._image.block_nbytes)
+            self._wait(end)
+            self._stored[number, block] = Stored(
+                encoding="raw",
+                reference=None,
+                predicted=False,
+                nbytes=0,
+                digest=digest_bytes(self._view[begin:end]),
+                stored_digest=b"",
+            )
+
+    def digests(self) -> list[bytes]:
+        """Return the digests of the blocks of each piece of the image."""
+        return [
+            b"".join(self._stored[number, block].digest for block in self._range_of(number))
+            for number in range(len(self._image.pieces))
+        ]
+
+    def _extents(self, files: Sequence[PartFile]) -> dict[tuple[TensorKey, Box], tuple[Extent, ...]]:
+        """Return where the blocks of each piece are, given the packs that were written."""
+        numbers = {file.name.rpartition("-")[0].rpartition("-")[0]: number for number, file in enumerate(files)}
+        found: dict[tuple[TensorKey, Box], tuple[Extent, ...]] = {}
+        for number, shard in enumerate(self._image.shards):
+            at = len(PACK_HEADER)
+            for place, piece in enumerate(self._image.pieces):
+                if piece.shard == number:
+                    extents = self._extents_of(place, at, numbers.get(shard.stem))
+                    found[piece.key, piece.box] = extents
+                    at += sum(self._stored[place, block].nbytes for block in self._range_of(place))
+        return found
+
+    def _extents_of(self, number: int, byte_begin: int, file: int | None) -> tuple[Extent, ...]:
+        """Return the extents of one piece, whose stored bytes begin at `byte_begin`: as few as say it."""
+        name = self._image.pieces[number].key[1]
+        blocks = self._range_of(number)
+        if not blocks:
+            return (_same(0, 0, name, self._references.index(self._base.reference)),)
+        extents = []
+        kind_of = {block: self._stored[number, block] for block in blocks}
+        for kind, run in itertools.groupby(blocks, lambda block: _kind(kind_of[block])):
+            rows = [(block, kind_of[block]) for block in run]
+            encoding, reference, predicted = kind
+            if encoding == "same":
+                extents.append(_same(rows[0][0], len(rows), name, reference))
+                continue
+            is_raw = encoding == "raw"
+            extents.append(
+                Extent(
+                    block_begin=rows[0][0],
+                    block_count=len(rows),
+                    file=file,
+                    byte_begin=byte_begin,
+                    key=name,
+                    encoding=encoding,
+                    reference=reference,
+                    predicted=predicted,
+                    stored_nbytes=() if is_raw else tuple(stored.nbytes for _, stored in rows),
+                    stored_digests=b"" if is_raw else b"".join(stored.stored_digest for _, stored in rows),
+                )
+            )
+            byte_begin += sum(stored.nbytes for _, stored in rows)
+        return tuple(extents)
+
+    def _range_of(self, number: int) -> range:
+        piece = self._image.pieces[number]
+        return range(-(-(piece.end - piece.begin) // self._image.block_nbytes))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    """What was chosen for a piece last, and what share of its bytes a block took."""
+
+    encoding: str
+    share: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """How a block is stored, and as what."""
+
+    encoding: str
+    predicted: bool
+    stored: bytes
+
+
+def _with_extents(tensor: PartTensor, extents: dict[tuple[TensorKey, Box], tuple[Extent, ...]]) -> PartTensor:
+    boxes = (dataclasses.replace(held, extents=extents.get((tensor.key, held.box), ())) for held in tensor.boxes)
+    return dataclasses.replace(tensor, boxes=tuple(boxes))
+
+
+def _kind(stored: Stored) -> tuple[str, int | None, bool]:
+    return stored.encoding, stored.reference, stored.predicted
+
+
+def _same(block_begin: int, block_count: int, key: str, reference: int | None) -> Extent:
+    return Extent(
+        block_begin=block_begin,
+        block_count=block_count,
+        file=None,
+        byte_begin=0,
+        key=key,
+        encoding="same",
+        reference=reference,
+    )
+
+
+def _find_holders(image: Image, base: Base, references: Sequence[Reference]) -> list[list[int]]:
+    """Return for each block of each piece the number of the reference that has it in a file of its own."""
+    numbers = {reference: number for number, reference in enumerate(references)}
+    extents = {
+        (tensor.key, held.box): held.extents for tensor in base.part.tensors for held in tensor.boxes if held.extents
+    }
+    holders = []
+    for piece in image.pieces:
+        own: list[int] = []
+        for extent in extents.get((piece.key, piece.box), ()):
+            holder = base.reference
+            if extent.encoding == "same" and extent.reference is not None:
+                holder = base.part.references[extent.reference]
+            own.extend([numbers[holder]] * extent.block_count)
+        holders.append(own)
+    return holders
+
+
+def encoder_count() -> int:
+    """Return how many threads encode: what they take from the training they take for a shorter time."""
+    return max(1, min(8, len(os.sched_getaffinity(0))))

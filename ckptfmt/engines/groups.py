@@ -1,0 +1,186 @@
+"""Which pieces of an image are predicted from each other in a delta, and by what rule.
+
+Names and options say what may belong together; a sample of the base's and the new elements says whether it does. One
+rule holds for all parameters of a group of the optimizer, so that it is looked for once for each of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from ckptfmt.arithmetic import prediction
+from ckptfmt.arithmetic.prediction.members import Members, find_members
+from ckptfmt.documents.tree import parse_tree
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.features import NEEDS_BASE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ckptfmt.box import Box
+    from ckptfmt.documents.part import Leaf
+    from ckptfmt.documents.tables import TensorKey
+    from ckptfmt.engines.base import BaseContents
+    from ckptfmt.engines.image import Image
+
+__all__ = ["PlannedGroup", "Snapshotted", "find_groups"]
+
+#: Where leaves may say that tensors belong together.
+_FIELDS: Final = frozenset({"weights", "optimizer", "data"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGroup:
+    """Pieces that are predicted from each other.
+
+    Attributes:
+        rule: how.
+        pieces: numbers of the pieces in the image, in the order in which they are decoded.
+    """
+
+    rule: prediction.Rule
+    pieces: tuple[int, ...]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What each piece is."""
+        return prediction.roles(self.rule)
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether predicting begins with the base's blocks."""
+        return self.rule.kind != "cast"
+
+    def is_predicted(self, role: str, encoding: str) -> bool:
+        """Return whether the block of a role, encoded so, is decoded against what the group predicts."""
+        return encoding == "gradient" or (encoding in NEEDS_BASE and role != self.roles[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshotted:
+    """A snapshot, and the base's.
+
+    Attributes:
+        image: the layout of both.
+        view: of the snapshot's slot.
+        wait: waits until the first so many bytes of it are there.
+        leaves: of the snapshot.
+        base_leaves: of the base.
+        contents: of the base's blocks.
+    """
+
+    image: Image
+    view: memoryview
+    wait: Callable[[int], None]
+    leaves: Sequence[Leaf]
+    base_leaves: Sequence[Leaf]
+    contents: BaseContents
+
+
+def find_groups(snapshotted: Snapshotted) -> tuple[PlannedGroup, ...]:
+    """Return the groups of a snapshot against its base; each piece is in one at most.
+
+    Raises: what reading the base's files and waiting for the slot raise.
+    """
+    return _Finder(snapshotted).find()
+
+
+class _Finder:
+    def __init__(self, snapshotted: Snapshotted) -> None:
+        self._given = snapshotted
+        self._image = snapshotted.image
+        self._dtypes = {tensor.key: tensor.dtype for tensor in self._image.tensors}
+        self._pieces: dict[TensorKey, dict[Box, int]] = {}
+        for number, piece in enumerate(self._image.pieces):
+            if piece.shard is not None and piece.end > piece.begin:
+                self._pieces.setdefault(piece.key, {})[piece.box] = number
+        self._hints: dict[str, prediction.Rule] = {}
+
+    def find(self) -> tuple[PlannedGroup, ...]:
+        """Return the groups."""
+        shapes = {tensor.key: tensor.global_shape for tensor in self._image.tensors}
+        tensors = {key: (self._dtypes[key], shapes[key]) for key in self._pieces}
+        members = find_members(tensors, _values_of(self._given.leaves))
+        before = {_names_of(one): one.options for one in find_members(tensors, _values_of(self._given.base_leaves))}
+        found: list[PlannedGroup] = []
+        for alike in self._sort_by_rule(members):
+            rows = [row for one in alike for row in self._rows_of(one)]
+            rule = self._find_rule(alike[0], before.get(_names_of(alike[0]), {}), rows) if rows else None
+            if rule is not None:
+                self._hints[rule.kind] = rule
+                found += [PlannedGroup(rule=rule, pieces=row[: len(prediction.roles(rule))]) for row in rows]
+        return tuple(found)
+
+    def _sort_by_rule(self, members: Iterable[Members]) -> list[list[Members]]:
+        """Return members by what a rule depends on: kind, roles, options and number of steps."""
+        found: dict[object, list[Members]] = {}
+        for one in members:
+            alike = (one.kind, _roles_of(one), repr(sorted(one.options.items(), key=str)), self._steps_of(one))
+            found.setdefault(alike, []).append(one)
+        return list(found.values())
+
+    def _rows_of(self, members: Members) -> list[tuple[int, ...]]:
+        """Return the pieces of boxes that this writer has of all members, a row for each box, in the order of roles."""
+        keys = [members.tensors[role] for role in _roles_of(members)]
+        boxes = [box for box in self._pieces[keys[0]] if all(box in self._pieces.get(key, {}) for key in keys)]
+        return [tuple(self._pieces[key][box] for key in keys) for box in boxes]
+
+    def _steps_of(self, members: Members) -> tuple[float, float] | None:
+        """Return how many steps a parameter had behind it in the base, and has now; None where nothing says so."""
+        if not isinstance(members.step, tuple):
+            return None if members.step is None else (members.step - 1, members.step)
+        number = next(iter(self._pieces.get(members.step, {}).values()), None)
+        if number is None or self._dtypes[members.step] not in ("float32", "float64", "int64", "int32"):
+            return None
+        pair = self._sample(number, range(1))
+        base, new = (float(np.frombuffer(content, self._dtypes[members.step])[0]) for content in pair)
+        return base, new
+
+    def _find_rule(
+        self, members: Members, base_options: Mapping[str, object], rows: Sequence[tuple[int, ...]]
+    ) -> prediction.Rule | None:
+        """Return the rule that a sample of the largest box shows."""
+        row = max(rows, key=lambda row: self._image.pieces[row[0]].end - self._image.pieces[row[0]].begin)
+        piece = self._image.pieces[row[0]]
+        per_block = self._image.block_nbytes // max(map(self._width, row))
+        count = (piece.end - piece.begin) // self._width(row[0])
+        first = count // per_block // 2 * per_block
+        elements = range(first, min(count, first + per_block))
+        samples = {role: self._sample(number, elements) for role, number in zip(_roles_of(members), row, strict=True)}
+        options, before = dict(members.options), dict(base_options or members.options)
+        steps = self._steps_of(members)
+        if steps is not None:
+            before["step"], options["step"] = steps
+        hint = self._hints.get(members.kind)
+        return prediction.find_rule(members.kind, options, samples, base_options=before, hint=hint)
+
+    def _sample(self, number: int, elements: range) -> tuple[memoryview, memoryview]:
+        """Return some elements of a piece: the base's, and the new ones."""
+        piece, width = self._image.pieces[number], self._width(number)
+        self._given.wait(piece.begin + elements.stop * width)
+        new = self._given.view[piece.begin + elements.start * width : piece.begin + elements.stop * width]
+        return self._given.contents.elements(number, elements, width), new
+
+    def _width(self, number: int) -> int:
+        return DTYPES[self._dtypes[self._image.pieces[number].key]].nbytes
+
+
+def _values_of(leaves: Iterable[Leaf]) -> dict[TensorKey, object]:
+    return {
+        (leaf.field, leaf.name, leaf.scope): parse_tree(leaf.value, where=leaf.name)
+        for leaf in leaves
+        if leaf.field in _FIELDS
+    }
+
+
+def _names_of(members: Members) -> frozenset[TensorKey]:
+    return frozenset(members.tensors.values())
+
+
+def _roles_of(members: Members) -> tuple[str, ...]:
+    """Return all roles that a rule of these members may have, in the order of decoding."""
+    order = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "weight")
+    return tuple(sorted(members.tensors, key=lambda role: order.index(role) if role in order else len(order)))

@@ -1,0 +1,143 @@
+"""Runs with deltas, saved by several writers in one thread: every step of a saver, and no process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from ckptfmt.digest import block_digests
+from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
+from ckptfmt.documents.run import Launch, Run
+from ckptfmt.engines.chain import Chain, Snapped
+from ckptfmt.engines.commit import finalize, sweep_attempts
+from ckptfmt.engines.image import Image, plan_image
+from ckptfmt.engines.lineage import begin_launch, open_run
+from ckptfmt.engines.policy import DeltaOptions
+from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.engines.snapshot import Snapshot
+from ckptfmt.engines.writer import Context
+from ckptfmt.features import REFERENCED
+from ckptfmt.store.memory import MemoryStore
+
+SMALLEST = DeltaOptions(mode="smallest", restore_budget=float("inf"))
+
+
+class WholeSlot:
+    """A snapshot that is there already; see `ckptfmt.engines.writer.Contents`."""
+
+    def __init__(self, image: Image, view: memoryview) -> None:
+        self.image = image
+        self.view = view
+
+    def iter_chunks(self, shard: int) -> Any:
+        found = self.image.shards[shard]
+        yield self.view[found.begin : found.begin + found.nbytes]
+
+    def digests(self) -> list[bytes]:
+        return [block_digests(self.view[p.begin : p.end], self.image.block_nbytes) for p in self.image.pieces]
+
+
+@dataclasses.dataclass
+class Writer:
+    """One of the writers: its chain, its slots, the layout of what it saves."""
+
+    image: Image
+    chain: Chain
+    slots: list[bytearray]
+
+
+class Saving:
+    """A run and its writers.
+
+    Args:
+        snapshots: what each writer holds, for the layout.
+        slot_count: how many slots each writer has; the saves take them in turn.
+        written: which of its pieces each writer writes; all of them where there is nothing.
+    """
+
+    def __init__(
+        self,
+        *snapshots: Snapshot,
+        store: Any = None,
+        block_nbytes: int = 4096,
+        options: DeltaOptions = SMALLEST,
+        slot_count: int = 2,
+        written: Sequence[frozenset[Any] | None] | None = None,
+    ) -> None:
+        self.store = MemoryStore() if store is None else store
+        self.options = options
+        self.block_nbytes = block_nbytes
+        self.run: Run = open_run(self.store, writer_features=(REFERENCED,))
+        self.launch: Launch = begin_launch(self.store, self.run)
+        self.number = 0
+        self.writers = []
+        for number, snapshot in enumerate(snapshots):
+            own = None if written is None else written[number]
+            image = plan_image(snapshot, written=own, block_nbytes=block_nbytes)
+            slots = [bytearray(image.nbytes) for _ in range(slot_count)]
+            self.writers.append(Writer(image=image, chain=Chain(), slots=slots))
+
+    def origin(self, step: int) -> Origin:
+        return Origin(
+            run_id=self.run.run_id,
+            launch=self.launch.launch,
+            nonce=self.launch.nonce,
+            step=step,
+            attempt=secrets.token_hex(8),
+            writer_count=len(self.writers),
+            block_nbytes=self.block_nbytes,
+        )
+
+    def place(self, step: int) -> Any:
+        return self.store.at(checkpoint_name(step, self.launch.launch))
+
+    def write(self, step: int, snapshots: Any) -> tuple[Origin, list[str]]:
+        """Write the parts of a save; return why each writer made what it made."""
+        origin, reasons = self.origin(step), []
+        for number, (writer, snapshot) in enumerate(zip(self.writers, snapshots, strict=True)):
+            slot = self.number % len(writer.slots)
+            view = memoryview(writer.slots[slot])
+            fill(writer.image, snapshot, view)
+            snapped = Snapped(
+                image=writer.image,
+                view=view,
+                slot=slot,
+                wait=lambda _: None,
+                wait_complete=lambda: None,
+                context=Context.of(snapshot),
+            )
+            plan = writer.chain.write(
+                self.place(step),
+                origin,
+                number,
+                snapped,
+                options=self.options,
+                contents=functools.partial(WholeSlot, writer.image, view),
+            )
+            reasons.append(plan.reason)
+        self.number += 1
+        return origin, reasons
+
+    def save(self, step: int, *snapshots: Snapshot) -> Manifest:
+        """Write and commit."""
+        origin, _ = self.write(step, snapshots)
+        manifest = finalize(self.place(step), origin)
+        sweep_attempts(self.place(step), origin)
+        for writer in self.writers:
+            writer.chain.commit(manifest)
+        return manifest
+
+    def open(self, step: int, **members: Any) -> Checkpoint:
+        return Checkpoint(self.place(step), **members)
+
+
+def fill(image: Image, snapshot: Snapshot, view: memoryview) -> None:
+    """Copy a snapshot into a slot."""
+    sources = {(source.field, source.name, source.scope): source for source in snapshot.tensors}
+    for shard in image.shards:
+        view[shard.begin : shard.begin + len(shard.header)] = shard.header
+    for piece in image.pieces:
+        sources[piece.key].copy_into(piece.box, view[piece.begin : piece.end])

@@ -1,0 +1,195 @@
+"""Deltas in a training loop: saved by a process or a thread, resumed, and the same run bit by bit."""
+
+import logging
+
+import pytest
+import torch
+
+import ckptfmt
+from ckptfmt import Checkpointer, State
+from ckptfmt.errors import Code
+from tests.builders import code_of, error_of
+
+#: Full at first, then deltas, however long reading them takes.
+DELTA = {"mode": "smallest", "restore_budget": 100.0}
+
+OPTIMIZERS = {
+    "adamw": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False),
+    "foreach": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True),
+    "fused": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True),
+    "amsgrad": lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, amsgrad=True),
+    "adam with decay": lambda module: torch.optim.Adam(module.parameters(), lr=1e-3, weight_decay=0.1),
+    "momentum": lambda module: torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9),
+    "rmsprop": lambda module: torch.optim.RMSprop(module.parameters(), lr=1e-3),
+}
+
+
+class Run:
+    """A module, its optimizer, and what a step does to them."""
+
+    def __init__(self, optimizer="adamw", seed=0):
+        torch.manual_seed(seed)
+        self.module = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))
+        self.optimizer = OPTIMIZERS[optimizer](self.module)
+        self.state = State(weights=self.module, optimizer=self.optimizer, data={"position": 0})
+
+    def step(self, number, *, gradients="float32"):
+        generator = torch.Generator().manual_seed(number)
+        loss = (self.module(torch.randn(32, 64, generator=generator)) ** 2).mean()
+        loss.backward()
+        if gradients == "bfloat16":
+            for parameter in self.module.parameters():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.bfloat16().float()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def held(self):
+        tensors = {**self.module.state_dict()}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"{number}/{name}": value for name, value in state.items() if torch.is_tensor(value)}
+        return {name: value.numpy().tobytes() for name, value in tensors.items()}
+
+
+def save(checkpointer):
+    """Save and wait for it; return what it said."""
+    handle = checkpointer.save()
+    assert handle is not None
+    return handle.wait()
+
+
+def save_steps(path, run, steps, **options):
+    """Train and save at each step; return what each save said, and what was held then."""
+    reports, held = [], []
+    with Checkpointer(path, run.state, **{"delta": DELTA, "saver": "thread", **options}) as ck:
+        for step in steps:
+            run.step(step)
+            ck.step = step
+            reports.append(save(ck))
+            held.append(run.held())
+    return reports, held
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_step_is_loaded_as_it_was(tmp_path, optimizer):
+    reports, held = save_steps(tmp_path / "run", Run(optimizer), range(1, 5))
+    assert [report.profile for report in reports] == ["full", "delta", "delta", "delta"]
+    for report, expected in zip(reports, held, strict=True):
+        other = Run(optimizer, seed=1)
+        ckptfmt.load(report.path, other.state)
+        assert other.held() == expected
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "gradients", "limit"),
+    [
+        ("adamw", "float32", 0.30),
+        ("foreach", "float32", 0.30),
+        ("fused", "float32", 0.30),
+        ("adamw", "bfloat16", 0.15),
+        ("momentum", "float32", 0.44),
+        ("momentum", "bfloat16", 0.22),
+    ],
+)
+def test_the_gradient_is_the_only_news(tmp_path, optimizer, gradients, limit):
+    """Stored over raw of a small state, whose blocks are short: the larger ones of the benchmark need less."""
+    run = Run(optimizer)
+    for step in range(20):
+        run.step(step, gradients=gradients)
+    with Checkpointer(tmp_path / "run", run.state, delta=DELTA, saver="thread") as ck:
+        for step in (1, 2):
+            run.step(100 + step, gradients=gradients)
+            ck.step = step
+            report = save(ck)
+    assert report.profile == "delta"
+    assert report.stored_nbytes < limit * report.nbytes
+    other = Run(optimizer, seed=1)
+    ckptfmt.load(report.path, other.state)
+    assert other.held() == run.held()
+
+
+def test_a_process_saves_deltas_and_the_run_goes_on_from_one(tmp_path):
+    """The next launch resumes from a delta, and its first save is full: its saver has read no base."""
+    run = Run()
+    reports, held = save_steps(tmp_path / "run", run, range(1, 4), saver="process")
+    assert reports[-1].profile == "delta"
+    again = Run(seed=1)
+    with Checkpointer(tmp_path / "run", again.state, delta=DELTA, saver="process") as ck:
+        assert ck.step == 3
+        assert again.held() == held[-1]
+        ck.step = 4
+        again.step(4)
+        assert save(ck).profile == "full"
+    run.step(4)
+    assert again.held() == run.held()
+
+
+def test_what_is_kept_keeps_its_base(tmp_path):
+    run = Run()
+    reports, held = save_steps(tmp_path / "run", run, range(1, 6), keep=1)
+    assert ckptfmt.validate(tmp_path / "run").valid
+    other = Run(seed=1)
+    ckptfmt.load(tmp_path / "run", other.state)
+    assert other.held() == held[-1]
+    assert [report.removed for report in reports] == [()] * 5
+
+
+def test_fields_that_are_not_encoded_are_written_as_they_are(tmp_path):
+    delta = {**DELTA, "fields": "optimizer"}
+    save_steps(tmp_path / "run", Run(), range(1, 3), delta=delta)
+    with ckptfmt.open(tmp_path / "run") as checkpoint:
+        fields = checkpoint.manifest.fields
+        assert fields["weights"].stored_nbytes == fields["weights"].nbytes
+        assert (fields["optimizer"].stored_nbytes or 0) < fields["optimizer"].nbytes / 2
+
+
+def test_auto_writes_in_full_what_changes_everywhere(tmp_path):
+    reports, _ = save_steps(tmp_path / "run", Run(), range(1, 5), delta="auto")
+    assert {report.profile for report in reports} == {"full"}
+    assert all(report.reason for report in reports)
+
+
+def test_a_run_that_was_begun_without_deltas_refuses_them(tmp_path):
+    """REQ-CMT-036"""
+    save_steps(tmp_path / "run", Run(), range(1, 2), delta="off")
+    error = error_of(Checkpointer(tmp_path / "run", Run().state, delta="auto").restore)
+    assert (error.code, error.requirement) == (Code.ARGUMENT, "REQ-CMT-036")
+    assert "delta='off'" in error.remedy
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        "always",
+        None,
+        {"mode": "auto", "full_every": 0},
+        {"mode": "auto", "full_every": 33},
+        {"mode": "auto", "restore_budget": 0.5},
+        {"mode": "auto", "restore_budget": "1.5"},
+        {"mode": "auto", "fields": ["wheels"]},
+        {"mode": "auto", "every": 3},
+    ],
+)
+def test_options_that_make_no_sense_are_named(tmp_path, delta):
+    assert code_of(lambda: Checkpointer(tmp_path / "run", Run().state, delta=delta)) == Code.ARGUMENT
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_save_inline_is_no_delta(tmp_path):
+    assert code_of(lambda: Checkpointer(tmp_path / "run", Run().state, delta="auto", saver="inline")) == Code.ARGUMENT
+
+
+def test_a_base_that_went_away_costs_a_full_save_and_nothing_else(tmp_path, caplog):
+    run = Run()
+    with caplog.at_level(logging.ERROR), Checkpointer(tmp_path / "run", run.state, delta=DELTA, saver="thread") as ck:
+        for step in (1, 2):
+            run.step(step)
+            ck.step = step
+            report = save(ck)
+        (tmp_path / "run" / "step-00000002-l0001" / "manifest.json").unlink()
+        run.step(3)
+        ck.step = 3
+        report = save(ck)
+    assert report.profile == "full"
+    assert "base" in report.reason
+    assert not caplog.records
