@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks save``, ``stall``, ``load``, ``reshard`` or ``plan``."""
+"""The command line: ``python -m benchmarks`` and what to measure: `save`, `stall`, `load` and so on."""
 
 from __future__ import annotations
 
@@ -7,29 +7,45 @@ import datetime as dt
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.delta import measure_delta
+from benchmarks.gpu_digest import measure_gpu_digest
 from benchmarks.load import measure_load
 from benchmarks.plan import measure_plan
 from benchmarks.record import Outcome, build_record, default_path, dump_record
 from benchmarks.reshard import measure_reshard
 from benchmarks.rounds import Progress, Workplace, workplace
 from benchmarks.save import measure_save
+from benchmarks.scenes import Sizes
 from benchmarks.stall import measure_stall
 from benchmarks.table import format_record
 
 NBYTES = 1_600_000_000
 RANKS = TENSORS = 1024
-MEASURE = {"save": measure_save, "stall": measure_stall, "load": measure_load, "reshard": measure_reshard}
-PLAN = "plan"  # the only one whose size isn't that of a state
+MEASURE = {
+    "save": measure_save,
+    "stall": measure_stall,
+    "load": measure_load,
+    "reshard": measure_reshard,
+    "gpu_digest": measure_gpu_digest,
+}
+PLAN, DELTA = "plan", "delta"  # those whose size isn't that of a state
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure ckptfmt beside its peers.")
-    parser.add_argument("command", choices=[*MEASURE, PLAN], help="what to measure")
+    parser.add_argument("command", choices=[*MEASURE, PLAN, DELTA], help="what to measure")
     parser.add_argument("--nbytes", type=_count, default=NBYTES, help="about how large the state is (%(default)s)")
     parser.add_argument("--ranks", type=_count, default=RANKS, help="plan: how many, a power of two (%(default)s)")
     parser.add_argument("--tensors", type=_count, default=TENSORS, help="plan: how many (%(default)s)")
-    parser.add_argument("--rounds", type=_count, help="of each experiment (11; lost seconds 7; first saves, plan 5)")
+    sizes = Sizes()
+    parser.add_argument("--width", type=_count, default=sizes.width, help="delta: of the model (%(default)s)")
+    parser.add_argument("--steps", type=_count, default=sizes.steps, help="delta: of the first training (%(default)s)")
+    parser.add_argument("--copies", type=_count, default=8, help="delta: of the model, to time saves (%(default)s)")
+    parser.add_argument("--scratch", type=Path, help="delta: where to keep trained states (DIRECTORY/training)")
+    parser.add_argument(
+        "--rounds", type=_count, help="of each experiment (11; lost seconds 7; first saves, plan 5; delta 3)"
+    )
     parser.add_argument("--directory", type=Path, default=Path("out"), help="where to write and delete (%(default)s)")
     parser.add_argument("--out", type=Path, help="file of the record (below out/benchmarks)")
     parser.add_argument(
@@ -60,17 +76,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
-    if options.command != PLAN:
-        return MEASURE[options.command](options.nbytes, rounds=options.rounds, place=place, progress=Progress())
-    ranks, tensors = options.ranks, options.tensors
-    return measure_plan(ranks, tensors, rounds=options.rounds, place=place, progress=Progress())
+    rounds, progress = options.rounds, Progress()
+    if options.command == PLAN:
+        return measure_plan(options.ranks, options.tensors, rounds=rounds, place=place, progress=progress)
+    if options.command == DELTA:
+        sizes = Sizes(width=options.width, steps=options.steps)
+        scratch = options.scratch or options.directory / "training"
+        copies = options.copies
+        return measure_delta(sizes, copies=copies, scratch=scratch, rounds=rounds, place=place, progress=progress)
+    return MEASURE[options.command](options.nbytes, rounds=rounds, place=place, progress=progress)
 
 
 def _repeat(options: argparse.Namespace) -> str:
     """Return the command that measures the same again; paths are this machine's own, and left out."""
     rounds = f" --rounds {options.rounds}" if options.rounds else ""
-    is_plan = options.command == PLAN
-    size = f"--ranks {options.ranks} --tensors {options.tensors}" if is_plan else f"--nbytes {options.nbytes}"
+    sizes = {
+        PLAN: f"--ranks {options.ranks} --tensors {options.tensors}",
+        DELTA: f"--width {options.width} --steps {options.steps} --copies {options.copies}",
+    }
+    size = sizes.get(options.command, f"--nbytes {options.nbytes}")
     return f"python -m benchmarks {options.command} {size}{rounds}"
 
 

@@ -1,0 +1,285 @@
+"""Chains of saves as a run makes them: how long each takes beside a full one, and how long the way back is.
+
+States of real training are shown to a live model (see `benchmarks.replay`), and saved by two checkpointers, one after
+the other: one with deltas, one without. Far stores are local ones behind a link of 0.2 GB/s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Self
+
+import ckptfmt
+from benchmarks.figures import Figure, paired_ratio, summarize
+from benchmarks.replay import Replay
+from benchmarks.rounds import Progress, Workplace, remove
+from benchmarks.scenes import Scene, Sizes, list_scenes
+from benchmarks.throttled import Link, ThrottledStore
+from benchmarks.training import Studio
+from ckptfmt.store import LocalStore, Store
+
+__all__ = ["CHAIN_GOALS", "Saves", "measure_chains"]
+
+#: Of a store far away, in bytes a second.
+FAR: Final = 0.2e9
+_STEPS: Final = (1, 2, 3, 4)
+
+Row = dict[str, Any]
+
+CHAIN_GOALS: Final = {
+    "delta_save_vs_full": "<= 1.05",
+    "delta_unchanged_vs_full": "<= 0.4",
+    "delta_throttled_vs_full": "<= 0.45",
+    "chain_restore_vs_bytes": "<= 1.1",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One kind of run.
+
+    Attributes:
+        mode: of the checkpointer's `delta`.
+        is_far: whether its store is behind the link.
+        copies: of the model.
+        moving: how many of them go on training; the others stay as they were.
+    """
+
+    scene: str
+    mode: str
+    is_far: bool
+    copies: int
+    moving: int
+
+    @property
+    def name(self) -> str:
+        """The name in the record."""
+        part = "" if self.moving == self.copies else f"-{self.moving}-of-{self.copies}"
+        return f"{self.scene}{part}-{self.mode}-{'far' if self.is_far else 'near'}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """What came of the chains.
+
+    Attributes:
+        rounds: each save and each load, by setup.
+        figures: each setup's ratio of times, and of bytes.
+    """
+
+    rounds: dict[str, list[Row]]
+    figures: dict[str, Figure]
+    ratios: dict[str, Figure]
+
+
+def list_setups(copies: int) -> list[Setup]:
+    """Return all runs, near ones with so many copies of the model, far ones with half as many."""
+    far = max(1, copies // 2)
+    near = [
+        Setup(scene=scene, mode="auto", is_far=False, copies=copies, moving=copies)
+        for scene in ("adamw-1e-3", "adamw-1e-6", "adamw-bf16-1e-5")
+    ]
+    # Of an adapted model an eighth moves: of seven in twenty copies, less than a twentieth.
+    frozen = Setup(scene="lora", mode="auto", is_far=False, copies=20 * copies // 8 or 1, moving=7 * copies // 8 or 1)
+    away = [
+        Setup(scene=scene, mode=mode, is_far=True, copies=far, moving=far)
+        for mode in ("auto", "smallest")
+        for scene in ("adamw-1e-3", "adamw-1e-5", "adamw-bf16-1e-5")
+    ]
+    return [*near, frozen, *away]
+
+
+def measure_chains(
+    sizes: Sizes, studio: Studio, *, copies: int, passes: int, place: Workplace, progress: Progress
+) -> Saves:
+    """Time saves with deltas beside full ones, and restores from chains beside full ones.
+
+    Args:
+        copies: of the model, so that a save is long enough to be timed.
+        passes: how many runs of each kind.
+    """
+    scenes = {scene.name: scene for scene in list_scenes(sizes)}
+    rounds: dict[str, list[Row]] = {}
+    for setup in list_setups(copies):
+        progress.say(f"delta: saving {setup.name}")
+        rows = rounds[setup.name] = []
+        for number in range(passes):
+            rows += _Race(sizes, studio, scenes[setup.scene], setup, place).run(number)
+    restores: list[Row] = []
+    for scene in ("adamw-1e-3", "adamw-bf16-1e-5"):
+        for is_far in (True, False):
+            progress.say(f"delta: restoring {scene}")
+            setup = Setup(scene=scene, mode="smallest", is_far=is_far, copies=max(1, copies // 2), moving=copies)
+            restores += _Race(sizes, studio, scenes[scene], setup, place).restore(passes)
+    rounds["restores"] = restores
+    progress.say("")
+    return Saves(rounds=rounds, figures=_list_figures(rounds), ratios=_list_ratios(rounds))
+
+
+class _Race:
+    """Two runs of the same training, one with deltas and one without."""
+
+    def __init__(self, sizes: Sizes, studio: Studio, scene: Scene, setup: Setup, place: Workplace) -> None:
+        self._studio = studio
+        self._scene = scene
+        self._setup = setup
+        self._place = place
+        self._replay = Replay(sizes, scene, copies=setup.copies)
+
+    def run(self, number: int) -> list[Row]:
+        """Save each state by both; the first one is full on both sides, and isn't counted.
+
+        Args:
+            number: of the pass: in every other one the full save comes first.
+        """
+        with (
+            _Saver(self._place, self._replay, self._setup, "off") as full,
+            _Saver(self._place, self._replay, self._setup, self._setup.mode) as delta,
+        ):
+            rows = []
+            for offset in (0, *self._offsets()):
+                self._show(offset)
+                order = [("full", full), ("delta", delta)]
+                saved = {name: saver.save() for name, saver in (order[::-1] if (offset + number) % 2 else order)}
+                if offset:
+                    rows.append({"offset": offset, **saved})
+            return rows
+
+    def restore(self, rounds: int) -> list[Row]:
+        """Make a chain however long, and load its first checkpoint and its last one."""
+        with _Saver(self._place, self._replay, self._setup, self._setup.mode, restore_budget=100.0) as saver:
+            saved = []
+            for offset in (0, *self._offsets()):
+                self._show(offset)
+                saved.append(saver.save())
+            states = [self._studio.state(self._scene, offset) for offset in (0, self._offsets()[-1])]
+            rows = []
+            for _ in range(rounds):
+                seconds = []
+                for save, state, other in zip((saved[0], saved[-1]), states, states[::-1], strict=True):
+                    self._replay.show(other)
+                    seconds.append(saver.load(save))
+                    self._replay.check(state)
+                rows.append(
+                    {
+                        "setting": self._scene.name,
+                        "is_far": self._setup.is_far,
+                        "profiles": [save["profile"] for save in saved],
+                        "chain_vs_raw": sum(save["stored_nbytes"] / save["nbytes"] for save in saved),
+                        "full_s": seconds[0],
+                        "chain_s": seconds[1],
+                    }
+                )
+            return rows
+
+    def _offsets(self) -> tuple[int, ...]:
+        return tuple(offset for offset in _STEPS if offset in self._scene.offsets)
+
+    def _show(self, offset: int) -> None:
+        copies = None if offset == 0 else self._setup.moving
+        self._replay.show(self._studio.state(self._scene, offset), copies=copies)
+
+
+class _Saver:
+    """A checkpointer on a run of its own."""
+
+    def __init__(
+        self, place: Workplace, replay: Replay, setup: Setup, mode: str, *, restore_budget: float = 1.5
+    ) -> None:
+        self._directory = place.fresh(f"run-{mode}")
+        self._state = replay.state
+        self._store: Store = LocalStore(self._directory, writable=True)
+        if setup.is_far:
+            self._store = ThrottledStore(self._store, Link(FAR))
+        self._checkpointer = ckptfmt.Checkpointer(
+            self._store if setup.is_far else self._directory,
+            self._state,
+            resume="fresh",
+            overlap=False,
+            # The link is in this process, and stays there.
+            saver="thread" if setup.is_far else "process",
+            delta={"mode": mode, "restore_budget": restore_budget},
+        )
+        self._checkpointer.prepare()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpointer.close()
+        remove(self._directory)
+
+    def save(self) -> Row:
+        """Save the next step; return how long it took until it was committed, and what it came to."""
+        self._checkpointer.step += 1
+        os.sync()
+        begin_s = time.perf_counter()
+        handle = self._checkpointer.save()
+        assert handle is not None, "this step is saved already"
+        handle.wait()
+        seconds = time.perf_counter() - begin_s
+        report = handle.report
+        assert report is not None, "it is committed"
+        return {
+            "seconds": seconds,
+            "profile": report.profile,
+            "nbytes": report.nbytes,
+            "stored_nbytes": report.stored_nbytes,
+            "on_disk_nbytes": sum(file.stat().st_size for file in Path(handle.path).rglob("*") if file.is_file()),
+            "reason": report.reason,
+            "name": Path(handle.path).name,
+        }
+
+    def load(self, saved: Row) -> float:
+        """Load one of the saves; return the seconds."""
+        begin_s = time.perf_counter()
+        ckptfmt.load(self._store.at(saved["name"]), self._state)
+        return time.perf_counter() - begin_s
+
+
+def _list_figures(rounds: dict[str, list[Row]]) -> dict[str, Figure]:
+    figures = {}
+    for name, rows in _iter_saves(rounds):
+        figures[f"{name}_vs_full"] = _paired(rows, "seconds")
+        figures[f"{name}_on_disk_vs_full"] = _paired(rows, "on_disk_nbytes")
+    for setting in sorted({row["setting"] for row in rounds["restores"]}):
+        for is_far in (True, False):
+            rows = [row for row in rounds["restores"] if (row["setting"], row["is_far"]) == (setting, is_far)]
+            where = "far" if is_far else "near"
+            figures[f"{setting}-restore-{where}_vs_full"] = summarize([row["chain_s"] / row["full_s"] for row in rows])
+    return figures
+
+
+def _list_ratios(rounds: dict[str, list[Row]]) -> dict[str, Figure]:
+    """Return the ratios that goals are said of: of several setups, the worst by median."""
+
+    def worst_of(is_meant: Callable[[str], bool], *, deltas_alone: bool = False) -> Figure:
+        found = [
+            _paired(counted, "seconds")
+            for name, rows in _iter_saves(rounds)
+            if is_meant(name)
+            if (counted := [row for row in rows if not deltas_alone or row["delta"]["profile"] == "delta"])
+        ]
+        return max(found, key=lambda figure: figure.median)
+
+    restores = [row["chain_s"] / (row["full_s"] * row["chain_vs_raw"]) for row in rounds["restores"] if row["is_far"]]
+    return {
+        "delta_save_vs_full": worst_of(lambda name: "-auto-" in name),
+        "delta_unchanged_vs_full": worst_of(lambda name: name.startswith("lora-")),
+        "delta_throttled_vs_full": worst_of(
+            lambda name: name in ("adamw-1e-3-smallest-far", "adamw-1e-5-smallest-far"), deltas_alone=True
+        ),
+        "chain_restore_vs_bytes": summarize(restores),
+    }
+
+
+def _iter_saves(rounds: dict[str, list[Row]]) -> Iterator[tuple[str, list[Row]]]:
+    return ((name, rows) for name, rows in rounds.items() if name != "restores")
+
+
+def _paired(rows: Sequence[Row], key: str) -> Figure:
+    return paired_ratio([row["delta"][key] for row in rows], [row["full"][key] for row in rows])
