@@ -1,16 +1,18 @@
-"""Save, load, open and validate one checkpoint."""
+"""Save, load, open, validate and compact one checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptfmt import limits
-from ckptfmt.documents.manifest import Manifest
+from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.engines.commit import check_vacant
-from ckptfmt.engines.lineage import check_records, iter_lineage, list_checkpoints, list_launches, read_run
+from ckptfmt.engines.compact import compact_checkpoint, compact_run
+from ckptfmt.engines.lineage import find_head
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.errors import CkptError, Code, err
@@ -30,8 +32,11 @@ if TYPE_CHECKING:
 
     PathOrStore = str | os.PathLike[str] | Store
 
-__all__ = ["load", "open_checkpoint", "save", "validate"]
+__all__ = ["compact", "load", "open_checkpoint", "save", "validate"]
 
+#: Why a compacted checkpoint is full: what a `SaveReport` says of it.
+COMPACTED = "made from a delta"
+FULL_ALREADY = "it is full already"
 #: How long writers wait for each other, in seconds.
 DEADLINE_S = 600.0
 
@@ -102,6 +107,7 @@ def load(
     writer: tuple[int, int] | None = None,
     agree: Agree = None,
     share: bool = False,
+    bases: Iterable[PathOrStore] = (),
     deadline_s: float = DEADLINE_S,
 ) -> LoadReport | dict[str, object]:
     """Load a checkpoint into a state, in place; or return what it holds as trees.
@@ -126,6 +132,13 @@ def load(
         share: whether each block that several processes want is read by one, who sends it to the others through
             torch.distributed. It pays where the store is slower than the network between the processes; from a local
             disk it doesn't, as a rule.
+        bases: where else to look for what a delta reads from, beside its own directory: checkpoints, or directories
+            of them; a base counts by its digest alone.
+
+    A delta costs what it stores and what its bases store of the same blocks, and some decoding. Part of it may cost
+    more than its share: the weights of an optimizer's group are predicted from its moments, so that to read the
+    weights alone (``only="weights:*"``) the moments' blocks are read and decoded, too.
+    `LoadReport.reads` says so: `decoded_nbytes` and `read_nbytes`, beside `needed_nbytes`.
 
     Returns: a `LoadReport` with the claim level that holds; without `state` the trees.
     Raises: IntegrityError where bytes are damaged or missing: the state is partly loaded then, and not fit to go on
@@ -141,41 +154,104 @@ def load(
     if state is None:
         if rename is not None:
             raise err(Code.ARGUMENT, "there is no live name without a state", where="rename=")
-        with open_checkpoint(path) as checkpoint:
+        with open_checkpoint(path, bases=bases) as checkpoint:
             return load_trees(checkpoint, framework, only=only)
     store = open_store(path, writable=isinstance(agree, str))
     # Not where a save by the same token meets: its writer 0 removes that when others may be here already.
     group = make_group(writer, agree, store.at("loading"), deadline_s=deadline_s)
-    with group.together(lambda: Checkpoint(_find_checkpoint(store))) as checkpoint:
+    places = _open_bases(bases)
+    with group.together(lambda: Checkpoint(_find_checkpoint(store), bases=places)) as checkpoint:
         return load_once(state, checkpoint, group, allow=allow, strict=strict, only=only, rename=rename, share=share)
 
 
-def open_checkpoint(path: PathOrStore, *, digest: str | None = None) -> Checkpoint:
+def open_checkpoint(path: PathOrStore, *, digest: str | None = None, bases: Iterable[PathOrStore] = ()) -> Checkpoint:
     """Open a checkpoint for reading, lazily and without torch.
 
     Args:
         path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
         digest: the manifest digest that is expected, if one is.
+        bases: as for `load`; they are looked for when something is read that they have.
 
-    Returns: a `Checkpoint`; ``checkpoint.weights["layers.0.w"][0:128]`` reads those rows and nothing else.
+    Returns: a `Checkpoint`; ``checkpoint.weights["layers.0.w"][0:128]`` reads those rows and nothing else; of a delta,
+        also what its blocks are decoded with: see `load`.
     Raises: IntegrityError(NOT_COMMITTED and others), FormatError, UnsupportedError, StoreError.
     Spec: REQ-OPN-001 to REQ-OPN-004.
     """
     store = open_store(path, writable=False)
-    return Checkpoint(_find_checkpoint(store), digest=digest)
+    return Checkpoint(_find_checkpoint(store), digest=digest, bases=_open_bases(bases))
 
 
-def validate(path: PathOrStore, *, on_progress: Callable[[int], None] | None = None) -> Report:
-    """Check every byte of a checkpoint or of a run, and collect all that is wrong.
+def validate(
+    path: PathOrStore, *, bases: Iterable[PathOrStore] = (), on_progress: Callable[[int], None] | None = None
+) -> Report:
+    """Check every byte of a checkpoint or of a run, and of what it reads from, and collect all that is wrong.
 
+    Args:
+        path: directory of a checkpoint or of a run; or a store rooted there.
+        bases: as for `load`.
+        on_progress: called with the number of bytes just checked.
+
+    Returns: a `Report`: own bytes, references and their closure apart.
     Raises: StoreError where the store itself fails, such as a path that isn't there.
     Spec: REQ-OPN-009.
     """
     store = open_store(path, writable=False)
     kind, verify = ("run", verify_run) if is_run(store) else ("checkpoint", verify_checkpoint)
     report = Report(target=store.name, kind=kind, on_progress=on_progress)
-    verify(store, report)
+    verify(store, report, bases=_open_bases(bases))
     return report
+
+
+def compact(
+    path: PathOrStore,
+    *,
+    out: PathOrStore | None = None,
+    take_over: bool = False,
+    bases: Iterable[PathOrStore] = (),
+    on_progress: Callable[[int], None] | None = None,
+) -> SaveReport:
+    """Make a full checkpoint of a delta, in constant memory: outside of a run, or in a run as its newest.
+
+    Args:
+        path: of a checkpoint; or of a run, for its newest.
+        out: directory of the full one, which then belongs to no run.
+        take_over: write it into the run at `path`, under a launch of its own that goes on from the delta. From then on
+            the run goes on from the full one; the delta and its bases go with a later clean-up; and a training that is
+            still at work there is fenced off. Either this or `out`.
+        bases: as for `load`; with `out` only.
+        on_progress: called with the number of bytes just checked, or written.
+
+    Returns: a `SaveReport` of the full one; of what is full already, in a run, of that.
+    Raises: CommitError(CHECKPOINT_EXISTS, SAVE_PENDING and others); IntegrityError; StateError(ARGUMENT); StoreError.
+    Spec: REQ-CKP-006, REQ-CKP-007, REQ-RUN-004, REQ-RUN-008.
+    """
+    if (out is None) != take_over:
+        remedy = "Say with out= where to; or take_over=True to write into the run, which fences off who trains there."
+        raise err(Code.ARGUMENT, "out= and take_over=: one of the two", where="out=", remedy=remedy)
+    if out is None:
+        run = open_store(path, writable=True)
+        if not is_run(run):
+            raise err(Code.ARGUMENT, "it isn't a run", where=run.name, remedy="Say with out= where to.")
+        name, manifest, is_new = compact_run(run, on_progress=on_progress)
+        return report_save(run.at(name).name, manifest, reason=COMPACTED if is_new else FULL_ALREADY)
+    with open_checkpoint(path, bases=bases) as checkpoint:
+        _check_out(out, checkpoint)
+        store = open_store(out, writable=True)
+        _check_no_run(store)
+        manifest = compact_checkpoint(checkpoint, store, on_progress=on_progress)
+    return report_save(store.name, manifest, reason=COMPACTED)
+
+
+def _check_out(out: PathOrStore, checkpoint: Checkpoint) -> None:
+    """Raise where a checkpoint outside of a run would lie in a run, or in another checkpoint. Spec: REQ-CKP-007."""
+    if not isinstance(out, str | os.PathLike):
+        return
+    target = Path(out).resolve()
+    if target.is_relative_to(Path(checkpoint.store.name).resolve()):
+        raise err(Code.ARGUMENT, "it lies within the source", where=str(target), remedy="Give a path outside of it.")
+    if parse_checkpoint_name(target.name) and is_run(open_store(target.parent, writable=False)):
+        remedy = "Give a path outside of the run, or compact the run itself."
+        raise err(Code.ARGUMENT, "the run would take it for one of its own", where=str(target), remedy=remedy)
 
 
 def is_run(store: Store) -> bool:
@@ -183,7 +259,7 @@ def is_run(store: Store) -> bool:
     return bool({RUN_NAME, f"{LAUNCHES}/"} & set(store.list_names("")))
 
 
-def report_save(path: str, manifest: Manifest, removed: tuple[str, ...] = ()) -> SaveReport:
+def report_save(path: str, manifest: Manifest, *, reason: str = "") -> SaveReport:
     """Return the report of a committed save."""
     return SaveReport(
         path=path,
@@ -191,7 +267,9 @@ def report_save(path: str, manifest: Manifest, removed: tuple[str, ...] = ()) ->
         step=manifest.origin.step,
         nbytes=manifest.nbytes,
         writer_count=manifest.origin.writer_count,
-        removed=removed,
+        profile=manifest.profile,
+        stored_nbytes=manifest.stored_nbytes,
+        reason=reason,
     )
 
 
@@ -211,20 +289,15 @@ def _find_checkpoint(store: Store) -> Store:
     """Return the store of the checkpoint that a path means: its own, or the head of the run's lineage."""
     if not is_run(store):
         return store
-    run = read_run(store)
-    launches, entries = list_launches(store, run), list_checkpoints(store, run)
-    check_records(store, entries)
-    for entry in iter_lineage(launches, entries):
-        if isinstance(entry.register, CkptError):
-            raise entry.register
-        return store.at(entry.name)
-    raise err(
-        Code.NOT_COMMITTED,
-        "the run has no checkpoint yet",
-        where=store.name,
-        requirement="REQ-RUN-006",
-        remedy="Train until the first save.",
-    )
+    name, _ = find_head(store)
+    return store.at(name)
+
+
+def _open_bases(bases: Iterable[PathOrStore]) -> list[Store]:
+    """Return the stores of `bases`. Raises: StateError(ARGUMENT) for a single path."""
+    if isinstance(bases, str | os.PathLike):  # each of its letters would be a path
+        raise err(Code.ARGUMENT, "a single path", where="bases=", remedy="Give a list of paths or stores.")
+    return [open_store(base, writable=False) for base in bases]
 
 
 def _check_block_nbytes(block_nbytes: int) -> None:

@@ -43,7 +43,7 @@ def committed_checkpoints(root):
             continue
         try:
             document = json.loads(register.read_bytes())
-            if document["signed"]["type"] != "manifest":
+            if document["signed"]["type"] != "manifest" or document["signed"]["profile"] != "full":
                 continue
             size = sum(path.stat().st_size for path in register.parent.rglob("*") if path.is_file())
         except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -7,7 +7,7 @@
     values     plain values of a checkpoint for eyes and as JSON
     rows       the tensors of a checkpoint, like ones together
     graph      the lineage of a run as a column of characters
-    validate · inspect · log · convert · demo
+    validate · inspect · log · diff · compact · convert · demo
 
 Each module imports what it needs where it needs it: none of them may cost the start of another.
 """

@@ -1,6 +1,7 @@
 """The parser, and the guard: whatever happens, one line says what, and the exit code says which kind.
 
-Exit codes: 0 done, and valid · 1 violations were found (`validate`) · 2 it couldn't be done · 130 interrupted.
+Exit codes: 0 done, and valid, or the same · 1 violations were found (`validate`), or differences (`diff`) · 2 it
+couldn't be done · 130 interrupted.
 
 An error that isn't a `CkptError` is a bug of ckptfmt, and shown as one line too; with ``CKPTFMT_TRACEBACK=1`` in the
 environment its traceback is shown, for the report.
@@ -72,12 +73,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Check every byte. Exit code 0: valid; 1: violations; 2: the check couldn't be made, or finished.",
     )
     validate.add_argument("path", metavar="PATH", help="directory of a checkpoint or of a run")
+    _add_bases(validate)
     validate.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     validate.add_argument("--quiet", action="store_true", help="no text and no progress: only the exit code")
     validate.set_defaults(run=_validate)
 
     inspect = commands.add_parser("inspect", help="what is in a checkpoint, or in a run")
     inspect.add_argument("path", metavar="PATH", help="directory of a checkpoint or of a run")
+    _add_bases(inspect)
     inspect.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     inspect.add_argument(
         "--tensors",
@@ -93,6 +96,22 @@ def _parser() -> argparse.ArgumentParser:
     log.add_argument("path", metavar="RUN", help="directory of a run")
     log.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     log.set_defaults(run=_log)
+
+    compact = commands.add_parser(
+        "compact",
+        help="make a full checkpoint of a delta",
+        description="Make a full checkpoint of a delta, a few MiB in memory at a time: outside of a run, or in it.",
+    )
+    _add_compact_arguments(compact)
+    compact.set_defaults(run=_compact)
+
+    diff = commands.add_parser(
+        "diff",
+        help="which tensors of two checkpoints differ, and by how much",
+        description="Compare two checkpoints. Exit code 0: the same; 1: they differ; 2: they couldn't be compared.",
+    )
+    _add_diff_arguments(diff)
+    diff.set_defaults(run=_diff)
 
     convert = commands.add_parser(
         "convert",
@@ -121,8 +140,41 @@ def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
     convert.add_argument("--only", metavar="FIELD", help="convert this field alone, such as weights")
     convert.add_argument("--step", type=int, metavar="N", help="training steps done, if SOURCE doesn't say (else 0)")
     convert.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of each file of an hf TARGET (5GB)")
+    _add_bases(convert)
     convert.add_argument("--strict", action="store_true", help="refuse to leave anything out")
     convert.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def _add_compact_arguments(compact: argparse.ArgumentParser) -> None:
+    compact.add_argument("path", metavar="PATH", help="directory of a checkpoint, or of a run, for its newest")
+    where = compact.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", metavar="PATH", help="directory of the full one, which then belongs to no run")
+    where.add_argument(
+        "--take-over",
+        action="store_true",
+        help="write it into the run at PATH, which goes on from it; who still trains there is fenced off",
+    )
+    _add_bases(compact)
+    compact.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def _add_diff_arguments(diff: argparse.ArgumentParser) -> None:
+    diff.add_argument("one", metavar="A", help="directory of a checkpoint, or of a run, for its newest")
+    diff.add_argument("other", metavar="B", help="what it is compared with")
+    diff.add_argument("--field", metavar="FIELD", help="compare only this one of the seven fields")
+    _add_bases(diff)
+    diff.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def _add_bases(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--base",
+        metavar="PATH",
+        dest="bases",
+        action="append",
+        default=[],
+        help="where else to look for what a delta reads from: a checkpoint, or a directory of them; may be repeated",
+    )
 
 
 class _Version(argparse.Action):
@@ -137,19 +189,41 @@ class _Version(argparse.Action):
 def _validate(arguments: argparse.Namespace) -> int:
     from ckptfmt.cli.validate import run_validate
 
-    return run_validate(arguments.path, as_json=arguments.json, quiet=arguments.quiet)
+    return run_validate(arguments.path, bases=arguments.bases, as_json=arguments.json, quiet=arguments.quiet)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from ckptfmt.cli.inspect import run_inspect
 
-    return run_inspect(arguments.path, as_json=arguments.json, pattern=arguments.tensors, field=arguments.field)
+    return run_inspect(
+        arguments.path,
+        bases=arguments.bases,
+        as_json=arguments.json,
+        pattern=arguments.tensors,
+        field=arguments.field,
+    )
 
 
 def _convert(arguments: argparse.Namespace) -> int:
     from ckptfmt.cli.convert import run_convert
 
     return run_convert(arguments)
+
+
+def _compact(arguments: argparse.Namespace) -> int:
+    from ckptfmt.cli.compact import run_compact
+
+    return run_compact(
+        arguments.path, out=arguments.out, take_over=arguments.take_over, bases=arguments.bases, as_json=arguments.json
+    )
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from ckptfmt.cli.diff import run_diff
+
+    return run_diff(
+        arguments.one, arguments.other, field=arguments.field, bases=arguments.bases, as_json=arguments.json
+    )
 
 
 def _log(arguments: argparse.Namespace) -> int:

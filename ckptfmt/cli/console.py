@@ -11,7 +11,17 @@ from typing import IO, TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Cell", "Console", "bytes_text", "clean", "count_text", "is_terminal", "shorten", "time_text"]
+__all__ = [
+    "Cell",
+    "Console",
+    "bytes_text",
+    "clean",
+    "count_text",
+    "is_terminal",
+    "share_text",
+    "shorten",
+    "time_text",
+]
 
 _SGR: Final = {
     "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
@@ -50,6 +60,18 @@ def bytes_text(nbytes: int) -> str:
     if power < len(units) and nbytes * 10 >= 10239.5 * 1024**power:  # it would be printed as 1024.0
         power += 1
     return f"{nbytes / 1024**power:.1f} {units[power - 1]}"
+
+
+def share_text(part: int, whole: int) -> str:
+    """Return what share of a whole a part is, for eyes; of nothing, nothing.
+
+    >>> [share_text(part, 1000) for part in (0, 4, 284, 999, 1000)], share_text(0, 0)
+    (['0 %', '<1 %', '28 %', '>99 %', '100 %'], '0 %')
+    """
+    percent = round(100 * part / whole) if whole else 0
+    if part and not percent:
+        return "<1 %"
+    return ">99 %" if part < whole and percent == 100 else f"{percent} %"
 
 
 def count_text(count: int, noun: str, plural: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from typing import TYPE_CHECKING, Final
@@ -39,7 +40,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
         arguments.target,
         from_kind=arguments.from_kind,
         to_kind=arguments.to_kind,
-        open_checkpoint=open_checkpoint,
+        open_checkpoint=functools.partial(open_checkpoint, bases=arguments.bases),
         rules=arguments.field,
         only=arguments.only,
         step=arguments.step,

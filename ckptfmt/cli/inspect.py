@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text, time_text
-from ckptfmt.cli.places import open_place
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, share_text, time_text
+from ckptfmt.cli.places import open_bases, open_place
 from ckptfmt.cli.rows import TensorRow, group_tensors, sharding_text
 from ckptfmt.cli.values import dump_view, iter_lines
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
@@ -20,12 +21,14 @@ from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.features import ENCODINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ckptfmt.cli.console import Cell
     from ckptfmt.documents.index import IndexTensor
+    from ckptfmt.documents.manifest import FieldSummary, Reference
     from ckptfmt.store import Store
 
 __all__ = ["run_inspect"]
@@ -36,11 +39,12 @@ _LEAF_LINES: Final = 60
 _FILE_LINES: Final = 24
 
 
-def run_inspect(path: str, *, as_json: bool, pattern: str | None, field: str | None) -> int:
+def run_inspect(path: str, *, bases: Sequence[str] = (), as_json: bool, pattern: str | None, field: str | None) -> int:
     """Show what is at `path` and return the exit code.
 
     Args:
         path: of a checkpoint, or of a run.
+        bases: paths of where else to look for what it reads from.
         as_json: print one JSON object.
         pattern: list each tensor whose name matches, as in a shell; None for rows of like ones.
         field: show only this field, and all of it.
@@ -54,7 +58,7 @@ def run_inspect(path: str, *, as_json: bool, pattern: str | None, field: str | N
         from ckptfmt.cli.log import show_summary
 
         return show_summary(place, as_json=as_json)
-    checkpoint = Checkpoint(place.store)
+    checkpoint = Checkpoint(place.store, bases=open_bases(bases))
     view = _View(path=path, checkpoint=checkpoint, pattern=pattern, field=field)
     if as_json:
         _print_json(view)
@@ -104,6 +108,29 @@ class _View:
         sizes = [(path, self.attempt(None, store.nbytes, path)) for path in paths]
         return [(path, nbytes) for path, nbytes in sizes if nbytes is not None]
 
+    def references(self) -> list[tuple[Reference, str | None, str | None]]:
+        """Return what the checkpoint reads from, newest first, and where that is, or why it isn't."""
+        found: list[tuple[Reference, str | None, str | None]] = []
+        for reference in sorted(self.checkpoint.manifest.references, key=lambda one: one.name, reverse=True):
+            try:
+                found.append((reference, self.checkpoint.closure.find(reference).name, None))
+            except CkptError as error:
+                found.append((reference, None, str(error.code)))
+        return found
+
+    def encodings(self) -> dict[str, int] | None:
+        """Return how many blocks of a delta are stored by which encoding; None of a full checkpoint: all are raw."""
+        if self.checkpoint.manifest.profile == "full":
+            return None
+        counts: Counter[str] = Counter()
+        for number in range(len(self.checkpoint.index.parts)):
+            part = self.attempt(None, self.checkpoint.read_part, number)
+            if part is not None:
+                extents = part.holdings.extents
+                for encoding, blocks in zip(extents.encoding.tolist(), extents.block_count.tolist(), strict=True):
+                    counts[ENCODINGS[encoding]] += blocks
+        return {name: counts[name] for name in ENCODINGS if name in counts}
+
     def leaf(self, key: tuple[str, str, str]) -> tuple[bool, Any]:
         """Return whether a value can be read, and the value."""
         absent = object()
@@ -149,7 +176,11 @@ def _print_json(view: _View) -> None:
         "saved_unix_s": manifest.saved_unix_s,
         "saved": time_text(manifest.saved_unix_s),
         "profile": manifest.profile,
-        "references": list(manifest.references),
+        "references": [
+            {**dataclasses.asdict(one), "path": path, "reason": why} for one, path, why in view.references()
+        ],
+        "encodings": view.encodings(),
+        "stored_nbytes": manifest.stored_nbytes,
         "nbytes": sum(nbytes for _, nbytes in files),
         "fields": {field: manifest.fields[field].as_dict() for field in view.fields},
         "claim": {"at_most": claim, "lowered_by": lowered_by},
@@ -202,6 +233,7 @@ def _print_text(view: _View, console: Console) -> None:
         files = view.files()
         _print_header(view, console, sum(nbytes for _, nbytes in files))
         _print_fields(view, console)
+        _print_references(view, console)
         _print_facts(view, console)
         _print_files(console, files)
     _print_tensors(console, group_tensors(view.tensors()))
@@ -219,7 +251,11 @@ def _print_header(view: _View, console: Console, nbytes: int) -> None:
     manifest = view.checkpoint.manifest
     origin = manifest.origin
     launch = "outside of a run" if origin.launch is None else f"launch {origin.launch} of run {origin.run_id}"
-    references = ", ".join(manifest.references) or "no references"
+    references = count_text(len(manifest.references), "reference") if manifest.references else "no references"
+    size = f"{bytes_text(nbytes)} ({nbytes} bytes)"
+    if manifest.profile == "delta":
+        stored, whole = manifest.stored_nbytes, manifest.nbytes
+        size += f", {bytes_text(stored)} of tensors: {share_text(stored, whole)} of their {bytes_text(whole)}"
     rows: list[tuple[Cell, Cell | str]] = [
         (("checkpoint", "dim"), (clean(view.path), "bold")),
         (("step", "dim"), (str(origin.step), "bold green")),
@@ -228,7 +264,7 @@ def _print_header(view: _View, console: Console, nbytes: int) -> None:
         (("digest", "dim"), (_short_digest(manifest.digest), "yellow")),
         (("", ""), (manifest.digest, "dim")),
         (("writers", "dim"), str(origin.writer_count)),
-        (("size", "dim"), f"{bytes_text(nbytes)} ({nbytes} bytes)"),
+        (("size", "dim"), size),
         (("profile", "dim"), f"{manifest.profile}, {references}, blocks of {bytes_text(origin.block_nbytes)}"),
     ]
     console.table(rows, indent=0, cut=False)  # a digest is there to be copied
@@ -244,7 +280,7 @@ def _print_fields(view: _View, console: Console) -> None:
     for field in FIELDS:
         summary = view.checkpoint.manifest.fields[field]
         if summary.reason is not None:
-            rows.append([(field, "dim"), ("", ""), ("", ""), (f"absent: {clean(summary.reason)}", "yellow")])
+            rows.append([(field, "dim"), "", "", "", (f"absent: {clean(summary.reason)}", "yellow")])
             continue
         others = (
             (summary.stream_count, "stream", "streams"), (summary.leaf_count, "value", "values"),
@@ -254,11 +290,37 @@ def _print_fields(view: _View, console: Console) -> None:
                 (field, "bold"),
                 count_text(summary.tensor_count, "tensor") if summary.tensor_count else "",
                 bytes_text(summary.nbytes) if summary.tensor_count else "",
+                (_stored_text(summary), "cyan"),
                 ", ".join(count_text(count, *noun) for count, *noun in others if count)
                 or ("" if summary.tensor_count else ("empty", "dim")),
             ]
         )
-    console.table(rows, right=(1, 2))
+    console.table(rows, right=(1, 2, 3))
+
+
+def _stored_text(summary: FieldSummary) -> str:
+    """Return what a delta stores of a field; of a full checkpoint, nothing."""
+    if summary.stored_nbytes is None or not summary.tensor_count:
+        return ""
+    return f"{bytes_text(summary.stored_nbytes)} stored, {share_text(summary.stored_nbytes, summary.nbytes)}"
+
+
+def _print_references(view: _View, console: Console) -> None:
+    """Print what a delta reads from, and whether that is there."""
+    references = view.references()
+    if not references:
+        return
+    console.title("reads from")
+    console.table(
+        [
+            [
+                (clean(reference.name), "bold"),
+                (_short_digest(reference.digest), "yellow"),
+                (clean(path), "dim") if path is not None else (reason or "", "red"),
+            ]
+            for reference, path, reason in references
+        ]
+    )
 
 
 def _print_facts(view: _View, console: Console) -> None:

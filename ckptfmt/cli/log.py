@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text, time_text
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, share_text, time_text
 from ckptfmt.cli.graph import draw_graph
 from ckptfmt.cli.places import Place, open_run_place
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
@@ -84,7 +84,8 @@ class _History:
         launches: ascending.
         entries: its checkpoint directories, newest first.
         lineage: names of those that the newest launch may resume from, best first.
-        nbytes: size of each entry in bytes: of what its manifest lists, else of the files that are there.
+        nbytes: size of each entry in bytes: of what its manifest says it stores itself, else of the files that are
+            there.
         problems: why records couldn't be read.
     """
 
@@ -152,7 +153,7 @@ def _in_directory(name: str, error: CkptError) -> CkptError:
 
 def _nbytes(place: Place, entry: RunEntry) -> int:
     if entry.manifest is not None:
-        return entry.manifest.index_nbytes + sum(field.nbytes for field in entry.manifest.fields.values())
+        return entry.manifest.index_nbytes + entry.manifest.stored_nbytes
     store = place.store.at(entry.name)
     total = 0
     for path in store.list(""):
@@ -210,10 +211,25 @@ def _entry_members(entry: RunEntry, nbytes: int, parent: str | None, lineage: li
         "saved_unix_s": manifest.saved_unix_s if manifest is not None else None,
         "digest": register.manifest_digest if isinstance(register, Tombstone) else manifest and manifest.digest,
         "profile": manifest and manifest.profile,
+        "stored_nbytes": manifest and manifest.stored_nbytes,
+        "fields": manifest and _field_members(manifest),
+        "references": [dataclasses.asdict(reference) for reference in entry.references],
         "reason": register.reason if isinstance(register, Abort) else None,
         "error": register.as_json() if isinstance(register, CkptError) else None,
         "parent": parent,
         "on_lineage": entry.name in lineage,
+    }
+
+
+def _field_members(manifest: Manifest) -> dict[str, dict[str, int]]:
+    """Return size and stored bytes of each field that is present."""
+    return {
+        name: {
+            "nbytes": field.nbytes,
+            "stored_nbytes": field.nbytes if field.stored_nbytes is None else field.stored_nbytes,
+        }
+        for name, field in manifest.fields.items()
+        if field.reason is None
     }
 
 
@@ -267,9 +283,17 @@ def _entry_cells(entry: RunEntry, history: _History, head: RunEntry | None) -> l
         bytes_text(history.nbytes[entry.name]),
         time_text(manifest.saved_unix_s) if manifest is not None else "",
         (_short(digest), "yellow" if manifest is not None else "dim"),
-        manifest.profile if manifest is not None else "",
+        _delta_text(manifest) if manifest is not None else "",
         remark,
     ]
+
+
+def _delta_text(manifest: Manifest) -> str:
+    """Return what a delta stores of its bytes, and how many checkpoints it reads from; of a full one, that it is."""
+    if manifest.profile == "full":
+        return "full"
+    share = share_text(manifest.stored_nbytes, manifest.nbytes)
+    return f"{share}, {count_text(len(manifest.references), 'reference')}"
 
 
 def _print_launches(console: Console, history: _History) -> None:

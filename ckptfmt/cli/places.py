@@ -13,9 +13,11 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckptfmt.store import Store
 
-__all__ = ["Place", "open_place", "open_run_place"]
+__all__ = ["Place", "open_bases", "open_place", "open_run_place"]
 
 _REMEDY = "Give the directory of a checkpoint (it has a manifest.json) or of a run (it has a run.json)."
 
@@ -59,6 +61,11 @@ def open_place(path: str) -> Place:
         raise type(error)(error.code, error.detail, where=path, remedy=error.remedy) from error
     is_run = MANIFEST_NAME not in names and not names.isdisjoint((RUN_NAME, LAUNCHES))
     return Place(path=path, store=store, is_run=is_run)
+
+
+def open_bases(paths: Sequence[str]) -> list[Store]:
+    """Return the stores of `--base`: checkpoints, or directories of them. Raises: as `open_place`."""
+    return [open_place(path).store for path in paths]
 
 
 def open_run_place(path: str) -> Place:

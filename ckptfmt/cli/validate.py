@@ -1,7 +1,8 @@
 """``validate``: check every byte of a checkpoint or of a run, say all that is wrong, and give the verdict.
 
-What lies apart in the output: a checkpoint's *own* bytes; the checkpoints that it *references*, that is, reads from;
-and their *closure*, what those read from in turn. A full checkpoint has neither of the latter.
+What lies apart in the output: a checkpoint's *own* bytes; its *references*, that is, what it reads from and what that
+reads from, and whether that is there; and their *closure*, how each of these is by itself. A full checkpoint has
+neither. In a run each checkpoint is checked once, as own bytes; what of the closure lies elsewhere comes apart.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from ckptfmt.cli.console import Console, bytes_text, clean, count_text
-from ckptfmt.cli.places import Place, open_place
+from ckptfmt.cli.places import Place, open_bases, open_place
 from ckptfmt.cli.progress import Progress
 from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
 from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.lineage import list_checkpoints, read_run
+from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, check_place, verify_checkpoint, verify_run
 from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.store import LocalStore
@@ -26,11 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptfmt.cli.console import Cell
+    from ckptfmt.store import Store
 
 __all__ = ["run_validate"]
 
 _EXIT_CODES: Final = {"valid": 0, "invalid": 1, "incomplete": 2}
-_NOTE: Final = "Full checkpoints only: they read from no other, so there are no references and no closure to check."
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +40,13 @@ class _Outcome:
     """What a check found; `failure` is how the store kept it from being a whole one."""
 
     report: Report
-    violations: list[CkptError]
     failure: StoreError | None
     elapsed_s: float
+
+    @property
+    def violations(self) -> list[CkptError]:
+        """What is wrong."""
+        return self.report.violations
 
     @property
     def verdict(self) -> str:
@@ -50,14 +56,17 @@ class _Outcome:
         return "invalid" if self.violations else "valid"
 
 
-def run_validate(path: str, *, as_json: bool, quiet: bool) -> int:
+def run_validate(path: str, *, bases: Sequence[str] = (), as_json: bool, quiet: bool) -> int:
     """Check what is at `path`, print what is found, and return the exit code.
+
+    Args:
+        bases: paths of where else to look for what it reads from.
 
     Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError where there is nothing to check.
     """
-    place = open_place(path)
-    with Progress(lambda: _total_nbytes(place), quiet=quiet) as progress:
-        outcome = _check(place, progress.advance)
+    place, stores = open_place(path), open_bases(bases)
+    with Progress(lambda: _total_nbytes(place, stores), quiet=quiet) as progress:
+        outcome = _check(place, stores, progress.advance)
     if as_json:
         _print_json(outcome)
     elif not quiet:
@@ -65,25 +74,21 @@ def run_validate(path: str, *, as_json: bool, quiet: bool) -> int:
     return _EXIT_CODES[outcome.verdict]
 
 
-def _check(place: Place, on_progress: Callable[[int], None]) -> _Outcome:
+def _check(place: Place, bases: Sequence[Store], on_progress: Callable[[int], None]) -> _Outcome:
     begin_s = time.perf_counter()
     report = Report(target=place.path, kind="run" if place.is_run else "checkpoint", on_progress=on_progress)
     failure = None
     try:
         if place.is_run:
-            verify_run(place.store, report)
+            verify_run(place.store, report, bases=bases)
         else:
-            checkpoint = verify_checkpoint(place.store, report)
+            checkpoint = verify_checkpoint(place.store, report, bases=bases)
             if checkpoint is not None:
                 with report.collect():
                     _check_surroundings(place, checkpoint.manifest)
     except StoreError as error:
         failure = error
-    # A part that can't be read is found once as itself, and again by what needs it.
-    found = {(error.code, error.where, error.detail): error for error in report.violations}
-    return _Outcome(
-        report=report, violations=list(found.values()), failure=failure, elapsed_s=time.perf_counter() - begin_s
-    )
+    return _Outcome(report=report, failure=failure, elapsed_s=time.perf_counter() - begin_s)
 
 
 def _check_surroundings(place: Place, manifest: Manifest) -> None:
@@ -100,7 +105,7 @@ def _check_surroundings(place: Place, manifest: Manifest) -> None:
         check_place(manifest, step_and_launch, run.run_id)
 
 
-def _total_nbytes(place: Place) -> int | None:
+def _total_nbytes(place: Place, bases: Sequence[Store]) -> int | None:
     """Return how many bytes of tensors there are to check, from the manifests; None if they don't say."""
     try:
         if place.is_run:
@@ -108,31 +113,32 @@ def _total_nbytes(place: Place) -> int | None:
         else:
             register = read_register(place.store)
             manifests = [register if isinstance(register, Manifest) else None]
+            if isinstance(register, Manifest) and register.references:
+                closure = Checkpoint(place.store, bases=bases).closure
+                found = [read_register(closure.find(reference)) for reference in register.references]
+                manifests += [one for one in found if isinstance(one, Manifest)]
     except CkptError:
         return None
-    return sum(field.nbytes for manifest in manifests if manifest is not None for field in manifest.fields.values())
+    return sum(manifest.stored_nbytes for manifest in manifests if manifest is not None)
 
 
 def _print_json(outcome: _Outcome) -> None:
     from ckptfmt.cli.versions import print_json
 
+    report = outcome.report
     own = {
-        "valid": not outcome.violations,
+        "valid": not report.own_violation_count,
         "complete": outcome.failure is None,
-        "nbytes": outcome.report.nbytes,
-        "violation_count": len(outcome.violations),
+        "nbytes": report.own_nbytes,
+        "violation_count": report.own_violation_count,
     }
     print_json(
         {
-            **outcome.report.as_json(),
+            **report.as_json(),
             "valid": outcome.verdict == "valid",
             "verdict": outcome.verdict,
-            "violations": [error.as_json() for error in outcome.violations],
             "failure": outcome.failure.as_json() if outcome.failure is not None else None,
             "own": own,
-            "references": [],
-            "closure": [],
-            "note": _NOTE,
             "elapsed_s": round(outcome.elapsed_s, 6),
         }
     )
@@ -147,7 +153,26 @@ def _print_text(outcome: _Outcome) -> None:
         console.line(("warning", "yellow bold"), f"  {clean(warning)}")
     if outcome.violations or outcome.failure or outcome.report.warnings:
         console.line()
+    if outcome.report.kind == "checkpoint":
+        _print_references(console, outcome.report)
     console.line(*_verdict_cells(outcome))
+
+
+def _print_references(console: Console, report: Report) -> None:
+    """Print a line for each checkpoint that is read from: whether it is there, and how it is by itself."""
+    members = {member.digest: member for member in report.closure}
+    rows: list[list[Cell | str]] = []
+    for one in report.references:
+        member = members.get(one.digest)
+        state: Cell = (one.reason, "red") if one.path is None else ("there, not checked", "yellow")
+        if member is not None:
+            state = ("valid", "green") if member.valid else (count_text(member.violation_count, "violation"), "red")
+        size = bytes_text(member.nbytes) if member is not None else ""
+        digest = one.digest.removeprefix("blake3:")[:12]
+        rows.append([("reads from", "dim"), (clean(one.name), "bold"), (digest, "yellow"), size, state])
+    console.table(rows, indent=0, right=(3,))
+    if rows:
+        console.line()
 
 
 def _print_errors(console: Console, errors: Sequence[CkptError], style: str) -> None:
@@ -170,8 +195,17 @@ def _verdict_cells(outcome: _Outcome) -> list[Cell]:
     found = ((len(outcome.violations), "violation"), (len(report.warnings), "warning"))
     counts = [count_text(len(report.checkpoints), "checkpoint")]
     counts += [count_text(count, noun) for count, noun in found if count]
-    checked = f"{bytes_text(report.nbytes)} of own bytes checked in {outcome.elapsed_s:.2f} s"
+    checked = f"{bytes_text(report.own_nbytes)} of own bytes checked in {outcome.elapsed_s:.2f} s"
+    references = count_text(len(report.references), "reference") if report.references else "no references"
+    closure = "no closure"
+    if report.closure:
+        nbytes = sum(member.nbytes for member in report.closure)
+        closure = f"closure of {count_text(len(report.closure), 'checkpoint')}, {bytes_text(nbytes)}"
+    elif report.kind == "run" and report.references:
+        closure = "all of the closure within the run"
+        if any(reference.path is None for reference in report.references):
+            closure = "not all of the closure there"
     return [
         (outcome.verdict, style),
-        (f"  {clean(report.target)}: {', '.join(counts)}, {checked}; no references, no closure", ""),
+        (f"  {clean(report.target)}: {', '.join(counts)}, {checked}; {references}, {closure}", ""),
     ]

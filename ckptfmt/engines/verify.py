@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.merge import PartFileEntry, merge_parts
-from ckptfmt.arithmetic.plan import BlockRange, Request, plan_requests
+from ckptfmt.arithmetic.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.manifest import (
@@ -20,140 +17,68 @@ from ckptfmt.documents.manifest import (
     parse_checkpoint_name,
     part_path,
 )
-from ckptfmt.documents.part import Extent, Part, PartBox, PartFile, PartTensor, extent_nbytes
+from ckptfmt.documents.part import Extent, Part, PartBox, PartFile, PartTensor
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, Run, launch_name, parse_launch_name
 from ckptfmt.documents.shard import ShardEntry, parse_shard_header
 from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.reader import Checkpoint, check_nbytes, read_header
-from ckptfmt.engines.stored import iter_damages
-from ckptfmt.engines.streaming import REQUEST_NBYTES, stream_requests
-from ckptfmt.errors import CkptError, Code, StoreError, err
+from ckptfmt.engines.report import ClosureMember, FoundReference, Report, is_violation
+from ckptfmt.engines.verify_blocks import Done, find_damages, find_undecodable
+from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
+    from ckptfmt.documents.manifest import Reference
+    from ckptfmt.engines.decoding import OpenPart
     from ckptfmt.store.protocol import Store
 
-__all__ = ["Report", "verify_checkpoint", "verify_run"]
+__all__ = ["Report", "check_place", "check_record", "verify_checkpoint", "verify_loadable", "verify_run"]
+
+#: What says that a reference isn't there. Any other error says what is wrong with what is.
+_NOT_FOUND: Final = frozenset({Code.BASE_MISSING, Code.BASE_MISMATCH})
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Report:
-    """What a check found.
-
-    Attributes:
-        target: name of what was checked.
-        kind: ``checkpoint`` or ``run``.
-        violations: what breaks the specification, each as an error with code, place, clause and remedy.
-        warnings: what is allowed, and worth knowing.
-        checkpoints: names of the checkpoints that were checked, with their manifest digests.
-        nbytes: how many bytes were read and compared with a digest.
-        on_progress: called with the number of bytes just checked.
-    """
-
-    target: str
-    kind: str
-    violations: list[CkptError] = dataclasses.field(default_factory=list)
-    warnings: list[str] = dataclasses.field(default_factory=list)
-    checkpoints: dict[str, str] = dataclasses.field(default_factory=dict)
-    nbytes: int = 0
-    on_progress: Callable[[int], None] | None = None
-
-    def count(self, nbytes: int) -> None:
-        """Note that so many bytes were checked."""
-        self.nbytes += nbytes
-        if self.on_progress is not None:
-            self.on_progress(nbytes)
-
-    @property
-    def valid(self) -> bool:
-        """Whether nothing was found wrong."""
-        return not self.violations
-
-    def as_json(self) -> dict[str, object]:
-        """Return the report as a JSON-ready mapping."""
-        return {
-            "target": self.target,
-            "kind": self.kind,
-            "valid": self.valid,
-            "violations": [violation.as_json() for violation in self.violations],
-            "warnings": self.warnings,
-            "checkpoints": self.checkpoints,
-            "nbytes": self.nbytes,
-            # A full checkpoint reads from nothing else; deltas will list here what they read from.
-            "references": [],
-        }
-
-    def collect(self, prefix: str = "") -> _Collector:
-        """Return a context that adds an error to the violations instead of raising it."""
-        return _Collector(self, prefix)
-
-
-class _Collector:
-    def __init__(self, report: Report, prefix: str) -> None:
-        self._report = report
-        self._prefix = prefix
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, CkptError) or isinstance(error, StoreError):
-            return False
-        where = f"{self._prefix}{error.where}" if error.where else self._prefix.rstrip("/") or None
-        self._report.violations.append(
-            type(error)(error.code, error.detail, where=where, requirement=error.requirement, remedy=error.remedy)
-        )
-        return True
-
-
-def verify_checkpoint(store: Store, report: Report, *, prefix: str = "") -> Checkpoint | None:
-    """Check every byte of one checkpoint.
+def verify_checkpoint(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> Checkpoint | None:
+    """Check every byte of one checkpoint, and of all that it reads from.
 
     Args:
         store: rooted at the checkpoint's directory.
         report: takes what is found.
-        prefix: stands before the places in the report.
+        bases: where else to look for what it reads from; see `Checkpoint`.
 
     Returns: the checkpoint, where manifest and index are sound.
-    Raises: StoreError where the store itself fails.
-    Spec: REQ-OPN-009.
+    Raises: StoreError where the store itself fails; StateError(FLOAT_ENVIRONMENT).
+    Spec: REQ-OPN-009, REQ-DEL-020 to REQ-DEL-024.
     """
-    before = len(report.violations)
-    checkpoint = None
-    with report.collect(prefix):
-        checkpoint = Checkpoint(store)
-    if checkpoint is None:
-        return None
-    manifest = checkpoint.manifest
-    report.checkpoints[prefix.rstrip("/") or report.target] = manifest.digest
-    report.count(manifest.index_nbytes)
-    expected = {MANIFEST_NAME, index_name(manifest.origin.attempt)}
-    sound: dict[int, PartFileEntry] = {}
-    for number, entry in enumerate(checkpoint.index.parts):
-        expected.add(part_path(manifest.origin.attempt, number))
-        with report.collect(prefix):
-            part = checkpoint.read_part(number)
-            sound[number] = PartFileEntry(part=part, digest=entry.digest, nbytes=entry.nbytes)
-            report.count(entry.nbytes)
-            expected.update(file.name for file in part.files)
-            _verify_part(checkpoint, part, report, prefix)
-    _verify_holders(checkpoint, set(sound), report, prefix)
-    if len(report.violations) == before:
-        with report.collect(prefix):
-            _check_merge(checkpoint, list(sound.values()))
-    for path in store.list(""):
-        if path not in expected:
-            report.warnings.append(f"{prefix}{path} doesn't belong to the checkpoint; readers ignore it")
+    verification = _Verification(bases)
+    checkpoint = verification.check(store, report)
+    if checkpoint is not None:
+        verification.check_closure(checkpoint, report)
     return checkpoint
 
 
-def verify_run(store: Store, report: Report) -> None:
-    """Check a run: its record, its launches, and every checkpoint that is committed.
+def verify_loadable(store: Store, report: Report) -> Checkpoint | None:
+    """Check every byte of one checkpoint and, of what it reads from, of the blocks that it needs.
 
-    Raises: StoreError where the store itself fails.
+    Damage in what it doesn't need is no reason not to go on from it.
+
+    Returns: the checkpoint, where manifest and index are sound.
+    Raises: StoreError where the store itself fails; StateError(FLOAT_ENVIRONMENT).
+    Spec: REQ-RUN-012.
+    """
+    return _Verification((), with_bases=True).check(store, report)
+
+
+def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> None:
+    """Check a run: its record, its launches, and every checkpoint that is committed, each once, by itself.
+
+    Args:
+        bases: where else to look for what its checkpoints read from; what is found there is checked, too.
+
+    Raises: StoreError where the store itself fails; StateError(FLOAT_ENVIRONMENT).
     Spec: REQ-RUN-003, REQ-RUN-005, REQ-MAN-002, REQ-OPN-009.
     """
     run: Run | None = None
@@ -168,12 +93,173 @@ def verify_run(store: Store, report: Report) -> None:
                 path = f"{LAUNCHES}/{name}"
                 launch = Launch.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
                 _check_run_id(run_id, launch.run_id, path)
-    for name in store.list_names(""):
-        found = parse_checkpoint_name(name.rstrip("/")) if name.endswith("/") else None
-        if found is not None:
-            with report.collect():
-                check_record(name.rstrip("/"), found[1], numbers)
-            _verify_in_run(store.at(name.rstrip("/")), found, run_id, report, name)
+    names = [name[:-1] for name in store.list_names("") if name.endswith("/")]
+    places = {name: place for name in names if (place := parse_checkpoint_name(name)) is not None}
+    found = {name: Report(target=name, kind="checkpoint", on_progress=report.on_progress) for name in places}
+    try:
+        digests: dict[str, str] = {}
+        for name, place in places.items():
+            with found[name].collect(name):
+                check_record(name, place[1], numbers)
+            with found[name].collect(name):
+                digests.update(_read_digest(store.at(name), place, run_id, found[name], name))
+        verification = _Verification(bases, elsewhere_than=digests.values())
+        # The newest first: what is decoded for its sake of those that it reads from needn't be decoded again.
+        for name in sorted(digests, key=places.__getitem__, reverse=True):
+            verification.check_in_run(store.at(name), found[name], name)
+    finally:
+        for one in found.values():
+            report.absorb(one)
+
+
+class _Verification:
+    """One check of checkpoints that may read from each other: what was decoded for one isn't again for another.
+
+    Args:
+        bases: where else to look for what they read from.
+        with_bases: whether the blocks are checked that they need of what they read from; else what they read from is
+            to be checked by itself.
+        elsewhere_than: digests of what is checked without being asked for.
+    """
+
+    def __init__(
+        self, bases: Sequence[Store], *, with_bases: bool = False, elsewhere_than: Collection[str] = ()
+    ) -> None:
+        self._bases = tuple(bases)
+        self._with_bases = with_bases
+        self._done: Done = {}
+        self._known = set(elsewhere_than)
+
+    def check(self, store: Store, report: Report, directory: str = "") -> Checkpoint | None:
+        """Check one checkpoint, but for its closure; return it, where manifest and index are sound."""
+        checkpoint = None
+        with report.collect(directory):
+            checkpoint = Checkpoint(store, bases=self._bases)
+        if checkpoint is None:
+            return None
+        report.checkpoints[directory or report.target] = checkpoint.digest
+        found = [self._look(checkpoint, reference, report, directory) for reference in _newest_first(checkpoint)]
+        self._check_contents(checkpoint, report, directory, can_decode=all(found))
+        return checkpoint
+
+    def check_in_run(self, store: Store, report: Report, directory: str) -> None:
+        """Check one checkpoint of a run, and of its closure what lies elsewhere."""
+        checkpoint = self.check(store, report, directory)
+        if checkpoint is not None:
+            self.check_closure(checkpoint, report)
+            checkpoint.close()  # its parts needn't stay while others are checked
+
+    def check_closure(self, checkpoint: Checkpoint, report: Report) -> None:
+        """Check all that a checkpoint reads from and that isn't known yet, each by itself, the newest first."""
+        there = {one.digest for one in report.references if one.path is not None}
+        for reference in _newest_first(checkpoint):
+            if reference.digest in there - self._known:
+                self._known.add(reference.digest)
+                self._check_member(checkpoint, reference, report)
+
+    def _look(self, checkpoint: Checkpoint, reference: Reference, report: Report, directory: str) -> bool:
+        """Look for a reference, once for all blocks; return whether it can be read from."""
+        path, reason, can_read = None, "", False
+        try:
+            path = checkpoint.closure.open(reference).store.name
+            can_read = True
+        except CkptError as error:
+            if not is_violation(error):
+                raise
+            if error.code in _NOT_FOUND:
+                reason = str(error.code)
+            else:
+                path = checkpoint.closure.find(reference).name
+            # What is wrong with one that is there is said where that is checked by itself.
+            if path is None or error.code == Code.REFERENCE_CLOSURE or self._with_bases:
+                report.add(error.below(directory) if directory else error)
+        name = directory or checkpoint.title
+        report.references.append(
+            FoundReference(checkpoint=name, name=reference.name, digest=reference.digest, path=path, reason=reason)
+        )
+        return can_read
+
+    def _check_member(self, checkpoint: Checkpoint, reference: Reference, report: Report) -> None:
+        """Check a checkpoint of the closure by itself."""
+        found = Report(target=reference.name, kind="checkpoint", on_progress=report.on_progress)
+        before = len(report.violations)
+        try:
+            base = None
+            with found.collect():
+                base = checkpoint.closure.open(reference)
+            if base is not None:
+                can_decode = all(_can_open(base, one) for one in base.manifest.references)
+                self._check_contents(base, found, base.title, can_decode=can_decode)
+        finally:
+            report.absorb(found)
+            report.closure.append(
+                ClosureMember(
+                    name=reference.name,
+                    digest=reference.digest,
+                    nbytes=found.nbytes,
+                    violation_count=len(report.violations) - before,
+                )
+            )
+
+    def _check_contents(self, checkpoint: Checkpoint, report: Report, directory: str, *, can_decode: bool) -> None:
+        """Check every byte of an opened checkpoint, and that its documents follow from each other."""
+        before = len(report.violations)
+        manifest = checkpoint.manifest
+        report.count(manifest.index_nbytes)
+        expected = {MANIFEST_NAME, index_name(manifest.origin.attempt)}
+        sound: dict[int, PartFileEntry] = {}
+        for number, entry in enumerate(checkpoint.index.parts):
+            expected.add(part_path(manifest.origin.attempt, number))
+            with report.collect(directory):
+                opened = checkpoint.open_part(number)
+                sound[number] = PartFileEntry(part=opened.part, digest=entry.digest, nbytes=entry.nbytes)
+                report.count(entry.nbytes)
+                expected.update(file.name for file in opened.part.files)
+                self._check_part(opened, report, directory, can_decode=can_decode)
+        _verify_holders(checkpoint, set(sound), report, directory)
+        if len(report.violations) == before:
+            with report.collect(directory):
+                _check_merge(checkpoint, list(sound.values()))
+        for path in checkpoint.store.list(""):
+            if path not in expected:
+                place = f"{directory}/{path}" if directory else path
+                report.warnings.append(f"{place} doesn't belong to the checkpoint; readers ignore it")
+
+    def _check_part(self, opened: OpenPart, report: Report, directory: str, *, can_decode: bool) -> None:
+        """Check the files, the encoded blocks and the values of a part."""
+        store, part = opened.checkpoint.store, opened.part
+        damages: list[CkptError] = []
+        for number, file in enumerate(part.files):
+            with report.collect(directory):
+                check_nbytes(store, file)
+                is_sound = False
+                with report.collect(directory):  # What the header says doesn't matter to the blocks.
+                    _verify_header(store, part, number, file)
+                    is_sound = True
+                report.count(file.header_nbytes)
+                # What can't be decoded is at least what was stored.
+                damages += find_damages(opened, number, report.count, with_stored=not (can_decode and is_sound))
+        if part.features and can_decode:
+            damages += find_undecodable(opened, self._done, report.count, with_bases=self._with_bases)
+        for damage in damages:
+            report.add(damage.below(directory) if directory else damage)
+        _verify_values(opened.checkpoint, part, report, directory)
+
+
+def _newest_first(checkpoint: Checkpoint) -> list[Reference]:
+    """Return what a checkpoint reads from, in the order of steps; the manifest has it in that of digests."""
+    return sorted(checkpoint.manifest.references, key=lambda one: parse_checkpoint_name(one.name) or (), reverse=True)
+
+
+def _can_open(checkpoint: Checkpoint, reference: Reference) -> bool:
+    """Return whether a reference can be opened; why not was said before."""
+    try:
+        checkpoint.closure.open(reference)
+    except CkptError as error:
+        if not is_violation(error):
+            raise
+        return False
+    return True
 
 
 def check_record(name: str, launch: int, numbers: Collection[int | None]) -> None:
@@ -191,21 +277,16 @@ def check_record(name: str, launch: int, numbers: Collection[int | None]) -> Non
         )
 
 
-def _verify_in_run(
-    store: Store,
-    step_and_launch: tuple[int, int],
-    run_id: str | None,
-    report: Report,
-    prefix: str,
-) -> None:
-    with report.collect(prefix):
-        register = read_register(store)
-        if register is None:
-            report.warnings.append(f"{prefix} isn't committed; readers ignore it")
-            return
-        check_place(register, step_and_launch, run_id)
-        if isinstance(register, Manifest):
-            verify_checkpoint(store, report, prefix=prefix)
+def _read_digest(
+    store: Store, step_and_launch: tuple[int, int], run_id: str | None, report: Report, name: str
+) -> dict[str, str]:
+    """Return the digest of a checkpoint of a run by its name, if it is committed; no more of it is looked at yet."""
+    register = read_register(store)
+    if register is None:
+        report.warnings.append(f"{name}/ isn't committed; readers ignore it")
+        return {}
+    check_place(register, step_and_launch, run_id)
+    return {name: register.digest} if isinstance(register, Manifest) else {}
 
 
 def check_place(register: Manifest | Abort | Tombstone, step_and_launch: tuple[int, int], run_id: str | None) -> None:
@@ -229,24 +310,15 @@ def _check_run_id(run_id: str | None, said: str | None, where: str) -> None:
         raise err(Code.RUN_MISMATCH, f"it belongs to run {said}", where=where, requirement="REQ-RUN-003")
 
 
-def _verify_part(checkpoint: Checkpoint, part: Part, report: Report, prefix: str) -> None:
-    store = checkpoint.store
-    for number, file in enumerate(part.files):
-        with report.collect(prefix):
-            check_nbytes(store, file)
-            with report.collect(prefix):  # What the header says doesn't matter to the blocks.
-                _verify_header(store, part, number, file)
-            report.count(file.header_nbytes)
-            for damage in _find_damages(store, part, number, file, report):
-                with report.collect(prefix):
-                    raise damage
+def _verify_values(checkpoint: Checkpoint, part: Part, report: Report, directory: str) -> None:
+    """Check every tree of a part."""
     where = part_path(part.origin.attempt, part.writer)
     for stream in part.streams:
-        with report.collect(prefix):
+        with report.collect(directory):
             place = f"{where}#/streams/{stream.name}"
             _check_references(checkpoint, "rng", stream.scope, parse_tree(stream.state, where=place), place)
     for leaf in part.leaves:
-        with report.collect(prefix):
+        with report.collect(directory):
             value = parse_tree(leaf.value, where=f"{where}#/leaves/{leaf.field}/{leaf.name}")
             _check_references(checkpoint, leaf.field, leaf.scope, value, f"{where}#/leaves/{leaf.field}/{leaf.name}")
             if leaf.field == "data" and isinstance(value, dict) and value.get("kind") == CURSOR_KIND:
@@ -265,8 +337,10 @@ def _check_references(checkpoint: Checkpoint, field: str, scope: str, value: obj
 
 
 def _verify_header(store: Store, part: Part, number: int, file: PartFile) -> None:
-    """Check that a file's header is the one digested and says what the part says."""
+    """Check that a file's header is the one digested and, of a shard, says what the part says."""
     header = read_header(store, file)
+    if file.kind == "pack":  # it is the same for all of them
+        return
     entries = parse_shard_header(header, file_nbytes=file.nbytes, where=file.name)
     stored = [(extent.key, tensor, held, extent.byte_begin) for tensor, held, extent in _extents_of(part, number)]
     # Counted, for a key that the part names twice would hide one of the two.
@@ -301,56 +375,52 @@ def _extents_of(part: Part, number: int) -> Iterator[tuple[PartTensor, PartBox, 
                     yield tensor, held, extent
 
 
-def _find_damages(store: Store, part: Part, number: int, file: PartFile, report: Report) -> list[CkptError]:
-    """Return an error for every block of a file that isn't what was saved, in the order of the file."""
-    block_nbytes = part.origin.block_nbytes
-    extents = list(_extents_of(part, number))
-    ranges = [
-        BlockRange(file.name, extent.byte_begin, nbytes, at, extent.block_begin * block_nbytes)
-        for at, (tensor, held, extent) in enumerate(extents)
-        if (nbytes := extent_nbytes(tensor, held, extent, block_nbytes))
-    ]
-    requests = plan_requests(ranges, block_nbytes=block_nbytes, request_nbytes=REQUEST_NBYTES, gap_nbytes=0)
-    found: list[tuple[int, CkptError]] = []
-    lock = threading.Lock()
-
-    def take(request: Request, content: memoryview) -> None:
-        for blocks in request.ranges:
-            tensor, held, _ = extents[blocks.piece]
-            at = blocks.byte_begin - request.byte_begin
-            title = f"{tensor.field} {tensor.name[:100]!r}"
-            damages = list(iter_damages(blocks, content[at:], held.digests, block_nbytes, title=title))
-            with lock:
-                found.extend((blocks.byte_begin, damage) for damage in damages)
-                report.count(blocks.nbytes)
-
-    stream_requests(store, requests, take)
-    return [damage for _, damage in sorted(found, key=lambda pair: pair[0])]
-
-
 def _check_merge(checkpoint: Checkpoint, entries: list[PartFileEntry]) -> None:
-    """Raise unless the index follows from the parts: it may leave out nothing that a part holds. Spec: REQ-IDX-005."""
+    """Raise unless index and manifest follow from the parts: they may leave out nothing that a part holds.
+
+    Raises: FormatError(DOC_MISMATCH, MANIFEST_SUMMARY), and of merging. Spec: REQ-IDX-005, REQ-MAN-006, REQ-DEL-021.
+    """
+    manifest, parts = checkpoint.manifest, [entry.part for entry in entries]
     if merge_parts(entries) != checkpoint.index:
         raise err(
             Code.DOC_MISMATCH,
             "the index isn't the one that follows from the parts",
-            where=index_name(checkpoint.manifest.origin.attempt),
+            where=index_name(manifest.origin.attempt),
             requirement="REQ-IDX-001",
+        )
+    features, references = merge_deltas(parts)
+    for what, said, merged in (
+        ("features", manifest.features, features),
+        ("references", manifest.references, references),
+    ):
+        if said != merged:
+            raise err(
+                Code.DOC_MISMATCH,
+                f"the {what} aren't those that follow from the parts",
+                where=f"{MANIFEST_NAME}#/signed/{what}",
+                requirement="REQ-DEL-021",
+            )
+    if features and add_stored(summarise(checkpoint.index), parts) != manifest.fields:
+        raise err(
+            Code.MANIFEST_SUMMARY,
+            "stored_nbytes isn't what the parts store",
+            where=f"{MANIFEST_NAME}#/signed/fields",
+            requirement="REQ-MAN-006",
         )
 
 
-def _verify_holders(checkpoint: Checkpoint, sound: set[int], report: Report, prefix: str) -> None:
+def _verify_holders(checkpoint: Checkpoint, sound: set[int], report: Report, directory: str) -> None:
     """Check that every part that is `sound` by itself has what the index says it has."""
     for tensor in checkpoint.index.tensors:
         for box, part in tensor.sharding:
             if part in sound:
-                with report.collect(prefix):
+                with report.collect(directory):
                     checkpoint.check_stored(tensor, box, part)
     for leaf in checkpoint.index.leaves:
         if leaf.part in sound:
-            with report.collect(prefix):
+            with report.collect(directory):
                 checkpoint.stored_leaf(leaf)
     for stream in checkpoint.index.streams:
         if stream.part in sound:
-            with report.collect(prefix):
+            with report.collect(directory):
                 checkpoint.stored_stream(stream)

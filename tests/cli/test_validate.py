@@ -59,7 +59,7 @@ def test_json_says_all_of_the_report_and_keeps_own_bytes_apart(call_json, checkp
     code, answer = call_json("validate", checkpoint_path)
 
     assert code == 0
-    assert answer.keys() >= {"version", "target", "kind", "violations", "warnings", "checkpoints", "nbytes", "note"}
+    assert answer.keys() >= {"version", "target", "kind", "violations", "warnings", "checkpoints", "nbytes"}
     assert (answer["format"], answer["kind"], answer["valid"], answer["verdict"]) == (
         "0.1",
         "checkpoint",

@@ -106,7 +106,8 @@ def plan_conversion(
     if only is not None and only not in FIELDS:
         raise err(Code.ARGUMENT, f"{only!r} is none of the fields {', '.join(FIELDS)}", where="--only")
     if (from_kind, to_kind) == ("ckptfmt", "ckptfmt"):
-        raise err(Code.ARGUMENT, "both are checkpoints of ckptfmt", where=target, remedy="Copy the directory.")
+        remedy = "Copy the directory; of a delta, `python -m ckptfmt compact` makes a full one."
+        raise err(Code.ARGUMENT, "both are checkpoints of ckptfmt", where=target, remedy=remedy)
     rules = parse_rules(rules)
     if rules and from_kind not in _TORCH_FORMATS:
         raise err(Code.ARGUMENT, f"a source of kind {from_kind} has its fields already", where="--field")

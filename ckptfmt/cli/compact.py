@@ -1,0 +1,56 @@
+"""``compact``: make a full checkpoint of a delta, outside of a run or as the newest of its run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from ckptfmt.api import FULL_ALREADY, compact, open_checkpoint
+from ckptfmt.cli.console import Console, bytes_text, clean
+from ckptfmt.cli.progress import Progress
+from ckptfmt.errors import CkptError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["run_compact"]
+
+
+def run_compact(path: str, *, out: str | None, take_over: bool, bases: Sequence[str], as_json: bool) -> int:
+    """Make a delta full, print what was done, and return the exit code.
+
+    Args:
+        path: of a checkpoint, or of a run.
+        out: of the full one; None to write it into the run.
+        take_over: whether it is written into the run.
+        bases: paths of where else to look for what it reads from.
+
+    Raises: CkptError of any kind; then nothing was committed.
+    """
+
+    def total_nbytes() -> int | None:
+        """Return how much is written; in a run it is checked as well, and nobody knows how much that is."""
+        try:
+            return None if take_over else open_checkpoint(path).manifest.nbytes
+        except CkptError:
+            return None
+
+    begin_s = time.perf_counter()
+    with Progress(total_nbytes, quiet=False) as progress:
+        report = compact(path, out=out, take_over=take_over, bases=bases, on_progress=progress.advance)
+    elapsed_s = time.perf_counter() - begin_s
+    if as_json:
+        from ckptfmt.cli.versions import print_json
+
+        print_json({"source": path, **dataclasses.asdict(report), "elapsed_s": round(elapsed_s, 6)})
+        return 0
+    console = Console()
+    if report.reason == FULL_ALREADY:
+        console.line(("full already", "green bold"), f"  {clean(report.path)}: nothing was written")
+        return 0
+    done = f"step {report.step}, {bytes_text(report.nbytes)} in {elapsed_s:.2f} s"
+    console.line(("compacted", "green bold"), f"  {clean(path)} to {clean(report.path)}: {done}")
+    if take_over:
+        console.line(("  The run goes on from it; what it was made from goes with a later clean-up.", "dim"))
+    return 0

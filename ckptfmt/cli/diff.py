@@ -1,0 +1,154 @@
+"""``diff``: which tensors and values of two checkpoints differ, and by how much.
+
+Blocks are compared by their digests first; only those that differ are read, if both are cut alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from ckptfmt.api import open_checkpoint
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, share_text
+from ckptfmt.cli.progress import Progress
+from ckptfmt.documents.manifest import FIELDS
+from ckptfmt.engines.diff import Comparison, TensorDifference, ValueDifference, compare
+from ckptfmt.errors import Code, err
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptfmt.cli.console import Cell
+    from ckptfmt.engines.reader import Checkpoint
+
+__all__ = ["run_diff"]
+
+#: How many lines are shown of each kind; ``--json`` has them all.
+_SHOWN: Final = 60
+_DIGITS: Final = ".3g"
+
+
+def run_diff(one: str, other: str, *, field: str | None, bases: Sequence[str], as_json: bool) -> int:
+    """Compare two checkpoints, print how they differ, and return the exit code: 0 if they don't, 1 if they do.
+
+    Args:
+        one, other: paths of checkpoints, or of runs for their newest.
+        field: compare this field alone.
+        bases: paths of where else to look for what they read from.
+
+    Raises: CkptError of any kind where one of them can't be read.
+    """
+    if field is not None and field not in FIELDS:
+        raise err(Code.ARGUMENT, "no such field", where=field, remedy=f"One of {', '.join(FIELDS)}.")
+    begin_s = time.perf_counter()
+    with open_checkpoint(one, bases=bases) as first, open_checkpoint(other, bases=bases) as second:
+        total_nbytes = (first.manifest.nbytes + second.manifest.nbytes) // 2
+        with Progress(lambda: total_nbytes, quiet=False) as progress:
+            fields = FIELDS if field is None else (field,)
+            found = compare(first, second, fields=fields, on_progress=progress.advance)
+        elapsed_s = time.perf_counter() - begin_s
+        if as_json:
+            _print_json((one, other), (first, second), found, elapsed_s)
+        else:
+            _print_text((one, other), (first, second), found, elapsed_s)
+    return 0 if found.is_same else 1
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _print_json(
+    paths: tuple[str, str], sides: tuple[Checkpoint, Checkpoint], found: Comparison, elapsed_s: float
+) -> None:
+    from ckptfmt.cli.versions import print_json
+
+    print_json(
+        {
+            **{
+                side: {"path": path, "digest": checkpoint.digest, "step": checkpoint.step}
+                for side, path, checkpoint in zip(("a", "b"), paths, sides, strict=True)
+            },
+            "same": found.is_same,
+            "tensors": [_tensor_members(tensor) for tensor in found.tensors],
+            "values": [{**dataclasses.asdict(value), "only_in": _side(value.only_in)} for value in found.values],
+            "counts": dataclasses.asdict(found.counts),
+            "elapsed_s": round(elapsed_s, 6),
+        }
+    )
+
+
+def _tensor_members(tensor: TensorDifference) -> dict[str, Any]:
+    distance = None
+    if tensor.distance is not None:
+        distance = dataclasses.asdict(tensor.distance)
+        distance["median_ulps"] = tensor.distance.median_ulps
+        if distance["max_abs"] == math.inf:
+            distance["max_abs"] = "inf"  # JSON has no number for it
+    return {**dataclasses.asdict(tensor), "only_in": _side(tensor.only_in), "distance": distance}
+
+
+def _side(only_in: int | None) -> str | None:
+    return None if only_in is None else "ab"[only_in]
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _print_text(
+    paths: tuple[str, str], sides: tuple[Checkpoint, Checkpoint], found: Comparison, elapsed_s: float
+) -> None:
+    console = Console()
+    for field, of_field in itertools.groupby(found.tensors[:_SHOWN], key=lambda tensor: tensor.field):
+        console.title(f"{field} tensors")
+        console.table([_tensor_cells(tensor) for tensor in of_field], right=(3,))
+    if found.values:
+        console.title("values")
+        console.table([_value_cells(value) for value in found.values[:_SHOWN]])
+    rest = max(0, len(found.tensors) - _SHOWN) + max(0, len(found.values) - _SHOWN)
+    if rest:
+        console.line((f"  ... and {count_text(rest, 'difference')} more: --json shows all", "dim"))
+    if not found.is_same:
+        console.line()
+    steps = " and ".join(f"{clean(path)} (step {side.step})" for path, side in zip(paths, sides, strict=True))
+    verdict: Cell = ("the same", "green bold") if found.is_same else ("different", "yellow bold")
+    counts = found.counts
+    console.line(
+        verdict,
+        f"  {steps}: {count_text(len(found.tensors), 'tensor')} and {count_text(len(found.values), 'value')} differ",
+    )
+    compared = f"{count_text(counts.tensor_count, 'tensor')} compared"
+    blocks = f"{counts.differing_count} of {count_text(counts.block_count, 'block')} differ by digest"
+    read = f"{bytes_text(counts.read_nbytes)} read of {bytes_text(counts.content_nbytes)}"
+    console.line((f"  {compared}: {blocks}, {read} in {elapsed_s:.2f} s", "dim"))
+
+
+def _tensor_cells(tensor: TensorDifference) -> list[Cell | str]:
+    scope = f" ({tensor.scope})" if tensor.scope != "global" else ""
+    cells: list[Cell | str] = [
+        (f"{clean(tensor.name)}{scope}", "bold"), (tensor.dtype, "cyan"), str(list(tensor.global_shape))
+    ]  # fmt: skip
+    if tensor.only_in is not None:
+        return [*cells, "", (f"only in {'AB'[tensor.only_in]}", "yellow"), ""]
+    remarks = [f"{what}: {_said(one)} and {_said(other)}" for what, (one, other) in tensor.described.items()]
+    distance = tensor.distance
+    if distance is None:
+        return [*cells, "", "", ("; ".join(remarks), "yellow")]
+    changed = f"{distance.changed_count} ({share_text(distance.changed_count, distance.element_count)})"
+    sizes = [] if distance.max_abs is None else [f"by at most {format(distance.max_abs, _DIGITS)}"]
+    if distance.max_ulps is not None:
+        sizes += [f"half within {distance.median_ulps} ULP", f"all within {distance.max_ulps}"]
+    sizes += [f"{distance.nan_count} NaN"] if distance.nan_count else []
+    return [*cells, changed, ", ".join(sizes), ("; ".join(remarks), "yellow")]
+
+
+def _said(value: object) -> str:
+    return clean(", ".join(map(str, value)) or "none") if isinstance(value, tuple) else clean(str(value))
+
+
+def _value_cells(value: ValueDifference) -> list[Cell | str]:
+    scope = f" ({value.scope})" if value.scope != "global" else ""
+    where = f"only in {'AB'[value.only_in]}" if value.only_in is not None else f"at {clean(value.place)}"
+    return [(value.field, "dim"), (f"{clean(value.name)}{scope}", "bold"), (where, "yellow" if value.only_in else "")]

@@ -1,0 +1,42 @@
+"""Work that a few threads do ahead of whoever takes it, in order, and never far ahead."""
+
+from __future__ import annotations
+
+import collections
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from ckptfmt.engines.streaming import thread_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["iter_ahead"]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+#: How many results of each thread wait to be taken.
+_WAITING: Final = 2
+
+
+def iter_ahead(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield what `work` returns for each item, in their order; only a few results are there at a time.
+
+    Raises: what `work` raises, when its turn has come.
+
+    >>> list(iter_ahead(abs, [3, -1, 2]))
+    [3, 1, 2]
+    """
+    count = thread_count()
+    running: collections.deque[Any] = collections.deque()
+    with ThreadPoolExecutor(count, thread_name_prefix="ckptfmt-ahead") as threads:
+        try:
+            for item in items:
+                running.append(threads.submit(work, item))
+                if len(running) > count * _WAITING:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            threads.shutdown(wait=True, cancel_futures=True)

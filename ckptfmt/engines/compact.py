@@ -1,0 +1,203 @@
+"""Make a full checkpoint of a delta, block by block, in constant memory: the same parts, with raw shards for packs.
+
+Spec: REQ-CKP-006, REQ-CKP-007, REQ-CMT-003 to REQ-CMT-008, REQ-RUN-004, REQ-RUN-008.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from typing import TYPE_CHECKING, Final
+
+from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
+from ckptfmt.engines.ahead import iter_ahead
+from ckptfmt.engines.commit import check_vacant, decide
+from ckptfmt.engines.decoding import Decoder
+from ckptfmt.engines.image import Image, plan_image
+from ckptfmt.engines.lineage import begin_launch, check_not_fenced, find_head, open_run, wait_for_savers
+from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.engines.snapshot import Snapshot
+from ckptfmt.engines.writer import Context, write_image
+from ckptfmt.errors import Code, err
+from ckptfmt.features import REFERENCED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckptfmt.box import Box
+    from ckptfmt.documents.part import Extent, PartTensor
+    from ckptfmt.documents.tables import TensorKey
+    from ckptfmt.engines.decoding import OpenPart, StoredBox
+    from ckptfmt.store.protocol import Store
+
+__all__ = ["compact_checkpoint", "compact_run"]
+
+#: The writer features of a run that compaction has to understand, and does.
+_UNDERSTOOD: Final = frozenset({REFERENCED})
+#: How many bytes of small blocks are decoded at a time.
+_CHUNK_NBYTES: Final = 1 << 20
+#: How long to wait for what others have in their hands, in seconds.
+_DEADLINE_S: Final = 20.0
+
+
+def compact_checkpoint(
+    checkpoint: Checkpoint, store: Store, *, on_progress: Callable[[int], None] | None = None
+) -> Manifest:
+    """Write a full checkpoint outside of a run, with what another one holds.
+
+    What is interrupted leaves files that are no checkpoint; the next call in the same place removes them.
+
+    Args:
+        checkpoint: which to make full.
+        store: rooted where it goes.
+        on_progress: called with the number of bytes just written.
+
+    Raises: CommitError(CHECKPOINT_EXISTS); StoreError; what reading raises.
+    Spec: REQ-CKP-007.
+    """
+    check_vacant(store)
+    old = checkpoint.manifest.origin
+    origin = dataclasses.replace(
+        old, run_id=None, launch=None, nonce=secrets.token_hex(16), attempt=secrets.token_hex(8)
+    )
+    return _write(checkpoint, store, origin, on_progress)
+
+
+def compact_run(
+    store: Store, *, deadline_s: float = _DEADLINE_S, on_progress: Callable[[int], None] | None = None
+) -> tuple[str, Manifest, bool]:
+    """Make the head of a run full, as the first commit of a new launch, from where the run then goes on.
+
+    The new launch resumes by hand from the delta that it makes full: lineage leads through it, and a killed one leaves
+    the run where it was. Whoever is still training is fenced off, as by any newer launch.
+
+    Args:
+        store: rooted at the run, to be written.
+        deadline_s: how long to wait for saves that others have in their hands, in seconds.
+        on_progress: called with the number of bytes just checked, or written.
+
+    Returns: the name of the full checkpoint, its manifest, and whether it was made now: a head may be full already.
+    Raises: IntegrityError(NOT_COMMITTED and those of a head that isn't whole); UnsupportedError(FEATURE_UNSUPPORTED);
+        FencedError; CommitError(SAVE_PENDING and others); StoreError.
+    Spec: REQ-RUN-002, REQ-RUN-004, REQ-RUN-006, REQ-RUN-008, REQ-RUN-018.
+    """
+    if not wait_for_savers(store, deadline_s=deadline_s):
+        remedy = "Wait until the training has ended, or compact its newest checkpoint to a place of its own."
+        raise err(Code.SAVE_PENDING, "somebody is saving to this run", where=store.name, remedy=remedy)
+    name, head = find_head(store)
+    if head.profile == "full":
+        return name, head, False
+    run = open_run(store)
+    unknown = sorted(set(run.writer_features) - _UNDERSTOOD)
+    if unknown:
+        raise err(
+            Code.FEATURE_UNSUPPORTED,
+            f"compaction needs {', '.join(unknown)}; nothing was written",
+            where="run.json#/signed/features/writer",
+            requirement="REQ-CMT-025",
+        )
+    launch = begin_launch(store, run, choose=head.digest, on_progress=on_progress)
+    origin = dataclasses.replace(head.origin, launch=launch.launch, nonce=launch.nonce, attempt=secrets.token_hex(8))
+    full_name = checkpoint_name(origin.step, launch.launch)
+    check_not_fenced(store, launch.launch)
+    with Checkpoint(store.at(name), digest=head.digest) as checkpoint:
+        return full_name, _write(checkpoint, store.at(full_name), origin, on_progress), True
+
+
+def _write(checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Callable[[int], None] | None) -> Manifest:
+    """Write every part anew, and commit them.
+
+    What an error leaves isn't removed: once all parts are there, anyone may still commit them. Whoever does it again
+    removes it, after the commit; in a run the next clean-up does.
+    """
+    for number in range(origin.writer_count):
+        opened = checkpoint.open_part(number)
+        image, part = _plan(opened), opened.part
+        context = Context(
+            saved_unix_s=part.saved_unix_s, streams=part.streams, leaves=part.leaves, absent=dict(part.absent)
+        )
+        write_image(store, image, _Decoded(opened, image, on_progress), origin, context, writer=number)
+    return decide(store, origin, writer=0, deadline_s=_DEADLINE_S)
+
+
+# --- one part -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """The boxes of a tensor that a part stores; a `TensorSource` to lay out shards by."""
+
+    tensor: PartTensor
+    boxes: tuple[Box, ...]
+    replica: bool = False
+
+    field = property(lambda self: self.tensor.field)
+    name = property(lambda self: self.tensor.name)
+    dtype = property(lambda self: self.tensor.dtype)
+    global_shape = property(lambda self: self.tensor.global_shape)
+    scope = property(lambda self: self.tensor.scope)
+    storage = property(lambda self: self.tensor.storage)
+    aliases = property(lambda self: self.tensor.aliases)
+
+    def copy_into(self, box: Box, out: memoryview) -> None:
+        """Nothing is copied: blocks are decoded where they are written."""
+        raise NotImplementedError
+
+
+def _plan(opened: OpenPart) -> Image:
+    """Return the shards of a part, and everything that it holds, written or not."""
+    written = tuple(
+        _Written(tensor=tensor, boxes=tuple(box.box for box in tensor.boxes if box.extents))
+        for tensor in opened.part.tensors
+    )
+    snapshot = Snapshot(tensors=written, streams=(), leaves=(), absent={})
+    image = plan_image(snapshot, block_nbytes=opened.part.origin.block_nbytes)
+    extents: dict[tuple[TensorKey, Box], tuple[Extent, ...]] = {
+        (tensor.key, box.box): box.extents for tensor in image.tensors for box in tensor.boxes
+    }
+    tensors = tuple(
+        dataclasses.replace(
+            tensor,
+            boxes=tuple(
+                dataclasses.replace(box, extents=extents.get((tensor.key, box.box), ())) for box in tensor.boxes
+            ),
+        )
+        for tensor in opened.part.tensors
+    )
+    return dataclasses.replace(image, tensors=tensors)
+
+
+class _Decoded:
+    """The bytes of a part's image, decoded when they are written; see `ckptfmt.engines.writer.Contents`."""
+
+    def __init__(self, opened: OpenPart, image: Image, on_progress: Callable[[int], None] | None) -> None:
+        self._opened = opened
+        self._image = image
+        self._on_progress = on_progress
+        self._boxes = {(box.tensor.key, box.held.box): box for box in opened.boxes}
+
+    def iter_chunks(self, shard: int) -> Iterator[bytes | memoryview]:
+        """Yield the header, then the pieces, each block verified."""
+        yield self._image.shards[shard].header
+        for chunk in iter_ahead(self._decode, self._iter_blocks(shard)):
+            for content in chunk:
+                yield content
+                if self._on_progress is not None:
+                    self._on_progress(content.nbytes)
+
+    def digests(self) -> list[bytes]:
+        """Return the digests: those that the part has, for all its contents were compared with them."""
+        return [self._boxes[piece.key, piece.box].held.digests for piece in self._image.pieces]
+
+    def _iter_blocks(self, shard: int) -> Iterator[tuple[StoredBox, range]]:
+        """Yield the blocks of a shard in their order, a few small ones of one box together."""
+        step = max(1, _CHUNK_NBYTES // self._image.block_nbytes)
+        for piece in self._image.pieces:
+            count = -(-(piece.end - piece.begin) // self._image.block_nbytes)
+            for first in range(0, count, step) if piece.shard == shard else ():
+                yield self._boxes[piece.key, piece.box], range(first, min(first + step, count))
+
+    def _decode(self, chunk: tuple[StoredBox, range]) -> list[memoryview]:
+        box, blocks = chunk
+        decoder = Decoder()
+        return [decoder.content(self._opened, box, block) for block in blocks]

@@ -1,0 +1,261 @@
+"""Compare two checkpoints: by digests where they are cut alike, and of what differs by its elements, block by block.
+
+Spec: REQ-TEN-005, REQ-OPN-005, REQ-OPN-006.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ckptfmt.arithmetic.distance import Distance, measure
+from ckptfmt.arithmetic.plan import PieceRead, iter_chunks
+from ckptfmt.box import Box
+from ckptfmt.digest import DIGEST_NBYTES
+from ckptfmt.documents.tables import sort_key
+from ckptfmt.documents.tree import find_difference, parse_tree
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.ahead import iter_ahead
+from ckptfmt.engines.decoding import Decoder
+from ckptfmt.engines.stored import ArrayTarget, carrier_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from ckptfmt.documents.index import IndexTensor
+    from ckptfmt.documents.tables import TensorKey
+    from ckptfmt.engines.decoding import OpenPart, StoredBox
+    from ckptfmt.engines.reader import Checkpoint
+
+__all__ = ["Comparison", "Counts", "TensorDifference", "ValueDifference", "compare"]
+
+#: How many bytes of tensors that are cut otherwise are read at a time.
+_CHUNK_NBYTES: Final = 4 << 20
+#: What of a tensor must be alike for its elements to be compared; and what else is said of it.
+_KIND: Final = ("dtype", "global_shape")
+_REST: Final = ("storage", "aliases")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """A tensor that isn't the same on both sides.
+
+    Attributes:
+        only_in: 0 or 1, if one side has it alone; None if both have it.
+        described: what is said of it otherwise, such as ``dtype``, each with what either side says.
+        distance: how far its elements are from each other; None where they can't be compared.
+    """
+
+    field: str
+    name: str
+    scope: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    only_in: int | None = None
+    described: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    distance: Distance | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDifference:
+    """A plain value or a random-number stream that isn't the same on both sides.
+
+    Attributes:
+        only_in: as of a tensor.
+        place: where in the tree the first difference is; empty for all of it.
+    """
+
+    field: str
+    name: str
+    scope: str
+    only_in: int | None = None
+    place: str = ""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Counts:
+    """What it took.
+
+    Attributes:
+        tensor_count: how many tensors both sides have in one dtype and shape.
+        block_count: how many blocks of them were compared by digest.
+        differing_count: how many of these differ, and were read.
+        content_nbytes: size of the tensors of both sides.
+        read_nbytes: how many bytes of shards and packs were read for it, of both sides and of what they read from.
+    """
+
+    tensor_count: int = 0
+    block_count: int = 0
+    differing_count: int = 0
+    content_nbytes: int = 0
+    read_nbytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How two checkpoints differ, by the order of their indexes."""
+
+    tensors: tuple[TensorDifference, ...]
+    values: tuple[ValueDifference, ...]
+    counts: Counts
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.tensors and not self.values
+
+
+def compare(
+    one: Checkpoint,
+    other: Checkpoint,
+    *,
+    fields: Collection[str],
+    on_progress: Callable[[int], None] | None = None,
+) -> Comparison:
+    """Compare what two checkpoints hold, whoever wrote it when, in constant memory.
+
+    Args:
+        fields: which of the seven fields.
+        on_progress: called with the number of bytes of one side that were just compared, however.
+
+    Raises: IntegrityError; what opening bases raises; FormatError; StoreError.
+    """
+    counts = Counts()
+    tensors: list[TensorDifference] = []
+    for key in sorted(one.tensors.keys() | other.tensors.keys(), key=sort_key):
+        if key[0] in fields:
+            pair = one.tensors.get(key), other.tensors.get(key)
+            found = _compare_tensor((one, other), pair, counts)
+            tensors += [] if found is None else [found]
+            if on_progress is not None:
+                on_progress(sum(tensor.nbytes for tensor in pair if tensor is not None) // 2)
+    values = [*_compare_leaves(one, other, fields)]
+    values += _compare_streams(one, other) if "rng" in fields else ()
+    return Comparison(tensors=tuple(tensors), values=tuple(values), counts=counts)
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _compare_tensor(
+    sides: tuple[Checkpoint, Checkpoint], pair: tuple[IndexTensor | None, IndexTensor | None], counts: Counts
+) -> TensorDifference | None:
+    """Return how a tensor differs; None if it doesn't."""
+    one, other = pair
+    shown = one or other
+    assert shown is not None  # noqa: S101 - one side has it
+    difference = TensorDifference(
+        field=shown.field, name=shown.name, scope=shown.scope, dtype=shown.dtype, global_shape=shown.global_shape
+    )
+    if one is None or other is None:
+        return dataclasses.replace(difference, only_in=0 if other is None else 1)
+    described = {
+        what: (getattr(one, what), getattr(other, what))
+        for what in (*_KIND, *_REST)
+        if getattr(one, what) != getattr(other, what)
+    }
+    if described.keys() & set(_KIND):
+        return dataclasses.replace(difference, described=described)
+    counts.tensor_count += 1
+    counts.content_nbytes += one.nbytes + other.nbytes
+    is_alike = sides[0].manifest.origin.block_nbytes == sides[1].manifest.origin.block_nbytes
+    is_alike = is_alike and {box for box, _ in one.sharding} == {box for box, _ in other.sharding}
+    distance = Distance()
+    for part in (_iter_alike if is_alike else _iter_otherwise)(sides, (one, other), counts):
+        distance = distance.add(part)
+    if not distance.changed_count and not described:
+        return None
+    distance = dataclasses.replace(distance, element_count=Box.whole(one.global_shape).element_count)
+    return dataclasses.replace(difference, described=described, distance=distance)
+
+
+def _iter_alike(
+    sides: tuple[Checkpoint, Checkpoint], pair: tuple[IndexTensor, IndexTensor], counts: Counts
+) -> Iterator[Distance]:
+    """Yield how far the elements of each block are whose digests differ; of no other anything is read."""
+    parts = [dict(tensor.sharding) for tensor in pair]
+
+    def iter_blocks() -> Iterator[tuple[list[tuple[OpenPart, StoredBox]], int]]:
+        for box in parts[0]:
+            reads = [PieceRead(box, own[box], box) for own in parts]
+            found = [side.locate(tensor, read) for side, tensor, read in zip(sides, pair, reads, strict=True)]
+            digests = [np.frombuffer(box.held.digests, f"V{DIGEST_NBYTES}") for _, box in found]
+            counts.block_count += len(digests[0])
+            for block in np.flatnonzero(digests[0] != digests[1]).tolist():
+                counts.differing_count += 1
+                yield found, block
+
+    def read(task: tuple[list[tuple[OpenPart, StoredBox]], int]) -> tuple[Distance, int]:
+        found, block = task
+        decoders = [Decoder(), Decoder()]
+        contents = [decoder.content(*where, block) for decoder, where in zip(decoders, found, strict=True)]
+        read_nbytes = sum(decoder.read_nbytes for decoder in decoders)
+        return measure(contents[0], contents[1], pair[0].dtype), read_nbytes
+
+    for distance, read_nbytes in iter_ahead(read, iter_blocks()):
+        counts.read_nbytes += read_nbytes
+        yield distance
+
+
+def _iter_otherwise(
+    sides: tuple[Checkpoint, Checkpoint], pair: tuple[IndexTensor, IndexTensor], counts: Counts
+) -> Iterator[Distance]:
+    """Yield how far the elements of each chunk are, of tensors that are cut otherwise: everything is read."""
+    one, other = pair
+    element_nbytes = DTYPES[one.dtype].nbytes
+    whole = Box.whole(one.global_shape)
+    for chunk in iter_chunks(whole, element_nbytes, _CHUNK_NBYTES) if whole.element_count else ():
+        contents = []
+        for side, tensor in zip(sides, (one, other), strict=True):
+            array = np.empty(chunk.shape, carrier_of(element_nbytes))
+            target = ArrayTarget(
+                field=tensor.field,
+                name=tensor.name,
+                scope=tensor.scope,
+                dtype=tensor.dtype,
+                global_shape=tensor.global_shape,
+                boxes=(chunk,),
+                array=array,
+            )
+            counts.read_nbytes += side.read_into([target]).read_nbytes
+            contents.append(array.reshape(-1).view(np.uint8).data)
+        yield measure(contents[0], contents[1], one.dtype)
+
+
+# --- plain values -----------------------------------------------------------------------------------------------------
+
+
+def _compare_leaves(one: Checkpoint, other: Checkpoint, fields: Collection[str]) -> Iterator[ValueDifference]:
+    for key in sorted(one.leaves.keys() | other.leaves.keys(), key=sort_key):
+        if key[0] in fields:
+            values = [side.stored_leaf(side.leaves[key]).value if key in side.leaves else None for side in (one, other)]
+            yield from _compare_trees(key, *values)
+
+
+def _compare_streams(one: Checkpoint, other: Checkpoint) -> Iterator[ValueDifference]:
+    for name, scope in sorted(one.streams.keys() | other.streams.keys()):
+        entries = [side.streams.get((name, scope)) for side in (one, other)]
+        found = [
+            side.stored_stream(entry) if entry else None for side, entry in zip((one, other), entries, strict=True)
+        ]
+        if len({stream.kind for stream in found if stream is not None}) > 1:
+            yield ValueDifference(field="rng", name=name, scope=scope, place="kind")
+            continue
+        states = [None if stream is None else stream.state for stream in found]
+        yield from _compare_trees(("rng", name, scope), *states)
+
+
+def _compare_trees(key: TensorKey, one: bytes | None, other: bytes | None) -> Iterator[ValueDifference]:
+    """Yield the difference of two trees, given as bytes, where there is one."""
+    if one == other:
+        return
+    field, name, scope = key
+    only_in, place = None, ""
+    if one is None or other is None:
+        only_in = 0 if other is None else 1
+    else:
+        title = f"{field}:{name}"
+        place = find_difference(parse_tree(one, where=title), parse_tree(other, where=title)) or ""
+    yield ValueDifference(field=field, name=name, scope=scope, only_in=only_in, place=place)

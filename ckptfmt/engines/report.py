@@ -1,0 +1,168 @@
+"""What a check found: what is wrong, each thing once, and of deltas what they read from. Spec: REQ-OPN-009."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ckptfmt.errors import CkptError, Code, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ClosureMember", "FoundReference", "Report", "is_violation"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FoundReference:
+    """A checkpoint that another one reads from, and whether it is there.
+
+    Attributes:
+        checkpoint: name of the one that reads.
+        name, digest: what it refers to.
+        path: where that lies; None if it isn't there.
+        reason: why it isn't: ``BASE_MISSING`` or ``BASE_MISMATCH``; empty if it is.
+    """
+
+    checkpoint: str
+    name: str
+    digest: str
+    path: str | None
+    reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the members for programs."""
+        return {**dataclasses.asdict(self), "found": self.path is not None, "reason": self.reason or None}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClosureMember:
+    """A checkpoint that was checked because another one reads from it.
+
+    Attributes:
+        nbytes: how many bytes of it were read and compared with a digest.
+        violation_count: what is wrong with it by itself.
+    """
+
+    name: str
+    digest: str
+    nbytes: int
+    violation_count: int
+
+    @property
+    def valid(self) -> bool:
+        """Whether nothing was found wrong with it."""
+        return not self.violation_count
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the members for programs."""
+        return {**dataclasses.asdict(self), "valid": self.valid}
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Report:
+    """What a check found.
+
+    Attributes:
+        target: name of what was checked.
+        kind: ``checkpoint`` or ``run``.
+        violations: what breaks the specification, each as an error with code, place, clause and remedy; those of the
+            closure among them, their places below the names of its checkpoints.
+        warnings: what is allowed, and worth knowing.
+        checkpoints: names of the checkpoints that were checked, with their manifest digests; the closure's aren't here.
+        references: what these read from.
+        closure: the checkpoints that were checked for their sake.
+        nbytes: how many bytes were read and compared with a digest, the closure's among them.
+        on_progress: called with the number of bytes just checked.
+    """
+
+    target: str
+    kind: str
+    violations: list[CkptError] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    checkpoints: dict[str, str] = dataclasses.field(default_factory=dict)
+    references: list[FoundReference] = dataclasses.field(default_factory=list)
+    closure: list[ClosureMember] = dataclasses.field(default_factory=list)
+    nbytes: int = 0
+    on_progress: Callable[[int], None] | None = None
+    _known: set[tuple[object, ...]] = dataclasses.field(default_factory=set)
+
+    def count(self, nbytes: int) -> None:
+        """Note that so many bytes were checked."""
+        self.nbytes += nbytes
+        if self.on_progress is not None:
+            self.on_progress(nbytes)
+
+    def add(self, error: CkptError) -> None:
+        """Note what is wrong; what is known already isn't said again, though several need it."""
+        known = (error.code, error.where, error.detail)
+        if known not in self._known:
+            self._known.add(known)
+            self.violations.append(error)
+
+    def absorb(self, other: Report) -> None:
+        """Take over what another report found, on the way to the same end."""
+        for error in other.violations:
+            self.add(error)
+        self.warnings += other.warnings
+        self.checkpoints.update(other.checkpoints)
+        self.references += other.references
+        self.closure += other.closure
+        self.nbytes += other.nbytes
+
+    @property
+    def valid(self) -> bool:
+        """Whether nothing was found wrong."""
+        return not self.violations
+
+    @property
+    def own_nbytes(self) -> int:
+        """How many bytes were checked of the target itself."""
+        return self.nbytes - sum(member.nbytes for member in self.closure)
+
+    @property
+    def own_violation_count(self) -> int:
+        """What is wrong with the target itself."""
+        return len(self.violations) - sum(member.violation_count for member in self.closure)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the report as a JSON-ready mapping."""
+        return {
+            "target": self.target,
+            "kind": self.kind,
+            "valid": self.valid,
+            "violations": [violation.as_json() for violation in self.violations],
+            "warnings": self.warnings,
+            "checkpoints": self.checkpoints,
+            "nbytes": self.nbytes,
+            "references": [reference.as_json() for reference in self.references],
+            "closure": [member.as_json() for member in self.closure],
+        }
+
+    def collect(self, directory: str = "") -> _Collector:
+        """Return a context that adds an error to the violations instead of raising it.
+
+        Args:
+            directory: stands before its place.
+        """
+        return _Collector(self, directory)
+
+
+def is_violation(error: BaseException | None) -> bool:
+    """Return whether an error says something of what is checked, and not of who checks or of the store."""
+    return isinstance(error, CkptError) and not isinstance(error, StoreError) and error.code != Code.FLOAT_ENVIRONMENT
+
+
+class _Collector:
+    def __init__(self, report: Report, directory: str) -> None:
+        self._report = report
+        self._directory = directory
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, CkptError) or not is_violation(error):
+            return False
+        self._report.add(error.below(self._directory) if self._directory else error)
+        return True

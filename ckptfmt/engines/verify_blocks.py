@@ -1,0 +1,245 @@
+"""Check blocks: raw ones by the file, encoded ones decoded together with what they need of each other.
+
+Spec: REQ-OPN-006, REQ-OPN-009, REQ-DEL-005, REQ-DEL-007, REQ-DEL-008, REQ-DEL-022.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import TYPE_CHECKING, TypeAlias
+
+from ckptfmt.arithmetic.plan import BlockRange, plan_requests
+from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.documents.part import extent_nbytes
+from ckptfmt.engines.ahead import iter_ahead
+from ckptfmt.engines.closure import Library
+from ckptfmt.engines.decoding import Decoder, iter_runs
+from ckptfmt.engines.reading import unit_of
+from ckptfmt.engines.report import is_violation
+from ckptfmt.engines.stored import iter_damages
+from ckptfmt.engines.streaming import REQUEST_NBYTES, stream_requests
+from ckptfmt.errors import CkptError, Code, err
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ckptfmt.arithmetic.plan import Request
+    from ckptfmt.documents.part import Extent
+    from ckptfmt.engines.decoding import OpenPart, Run, StoredBox
+
+__all__ = ["Done", "find_damages", "find_undecodable"]
+
+#: The encoded blocks that were decoded already: by manifest digest, number of the part and of the box.
+Done: TypeAlias = "dict[tuple[str, int, int], set[int]]"
+#: Blocks that are decoded together: whose they are, and the number of each.
+_Unit: TypeAlias = "list[tuple[Run, int]]"
+
+
+# --- a file -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Expected:
+    """What a range of a file should be: raw blocks, or, with a digest, what one encoded block is stored as."""
+
+    box: StoredBox
+    block: int
+    stored_digest: bytes = b""
+
+    @property
+    def title(self) -> str:
+        """The tensor, for messages."""
+        return f"{self.box.tensor.field} {self.box.tensor.name[:100]!r}"
+
+
+def find_damages(
+    opened: OpenPart, number: int, count: Callable[[int], None], *, with_stored: bool = False
+) -> list[CkptError]:
+    """Return an error for every block of a file that isn't what was saved, in the order of the file.
+
+    Args:
+        number: of the file in the part.
+        count: is told how many bytes were checked.
+        with_stored: whether encoded blocks are compared with the digests of what they are stored as; else they are
+            left to `find_undecodable`.
+
+    Raises: StoreError.
+    """
+    name, block_nbytes = opened.part.files[number].name, opened.part.origin.block_nbytes
+    expected: list[_Expected] = []
+    ranges: list[BlockRange] = []
+    for begin, nbytes, row in _iter_expected(opened, number, with_stored=with_stored):
+        ranges.append(BlockRange(name, begin, nbytes, len(expected), row.block * block_nbytes))
+        expected.append(row)
+    requests = plan_requests(ranges, block_nbytes=block_nbytes, request_nbytes=REQUEST_NBYTES, gap_nbytes=0)
+    found: list[tuple[int, CkptError]] = []
+    lock = threading.Lock()
+
+    def take(request: Request, content: memoryview) -> None:
+        for blocks in request.ranges:
+            at = blocks.byte_begin - request.byte_begin
+            damages = list(_iter_wrong(expected[blocks.piece], blocks, content[at : at + blocks.nbytes], block_nbytes))
+            with lock:
+                found.extend((blocks.byte_begin, damage) for damage in damages)
+                count(blocks.nbytes)
+
+    stream_requests(opened.checkpoint.store, requests, take)
+    return [damage for _, damage in sorted(found, key=lambda pair: pair[0])]
+
+
+def _iter_expected(opened: OpenPart, number: int, *, with_stored: bool) -> Iterator[tuple[int, int, _Expected]]:
+    """Yield first byte, size and contents of what a file has."""
+    for box in opened.boxes:
+        for extent in box.held.extents:
+            if extent.file == number and extent.encoding == "raw":
+                nbytes = extent_nbytes(box.tensor, box.held, extent, opened.part.origin.block_nbytes)
+                if nbytes:
+                    yield extent.byte_begin, nbytes, _Expected(box=box, block=extent.block_begin)
+            elif extent.file == number and with_stored:
+                yield from _iter_stored(box, extent)
+
+
+def _iter_stored(box: StoredBox, extent: Extent) -> Iterator[tuple[int, int, _Expected]]:
+    begin = extent.byte_begin
+    for at, nbytes in enumerate(extent.stored_nbytes):
+        digest = extent.stored_digests[at * DIGEST_NBYTES : (at + 1) * DIGEST_NBYTES]
+        if nbytes:
+            yield begin, nbytes, _Expected(box=box, block=extent.block_begin + at, stored_digest=digest)
+        begin += nbytes
+
+
+def _iter_wrong(expected: _Expected, blocks: BlockRange, content: memoryview, block_nbytes: int) -> Iterator[CkptError]:
+    if not expected.stored_digest:
+        yield from iter_damages(blocks, content, expected.box.held.digests, block_nbytes, title=expected.title)
+    elif digest_bytes(content) != expected.stored_digest:
+        yield err(
+            Code.BLOCK_DIGEST,
+            f"block {expected.block} of {expected.title} isn't stored as it was saved",
+            where=f"{blocks.path}[{blocks.byte_begin}:{blocks.byte_end}]",
+            requirement="REQ-DEL-007",
+        )
+
+
+# --- a part -----------------------------------------------------------------------------------------------------------
+
+
+def find_undecodable(
+    opened: OpenPart, done: Done, count: Callable[[int], None], *, with_bases: bool
+) -> list[CkptError]:
+    """Return an error for every block of a part that doesn't decode to what was saved, in the order of its boxes.
+
+    Args:
+        done: what was decoded before, which isn't again; what is decoded now is added, blocks of bases too.
+        count: is told how many bytes were checked: of what blocks are stored as.
+        with_bases: whether what this part needs of its bases is checked as well, and damage there is told; else the
+            bases are checked by themselves.
+
+    Raises: StoreError; StateError(FLOAT_ENVIRONMENT).
+    """
+    plan = _Plan(opened, with_bases=with_bases)
+    damages = plan.damages + plan.check_ranges(count)
+    units = []
+    for unit in plan.units.values():
+        units.append([(run, block) for run, block in unit if block not in done.get(_key(run.opened, run.box), ())])
+        count(sum(run.extent.stored_nbytes[block - run.extent.block_begin] for run, block in unit))
+    for wrong, decoded in iter_ahead(_decode, [unit for unit in units if unit]):
+        damages += wrong
+        for opened_by, box, block in decoded:
+            done.setdefault(_key(opened_by, box), set()).add(block)
+    # Of whoever has a file, the attempt is in its name: what is wrong in a base is said once, there.
+    attempt = opened.part.origin.attempt
+    return [damage for damage in damages if with_bases or damage.where is None or attempt in damage.where]
+
+
+def _key(opened: OpenPart, box: StoredBox) -> tuple[str, int, int]:
+    return opened.checkpoint.digest, opened.part.writer, box.row
+
+
+class _Plan:
+    """What has to be read to know all blocks of a part that aren't raw in a file of its own.
+
+    Attributes:
+        units: encoded blocks, those that need each other together.
+        damages: why blocks aren't among them.
+    """
+
+    def __init__(self, opened: OpenPart, *, with_bases: bool) -> None:
+        self.units: dict[tuple[int, int, int], _Unit] = {}
+        self.damages: list[CkptError] = []
+        self._checkpoint = opened.checkpoint
+        self._library = Library(opened.checkpoint)
+        self._runs: list[Run] = []
+        for box in opened.boxes:
+            for extent in box.held.extents:
+                if extent.encoding != "raw":
+                    self._add(opened, box, extent, with_bases=with_bases)
+
+    def _add(self, opened: OpenPart, box: StoredBox, extent: Extent, *, with_bases: bool) -> None:
+        last = extent.block_begin + extent.block_count
+        try:
+            runs = list(iter_runs(opened, box, extent.block_begin, last))
+        except CkptError as error:
+            if not is_violation(error):
+                raise
+            self.damages.append(error)
+            return
+        for run in runs:
+            if run.opened is not opened and not with_bases:
+                continue
+            if run.extent.encoding == "raw":
+                self._runs.append(run)
+                continue
+            for block in range(run.first, run.last):
+                self.units.setdefault(unit_of(run, block), []).append((run, block))
+
+    def check_ranges(self, count: Callable[[int], None]) -> list[CkptError]:
+        """Return an error for every raw block of a base that is needed, and isn't what was saved."""
+        block_nbytes = self._checkpoint.manifest.origin.block_nbytes
+        found: list[tuple[int, CkptError]] = []
+        lock = threading.Lock()
+
+        def take(request: Request, content: memoryview) -> None:
+            for blocks in request.ranges:
+                at = blocks.byte_begin - request.byte_begin
+                box = self._runs[blocks.piece].box
+                row = _Expected(box=box, block=self._runs[blocks.piece].first)
+                damages = list(_iter_wrong(row, blocks, content[at : at + blocks.nbytes], block_nbytes))
+                with lock:
+                    found.extend((blocks.piece, damage) for damage in damages)
+                    count(blocks.nbytes)
+
+        try:
+            requests = self._checkpoint.plan_requests(self._library, map(self._range_of, range(len(self._runs))))
+        except CkptError as error:
+            if not is_violation(error):
+                raise
+            return [error]
+        stream_requests(self._library, requests, take)
+        return [damage for _, damage in sorted(found, key=lambda pair: pair[0])]
+
+    def _range_of(self, number: int) -> BlockRange:
+        run = self._runs[number]
+        assert run.extent.file is not None  # noqa: S101 - raw blocks are in a file
+        part = run.opened.part
+        block_nbytes = part.origin.block_nbytes
+        return BlockRange(
+            path=self._library.add(run.opened.checkpoint, part, part.files[run.extent.file].name),
+            byte_begin=run.extent.byte_begin + (run.first - run.extent.block_begin) * block_nbytes,
+            nbytes=min(run.last * block_nbytes, run.box.nbytes) - run.first * block_nbytes,
+            piece=number,
+            piece_byte_begin=run.first * block_nbytes,
+        )
+
+
+def _decode(unit: _Unit) -> tuple[list[CkptError], list[tuple[OpenPart, StoredBox, int]]]:
+    """Return what is wrong with a unit, and what was decoded for it."""
+    decoder, wrong = Decoder(), []
+    for run, block in unit:
+        try:
+            decoder.content(run.opened, run.box, block)
+        except CkptError as error:
+            if not is_violation(error):
+                raise
+            wrong.append(error)
+    return wrong, decoder.blocks
