@@ -5,7 +5,9 @@ Spec: REQ-DEL-005, REQ-DEL-007, REQ-DEL-008, REQ-DEL-011, REQ-DEL-022, REQ-DEL-0
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Final
 
 from ckptfmt.arithmetic import encodings, prediction
@@ -55,7 +57,15 @@ class StoredBox:
 
     def extent_of(self, block: int) -> Extent:
         """Return the extent that has a block."""
-        return next(e for e in self.held.extents if e.block_begin <= block < e.block_begin + e.block_count)
+        return self.held.extents[self._find(block)]
+
+    def extents_of(self, first: int, last: int) -> tuple[Extent, ...]:
+        """Return the extents that have something of the blocks ``[first, last)``, at least one of them."""
+        return self.held.extents[self._find(first) : self._find(last - 1) + 1]
+
+    def _find(self, block: int) -> int:
+        """Return the number of the extent that has a block: they hold each block once, in order."""
+        return bisect.bisect_right(self.held.extents, block, key=lambda extent: extent.block_begin) - 1
 
     def digests_of(self, first: int, last: int) -> bytes:
         """Return the digests of the content of blocks ``[first, last)``."""
@@ -67,7 +77,7 @@ class OpenPart:
     """A part of an opened checkpoint, with its rows by name: what it wrote of each tensor, by box.
 
     Attributes:
-        boxes: all boxes of the part, by row; None for what another writer wrote.
+        boxes: all boxes of the part, by row.
     """
 
     checkpoint: Checkpoint
@@ -76,6 +86,13 @@ class OpenPart:
     streams: dict[tuple[str, str], Stream]
     leaves: dict[TensorKey, Leaf]
     boxes: tuple[StoredBox, ...]
+    _ends: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def begin_of(self, extent: Extent, number: int) -> int:
+        """Return where the stored bytes of an encoded block begin in their file, given its number in the extent."""
+        if id(extent) not in self._ends:
+            self._ends[id(extent)] = tuple(itertools.accumulate(extent.stored_nbytes))
+        return extent.byte_begin + (self._ends[id(extent)][number - 1] if number else 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +148,8 @@ def iter_runs(opened: OpenPart, box: StoredBox, first: int, last: int) -> Iterat
 
     Raises: as `Decoder.content`, but for what only the bytes of blocks show.
     """
-    for extent in box.held.extents:
+    for extent in box.extents_of(first, last):
         begin, end = max(first, extent.block_begin), min(last, extent.block_begin + extent.block_count)
-        if begin >= end:
-            continue
         if extent.encoding != "same":
             yield Run(first=begin, last=end, opened=opened, box=box, extent=extent)
             continue
@@ -254,7 +269,7 @@ class Decoder:
             begin = extent.byte_begin + number * opened.part.origin.block_nbytes
             nbytes = self._block_nbytes(opened, box, block)
         else:
-            begin = extent.byte_begin + sum(extent.stored_nbytes[:number])
+            begin = opened.begin_of(extent, number)
             nbytes = extent.stored_nbytes[number]
         self.read_nbytes += nbytes
         self.request_count += 1
