@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from typing import TYPE_CHECKING
@@ -12,16 +13,17 @@ from ckptfmt.documents.pins import Pins
 from ckptfmt.engines.commit import check_base, create_once
 from ckptfmt.engines.decoding import Decoder
 from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.errors import CkptError, Code
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ckptfmt.documents.manifest import Manifest, Origin
     from ckptfmt.documents.part import Part
     from ckptfmt.engines.image import Image
     from ckptfmt.store.protocol import Store
 
-__all__ = ["Base", "BaseContents", "pin_base"]
+__all__ = ["Base", "BaseContents", "pin_base", "unpinned_after_error"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,6 +58,19 @@ def pin_base(store: Store, origin: Origin, writer: int, base: Base) -> tuple[Ref
     for reference in references:
         check_base(store, reference)
     return references
+
+
+@contextlib.contextmanager
+def unpinned_after_error(store: Store, origin: Origin, writer: int) -> Iterator[None]:
+    """Take the pins of a writer away if its part isn't written: nothing will be read, and bases would stay for it."""
+    try:
+        yield
+    except Exception as error:
+        # Of what is unknown the part may be there, or still come.
+        if not isinstance(error, CkptError) or error.code not in (Code.STORE_NO_ANSWER, Code.COMMIT_UNKNOWN):
+            with contextlib.suppress(CkptError):
+                store.delete(pins_path(origin.attempt, writer))
+        raise
 
 
 class BaseContents:

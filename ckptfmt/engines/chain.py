@@ -11,7 +11,7 @@ import numpy as np
 from ckptfmt.arithmetic import encodings
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.manifest import Reference, checkpoint_name
-from ckptfmt.engines.base import Base, pin_base
+from ckptfmt.engines.base import Base, pin_base, unpinned_after_error
 from ckptfmt.engines.delta import Delta
 from ckptfmt.engines.policy import DeltaOptions, History, Plan, plan_save
 from ckptfmt.engines.writer import Contents, Context, write_image, write_part_file
@@ -105,9 +105,10 @@ class Chain:
             except IntegrityError as error:
                 plan = Plan(fields=None, reason=f"the base can't be had: {error}")
             else:
-                self._next, told = self._write_delta(
-                    store, origin, writer, snapped, base=base, references=references, plan=plan, options=options
-                )
+                with unpinned_after_error(store, origin, writer):
+                    self._next, told = self._write_delta(
+                        store, origin, writer, snapped, base=base, references=references, plan=plan, options=options
+                    )
                 self._note_delta(told, time.monotonic() - begin_s, options)
                 return plan
         opened = contents()

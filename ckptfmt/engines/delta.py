@@ -27,8 +27,8 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.base import BaseContents
 from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.groups import Snapshotted, find_groups
-from ckptfmt.errors import CkptError, Code
-from ckptfmt.features import NEEDS_BASE
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.features import NEEDS_BASE, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -265,6 +265,9 @@ class Delta:
         end = min(piece.end, begin + self._image.block_nbytes)
         self._wait(end)
         content = self._view[begin:end]
+        known = self._stored.get((number, block))
+        if known is not None:
+            return self._encode_again(number, block, content, known)
         digest = digest_bytes(content)
         at = slice(block * DIGEST_NBYTES, (block + 1) * DIGEST_NBYTES)
         if digest == self._base.digests[number][at]:
@@ -292,6 +295,23 @@ class Delta:
             stored_digest=b"" if is_raw else digest_bytes(chosen.stored),
         )
         return content if is_raw else chosen.stored
+
+    def _encode_again(self, number: int, block: int, content: memoryview, known: Stored) -> bytes | memoryview:
+        """Return a block as it was stored in a try that the store didn't answer: perhaps that one is there.
+
+        Raises: StoreError(STORE_NO_ANSWER) if it comes out otherwise; then nobody knows what is there.
+        """
+        if known.encoding in PLAIN:
+            return content if known.encoding == "raw" else b""
+        if known.predicted:
+            choice = self._predict(self._groups[number], number, block, content)
+            stored = b"" if choice is None else choice.stored
+        else:
+            base, dtype = self._contents.content(number, block), self._dtypes[self._image.pieces[number].key]
+            stored = encodings.encode(known.encoding, content, dtype=dtype, base=base)
+        if digest_bytes(stored) != known.stored_digest:
+            raise err(Code.STORE_NO_ANSWER, "a block encoded twice isn't the same, and the first may be there")
+        return stored
 
     def _choose(self, number: int, block: int, content: memoryview) -> _Choice:
         """Return what stores a block in the fewest bytes, having seen that it decodes to the same."""

@@ -17,7 +17,8 @@ from ckptfmt.documents.pins import Pins
 from ckptfmt.engines.commit import CONDEMNED, finalize, read_register
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.retention import clean_up
-from ckptfmt.errors import CkptError, Code
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store.memory import Loss
 from tests.builders import code_of, error_of, leaf, snapshot, tensor
 from tests.chains import SMALLEST, Saving
 from tests.engines.test_oracle import (
@@ -583,3 +584,34 @@ def test_what_reads_the_base_is_the_one_that_has_it():
     (extent,) = part.tensors[0].boxes[0].extents
     assert extent.reference is not None
     assert part.references[extent.reference].name == checkpoint_name(1, 1)
+
+
+# --- stores that fail -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", Loss)
+@pytest.mark.parametrize("path_end", [".pack", ".msgpack", ".pins.json"])
+def test_a_call_without_an_answer_is_repeated_with_the_same_bytes(cast, loss, path_end):
+    saving, master = cast
+    saving.store.inject(loss, path_end=path_end)
+    master = master * np.float32(1.01)
+    saving.save(3, mixed(master))
+    saving.store.land()
+    assert saving.open(3).read("optimizer", "master/w").tobytes() == master.tobytes()
+    assert saving.open(3).read("weights", "w").tobytes() == master.astype(ml_dtypes.bfloat16).tobytes()
+
+
+def test_a_delta_that_could_not_be_written_leaves_no_pack_and_no_pin(chain, monkeypatch):
+    saving, _ = chain
+    monkeypatch.setattr("ckptfmt.engines.chain.write_part_file", _full)
+    with pytest.raises(CkptError):
+        saving.write(4, [state({"w": some()})])
+    monkeypatch.setattr("ckptfmt.engines.delta.Delta._digest_rest", _full)
+    with pytest.raises(CkptError):
+        saving.write(5, [state({"w": some()})])
+    assert saving.place(5).list("") == []
+    assert not [path for path in saving.place(4).list("") if "pins" in path]
+
+
+def _full(*_):
+    raise err(Code.NO_SPACE, "no space")
