@@ -31,12 +31,16 @@ demo: venv  ## the whole story on this machine, in about a minute
 	@$(BIN)/python -m ckptfmt demo
 
 .PHONY: test
-test: venv  ## the whole suite, the slow tests and the examples in docstrings too
+test: venv  ## the suite, the slow tests and the examples in docstrings too
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: test-fast
 test-fast: venv  ## the suite without what is marked slow
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow'
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow and not exhaustive'
+
+.PHONY: test-exhaustive
+test-exhaustive: venv  ## what `make test` leaves out: minutes of what other tests sample
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m exhaustive
 
 .PHONY: lint
 lint: venv  ## ruff: rules and format

@@ -56,6 +56,7 @@ def test_each_source_is_valid(covered, scratch, node):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("pair", MORE_PAIRS, ids=lambda pair: pair_name(*pair))
 def test_pair_of_more(covered_more, pair):
     assert_taken(covered_more, *pair)
