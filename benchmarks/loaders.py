@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from unittest import mock
 
 import safetensors
@@ -217,8 +217,8 @@ def _copy_into(tensors: Tensors, loaded: Tensors) -> Tensors:
 def without_verifying() -> Iterator[None]:
     """Let what `ckptfmt.load` reads meanwhile go unverified: nobody else can ask for that."""
 
-    def open_unverified(store: Store) -> Checkpoint:
-        checkpoint = Checkpoint(store)
+    def open_unverified(store: Store, **members: Any) -> Checkpoint:
+        checkpoint = Checkpoint(store, **members)
         checkpoint.is_verifying = False
         return checkpoint
 

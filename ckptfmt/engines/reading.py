@@ -37,13 +37,14 @@ class Reading:
     Attributes:
         pieces: what is read, each piece once.
         ranges: which raw blocks of them this process reads for itself alone.
+        library: the files that they are in.
         units: what is decoded: lists of blocks, each a piece's number and the block's.
     """
 
     def __init__(self, checkpoint: Checkpoint, pieces: list[StoredPiece], borrow: Borrow | None) -> None:
         self.pieces = pieces
-        self._library = Library(checkpoint)
-        self.ranges, self.units = _sort_blocks(pieces, self._library)
+        self.library = Library(checkpoint)
+        self.ranges, self.units = _sort_blocks(pieces, self.library)
         self._checkpoint = checkpoint
         self._borrow = borrow
         self._rounds: Rounds | None = None
@@ -82,7 +83,7 @@ class Reading:
 
     def _read(self, ranges: list[BlockRange], then: Take | None = None) -> None:
         """Read and take ranges; `then` is given each of them, too."""
-        requests = self._checkpoint.plan_requests(self._library, ranges)
+        requests = self._checkpoint.plan_requests(self.library, ranges)
 
         def take(request: Request, content: memoryview) -> None:
             for blocks in request.ranges:
@@ -95,7 +96,7 @@ class Reading:
         self._request_count += len(requests)
         self._read_nbytes += sum(request.nbytes for request in requests)
         self._verified_nbytes += sum(blocks.nbytes for blocks in ranges)
-        buffer_nbytes = stream_requests(self._library, requests, take, borrow=self._borrow)
+        buffer_nbytes = stream_requests(self.library, requests, take, borrow=self._borrow)
         self._buffer_nbytes = max(self._buffer_nbytes, buffer_nbytes)
 
     def _decode(self) -> None:

@@ -475,6 +475,7 @@ def record(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_goal_has_a_number(record):
     assert record["ratios"].keys() >= RATIOS
     assert all(type(ratio) is float and ratio > 0 for ratio in record["ratios"].values())
@@ -483,6 +484,7 @@ def test_every_goal_has_a_number(record):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_setting_has_its_floor_and_every_contestant(record):
     rows = {(row["setting"], row["state"]): row for row in record["rounds"]["coding_1"]}
 
@@ -499,6 +501,7 @@ def test_every_setting_has_its_floor_and_every_contestant(record):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_setting_that_a_ratio_is_of_counts_with_its_worst(record):
     rows = record["rounds"]["coding_1"]
     clipped = [row["coded"]["ckptfmt"]["vs_raw"] for row in rows if row["setting"].startswith("adamw-clipped-")]
