@@ -20,15 +20,18 @@ Result = TypeVar("Result")
 _WAITING: Final = 2
 
 
-def iter_ahead(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def iter_ahead(work: Callable[[Item], Result], items: Iterable[Item], *, count: int | None = None) -> Iterator[Result]:
     """Yield what `work` returns for each item, in their order; only a few results are there at a time.
+
+    Args:
+        count: of threads; `thread_count` if None.
 
     Raises: what `work` raises, when its turn has come.
 
     >>> list(iter_ahead(abs, [3, -1, 2]))
     [3, 1, 2]
     """
-    count = thread_count()
+    count = thread_count() if count is None else count
     running: collections.deque[Any] = collections.deque()
     with ThreadPoolExecutor(count, thread_name_prefix="ckptfmt-ahead") as threads:
         try:

@@ -11,7 +11,7 @@ from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.manifest import Reference, pins_path
 from ckptfmt.documents.pins import Pins
 from ckptfmt.engines.commit import check_base, create_once
-from ckptfmt.engines.decoding import Decoder
+from ckptfmt.engines.decoding import Decoder, join_blocks
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code
 
@@ -98,12 +98,7 @@ class BaseContents:
 
     def elements(self, number: int, elements: range, width: int) -> memoryview:
         """Return elements of a piece."""
-        block_nbytes = self._image.block_nbytes
-        begin, end = elements.start * width, elements.stop * width
-        blocks = range(begin // block_nbytes, -(-end // block_nbytes))
-        found = [self.content(number, block) for block in blocks]
-        whole = found[0] if len(found) == 1 else memoryview(b"".join(found))
-        return whole[begin - blocks.start * block_nbytes : end - blocks.start * block_nbytes]
+        return join_blocks(lambda block: self.content(number, block), elements, width, self._image.block_nbytes)
 
     def close(self) -> None:
         """Let go of the base's files."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from ckptfmt.arithmetic.plan import BlockRange
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
 from ckptfmt.engines.commit import read_register
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, UnsupportedError, err
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.part import Part
+    from ckptfmt.engines.decoding import Run
     from ckptfmt.engines.reader import Checkpoint
     from ckptfmt.store.protocol import RangeReader, Store
 
@@ -125,6 +127,19 @@ class Library:
                 path = f"{checkpoint.digest}/{name}"
         self._files[path] = checkpoint, part, name
         return path
+
+    def range_of(self, run: Run, piece: int) -> BlockRange:
+        """Return where the blocks of a run are, which are raw; `piece` is a number of the caller's."""
+        assert run.extent.file is not None  # noqa: S101 - raw blocks are in a file
+        part = run.opened.part
+        block_nbytes = part.origin.block_nbytes
+        return BlockRange(
+            path=self.add(run.opened.checkpoint, part, part.files[run.extent.file].name),
+            byte_begin=run.extent.byte_begin + (run.first - run.extent.block_begin) * block_nbytes,
+            nbytes=min(run.last * block_nbytes, run.box.nbytes) - run.first * block_nbytes,
+            piece=piece,
+            piece_byte_begin=run.first * block_nbytes,
+        )
 
     def check(self, path: str) -> None:
         """Compare size and header of a file with its part, once. Raises: IntegrityError. Spec: REQ-OPN-011."""

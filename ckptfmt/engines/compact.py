@@ -10,6 +10,7 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
+from ckptfmt.documents.tables import block_count
 from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.commit import check_vacant, decide
 from ckptfmt.engines.decoding import Decoder
@@ -193,7 +194,7 @@ class _Decoded:
         """Yield the blocks of a shard in their order, a few small ones of one box together."""
         step = max(1, _CHUNK_NBYTES // self._image.block_nbytes)
         for piece in self._image.pieces:
-            count = -(-(piece.end - piece.begin) // self._image.block_nbytes)
+            count = block_count(piece.end - piece.begin, self._image.block_nbytes)
             for first in range(0, count, step) if piece.shard == shard else ():
                 yield self._boxes[piece.key, piece.box], range(first, min(first + step, count))
 

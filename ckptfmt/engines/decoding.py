@@ -19,14 +19,14 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ckptfmt.documents.deltas import Group
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.part import Extent, Leaf, Part, PartBox, PartTensor, Stream
     from ckptfmt.engines.reader import Checkpoint
 
-__all__ = ["Decoder", "OpenPart", "Run", "StoredBox", "iter_runs", "open_part"]
+__all__ = ["Decoder", "OpenPart", "Run", "StoredBox", "iter_runs", "join_blocks", "open_part"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,13 +251,8 @@ class Decoder:
 
     def _elements(self, opened: OpenPart, box: StoredBox, elements: range) -> memoryview:
         """Return the bytes of some elements of a box."""
-        width, block_nbytes = box.element_nbytes, opened.part.origin.block_nbytes
-        begin, end = elements.start * width, elements.stop * width
-        blocks = range(begin // block_nbytes, -(-end // block_nbytes))
-        found = [self.content(opened, box, block) for block in blocks]
-        whole = found[0] if len(found) == 1 else memoryview(b"".join(found))
-        first = blocks.start * block_nbytes
-        return whole[begin - first : end - first]
+        block_nbytes = opened.part.origin.block_nbytes
+        return join_blocks(lambda block: self.content(opened, box, block), elements, box.element_nbytes, block_nbytes)
 
     def _read(self, opened: OpenPart, box: StoredBox, extent: Extent, block: int) -> _Found:
         """Return what a block is stored as, not yet verified."""
@@ -306,6 +301,18 @@ def _find_base(opened: OpenPart, box: StoredBox, reference: Reference) -> tuple[
     if stored is None:
         raise _no_base(opened, box, f"isn't stored by the part of {reference.name} that should have it")
     return base, stored
+
+
+def join_blocks(
+    content_of: Callable[[int], memoryview], elements: range, element_nbytes: int, block_nbytes: int
+) -> memoryview:
+    """Return the bytes of some elements of a box, given what returns its blocks by their numbers."""
+    begin, end = elements.start * element_nbytes, elements.stop * element_nbytes
+    blocks = range(begin // block_nbytes, -(-end // block_nbytes))
+    found = [content_of(block) for block in blocks]
+    whole = found[0] if len(found) == 1 else memoryview(b"".join(found))
+    first = blocks.start * block_nbytes
+    return whole[begin - first : end - first]
 
 
 def _reference_of(opened: OpenPart, number: int | None) -> Reference:

@@ -7,7 +7,6 @@ written. Spec: REQ-DEL-001 to REQ-DEL-012, REQ-CMT-035, REQ-CMT-031.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -15,15 +14,16 @@ import itertools
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ckptfmt.arithmetic import encodings, prediction
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.deltas import Group
 from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.part import PACK_HEADER, Extent, Part, PartFile, PartTensor
+from ckptfmt.documents.tables import block_count
 from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.base import BaseContents
 from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.groups import Snapshotted, find_groups
@@ -47,8 +47,6 @@ __all__ = ["Delta", "Stored"]
 
 #: How many blocks a thread takes at once: comparing one alone takes hardly longer than handing it over.
 _TOGETHER: Final = 4
-#: How often as many blocks are encoded ahead of those that are written, for each thread.
-_AHEAD: Final = 2
 #: How much more of its bytes than the last block of a piece another may take, before it is chosen for anew.
 _ALIKE: Final = 1.1
 #: Small pieces are handed to the store together, up to so many bytes.
@@ -221,7 +219,7 @@ class Delta:
             (number, block)
             for number, piece in enumerate(self._image.pieces)
             if piece.shard == shard
-            for block in range(-(-(piece.end - piece.begin) // self._image.block_nbytes))
+            for block in self._range_of(number)
         ]
 
     def _iter_stored(self, blocks: Sequence[tuple[int, int]]) -> Iterator[Buffer]:
@@ -241,19 +239,9 @@ class Delta:
 
     def _encode_all(self, blocks: Sequence[tuple[int, int]]) -> Iterator[bytes | memoryview]:
         """Yield what each block is stored as; a few threads work ahead."""
-        count = encoder_count()
-        rest = (blocks[at : at + _TOGETHER] for at in range(0, len(blocks), _TOGETHER))
-        running: collections.deque[Any] = collections.deque()
-        with ThreadPoolExecutor(count, thread_name_prefix="ckptfmt-encode") as threads:
-            try:
-                for some in rest:
-                    running.append(threads.submit(self._encode_some, some))
-                    if len(running) > count * _AHEAD:
-                        yield from running.popleft().result()
-                while running:
-                    yield from running.popleft().result()
-            finally:
-                threads.shutdown(wait=True, cancel_futures=True)
+        some = (blocks[at : at + _TOGETHER] for at in range(0, len(blocks), _TOGETHER))
+        for stored in iter_ahead(self._encode_some, some, count=encoder_count()):
+            yield from stored
 
     def _encode_some(self, blocks: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
         return [self._encode(*at) for at in blocks]
@@ -453,7 +441,7 @@ class Delta:
 
     def _range_of(self, number: int) -> range:
         piece = self._image.pieces[number]
-        return range(-(-(piece.end - piece.begin) // self._image.block_nbytes))
+        return range(block_count(piece.end - piece.begin, self._image.block_nbytes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

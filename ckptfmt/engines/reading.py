@@ -8,14 +8,14 @@ another is decoded once, and memory is bounded by a unit for each thread.
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptfmt.arithmetic.plan import BlockRange
+from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.closure import Library
 from ckptfmt.engines.decoding import Decoder, iter_runs
 from ckptfmt.engines.sharing import Peers, Rounds, Take, share_ranges
-from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests, thread_count
+from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,14 +37,14 @@ class Reading:
     Attributes:
         pieces: what is read, each piece once.
         ranges: which raw blocks of them this process reads for itself alone.
-        library: the files that they are in.
+        files: what they are in.
         units: what is decoded: lists of blocks, each a piece's number and the block's.
     """
 
     def __init__(self, checkpoint: Checkpoint, pieces: list[StoredPiece], borrow: Borrow | None) -> None:
         self.pieces = pieces
-        self.library = Library(checkpoint)
-        self.ranges, self.units = _sort_blocks(pieces, self.library)
+        self.files = Library(checkpoint)
+        self.ranges, self.units = _sort_blocks(pieces, self.files)
         self._checkpoint = checkpoint
         self._borrow = borrow
         self._rounds: Rounds | None = None
@@ -83,7 +83,7 @@ class Reading:
 
     def _read(self, ranges: list[BlockRange], then: Take | None = None) -> None:
         """Read and take ranges; `then` is given each of them, too."""
-        requests = self._checkpoint.plan_requests(self.library, ranges)
+        requests = self._checkpoint.plan_requests(self.files, ranges)
 
         def take(request: Request, content: memoryview) -> None:
             for blocks in request.ranges:
@@ -96,20 +96,13 @@ class Reading:
         self._request_count += len(requests)
         self._read_nbytes += sum(request.nbytes for request in requests)
         self._verified_nbytes += sum(blocks.nbytes for blocks in ranges)
-        buffer_nbytes = stream_requests(self.library, requests, take, borrow=self._borrow)
+        buffer_nbytes = stream_requests(self.files, requests, take, borrow=self._borrow)
         self._buffer_nbytes = max(self._buffer_nbytes, buffer_nbytes)
 
     def _decode(self) -> None:
         """Decode and hand on all units, in several threads."""
-        if not self.units:
-            return
-        with ThreadPoolExecutor(min(thread_count(), len(self.units)), thread_name_prefix="ckptfmt-decode") as threads:
-            running = [threads.submit(self._decode_unit, unit) for unit in self.units]
-            try:
-                for one in running:
-                    one.result()
-            finally:
-                threads.shutdown(wait=True, cancel_futures=True)
+        for _ in iter_ahead(self._decode_unit, self.units):
+            pass
 
     def _decode_unit(self, unit: Unit) -> None:
         decoder = Decoder()
@@ -153,23 +146,11 @@ def _sort_blocks(pieces: Sequence[StoredPiece], library: Library) -> tuple[list[
         for first, last in piece.iter_blocks():
             for run in iter_runs(piece.opened, piece.stored, first, last):
                 if run.extent.encoding == "raw":
-                    ranges.append(_range_of(piece, number, run, library))
+                    ranges.append(library.range_of(run, number))
                     continue
                 for block in range(run.first, run.last):
                     units.setdefault(unit_of(run, block), []).append((number, block))
     return ranges, list(units.values())
-
-
-def _range_of(piece: StoredPiece, number: int, run: Run, library: Library) -> BlockRange:
-    assert run.extent.file is not None  # noqa: S101 - raw blocks are in a file
-    part = run.opened.part
-    return BlockRange(
-        path=library.add(run.opened.checkpoint, part, part.files[run.extent.file].name),
-        byte_begin=run.extent.byte_begin + (run.first - run.extent.block_begin) * piece.block_nbytes,
-        nbytes=piece.nbytes_of(run.first, run.last),
-        piece=number,
-        piece_byte_begin=run.first * piece.block_nbytes,
-    )
 
 
 def unit_of(run: Run, block: int) -> tuple[int, int, int]:

@@ -95,10 +95,6 @@ class StoredPiece:
                 if first < last:
                     yield first, last
 
-    def nbytes_of(self, first: int, last: int) -> int:
-        """Return the size of a run of blocks in bytes."""
-        return min(last * self.block_nbytes, self.stored.nbytes) - first * self.block_nbytes
-
     def check(self, blocks: BlockRange, content: memoryview) -> None:
         """Raise unless every block of a range is what was saved. Raises: IntegrityError(BLOCK_DIGEST)."""
         for error in iter_damages(blocks, content, self.stored.held.digests, self.block_nbytes):

@@ -210,26 +210,14 @@ class _Plan:
                     count(blocks.nbytes)
 
         try:
-            requests = self._checkpoint.plan_requests(self._library, map(self._range_of, range(len(self._runs))))
+            ranges = [self._library.range_of(run, number) for number, run in enumerate(self._runs)]
+            requests = self._checkpoint.plan_requests(self._library, ranges)
         except CkptError as error:
             if not is_violation(error):
                 raise
             return [error]
         stream_requests(self._library, requests, take)
         return [damage for _, damage in sorted(found, key=lambda pair: pair[0])]
-
-    def _range_of(self, number: int) -> BlockRange:
-        run = self._runs[number]
-        assert run.extent.file is not None  # noqa: S101 - raw blocks are in a file
-        part = run.opened.part
-        block_nbytes = part.origin.block_nbytes
-        return BlockRange(
-            path=self._library.add(run.opened.checkpoint, part, part.files[run.extent.file].name),
-            byte_begin=run.extent.byte_begin + (run.first - run.extent.block_begin) * block_nbytes,
-            nbytes=min(run.last * block_nbytes, run.box.nbytes) - run.first * block_nbytes,
-            piece=number,
-            piece_byte_begin=run.first * block_nbytes,
-        )
 
 
 def _decode(unit: _Unit) -> tuple[list[CkptError], list[tuple[OpenPart, StoredBox, int]]]:
