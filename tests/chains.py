@@ -8,6 +8,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.run import Launch, Run
@@ -21,6 +24,7 @@ from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.writer import Context
 from ckptfmt.features import REFERENCED
 from ckptfmt.store.memory import MemoryStore
+from tests.builders import snapshot, tensor
 
 SMALLEST = DeltaOptions(mode="smallest", restore_budget=float("inf"))
 
@@ -74,9 +78,9 @@ class Saving:
         self.launch: Launch = begin_launch(self.store, self.run)
         self.number = 0
         self.writers = []
-        for number, snapshot in enumerate(snapshots):
+        for number, held in enumerate(snapshots):
             own = None if written is None else written[number]
-            image = plan_image(snapshot, written=own, block_nbytes=block_nbytes)
+            image = plan_image(held, written=own, block_nbytes=block_nbytes)
             slots = [bytearray(image.nbytes) for _ in range(slot_count)]
             self.writers.append(Writer(image=image, chain=Chain(), slots=slots))
 
@@ -97,17 +101,17 @@ class Saving:
     def write(self, step: int, snapshots: Any) -> tuple[Origin, list[str]]:
         """Write the parts of a save; return why each writer made what it made."""
         origin, reasons = self.origin(step), []
-        for number, (writer, snapshot) in enumerate(zip(self.writers, snapshots, strict=True)):
+        for number, (writer, held) in enumerate(zip(self.writers, snapshots, strict=True)):
             slot = self.number % len(writer.slots)
             view = memoryview(writer.slots[slot])
-            fill(writer.image, snapshot, view)
+            fill(writer.image, held, view)
             snapped = Snapped(
                 image=writer.image,
                 view=view,
                 slot=slot,
                 wait=lambda _: None,
                 wait_complete=lambda: None,
-                context=Context.of(snapshot),
+                context=Context.of(held),
             )
             plan = writer.chain.write(
                 self.place(step),
@@ -141,3 +145,20 @@ def fill(image: Image, snapshot: Snapshot, view: memoryview) -> None:
         view[shard.begin : shard.begin + len(shard.header)] = shard.header
     for piece in image.pieces:
         sources[piece.key].copy_into(piece.box, view[piece.begin : piece.end])
+
+
+def mixed(master: Any, *, rounded: Any = None) -> Snapshot:
+    """A weight in binary32 and its copy in bfloat16, as mixed-precision training has them."""
+    copy = (master if rounded is None else rounded).astype(ml_dtypes.bfloat16)
+    return snapshot(tensor("w", copy, dtype="bfloat16"), tensor("master/w", master, field="optimizer", dtype="float32"))
+
+
+def cast_chain() -> Saving:
+    """A full checkpoint, and a delta whose weights are predicted from their masters, two blocks from one."""
+    master = np.random.default_rng(7).standard_normal(5 * 4096 // 4 + 100, dtype=np.float32)
+    saving = Saving(mixed(master))
+    for step in (1, 2):
+        saving.save(step, mixed(master))
+        master = master * np.float32(1.001)
+    assert "cast" in saving.open(2).manifest.features
+    return saving

@@ -4,7 +4,6 @@ import dataclasses
 import tracemalloc
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -24,7 +23,7 @@ from ckptfmt.store import LocalStore
 from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import code_of, error_of, leaf, origin, save, snapshot, tensor, two_writers, verify
-from tests.chains import Saving
+from tests.chains import Saving, cast_chain
 
 BLOCK = 4096
 WRITES = frozenset({"create", "replace", "delete", "sync"})
@@ -170,23 +169,12 @@ def test_a_full_checkpoint_is_copied():
 
 def test_what_is_predicted_becomes_raw():
     """REQ-DEL-010: members of a group, in files of different fields and in blocks of different numbers of elements."""
-    rng = np.random.default_rng(7)
-    master = rng.standard_normal(5 * BLOCK // 4 + 100, dtype=np.float32)
-    saving = Saving(mixed(master), block_nbytes=BLOCK)
-    for step in (1, 2):
-        saving.save(step, mixed(master))
-        master = master * np.float32(1.001)
-    assert "cast" in saving.open(2).manifest.features
+    saving = cast_chain()
     out = MemoryStore()
     compact_checkpoint(saving.open(2), out)
 
     assert contents(Checkpoint(out)) == contents(saving.open(2))
     assert compare(Checkpoint(out), saving.open(2), fields=FIELDS).is_same
-
-
-def mixed(master):
-    copy = tensor("w", master.astype(ml_dtypes.bfloat16), dtype="bfloat16")
-    return snapshot(copy, tensor("master/w", master, field="optimizer", dtype="float32"))
 
 
 def test_where_something_is_nothing_is_written():

@@ -20,7 +20,7 @@ from ckptfmt.engines.retention import clean_up
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.memory import Loss
 from tests.builders import code_of, error_of, leaf, snapshot, tensor
-from tests.chains import SMALLEST, Saving
+from tests.chains import SMALLEST, Saving, mixed
 from tests.engines.test_oracle import (
     NAMES,
     RANDOM,
@@ -396,12 +396,6 @@ def test_a_register_that_cannot_be_read_protects_everything(chain):
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
-
-
-def mixed(master, *, rounded=None):
-    """A weight in binary32 and its copy in bfloat16, as mixed-precision training has them."""
-    copy = (master if rounded is None else rounded).astype(ml_dtypes.bfloat16)
-    return snapshot(tensor("w", copy, dtype="bfloat16"), tensor("master/w", master, field="optimizer", dtype="float32"))
 
 
 @pytest.fixture

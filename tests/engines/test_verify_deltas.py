@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,7 +18,7 @@ from ckptfmt.errors import CODES, Code, err
 from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import Forgery, code_of, error_of, parse_json, snapshot, tensor
-from tests.chains import Saving
+from tests.chains import Saving, cast_chain
 
 BLOCK = 4096
 NAMES = [checkpoint_name(step, 1) for step in range(1, 5)]
@@ -524,25 +523,8 @@ def test_a_thread_that_rounds_otherwise_cannot_check(files, monkeypatch):
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
-def cast_chain():
-    """A full checkpoint, and a delta whose weights are predicted from their masters, two blocks from one."""
-    rng = np.random.default_rng(7)
-    master = rng.standard_normal(5 * BLOCK // 4 + 100, dtype=np.float32)
-    saving = Saving(mixed(master), block_nbytes=BLOCK)
-    for step in (1, 2):
-        saving.save(step, mixed(master))
-        master = master * np.float32(1.001)
-    assert "cast" in saving.open(2).manifest.features
-    return saving.store.snapshot()
-
-
-def mixed(master):
-    copy = tensor("w", master.astype(ml_dtypes.bfloat16), dtype="bfloat16")
-    return snapshot(copy, tensor("master/w", master, field="optimizer", dtype="float32"))
-
-
 def test_a_sound_group():
-    files = cast_chain()
+    files = cast_chain().store.snapshot()
 
     assert check(files, 2).valid
     assert loadable(files, 2).valid
@@ -550,7 +532,7 @@ def test_a_sound_group():
 
 def test_damage_in_a_member_is_not_said_again_of_what_is_predicted_from_it():
     """REQ-DEL-007: of the block that is damaged, whoever needs it."""
-    files = cast_chain()
+    files = cast_chain().store.snapshot()
     name = pack_name("optimizer", manifest_of(files, 2)["attempt"], 0)
     part = Checkpoint(place(files, 2)).read_part(0)
     extent = next(row for row in part.tensors if row.field == "optimizer").boxes[0].extents[0]
