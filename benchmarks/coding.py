@@ -16,6 +16,7 @@ from benchmarks.codecs import Measured, timed
 from benchmarks.snapshots import MASTER, WEIGHT, Pair, Tensor
 from ckptfmt.arithmetic import encodings, prediction
 from ckptfmt.digest import DIGEST_NBYTES, iter_blocks
+from ckptfmt.engines.coding import LEAST_NBYTES
 from ckptfmt.limits import BLOCK_NBYTES
 
 __all__ = ["Coded", "code", "list_groups"]
@@ -179,6 +180,9 @@ def _code_alone(block: _Block, tally: _Tally) -> None:
         tally.add(block, "same", 0)
         return
     dtype, base = block.tensor.dtype, block.base
+    if block.new.nbytes < LEAST_NBYTES:
+        tally.add(block, "raw", block.new.nbytes)
+        return
     (encoding, stored), encode_s = timed(encodings.choose, block.new, dtype=dtype, base=base)
     tally.encode_s += encode_s
     if encoding == "raw":
@@ -203,6 +207,9 @@ def _code_group(rule: prediction.Rule, blocks: _Blocks, tally: _Tally) -> None:
         news[role] = block.new
         if block.is_unchanged:
             tally.add(block, "same", 0)
+            continue
+        if block.new.nbytes < LEAST_NBYTES:
+            tally.add(block, "raw", block.new.nbytes)
             continue
         dtype = block.tensor.dtype
         (encoding, stored), encode_s = timed(

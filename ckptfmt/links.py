@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import queue
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptfmt.engines.saver import Saver
 from ckptfmt.errors import Code, err
-from ckptfmt.stage.channel import Channel
+from ckptfmt.stage.process import start_helper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,24 +58,11 @@ class ProcessLink:
     def __init__(
         self, path: str, *, nice: int, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[], None]
     ) -> None:
-        self._channel, theirs = Channel.pair()
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - this very interpreter
-                [sys.executable, "-P", "-m", "ckptfmt.saver", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-                cwd="/",
-                env={**os.environ, "PYTHONPATH": _import_path()},
-            )
+            self._process, self._channel = start_helper("ckptfmt.saver")
         except OSError as error:
-            self._channel.close()
             remedy = "Pass saver='thread' where no process can be started."
             raise err(Code.SAVER_LOST, f"it can't be started: {error}", where=sys.executable, remedy=remedy) from error
-        finally:
-            theirs.close()
         self._on_message, self._on_lost = on_message, on_lost
         self._is_closing = False
         self._outgoing: queue.SimpleQueue[tuple[dict[str, Any], Slot | None] | None] = queue.SimpleQueue()
@@ -141,11 +127,6 @@ class ProcessLink:
         self._channel.close()
 
 
-def _import_path() -> str:
-    """Return what the trainer imports from: it may have other ways to extend that than the environment."""
-    return os.pathsep.join(str(pathlib.Path(place).resolve()) for place in sys.path)
-
-
 class ThreadLink:
     """A saver in a thread of this process; it ends with it."""
 
@@ -158,7 +139,7 @@ class ThreadLink:
 
     def add_slot(self, number: int, slot: Slot) -> None:
         """Hand over a slot; see `Link.add_slot`."""
-        self._saver.add_slot(number, slot.view)
+        self._saver.add_slot(number, slot)
         self._on_message({"type": "ready", "slot": number})
 
     def send(self, message: dict[str, Any]) -> None:

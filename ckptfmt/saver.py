@@ -9,16 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import select
-import signal
-import socket
 import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 from ckptfmt.engines.saver import Saver
 from ckptfmt.engines.writer import as_ckpt_error
-from ckptfmt.stage.channel import Channel
+from ckptfmt.stage.process import be_helper, watch
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store.local import LocalStore
 
@@ -26,16 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptfmt.errors import CkptError
+    from ckptfmt.stage.channel import Channel
 
 __all__ = ["main"]
 
 
 def main(fd: int) -> None:
     """Serve the trainer at the other end of the socket `fd` until it is gone."""
-    # Whoever stops the training with a signal to all of its processes means the training.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=fd))
+    channel = be_helper(fd)
 
     def send(message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the trainer is gone: there is nobody to tell
@@ -46,7 +40,7 @@ def main(fd: int) -> None:
         return
     opening = first[0]
     _be_nice(opening["nice"])
-    threading.Thread(target=_watch, args=(opening["trainer_pid"], channel), daemon=True).start()
+    watch(opening["trainer_pid"], channel)
     saver: Saver | None = None
     problem: CkptError | None = None
     try:
@@ -77,23 +71,10 @@ def _serve(channel: Channel, saver: Saver, send: Callable[[dict[str, Any]], None
         if slot_fd is not None:
             slots[message["slot"]] = slot = Slot.attach(slot_fd)
             slot.touch()
-            saver.add_slot(message["slot"], slot.view)
+            saver.add_slot(message["slot"], slot)
             send({"type": "ready", "slot": message["slot"]})
         else:
             saver.handle(message)
-
-
-def _watch(pid: int, channel: Channel) -> None:
-    """End the talk when the trainer dies: a process that it forked may hold its end of the socket open for long."""
-    try:
-        trainer = os.pidfd_open(pid)
-    except OSError:
-        channel.shut_down()  # it is gone already
-        return
-    watched = select.poll()
-    watched.register(trainer, select.POLLIN)
-    watched.poll()
-    channel.shut_down()
 
 
 if __name__ == "__main__":

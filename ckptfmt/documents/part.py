@@ -53,7 +53,6 @@ from ckptfmt.documents.tables import (
     tensor_columns,
 )
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.features import ENCODINGS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -311,9 +310,9 @@ def _check_predicted(table: Columns, held: Holdings, groups: Sequence[Group]) ->
         raise table.broken("box", "a box that another writer stores is in a group", "REQ-DEL-009")
     if any((group.kind == "cast") != (group.reference is None) for group in groups):
         raise table.broken("reference", "a group without the base that it needs, or with one", "REQ-DEL-010")
-    of_first = np.isin(extents.box, [group.boxes[0] for group in groups]) & extents.predicted
-    if (extents.encoding[of_first] != ENCODINGS.index("gradient")).any():
-        raise table.broken("box", "the first box of a group is predicted from nothing", "REQ-DEL-006")
+    masters = [group.boxes[0] for group in groups if group.kind == "cast"]
+    if np.isin(extents.box[extents.predicted], masters).any():
+        raise table.broken("box", "the master of a group is predicted from nothing", "REQ-DEL-006")
 
 
 def _parse_files(columns: Columns, origin: Origin, writer: int, *, is_delta: bool) -> tuple[PartFile, ...]:

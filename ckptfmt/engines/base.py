@@ -16,14 +16,14 @@ from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckptfmt.documents.manifest import Manifest, Origin
     from ckptfmt.documents.part import Part
     from ckptfmt.engines.image import Image
     from ckptfmt.store.protocol import Store
 
-__all__ = ["Base", "BaseContents", "pin_base", "unpinned_after_error"]
+__all__ = ["Base", "BaseContents", "BaseFiles", "pin_base", "unpinned_after_error"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,6 +36,7 @@ class Base:
         part: this writer's part of it.
         digests: of the blocks of each piece of the image.
         view: where its snapshot was; it may be another by now. None where it surely is.
+        slot: number of that slot, likewise.
     """
 
     reference: Reference
@@ -43,6 +44,7 @@ class Base:
     part: Part
     digests: Sequence[bytes]
     view: memoryview | None
+    slot: int | None = None
 
 
 def pin_base(store: Store, origin: Origin, writer: int, base: Base) -> tuple[Reference, ...]:
@@ -74,7 +76,48 @@ def unpinned_after_error(store: Store, origin: Origin, writer: int) -> Iterator[
 
 
 class BaseContents:
-    """The content of the base's blocks: out of its slot as long as it is there, else out of its files."""
+    """The content of the base's blocks, verified: out of its slot as long as it is there, else from elsewhere.
+
+    Args:
+        image: of the base.
+        digests: of the blocks of each piece.
+        view: where the snapshot was; see `Base`.
+        otherwise: returns the content of a block that isn't there any more, given the number of its piece and its own.
+    """
+
+    def __init__(
+        self,
+        image: Image,
+        digests: Sequence[bytes],
+        view: memoryview | None,
+        *,
+        otherwise: Callable[[int, int], memoryview],
+    ) -> None:
+        self._image = image
+        self._digests = digests
+        self._view = view
+        self._otherwise = otherwise
+
+    def content(self, number: int, block: int) -> memoryview:
+        """Return the content of a block."""
+        if self._view is not None:
+            piece = self._image.pieces[number]
+            begin = piece.begin + block * self._image.block_nbytes
+            end = min(piece.end, begin + self._image.block_nbytes)
+            # Copied first: the trainer may take the slot at any time, and what was compared must be what is used.
+            content = bytes(self._view[begin:end])
+            at = slice(block * DIGEST_NBYTES, (block + 1) * DIGEST_NBYTES)
+            if digest_bytes(content) == self._digests[number][at]:
+                return memoryview(content)
+        return self._otherwise(number, block)
+
+    def elements(self, number: int, elements: range, width: int) -> memoryview:
+        """Return elements of a piece."""
+        return join_blocks(lambda block: self.content(number, block), elements, width, self._image.block_nbytes)
+
+
+class BaseFiles:
+    """The content of the base's blocks out of its files, which are opened when the first one is asked for."""
 
     def __init__(self, store: Store, image: Image, base: Base) -> None:
         self._store = store
@@ -84,29 +127,15 @@ class BaseContents:
         self._lock = threading.Lock()
 
     def content(self, number: int, block: int) -> memoryview:
-        """Return the content of a block, verified."""
+        """Return the content of a block, verified; thread-safe."""
         piece = self._image.pieces[number]
-        if self._base.view is not None:
-            begin = piece.begin + block * self._image.block_nbytes
-            end = min(piece.end, begin + self._image.block_nbytes)
-            # Copied first: the trainer may take the slot at any time, and what was compared must be what is used.
-            content = bytes(self._base.view[begin:end])
-            if digest_bytes(content) == self._digest(number, block):
-                return memoryview(content)
         opened = self._open().open_part(self._base.part.writer)
         return Decoder().content(opened, opened.tensors[piece.key][1][piece.box], block)
 
-    def elements(self, number: int, elements: range, width: int) -> memoryview:
-        """Return elements of a piece."""
-        return join_blocks(lambda block: self.content(number, block), elements, width, self._image.block_nbytes)
-
     def close(self) -> None:
-        """Let go of the base's files."""
+        """Close the files."""
         if self._checkpoint is not None:
             self._checkpoint.close()
-
-    def _digest(self, number: int, block: int) -> bytes:
-        return self._base.digests[number][block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]
 
     def _open(self) -> Checkpoint:
         with self._lock:

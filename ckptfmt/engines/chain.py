@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -25,10 +25,14 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.manifest import Manifest, Origin
     from ckptfmt.documents.part import Part
+    from ckptfmt.engines.coders import Coders
     from ckptfmt.engines.image import Image
     from ckptfmt.store.protocol import Store
 
 __all__ = ["Chain", "Snapped"]
+
+#: Smallest image for which processes are started to encode it, in bytes: a smaller one is done in less time.
+_LEAST_NBYTES: Final = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,9 +75,14 @@ class _Link:
 
 
 class Chain:
-    """What a saver knows of its saves: the last committed one, and what they cost."""
+    """What a saver knows of its saves: the last committed one, and what they cost.
 
-    def __init__(self) -> None:
+    Args:
+        coders: processes that encode what deltas store, if there may be any.
+    """
+
+    def __init__(self, coders: Coders | None = None) -> None:
+        self._coders = coders
         self.history = History()
         self._last: _Link | None = None  # committed
         self._next: _Link | None = None  # written
@@ -99,6 +108,8 @@ class Chain:
         """
         begin_s = time.monotonic()
         plan, base = self._plan(snapped, options)
+        if options.mode == "smallest":
+            self._start_coders(snapped.image)  # sooner or later
         if plan.fields is not None and base is not None:
             try:
                 references = pin_base(store, origin, writer, base)
@@ -124,6 +135,8 @@ class Chain:
         self._next = link
         seconds = time.monotonic() - begin_s
         self.history.note_full(nbytes=int(nbytes.sum()), seconds=seconds, unchanged=self._unchanged(link, nbytes))
+        if plan_save(options, self.history, has_base=True).fields:
+            self._start_coders(snapped.image)  # they are there when the next save comes
         return plan
 
     def commit(self, manifest: Manifest) -> None:
@@ -136,14 +149,15 @@ class Chain:
         last = self._last
         if last is None or last.manifest is None or last.snapped.image is not snapped.image:
             return plan_save(options, self.history, has_base=False), None
-        origin = last.manifest.origin
+        origin, is_taken = last.manifest.origin, last.snapped.slot == snapped.slot
         assert origin.launch is not None  # noqa: S101 - a saver saves in runs
         base = Base(
             reference=Reference(name=checkpoint_name(origin.step, origin.launch), digest=last.manifest.digest),
             manifest=last.manifest,
             part=last.part,
             digests=last.digests,
-            view=None if last.snapped.slot == snapped.slot else last.snapped.view,
+            view=None if is_taken else last.snapped.view,
+            slot=None if is_taken else last.snapped.slot,
         )
         return plan_save(options, self.history, has_base=True), base
 
@@ -172,6 +186,8 @@ class Chain:
             fields=plan.fields,
             leaves=snapped.context.leaves,
             among=encodings.ENCODINGS if options.mode == "smallest" else encodings.QUICK,
+            slot=snapped.slot,
+            coders=self._coders,
         )
         try:
             part = delta.write(store, origin, writer, snapped.context)
@@ -198,6 +214,10 @@ class Chain:
             "same_nbytes": int(nbytes[is_same].sum()),
             "decode_s": delta.decode_s,
         }
+
+    def _start_coders(self, image: Image) -> None:
+        if self._coders is not None and image.nbytes >= _LEAST_NBYTES:
+            self._coders.start()
 
     def _note_delta(self, told: dict[str, float], seconds: float, options: DeltaOptions) -> None:
         assert self._next is not None  # noqa: S101 - just written

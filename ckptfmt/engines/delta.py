@@ -11,20 +11,18 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import os
-import threading
-import time
 from typing import TYPE_CHECKING, Final
 
-from ckptfmt.arithmetic import encodings, prediction
+from ckptfmt.arithmetic import encodings
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.deltas import Group
 from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.part import PACK_HEADER, Extent, Part, PartFile, PartTensor
 from ckptfmt.documents.tables import block_count
-from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.ahead import iter_ahead
-from ckptfmt.engines.base import BaseContents
+from ckptfmt.engines.base import BaseContents, BaseFiles
+from ckptfmt.engines.coders import coder_count
+from ckptfmt.engines.coding import LEAST_NBYTES, BlockCoder, Coded
 from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.groups import Snapshotted, find_groups
 from ckptfmt.errors import CkptError, Code, err
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from ckptfmt.documents.part import Leaf
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.engines.base import Base
+    from ckptfmt.engines.coders import Coders
     from ckptfmt.engines.groups import PlannedGroup
     from ckptfmt.engines.image import Image
     from ckptfmt.engines.writer import Context
@@ -47,8 +46,6 @@ __all__ = ["Delta", "Stored"]
 
 #: How many blocks a thread takes at once: comparing one alone takes hardly longer than handing it over.
 _TOGETHER: Final = 4
-#: How much more of its bytes than the last block of a piece another may take, before it is chosen for anew.
-_ALIKE: Final = 1.1
 #: Small pieces are handed to the store together, up to so many bytes.
 _CHUNK_NBYTES: Final = 1 << 20
 
@@ -64,6 +61,7 @@ class Stored:
         nbytes: how many bytes it is stored in.
         digest: of its content.
         stored_digest: of what it is stored as; empty where that is the content, or nothing.
+        decode_s: how long decoding it takes, in seconds.
     """
 
     encoding: str
@@ -72,6 +70,7 @@ class Stored:
     nbytes: int
     digest: bytes
     stored_digest: bytes
+    decode_s: float = 0.0
 
 
 class Delta:
@@ -86,6 +85,8 @@ class Delta:
         fields: those whose changed blocks are encoded; of others they are stored raw.
         leaves: of the snapshot.
         among: encodings to choose from.
+        slot: number of the slot.
+        coders: processes that encode, if there are any.
     """
 
     def __init__(
@@ -100,6 +101,8 @@ class Delta:
         fields: frozenset[str],
         leaves: Sequence[Leaf],
         among: Sequence[str] = encodings.ENCODINGS,
+        slot: int = 0,
+        coders: Coders | None = None,
     ) -> None:
         self._image = image
         self._view = view
@@ -107,33 +110,37 @@ class Delta:
         self._base = base
         self._references = tuple(references)
         self._fields = fields
-        self._contents = BaseContents(store, image, base)
-        snapshotted = Snapshotted(
-            image=image,
-            view=view,
-            wait=wait,
-            leaves=leaves,
-            base_leaves=base.part.leaves,
-            contents=self._contents,
-        )
-        groups = find_groups(snapshotted) if fields else ()
+        self._files = BaseFiles(store, image, base)
+        contents = BaseContents(image, base.digests, base.view, otherwise=self._files.content)
+        groups: tuple[PlannedGroup, ...] = ()
+        if fields:
+            groups = find_groups(
+                Snapshotted(
+                    image=image,
+                    view=view,
+                    wait=wait,
+                    leaves=leaves,
+                    base_leaves=base.part.leaves,
+                    contents=contents,
+                )
+            )
         self._groups = {number: group for group in groups for number in group.pieces}
-        self._dtypes = {tensor.key: tensor.dtype for tensor in image.tensors}
         self._stored: dict[tuple[int, int], Stored] = {}
         self._holders = _find_holders(image, base, self._references)
-        self._among = among
-        self._chosen: dict[int, _Chosen] = {}
-        self._lock = threading.Lock()
-        self._decode_s = 0.0
+        self._coder = BlockCoder(image, view, contents=contents, groups=groups, among=among)
+        self._coders: Coders | None = None
+        if coders is not None and fields and base.slot is not None:
+            self._coders = coders
+            coders.begin(image, slot=slot, base_slot=base.slot, digests=base.digests, groups=groups, among=among)
 
     @property
     def decode_s(self) -> float:
-        """How long decoding what was encoded took, in seconds, as long as all threads did it."""
-        return self._decode_s / encoder_count()
+        """How long decoding what was encoded takes, in seconds, by as many threads as encode."""
+        return sum(stored.decode_s for stored in self._stored.values()) / coder_count()
 
     def close(self) -> None:
         """Let go of the base's files."""
-        self._contents.close()
+        self._files.close()
 
     def write(self, store: Store, origin: Origin, writer: int, context: Context) -> Part:
         """Write the packs of all shards of the image that have something to store; return the part, not yet written.
@@ -239,8 +246,10 @@ class Delta:
 
     def _encode_all(self, blocks: Sequence[tuple[int, int]]) -> Iterator[bytes | memoryview]:
         """Yield what each block is stored as; a few threads work ahead."""
+        # While one thread digests and takes what came, another one's block is encoded.
+        count = coder_count() if self._coders is None else 2 * coder_count()
         some = (blocks[at : at + _TOGETHER] for at in range(0, len(blocks), _TOGETHER))
-        for stored in iter_ahead(self._encode_some, some, count=encoder_count()):
+        for stored in iter_ahead(self._encode_some, some, count=count):
             yield from stored
 
     def _encode_some(self, blocks: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
@@ -269,20 +278,27 @@ class Delta:
             )
             self._stored[number, block] = same
             return b""
-        chosen = _Choice(encoding="raw", predicted=False, stored=b"")
-        if piece.key[0] in self._fields:
-            chosen = self._choose(number, block, content)
-        needs_base = chosen.encoding in NEEDS_BASE and not chosen.predicted
-        is_raw = chosen.encoding == "raw"
+        coded = Coded(encoding="raw")
+        if piece.key[0] in self._fields and len(content) >= LEAST_NBYTES:
+            coded = self._code(number, block)
+        needs_base = coded.encoding in NEEDS_BASE and not coded.predicted
+        is_raw = coded.encoding == "raw"
         self._stored[number, block] = Stored(
-            encoding=chosen.encoding,
+            encoding=coded.encoding,
             reference=self._references.index(self._base.reference) if needs_base else None,
-            predicted=chosen.predicted,
-            nbytes=len(content) if is_raw else len(chosen.stored),
+            predicted=coded.predicted,
+            nbytes=len(content) if is_raw else len(coded.stored),
             digest=digest,
-            stored_digest=b"" if is_raw else digest_bytes(chosen.stored),
+            stored_digest=b"" if is_raw else digest_bytes(coded.stored),
+            decode_s=coded.decode_s,
         )
-        return content if is_raw else chosen.stored
+        return content if is_raw else coded.stored
+
+    def _code(self, number: int, block: int) -> Coded:
+        """Return how a block is stored: another process finds it out, if there is one that can."""
+        self._wait(self._coder.end_of(number, block))
+        coded = None if self._coders is None else self._coders.code(number, block)
+        return self._coder.code(number, block) if coded is None else coded
 
     def _encode_again(self, number: int, block: int, content: memoryview, known: Stored) -> bytes | memoryview:
         """Return a block as it was stored in a try that the store didn't answer: perhaps that one is there.
@@ -291,86 +307,10 @@ class Delta:
         """
         if known.encoding in PLAIN:
             return content if known.encoding == "raw" else b""
-        if known.predicted:
-            choice = self._predict(self._groups[number], number, block, content)
-            stored = b"" if choice is None else choice.stored
-        else:
-            base, dtype = self._contents.content(number, block), self._dtypes[self._image.pieces[number].key]
-            stored = encodings.encode(known.encoding, content, dtype=dtype, base=base)
+        stored = self._coder.code_as(known.encoding, number, block, predicted=known.predicted)
         if digest_bytes(stored) != known.stored_digest:
             raise err(Code.STORE_NO_ANSWER, "a block encoded twice isn't the same, and the first may be there")
         return stored
-
-    def _choose(self, number: int, block: int, content: memoryview) -> _Choice:
-        """Return what stores a block in the fewest bytes, having seen that it decodes to the same."""
-        group, dtype = self._groups.get(number), self._dtypes[self._image.pieces[number].key]
-        choice = None if group is None else self._predict(group, number, block, content)
-        if choice is None:
-            base = self._contents.content(number, block)
-            encoding, stored = self._encode_alone(number, content, dtype, base)
-            choice = _Choice(encoding=encoding, predicted=False, stored=stored)
-            decode = functools.partial(encodings.decode, dtype=dtype, base=base)
-            if encoding != "raw" and not self._decodes(choice, content, decode):
-                return _Choice(encoding="raw", predicted=False, stored=b"")
-        return choice
-
-    def _encode_alone(self, number: int, content: memoryview, dtype: str, base: memoryview) -> tuple[str, bytes]:
-        """Return a block encoded against the base's: as the last one of its piece was, as long as that goes as well.
-
-        Choosing takes several times as long as encoding, and the blocks of one piece are much alike.
-        """
-        known = self._chosen.get(number)
-        if known is not None and known.encoding != "raw":
-            stored = encodings.encode(known.encoding, content, dtype=dtype, base=base)
-            if len(stored) <= min(_ALIKE * known.share, 1.0 - 1e-9) * len(content):
-                return known.encoding, stored
-        encoding, stored = encodings.choose(content, dtype=dtype, base=base, among=self._among)
-        self._chosen[number] = _Chosen(encoding=encoding, share=len(stored) / len(content))
-        return encoding, stored
-
-    def _decodes(self, choice: _Choice, content: memoryview, decode: Callable[..., None]) -> bool:
-        """Return whether what is stored decodes to the content."""
-        begin_s = time.perf_counter()
-        out = memoryview(bytearray(len(content)))
-        decode(choice.encoding, memoryview(choice.stored), out, where="delta")
-        with self._lock:
-            self._decode_s += time.perf_counter() - begin_s
-        return out == content
-
-    def _predict(self, group: PlannedGroup, number: int, block: int, content: memoryview) -> _Choice | None:
-        """Return a block as its group predicts it; None where that doesn't pay."""
-        piece = self._image.pieces[number]
-        width = DTYPES[self._dtypes[piece.key]].nbytes
-        first = block * self._image.block_nbytes // width
-        elements = range(first, first + len(content) // width)
-        role = group.roles[group.pieces.index(number)]
-        earlier = group.pieces[: group.pieces.index(number)]
-        news = {group.roles[at]: self._news(member, elements) for at, member in enumerate(earlier)}
-        bases = {}
-        if group.needs_base:
-            wanted = prediction.needed_bases(group.rule, role)
-            pairs = zip(group.roles, group.pieces, strict=True)
-            bases = {
-                name: self._contents.elements(member, elements, self._width(member))
-                for name, member in pairs
-                if name in wanted
-            }
-        rule, dtype = group.rule, self._dtypes[piece.key]
-        encoding, stored = prediction.encode_member(rule, role, content, bases=bases, news=news, dtype=dtype)
-        if encoding == "raw":
-            return None
-        choice = _Choice(encoding=encoding, predicted=group.is_predicted(role, encoding), stored=stored)
-        decode = functools.partial(prediction.decode_member, rule, role, bases=bases, news=news)
-        return choice if self._decodes(choice, content, decode) else None
-
-    def _news(self, number: int, elements: range) -> memoryview:
-        """Return elements of another piece of this snapshot."""
-        piece, width = self._image.pieces[number], self._width(number)
-        self._wait(piece.begin + elements.stop * width)
-        return self._view[piece.begin + elements.start * width : piece.begin + elements.stop * width]
-
-    def _width(self, number: int) -> int:
-        return DTYPES[self._dtypes[self._image.pieces[number].key]].nbytes
 
     def _digest_rest(self) -> None:
         """Digest what this writer holds and another one writes."""
@@ -444,23 +384,6 @@ class Delta:
         return range(block_count(piece.end - piece.begin, self._image.block_nbytes))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Chosen:
-    """What was chosen for a piece last, and what share of its bytes a block took."""
-
-    encoding: str
-    share: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    """How a block is stored, and as what."""
-
-    encoding: str
-    predicted: bool
-    stored: bytes
-
-
 def _with_extents(tensor: PartTensor, extents: dict[tuple[TensorKey, Box], tuple[Extent, ...]]) -> PartTensor:
     boxes = (dataclasses.replace(held, extents=extents.get((tensor.key, held.box), ())) for held in tensor.boxes)
     return dataclasses.replace(tensor, boxes=tuple(boxes))
@@ -498,8 +421,3 @@ def _find_holders(image: Image, base: Base, references: Sequence[Reference]) -> 
             own.extend([numbers[holder]] * extent.block_count)
         holders.append(own)
     return holders
-
-
-def encoder_count() -> int:
-    """Return how many threads encode: what they take from the training they take for a shorter time."""
-    return max(1, min(8, len(os.sched_getaffinity(0))))

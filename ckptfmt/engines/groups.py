@@ -56,7 +56,7 @@ class PlannedGroup:
 
     def is_predicted(self, role: str, encoding: str) -> bool:
         """Return whether the block of a role, encoded so, is decoded against what the group predicts."""
-        return encoding == "gradient" or (encoding in NEEDS_BASE and role != self.roles[0])
+        return encoding in NEEDS_BASE and role != "master"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -25,6 +25,7 @@ from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.run import SAVERS, Run
 from ckptfmt.engines.chain import Chain, Snapped
+from ckptfmt.engines.coders import Coders
 from ckptfmt.engines.commit import check_vacant, decide
 from ckptfmt.engines.image import Image
 from ckptfmt.engines.lineage import check_not_fenced
@@ -36,6 +37,7 @@ from ckptfmt.errors import CkptError, Code, err
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from ckptfmt.stage.slot import Slot
     from ckptfmt.store.protocol import Buffer, Store
 
 __all__ = ["Progress", "SaveRequest", "Saver", "save_image"]
@@ -344,16 +346,18 @@ class Saver:
         self._views: dict[int, memoryview] = {}
         self._image: Image | None = None
         self._pending: dict[int, Progress] = {}
-        self._chain = Chain()
+        self._coders = Coders()
+        self._chain = Chain(self._coders)
         self._held = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ckptfmt-saver", daemon=True)
         self._thread.start()
 
-    def add_slot(self, number: int, view: memoryview) -> None:
+    def add_slot(self, number: int, slot: Slot) -> None:
         """Take note of a slot, in the place of the one of this number."""
-        self._views[number] = view
+        self._views[number] = slot.view
+        self._coders.add_slot(number, slot)
 
     def handle(self, message: dict[str, Any]) -> None:
         """Do what a message of the trainer says: image, save, staged, complete or abandon."""
@@ -427,5 +431,6 @@ class Saver:
         while True:
             task = self._tasks.get()
             if task is None:
+                self._coders.close()
                 return
             task()

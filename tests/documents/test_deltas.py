@@ -625,7 +625,6 @@ def test_members_of_a_group_may_be_stored_in_any_way(part):
     ("part", "requirement"),
     [
         (one_block("gradient", reference=0).part(), "REQ-DEL-006"),
-        (grouped("adam", ["sparse", "sparse"], predicted=[True, True]), "REQ-DEL-006"),
         (grouped("cast", ["sparse", "sparse"], predicted=[True, True], reference=None), "REQ-DEL-006"),
         (grouped("adam", ["gradient", "sparse"], predicted=[True, True], reference=None), "REQ-DEL-010"),
         (grouped("cast", ["raw", "sparse"], predicted=[False, True], reference=0), "REQ-DEL-010"),
@@ -636,7 +635,6 @@ def test_members_of_a_group_may_be_stored_in_any_way(part):
     ],
     ids=[
         "gradient of a base",
-        "first as predicted",
         "first of cast",
         "adam of nothing",
         "cast of a base",

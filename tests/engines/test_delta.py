@@ -429,7 +429,8 @@ def test_reading_one_member_says_what_it_cost(cast):
     sink = array_sink("w", "bfloat16", live, [Box.whole(master.shape)])
     report = saving.open(2).read_into([sink])
     assert report.needed_nbytes == live.nbytes
-    assert report.decoded_nbytes >= 3 * live.nbytes  # the masters, and what they become
+    # The masters, and what they become; their last block is too short to be encoded.
+    assert report.decoded_nbytes == 3 * live.nbytes - 4 * (live.size % 1024)
     assert report.read_nbytes > 1000
 
 
@@ -462,7 +463,7 @@ def test_damage_in_a_member_is_found_in_what_is_predicted_from_it(cast):
     assert saving.open(2).read("optimizer", "master/w").tobytes() == master.tobytes()
     assert code_of(lambda: saving.open(2).read("weights", "w")) == Code.BLOCK_DIGEST
     damage(saving, 2, pack_of(saving, 2, "weights"), -1)
-    damage(saving, 2, pack_of(saving, 2, "optimizer"), -1)
+    damage(saving, 2, pack_of(saving, 2, "optimizer"), 100)
     error = error_of(lambda: saving.open(2).read("weights", "w"))
     assert (error.code, error.requirement) == (Code.BLOCK_DIGEST, "REQ-DEL-007")
 
@@ -534,7 +535,7 @@ def test_a_member_predicted_wrongly_is_stored_otherwise(monkeypatch):
 
 def test_as_many_references_as_there_may_be_are_read():
     """REQ-DEL-024, REQ-DEL-021"""
-    arrays = {"w": some(300)}
+    arrays = {"w": some(600)}
     options = dataclasses.replace(SMALLEST, full_every=limits.REFERENCES)
     saving = Saving(state(arrays), options=options)
     for step in range(1, limits.REFERENCES + 1):

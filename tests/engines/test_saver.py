@@ -21,6 +21,7 @@ from ckptfmt.engines.lineage import begin_launch, list_checkpoints, open_run
 from ckptfmt.engines.saver import Saver, SaveRequest
 from ckptfmt.engines.writer import Context, write_part
 from ckptfmt.errors import Code, err
+from ckptfmt.stage.slot import Slot
 from ckptfmt.store import LocalStore
 from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.hooked import HookedStore, Operation
@@ -107,8 +108,10 @@ class Trainer:
         made = made_of(number) if made is None else made
         image = plan_image(made, block_nbytes=4096)
         self.contents[number] = fill(image, made)
-        self.views[number] = memoryview(bytearray(b"\xee" * len(self.contents[number])))
-        self.saver.add_slot(slot, self.views[number])
+        made_slot = Slot.make(len(self.contents[number]))
+        self.views[number] = made_slot.view[: len(self.contents[number])]
+        self.views[number][:] = b"\xee" * len(self.contents[number])
+        self.saver.add_slot(slot, made_slot)
         request = SaveRequest(
             number=number,
             slot=slot,

@@ -16,12 +16,17 @@ __all__ = ["dump_plane", "dump_planes", "take_plane", "take_planes"]
 _SCATTERED: Final = 3
 _MOSTLY_ZERO: Final = 0.4
 _SAMPLE_NBYTES: Final = 1 << 15
+#: Share of what is stored beside a plane that a set has to save: it takes several times as long as a string.
+_WORTH: Final = 0.02
 
 
 def dump_planes(words: Words, plane_count: int | None = None) -> bytes:
     """Return the planes of `words`, the lowest bytes first; those above `plane_count` are known to be zero."""
     planes = np.ascontiguousarray(words.view(np.uint8).reshape(-1, words.itemsize).T)
-    return b"".join(dump_plane(plane) for plane in planes[:plane_count])
+    out: list[bytes] = []
+    for plane in planes[:plane_count]:
+        out.append(dump_plane(plane, beside_nbytes=sum(map(len, out))))
+    return b"".join(out)
 
 
 def take_planes(source: Source, out: Words, plane_count: int | None = None) -> None:
@@ -31,8 +36,13 @@ def take_planes(source: Source, out: Words, plane_count: int | None = None) -> N
         lanes[:, index] = take_plane(source, out.size) if plane_count is None or index < plane_count else 0
 
 
-def dump_plane(plane: Bytes) -> bytes:
-    """Return bytes as a string, or as the set of places that aren't zero and a string of what is there."""
+def dump_plane(plane: Bytes, *, beside_nbytes: int = 0) -> bytes:
+    """Return bytes as a string, or as the set of places that aren't zero and a string of what is there.
+
+    Args:
+        plane: the bytes.
+        beside_nbytes: how many are stored beside it: where a set would save little of them, a string is as good.
+    """
     size = int(np.count_nonzero(plane != 0))
     if not 0 < size < _MOSTLY_ZERO * plane.size:
         return dump_string(plane)
@@ -40,8 +50,8 @@ def dump_plane(plane: Bytes) -> bytes:
         return min(_dump_scattered(plane), dump_string(plane), key=len)
     # Where most bytes are zero, zstd's coder has too long a bit for each, unless there are runs.
     sample = plane[(plane.size - _SAMPLE_NBYTES) // 2 :][:_SAMPLE_NBYTES]
-    dump = _dump_scattered if len(_dump_scattered(sample)) < len(dump_string(sample)) else dump_string
-    return dump(plane)
+    saved_nbytes = (len(dump_string(sample)) - len(_dump_scattered(sample))) * plane.size / _SAMPLE_NBYTES
+    return _dump_scattered(plane) if saved_nbytes > _WORTH * beside_nbytes else dump_string(plane)
 
 
 def _dump_scattered(plane: Bytes) -> bytes:

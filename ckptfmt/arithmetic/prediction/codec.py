@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptfmt.arithmetic import encodings
-from ckptfmt.arithmetic.encodings.lanes import LANES, steps_between
-from ckptfmt.arithmetic.encodings.sparse import dump_changes
-from ckptfmt.arithmetic.prediction.floats import check_float_environment, without_nan
-from ckptfmt.arithmetic.prediction.gradient import choose_gradient
+from ckptfmt.arithmetic.prediction.floats import bits_of, check_float_environment, without_nan
 from ckptfmt.arithmetic.prediction.rule import FIRST_MOMENT, LOW, Rule, role_dtype, roles
 from ckptfmt.arithmetic.prediction.steps import Step
 from ckptfmt.dtypes import DTYPES
@@ -32,17 +29,31 @@ _GRADIENT_ENCODINGS: Final = ("raw", "planes")
 _HEAD: Final = struct.Struct("<BI")
 #: Elements at a time: what a step computes on the way stays in the processor's cache.
 _PIECE: Final = 1 << 15
-#: Largest share of elements that differ from their prediction for which only the sparse encoding is tried.
-_SPARSE: Final = 0.3
-#: The same share for a first moment and its gradient.
+#: Largest share of first moments that their gradient may miss before other encodings are tried.
 _ESCAPES: Final = 0.02
+
+
+class Encode(Protocol):
+    """What encodes a block against a base; see `ckptfmt.arithmetic.encodings.choose`."""
+
+    def __call__(self, content: memoryview, /, *, dtype: str, base: memoryview) -> tuple[str, bytes]:
+        """Return an encoding, and what is stored."""
+
 
 Views = Mapping[str, memoryview]
 Contents = dict[str, NDArray[Any]]
 
 
 def encode_member(
-    rule: Rule, role: str, new: memoryview, *, bases: Views, news: Views, dtype: str
+    rule: Rule,
+    role: str,
+    new: memoryview,
+    *,
+    bases: Views,
+    news: Views,
+    dtype: str,
+    predicted: memoryview | None = None,
+    encode: Encode = encodings.choose,
 ) -> tuple[str, bytes]:
     """Return the encoding that stores a member's block in few bytes, and these; `("raw", b"")` where nothing pays.
 
@@ -55,71 +66,80 @@ def encode_member(
         bases: base blocks of all members, by role.
         news: new blocks of at least the earlier members, by role.
         dtype: of the member, which the rule knows.
+        predicted: what `predict_member` returned, where that is at hand.
+        encode: what to encode the block with against its prediction.
 
     Raises: StateError(ARGUMENT, FLOAT_ENVIRONMENT).
     Spec: REQ-PRE-003, REQ-PRE-013.
     """
     if dtype != role_dtype(rule, role):
         raise err(Code.ARGUMENT, f"the rule's {role} is {role_dtype(rule, role)}, not {dtype}")
-    if role == FIRST_MOMENT.get(rule.kind):
-        return _encode_first(rule, new, bases)
     if role == "master" or not new.nbytes:
         return "raw", b""
-    changes = _Changes(new, dtype)
-    for piece, predicted in _iter_predictions(rule, role, bases, news):
-        changes.add(piece, predicted)
-        if changes.count > _SPARSE * piece.stop:
-            whole = predict_member(rule, role, bases=bases, news=news)
-            return encodings.choose(new, dtype=dtype, base=whole)
-    stored = changes.dump()
-    return ("sparse", stored) if len(stored) < new.nbytes else ("raw", b"")
+    gradient, missed = b"", 0.0
+    if role == FIRST_MOMENT.get(rule.kind) and rule.gradient in LOW:
+        gradient, missed = _encode_gradient(rule, new, bases)
+        if missed <= _ESCAPES and len(gradient) < new.nbytes:
+            return "gradient", gradient
+    base = predict_member(rule, role, bases=bases, news=news) if predicted is None else predicted
+    encoding, stored = encode(new, dtype=dtype, base=base)
+    if gradient and len(gradient) < (new.nbytes if encoding == "raw" else len(stored)):
+        return "gradient", gradient
+    return encoding, stored
 
 
 def decode_member(
-    rule: Rule, role: str, encoding: str, stored: memoryview, out: memoryview, *, bases: Views, news: Views, where: str
+    rule: Rule,
+    role: str,
+    encoding: str,
+    stored: memoryview,
+    out: memoryview,
+    *,
+    bases: Views,
+    news: Views,
+    where: str,
+    predicted: memoryview | None = None,
 ) -> None:
-    """Fill `out` with the content of a member's block.
+    """Fill `out` with the content of a member's block, which is predicted.
 
     Args:
         rule: the group's.
-        role: of the member.
+        role: of the member; a master isn't predicted.
         encoding: of the block, one of `GROUP_ENCODINGS` or of all encodings.
         stored: what is stored of it.
         out: where its content goes.
         bases: base blocks of all members, by role.
         news: new blocks of the earlier members, by role.
         where: of the block, for errors.
+        predicted: what `predict_member` returned, where that is at hand.
 
     Raises: FormatError(ENCODED_FORM); StateError(ARGUMENT, FLOAT_ENVIRONMENT).
     Spec: REQ-PRE-003, REQ-PRE-013 to REQ-PRE-015.
     """
-    first = role == FIRST_MOMENT.get(rule.kind)
     if encoding in GROUP_ENCODINGS:
-        if not first:
-            raise err(Code.ENCODED_FORM, f"{role} is stored as a gradient", where=where, requirement="REQ-PRE-013")
+        if role != FIRST_MOMENT.get(rule.kind) or rule.gradient not in LOW:
+            detail = f"{role} is stored as a gradient of {rule.gradient}"
+            raise err(Code.ENCODED_FORM, detail, where=where, requirement="REQ-PRE-013")
         _decode_gradient(rule, stored, out, bases, where)
         return
-    dtype = role_dtype(rule, role)
-    base: memoryview | None = None
-    if first or role == "master":
-        base = bases[role] if encoding in encodings.NEEDS_BASE else None
-    elif encoding == "sparse":
+    base = predicted
+    if base is None and encoding in encodings.NEEDS_BASE:
         # What didn't change stays where the prediction put it.
-        _fill(out, rule, role, bases, news)
-        base = out
-    elif encoding in encodings.NEEDS_BASE:
-        base = predict_member(rule, role, bases=bases, news=news)
-    encodings.decode(encoding, stored, out, dtype=dtype, base=base, where=where)
+        base = out if encoding == "sparse" else memoryview(bytearray(out.nbytes))
+        _fill(base, rule, role, bases, news)
+    encodings.decode(encoding, stored, out, dtype=role_dtype(rule, role), base=base, where=where)
 
 
 def predict_member(rule: Rule, role: str, *, bases: Views, news: Views) -> memoryview:
-    """Return the prediction for a member's block that isn't the first.
+    """Return the prediction for a member's block; a master has none.
 
     Raises: StateError(ARGUMENT, FLOAT_ENVIRONMENT).
-    Spec: REQ-PRE-003, REQ-PRE-009 to REQ-PRE-012.
+    Spec: REQ-PRE-003, REQ-PRE-009 to REQ-PRE-012, REQ-PRE-017.
     """
-    dtype = role_dtype(rule, role)
-    predicted = memoryview(bytearray(news[_SOURCE[rule.kind]].nbytes // 4 * DTYPES[dtype].nbytes))
+    given = bases if role in bases else news
+    source = given[role if role in bases else _SOURCE[rule.kind]]
+    width = DTYPES[role_dtype(rule, role)].nbytes
+    predicted = memoryview(bytearray(source.nbytes // (width if role in bases else 4) * width))
     _fill(predicted, rule, role, bases, news)
     return predicted
 
@@ -131,7 +151,7 @@ def _fill(out: memoryview, rule: Rule, role: str, bases: Views, news: Views) -> 
 
 
 def _iter_predictions(rule: Rule, role: str, bases: Views, news: Views) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """Yield the prediction for a later member piece by piece."""
+    """Yield the prediction for a member piece by piece."""
     check_float_environment()
     step = Step(rule)
     old, made = _contents(rule, bases), _contents(rule, news)
@@ -139,27 +159,23 @@ def _iter_predictions(rule: Rule, role: str, bases: Views, news: Views) -> Itera
         yield piece, step.predict(role, _cut(old, piece), _cut(made, piece))
 
 
-def _encode_first(rule: Rule, new: memoryview, bases: Views) -> tuple[str, bytes]:
-    """Encode a first moment as the gradient that leads to it, unless that doesn't pay."""
+def _encode_gradient(rule: Rule, new: memoryview, bases: Views) -> tuple[bytes, float]:
+    """Return a first moment as the gradient that leads to it, and in which share of the elements it doesn't."""
     check_float_environment()
     step, role = Step(rule), FIRST_MOMENT[rule.kind]
     old = _contents(rule, bases)
     content = np.frombuffer(new, np.float32)
     count = _count(old, {role: content})
-    gradient: NDArray[Any] = np.empty(count, np.uint16 if rule.gradient in LOW else np.float32)
-    changes = _Changes(new, "float32")
+    gradient, moments = np.empty(count, np.uint16), np.empty(count, np.float32)
     for piece in _pieces(count):
         cut = _cut(old, piece)
-        gradient[piece], moment = choose_gradient(step, cut, {role: content[piece]})
-        changes.add(piece, without_nan(moment, cut[role]))
+        gradient[piece] = low = step.low_gradient(cut, {role: content[piece]})
+        moments[piece] = without_nan(step.moment(cut, step.whole_gradient(cut, low)), cut[role])
     planes = encodings.encode("planes", _view(gradient), dtype=rule.gradient)
     index, part = (1, planes) if len(planes) < gradient.nbytes else (0, gradient.tobytes())
-    stored = b"".join((_HEAD.pack(index, len(part)), part, changes.dump()))
-    if changes.count > _ESCAPES * count or len(stored) >= new.nbytes:
-        other = encodings.choose(new, dtype="float32", base=bases[role])
-        if (new.nbytes if other[0] == "raw" else len(other[1])) <= len(stored):
-            return other
-    return "gradient", stored
+    missed = np.count_nonzero(bits_of(moments) != bits_of(content)) / max(count, 1)
+    changes = encodings.encode("sparse", new, dtype="float32", base=_view(moments))
+    return b"".join((_HEAD.pack(index, len(part)), part, changes)), missed
 
 
 def _decode_gradient(rule: Rule, stored: memoryview, out: memoryview, bases: Views, where: str) -> None:
@@ -173,44 +189,14 @@ def _decode_gradient(rule: Rule, stored: memoryview, out: memoryview, bases: Vie
         raise err(Code.ENCODED_FORM, "a gradient's head is out of range", where=where, requirement="REQ-PRE-014")
     moment = np.frombuffer(out, np.float32)
     count = _count(old, {role: moment})
-    gradient: NDArray[Any] = np.empty(count, np.uint16 if rule.gradient in LOW else np.float32)
+    gradient = np.empty(count, np.uint16)
     part = stored[_HEAD.size : _HEAD.size + nbytes]
     encodings.decode(_GRADIENT_ENCODINGS[index], part, _view(gradient), dtype=rule.gradient, where=where)
     for piece in _pieces(count):
         cut = _cut(old, piece)
-        whole = step.whole_gradient(cut, gradient[piece]) if rule.gradient in LOW else gradient[piece]
-        moment[piece] = without_nan(step.moment(cut, whole), cut[role])
+        moment[piece] = without_nan(step.moment(cut, step.whole_gradient(cut, gradient[piece])), cut[role])
     rest = stored[_HEAD.size + nbytes :]
     encodings.decode("sparse", rest, out, dtype="float32", base=out, where=where)
-
-
-class _Changes:
-    """What differs from a prediction, gathered while both are at hand: the encoding `sparse`.
-
-    Args:
-        new: content of the block.
-        dtype: of its elements.
-    """
-
-    def __init__(self, new: memoryview, dtype: str) -> None:
-        self._lane = LANES[dtype]
-        self._words = np.frombuffer(new, self._lane.words)
-        self._places = [np.empty(0, np.int64)]
-        self._steps = [np.empty(0, self._lane.words)]
-        self.count = 0
-
-    def add(self, piece: slice, predicted: NDArray[Any]) -> None:
-        """Compare a piece of the block with its prediction."""
-        content, base = self._words[piece], predicted.view(self._lane.words)
-        places = np.flatnonzero(content != base)
-        if places.size:
-            self._steps.append(steps_between(content[places], base[places], self._lane))
-            self._places.append(places + piece.start)
-            self.count += places.size
-
-    def dump(self) -> bytes:
-        """Return the block as the encoding `sparse` has it."""
-        return dump_changes(np.concatenate(self._places), self._words.size, np.concatenate(self._steps))
 
 
 def _contents(rule: Rule, views: Views) -> Contents:

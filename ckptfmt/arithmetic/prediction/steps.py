@@ -48,15 +48,17 @@ class Step:
     rule: Rule
 
     def predict(self, role: str, bases: Arrays, news: Arrays) -> NDArray[Any]:
-        """Return the prediction for a role that isn't the first, from bases of all roles and news of the earlier ones.
+        """Return the prediction for a role, from bases of all roles and news of the earlier ones.
 
-        Spec: REQ-PRE-009 to REQ-PRE-012.
+        Spec: REQ-PRE-009 to REQ-PRE-012, REQ-PRE-017.
         """
         rule = self.rule
         with np.errstate(all="ignore"):
             if role == COPY or (rule.kind, role) == ("cast", "weight"):
                 return round_low(news["master" if rule.kind == "cast" else "weight"], rule.copy)
-            if role == "exp_avg_sq":
+            if role == FIRST_MOMENT[rule.kind]:
+                found = self.moment(bases, np.zeros_like(bases[role]))
+            elif role == "exp_avg_sq":
                 found = self._second_moment(bases[role], self.gradient(bases, news))
             elif role == "max_exp_avg_sq":
                 # Not numpy's maximum: of two zeros it returns either.

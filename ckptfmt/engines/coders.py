@@ -1,0 +1,173 @@
+"""The processes that encode blocks for a saver, and the way to them. Without them the saver encodes by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import subprocess
+import threading
+from typing import TYPE_CHECKING, Final
+
+from ckptfmt.engines.coding import Coded
+from ckptfmt.stage.process import start_helper
+from ckptfmt.stage.slot import Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptfmt.engines.groups import PlannedGroup
+    from ckptfmt.engines.image import Image
+    from ckptfmt.stage.channel import Channel
+
+__all__ = ["Coders", "coder_count"]
+
+#: A coder makes and drops arrays of a block's size all the time: the C library shall keep their memory.
+_ENVIRONMENT: Final = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class _Coder:
+    """One process.
+
+    Attributes:
+        slots: those that it has been sent.
+        image: that it has been sent last.
+        results: where it leaves what it stores of a block; None before it has said so.
+    """
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    slots: dict[int, Slot]
+    image: Image | None = None
+    results: Slot | None = None
+
+
+class Coders:
+    """Processes that encode, as many as there are processors, at most eight; none before `start`.
+
+    Deltas come one after the other; blocks of one may come from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Slot] = {}
+        self._all: list[_Coder] = []
+        self._idle: queue.SimpleQueue[_Coder | None] = queue.SimpleQueue()
+        self._alive_count = 0
+        self._has_started = False
+        self._lock = threading.Lock()
+
+    def add_slot(self, number: int, slot: Slot) -> None:
+        """Take note of a slot, in the place of the one of this number."""
+        self._slots[number] = slot
+
+    def start(self) -> None:
+        """Start the processes, and don't wait for them. Where none can be started, there will be none."""
+        count = coder_count()
+        if self._has_started or count < 2:
+            return
+        self._has_started = True
+        with contextlib.suppress(OSError):
+            for _ in range(count):
+                process, channel = start_helper("ckptfmt.coder", environment=_ENVIRONMENT)
+                coder = _Coder(process=process, channel=channel, slots={})
+                self._all.append(coder)
+                self._send_slots(coder, *self._slots)
+
+    def begin(
+        self,
+        image: Image,
+        *,
+        slot: int,
+        base_slot: int,
+        digests: Sequence[bytes],
+        groups: Sequence[PlannedGroup],
+        among: Sequence[str],
+    ) -> None:
+        """Tell all of the delta whose blocks come now.
+
+        Args:
+            image: of the snapshot, and of the base's.
+            slot: its number.
+            base_slot: that of the base.
+            digests: of the blocks of each piece of the base.
+            groups: pieces that are predicted from each other.
+            among: encodings to choose from.
+        """
+        self._idle, self._alive_count = queue.SimpleQueue(), 0
+        message = {
+            "type": "delta",
+            "slot": slot,
+            "base_slot": base_slot,
+            "digests": list(digests),
+            "groups": [[group.rule.dump(), list(group.pieces)] for group in groups],
+            "among": list(among),
+        }
+        for coder in self._all:
+            with contextlib.suppress(OSError):  # it is gone
+                self._send_slots(coder, slot, base_slot)
+                if coder.image is not image:
+                    coder.channel.send({"type": "image", "image": image.as_dict()})
+                    coder.image = image
+                coder.channel.send(message)
+                self._idle.put(coder)
+                self._alive_count += 1
+        if not self._alive_count:
+            self._idle.put(None)
+
+    def code(self, piece: int, block: int) -> Coded | None:
+        """Return how a block is stored, or None where that is for the caller to find out. Waits for a process."""
+        coder = self._idle.get()
+        if coder is None:
+            self._idle.put(None)
+            return None
+        try:
+            coder.channel.send({"type": "block", "piece": piece, "block": block})
+            received = coder.channel.receive()
+        except OSError:
+            received = None
+        if received is None:
+            self._lose_one()
+            return None
+        told, fd = received
+        if fd is not None:
+            coder.results = Slot.attach(fd)
+        coded = None
+        if "problem" not in told and coder.results is not None:
+            coded = Coded(
+                encoding=told["encoding"],
+                predicted=told["predicted"],
+                stored=bytes(coder.results.view[: told["nbytes"]]),
+                decode_s=told["decode_ns"] / 1e9,
+            )
+        self._idle.put(coder)
+        return coded
+
+    def close(self) -> None:
+        """End the processes."""
+        for coder in self._all:
+            coder.channel.shut_down()
+            coder.channel.close()
+            coder.process.wait()
+        self._all = []
+
+    def _lose_one(self) -> None:
+        """Take note that a process is gone; with the last one nobody has to wait any more."""
+        with self._lock:
+            self._alive_count -= 1
+            if not self._alive_count:
+                self._idle.put(None)
+
+    def _send_slots(self, coder: _Coder, *numbers: int) -> None:
+        """Send what a coder doesn't have yet."""
+        for number in numbers:
+            slot = self._slots[number]
+            if coder.slots.get(number) is not slot:
+                coder.channel.send({"type": "slot", "slot": number}, fd=slot.fd)
+                coder.slots[number] = slot
+
+
+def coder_count() -> int:
+    """Return how many blocks are encoded at once: what that takes from the training it takes for a shorter time."""
+    return max(1, min(8, len(os.sched_getaffinity(0))))
