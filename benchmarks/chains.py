@@ -17,7 +17,7 @@ import ckptfmt
 from benchmarks.figures import Figure, paired_ratio, summarize
 from benchmarks.replay import Replay
 from benchmarks.rounds import Progress, Workplace, remove
-from benchmarks.scenes import Scene, Sizes, list_scenes
+from benchmarks.scenes import Sizes, list_scenes
 from benchmarks.throttled import Link, ThrottledStore
 from benchmarks.training import Studio
 from ckptfmt.store import LocalStore, Store
@@ -47,6 +47,7 @@ class Setup:
         is_far: whether its store is behind the link.
         copies: of the model.
         moving: how many of them go on training; the others stay as they were.
+        is_wide: whether the model is the wider one, whose tensors are as large as those of models that are adapted.
     """
 
     scene: str
@@ -54,6 +55,7 @@ class Setup:
     is_far: bool
     copies: int
     moving: int
+    is_wide: bool = False
 
     @property
     def name(self) -> str:
@@ -77,44 +79,52 @@ class Saves:
 
 
 def list_setups(copies: int) -> list[Setup]:
-    """Return all runs, near ones with so many copies of the model, far ones with half as many."""
-    far = max(1, copies // 2)
+    """Return all runs, with so many copies of the model."""
     near = [
         Setup(scene=scene, mode="auto", is_far=False, copies=copies, moving=copies)
         for scene in ("adamw-1e-3", "adamw-1e-6", "adamw-bf16-1e-5")
     ]
-    # Of an adapted model an eighth moves: of seven in twenty copies, less than a twentieth.
-    frozen = Setup(scene="lora", mode="auto", is_far=False, copies=20 * copies // 8 or 1, moving=7 * copies // 8 or 1)
+    # Of an adapted model an eighth moves: of one in three copies, less than a twentieth.
+    frozen = Setup(scene="lora", mode="auto", is_far=False, copies=3, moving=1, is_wide=True)
     away = [
-        Setup(scene=scene, mode=mode, is_far=True, copies=far, moving=far)
+        Setup(scene=scene, mode=mode, is_far=True, copies=copies, moving=copies)
         for mode in ("auto", "smallest")
         for scene in ("adamw-1e-3", "adamw-1e-5", "adamw-bf16-1e-5")
     ]
     return [*near, frozen, *away]
 
 
+def widen(sizes: Sizes) -> Sizes:
+    """Return sizes of a model with sixteen times the parameters, which trains for a fifteenth of the steps.
+
+    >>> widen(Sizes()).width
+    1024
+    """
+    return dataclasses.replace(sizes, width=4 * sizes.width, steps=max(1, sizes.steps // 15))
+
+
 def measure_chains(
-    sizes: Sizes, studio: Studio, *, copies: int, passes: int, place: Workplace, progress: Progress
+    sizes: Sizes, scratch: Path, *, copies: int, passes: int, place: Workplace, progress: Progress
 ) -> Saves:
     """Time saves with deltas beside full ones, and restores from chains beside full ones.
 
     Args:
+        scratch: where trained states are kept.
         copies: of the model, so that a save is long enough to be timed.
         passes: how many runs of each kind.
     """
-    scenes = {scene.name: scene for scene in list_scenes(sizes)}
     rounds: dict[str, list[Row]] = {}
     for setup in list_setups(copies):
         progress.say(f"delta: saving {setup.name}")
         rows = rounds[setup.name] = []
         for number in range(passes):
-            rows += _Race(sizes, studio, scenes[setup.scene], setup, place).run(number)
+            rows += _Race(widen(sizes) if setup.is_wide else sizes, scratch, setup, place, progress).run(number)
     restores: list[Row] = []
     for scene in ("adamw-1e-3", "adamw-bf16-1e-5"):
         for is_far in (True, False):
             progress.say(f"delta: restoring {scene}")
-            setup = Setup(scene=scene, mode="smallest", is_far=is_far, copies=max(1, copies // 2), moving=copies)
-            restores += _Race(sizes, studio, scenes[scene], setup, place).restore(passes)
+            setup = Setup(scene=scene, mode="smallest", is_far=is_far, copies=copies, moving=copies)
+            restores += _Race(sizes, scratch, setup, place, progress).restore(passes)
     rounds["restores"] = restores
     progress.say("")
     return Saves(rounds=rounds, figures=_list_figures(rounds), ratios=_list_ratios(rounds))
@@ -123,9 +133,9 @@ def measure_chains(
 class _Race:
     """Two runs of the same training, one with deltas and one without."""
 
-    def __init__(self, sizes: Sizes, studio: Studio, scene: Scene, setup: Setup, place: Workplace) -> None:
-        self._studio = studio
-        self._scene = scene
+    def __init__(self, sizes: Sizes, scratch: Path, setup: Setup, place: Workplace, progress: Progress) -> None:
+        self._studio = Studio(sizes, scratch, progress)
+        self._scene = scene = next(scene for scene in list_scenes(sizes) if scene.name == setup.scene)
         self._setup = setup
         self._place = place
         self._replay = Replay(sizes, scene, copies=setup.copies)

@@ -72,7 +72,7 @@ def measure_delta(
             progress.say(f"delta: coding, round {number + 1} of {rounds}: {scene.name}")
             for pair in studio.iter_pairs([scene]):
                 rows[-1] += _measure_pair(scene, pair, first=rows[0] if number else None)
-    chains = measure_chains(sizes, studio, copies=copies, passes=rounds, place=place, progress=progress)
+    chains = measure_chains(sizes, scratch, copies=copies, passes=rounds, place=place, progress=progress)
     first = studio.pair(scenes[0], 0, 1)
     return Outcome(
         workload={

@@ -101,9 +101,7 @@ class BaseContents:
     def content(self, number: int, block: int) -> memoryview:
         """Return the content of a block."""
         if self._view is not None:
-            piece = self._image.pieces[number]
-            begin = piece.begin + block * self._image.block_nbytes
-            end = min(piece.end, begin + self._image.block_nbytes)
+            begin, end = self._image.span(number, block)
             # Copied first: the trainer may take the slot at any time, and what was compared must be what is used.
             content = bytes(self._view[begin:end])
             at = slice(block * DIGEST_NBYTES, (block + 1) * DIGEST_NBYTES)

@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Delta", "Stored"]
 
-#: How many blocks a thread takes at once: comparing one alone takes hardly longer than handing it over.
-_TOGETHER: Final = 4
+#: How many bytes of blocks a thread takes at once, and how many blocks at most.
+_BATCH_NBYTES: Final = 4 << 20
+_BATCH_COUNT: Final = 256
 #: Small pieces are handed to the store together, up to so many bytes.
 _CHUNK_NBYTES: Final = 1 << 20
 
@@ -248,18 +249,29 @@ class Delta:
         """Yield what each block is stored as; a few threads work ahead."""
         # While one thread digests and takes what came, another one's block is encoded.
         count = coder_count() if self._coders is None else 2 * coder_count()
-        some = (blocks[at : at + _TOGETHER] for at in range(0, len(blocks), _TOGETHER))
-        for stored in iter_ahead(self._encode_some, some, count=count):
+        for stored in iter_ahead(self._encode_some, self._iter_batches(blocks), count=count):
             yield from stored
+
+    def _iter_batches(self, blocks: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+        """Yield what a thread takes at once: handing over takes longer than comparing a small block."""
+        batch: list[tuple[int, int]] = []
+        nbytes = 0
+        for number, block in blocks:
+            batch.append((number, block))
+            begin, end = self._image.span(number, block)
+            nbytes += end - begin
+            if nbytes >= _BATCH_NBYTES or len(batch) == _BATCH_COUNT:
+                yield batch
+                batch, nbytes = [], 0
+        if batch:
+            yield batch
 
     def _encode_some(self, blocks: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
         return [self._encode(*at) for at in blocks]
 
     def _encode(self, number: int, block: int) -> bytes | memoryview:
         """Return what a block is stored as, and note it."""
-        piece = self._image.pieces[number]
-        begin = piece.begin + block * self._image.block_nbytes
-        end = min(piece.end, begin + self._image.block_nbytes)
+        begin, end = self._image.span(number, block)
         self._wait(end)
         content = self._view[begin:end]
         known = self._stored.get((number, block))
@@ -279,7 +291,7 @@ class Delta:
             self._stored[number, block] = same
             return b""
         coded = Coded(encoding="raw")
-        if piece.key[0] in self._fields and len(content) >= LEAST_NBYTES:
+        if self._image.pieces[number].key[0] in self._fields and len(content) >= LEAST_NBYTES:
             coded = self._code(number, block)
         needs_base = coded.encoding in NEEDS_BASE and not coded.predicted
         is_raw = coded.encoding == "raw"
@@ -315,8 +327,7 @@ class Delta:
     def _digest_rest(self) -> None:
         """Digest what this writer holds and another one writes."""
         for number, block in self._blocks_of(None):
-            begin = self._image.pieces[number].begin + block * self._image.block_nbytes
-            end = min(self._image.pieces[number].end, begin + self._image.block_nbytes)
+            begin, end = self._image.span(number, block)
             self._wait(end)
             self._stored[number, block] = Stored(
                 encoding="raw",

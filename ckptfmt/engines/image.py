@@ -86,6 +86,12 @@ class Image:
         object.__setattr__(self, "pieces", pieces)
         object.__setattr__(self, "nbytes", max([end, *(piece.end for piece in pieces[-1:])]))
 
+    def span(self, number: int, block: int) -> tuple[int, int]:
+        """Return where a block of a piece begins and ends in the image, in bytes."""
+        piece = self.pieces[number]
+        begin = piece.begin + block * self.block_nbytes
+        return begin, min(piece.end, begin + self.block_nbytes)
+
     def rows(self) -> tuple[int, ...]:
         """Return for each piece its number among all boxes of the part."""
         boxes = [(tensor.key, held.box) for tensor in self.tensors for held in tensor.boxes]
