@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -166,7 +167,11 @@ class Checkpoint:
     @property
     def metadata_nbytes(self) -> int:
         """How many bytes of manifest, index, parts and shard headers were read so far."""
-        return len(self.manifest.dump()) + self.manifest.index_nbytes + self._part_nbytes + self._header_nbytes
+        return self._manifest_nbytes + self.manifest.index_nbytes + self._part_nbytes + self._header_nbytes
+
+    @functools.cached_property
+    def _manifest_nbytes(self) -> int:
+        return len(self.manifest.dump())
 
     @property
     def weights(self) -> TensorView:

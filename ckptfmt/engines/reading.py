@@ -70,7 +70,8 @@ class Reading:
         failed: Exception | None = None
         try:
             self._read(self.ranges)
-            self._decode()
+            if self.units:
+                self._decode()
         except Exception as error:
             if self._rounds is None:
                 raise

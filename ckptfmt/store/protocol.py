@@ -22,6 +22,7 @@ docstrings name what comes on top. Calls may come from several threads at once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Final, Protocol, TypeAlias
@@ -247,6 +248,7 @@ class Store(Protocol):
         """
 
 
+@functools.lru_cache(maxsize=1024)  # a file's name comes by at each of its ranges
 def check_path(path: str) -> None:
     """Raise unless `path` names a file below a root, on every kind of store.
 
