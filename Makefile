@@ -42,6 +42,18 @@ test-fast: venv  ## the suite without what is marked slow
 test-exhaustive: venv  ## what `make test` leaves out: minutes of what other tests sample
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m exhaustive
 
+.PHONY: conformance
+conformance: venv  ## the conformance suite against this implementation, trajectories and all, in five minutes
+	@$(BIN)/python -m ckptfmt conformance run --adapter reference --jobs $(JOBS)
+
+.PHONY: vectors
+vectors: venv  ## make the suite's cases and the table of coverage anew
+	@$(BIN)/python -m conformance.generate
+
+.PHONY: scoreboard
+scoreboard: venv  ## ask other libraries what the suite asks of any, and write the table
+	@$(BIN)/python -m ckptfmt_conformance.scoreboard --out conformance/SCOREBOARD.md
+
 .PHONY: lint
 lint: venv  ## ruff: rules and format
 	@$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.engines.commit import check_vacant
 from ckptfmt.engines.compact import compact_checkpoint, compact_run
-from ckptfmt.engines.lineage import find_head
+from ckptfmt.engines.lineage import check_surroundings, find_head
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.errors import CkptError, Code, err
@@ -24,7 +24,7 @@ from ckptfmt.saving import Ownership, save_once
 from ckptfmt.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from ckptfmt.interop.choice import Patterns, Rename
     from ckptfmt.state import State
@@ -160,7 +160,7 @@ def load(
     # Not where a save by the same token meets: its writer 0 removes that when others may be here already.
     group = make_group(writer, agree, store.at("loading"), deadline_s=deadline_s)
     places = _open_bases(bases)
-    with group.together(lambda: Checkpoint(_find_checkpoint(store), bases=places)) as checkpoint:
+    with group.together(lambda: _open(path, store, bases=places)) as checkpoint:
         return load_once(state, checkpoint, group, allow=allow, strict=strict, only=only, rename=rename, share=share)
 
 
@@ -177,8 +177,7 @@ def open_checkpoint(path: PathOrStore, *, digest: str | None = None, bases: Iter
     Raises: IntegrityError(NOT_COMMITTED and others), FormatError, UnsupportedError, StoreError.
     Spec: REQ-OPN-001 to REQ-OPN-004.
     """
-    store = open_store(path, writable=False)
-    return Checkpoint(_find_checkpoint(store), digest=digest, bases=_open_bases(bases))
+    return _open(path, open_store(path, writable=False), digest=digest, bases=_open_bases(bases))
 
 
 def validate(
@@ -196,9 +195,16 @@ def validate(
     Spec: REQ-OPN-009.
     """
     store = open_store(path, writable=False)
-    kind, verify = ("run", verify_run) if is_run(store) else ("checkpoint", verify_checkpoint)
-    report = Report(target=store.name, kind=kind, on_progress=on_progress)
-    verify(store, report, bases=_open_bases(bases))
+    places = _open_bases(bases)
+    if is_run(store):
+        report = Report(target=store.name, kind="run", on_progress=on_progress)
+        verify_run(store, report, bases=places)
+        return report
+    report = Report(target=store.name, kind="checkpoint", on_progress=on_progress)
+    checkpoint = verify_checkpoint(store, report, bases=places)
+    if checkpoint is not None and isinstance(path, str | os.PathLike):
+        with report.collect():
+            check_surroundings(path, checkpoint.manifest)
     return report
 
 
@@ -285,12 +291,15 @@ def _check_no_run(store: Store) -> None:
     check_vacant(store)
 
 
-def _find_checkpoint(store: Store) -> Store:
-    """Return the store of the checkpoint that a path means: its own, or the head of the run's lineage."""
-    if not is_run(store):
-        return store
-    name, _ = find_head(store)
-    return store.at(name)
+def _open(path: PathOrStore, store: Store, *, bases: Sequence[Store], digest: str | None = None) -> Checkpoint:
+    """Open the checkpoint that a path means: its own, or the head of the run's lineage."""
+    if is_run(store):
+        name, _ = find_head(store)
+        return Checkpoint(store.at(name), digest=digest, bases=bases)
+    checkpoint = Checkpoint(store, digest=digest, bases=bases)
+    if isinstance(path, str | os.PathLike):
+        check_surroundings(path, checkpoint.manifest)
+    return checkpoint
 
 
 def _open_bases(bases: Iterable[PathOrStore]) -> list[Store]:

@@ -50,7 +50,7 @@ class Writer:
 
     image: Image
     chain: Chain
-    slots: list[bytearray]
+    slots: Sequence[bytearray | memoryview]
 
 
 class Saving:

@@ -56,6 +56,10 @@ def _dispatch(argv: list[str]) -> int:
         from ckptfmt.cli.demo import run_demo
 
         return run_demo(argv[1:])
+    if argv[:1] == ["conformance"]:  # so has it
+        from ckptfmt.cli.conformance import run_conformance
+
+        return run_conformance(argv[1:])
     arguments = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = arguments.run
     return command(arguments)
@@ -66,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of library and format")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("demo", help="the whole story on this machine, in about a minute", add_help=False)
+    commands.add_parser("conformance", help="judge a reader or writer, in any language", add_help=False)
 
     validate = commands.add_parser(
         "validate",
@@ -79,17 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     validate.set_defaults(run=_validate)
 
     inspect = commands.add_parser("inspect", help="what is in a checkpoint, or in a run")
-    inspect.add_argument("path", metavar="PATH", help="directory of a checkpoint or of a run")
-    _add_bases(inspect)
-    inspect.add_argument("--json", action="store_true", help="print one JSON object, for programs")
-    inspect.add_argument(
-        "--tensors",
-        metavar="PATTERN",
-        nargs="?",
-        const="*",
-        help="list each tensor, or those whose name matches",
-    )
-    inspect.add_argument("--field", metavar="FIELD", help="show only this one of the seven fields, and all of it")
+    _add_inspect_arguments(inspect)
     inspect.set_defaults(run=_inspect)
 
     log = commands.add_parser("log", help="the checkpoints of a run and their lineage, newest first")
@@ -121,6 +116,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert_arguments(convert)
     convert.set_defaults(run=_convert)
     return parser
+
+
+def _add_inspect_arguments(inspect: argparse.ArgumentParser) -> None:
+    inspect.add_argument("path", metavar="PATH", help="directory of a checkpoint or of a run")
+    _add_bases(inspect)
+    inspect.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    inspect.add_argument(
+        "--tensors",
+        metavar="PATTERN",
+        nargs="?",
+        const="*",
+        help="list each tensor, or those whose name matches",
+    )
+    inspect.add_argument("--field", metavar="FIELD", help="show only this one of the seven fields, and all of it")
 
 
 def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import time
 from typing import TYPE_CHECKING, Final
 
 from ckptfmt.cli.console import Console, bytes_text, clean, count_text
 from ckptfmt.cli.places import Place, open_bases, open_place
 from ckptfmt.cli.progress import Progress
-from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
+from ckptfmt.documents.manifest import Manifest
 from ckptfmt.engines.commit import read_register
-from ckptfmt.engines.lineage import list_checkpoints, read_run
+from ckptfmt.engines.lineage import check_surroundings, list_checkpoints
 from ckptfmt.engines.reader import Checkpoint
-from ckptfmt.engines.verify import Report, check_place, verify_checkpoint, verify_run
+from ckptfmt.engines.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.errors import CkptError, StoreError
-from ckptfmt.store import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,24 +83,10 @@ def _check(place: Place, bases: Sequence[Store], on_progress: Callable[[int], No
             checkpoint = verify_checkpoint(place.store, report, bases=bases)
             if checkpoint is not None:
                 with report.collect():
-                    _check_surroundings(place, checkpoint.manifest)
+                    check_surroundings(place.path, checkpoint.manifest)
     except StoreError as error:
         failure = error
     return _Outcome(report=report, failure=failure, elapsed_s=time.perf_counter() - begin_s)
-
-
-def _check_surroundings(place: Place, manifest: Manifest) -> None:
-    """Raise unless a checkpoint that lies in a run is called as it should be there. Spec: REQ-MAN-002, REQ-RUN-003."""
-    parent, name = os.path.split(os.path.realpath(place.path))
-    step_and_launch = parse_checkpoint_name(name)
-    if step_and_launch is None:
-        return
-    try:
-        run = read_run(LocalStore(parent, writable=False))
-    except CkptError:
-        return  # It isn't this checkpoint's fault; `validate` on the run says so.
-    if run is not None:
-        check_place(manifest, step_and_launch, run.run_id)
 
 
 def _total_nbytes(place: Place, bases: Sequence[Store]) -> int | None:

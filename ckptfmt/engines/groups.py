@@ -7,6 +7,7 @@ rule holds for all parameters of a group of the optimizer, so that it is looked 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -103,8 +104,10 @@ class _Finder:
         """Return the groups."""
         shapes = {tensor.key: tensor.global_shape for tensor in self._image.tensors}
         tensors = {key: (self._dtypes[key], shapes[key]) for key in self._pieces}
-        members = find_members(tensors, _values_of(self._given.leaves))
-        before = {_names_of(one): one.options for one in find_members(tensors, _values_of(self._given.base_leaves))}
+        parse = functools.cache(parse_tree)  # most leaves are in both as they were
+        members = find_members(tensors, _values_of(self._given.leaves, parse))
+        base_members = find_members(tensors, _values_of(self._given.base_leaves, parse))
+        before = {_names_of(one): one.options for one in base_members}
         found: list[PlannedGroup] = []
         for alike in self._sort_by_rule(members):
             rows = [row for one in alike for row in self._rows_of(one)]
@@ -168,9 +171,9 @@ class _Finder:
         return DTYPES[self._dtypes[self._image.pieces[number].key]].nbytes
 
 
-def _values_of(leaves: Iterable[Leaf]) -> dict[TensorKey, object]:
+def _values_of(leaves: Iterable[Leaf], parse: Callable[..., object]) -> dict[TensorKey, object]:
     return {
-        (leaf.field, leaf.name, leaf.scope): parse_tree(leaf.value, where=leaf.name)
+        (leaf.field, leaf.name, leaf.scope): parse(leaf.value, where=leaf.name)
         for leaf in leaves
         if leaf.field in _FIELDS
     }

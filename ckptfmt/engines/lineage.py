@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from ckptfmt.documents.run import LAUNCHES, RUN_NAME, SAVERS, Launch, ResumeFrom
 from ckptfmt.engines.commit import create_once, poll, read_register
 from ckptfmt.engines.verify import Report, check_place, check_record, verify_loadable
 from ckptfmt.errors import CkptError, Code, StoreError, err
+from ckptfmt.store.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,7 @@ __all__ = [
     "begin_launch",
     "check_not_fenced",
     "check_records",
+    "check_surroundings",
     "find_head",
     "iter_lineage",
     "list_checkpoints",
@@ -115,6 +118,11 @@ def _refuse_other_contents(store: Store) -> Run | None:
         )
     if f"{LAUNCHES}/" not in names and not _list_places(store):
         return None
+    return _read_known_run(store)
+
+
+def _read_known_run(store: Store) -> Run:
+    """Return the record of a run of which there is something else. Raises: IntegrityError(FILE_MISSING)."""
     run = read_run(store)
     if run is None:
         raise err(
@@ -278,7 +286,7 @@ def find_head(store: Store) -> tuple[str, Manifest]:
     Raises: IntegrityError(NOT_COMMITTED, FILE_MISSING), or what is wrong with its register.
     Spec: REQ-RUN-006, REQ-RUN-015.
     """
-    run = read_run(store)
+    run = _read_known_run(store)
     launches, entries = list_launches(store, run), list_checkpoints(store, run)
     check_records(store, entries)
     for entry in iter_lineage(launches, entries):
@@ -293,6 +301,23 @@ def find_head(store: Store) -> tuple[str, Manifest]:
         requirement="REQ-RUN-006",
         remedy="Train until the first save.",
     )
+
+
+def check_surroundings(path: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Raise unless a checkpoint that lies in a run is called as it should be there, and belongs to that run.
+
+    Raises: FormatError(STEP_MISMATCH, RUN_MISMATCH). Spec: REQ-MAN-002, REQ-RUN-003.
+    """
+    parent, name = os.path.split(os.path.realpath(path))
+    step_and_launch = parse_checkpoint_name(name)
+    if step_and_launch is None:
+        return
+    try:
+        run = read_run(LocalStore(parent, writable=False))
+    except CkptError:
+        return  # It isn't this checkpoint's fault; `validate` on the run says so.
+    if run is not None:
+        check_place(manifest, step_and_launch, run.run_id)
 
 
 def wait_for_savers(store: Store, *, deadline_s: float, on_wait: Callable[[list[str]], None] | None = None) -> bool:

@@ -207,7 +207,7 @@ def test_two_steps_have_no_rule():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["default", "avx2"])
+@pytest.mark.parametrize("capability", ["default", pytest.param("avx2", marks=pytest.mark.exhaustive)])
 def test_kernels_of_other_processors(capability):
     """REQ-PRE-002: without fused instructions the same torch rounds products on their own; the rule says so."""
     script = (

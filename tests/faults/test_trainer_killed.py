@@ -69,13 +69,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_200_kills_lose_nothing_that_was_staged():
+@pytest.mark.parametrize("kill_count", [60, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_many_kills_lose_nothing_that_was_staged(kill_count):
     before = shared_memory()
-    reports = [report_of(process) for process in [kill(100, seed, "--torch") for seed in SEEDS]]
+    reports = [report_of(process) for process in [kill(kill_count // 2, seed, "--torch") for seed in SEEDS]]
     assert [report["violations"] for report in reports] == [[], []]
-    assert sum(report["kill_count"] for report in reports) == 200
-    assert 50 <= sum(report["group_count"] for report in reports) <= 150
+    assert sum(report["kill_count"] for report in reports) == kill_count
+    assert kill_count / 4 <= sum(report["group_count"] for report in reports) <= kill_count * 3 / 4
     for phase in PHASES:
-        assert sum(report["kills_in"][phase] for report in reports) >= 5, f"hardly a trainer was killed {phase}"
-    assert sum(report["rescued_count"] for report in reports) >= 20, "hardly a saver had to finish what it was left"
+        killed = sum(report["kills_in"][phase] for report in reports)
+        assert killed >= kill_count // 50, f"hardly a trainer was killed {phase}"
+    rescued = sum(report["rescued_count"] for report in reports)
+    assert rescued >= kill_count // 12, "hardly a saver had to finish what it was left"
     assert until(lambda: shared_memory() <= before, timeout_s=10), "memory was left under a name"

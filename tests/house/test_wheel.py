@@ -52,7 +52,11 @@ def test_the_wheel_carries_the_schemas_of_the_spec_and_nothing_of_the_tests(whee
     assert SCHEMAS
     assert carried == SCHEMAS
     assert "ckptfmt/py.typed" in files
-    assert {name.partition("/")[0] for name in files} == {"ckptfmt", "ckptfmt-0.1.0.dist-info"}
+    assert {name.partition("/")[0] for name in files} == {
+        "ckptfmt",
+        "ckptfmt_conformance",
+        "ckptfmt-0.1.0.dist-info",
+    }
 
 
 def test_the_wheel_works_in_an_empty_environment_without_torch(wheel, tmp_path):

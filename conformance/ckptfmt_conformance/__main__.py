@@ -1,0 +1,226 @@
+"""``python -m ckptfmt_conformance run|list|badge``: the suite from a shell.
+
+Exit codes of ``run``: 0 all is green · 1 something fails, or an expected failure doesn't · 2 it couldn't be run, or
+nothing was judged · 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from ckptfmt_conformance import __version__, cells
+from ckptfmt_conformance.badge import badge_svg
+from ckptfmt_conformance.callers import Target, find_target
+from ckptfmt_conformance.cases import KINDS, Case, load_cases, select_cases, vectors_root
+from ckptfmt_conformance.errors import SuiteError
+from ckptfmt_conformance.page import dump_html
+from ckptfmt_conformance.protocol import Description
+from ckptfmt_conformance.reports import Progress, clean, dump_json, dump_junit, parse_json, text_of
+from ckptfmt_conformance.runner import TIMEOUT_S, Run, run_cases
+from ckptfmt_conformance.xfails import Xfails
+
+__all__ = ["main", "read_xfails"]
+
+EXIT_GREEN: Final = 0
+EXIT_RED: Final = 1
+EXIT_FAILED: Final = 2
+EXIT_INTERRUPTED: Final = 130
+#: More at once than this rarely gains: the cases are small.
+JOBS_MAX: Final = 4
+
+
+def main(argv: Sequence[str] | None = None, *, program: str = "python -m ckptfmt_conformance") -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: without the program; those of the process if none are given.
+        program: what usage messages call it.
+    """
+    try:
+        arguments = _parser(program).parse_args(argv)
+        command: Callable[[argparse.Namespace], int] = arguments.command
+        code = command(arguments)
+        sys.stdout.flush()
+    except SuiteError as error:
+        print(f"error: {clean(error.detail)}\n  {clean(error.remedy)}", file=sys.stderr)
+        return EXIT_FAILED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OSError as error:
+        print(f"error: {clean(str(error))}\n  See that the file can be read or written.", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return code
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program, description="Judge a reader or writer of checkpoints, in any language, by the conformance suite."
+    )
+    parser.add_argument("--version", action="version", version=f"ckptfmt_conformance {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    run = commands.add_parser(
+        "run",
+        help="run the suite against an adapter",
+        description="Run the suite. Exit code 0: all green; 1: something fails; 2: it couldn't be run.",
+    )
+    run.add_argument(
+        "--adapter", required=True, metavar="ADAPTER", help="`reference`, package.module:Class, or a command line"
+    )
+    _add_selection(run)
+    run.add_argument("--jobs", type=_positive(int), default=None, metavar="N", help="how many cases at once")
+    run.add_argument(
+        "--timeout",
+        type=_positive(float),
+        default=TIMEOUT_S,
+        metavar="S",
+        help="seconds for each case (30); a trajectory has ten times as many",
+    )
+    run.add_argument("--json", type=Path, metavar="FILE", help="write a report for programs")
+    run.add_argument("--junit", type=Path, metavar="FILE", help="write a report as JUnit XML")
+    run.add_argument("--html", type=Path, metavar="FILE", help="write a report as one page")
+    run.add_argument("--badge", type=Path, metavar="FILE", help="write a badge, as SVG")
+    run.add_argument("--xfails", type=Path, metavar="FILE", help="list of expected failures, if not <adapter>.xfails")
+    run.add_argument("--list", action="store_true", help="only list what would be asked")
+    run.add_argument("-v", "--verbose", action="store_true", help="say how every case went")
+    run.set_defaults(command=_run)
+
+    listing = commands.add_parser("list", help="list the cases")
+    _add_selection(listing)
+    listing.set_defaults(command=_list)
+
+    badge = commands.add_parser("badge", help="make a badge, or a page, of the JSON report of a run")
+    badge.add_argument("report", type=Path, metavar="REPORT", help="what `run --json` wrote")
+    badge.add_argument("--out", type=Path, metavar="FILE", help="where to; standard output if it isn't given")
+    badge.add_argument("--html", type=Path, metavar="FILE", help="write the page as well")
+    badge.set_defaults(command=_badge)
+    return parser
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--filter", action="append", default=[], metavar="GLOB", help="only cases whose id fits; may be repeated"
+    )
+    parser.add_argument(
+        "--kind", action="append", default=[], choices=KINDS, help="only cases of this kind; may be repeated"
+    )
+    parser.add_argument("--vectors", type=Path, metavar="DIR", help="other vectors than those of the suite")
+
+
+def _positive(kind: type[int | float]) -> Callable[[str], int | float]:
+    def parse(text: str) -> int | float:
+        value = kind(text)
+        if not 0 < value < 10**6:
+            raise argparse.ArgumentTypeError(f"{text} isn't above 0 and below a million")
+        return value
+
+    parse.__name__ = "number"
+    return parse
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.list:
+        return _list(arguments)
+    target = find_target(arguments.adapter)
+    vectors = load_cases(arguments.vectors or vectors_root())
+    xfails = read_xfails(target, arguments.xfails)
+    chosen = select_cases(vectors, patterns=arguments.filter, kinds=arguments.kind)
+    progress: list[Progress] = []
+
+    def choose(description: Description, cases: Sequence[Case]) -> Sequence[Case]:
+        """Add the trajectories, if they are wanted: to list them, a framework may have to be imported."""
+        found = [*cases, *_choose_cells(arguments, description)]
+        if not found:
+            raise SuiteError("no case fits", remedy="See `list` for the ids and kinds that there are.")
+        progress.append(Progress(len(found)))
+        return found
+
+    selection = [f"--filter {pattern}" for pattern in arguments.filter] + [f"--kind {kind}" for kind in arguments.kind]
+    try:
+        run = run_cases(
+            target,
+            chosen,
+            jobs=arguments.jobs or min(JOBS_MAX, len(os.sched_getaffinity(0))),
+            timeout_s=arguments.timeout,
+            xfails=xfails,
+            selection=selection,
+            known=[case.id for case in vectors],
+            choose=choose,
+            on_result=lambda result: progress[0].take(result),  # noqa: PLW0108 - it is made later
+        )
+    finally:
+        for line in progress:
+            line.close()
+    print(text_of(run, verbose=arguments.verbose))
+    _write_reports(run, arguments)
+    if run.is_green:
+        return EXIT_GREEN
+    if not run.has_answers:
+        raise SuiteError(
+            "nothing was judged: all cases were left out",
+            remedy="See what the adapter's `describe` says, and --filter.",
+        )
+    return EXIT_RED
+
+
+def _choose_cells(arguments: argparse.Namespace, description: Description) -> Sequence[Case]:
+    if "trajectory" not in (arguments.kind or description.kinds) or arguments.vectors is not None:
+        return ()
+    return select_cases(cells.list_cases(), patterns=arguments.filter)
+
+
+def _write_reports(run: Run, arguments: argparse.Namespace) -> None:
+    for path, dump in (
+        (arguments.json, dump_json),
+        (arguments.junit, dump_junit),
+        (arguments.html, dump_html),
+        (arguments.badge, badge_svg),
+    ):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(dump(run), "utf-8")
+
+
+def read_xfails(target: Target, path: Path | None) -> Xfails:
+    """Return the list of expected failures that is given, or the one beside the adapter, or none.
+
+    Raises: SuiteError where the one that is given can't be read.
+    """
+    if path is not None:
+        return Xfails.read(path)
+    beside = target.xfails
+    return Xfails.read(beside) if beside is not None and beside.is_file() else Xfails()
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    cases = list(select_cases(load_cases(arguments.vectors or vectors_root()), kinds=arguments.kind))
+    if "trajectory" in (arguments.kind or KINDS) and arguments.vectors is None:
+        cases += cells.list_cases()
+    cases = list(select_cases(cases, patterns=arguments.filter))
+    width = max((len(case.id) for case in cases), default=0)
+    for case in cases:
+        print(f"{case.kind:10} {case.id:{width}}  {case.description}")
+    return EXIT_GREEN
+
+
+def _badge(arguments: argparse.Namespace) -> int:
+    run = parse_json(arguments.report.read_text("utf-8"))
+    if arguments.html is not None:
+        arguments.html.write_text(dump_html(run), "utf-8")
+    if arguments.out is None:
+        sys.stdout.write(badge_svg(run))
+    else:
+        arguments.out.write_text(badge_svg(run), "utf-8")
+    return EXIT_GREEN
+
+
+if __name__ == "__main__":
+    sys.exit(main())

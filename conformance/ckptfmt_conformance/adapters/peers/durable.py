@@ -1,0 +1,31 @@
+"""What users of libraries without it add around a save: fsync, and a rename from a temporary name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["replace_durably"]
+
+
+def replace_durably(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under a temporary name, make it durable, and give it its name at once.
+
+    Args:
+        path: of the file.
+        write: writes it, to the path that it is given.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    _sync(temporary)
+    temporary.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,318 @@
+"""The adapter of the reference implementation: the one module of the suite that imports ckptfmt.
+
+It is an example, too: everything that it does, it does by what ckptfmt has for everybody who opens, loads and saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import struct
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from blake3 import blake3
+
+import ckptfmt
+from ckptfmt import Box, CkptError
+from ckptfmt.documents.tree import (
+    DeviceName,
+    DtypeName,
+    InlineArray,
+    Size,
+    TensorRef,
+    dump_tree,
+    iter_values,
+    parse_tree,
+)
+from ckptfmt.engines.reader import Checkpoint, numpy_dtype
+from ckptfmt.features import READER_FEATURES
+from ckptfmt.limits import FORMAT_VERSION
+from ckptfmt_conformance.protocol import METHODS, Rejected, Unsupported, run_as_command
+
+__all__ = ["FORMAT_VERSION", "Box", "Checkpoint", "Checkpointing", "Reference", "numpy_dtype", "original", "tagged"]
+
+
+class Reference:
+    """The reference implementation.
+
+    Attributes:
+        replacements: what is put in the place of functions of the implementation while it is asked, by their places
+            ``module:name``. Empty here; broken adapters take checks away with it.
+    """
+
+    replacements: tuple[tuple[str, object], ...] = ()
+
+    def describe(self) -> Mapping[str, Any]:
+        """Say what this is."""
+        return {
+            "name": "ckptfmt",
+            "version": ckptfmt.__version__,
+            "spec": FORMAT_VERSION,
+            "roles": ["reader", "writer", "committer"],
+            "features": sorted(READER_FEATURES),
+            "kinds": [*METHODS, "trajectory"],
+        }
+
+    def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Open a checkpoint, check all that its metadata says, and read every tensor; with ``verify``, every byte."""
+        asked = request or {}
+        with self._broken_as_said():
+            with _phase("open"), self._open(path, asked) as checkpoint:
+                _check_metadata(checkpoint)
+                with _phase("read"):
+                    tensors = {_key_of(key): self.digests(checkpoint, key) for key in checkpoint.tensors}
+                found = {"tensors": tensors, "step": checkpoint.step, "digest": checkpoint.digest}
+            if asked.get("verify") == "all":
+                self.validate(path, asked)
+            return found
+
+    def read(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the digest of one box."""
+        return {"blake3": self.reshard(path, {**request, "boxes": [request["box"]]})["digests"][0]}
+
+    def reshard(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the digests of boxes in their order."""
+        with self._broken_as_said(), _phase("open"), self._open(path, request) as checkpoint:
+            field, name, scope = _parse_key(request["tensor"])
+            with _phase("read"):
+                boxes = [_box_of(bounds) for bounds in request["boxes"]]
+                return {"digests": [self.digest_of(checkpoint, field, name, scope, box) for box in boxes]}
+
+    def write(self, path: Path | None, request: Mapping[str, Any], output: Path) -> Mapping[str, Any]:
+        """Save the state that is described."""
+        del path
+        fields: dict[str, Any] = {}
+        for key, tensor in request["tensors"].items():
+            # Names of tensors in a tree are made of its keys: where a name has a slash, a mapping is in a mapping.
+            *outer, last = [piece.replace("~1", "/").replace("~0", "~") for piece in key.split("/")]
+            mapping = fields
+            for piece in outer:
+                mapping = mapping.setdefault(piece, {})
+            mapping[last] = self.array_of(tensor["dtype"], tensor["shape"])
+        with self._broken_as_said(), _phase("open"):
+            state = ckptfmt.State(config=request.get("config"), **fields)
+            report = ckptfmt.save(output, state, step=request["step"])
+        return {"digest": report.digest}
+
+    def context(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Return a tree as tagged JSON."""
+        del request
+        with self._broken_as_said(), _phase("open"):
+            content = (path / "tree.msgpack").read_bytes()
+            return {"tree": self.tree_of(content)}
+
+    def checkpointing(self) -> Checkpointing:
+        """Return what trajectories save and load by."""
+        return Checkpointing()
+
+    # What broken adapters do otherwise.
+
+    def digests(self, checkpoint: Checkpoint, key: tuple[str, str, str]) -> dict[str, Any]:
+        """Return what is said of a tensor."""
+        tensor = checkpoint.tensors[key]
+        content = self.content(checkpoint, key, Box.whole(tensor.global_shape))
+        return {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.global_shape),
+            "blake3": blake3(content).hexdigest(),
+            "first16": content[:16].hex(),
+        }
+
+    def digest_of(self, checkpoint: Checkpoint, field: str, name: str, scope: str, box: Box) -> str:
+        """Return the digest of a box."""
+        if checkpoint.find(field, name, scope) is None:
+            raise Rejected("TENSOR_MISSING", name, "open")
+        return blake3(self.content(checkpoint, (field, name, scope), box)).hexdigest()
+
+    def content(self, checkpoint: Checkpoint, key: tuple[str, str, str], box: Box) -> bytes:
+        """Return the bytes of a box, in C order."""
+        tensor = checkpoint.find(*key)
+        assert tensor is not None
+        return b"".join(bytes(content) for _, content in checkpoint.iter_content(tensor, box))
+
+    def tree_of(self, content: bytes) -> Any:  # noqa: ANN401 - any value of JSON
+        """Return what is said of a tree."""
+        return tagged(parse_tree(content, where="tree.msgpack"))
+
+    def validate(self, path: Path, request: Mapping[str, Any]) -> None:
+        """Check every byte; raise the first violation."""
+        with _phase("validate"):
+            report = ckptfmt.validate(path, bases=_bases_of(path, request))
+            if report.violations:
+                raise report.violations[0]
+
+    def array_of(self, dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
+        """Return an array whose byte i is i mod 251."""
+        kind = numpy_dtype(dtype)
+        nbytes = kind.itemsize * int(np.prod(shape, dtype=np.int64))
+        content = (np.arange(nbytes, dtype=np.int64) % 251).astype(np.uint8)
+        return content.view(kind).reshape(shape)
+
+    def _open(self, path: Path, request: Mapping[str, Any]) -> Checkpoint:
+        return ckptfmt.open(path, digest=request.get("digest"), bases=_bases_of(path, request))
+
+    @contextlib.contextmanager
+    def _broken_as_said(self) -> Iterator[None]:
+        """Put the replacements in their places for as long as something is asked."""
+        with contextlib.ExitStack() as stack:
+            for place, replacement in self.replacements:
+                module, _, name = place.partition(":")
+                stack.enter_context(mock.patch.object(_owner(module, name), name.rpartition(".")[2], replacement))
+            yield
+
+
+class Checkpointing:
+    """How trajectories save and load: `ckptfmt.save` and `ckptfmt.load` of a `ckptfmt.State`."""
+
+    def save(self, path: str, state: Mapping[str, object], step: int) -> None:
+        """Save a state as a checkpoint of its own."""
+        ckptfmt.save(path, _state_of(state), step=step)
+
+    def load(self, path: str, state: Mapping[str, object]) -> None:
+        """Load it into live objects, in place."""
+        ckptfmt.load(path, _state_of(state))
+
+
+def _state_of(state: Mapping[str, Any]) -> ckptfmt.State:
+    """Return what a trajectory's state is here: its fields by their names, and everything else as an extra."""
+    own: dict[str, Any] = {name: _value_of(value) for name, value in state.items()}
+    fields: dict[str, Any] = {
+        name: own.pop(name) for name in ("weights", "optimizer", "data", "config", "rng") if name in own
+    }
+    return ckptfmt.State(**fields, extra=own or None)
+
+
+def _value_of(value: object) -> object:
+    """Return a value as ckptfmt takes it: what each process has for itself is marked as such."""
+    if type(value).__name__ == "PerRank":
+        return ckptfmt.PerWorker(value.value)  # type: ignore[attr-defined]
+    return value
+
+
+def original(place: str) -> Any:  # noqa: ANN401 - a function or a class
+    """Return what the implementation has at ``module:name``."""
+    module, _, name = place.partition(":")
+    return getattr(_owner(module, name), name.rpartition(".")[2])
+
+
+def _owner(module: str, name: str) -> Any:  # noqa: ANN401 - a module or a class
+    """Return what has a name, such as a module, or a class for ``Class.method``."""
+    owner: Any = importlib.import_module(module)
+    for piece in name.split(".")[:-1]:
+        owner = getattr(owner, piece)
+    return owner
+
+
+@contextlib.contextmanager
+def _phase(name: str) -> Iterator[None]:
+    """Answer with a refusal where the implementation raises one of its own errors."""
+    try:
+        yield
+    except CkptError as error:
+        if error.code == "STATE_UNSUPPORTED":
+            raise Unsupported(error.detail) from error
+        raise Rejected(error.code, error.where, name) from error
+
+
+def _check_metadata(checkpoint: Checkpoint) -> None:
+    """Check everything that can be wrong before a byte of a tensor is read."""
+    for reference in checkpoint.manifest.references:
+        checkpoint.closure.open(reference)
+    for number in range(len(checkpoint.index.parts)):
+        checkpoint.open_part(number)
+    for tensor in checkpoint.index.tensors:
+        for box, part in tensor.sharding:
+            checkpoint.check_stored(tensor, box, part)
+    for field, name, scope in checkpoint.leaves:
+        for value in iter_values(checkpoint.leaf(field, name, scope)):
+            if isinstance(value, TensorRef) and checkpoint.find(field, value.name, scope) is None:
+                raise Rejected("TREE_REFERENCE", value.name, "open")
+    for name, scope in checkpoint.streams:
+        if any(isinstance(value, TensorRef) for value in iter_values(checkpoint.stream(name, scope)[1])):
+            raise Rejected("TREE_REFERENCE", name, "open")
+
+
+def _bases_of(path: Path, request: Mapping[str, Any]) -> list[Path]:
+    return [path / base for base in request.get("bases", ())]
+
+
+def _key_of(key: tuple[str, str, str]) -> str:
+    field, name, scope = key
+    return f"{field}/{name}" + ("" if scope == "global" else f"@{scope}")
+
+
+def _parse_key(key: str) -> tuple[str, str, str]:
+    field, _, name = key.partition("/")
+    stem, at, scope = name.rpartition("@")
+    return (field, stem, scope) if at and scope.startswith("lw/") else (field, name, "global")
+
+
+def _box_of(bounds: list[list[int]]) -> Box:
+    return Box(tuple(begin for begin, _ in bounds), tuple(end - begin for begin, end in bounds))
+
+
+def tagged(value: object) -> Any:  # noqa: ANN401 - any value of JSON
+    """Return a value as tagged JSON."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    maker = _TAGGED.get(type(value))
+    assert maker is not None, f"{type(value).__name__} is no value of a tree"
+    return maker(value)
+
+
+def _int(value: int) -> int | dict[str, str]:
+    return value if abs(value) < 1 << 53 else {"int": str(value)}
+
+
+def _bits(value: float) -> str:
+    return struct.pack(">d", value).hex()
+
+
+def _pairs(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {name: [[tagged(key), tagged(item)] for key, item in value.items()]}
+
+
+def _items(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {name: [tagged(item) for item in value]}
+
+
+def _members(name: str) -> Callable[[Any], dict[str, Any]]:
+    """Return what a set is: its members have an order in a checkpoint, that of their bytes there."""
+    return lambda value: {name: [tagged(item) for item in sorted(value, key=lambda item: dump_tree(item, where=""))]}
+
+
+def _array(value: InlineArray) -> dict[str, Any]:
+    if value.scalar:
+        return {"scalar": value.content.hex(), "dtype": value.dtype}
+    return {"array": value.content.hex(), "dtype": value.dtype, "shape": list(value.shape)}
+
+
+_TAGGED: dict[type, Callable[[Any], Any]] = {
+    int: _int,
+    bytes: lambda value: {"bytes": value.hex()},
+    float: lambda value: {"float": _bits(value)},
+    complex: lambda value: {"complex": [_bits(value.real), _bits(value.imag)]},
+    list: _items("list"),
+    tuple: _items("tuple"),
+    set: _members("set"),
+    frozenset: _members("frozenset"),
+    dict: _pairs("dict"),
+    OrderedDict: _pairs("ordered_dict"),
+    Counter: _pairs("counter"),
+    deque: lambda value: {"deque": [tagged(item) for item in value], "maxlen": value.maxlen},
+    InlineArray: _array,
+    TensorRef: lambda value: {"tensor": value.name, "kind": value.kind},
+    DtypeName: lambda value: {"dtype": value.name},
+    DeviceName: lambda value: {"device": value.name},
+    Size: lambda value: {"size": list(value.shape)},
+}
+
+
+if __name__ == "__main__":
+    sys.exit(run_as_command(Reference(), sys.argv[1:]))

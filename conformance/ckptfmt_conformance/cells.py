@@ -1,0 +1,72 @@
+"""Trajectories as cases: what `ckptfmt_conformance.trajectories` lists and runs, in the suite's own words.
+
+That package imports a framework, so it is met only when a trajectory is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ckptfmt_conformance.cases import Case, Expectation
+
+__all__ = ["ABSENT", "PREFIX", "list_cases", "run_cell"]
+
+#: Stands before the id of a cell.
+PREFIX: Final = "trajectory/"
+#: The case that stands for all of them where they can't be had.
+ABSENT: Final = "trajectory/all"
+_MODULE: Final = "ckptfmt_conformance.trajectories"
+
+
+def list_cases() -> tuple[Case, ...]:
+    """Return all cells as cases; where there are none, one that stands for them and says why."""
+    try:
+        cells = importlib.import_module(_MODULE).list_cells()
+    except ImportError as error:
+        reason = f"trajectories need more than is installed here: {error}"
+        stand_in = Case(
+            id=ABSENT,
+            description="all trajectories",
+            kind="trajectory",
+            roles=(),
+            expect=Expectation(outcome="accept"),
+            why=reason,
+            folder=Path(),
+        )
+        return (stand_in,)
+    return tuple(map(_case_of, cells))
+
+
+def _case_of(cell: Any) -> Case:  # noqa: ANN401 - a Cell of a module that may be absent
+    return Case(
+        id=PREFIX + str(cell.id),
+        description=str(getattr(cell, "description", "") or cell.id),
+        kind="trajectory",
+        roles=(),
+        features=tuple(cell.features),
+        request={"claim": str(cell.claim), "tier": str(cell.tier), "processes": int(getattr(cell, "processes", 0))},
+        expect=Expectation(outcome="accept"),
+        bug_class="TRAJECTORY",
+        why="a run that resumes isn't the same run",
+        folder=Path(),
+    )
+
+
+def run_cell(adapter: Any, case_id: str, directory: Path) -> Mapping[str, Any]:  # noqa: ANN401 - a class
+    """Run one cell with an adapter's checkpoints, and return what came of it.
+
+    Raises: ImportError; whatever the adapter raises.
+    """
+    make = getattr(adapter, "checkpointing", None)
+    if make is None:
+        return {"status": "SKIPPED", "divergence": "the adapter has no checkpointing()", "seconds": 0.0}
+    module = importlib.import_module(_MODULE)
+    wanted = case_id.removeprefix(PREFIX)
+    cell = next(cell for cell in module.list_cells() if str(cell.id) == wanted)
+    checkpointing = make()
+    result = module.run_cell(cell, checkpointing, directory)
+    status = str(getattr(result.status, "value", result.status))
+    return {"status": status, "divergence": result.divergence, "seconds": float(result.seconds)}

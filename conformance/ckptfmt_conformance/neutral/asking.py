@@ -1,0 +1,88 @@
+"""Ask a peer to save or load, and tell apart what it does, what it refuses, and what it gets wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from ckptfmt_conformance.neutral.case import Status, Verdict
+from ckptfmt_conformance.neutral.peer import Peer, Unsupported
+from ckptfmt_conformance.neutral.states import Expected, template
+
+__all__ = ["Outcome", "VerdictError", "files_of", "one_line", "put", "save_or_stop", "try_load"]
+
+
+class VerdictError(Exception):
+    """Ends a case with a verdict."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.seen)
+        self.verdict = verdict
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a load ended.
+
+    Attributes:
+        kind: ``raised``; ``same`` bytes came back; or ``other`` ones.
+        said: the error, or the difference.
+    """
+
+    kind: Literal["raised", "same", "other"]
+    said: str
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error in one line."""
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    return f"{name}: {text[:137]}..." if len(text) > 140 else f"{name}: {text}"
+
+
+def save_or_stop(peer: Peer, path: Path, state: Mapping[str, object], step: int, *, may_refuse: bool = False) -> None:
+    """Save.
+
+    Raises: VerdictError: UNSUPPORTED where the peer says so, or refuses what it may refuse; FAIL for another error.
+    """
+    try:
+        peer.save(path, state, step)
+    except Unsupported as error:
+        raise VerdictError(Verdict(Status.UNSUPPORTED, str(error))) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a library may raise anything, and some raise no Exception
+        if may_refuse:
+            raise VerdictError(Verdict(Status.UNSUPPORTED, f"refused: {one_line(error)}")) from error
+        raise VerdictError(Verdict(Status.FAIL, f"the save raised {one_line(error)}")) from error
+
+
+def try_load(peer: Peer, path: Path, state: Mapping[str, object], expected: Expected) -> Outcome:
+    """Load into a state of the same structure, and compare.
+
+    Args:
+        state: as it was saved, or a template of it; it isn't changed.
+    """
+    try:
+        loaded = peer.load(path, template(state))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever it raises, it is a refusal
+        return Outcome("raised", one_line(error))
+    said = expected.difference(loaded)
+    return Outcome("same", "") if said is None else Outcome("other", said)
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return all files of a checkpoint: those in the directory that was made for it."""
+    return sorted(Path(at, name) for at, _, names in os.walk(path.parent) for name in names)
+
+
+def put(path: Path, content: bytes, scratch: Path) -> None:
+    """Put other content in a file's place, as a new file: what maps the old one goes on seeing that."""
+    new = scratch / "new"
+    new.write_bytes(content)
+    new.replace(path)

@@ -1,0 +1,83 @@
+"""Change what is being saved beside the training: the checkpoint must hold the moment of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from ckptfmt_conformance.judge import Status
+from ckptfmt_conformance.neutral.asking import one_line, try_load
+from ckptfmt_conformance.neutral.case import Bench, NeutralCase, Verdict
+from ckptfmt_conformance.neutral.peer import AsyncPeer, Peer, Unsupported
+from ckptfmt_conformance.neutral.states import Expected, mixed_state
+
+__all__ = ["CASES"]
+
+
+def _by_operator(tensor: torch.Tensor) -> None:
+    tensor.add_(1)
+
+
+def _by_data(tensor: torch.Tensor) -> None:
+    tensor.data[...] = -1
+
+
+def _by_memory(tensor: torch.Tensor) -> None:
+    """Write past everything that torch could notice."""
+    tensor.numpy().fill(0.5)
+
+
+#: Ways to change a tensor, from the politest on.
+_WAYS: tuple[tuple[str, Callable[[torch.Tensor], None]], ...] = (
+    ("add_", _by_operator),
+    (".data", _by_data),
+    ("numpy", _by_memory),
+)
+
+
+def _mutated(peer: Peer, bench: Bench) -> Verdict:
+    if not isinstance(peer, AsyncPeer):
+        return Verdict(Status.UNSUPPORTED, "it saves while the caller waits, and not beside")
+    keeps = peer.describe().keeps
+    for round_ in range(bench.effort.async_rounds):
+        name, change = _WAYS[round_ % len(_WAYS)]
+        state = mixed_state(bench.effort.async_nbytes, round_)
+        values = {"loss": [1.5, 2.5], "epoch": round_}
+        if "values" in keeps:
+            state["values"] = values
+        expected = Expected.of(state, round_ + 1 if "step" in keeps else None)
+        path = bench.place(f"round-{round_}")
+        bench.note(f"saving, then changing tensors by {name}")
+        try:
+            pending = peer.save_async(path, state, round_ + 1)
+            for tensor in reversed(cast("dict[str, torch.Tensor]", state["tensors"]).values()):
+                change(tensor)
+            values["loss"] = [-1.0]
+            pending.wait()
+        except Unsupported as error:
+            return Verdict(Status.UNSUPPORTED, str(error))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a library may raise anything, and some raise no Exception
+            return Verdict(Status.FAIL, f"round {round_}: the save raised {one_line(error)}")
+        outcome = try_load(peer, path, state, expected)
+        if outcome.kind != "same":
+            return Verdict(Status.FAIL, f"changed by {name} after the call: {outcome.kind}: {outcome.said}")
+    size = bench.effort.async_nbytes >> 20
+    ways = ", ".join(name for name, _ in _WAYS[: bench.effort.async_rounds])
+    seen = f"{bench.effort.async_rounds} saves of {size} MiB, changed by {ways} right after the call"
+    return Verdict(Status.PASS, f"{seen}: the bytes of the call")
+
+
+CASES = (
+    NeutralCase(
+        id="async/mutation",
+        asked="Begin a save beside the training, and overwrite all tensors as soon as the call returns.",
+        passes="The checkpoint holds what the tensors held when the save was called.",
+        fails="It holds anything of what was written afterwards; or the save raises.",
+        unsupported="The library has no save that goes on beside its caller.",
+        judge=_mutated,
+    ),
+)

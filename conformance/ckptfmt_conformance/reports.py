@@ -1,0 +1,243 @@
+"""What a run says: for eyes, with progress on a terminal; for programs, as JSON; for CI, as JUnit XML."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from typing import IO, Any, Final
+from xml.sax.saxutils import escape, quoteattr
+
+from ckptfmt_conformance import __version__
+from ckptfmt_conformance.badge import claim_of
+from ckptfmt_conformance.cases import Case, Expectation
+from ckptfmt_conformance.errors import SuiteError
+from ckptfmt_conformance.judge import RED, Status
+from ckptfmt_conformance.protocol import parse_description
+from ckptfmt_conformance.runner import Result, Run
+
+__all__ = ["Progress", "dump_json", "dump_junit", "parse_json", "text_of"]
+
+_COLOURS: Final = {
+    Status.PASS: "32",
+    Status.FAIL: "31",
+    Status.ERROR: "35",
+    Status.XPASS: "31",
+    Status.XFAIL: "33",
+    Status.UNSUPPORTED: "36",
+    Status.SKIPPED: "2",
+}
+#: What XML 1.0 can't hold in any form.
+_NO_XML: Final = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+#: How often the line of progress moves, in seconds.
+_EVERY_S: Final = 0.1
+
+
+class Progress:
+    """One line on a terminal that says how far a run is; nothing in a pipe.
+
+    Args:
+        total: how many cases there are.
+        stream: where to; standard error if none is given.
+    """
+
+    def __init__(self, total: int, stream: IO[str] | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._shown = self._stream.isatty()
+        self._total, self._done, self._red, self._last_s = total, 0, 0, 0.0
+
+    def take(self, result: Result) -> None:
+        """Note a result."""
+        self._done += 1
+        self._red += result.status in RED
+        now_s = time.monotonic()
+        if self._shown and (now_s - self._last_s >= _EVERY_S or self._done == self._total):
+            self._last_s = now_s
+            red = f", {self._red} red" if self._red else ""
+            line = f"{self._done}/{self._total}{red}  {result.case.id}"
+            print(f"\r\x1b[K{line[:100]}", end="", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._shown:
+            print("\r\x1b[K", end="", file=self._stream, flush=True)
+
+
+def clean(text: str) -> str:
+    r"""Return text that shows as it is: what an adapter says can play no tricks with a terminal.
+
+    >>> clean("a\x1b[31m\n  b")
+    'a\\x1b[31m\n  b'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def text_of(run: Run, *, verbose: bool = False, stream: IO[str] | None = None) -> str:
+    """Return a report for eyes: what is red, what was left out and why, and the count of each status.
+
+    Args:
+        verbose: say how every case went.
+        stream: where it will go; colours are for terminals.
+    """
+    out = sys.stdout if stream is None else stream
+    in_colour = out.isatty() and not os.environ.get("NO_COLOR")
+
+    def paint(status: Status, text: str) -> str:
+        return f"\x1b[{_COLOURS[status]}m{text}\x1b[0m" if in_colour else text
+
+    lines = []
+    for result in run.results:
+        if verbose or result.status in RED or result.status is Status.XFAIL:
+            lines.append(f"{paint(result.status, f'{result.status:11}')} {result.case.id}")
+            if result.message:
+                lines += [f"            {line}" for line in clean(result.message).splitlines()]
+            if result.status in RED:
+                lines.append(f"            {', '.join(result.case.requirements)}: {result.case.description}")
+    lines += [f"{'idle':11} {pattern}: no case is expected to fail by this line" for pattern in run.idle]
+    if lines:
+        lines.append("")
+    if not verbose:
+        lines += _left_out(run)
+    described = run.description
+    counts = [paint(status, f"{count} {status}") for status, count in run.counts.items() if count]
+    lines.append(
+        f"{clean(described.name)} {clean(described.version)} (format {'/'.join(described.spec)}): "
+        f"{', '.join(counts) or 'no case'} in {run.seconds:.1f} s"
+    )
+    claim = claim_of(run)
+    why = "none: not everything was asked" if run.selection else "none"
+    lines.append(f"claim level: {claim or why}")
+    return "\n".join(lines)
+
+
+def _left_out(run: Run) -> list[str]:
+    """Return a line for each reason for which cases were left out."""
+    reasons: dict[tuple[Status, str], int] = {}
+    for result in run.results:
+        if result.status in (Status.SKIPPED, Status.UNSUPPORTED):
+            key = (result.status, result.message)
+            reasons[key] = reasons.get(key, 0) + 1
+    return [
+        f"{status:11} {count} {'case' if count == 1 else 'cases'}: {clean(reason)}"
+        for (status, reason), count in sorted(reasons.items())
+    ]
+
+
+def dump_json(run: Run) -> str:
+    """Return a report for programs."""
+    described = run.description
+    return json.dumps(
+        {
+            "suite": __version__,
+            "adapter": run.adapter,
+            "implementation": {name: getattr(described, name) for name in described.__dataclass_fields__},
+            "selection": run.selection,
+            "green": run.is_green,
+            "claim": claim_of(run) or None,
+            "counts": {str(status): count for status, count in run.counts.items()},
+            "idle_xfails": run.idle,
+            "seconds": round(run.seconds, 3),
+            "unix_s": run.unix_s,
+            "results": [_result_members(result) for result in run.results],
+        },
+        indent=2,
+        sort_keys=True,
+        ensure_ascii=False,
+    )
+
+
+def _result_members(result: Result) -> dict[str, Any]:
+    case = result.case
+    return {
+        "id": case.id,
+        "status": str(result.status),
+        "message": result.message,
+        "seconds": round(result.seconds, 4),
+        "kind": case.kind,
+        "requirements": case.requirements,
+        "description": case.description,
+        "features": case.features,
+        "bug_class": case.bug_class,
+        "claim": (case.request or {}).get("claim") if case.kind == "trajectory" else None,
+    }
+
+
+def parse_json(text: str) -> Run:
+    """Return the run that a report speaks of, as far as badges and pages need it.
+
+    Raises: SuiteError for anything but a report of this suite.
+    """
+    try:
+        members: Mapping[str, Any] = json.loads(text)
+        results = tuple(_parse_result(result) for result in members["results"])
+        return Run(
+            adapter=members["adapter"],
+            description=parse_description(members["implementation"]),
+            results=results,
+            selection=tuple(members["selection"]),
+            idle=tuple(members["idle_xfails"]),
+            seconds=members["seconds"],
+            unix_s=members["unix_s"],
+        )
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SuiteError(
+            f"that is no report of this suite: {error}", remedy="Make one with `run --json FILE`."
+        ) from error
+
+
+def _parse_result(members: Mapping[str, Any]) -> Result:
+    from pathlib import Path  # noqa: PLC0415 - a report has no folders
+
+    case = Case(
+        id=members["id"],
+        description=members["description"],
+        requirements=tuple(members["requirements"]),
+        kind=members["kind"],
+        features=tuple(members["features"]),
+        request={"claim": members["claim"]} if members["claim"] else None,
+        expect=Expectation(outcome="accept"),
+        bug_class=members["bug_class"],
+        folder=Path(),
+    )
+    return Result(case=case, status=Status(members["status"]), message=members["message"], seconds=members["seconds"])
+
+
+def dump_junit(run: Run) -> str:
+    """Return a report as JUnit XML: one suite for each page of cases."""
+    suites: dict[str, list[Result]] = {}
+    for result in run.results:
+        suites.setdefault(result.case.id.rpartition("/")[0], []).append(result)
+    lines = ['<?xml version="1.0" encoding="UTF-8"?>', f"<testsuites{_junit_counts(run.results)}>"]
+    for name, results in suites.items():
+        lines.append(f"  <testsuite name={_attribute(name)}{_junit_counts(results)}>")
+        lines += [line for result in results for line in _junit_case(result)]
+        lines.append("  </testsuite>")
+    return "\n".join([*lines, "</testsuites>", ""])
+
+
+def _junit_counts(results: tuple[Result, ...] | list[Result]) -> str:
+    failures = sum(result.status in (Status.FAIL, Status.XPASS) for result in results)
+    errors = sum(result.status is Status.ERROR for result in results)
+    skipped = sum(result.status in (Status.SKIPPED, Status.UNSUPPORTED, Status.XFAIL) for result in results)
+    seconds = sum(result.seconds for result in results)
+    return f' tests="{len(results)}" failures="{failures}" errors="{errors}" skipped="{skipped}" time="{seconds:.3f}"'
+
+
+def _junit_case(result: Result) -> list[str]:
+    folder, _, name = result.case.id.rpartition("/")
+    head = f"    <testcase classname={_attribute(folder)} name={_attribute(name)}"
+    head += f' time="{result.seconds:.3f}"'
+    element = {Status.FAIL: "failure", Status.XPASS: "failure", Status.ERROR: "error"}.get(result.status, "skipped")
+    if result.status is Status.PASS:
+        return [f"{head}/>"]
+    first = result.message.partition("\n")[0]
+    text = escape(_NO_XML.sub("?", result.message))
+    message = _attribute(f"{result.status}: {first}")
+    return [f"{head}>", f"      <{element} message={message}>{text}</{element}>", "    </testcase>"]
+
+
+def _attribute(text: str) -> str:
+    return quoteattr(_NO_XML.sub("?", text))

@@ -1,0 +1,231 @@
+"""Run cases against an adapter: which are asked, by how many at once, and what came of each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from ckptfmt_conformance.callers import Caller, Target, describe
+from ckptfmt_conformance.cases import Case
+from ckptfmt_conformance.cells import ABSENT
+from ckptfmt_conformance.judge import RED, Status, Verdict, find_reason_to_skip, judge
+from ckptfmt_conformance.protocol import Answer, Description
+from ckptfmt_conformance.xfails import Xfails
+
+__all__ = ["CELL_TIMEOUTS", "TIMEOUT_S", "Result", "Run", "ask_case", "run_cases"]
+
+#: How long an adapter may take for one case, in seconds, if nothing else is said.
+TIMEOUT_S: Final = 30.0
+#: How many times that a trajectory may take: it trains.
+CELL_TIMEOUTS: Final = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of one case."""
+
+    case: Case
+    status: Status
+    message: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What came of all of them.
+
+    Attributes:
+        adapter: as it was given.
+        description: what the adapter says of itself.
+        results: in the order of the cases.
+        selection: what the cases were chosen by; empty if all there are were asked.
+        idle: patterns of expected failures that fit no case.
+        seconds: from the first question to the last answer.
+        unix_s: when it ended, in seconds since 1970.
+    """
+
+    adapter: str
+    description: Description
+    results: tuple[Result, ...]
+    selection: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    seconds: float
+    unix_s: int
+
+    @property
+    def counts(self) -> dict[Status, int]:
+        """How many results have each status."""
+        counted = Counter(result.status for result in self.results)
+        return {status: counted[status] for status in Status}
+
+    @property
+    def is_green(self) -> bool:
+        """Whether nothing went wrong, and something went right."""
+        return not any(result.status in RED for result in self.results) and not self.idle and self.has_answers
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether any case was judged at all: a run that skips everything shows nothing."""
+        return any(result.status not in (Status.SKIPPED, Status.UNSUPPORTED) for result in self.results)
+
+
+def run_cases(
+    target: Target,
+    cases: Sequence[Case],
+    *,
+    jobs: int = 1,
+    timeout_s: float = TIMEOUT_S,
+    xfails: Xfails | None = None,
+    selection: Sequence[str] = (),
+    known: Sequence[str] = (),
+    choose: Callable[[Description, Sequence[Case]], Sequence[Case]] | None = None,
+    on_result: Callable[[Result], None] | None = None,
+) -> Run:
+    """Ask an adapter all cases, and judge what it answers.
+
+    Args:
+        choose: is told what the adapter says of itself, and returns the cases that are asked in the place of `cases`.
+        jobs: how many are asked at once, each by a process of its own.
+        timeout_s: for each case; a trajectory has `CELL_TIMEOUTS` times as long.
+        xfails: what is expected to fail.
+        selection: what the cases were chosen by.
+        known: ids of all cases that there are, by which idle patterns are found; those of `cases` if none are given.
+        on_result: is told of each result, from whichever thread has it.
+
+    Raises: SuiteError where the adapter can't be started, or doesn't say what it is.
+    """
+    listed = xfails or Xfails()
+    begin_s = time.monotonic()
+    with contextlib.closing(target.open()) as first:
+        description = describe(first)
+        cases = choose(description, cases) if choose is not None else cases
+        work = _Work(cases, description, timeout_s, listed, on_result)
+        others = [threading.Thread(target=work.take_with, args=(target,)) for _ in range(min(jobs, len(cases)) - 1)]
+        for thread in others:
+            thread.start()
+        try:
+            work.take(first)
+        finally:
+            work.stop()
+            for thread in others:
+                thread.join()
+    if work.crash is not None:
+        raise work.crash
+    return Run(
+        adapter=target.text,
+        description=description,
+        results=tuple(result for result in work.results if result is not None),
+        selection=tuple(selection),
+        idle=listed.find_idle(list(known) or [case.id for case in cases]),
+        seconds=time.monotonic() - begin_s,
+        unix_s=int(time.time()),
+    )
+
+
+class _Work:
+    """Cases that threads take one by one."""
+
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        description: Description,
+        timeout_s: float,
+        xfails: Xfails,
+        on_result: Callable[[Result], None] | None,
+    ) -> None:
+        self.results: list[Result | None] = [None] * len(cases)
+        self.crash: BaseException | None = None
+        self._description = description
+        self._timeout_s = timeout_s
+        self._xfails = xfails
+        self._on_result = on_result
+        self._lock = threading.Lock()
+        self._queue: SimpleQueue[tuple[int, Case]] = SimpleQueue()
+        # What starts processes of its own and keeps them is for one caller alone.
+        self._alone: SimpleQueue[tuple[int, Case]] = SimpleQueue()
+        for number, case in enumerate(cases):
+            is_alone = case.kind == "trajectory" and (case.request or {}).get("processes")
+            (self._alone if is_alone else self._queue).put((number, case))
+
+    def stop(self) -> None:
+        """Leave no case for anybody: at the end there is none, and after an interrupt none is wanted."""
+        for queue in (self._alone, self._queue):
+            with contextlib.suppress(Empty):
+                while True:
+                    queue.get_nowait()
+
+    def take_with(self, target: Target) -> None:
+        """Take cases with a caller of one's own, until none is left."""
+        try:
+            with contextlib.closing(target.open()) as caller:
+                self._take(self._queue, caller)
+        except BaseException as error:  # noqa: BLE001 - it is raised again where somebody sees it
+            self.crash = error
+            self.stop()
+
+    def take(self, caller: Caller) -> None:
+        """Take cases until none is left: first what only one may take."""
+        self._take(self._alone, caller)
+        self._take(self._queue, caller)
+
+    def _take(self, queue: SimpleQueue[tuple[int, Case]], caller: Caller) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                number, case = queue.get_nowait()
+                begin_s = time.monotonic()
+                verdict = self._xfails.apply(case.id, ask_case(caller, case, self._description, self._timeout_s))
+                result = Result(
+                    case=case, status=verdict.status, message=verdict.message, seconds=time.monotonic() - begin_s
+                )
+                self.results[number] = result
+                if self._on_result is not None:
+                    with self._lock:
+                        self._on_result(result)
+
+
+def ask_case(caller: Caller, case: Case, description: Description, timeout_s: float = TIMEOUT_S) -> Verdict:
+    """Ask an adapter one case, and judge what it answers."""
+    reason = find_reason_to_skip(case, description)
+    if reason:
+        return Verdict(status=Status.SKIPPED, message=reason)
+    if case.kind == "trajectory":
+        if case.id == ABSENT:
+            return Verdict(status=Status.SKIPPED, message=case.why)
+        with _scratch() as folder:
+            answer = caller.call("trajectory", cell=case.id, output=folder, timeout_s=timeout_s * CELL_TIMEOUTS)
+        return _judge_cell(answer)
+    if case.kind == "write":
+        with _scratch() as folder:
+            output = folder / "checkpoint"
+            answer = caller.call("write", request=case.request, output=output, timeout_s=timeout_s)
+            return judge(case, description, answer, output)
+    answer = caller.call(case.kind, path=case.input, request=case.request, timeout_s=timeout_s)
+    return judge(case, description, answer)
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ckptfmt-conformance-") as folder:
+        yield Path(folder)
+
+
+def _judge_cell(answer: Answer) -> Verdict:
+    """Return what came of a trajectory, in the words of cases."""
+    if answer.outcome == "unsupported":
+        return Verdict(status=Status.SKIPPED, message=str(answer.body["feature"]))
+    if answer.outcome != "accepted":
+        message = answer.message or f"{answer.outcome}: {answer.body.get('error')}"
+        return Verdict(status=Status.ERROR, message=message)
+    try:
+        status = Status(answer.body.get("status", ""))
+    except ValueError:
+        return Verdict(status=Status.ERROR, message=f"no status: {answer.body.get('status')!r}")
+    return Verdict(status=status, message=str(answer.body.get("divergence") or ""))

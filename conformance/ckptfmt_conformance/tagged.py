@@ -1,0 +1,65 @@
+"""Trees as tagged JSON, in which cases and adapters say what a tree is, in any language.
+
+Null, booleans, strings and integers up to 2^53 - 1 stand as themselves. Everything else is an object named after what
+it is: ``{"float": "3ff0000000000000"}`` has the bits of a float, the highest first. README.md has the table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+__all__ = ["from_tree"]
+
+#: Tags of trees whose entries are values, and what they are called.
+_SEQUENCES: Final = {"l": "list", "t": "tuple", "s": "set", "z": "frozenset"}
+#: Tags of trees whose entries are keys and values in turn.
+_MAPPINGS: Final = {"d": "dict", "O": "ordered_dict", "C": "counter"}
+
+
+def from_tree(tree: object) -> Any:  # noqa: ANN401, PLR0911 - any value of JSON, one answer for each form
+    """Return a tree, as msgpack has it, as tagged JSON.
+
+    Raises: ValueError for what is no tree.
+
+    >>> from_tree(["t", 1, ["f", bytes(8)]])
+    {'tuple': [1, {'float': '0000000000000000'}]}
+    """
+    if tree is None or isinstance(tree, bool | str):
+        return tree
+    if isinstance(tree, int):
+        return tree if abs(tree) < 1 << 53 else {"int": str(tree)}
+    if isinstance(tree, bytes):
+        return {"bytes": tree.hex()}
+    if not isinstance(tree, list) or not tree or not isinstance(tree[0], str):
+        raise ValueError("an array without a tag")
+    tag, items = tree[0], tree[1:]
+    if tag in _SEQUENCES:
+        return {_SEQUENCES[tag]: [from_tree(item) for item in items]}
+    if tag in _MAPPINGS:
+        pairs = zip(items[::2], items[1::2], strict=True)
+        return {_MAPPINGS[tag]: [[from_tree(key), from_tree(value)] for key, value in pairs]}
+    if tag == "q" and items:
+        return {"deque": [from_tree(item) for item in items[1:]], "maxlen": items[0]}
+    return _from_atom(tag, items)
+
+
+def _from_atom(tag: str, items: list[Any]) -> dict[str, Any]:  # noqa: PLR0911 - one answer for each form
+    """Return the tagged JSON of a form whose entries are no trees."""
+    match tag, items:
+        case "f", [bytes(bits)]:
+            return {"float": bits[::-1].hex()}
+        case "c", [bytes(bits)]:
+            return {"complex": [bits[7::-1].hex(), bits[:7:-1].hex()]}
+        case "i", [bytes(content)]:
+            return {"int": str(int.from_bytes(content, "little", signed=True))}
+        case "a", [str(dtype), list(shape), bytes(content)]:
+            return {"array": content.hex(), "dtype": dtype, "shape": shape}
+        case "n", [str(dtype), bytes(content)]:
+            return {"scalar": content.hex(), "dtype": dtype}
+        case "T", [str(name), str(kind)]:
+            return {"tensor": name, "kind": kind}
+        case (("D" | "V"), [str(name)]):
+            return {"dtype" if tag == "D" else "device": name}
+        case "S", [list(shape)]:
+            return {"size": shape}
+    raise ValueError(f"{tag!r} is no tag, or holds the wrong things")

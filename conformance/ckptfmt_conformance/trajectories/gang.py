@@ -1,0 +1,176 @@
+"""A gang of processes that stays: cells of several processes are played on it one after another.
+
+A start of torch takes seconds, and meeting in a new number takes milliseconds. So the processes are started once, each
+forked from a server that has imported torch; those that a cell doesn't need wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Final, cast
+
+from ckptfmt_conformance.trajectories.play import play
+from ckptfmt_conformance.trajectories.protocol import ERROR, FAIL, PASS, Cell, CellResult, Checkpointing
+
+__all__ = ["GANG_SIZE", "Gang", "close_gang", "play_in_gang", "shared_gang"]
+
+GANG_SIZE: Final = 8
+#: How long a cell may take on all of them, in seconds.
+CELL_S: Final = 120.0
+#: And how long the others have once one of them has failed.
+GRACE_S: Final = 2.0
+_PRELOADED: Final = [
+    "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.optim.swa_utils", "numpy",
+]  # fmt: skip
+
+
+class Gang:
+    """Processes that run functions, all of them the same one at a time.
+
+    Args:
+        size: number of processes.
+    """
+
+    def __init__(self, size: int = GANG_SIZE) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._members: list[tuple[Any, Connection]] = []
+        with _environment():
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_member, args=(rank, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._members.append((process, ours))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def run(self, function: Callable[..., Any], *arguments: object, timeout_s: float = CELL_S) -> list[Any]:
+        """Run ``function(rank, *arguments)`` on every process, and return what each of them returned.
+
+        Once one has raised or died, the others have a few seconds left: they may wait for it.
+
+        Raises: RuntimeError with the first traceback, or the ranks that didn't answer; the gang is closed then.
+        """
+        waiting: dict[Connection, int] = {}
+        answers: dict[int, Any] = {}
+        failure: str | None = None
+        end_s = time.monotonic() + timeout_s
+        for rank, (_, connection) in enumerate(self._members):
+            with contextlib.suppress(OSError):  # of one that died: it says so below, where it's read from
+                connection.send((function, arguments))
+            waiting[connection] = rank
+        while waiting and (left_s := end_s - time.monotonic()) > 0:
+            for ready in wait(list(waiting), left_s):
+                connection = cast("Connection", ready)
+                rank = waiting.pop(connection)
+                trace, answers[rank] = _receive(connection, rank)
+                if trace is not None:
+                    failure, end_s = failure or trace, min(end_s, time.monotonic() + GRACE_S)
+        if waiting and failure is None:
+            failure = f"processes {sorted(waiting.values())} didn't answer within {timeout_s:g} s"
+        if failure is not None:
+            self.close()
+            raise RuntimeError(failure)
+        return [answers[rank] for rank in range(len(self._members))]
+
+    def close(self) -> None:
+        """End all processes."""
+        for process, connection in self._members:
+            connection.close()
+            process.kill()
+            process.join()
+        self._members = []
+
+
+def _receive(connection: Connection, rank: int) -> tuple[str | None, Any]:
+    try:
+        answer: tuple[str | None, Any] = connection.recv()
+    except (EOFError, OSError):
+        return f"process {rank} died", None
+    return answer
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Set what the server of the forks takes over as it starts: one thread, and no word on what DDP didn't find."""
+    before = dict(os.environ)
+    os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _member(rank: int, connection: Connection) -> None:
+    """Run what comes until nothing more can come."""
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((None, function(rank, *arguments)))
+        except Exception:  # noqa: BLE001 - told to who asked
+            connection.send((traceback.format_exc(), None))
+
+
+_shared: list[Gang] = []
+
+
+def shared_gang() -> Gang:
+    """Return the gang that all cells of this process share; started at the first call, ended with the program."""
+    if not _shared or not len(_shared[0]):
+        _shared[:] = [Gang()]
+        atexit.register(close_gang)
+    return _shared[0]
+
+
+def close_gang() -> None:
+    """End the shared gang, if there is one."""
+    while _shared:
+        _shared.pop().close()
+
+
+def play_in_gang(cell: Cell, checkpointing: Checkpointing, directory: Path) -> CellResult:
+    """Run a cell of several processes, and return the worst of what they say."""
+    try:
+        results = shared_gang().run(_play_member, cell, checkpointing, str(directory))
+    except RuntimeError as error:
+        return CellResult(status=ERROR, divergence=(str(error).splitlines() or [""])[-1][:300])
+    return _join(cell, results)
+
+
+def _play_member(rank: int, cell: Cell, checkpointing: Checkpointing, directory: str) -> CellResult:
+    result = play(cell, checkpointing, Path(directory), rank)
+    if result.status == ERROR:
+        raise RuntimeError(f"rank {rank}: {result.divergence}")  # after which the others may be anywhere: all end
+    return result
+
+
+def _join(cell: Cell, results: list[CellResult]) -> CellResult:
+    """Return what the cell's processes say together; a control has to turn red on one of them only."""
+    taking_part = list(enumerate(results[: cell.processes]))
+    if cell.control:
+        for rank, result in taking_part:
+            if result.status == PASS:
+                return _said(rank, result)
+        return _said(*taking_part[0])
+    order = {PASS: 0, FAIL: 2, ERROR: 3}
+    worst = max(taking_part, key=lambda pair: (order.get(pair[1].status, 1), -pair[0]))
+    return _said(*worst)
+
+
+def _said(rank: int, result: CellResult) -> CellResult:
+    said = f"rank {rank}: {result.divergence}" if result.divergence else None
+    return CellResult(status=result.status, divergence=said, seconds=result.seconds)

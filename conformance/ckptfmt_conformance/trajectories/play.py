@@ -1,0 +1,207 @@
+"""Run a cell in this process, or as one of several: uninterrupted, interrupted, and compared at every position."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import random
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ckptfmt_conformance.elastic.tree import place
+from ckptfmt_conformance.protocol import Unsupported
+from ckptfmt_conformance.trajectories.controls import CONTROLS
+from ckptfmt_conformance.trajectories.elastic_job import ElasticJob
+from ckptfmt_conformance.trajectories.gang_world import DEADLINE_S, world
+from ckptfmt_conformance.trajectories.job import Runnable, TrainingJob, seed_streams
+from ckptfmt_conformance.trajectories.layouts import play_layouts
+from ckptfmt_conformance.trajectories.ledger import Comparison, Facts, Position
+from ckptfmt_conformance.trajectories.protocol import (
+    ERROR,
+    FAIL,
+    PASS,
+    UNSUPPORTED,
+    Cell,
+    CellResult,
+    Checkpointing,
+)
+from ckptfmt_conformance.trajectories.recipes import STEPS, Recipe
+from ckptfmt_conformance.trajectories.vacuity import find_vacuity
+
+__all__ = ["RED_WITHIN", "make_job", "own_streams", "play", "reference_of"]
+
+#: Steps within which a control must have changed what is learnt.
+RED_WITHIN = 4
+
+
+def make_job(recipe: Recipe, seed: int) -> Runnable:
+    """Return a job that has done nothing yet."""
+    return ElasticJob(recipe, seed) if recipe.layout == "elastic" else TrainingJob(recipe, seed)
+
+
+def reference_of(recipe: Recipe) -> dict[Position, Facts]:
+    """Return all state of the uninterrupted run at each position; by this process's rank, where it is one of several.
+
+    For the reference trainer it's the run of one process alone.
+    """
+    return _reference(recipe, place())
+
+
+@functools.lru_cache(maxsize=8)
+def _reference(recipe: Recipe, at: tuple[int, int]) -> dict[Position, Facts]:
+    del at  # a part of the key
+    job = make_job(recipe, seed=1)
+    reference = {job.position: job.facts()}
+    for _ in recipe.positions()[1:]:
+        job.advance()
+        reference[job.position] = job.facts()
+    return reference
+
+
+@functools.lru_cache(maxsize=8)
+def shared_reference(recipe: Recipe, rank: int, directory: Path) -> Mapping[Position, Facts]:
+    """Return the reference trainer's uninterrupted run on one process; the first process computes it for all."""
+    name = hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
+    path = directory / f"reference-{name}.pt"
+    if rank == 0 and not path.exists():
+        torch.save(reference_of(recipe), path.with_suffix(".new"))
+        path.with_suffix(".new").rename(path)
+    end_s = time.monotonic() + DEADLINE_S
+    while not path.exists():
+        if time.monotonic() > end_s:
+            raise TimeoutError("the first process didn't finish the uninterrupted run")
+        time.sleep(0.005)
+    reference: Mapping[Position, Facts] = torch.load(path, weights_only=True)
+    return reference
+
+
+@contextlib.contextmanager
+def own_streams() -> Iterator[None]:
+    """Compute on one thread, deterministically, and leave the program's streams and settings as they were."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - restored below
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_num_threads(threads)
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        torch.set_rng_state(before[2])
+
+
+def play(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int | None = None) -> CellResult:
+    """Run a cell.
+
+    Args:
+        directory: for its checkpoints; empty, and the same on all processes.
+        rank: number of this process, where the cell needs several; all of them call it.
+    """
+    begin_s = time.monotonic()
+    legs = _Legs(cell, checkpointing, directory)
+    try:
+        with own_streams():
+            if rank is None:
+                result = legs.run_same_world()
+            elif cell.target is not None:
+                result = play_layouts(cell, checkpointing, directory, rank)
+            elif cell.worlds:
+                result = legs.run_worlds(rank)
+            elif rank < cell.processes:
+                with world(rank, cell.processes, directory / "meeting", wrapped=True):
+                    result = legs.run_same_world()
+            else:
+                result = CellResult(status=PASS)
+    except Unsupported as answer:
+        result = CellResult(status=UNSUPPORTED, divergence=answer.feature)
+    except Exception as error:  # noqa: BLE001 - whatever an implementation raises, it's an error of this cell
+        line = (str(error).splitlines() or [""])[0][:300]
+        result = CellResult(status=ERROR, divergence=f"{type(error).__name__}: {line}")
+    seconds = time.monotonic() - begin_s
+    return CellResult(status=result.status, divergence=result.divergence, seconds=seconds)
+
+
+class _Legs:
+    """The legs of a cell: from the beginning to the first cut, from cut to cut, and to the end."""
+
+    def __init__(self, cell: Cell, checkpointing: Checkpointing, directory: Path) -> None:
+        self._cell = cell
+        self._checkpointing = checkpointing
+        self._directory = directory
+        self._control = CONTROLS[cell.control] if cell.control else None
+        self._comparison: Comparison | None = None
+        self._vacuous: str | None = None
+
+    def run_same_world(self) -> CellResult:
+        """Run all legs in the world that this process is in."""
+        self._prepare(reference_of(self._cell.recipe))
+        for number in range(len(self._cell.cuts) + 1):
+            self._run_leg(number)
+        return self._judge()
+
+    def run_worlds(self, rank: int) -> CellResult:
+        """Run each leg in a world of its own, as far as this process has a part in it."""
+        if rank >= max(self._cell.worlds):
+            return CellResult(status=PASS)
+        self._prepare(shared_reference(self._cell.recipe, rank, self._directory.parent))
+        for number, world_size in enumerate(self._cell.worlds):
+            if rank < world_size:
+                with world(rank, world_size, self._directory / f"meeting-{number}"):
+                    self._run_leg(number)
+        return self._judge()
+
+    def _prepare(self, reference: Mapping[Position, Facts]) -> None:
+        self._comparison = Comparison(reference)
+        self._vacuous = find_vacuity(self._cell, reference)
+
+    def _run_leg(self, number: int) -> None:
+        comparison, cuts = self._comparison, self._cell.cuts
+        assert comparison is not None
+        job = make_job(self._cell.recipe, seed=1 if number == 0 else 1000 + number)
+        if number:
+            self._restore(job, number)
+        comparison.look(job.position, job.facts(), loads=number, at_load=number > 0)
+        end = cuts[number] if number < len(cuts) else (STEPS, 0)
+        while job.position < end:
+            job.advance()
+            comparison.look(job.position, job.facts(), loads=number, at_load=False)
+        if number < len(cuts):
+            self._checkpointing.save(str(self._directory / f"cut-{number}"), job.state(), job.position[0])
+            comparison.look(job.position, job.facts(), loads=number, at_load=number > 0)
+
+    def _restore(self, job: Runnable, number: int) -> None:
+        """Load into a job that was made of another seed, by a process whose streams are elsewhere."""
+        seed_streams(2000 + number)
+        comparison = self._comparison
+        assert comparison is not None
+        if comparison.has_same_weights(self._cell.cuts[number - 1], job.facts()):
+            self._vacuous = "the job to load into has the weights already"
+        undo = self._control.before(job) if self._control else None
+        self._checkpointing.load(str(self._directory / f"cut-{number - 1}"), job.state())
+        if undo is not None:
+            undo()
+
+    def _judge(self) -> CellResult:
+        comparison = self._comparison
+        assert comparison is not None
+        first = comparison.first
+        said = first.explain() if first else None
+        if self._vacuous:
+            return CellResult(status=FAIL, divergence=f"the cell proves nothing: {self._vacuous}")
+        if self._control is None:
+            return CellResult(status=FAIL if said else PASS, divergence=said)
+        if said is None:
+            return CellResult(status=FAIL, divergence="stayed green: the suite doesn't see what was taken away")
+        if self._control.named not in said:
+            return CellResult(status=FAIL, divergence=f"red, but not for {self._control.named}: {said}")
+        learnt, last = comparison.learnt_at, self._control.cut[0] + RED_WITHIN
+        if self._control.learns and (learnt is None or learnt[0] > last):
+            return CellResult(status=FAIL, divergence=f"what is learnt stays the same for {RED_WITHIN} steps: {said}")
+        return CellResult(status=PASS, divergence=said)

@@ -1,0 +1,94 @@
+"""What a cell needs of an implementation: `Checkpointing`; and what it says in the end: `CellResult`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+from ckptfmt_conformance.trajectories.ledger import Position
+from ckptfmt_conformance.trajectories.recipes import Recipe
+
+__all__ = ["ERROR", "FAIL", "PASS", "SKIPPED", "UNSUPPORTED", "Cell", "CellResult", "Checkpointing", "PerRank"]
+
+PASS: Final = "PASS"
+FAIL: Final = "FAIL"
+UNSUPPORTED: Final = "UNSUPPORTED"
+SKIPPED: Final = "SKIPPED"
+ERROR: Final = "ERROR"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PerRank:
+    """A value that differs between the processes: each must get its own back."""
+
+    value: object
+
+
+class Checkpointing(Protocol):
+    """An implementation under test; an object of a class that other processes can import.
+
+    `state` maps names to live objects: ``weights``, a module; ``optimizer``; ``data``, the data cursor; ``config``, a
+    plain tree, which is only for information; ``rng``, a mapping of the program's own ``torch.Generator``; and
+    everything else by its own name. All but these are objects with ``state_dict`` and ``load_state_dict``, or such an
+    object in a `PerRank`. The streams of Python's `random`, of numpy and of torch belong to a process's state, too:
+    they aren't in the mapping, and have to come back.
+
+    In a cell of several processes, torch.distributed is initialised and all of them call it.
+    """
+
+    def save(self, path: str, state: Mapping[str, object], step: int) -> None:
+        """Save, and return when a `load` by any process would find it."""
+
+    def load(self, path: str, state: Mapping[str, object]) -> None:
+        """Load into the live objects, which may have been made of another seed, and have done no step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One case: what is trained, where it is interrupted, and what is claimed of it.
+
+    Attributes:
+        id: such as ``t1/plain/mlp/sgd/boundary``.
+        tier: ``T-0``: on any machine, at every commit; ``T-N``: a negative control, which must turn red.
+        claim: ``T1``, ``T2``, ``S0`` or ``S1``.
+        features: what an implementation has to be able to.
+        cuts: where the run is interrupted: saved, thrown away, made anew and loaded.
+        worlds: for T2, the number of processes before the first cut, between the cuts, and after the last.
+        target: for S0 and S1, what is loaded into, in another layout.
+        control: the negative control that is applied after the load, ``<item>/<how>``.
+        description: in one line.
+    """
+
+    id: str
+    tier: str = "T-0"
+    claim: str = "T1"
+    features: tuple[str, ...] = ()
+    recipe: Recipe
+    cuts: tuple[Position, ...]
+    worlds: tuple[int, ...] = ()
+    target: Recipe | None = None
+    control: str | None = None
+    description: str = ""
+
+    @property
+    def processes(self) -> int:
+        """The most processes at a time; 0 where the calling process is enough."""
+        if self.worlds:
+            return max(self.worlds)
+        return 0 if self.recipe.layout == "plain" else self.recipe.world_size or 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    """How a cell went.
+
+    Attributes:
+        status: ``PASS``, ``FAIL``, ``UNSUPPORTED``, ``SKIPPED`` or ``ERROR``. A negative control passes by turning red.
+        divergence: the first divergence, or what else was wrong, in a sentence; of a control, how it was found out.
+        seconds: how long it took.
+    """
+
+    status: str
+    divergence: str | None = None
+    seconds: float = 0.0

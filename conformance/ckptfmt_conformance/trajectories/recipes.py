@@ -1,0 +1,48 @@
+"""What a cell trains, and in which layout: `Recipe`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from ckptfmt_conformance.trajectories.ledger import Position
+
+__all__ = ["EPOCH_STEPS", "OVERFLOW_STEP", "STEPS", "Recipe"]
+
+#: Steps of each run. It goes through its data more than twice.
+STEPS: Final = 12
+EPOCH_STEPS: Final = 5
+#: The step, counted from 0, whose gradients overflow where losses are scaled.
+OVERFLOW_STEP: Final = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What is trained.
+
+    Attributes:
+        model: a name of `MODELS`.
+        optimizer: a name of `OPTIMIZERS`.
+        schedule: a name of `SCHEDULES`.
+        precision: ``fp32``; ``bf16``, weights in bfloat16; or ``fp16``, autocast with a loss scaler.
+        layout: ``plain``, ``ddp``, ``fsdp2``, ``tp``; or ``elastic``, the reference trainer.
+        world_size: processes; None where they change from leg to leg.
+        accumulate: microbatches in a step.
+        averaged: whether averaged weights are kept, which then teach.
+        ring: sum naively, process by process and around a ring: the control of ``elastic``.
+    """
+
+    model: str = "mlp"
+    optimizer: str = "adamw-foreach"
+    schedule: str = "warmup-cosine"
+    precision: str = "fp32"
+    layout: str = "plain"
+    world_size: int | None = 1
+    accumulate: int = 1
+    averaged: bool = False
+    ring: bool = False
+
+    def positions(self) -> list[Position]:
+        """Return all positions of a run, from before its first step on."""
+        inner = [(step, micro) for step in range(STEPS) for micro in range(self.accumulate)]
+        return [*inner, (STEPS, 0)]

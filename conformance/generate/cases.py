@@ -1,0 +1,272 @@
+"""Cases: what a folder of the vectors says and holds, and how pages of the specification are filled with them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from conformance.generate.model import Checkpoint, Edit, build
+from conformance.generate.plans import Plan, expected
+from conformance.generate.wire import FORMAT_VERSION
+
+__all__ = ["BUG_CLASSES", "Case", "Page"]
+
+#: What a failure does to whoever relies on the reader.
+BUG_CLASSES = {
+    "AMBIGUITY": "two readers take one file for different things",
+    "CRASH": "the reader dies instead of answering",
+    "DAMAGE_UNSEEN": "damaged or exchanged bytes pass for what was saved",
+    "ESCAPE": "the reader touches a file that isn't of the checkpoint",
+    "REFUSES_VALID": "a checkpoint that is whole can't be read",
+    "RESOURCE": "a small file costs much memory or time",
+    "SILENT_DATA_LOSS": "something that was saved is missing, and nobody is told",
+    "WRONG_BYTES": "something else than what was saved is handed on",
+    "WRONG_RUN": "a run goes on from another state than it should",
+}
+
+#: The generator's own version: the content of a released case never changes under it.
+VERSION = "1"
+
+FileMap = dict[str, bytes]
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """One folder of the vectors.
+
+    Attributes:
+        members: what `case.json` says.
+        files: the input, by path below `input/`.
+    """
+
+    members: dict[str, Any]
+    files: FileMap
+
+    @property
+    def id(self) -> str:
+        """Place of the folder."""
+        return str(self.members["id"])
+
+    def contents(self) -> dict[str, bytes]:
+        """Return all files of the folder, by their paths below that of the vectors."""
+        text = json.dumps(self.members, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        found = {f"{self.id}/case.json": text.encode()}
+        return found | {f"{self.id}/input/{path}": content for path, content in self.files.items()}
+
+
+@dataclass(slots=True)
+class Page:
+    """The cases of one page or area of the specification."""
+
+    name: str
+    cases: list[Case] = field(default_factory=list)
+    bases: dict[str, Checkpoint] = field(default_factory=dict)
+    module: str = ""
+
+    def __post_init__(self) -> None:
+        """Note which module makes the cases."""
+        caller = inspect.stack()[2].filename
+        self.module = f"generate/pages/{PurePosixPath(caller).name}"
+
+    def accept(
+        self,
+        slug: str,
+        made: Plan | Checkpoint,
+        clauses: str,
+        says: str,
+        *,
+        why: str,
+        bug: str = "REFUSES_VALID",
+        edit: Edit | None = None,
+        place: str = "",
+        beside: FileMap | None = None,
+        path: str | None = None,
+        tensors: dict[str, Any] | None = None,
+        features: Sequence[str] | None = None,
+        after: Callable[[FileMap], object] | None = None,
+    ) -> Checkpoint:
+        """Add a checkpoint that a reader has to read wholly.
+
+        Args:
+            slug: name of the folder.
+            clauses: labels without `REQ-`, separated by spaces.
+            says: what is in it, in one line.
+            edit: what is done to it.
+            place: directory of the checkpoint below `input/`.
+            beside: other files below `input/`.
+            path: what is opened, if not the checkpoint.
+            tensors: what comes out, if not what the plan says.
+            after: changes the files at the end.
+
+        Returns: the checkpoint, for cases that derive from it.
+        """
+        checkpoint = build(made) if isinstance(made, Plan) else made
+        if edit is not None:
+            checkpoint = checkpoint.edited(edit)
+        files = dict(beside or {}) | _placed(checkpoint.seal(), place)
+        if after is not None:
+            after(files)
+        self._add(
+            f"{self.name}/valid/{slug}",
+            clauses,
+            says,
+            files,
+            expect={"outcome": "accept", "tensors": expected(checkpoint.plan) if tensors is None else tensors},
+            path=_path(place if path is None else path),
+            bug=bug,
+            why=why,
+            request={"verify": "all"},
+            features=checkpoint.manifest["features"]["reader"] if features is None else features,
+        )
+        self.bases[slug] = checkpoint
+        return checkpoint
+
+    def reject(  # noqa: PLR0917 - a row of a table of cases
+        self,
+        slug: str,
+        of: str,
+        edit: Edit | None,
+        clauses: str,
+        error: str,
+        says: str,
+        *,
+        why: str,
+        bug: str = "DAMAGE_UNSEEN",
+        phase: str = "open",
+        after: Callable[[FileMap], object] | None = None,
+        place: str = "",
+        beside: FileMap | None = None,
+        path: str | None = None,
+        files: FileMap | None = None,
+        request: dict[str, Any] | None = None,
+        kind: str = "open",
+        features: Sequence[str] | None = None,
+    ) -> None:
+        """Add a checkpoint that differs from a valid one by one edit, and that a reader has to refuse.
+
+        Args:
+            of: slug of the valid case, or its id if it is of another page.
+            edit: what is done before digests and sizes are made to fit again.
+            error: the code; several, separated by spaces, where the specification leaves it open.
+            after: what is done to the files when all is signed.
+            files: everything below `input/`, if it was made elsewhere.
+            request: what is asked; without it, that everything be verified.
+        """
+        base = self.bases.get(of)
+        if files is None:
+            if base is None:
+                raise ValueError(f"{slug}: no checkpoint {of}")
+            made = base.edited(edit) if edit is not None else base
+            files = dict(beside or {}) | _placed(made.seal(), place)
+        if after is not None:
+            after(files)
+        codes = error.split()
+        self._add(
+            f"{self.name}/invalid/{slug}",
+            clauses,
+            says,
+            files,
+            expect={"outcome": "reject", "error": codes[0] if len(codes) == 1 else codes, "phase": phase},
+            path=_path(place if path is None else path),
+            bug=bug,
+            why=why,
+            kind=kind,
+            request={"verify": "all"} if request is None else request,
+            edit=says,
+            derived_from=of if "/" in of else f"{self.name}/valid/{of}",
+            features=(base.manifest["features"]["reader"] if base else []) if features is None else features,
+        )
+
+    def ask(  # noqa: PLR0917 - a row of a table of cases
+        self,
+        slug: str,
+        of: str,
+        kind: str,
+        request: dict[str, Any] | None,
+        clauses: str,
+        says: str,
+        *,
+        why: str,
+        result: dict[str, Any],
+        files: FileMap | None = None,
+        bug: str = "WRONG_BYTES",
+        place: str = "",
+        beside: FileMap | None = None,
+    ) -> None:
+        """Add a case that asks something else than to open, and says what the answer is."""
+        base = self.bases.get(of)
+        if files is None:
+            if base is None:
+                raise ValueError(f"{slug}: no checkpoint {of}")
+            files = dict(beside or {}) | _placed(base.seal(), place)
+        self._add(
+            f"{self.name}/valid/{slug}",
+            clauses,
+            says,
+            files,
+            expect={"outcome": "accept", **result},
+            path=_path(place),
+            bug=bug,
+            why=why,
+            request=request,
+            kind=kind,
+            features=base.manifest["features"]["reader"] if base else [],
+        )
+
+    def _add(
+        self,
+        name: str,
+        clauses: str,
+        says: str,
+        files: FileMap,
+        *,
+        expect: dict[str, Any],
+        path: str,
+        bug: str,
+        why: str,
+        request: dict[str, Any] | None,
+        features: Sequence[str],
+        kind: str = "open",
+        edit: str | None = None,
+        derived_from: str | None = None,
+    ) -> None:
+        if bug not in BUG_CLASSES:
+            raise ValueError(f"{name}: no class of bugs is called {bug}")
+        members = {
+            "id": name,
+            "description": says,
+            "requirements": [f"REQ-{label}" for label in clauses.split()],
+            "kind": kind,
+            "roles": ["writer"] if kind == "write" else ["reader"],
+            "spec": FORMAT_VERSION,
+            "features": list(features),
+            "derived_from": derived_from,
+            "edit": edit,
+            "path": path,
+            "expect": expect,
+            "bug_class": bug,
+            "why": why,
+            "source": {"generator": self.module, "version": VERSION},
+        }
+        self.cases.append(Case(members=members | ({} if request is None else {"request": request}), files=files))
+
+
+def _placed(files: FileMap, place: str) -> FileMap:
+    return {f"{place}/{path}": content for path, content in files.items()} if place else files
+
+
+def _path(place: str) -> str:
+    return f"input/{place}" if place else "input"
+
+
+def write_all(cases: Sequence[Case], root: Path) -> None:
+    """Write the folders of all cases below `root`."""
+    for case in cases:
+        for path, content in case.contents().items():
+            target = root / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)

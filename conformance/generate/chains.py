@@ -1,0 +1,84 @@
+"""Deltas with what they read from: a base, and checkpoints made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from conformance.generate.bases import RUN_ID
+from conformance.generate.encodings import encode
+from conformance.generate.model import Checkpoint, build, checkpoint_name
+from conformance.generate.plans import Plan, Reference, Stored, Tensor, whole
+
+__all__ = [
+    "BASE",
+    "DELTA",
+    "SECOND",
+    "Chain",
+    "base_plan",
+    "chain",
+    "in_run",
+    "later",
+    "placed",
+    "reference_to",
+    "stored_as",
+]
+
+BASE, DELTA, SECOND = (checkpoint_name(step, 1) for step in (3, 4, 5))
+
+
+@dataclass(slots=True)
+class Chain:
+    """A delta, and the files of all that it reads from, below the directories of a run."""
+
+    delta: Checkpoint
+    beside: dict[str, bytes]
+
+
+def in_run(step: int, **members: Any) -> Plan:  # noqa: ANN401 - members of a record, by name
+    """Return a plan of a step of one run."""
+    return Plan(run_id=RUN_ID, launch=1, step=step, attempt=f"{step:016x}", **members)
+
+
+def base_plan(*tensors: Tensor, **members: Any) -> Plan:  # noqa: ANN401 - members of a record, by name
+    """Return a full checkpoint, the first of the run."""
+    return in_run(3, tensors=list(tensors), **members)
+
+
+def reference_to(base: Checkpoint) -> Reference:
+    """Return the reference to a checkpoint of the run."""
+    return Reference(name=checkpoint_name(base.plan.step, 1), digest=base.digest)
+
+
+def placed(made: Checkpoint) -> dict[str, bytes]:
+    """Return the files of a checkpoint, in its directory."""
+    name = checkpoint_name(made.plan.step, 1)
+    return {f"{name}/{path}": content for path, content in made.seal().items()}
+
+
+def stored_as(encoding: str, tensor: Tensor, content: bytes, **members: Any) -> Tensor:  # noqa: ANN401 - members of a record, by name
+    """Return a tensor of one block with new content, against its base's."""
+    needs_base = encoding in ("same", "xor", "difference", "sparse", "classes") and not members.get("predicted")
+    blocks = [] if encoding in ("same", "raw") else [encode(encoding, content, tensor.content, tensor.dtype)]
+    stored = Stored(encoding=encoding, **({"blocks": blocks, "reference": BASE if needs_base else None} | members))
+    return Tensor(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        content=content,
+        field=tensor.field,
+        scope=tensor.scope,
+        aliases=tensor.aliases,
+        pieces=[whole(tensor.shape, stored=[stored])],
+    )
+
+
+def later(*bases: Checkpoint, step: int = 4, **members: Any) -> Plan:  # noqa: ANN401 - members of a record, by name
+    """Return a plan that refers to checkpoints of the run."""
+    return in_run(step, references=[reference_to(base) for base in bases], **members)
+
+
+def chain(base: Plan | Checkpoint, *tensors: Tensor, **members: Any) -> Chain:  # noqa: ANN401 - members of a record, by name
+    """Return a delta of these tensors, against one base."""
+    made = build(base) if isinstance(base, Plan) else base
+    return Chain(build(later(made, tensors=list(tensors), **members)), placed(made))

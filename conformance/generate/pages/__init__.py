@@ -1,0 +1,51 @@
+"""The cases, one module for each page of the specification or part of one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from conformance.generate.cases import Case, Page
+from conformance.generate.pages import (
+    context,
+    deltas,
+    documents,
+    encodings,
+    index,
+    manifest,
+    opening,
+    parts,
+    prediction,
+    run,
+    shards,
+    tables,
+    trees,
+)
+
+__all__ = ["all_cases"]
+
+_PAGES: tuple[Callable[[], Page], ...] = (
+    context.page,
+    deltas.page,
+    documents.page,
+    encodings.page,
+    index.page,
+    manifest.page,
+    opening.page,
+    parts.page,
+    prediction.page,
+    run.page,
+    shards.page,
+    tables.page,
+    trees.page,
+)
+
+
+@functools.cache
+def all_cases() -> tuple[Case, ...]:
+    """Return all cases, sorted by their ids; they are made once."""
+    found = sorted((case for make in _PAGES for case in make().cases), key=lambda case: case.id)
+    names = [case.id for case in found]
+    if len(set(names)) != len(names):
+        raise ValueError(f"two cases of one name: {sorted(name for name in names if names.count(name) > 1)}")
+    return tuple(found)

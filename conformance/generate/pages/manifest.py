@@ -1,0 +1,323 @@
+"""The register and what it says; spec/30-manifest.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.generate.bases import RUN_ID, pop_at, put_file, set_at, small, two_writers
+from conformance.generate.cases import Page
+from conformance.generate.model import Checkpoint, Edit, build
+from conformance.generate.plans import Plan, Tensor
+from conformance.generate.wire import FORMAT_VERSION, json_document
+
+__all__ = ["page"]
+
+NAME = "step-00000003-l0001"
+OTHER = "blake3:" + "69" * 32
+
+
+def page() -> Page:
+    """Return the cases of the register."""
+    made = Page("manifest")
+    made.accept(
+        "small",
+        small(),
+        "MAN-001 MAN-003 MAN-005 MAN-006 MAN-007 MAN-008 CKP-001 CKP-007",
+        "outside of a run: run_id and launch are null, four fields absent",
+        why="it is what the invalid registers differ from",
+    )
+    made.accept(
+        "of-a-run",
+        small(run_id=RUN_ID, launch=1),
+        "MAN-002 MAN-008",
+        "with run_id and launch, opened alone",
+        why="a checkpoint that was copied out of its run is whole",
+        path=NAME,
+        place=NAME,
+    )
+    made.accept(
+        "two-writers",
+        two_writers(),
+        "MAN-006 MAN-001 CKP-005",
+        "tensors of two fields, aliases and scopes, which the summaries count row by row",
+        why="a summary that counts aliases or writers twice isn't this one",
+        after=lambda files: files.update({".tmp-left": b"", "notes.txt": b"mine", "parts/x": b""}),
+    )
+    made.accept(
+        "empty-fields",
+        Plan(tensors=[Tensor(name="w", shape=(0,))], empty=("rng", "data")),
+        "MAN-003",
+        "rng and data are present, and nothing is in them",
+        why="present and empty is something else than absent",
+    )
+    _registers(made)
+    _fields(made)
+    _profile(made)
+    _summaries(made)
+    _index(made)
+    _entry(made)
+    return made
+
+
+def _record(kind: str, **members: Any) -> bytes:  # noqa: ANN401 - members of a record, by name
+    head = {"type": kind, "format_version": FORMAT_VERSION, "features": {"reader": [], "writer": []}}
+    return json_document(head | {"run_id": None, "launch": None, "step": 3} | members)[0]
+
+
+def _registers(made: Page) -> None:
+    why = "files are no checkpoint; the register alone decides"
+    for slug, error, says, content in (
+        ("none", "NOT_COMMITTED", "all files but the register", None),
+        ("abort", "CHECKPOINT_ABORTED", "an abort record in the register", _record("abort", reason="given up")),
+        ("tombstone", "CHECKPOINT_RETIRED", "a tombstone in the register", _record("tombstone", manifest_digest=OTHER)),
+    ):
+        made.reject(
+            f"register-{slug}",
+            "small",
+            put_file("manifest.json", content),
+            "MAN-001",
+            error,
+            says,
+            why=why,
+            bug="WRONG_RUN",
+        )
+    for slug, says, record in (
+        ("abort-without-reason", "an abort record without a reason", _record("abort")),
+        ("abort-empty-reason", "an abort record with an empty reason", _record("abort", reason="")),
+        ("tombstone-without-digest", "a tombstone without the manifest's digest", _record("tombstone")),
+        ("failure", "a failure record in the register", _record("failure")),
+    ):
+        made.reject(
+            slug,
+            "small",
+            put_file("manifest.json", record),
+            "MAN-001 DOC-011 MAN-003",
+            "DOC_SCHEMA",
+            says,
+            bug="AMBIGUITY",
+            why="who finds a decision has to be able to read it",
+        )
+
+
+def _reject(made: Page, slug: str, edit: Edit, clauses: str, error: str, says: str, why: str, bug: str) -> None:  # noqa: PLR0917 - a row of a table of cases
+    made.reject(slug, "small", edit, clauses, error, says, why=why, bug=bug)
+
+
+def _fields(made: Page) -> None:
+    why = "what isn't saved is a decision that can be read, not an oversight that is found at restore"
+
+    def edit(slug: str, says: str, change: Edit) -> None:
+        _reject(made, slug, change, "MAN-003", "DOC_SCHEMA", says, why, "SILENT_DATA_LOSS")
+
+    edit("field-missing", "rng isn't there", lambda c: c.manifest["fields"].pop("rng"))
+    edit(
+        "no-reason", "data is absent without a reason", set_at("manifest", "fields", "data", value={"state": "absent"})
+    )
+    edit("empty-reason", "the reason is empty", set_at("manifest", "fields", "data", "reason", value=""))
+    edit(
+        "reason-of-1001",
+        "a reason of 1001 characters",
+        set_at("manifest", "fields", "data", "reason", value="x" * 1001),
+    )
+
+
+def _profile(made: Page) -> None:
+    why = "who reads full checkpoints only goes by the profile"
+
+    def edit(slug: str, error: str, says: str, change: Edit) -> None:
+        _reject(made, slug, change, "MAN-005", error, says, why, "AMBIGUITY")
+
+    reference = {"name": NAME, "digest": OTHER}
+    edit(
+        "profile-delta",
+        "PROFILE_MISMATCH",
+        "profile is delta, and nothing else is",
+        set_at("manifest", "profile", value="delta"),
+    )
+    edit(
+        "features-in-full",
+        "PROFILE_MISMATCH",
+        "the feature deltas",
+        set_at("manifest", "features", "reader", value=["deltas"]),
+    )
+    edit("references-in-full", "PROFILE_MISMATCH", "a reference", set_at("manifest", "references", value=[reference]))
+    edit(
+        "stored-in-full",
+        "PROFILE_MISMATCH",
+        "stored_nbytes of a field",
+        set_at("manifest", "fields", "weights", "stored_nbytes", value=24),
+    )
+    for slug, key, value, clauses in (
+        ("writer-count", "writer_count", 1_000_001, "LIM-001"),
+        ("block-nbytes-small", "block_nbytes", 2048, "TEN-005 LIM-001"),
+        ("block-nbytes-large", "block_nbytes", 2**27, "TEN-005 LIM-001"),
+        ("block-nbytes-odd", "block_nbytes", 5000, "TEN-005"),
+        ("step-negative", "step", -1, "DOC-005 DOC-011"),
+        ("run-id-alone", "run_id", RUN_ID, "MAN-008"),
+        ("launch-alone", "launch", 1, "MAN-008"),
+        ("attempt-upper-case", "attempt", "0123456789ABCDEF", "CKP-001"),
+        ("attempt-path", "attempt", "../3456789abcdef", "CKP-001"),
+        ("features-twice", "features", {"reader": [], "writer": ["a.b", "a.b"]}, "VER-008"),
+        ("features-form", "features", {"reader": [], "writer": ["Upper"]}, "VER-008"),
+    ):  # fmt: skip
+        made.reject(
+            slug,
+            "small",
+            set_at("manifest", key, value=value),
+            clauses,
+            "DOC_SCHEMA",
+            f"{key} is {value!r}",
+            why="what is out of its range isn't what a writer meant",
+            bug="AMBIGUITY",
+        )
+
+
+def _summaries(made: Page) -> None:
+    why = "who lists checkpoints reads the summaries alone"
+    for slug, field, key, value in (
+        ("tensor-count", "weights", "tensor_count", 2), ("nbytes", "weights", "nbytes", 23),
+        ("stream-count", "rng", "stream_count", 0), ("leaf-count", "config", "leaf_count", 2),
+    ):  # fmt: skip
+        made.reject(
+            f"summary-{slug}",
+            "small",
+            set_at("manifest", "fields", field, key, value=value),
+            "MAN-006",
+            "MANIFEST_SUMMARY",
+            f"{key} of {field} is {value}",
+            why=why,
+            bug="SILENT_DATA_LOSS",
+        )
+    made.reject(
+        "summary-reason",
+        "small",
+        set_at("manifest", "fields", "data", "reason", value="lost"),
+        "MAN-006",
+        "MANIFEST_SUMMARY",
+        "another reason than the index has",
+        why=why,
+        bug="AMBIGUITY",
+    )
+    absent = {"state": "absent", "reason": "not given"}
+    made.reject(
+        "summary-absent",
+        "small",
+        set_at("manifest", "fields", "config", value=absent),
+        "MAN-006 MAN-003",
+        "MANIFEST_SUMMARY",
+        "config is absent, and the index has a leaf of it",
+        why=why,
+        bug="SILENT_DATA_LOSS",
+    )
+    made.reject(
+        "summary-present",
+        "small",
+        lambda c: c.index["absent"].pop("data"),
+        "MAN-006 MAN-003 CMT-017",
+        "MANIFEST_SUMMARY",
+        "data is absent in the manifest, and not in the index",
+        why=why,
+    )
+
+
+def _index(made: Page) -> None:
+    why = "a name of this form can't leave the directory or meet another attempt's file"
+    for slug, error, value in (
+        ("index-of-another-attempt", "UNSAFE_PATH", "index-ffffffffffffffff.msgpack"),
+        ("index-above", "DOC_SCHEMA UNSAFE_PATH", "../index-0123456789abcdef.msgpack"),
+        ("index-absolute", "DOC_SCHEMA UNSAFE_PATH", "/etc/passwd"),
+        ("index-url", "DOC_SCHEMA UNSAFE_PATH", "file:index-0123456789abcdef.msgpack"),
+    ):
+        made.reject(
+            slug,
+            "small",
+            set_at("manifest", "index", "name", value=value),
+            "CKP-001",
+            error,
+            f"the name of the index is {value}",
+            why=why,
+            bug="ESCAPE",
+        )
+    why = "the index is what the manifest names, or the checkpoint isn't whole"
+    for key in ("nbytes", "name", "digest"):
+        made.reject(
+            f"index-without-{key}",
+            "small",
+            pop_at("manifest", "index", key),
+            "MAN-007",
+            "DOC_SCHEMA",
+            f"{key} of the index is missing",
+            why=why,
+        )
+    made.reject(
+        "index-md5",
+        "small",
+        _kept("index/digest", "md5:" + "0" * 32),
+        "MAN-007 DOC-009",
+        "DOC_SCHEMA",
+        "the digest of the index is an MD5",
+        why=why,
+    )
+    made.reject(
+        "index-digest",
+        "small",
+        _kept("index/digest", OTHER),
+        "MAN-007 OPN-003",
+        "DOC_DIGEST",
+        "the digest of the index is another",
+        why=why,
+    )
+
+
+def _entry(made: Page) -> None:
+    """Add what the manifest says of the index."""
+    why = "the index is what the manifest names, or the checkpoint isn't whole"
+    made.reject(
+        "index-nbytes",
+        "small",
+        _kept("index/nbytes", 100),
+        "MAN-007 CKP-003",
+        "FILE_NBYTES",
+        "the index has 100 bytes, says the manifest",
+        why=why,
+    )
+    made.reject(
+        "index-nbytes-beyond",
+        "small",
+        _kept("index/nbytes", 2**40),
+        "DOC-008 LIM-001 CKP-003",
+        "LIMIT_EXCEEDED FILE_NBYTES DOC_SCHEMA",
+        "the index has 2^40 bytes, says the manifest",
+        bug="RESOURCE",
+        why="a reader that allocates what a document says can be made to allocate anything",
+    )
+    made.reject(
+        "index-missing",
+        "small",
+        lambda c: c.extra.update({c.index_name: None}),
+        "CKP-004",
+        "FILE_MISSING",
+        "the index isn't there",
+        why=why,
+        bug="SILENT_DATA_LOSS",
+    )
+    size = len(build(small()).seal()[build(small()).index_name])
+    others = (build(small(step=step)).seal() for step in range(4, 100))
+    other = next(files for files in others if len(files[build(small()).index_name]) == size)
+    made.reject(
+        "index-of-another-step",
+        "small",
+        lambda c: c.extra.update({c.index_name: other[c.index_name]}),
+        "OPN-003 MAN-007",
+        "DOC_DIGEST",
+        "the index is that of another checkpoint, of the same size",
+        why=why,
+    )
+
+
+def _kept(place: str, value: object) -> Edit:
+    def edit(made: Checkpoint) -> None:
+        made.kept.add(place)
+        made.manifest["index"][place.partition("/")[2]] = value
+
+    return edit

@@ -1,0 +1,59 @@
+"""Trees as tagged JSON, so that cases can say what a tree is in a way that every language has.
+
+Null, booleans, strings and integers up to 2^53 - 1 stand as themselves; everything else is an object of one member, or
+of a few, named after what it is: `{"float": "3ff0000000000000"}` has the bits of a float, the highest first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["tagged"]
+
+_ROWS = {"l": "list", "t": "tuple", "s": "set", "z": "frozenset"}
+_PAIRS = {"d": "dict", "O": "ordered_dict", "C": "counter"}
+
+
+def tagged(tree: Any) -> Any:  # noqa: ANN401, PLR0911 - any tree, as msgpack has it; one answer for each form
+    """Return the tagged JSON of a tree.
+
+    >>> tagged(["t", 1, ["f", bytes.fromhex("000000000000f03f")]])
+    {'tuple': [1, {'float': '3ff0000000000000'}]}
+    """
+    match tree:
+        case None | bool() | str():
+            return tree
+        case int():
+            return tree if abs(tree) < 1 << 53 else {"int": str(tree)}
+        case bytes():
+            return {"bytes": tree.hex()}
+        case ["f", bytes() as content]:
+            return {"float": content[::-1].hex()}
+        case ["c", bytes() as content]:
+            return {"complex": [content[7::-1].hex(), content[:7:-1].hex()]}
+        case ["i", bytes() as content]:
+            return {"int": str(int.from_bytes(content, "little", signed=True))}
+        case ["l" | "t" | "s" | "z" as tag, *items]:
+            return {_ROWS[tag]: [tagged(item) for item in items]}
+        case ["d" | "O" | "C" as tag, *items]:
+            return {_PAIRS[tag]: [[tagged(k), tagged(v)] for k, v in zip(items[::2], items[1::2], strict=True)]}
+        case ["q", most, *items]:
+            return {"deque": [tagged(item) for item in items], "maxlen": most}
+    return _leaf(tree)
+
+
+def _leaf(tree: list[Any]) -> dict[str, Any]:
+    match tree:
+        case ["a", dtype, shape, content]:
+            return {"array": content.hex(), "dtype": dtype, "shape": shape}
+        case ["n", dtype, content]:
+            return {"scalar": content.hex(), "dtype": dtype}
+        case ["T", name, kind]:
+            return {"tensor": name, "kind": kind}
+        case ["D", name]:
+            return {"dtype": name}
+        case ["V", name]:
+            return {"device": name}
+        case ["S", extents]:
+            return {"size": extents}
+    raise ValueError(f"no tree: {tree!r}")

@@ -1,0 +1,154 @@
+"""What ckptfmt makes of a case of the vectors, in this process, and in which phase it finds what is wrong."""
+
+import contextlib
+import json
+from typing import Any
+
+import msgpack
+import numpy as np
+from blake3 import blake3
+
+import ckptfmt
+from ckptfmt.documents.tree import dump_tree, parse_tree
+from ckptfmt.engines.reader import numpy_dtype
+from ckptfmt.errors import CkptError
+from conformance.generate.tagged import tagged
+from tests.stranger_reader import read_checkpoint
+
+PHASES = ("open", "read", "validate")
+
+
+class RefusedError(Exception):
+    def __init__(self, error, phase):
+        super().__init__(error, phase)
+        self.error, self.phase = error, phase
+
+
+def judge(folder, members, make_folder):
+    """Return what is wrong with ckptfmt's answer to a case, or None; `make_folder` makes one to write into."""
+    path, request = folder / members["path"], members.get("request") or {}
+    try:
+        if members["kind"] == "write":
+            answer = answer_write(request, make_folder())
+        else:
+            answer = ANSWERS[members["kind"]](path, request)
+    except RefusedError as refusal:
+        return judge_refusal(members["expect"], refusal.error, refusal.phase)
+    expect = {key: value for key, value in members["expect"].items() if key != "outcome"}
+    if members["expect"]["outcome"] != "accept":
+        return f"accepted, where {expect['error']} was expected"
+    return None if answer == expect else f"{json.dumps(answer)[:300]} instead of {json.dumps(expect)[:300]}"
+
+
+def judge_refusal(expect, error, phase):
+    codes = expect.get("error", [])
+    if str(error.code) not in (codes if isinstance(codes, list) else [codes]):
+        return f"refused in phase {phase}: {error}; expected was {codes or 'that it is accepted'}"
+    return None if phase == expect["phase"] else f"refused in phase {phase} instead of {expect['phase']}: {error}"
+
+
+@contextlib.contextmanager
+def phase(name):
+    """Turns an error of the library into a refusal in a phase."""
+    try:
+        yield
+    except CkptError as error:
+        raise RefusedError(error, name) from error
+
+
+def answer_open(path, request):
+    bases = [path / base for base in request.get("bases", ())]
+    with phase("open"):
+        checkpoint = ckptfmt.open(path, digest=request.get("digest"), bases=bases)
+        for number in range(len(checkpoint.index.parts)):
+            checkpoint.open_part(number)
+        for tensor in checkpoint.index.tensors:
+            for box, part in tensor.sharding:
+                checkpoint.check_stored(tensor, box, part)
+        for leaf in checkpoint.index.leaves:
+            checkpoint.stored_leaf(leaf)
+        for row in checkpoint.index.streams:
+            checkpoint.stored_stream(row)
+    with phase("read"):
+        found = {title(tensor.key): describe(checkpoint, tensor) for tensor in checkpoint.index.tensors}
+        for key in checkpoint.leaves:
+            checkpoint.leaf(*key)
+        for stream in checkpoint.streams:
+            checkpoint.stream(*stream)
+    with phase("validate"):
+        for error in ckptfmt.validate(path, bases=bases).violations:
+            raise error
+    return {"tensors": found}
+
+
+def describe(checkpoint, tensor):
+    content = content_of(checkpoint, tensor, ckptfmt.Box.whole(tensor.global_shape))
+    return {
+        "dtype": tensor.dtype,
+        "shape": list(tensor.global_shape),
+        "blake3": blake3(content).hexdigest(),
+        "first16": content[:16].hex(),
+    }
+
+
+def content_of(checkpoint, tensor, box):
+    return b"".join(bytes(content) for _, content in checkpoint.iter_content(tensor, box))
+
+
+def title(key):
+    field, name, scope = key
+    return f"{field}/{name}" + ("" if scope == "global" else f"@{scope}")
+
+
+def parse_title(text):
+    field, _, name = text.partition("/")
+    stem, _, scope = name.rpartition("@")
+    return (field, stem, scope) if scope.startswith("lw/") and stem else (field, name, "global")
+
+
+def answer_reshard(path, request):
+    with phase("open"):
+        checkpoint = ckptfmt.open(path)
+    boxes = [ckptfmt.Box(tuple(b for b, _ in box), tuple(e - b for b, e in box)) for box in request["boxes"]]
+    with phase("read"):
+        tensor = checkpoint.find(*parse_title(request["tensor"]))
+        return {"digests": [blake3(content_of(checkpoint, tensor, box)).hexdigest() for box in boxes]}
+
+
+def answer_read(path, request):
+    (digest,) = answer_reshard(path, request | {"boxes": [request["box"]]})["digests"]
+    return {"blake3": digest}
+
+
+def answer_context(path, _):
+    content = (path / "tree.msgpack").read_bytes()
+    with phase("read"):
+        value = parse_tree(content, where="tree.msgpack")
+    return {"tree": tagged(msgpack.unpackb(dump_tree(value, where="tree.msgpack"), strict_map_key=False))}
+
+
+def answer_write(request, folder):
+    """What is written is read back by the reader of a stranger."""
+    fields: dict[str, Any] = {}
+    for key, wanted in request["tensors"].items():
+        field, name, _ = parse_title(key)
+        dtype = numpy_dtype(wanted["dtype"])
+        content = (np.arange(dtype.itemsize * int(np.prod(wanted["shape"]))) % 251).astype(np.uint8)
+        fields.setdefault(field, {})[name] = content.view(dtype).reshape(wanted["shape"])
+    with phase("open"):
+        state = ckptfmt.State(**fields, config=request.get("config"))
+        ckptfmt.save(folder / "checkpoint", state, step=request["step"])
+    read = read_checkpoint(folder / "checkpoint")
+    tensors = {
+        title(key): {
+            "dtype": tensor["dtype"],
+            "shape": list(tensor["shape"]),
+            "blake3": blake3(tensor["bytes"]).hexdigest(),
+            "first16": tensor["bytes"][:16].hex(),
+        }
+        for key, tensor in read["tensors"].items()
+    }
+    return {"tensors": tensors, "step": read["manifest"]["step"]}
+
+
+ANSWERS = {"open": answer_open, "read": answer_read, "reshard": answer_reshard, "context": answer_context}

@@ -1,0 +1,630 @@
+"""The runner: what answers mean, what a crash is, strict lists, reports, badges, exit codes."""
+
+import contextlib
+import doctest
+import importlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from ckptfmt.__main__ import main as ckptfmt_main
+from ckptfmt_conformance import cells
+from ckptfmt_conformance.__main__ import main
+from ckptfmt_conformance.badge import badge_svg, badge_text, claim_of
+from ckptfmt_conformance.callers import Target, describe, find_target
+from ckptfmt_conformance.cases import Case, Expectation, load_cases, select_cases
+from ckptfmt_conformance.errors import SuiteError
+from ckptfmt_conformance.judge import Status
+from ckptfmt_conformance.page import dump_html
+from ckptfmt_conformance.protocol import Answer, Description, parse_answer
+from ckptfmt_conformance.reports import Progress, dump_json, dump_junit, parse_json, text_of
+from ckptfmt_conformance.runner import Result, Run, ask_case, run_cases
+from ckptfmt_conformance.xfails import Xfails
+from tests.conformance.scripted import BEHAVIOURS, write_case, write_vectors
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CLASS = "tests.conformance.scripted:Scripted"
+COMMAND = shlex.join([sys.executable, str(HERE / "scripted.py")])
+
+
+@pytest.fixture(autouse=True)
+def _paths(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'conformance'}")
+
+
+def run_of(vectors, adapter=CLASS, **options):
+    return run_cases(find_target(adapter), load_cases(vectors), **options)
+
+
+def statuses(run):
+    return {result.case.id.removeprefix("page/"): str(result.status) for result in run.results}
+
+
+# What answers are worth
+
+
+@pytest.mark.parametrize("adapter", [CLASS, COMMAND], ids=["class", "command"])
+def test_every_behaviour_has_its_status(adapter, tmp_path):
+    answering = {name: status for name, (_, _, status) in BEHAVIOURS.items() if name != "hang"}
+    run = run_of(write_vectors(tmp_path, *answering), adapter, jobs=2)
+
+    assert statuses(run) == answering
+    assert [result.case.id for result in run.results] == sorted(result.case.id for result in run.results)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "stdout", "outcome"),
+    [
+        (0, b'{"tensors": {}}', "accepted"),
+        (10, b'{"error": "TILING_GAP"}', "rejected"),
+        (11, b'{"feature": "deltas"}', "unsupported"),
+        (0, b"", "error"),
+        (0, b"[]", "error"),
+        (0, b"{} {}", "error"),
+        (0, b"\xff", "error"),
+        (0, b"[" * 100_000, "error"),
+        (10, b"{}", "error"),
+        (10, b'{"error": 3}', "error"),
+        (11, b'{"error": "TILING_GAP"}', "error"),
+        (1, b'{"error": "TILING_GAP"}', "error"),
+        (2, b'{"error": "TILING_GAP"}', "error"),
+        (-9, b'{"error": "TILING_GAP"}', "error"),
+        (139, b'{"error": "TILING_GAP"}', "error"),
+    ],
+)
+def test_only_three_exit_codes_are_answers(exit_code, stdout, outcome):
+    assert parse_answer(exit_code, stdout).outcome == outcome
+
+
+def test_a_class_goes_on_after_a_crash_and_says_what_it_was(tmp_path):
+    vectors = write_vectors(tmp_path, "crash-is-no-refusal", "exit-1", "hang", "segfault", "tensors")
+    run = run_of(vectors, timeout_s=1.5)
+    messages = {result.case.id: result.message for result in run.results}
+
+    assert "RuntimeError: TILING_GAP" in messages["page/crash-is-no-refusal"]
+    assert "exit code 1" in messages["page/exit-1"]
+    assert "signal 11" in messages["page/segfault"]
+    assert "no answer within 1.5 s" in messages["page/hang"]
+    assert statuses(run)["tensors"] == "PASS"
+
+
+@pytest.mark.parametrize("adapter", [CLASS, COMMAND], ids=["class", "command"])
+def test_what_hangs_is_killed_with_all_that_it_started(adapter, tmp_path):
+    mark = tmp_path / "mark"
+    write_case(tmp_path / "vectors", "page/fork", request={"fork": str(mark)})
+
+    run = run_of(tmp_path / "vectors", adapter, timeout_s=0.8)
+    time.sleep(1.5)
+
+    assert statuses(run) == {"fork": "ERROR"}
+    assert not mark.exists()
+
+
+def test_what_a_class_prints_is_no_answer_and_what_a_command_prints_is(tmp_path):
+    write_case(tmp_path, "page/chatty", request={"print": "progress: 1 %"})
+
+    assert statuses(run_of(tmp_path, CLASS)) == {"chatty": "PASS"}
+    assert statuses(run_of(tmp_path, COMMAND)) == {"chatty": "ERROR"}
+
+
+def test_several_at_once_answer_the_same(tmp_path):
+    for number in range(40):
+        write_case(
+            tmp_path, f"page/{number:02}", request={"accept": {"n": number}}, expect={"outcome": "accept", "n": number}
+        )
+
+    assert set(statuses(run_of(tmp_path, jobs=3)).values()) == {"PASS"}
+
+
+# Cases
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"id": "page/other"}, "the id is"),
+        ({"kind": "opening"}, "no kind"),
+        ({"expect": {"outcome": "maybe"}}, "what to expect"),
+        ({"expect": {"outcome": "reject"}}, "what to expect"),
+        ({"expect": {"outcome": "reject", "error": "A", "phase": "later"}}, "what to expect"),
+        ({"expect": {"outcome": "accept", "error": "A"}}, "what to expect"),
+        ({"requirements": "REQ"}, "requirements"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_a_case_of_another_form_is_an_error_of_the_suite(change, message, tmp_path):
+    write_case(tmp_path, "page/case", request={"accept": {}})
+    path = tmp_path / "page" / "case" / "case.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+    with pytest.raises(SuiteError, match=message):
+        load_cases(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "\x00"])
+def test_a_case_that_is_no_case_is_an_error_of_the_suite(text, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "case.json").write_text(text)
+
+    with pytest.raises(SuiteError):
+        load_cases(tmp_path)
+
+
+def test_cases_are_chosen_by_pattern_and_kind(tmp_path):
+    cases = load_cases(write_vectors(tmp_path, "accepts", "prefixed", "rejects"))
+
+    assert [case.id for case in select_cases(cases, patterns=["page/*cc*", "page/r*"])] == [
+        "page/accepts",
+        "page/rejects",
+    ]
+    assert [case.id for case in select_cases(cases, kinds=["read"])] == ["page/prefixed"]
+
+
+# Expected failures
+
+
+def test_expected_failures_are_strict(tmp_path):
+    vectors = write_vectors(tmp_path, "accepts", "wrong-code", "segfault", "unsupported")
+    listed = Xfails.parse("page/*o*e  # wrong-code\npage/segfault\npage/unsupported\npage/accepts\npage/none\n")
+
+    run = run_of(vectors, xfails=listed)
+
+    assert statuses(run) == {
+        "accepts": "XPASS",
+        "wrong-code": "XFAIL",
+        "segfault": "XFAIL",
+        "unsupported": "UNSUPPORTED",
+    }
+    assert run.idle == ("page/none",)
+    assert not run.is_green
+
+
+def test_a_list_that_fits_exactly_is_green_and_claims_nothing(tmp_path):
+    run = run_of(write_vectors(tmp_path, "accepts", "wrong-code"), xfails=Xfails(patterns=("page/wrong-code",)))
+
+    assert run.is_green
+    assert claim_of(run) == ""
+
+
+def test_the_list_beside_the_adapter_is_taken(tmp_path, capsys):
+    script = tmp_path / "adapter.py"
+    script.write_text((HERE / "scripted.py").read_text())
+    vectors = write_vectors(tmp_path / "vectors", "accepts", "wrong-code")
+    command = ["run", "--adapter", f"{sys.executable} {script}", "--vectors", str(vectors)]
+
+    assert main(command) == 1
+    (tmp_path / "adapter.py.xfails").write_text("page/wrong-code\n")
+    assert main(command) == 0
+    (tmp_path / "adapter.py.xfails").write_text("page/wrong-code\npage/accepts\n")
+    assert main(command) == 1
+    assert main([*command, "--xfails", os.devnull]) == 1
+    assert "take it off the list" in capsys.readouterr().out
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "code"),
+    [
+        (["accepts", "rejects"], [], 0),
+        (["accepts", "unsupported", "another-kind"], [], 0),
+        (["accepts", "wrong-code"], [], 1),
+        (["accepts", "segfault"], [], 1),
+        (["another-kind", "unsupported"], [], 2),
+        (["accepts"], ["--filter", "nothing/*"], 2),
+        (["accepts"], ["--xfails", "/no/such/file"], 2),
+        (["accepts"], ["--json", "/dev/null/report.json"], 2),
+        (["accepts", "wrong-code"], ["--filter", "*/accepts"], 0),
+        (["accepts"], ["--jobs", "0"], 2),
+        (["accepts"], ["--timeout", "-1"], 2),
+        (["accepts"], ["--timeout", "nan"], 2),
+        (["accepts"], ["--kind", "none"], 2),
+    ],
+)
+def test_exit_codes(names, options, code, tmp_path, capsys):
+    vectors = write_vectors(tmp_path, *names)
+    with contextlib.suppress(SystemExit):
+        found = main(["run", "--adapter", CLASS, "--vectors", str(vectors), *options])
+        assert found == code
+        assert code != 2 or re.fullmatch(r"error: .+\n  .+\n", capsys.readouterr().err)
+        return
+    assert code == 2
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        "no-such-command",
+        "no.such.module:Class",
+        "tests.conformance.scripted:Missing",
+        "tests.conformance.scripted:write_case",
+        "broken/none",
+        "'unclosed",
+        "",
+        "false",
+        "true",
+        "echo []",
+        """echo '{"name": 3}' #""",
+    ],
+)
+def test_what_is_no_adapter_is_one_line_and_its_remedy(adapter, tmp_path, capsys):
+    assert main(["run", "--adapter", adapter, "--vectors", str(write_vectors(tmp_path, "accepts"))]) == 2
+
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.match(r"error: .+\n", captured.err)
+    assert captured.err.splitlines()[-1].startswith("  ")
+
+
+def test_without_vectors_it_says_so(tmp_path, capsys):
+    assert main(["list", "--vectors", str(tmp_path / "none")]) == 2
+    assert "--vectors" in capsys.readouterr().err
+
+
+def test_list_lists(tmp_path, capsys):
+    vectors = write_vectors(tmp_path, "accepts", "prefixed")
+
+    assert main(["list", "--vectors", str(vectors), "--kind", "read"]) == 0
+    assert main(["run", "--list", "--adapter", "unused", "--vectors", str(vectors), "--filter", "*/accepts"]) == 0
+
+    assert capsys.readouterr().out == (
+        "read       page/prefixed  what page/prefixed is\nopen       page/accepts  what page/accepts is\n"
+    )
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
+    vectors = write_vectors(tmp_path)
+    command = f"{sys.executable} -m ckptfmt_conformance list --vectors {vectors} | true"
+
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=ROOT)
+
+    assert "Traceback" not in done.stderr
+
+
+def test_reports_are_written(tmp_path, capsys):
+    vectors = write_vectors(tmp_path / "vectors", "accepts", "wrong-code", "segfault", "unsupported", "another-kind")
+    files = {name: tmp_path / "out" / f"report.{name}" for name in ("json", "junit", "html", "badge")}
+    options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+
+    assert main(["run", "--adapter", CLASS, "--vectors", str(vectors), *options, "--timeout", "5"]) == 1
+
+    out = capsys.readouterr().out
+    assert "FAIL        page/wrong-code\n" in out
+    assert "1 PASS, 1 FAIL, 1 UNSUPPORTED, 1 SKIPPED, 1 ERROR" in out
+    assert json.loads(files["json"].read_text())["counts"]["ERROR"] == 1
+    assert "2 failing" in files["badge"].read_text()
+    assert main(["badge", str(files["json"])]) == 0
+    assert capsys.readouterr().out == files["badge"].read_text()
+    assert main(["badge", str(files["json"]), "--html", str(tmp_path / "again.html"), "--out", os.devnull]) == 0
+    assert (tmp_path / "again.html").read_text().count("<tr data-status") == 5
+    assert main(["badge", str(files["badge"])]) == 2
+
+
+# Reports
+
+
+def result(case_id, status, *, kind="open", message="", claim=None, seconds=0.25):
+    case = Case(
+        id=case_id,
+        description="a <case> & more",
+        requirements=("REQ-OPN-001",),
+        kind=kind,
+        roles=(),
+        expect=Expectation(outcome="accept"),
+        request={"claim": claim} if claim else None,
+        folder=Path(),
+    )
+    return Result(case=case, status=Status(status), message=message, seconds=seconds)
+
+
+def a_run(*results, **members):
+    description = Description(
+        name="n<m>", version="1", spec=("0.1",), roles=("reader",), features=("deltas",), kinds=("open", "trajectory")
+    )
+    return Run(adapter="a", description=description, results=results, seconds=1.5, unix_s=1793491200, **members)
+
+
+VECTORS = tuple(result(f"p/{kind}", "PASS", kind=kind) for kind in ("open", "read", "reshard"))
+ALL = tuple(result(f"p/valid/{status.lower()}", status, message="it <is>\x00\x1b[31m & so") for status in Status)
+
+
+def test_junit_counts_and_keeps_what_xml_cannot_hold_out():
+    suites = ET.fromstring(dump_junit(a_run(*ALL)))
+    cases = {case.get("name"): [child.tag for child in case] for case in suites.iter("testcase")}
+
+    assert (suites.get("tests"), suites.get("failures"), suites.get("errors"), suites.get("skipped")) == (
+        "7",
+        "2",
+        "1",
+        "3",
+    )
+    assert cases == {
+        "pass": [], "fail": ["failure"], "xpass": ["failure"], "error": ["error"],
+        "xfail": ["skipped"], "skipped": ["skipped"], "unsupported": ["skipped"],
+    }  # fmt: skip
+    assert suites[0][1][0].get("message") == "FAIL: it <is>??[31m & so"
+
+
+def test_the_page_is_whole_and_nothing_in_it_is_markup_of_an_adapter():
+    page = dump_html(a_run(*ALL, idle=("p/<none>",)))
+
+    assert page.count("<tr data-status") == len(ALL)
+    assert page.index("p/valid/fail") < page.index("p/valid/pass")
+    for text in ("<is>", "<case>", "n<m>", "<none>", "http:", "src="):
+        assert text not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_text_shows_no_control_characters_and_colours_only_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    plain, verbose = text_of(a_run(*ALL), stream=io.StringIO()), text_of(a_run(*ALL), stream=Terminal(), verbose=True)
+
+    assert "\x1b" not in plain
+    assert "\\x1b[31m & so" in plain
+    assert "p/valid/pass" not in plain
+    assert "SKIPPED     1 case: " in plain
+    assert "\x1b[32mPASS       \x1b[0m p/valid/pass" in verbose
+
+
+def test_progress_is_for_terminals(monkeypatch):
+    for terminal in (True, False):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal)
+        progress = Progress(1, stream)
+        progress.take(result("p/x", "FAIL"))
+        progress.close()
+        assert ("1/1, 1 red  p/x" in stream.getvalue()) is terminal
+
+
+def test_json_comes_back_as_the_same_run():
+    run = a_run(
+        *ALL, result("trajectory/a", "PASS", kind="trajectory", claim="T2"), selection=("--kind open",), idle=("x",)
+    )
+
+    again = parse_json(dump_json(run))
+
+    assert dump_json(again) == dump_json(run)
+    assert badge_svg(again) == badge_svg(run)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"results": 3}'])
+def test_what_is_no_report_is_said_so(text):
+    with pytest.raises(SuiteError, match="no report"):
+        parse_json(text)
+
+
+# Claims
+
+
+def cell(claim, status="PASS"):
+    return result(f"trajectory/{claim}", status, kind="trajectory", claim=claim)
+
+
+@pytest.mark.parametrize(
+    ("results", "claim"),
+    [
+        (VECTORS, "S0"),
+        (VECTORS[:2], ""),
+        ((*VECTORS[:2], result("p/reshard", "SKIPPED", kind="reshard")), ""),
+        ((*VECTORS, cell("T1")), "T1"),
+        ((*VECTORS, cell("T1"), cell("T2")), "T2"),
+        ((*VECTORS, cell("S1"), cell("T1", "XFAIL"), cell("T2")), "S1"),
+        ((*VECTORS, cell("T1"), cell("T2", "SKIPPED")), "T1"),
+        ((*VECTORS, cell("T1"), cell("T2", "UNSUPPORTED")), "T1"),
+        ((*VECTORS, cell("T1", "FAIL")), ""),
+        ((*VECTORS, result("p/x", "ERROR")), ""),
+        ((*VECTORS, result("p/x", "XFAIL")), ""),
+        ((cell("T1"),), ""),
+        ((), ""),
+    ],
+)
+def test_the_claim_is_the_highest_level_with_all_below_it(results, claim):
+    assert claim_of(a_run(*results)) == claim
+
+
+def test_a_line_of_xfails_that_fits_nothing_is_red():
+    assert a_run(*VECTORS).is_green
+    assert not a_run(*VECTORS, idle=("page/misspelt",)).is_green
+
+
+def test_a_selection_claims_nothing():
+    run = a_run(*VECTORS, selection=("--kind open",))
+
+    assert claim_of(run) == ""
+    assert badge_text(run)[0] == "partial run"
+
+
+def test_the_badge_says_claim_and_what_is_left_out():
+    unsupported = result("p/delta", "UNSUPPORTED")
+
+    assert badge_text(a_run(*VECTORS, cell("T1")))[0] == "T1"
+    assert badge_text(a_run(*VECTORS, unsupported))[0] == "S0, 1 unsupported"
+    assert badge_text(a_run(*VECTORS, result("p/x", "XFAIL")))[0] == "no claim, 1 known failures"
+    svg = ET.fromstring(badge_svg(a_run(*VECTORS)))
+    assert svg.get("aria-label") == "ckptfmt 0.1: S0"
+
+
+# Trajectories
+
+
+class OneAnswer:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def call(self, *_, **__):
+        return self.answer
+
+    def close(self):
+        pass
+
+
+DESCRIBED = Description(name="x", version="1", spec=("0.1",), roles=(), features=(), kinds=("trajectory",))
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (Answer(outcome="accepted", body={"status": "PASS", "divergence": None}), "PASS"),
+        (Answer(outcome="accepted", body={"status": "FAIL", "divergence": "step 3"}), "FAIL"),
+        (Answer(outcome="accepted", body={"status": "UNSUPPORTED"}), "UNSUPPORTED"),
+        (Answer(outcome="accepted", body={"status": "fine"}), "ERROR"),
+        (Answer(outcome="accepted", body={}), "ERROR"),
+        (Answer(outcome="error", message="killed"), "ERROR"),
+        (Answer(outcome="rejected", body={"error": "X"}), "ERROR"),
+        (Answer(outcome="unsupported", body={"feature": "x"}), "SKIPPED"),
+    ],
+)
+def test_cells_keep_their_status(answer, status):
+    case = result("trajectory/a", "PASS", kind="trajectory", claim="T1").case
+
+    assert ask_case(OneAnswer(answer), case, DESCRIBED).status == status
+
+
+def test_without_the_trajectories_one_case_says_why(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ckptfmt_conformance.trajectories", None)
+
+    (case,) = cells.list_cases()
+    verdict = ask_case(OneAnswer(Answer(outcome="error")), case, DESCRIBED)
+
+    assert verdict.status == "SKIPPED"
+    assert "trajectories need more" in verdict.message
+
+
+def test_cells_that_start_processes_are_left_to_one_caller(tmp_path):
+    cases = [
+        Case(
+            id=f"trajectory/{number}", description="", kind="trajectory", roles=(), folder=tmp_path,
+            request={"claim": "T1", "processes": 2}, expect=Expectation(outcome="accept"),
+        )
+        for number in range(6)
+    ]  # fmt: skip
+    asked = []
+
+    class Caller:
+        def call(self, kind, **_):
+            if kind == "describe":
+                names = ("spec", "roles", "features")
+                return Answer(
+                    outcome="accepted",
+                    body={"name": "x", "version": "1", "kinds": ["trajectory"], **{name: [] for name in names}},
+                )
+            asked.append(self)
+            time.sleep(0.05)
+            return Answer(outcome="accepted", body={"status": "PASS"})
+
+        def close(self):
+            """Nothing is open."""
+
+    class Several(Target):
+        def open(self):
+            return Caller()
+
+    run = run_cases(Several("x", xfails=None), cases, jobs=3)
+
+    assert run.counts[Status.PASS] == 6
+    assert len(set(asked)) == 1
+
+
+def test_describe_wants_all_members():
+    body = {"name": "x", "version": "1", "spec": "0.1", "roles": [], "features": [], "kinds": []}
+
+    assert describe(OneAnswer(Answer(outcome="accepted", body=body))).spec == ("0.1",)
+    for name in body:
+        with pytest.raises(SuiteError, match=name):
+            describe(OneAnswer(Answer(outcome="accepted", body={**body, name: 3})))
+
+
+# Under pytest
+
+
+def test_pytest_shows_every_status(tmp_path):
+    write_vectors(tmp_path / "vectors", "accepts", "rejects", "wrong-code", "segfault", "unsupported", "another-kind")
+    write_vectors(tmp_path / "vectors", "exit-1", "rejects-valid")
+    (tmp_path / "xfails").write_text("page/exit-1\npage/rejects\n")
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "ckptfmt_conformance.plugin", "-rA",
+        "--pyargs", "ckptfmt_conformance", "--adapter", CLASS, "--vectors", str(tmp_path / "vectors"),
+        "--xfails", str(tmp_path / "xfails"), "--case-timeout", "20",
+    ]  # fmt: skip
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert "4 failed, 1 passed, 2 skipped, 1 xfailed" in done.stdout, done.stdout + done.stderr
+    assert "refused with TILING_OVERLAP" in done.stdout
+    assert "take it off the list" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [([], "which adapter?"), (["--adapter", "no-such"], "there is no adapter 'no-such'")]
+)
+def test_pytest_without_an_adapter_says_what_to_give(options, message, tmp_path):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "ckptfmt_conformance.plugin"]
+
+    done = subprocess.run(
+        [*command, "--pyargs", "ckptfmt_conformance", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode
+    assert message in done.stdout + done.stderr
+
+
+# As a command of ckptfmt
+
+
+def test_ckptfmt_hands_over(tmp_path, capsys):
+    vectors = write_vectors(tmp_path, "accepts", "wrong-code")
+
+    assert ckptfmt_main(["conformance", "list", "--vectors", str(vectors)]) == 0
+    assert "page/accepts" in capsys.readouterr().out
+    assert ckptfmt_main(["conformance", "run", "--adapter", CLASS, "--vectors", str(vectors)]) == 1
+    assert ckptfmt_main(["conformance", "--help"]) == 0
+    assert "usage: python -m ckptfmt conformance" in capsys.readouterr().out
+    assert ckptfmt_main(["--help"]) == 0
+    assert "conformance" in capsys.readouterr().out
+
+
+def test_ckptfmt_without_the_suite_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ckptfmt_conformance", None)
+    monkeypatch.delitem(sys.modules, "ckptfmt_conformance.__main__", raising=False)
+
+    assert ckptfmt_main(["conformance", "list"]) == 2
+
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("error: STATE_UNSUPPORTED at ckptfmt_conformance: the conformance suite isn't installed")
+    assert "make venv" in lines[1]
+
+
+def test_ckptfmt_imports_the_suite_for_this_command_only():
+    program = "import sys, ckptfmt.__main__, ckptfmt.cli.app; print('ckptfmt_conformance' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "False"
+
+
+# Examples
+
+
+@pytest.mark.parametrize("name", ["msgpk", "protocol", "reports", "tagged", "xfails"])
+def test_the_examples_hold(name):
+    failed, tried = doctest.testmod(importlib.import_module(f"ckptfmt_conformance.{name}"))
+
+    assert tried
+    assert not failed

@@ -1,0 +1,146 @@
+"""From the built wheel, in an empty directory outside of this checkout, the suite runs: by its command, by pytest."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.house.sources import ROOT
+
+pytestmark = pytest.mark.slow
+
+VECTORS = ROOT / "conformance" / "vectors"
+HANDFUL = ["--filter", "manifest/valid/*", "--filter", "documents/invalid/e*", "--filter", "trees/valid/*"]
+
+
+def run(*command, cwd, path=None, code=0):
+    """Run a command with nothing of the checkout in sight, and only `path` in front of what is installed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "CKPTFMT"))}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT), cwd=folder)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-deps", "--no-index"]
+    run(*pip, "--target", str(folder), str(wheel), cwd=folder)
+    return folder
+
+
+def test_the_wheel_carries_all_vectors_as_they_are(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        carried = {
+            name.removeprefix("ckptfmt_conformance/vectors/"): archive.read(name)
+            for name in archive.namelist()
+            if name.startswith("ckptfmt_conformance/vectors/")
+        }
+    # Neither a wheel nor git keeps links or empty directories: no case may need one.
+    assert not any(path.is_symlink() or (path.is_dir() and not any(path.iterdir())) for path in VECTORS.rglob("*"))
+    files = {path.relative_to(VECTORS).as_posix(): path for path in VECTORS.rglob("*") if path.is_file()}
+
+    assert carried.keys() == files.keys()
+    assert all(carried[name] == path.read_bytes() for name, path in files.items())
+    assert len(files) > 400
+
+
+def test_the_command_runs_from_the_wheel(installed, tmp_path):
+    command = [sys.executable, "-m", "ckptfmt", "conformance", "run", "--adapter", "reference"]
+    report = tmp_path / "report.json"
+
+    out = run(*command, *HANDFUL, "--json", str(report), cwd=tmp_path, path=installed)
+
+    assert re.search(r"\(format [0-9.]+\): \d\d+ PASS in ", out)
+    results = json.loads(report.read_text())
+    assert results["green"]
+    assert {result["status"] for result in results["results"]} == {"PASS"}
+    where = run(
+        sys.executable, "-c", "import ckptfmt, ckptfmt_conformance as c; print(ckptfmt.__file__, c.__file__)",
+        cwd=tmp_path, path=installed,
+    )  # fmt: skip
+    assert where.split() == [str(installed / name / "__init__.py") for name in ("ckptfmt", "ckptfmt_conformance")]
+
+
+def test_a_broken_adapter_is_red_from_the_wheel(installed, tmp_path):
+    command = [sys.executable, "-m", "ckptfmt", "conformance", "run", "--adapter", "broken/lost_tuples"]
+
+    assert "FAIL        trees/valid/sequences" in run(*command, *HANDFUL, cwd=tmp_path, path=installed, code=1)
+
+
+def test_the_adapter_of_a_user_is_found_in_the_current_directory(installed, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from ckptfmt_conformance.adapters.reference import Reference\nclass Mine(Reference): pass\n"
+    )
+    command = [sys.executable, str(installed / "bin" / "ckptfmt"), "conformance", "run", "--adapter", "mine:Mine"]
+
+    assert "PASS" in run(*command, "--filter", "manifest/valid/*", cwd=tmp_path, path=installed)
+
+
+@pytest.mark.parametrize("by_environment", [True, False])
+def test_pytest_runs_from_the_wheel(installed, tmp_path, by_environment):
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    if by_environment:
+        command = ["env", "CKPTFMT_ADAPTER=reference", *pytest_command, "--pyargs", "ckptfmt_conformance"]
+        command += ["-k", "manifest and valid and small or documents and invalid and empty"]
+    else:
+        command = [*pytest_command, "-p", "ckptfmt_conformance.plugin", "--pyargs", "ckptfmt_conformance"]
+        command += ["--adapter", "reference", *HANDFUL]
+
+    out = run(*command, cwd=tmp_path, path=installed)
+
+    assert re.search(r"\d passed", out)
+    assert "failed" not in out
+    assert "skipped" not in out
+
+
+def test_the_lines_to_copy_name_what_there_is(installed, tmp_path):
+    text = (ROOT / "conformance" / "RUN_IN_YOUR_CI.md").read_text()
+    block = text.partition("```yaml\n")[2].partition("```")[0]
+    (line,) = [line for line in block.splitlines() if "conformance run" in line]
+    words = shlex.split(line.partition("- run: ")[2])
+    (tmp_path / "my-adapter").write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckptfmt_conformance.adapters.reference "$@"\n'
+    )
+    (tmp_path / "my-adapter").chmod(0o755)
+
+    assert len(block.strip().splitlines()) == 12
+    run(sys.executable, *words[1:], "--filter", "manifest/valid/*", cwd=tmp_path, path=installed)
+    assert (tmp_path / "junit.xml").is_file()
+    assert (tmp_path / "conformance.html").is_file()
+
+
+def test_the_action_runs_what_it_is_told(installed, tmp_path):
+    text = (ROOT / "conformance" / "action.yml").read_text()
+    (script,) = re.findall(r"      run: \|\n((?:        .*\n)+)", text)
+    environment = ["ADAPTER=reference", "ARGUMENTS=--kind open --filter 'manifest/valid/*'", "REPORTS=out"]
+    environment.append(f"PATH={Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+    out = run(
+        "env", *environment, "bash", "-euo", "pipefail", "-c", textwrap.dedent(script), cwd=tmp_path, path=installed
+    )
+
+    assert "PASS" in out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "badge.svg", "conformance.html", "junit.xml", "report.json",
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["selection"] == [
+        "--filter manifest/valid/*", "--kind open",
+    ]  # fmt: skip
