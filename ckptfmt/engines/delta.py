@@ -25,11 +25,12 @@ from ckptfmt.engines.coders import coder_count
 from ckptfmt.engines.coding import LEAST_NBYTES, BlockCoder, Coded
 from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.groups import Snapshotted, find_groups
+from ckptfmt.engines.streaming import make_memory
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import NEEDS_BASE, PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptfmt.box import Box
     from ckptfmt.documents.manifest import Origin
@@ -47,8 +48,8 @@ __all__ = ["Delta", "Stored"]
 #: How many bytes of blocks a thread takes at once, and how many blocks at most.
 _BATCH_NBYTES: Final = 4 << 20
 _BATCH_COUNT: Final = 256
-#: Small pieces are handed to the store together, up to so many bytes.
-_CHUNK_NBYTES: Final = 1 << 20
+#: How many bytes are handed to the store at once.
+_CHUNK_NBYTES: Final = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,11 +202,14 @@ class Delta:
             return []
         drawn = [stream]
 
-        def chunks() -> Iterator[Buffer]:
+        def pieces() -> Iterator[Buffer]:
             rest = drawn.pop() if drawn else self._iter_stored(blocks)
             yield PACK_HEADER
             yield first if rest is stream else next(rest)
             yield from rest
+
+        def chunks() -> Iterator[Buffer]:
+            return _iter_chunks(pieces())
 
         create_once(store, name, chunks, nbytes=functools.partial(self._pack_nbytes, blocks))
         return [
@@ -231,19 +235,8 @@ class Delta:
         ]
 
     def _iter_stored(self, blocks: Sequence[tuple[int, int]]) -> Iterator[Buffer]:
-        """Yield what blocks are stored as, in their order, the small ones together."""
-        gathered: list[bytes | memoryview] = []
-        gathered_nbytes = 0
-        for stored in self._encode_all(blocks):
-            if not stored:
-                continue
-            gathered.append(stored)
-            gathered_nbytes += len(stored)
-            if gathered_nbytes >= _CHUNK_NBYTES:
-                yield gathered[0] if len(gathered) == 1 else b"".join(gathered)
-                gathered, gathered_nbytes = [], 0
-        if gathered:
-            yield b"".join(gathered)
+        """Yield what blocks are stored as, in their order."""
+        return (stored for stored in self._encode_all(blocks) if stored)
 
     def _encode_all(self, blocks: Sequence[tuple[int, int]]) -> Iterator[bytes | memoryview]:
         """Yield what each block is stored as; a few threads work ahead."""
@@ -393,6 +386,24 @@ class Delta:
     def _range_of(self, number: int) -> range:
         piece = self._image.pieces[number]
         return range(block_count(piece.end - piece.begin, self._image.block_nbytes))
+
+
+def _iter_chunks(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
+    """Yield bytes in chunks such as a file takes past the page cache: of whole pages, from the begin of one on."""
+    memory, filled_nbytes = make_memory(_CHUNK_NBYTES), 0
+    for piece in pieces:
+        rest = memoryview(piece).cast("B")
+        while rest:
+            taken_nbytes = min(len(rest), _CHUNK_NBYTES - filled_nbytes)
+            memory[filled_nbytes : filled_nbytes + taken_nbytes] = rest[:taken_nbytes]
+            filled_nbytes += taken_nbytes
+            rest = rest[taken_nbytes:]
+            if filled_nbytes == _CHUNK_NBYTES:
+                yield memory
+                # The store may still be writing it.
+                memory, filled_nbytes = make_memory(_CHUNK_NBYTES), 0
+    if filled_nbytes:
+        yield memory[:filled_nbytes]
 
 
 def _with_extents(tensor: PartTensor, extents: dict[tuple[TensorKey, Box], tuple[Extent, ...]]) -> PartTensor:

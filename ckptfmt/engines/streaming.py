@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from ckptfmt.arithmetic.plan import Request
     from ckptfmt.store.protocol import RangeReader
 
-__all__ = ["IN_FLIGHT_NBYTES", "REQUEST_NBYTES", "Borrow", "Ranges", "ReadReport", "stream_requests", "thread_count"]
+__all__ = [
+    "IN_FLIGHT_NBYTES",
+    "REQUEST_NBYTES",
+    "Borrow",
+    "Ranges",
+    "ReadReport",
+    "make_memory",
+    "stream_requests",
+    "thread_count",
+]
 
 #: Is given a request and its bytes, which are valid until it returns.
 _Take: TypeAlias = "Callable[[Request, memoryview], None]"
@@ -111,7 +120,7 @@ def stream_requests(store: Ranges, requests: Sequence[Request], take: _Take, *, 
     elif store.waits(requests[0].path):
         run, count = _read_beside_taking, WAITING_BUFFER_COUNT
     count = max(1, min(count, len(requests), IN_FLIGHT_NBYTES // buffer_nbytes))
-    memory = _make_memory(buffer_nbytes * count)
+    memory = make_memory(buffer_nbytes * count)
     with contextlib.nullcontext() if borrow is None else borrow(memory):
         buffers = [memory[number * buffer_nbytes : (number + 1) * buffer_nbytes] for number in range(count)]
         run(_Work(store, requests, take), buffers)
@@ -324,7 +333,7 @@ class _Files:
         self._open.clear()
 
 
-def _make_memory(nbytes: int) -> memoryview:
+def make_memory(nbytes: int) -> memoryview:
     """Return memory from a page's begin on: of huge pages, and from the begin of one on, where the kernel gives them.
 
     Measured: direct reads into pages of 4 KiB reach half the rate of those into huge ones.
