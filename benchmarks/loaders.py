@@ -217,7 +217,7 @@ def _copy_into(tensors: Tensors, loaded: Tensors) -> Tensors:
 def without_verifying() -> Iterator[None]:
     """Let what `ckptfmt.load` reads meanwhile go unverified: nobody else can ask for that."""
 
-    def open_unverified(store: Store, **members: Any) -> Checkpoint:
+    def open_unverified(store: Store, **members: Any) -> Checkpoint:  # noqa: ANN401 - whatever it is given
         checkpoint = Checkpoint(store, **members)
         checkpoint.is_verifying = False
         return checkpoint
