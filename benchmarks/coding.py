@@ -16,7 +16,7 @@ from benchmarks.codecs import Measured, timed
 from benchmarks.snapshots import MASTER, WEIGHT, Pair, Tensor
 from ckptfmt.arithmetic import encodings, prediction
 from ckptfmt.digest import DIGEST_NBYTES, iter_blocks
-from ckptfmt.engines.coding import LEAST_NBYTES
+from ckptfmt.engines.coding import SMALL_NBYTES, encode_small
 from ckptfmt.limits import BLOCK_NBYTES
 
 __all__ = ["Coded", "code", "list_groups"]
@@ -180,10 +180,10 @@ def _code_alone(block: _Block, tally: _Tally) -> None:
         tally.add(block, "same", 0)
         return
     dtype, base = block.tensor.dtype, block.base
-    if block.new.nbytes < LEAST_NBYTES:
-        tally.add(block, "raw", block.new.nbytes)
-        return
-    (encoding, stored), encode_s = timed(encodings.choose, block.new, dtype=dtype, base=base)
+    if base is not None and block.new.nbytes < SMALL_NBYTES:
+        (encoding, stored), encode_s = timed(encode_small, block.new, dtype=dtype, base=base)
+    else:
+        (encoding, stored), encode_s = timed(encodings.choose, block.new, dtype=dtype, base=base)
     tally.encode_s += encode_s
     if encoding == "raw":
         tally.add(block, encoding, block.new.nbytes)
@@ -208,8 +208,8 @@ def _code_group(rule: prediction.Rule, blocks: _Blocks, tally: _Tally) -> None:
         if block.is_unchanged:
             tally.add(block, "same", 0)
             continue
-        if block.new.nbytes < LEAST_NBYTES:
-            tally.add(block, "raw", block.new.nbytes)
+        if block.new.nbytes < SMALL_NBYTES:
+            _code_alone(block, tally)
             continue
         dtype = block.tensor.dtype
         (encoding, stored), encode_s = timed(

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from ckptfmt.engines.base import BaseContents
     from ckptfmt.engines.image import Image
 
-__all__ = ["LEAST_NBYTES", "BlockCoder", "Coded"]
+__all__ = ["LEAST_NBYTES", "SMALL_NBYTES", "BlockCoder", "Coded", "encode_small"]
 
-#: Smallest block that is encoded, in bytes: of a smaller one the digest of what is stored takes most of the gain.
-LEAST_NBYTES: Final = 2048
+#: Smallest block that is encoded, in bytes: of a smaller one the digest of what is stored takes all of the gain.
+LEAST_NBYTES: Final = 64
+#: Below this only what says which few elements changed is tried: all else takes longer than it is worth.
+SMALL_NBYTES: Final = 2048
+_FOR_SMALL: Final = ("raw", "sparse")
 
 #: How much more of its bytes than the last block of a piece another may take, before it is chosen for anew.
 _ALIKE: Final = 1.1
@@ -98,12 +101,15 @@ class BlockCoder:
         Raises: what the contents of the base raise.
         """
         content = self._content(number, block)
-        group = self._groups.get(number)
-        coded = None if group is None else self._predict(group, number, block, content)
+        group, is_small = self._groups.get(number), content.nbytes < SMALL_NBYTES
+        coded = None if group is None or is_small else self._predict(group, number, block, content)
         if coded is not None:
             return coded
         base, dtype = self._contents.content(number, block), self._dtype(number)
-        encoding, stored = self._encode(number, content, dtype=dtype, base=base, among=self._among)
+        if is_small:
+            encoding, stored = encode_small(content, dtype=dtype, base=base)
+        else:
+            encoding, stored = self._encode(number, content, dtype=dtype, base=base, among=self._among)
         clock = _Clock()
         decode = functools.partial(encodings.decode, dtype=dtype, base=base)
         if encoding == "raw" or not _decodes(encoding, stored, content, decode, clock):
@@ -192,6 +198,13 @@ class BlockCoder:
 
     def _width(self, number: int) -> int:
         return DTYPES[self._dtype(number)].nbytes
+
+
+def encode_small(content: memoryview, *, dtype: str, base: memoryview) -> tuple[str, bytes]:
+    """Return how a small block is stored, and as what; `("raw", b"")` where nothing pays."""
+    if content.nbytes < LEAST_NBYTES:
+        return "raw", b""
+    return encodings.choose(content, dtype=dtype, base=base, among=_FOR_SMALL)
 
 
 class _Clock:

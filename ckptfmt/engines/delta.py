@@ -22,7 +22,7 @@ from ckptfmt.documents.tables import block_count
 from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.base import BaseContents, BaseFiles
 from ckptfmt.engines.coders import coder_count
-from ckptfmt.engines.coding import LEAST_NBYTES, BlockCoder, Coded
+from ckptfmt.engines.coding import LEAST_NBYTES, SMALL_NBYTES, BlockCoder, Coded
 from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.groups import Snapshotted, find_groups
 from ckptfmt.engines.streaming import make_memory
@@ -300,9 +300,12 @@ class Delta:
         return content if is_raw else coded.stored
 
     def _code(self, number: int, block: int) -> Coded:
-        """Return how a block is stored: another process finds it out, if there is one that can."""
+        """Return how a block is stored: another process finds it out, if one can and it takes a while."""
         self._wait(self._coder.end_of(number, block))
-        coded = None if self._coders is None else self._coders.code(number, block)
+        begin, end = self._image.span(number, block)
+        coded = None
+        if self._coders is not None and end - begin >= SMALL_NBYTES:
+            coded = self._coders.code(number, block)
         return self._coder.code(number, block) if coded is None else coded
 
     def _encode_again(self, number: int, block: int, content: memoryview, known: Stored) -> bytes | memoryview:

@@ -8,14 +8,14 @@ another is decoded once, and memory is bounded by a unit for each thread.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ckptfmt.arithmetic.plan import BlockRange
 from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.closure import Library
 from ckptfmt.engines.decoding import Decoder, iter_runs
 from ckptfmt.engines.sharing import Peers, Rounds, Take, share_ranges
-from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests
+from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests, thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ckptfmt.engines.stored import StoredPiece
 
 __all__ = ["Reading", "unit_of"]
+
+#: How many threads decode for each processor where reading waits: one of them does while the others are read for.
+_WHILE_WAITING: Final = 3
 
 #: Blocks that are decoded together: the number of a piece, and that of a block of it.
 Unit: TypeAlias = "list[tuple[int, int]]"
@@ -101,9 +104,18 @@ class Reading:
         self._buffer_nbytes = max(self._buffer_nbytes, buffer_nbytes)
 
     def _decode(self) -> None:
-        """Decode and hand on all units, in several threads."""
-        for _ in iter_ahead(self._decode_unit, self.units):
+        """Decode and hand on all units, in several threads: in more where each of them waits for what it reads."""
+        count = thread_count() * (_WHILE_WAITING if self._decoding_waits() else 1)
+        for _ in iter_ahead(self._decode_unit, self.units, count=count):
             pass
+
+    def _decoding_waits(self) -> bool:
+        """Return whether reading what is decoded waits for a device or a network."""
+        number, block = self.units[0][0]
+        piece = self.pieces[number]
+        (run,) = iter_runs(piece.opened, piece.stored, block, block + 1)
+        assert run.extent.file is not None  # noqa: S101 - what is decoded is stored
+        return run.opened.checkpoint.store.waits(run.opened.part.files[run.extent.file].name)
 
     def _decode_unit(self, unit: Unit) -> None:
         decoder = Decoder()

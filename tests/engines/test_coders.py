@@ -57,7 +57,7 @@ def saving(held, **options):
 
 def states(count):
     """States of a weight and its copy, each a little further than the one before."""
-    master = np.random.default_rng(3).standard_normal(40_000, dtype=np.float32)
+    master = np.random.default_rng(3).standard_normal(40_960, dtype=np.float32)
     for _ in range(count):
         yield mixed(master)
         master = master * np.float32(1.0001)
