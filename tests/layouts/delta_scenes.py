@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ckptfmt
 from ckptfmt import Checkpointer, State
-from ckptfmt.engines import delta
+from ckptfmt.engines import coding
 from ckptfmt.restore import LoadReport
 from tests.layouts.sharded_scenes import adamw, both, shard, train
 from tests.layouts.stage import Stage
@@ -21,7 +21,7 @@ STEPS = 4
 def save_deltas(stage: Stage) -> Any:
     """Train and save at each step."""
     # Its tensors are small, and it is about what becomes of encoded blocks. In this process alone, which ends with it.
-    vars(delta)["LEAST_NBYTES"] = 0
+    vars(coding)["SMALL_NBYTES"] = 0
     module = shard(1, init_device_mesh("cpu", (stage.world_size,)))
     optimizer = adamw(module)
     state = State(weights=module, optimizer=optimizer, data={})
