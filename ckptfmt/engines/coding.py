@@ -90,10 +90,8 @@ class BlockCoder:
     def end_of(self, number: int, block: int) -> int:
         """Return how much of the slot has to be there for a block to be encoded, in bytes."""
         group, elements = self._groups.get(number), self._elements_of(number, block)
-        earlier = () if group is None else group.pieces[: group.pieces.index(number) + 1]
-        return max(
-            self._image.pieces[member].begin + elements.stop * self._width(member) for member in (number, *earlier)
-        )
+        members = (number,) if group is None else group.pieces[: group.pieces.index(number) + 1]
+        return max(self._image.pieces[member].begin + elements.stop * self._width(member) for member in members)
 
     def code(self, number: int, block: int) -> Coded:
         """Return what stores a block in the fewest bytes, having seen that it decodes to the same.

@@ -21,8 +21,6 @@ __all__ = ["GROUP_ENCODINGS", "decode_member", "encode_member", "predict_member"
 #: Encodings that only the first member of a group may have, beside those of all blocks. Spec: REQ-PRE-013.
 GROUP_ENCODINGS: Final = ("gradient",)
 
-#: A new member of `float32` that every prediction of a kind has before it.
-_SOURCE: Final = {**FIRST_MOMENT, "cast": "master"}
 #: How the gradient's own bytes may be stored.
 _GRADIENT_ENCODINGS: Final = ("raw", "planes")
 #: Encoding of the gradient, and how many bytes it takes; behind them, the moments that it doesn't give.
@@ -136,10 +134,8 @@ def predict_member(rule: Rule, role: str, *, bases: Views, news: Views) -> memor
     Raises: StateError(ARGUMENT, FLOAT_ENVIRONMENT).
     Spec: REQ-PRE-003, REQ-PRE-009 to REQ-PRE-012, REQ-PRE-017.
     """
-    given = bases if role in bases else news
-    source = given[role if role in bases else _SOURCE[rule.kind]]
-    width = DTYPES[role_dtype(rule, role)].nbytes
-    predicted = memoryview(bytearray(source.nbytes // (width if role in bases else 4) * width))
+    count = _count(_contents(rule, bases), _contents(rule, news))
+    predicted = memoryview(bytearray(count * DTYPES[role_dtype(rule, role)].nbytes))
     _fill(predicted, rule, role, bases, news)
     return predicted
 
