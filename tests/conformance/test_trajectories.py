@@ -20,7 +20,7 @@ from ckptfmt_conformance.trajectories.ledger import Comparison, differ, ulps_bet
 from ckptfmt_conformance.trajectories.play import own_streams, reference_of  # noqa: E402
 from ckptfmt_conformance.trajectories.recipes import Recipe  # noqa: E402
 from ckptfmt_conformance.trajectories.vacuity import find_vacuity  # noqa: E402
-from tests.conformance.checkpointing import Forgetful, Library  # noqa: E402
+from tests.conformance.checkpointing import Forgetful, Library, Swallowing  # noqa: E402
 from tests.conformance.elastic_scenes import Crashes, Dies  # noqa: E402
 
 CELLS = {cell.id: cell for cell in list_cells()}
@@ -34,7 +34,7 @@ SAMPLE = [
 TOGETHER = [
     "t1/ddp/mlp/window", "t1/ddp/cnn/three/boundary", "t1/fsdp2/gpt/often", "t1/tp/gpt/boundary",
     "t2/pairs/3-to-5", "t2/chains/8-3-1-4-8", "t2/window/4-to-3", "t2/masters/3-to-2",
-    "s0/tp-2-to-fsdp2-3", "s1/ddp-2-to-ddp-3",
+    "s0/tp-2-to-fsdp2-3", "s1/ddp-2-to-ddp-3", "t2/refused/8-to-16-workers",
 ]  # fmt: skip
 MLP = "t1/plain/mlp/adamw-loop/boundary"
 
@@ -133,6 +133,14 @@ def test_nothing_restored_is_seen_by_several_processes(name, tmp_path):
     assert result.status == "FAIL"
     assert result.said.startswith("rank 0: ")
     assert "most likely not restored: " in result.said
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_run_of_another_plan_that_is_taken_is_seen(tmp_path):
+    result = judge(CELLS["t2/refused/8-to-16-workers"], Swallowing(), tmp_path)
+
+    assert result == ("FAIL", "rank 0: a run of 8 logical workers was loaded into one of 16")
 
 
 # What isn't restored, and what isn't an answer

@@ -50,7 +50,15 @@ def list_cells() -> list[Cell]:
     >>> len({cell.id for cell in cells}) == len(cells)
     True
     """
-    return [*_iter_plain(), *_iter_spread(), *_iter_pairs(), *_iter_chains(), *_iter_layouts(), *_iter_controls()]
+    return [
+        *_iter_plain(),
+        *_iter_spread(),
+        *_iter_pairs(),
+        *_iter_chains(),
+        *_iter_refusals(),
+        *_iter_layouts(),
+        *_iter_controls(),
+    ]
 
 
 def _make(name: str, recipe: Recipe, interruption: str) -> Cell:
@@ -179,6 +187,22 @@ def _iter_chains() -> Iterator[Cell]:
     yield _make_elastic("skipped/4-to-1", "fp16", (4, 1), ((OVERFLOW_STEP + 1, 0),))
     yield _make_elastic("growth/2-to-3", "fp16", (2, 3), ((3, 0),))
     yield _make_elastic("masters/3-to-2", "bf16", (3, 2), ((7, 0),))
+
+
+def _iter_refusals() -> Iterator[Cell]:
+    """Yield what must be refused: a run whose plan is another one."""
+    recipe = ELASTIC["gpt"]
+    for workers in (4, 16):
+        yield Cell(
+            id=f"t2/refused/8-to-{workers}-workers",
+            claim="T2",
+            features=_features_of(recipe),
+            recipe=recipe,
+            cuts=((7, 0),),
+            worlds=(2, 2),
+            target=dataclasses.replace(recipe, workers=workers),
+            description=f"{_describe(recipe)}, of 8 logical workers: one of {workers} mustn't go on with it",
+        )
 
 
 #: From which layout on how many processes into which.

@@ -16,9 +16,7 @@ from ckptfmt_conformance.trajectories.optimizers import make_optimizer, make_sch
 from ckptfmt_conformance.trajectories.recipes import EPOCH_STEPS, OVERFLOW_STEP, Recipe
 from ckptfmt_conformance.trajectories.ring import NaiveRing
 
-__all__ = ["LOGICAL_WORKERS", "ElasticJob"]
-
-LOGICAL_WORKERS = 8
+__all__ = ["ElasticJob"]
 
 
 class ElasticJob:
@@ -32,7 +30,7 @@ class ElasticJob:
         self.scheduler = make_schedule(recipe.schedule, self.optimizer)
         averaging = get_ema_multi_avg_fn(0.8)  # type: ignore[no-untyped-call]
         self.averaged = AveragedModel(self.core, multi_avg_fn=averaging) if recipe.averaged else None
-        self.plan = Plan(workers=LOGICAL_WORKERS, microbatch=2, accumulate=recipe.accumulate, seed=11)
+        self.plan = Plan(workers=recipe.workers, microbatch=2, accumulate=recipe.accumulate, seed=11)
         self.trainer = Trainer(
             self.core,
             self.optimizer,

@@ -31,6 +31,7 @@ from ckptfmt_conformance.trajectories.protocol import (
     Checkpointing,
 )
 from ckptfmt_conformance.trajectories.recipes import STEPS, Recipe
+from ckptfmt_conformance.trajectories.refusal import play_refusal
 from ckptfmt_conformance.trajectories.vacuity import find_vacuity
 
 __all__ = ["RED_WITHIN", "make_job", "own_streams", "play", "reference_of"]
@@ -111,7 +112,8 @@ def play(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int | 
             if rank is None:
                 result = legs.run_same_world()
             elif cell.target is not None:
-                result = play_layouts(cell, checkpointing, directory, rank)
+                play_both = play_refusal if cell.target.layout == "elastic" else play_layouts
+                result = play_both(cell, checkpointing, directory, rank)
             elif cell.worlds:
                 result = legs.run_worlds(rank)
             elif rank < cell.processes:

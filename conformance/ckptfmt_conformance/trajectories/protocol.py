@@ -55,7 +55,7 @@ class Cell:
         features: what an implementation has to be able to.
         cuts: where the run is interrupted: saved, thrown away, made anew and loaded.
         worlds: for T2, the number of processes before the first cut, between the cuts, and after the last.
-        target: for S0 and S1, what is loaded into, in another layout.
+        target: for S0 and S1, what is loaded into, in another layout; for T2, what must refuse to be loaded into.
         control: the negative control that is applied after the load, ``<item>/<how>``.
         description: in one line.
     """

@@ -29,6 +29,7 @@ class Recipe:
         world_size: processes; None where they change from leg to leg.
         accumulate: microbatches in a step.
         averaged: whether averaged weights are kept, which then teach.
+        workers: logical workers of the reference trainer.
         ring: sum naively, process by process and around a ring: the control of ``elastic``.
     """
 
@@ -40,6 +41,7 @@ class Recipe:
     world_size: int | None = 1
     accumulate: int = 1
     averaged: bool = False
+    workers: int = 8
     ring: bool = False
 
     def positions(self) -> list[Position]:

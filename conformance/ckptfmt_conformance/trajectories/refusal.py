@@ -1,0 +1,49 @@
+"""What must be refused: a run of the reference trainer can't be gone on with by another number of logical workers.
+
+It would take other samples in a step and sum them on another tree, so that it would be another run, and nothing in it
+would look wrong.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptfmt_conformance.protocol import Unsupported
+from ckptfmt_conformance.trajectories.elastic_job import ElasticJob
+from ckptfmt_conformance.trajectories.gang_world import world
+from ckptfmt_conformance.trajectories.protocol import FAIL, PASS, Cell, CellResult, Checkpointing
+
+__all__ = ["play_refusal"]
+
+
+def play_refusal(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int) -> CellResult:
+    """Run a cell that is saved by a job, can be loaded into its like, and must not be into one of another plan."""
+    before, after = cell.worlds
+    path = str(directory / "cut-0")
+    said: str | None = None
+    if rank < before:
+        with world(rank, before, directory / "meeting-0"):
+            job = ElasticJob(cell.recipe, seed=1)
+            while job.position < cell.cuts[0]:
+                job.advance()
+            checkpointing.save(path, job.state(), job.position[0])
+    if rank < after:
+        with world(rank, after, directory / "meeting-1"):
+            said = _load_both(cell, checkpointing, path)
+    return CellResult(status=FAIL if said else PASS, divergence=said)
+
+
+def _load_both(cell: Cell, checkpointing: Checkpointing, path: str) -> str | None:
+    """Load into a job of the same plan and into one of another, and return what is wrong with that."""
+    assert cell.target is not None
+    same, other = ElasticJob(cell.recipe, seed=1001), ElasticJob(cell.target, seed=1002)
+    checkpointing.load(path, same.state())
+    if same.position != cell.cuts[0]:
+        return f"step {same.position[0]} came back, should be {cell.cuts[0][0]}: most likely not restored: the trainer"
+    try:
+        checkpointing.load(path, other.state())
+    except Unsupported:
+        raise
+    except Exception:  # noqa: BLE001 - a refusal, whatever an implementation makes of what the trainer raises
+        return None
+    return f"a run of {cell.recipe.workers} logical workers was loaded into one of {cell.target.workers}"
