@@ -5,6 +5,7 @@ import doctest
 import importlib
 import itertools
 import random
+import re
 import sys
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from ckptfmt.engines.lineage import list_checkpoints  # noqa: E402
+from ckptfmt.store import open_store  # noqa: E402
 from ckptfmt_conformance.protocol import Unsupported  # noqa: E402
 from ckptfmt_conformance.trajectories import close_gang, list_cells, run_cell  # noqa: E402
 from ckptfmt_conformance.trajectories.controls import CONTROLS  # noqa: E402
@@ -20,7 +23,17 @@ from ckptfmt_conformance.trajectories.ledger import Comparison, differ, ulps_bet
 from ckptfmt_conformance.trajectories.play import own_streams, reference_of  # noqa: E402
 from ckptfmt_conformance.trajectories.recipes import Recipe  # noqa: E402
 from ckptfmt_conformance.trajectories.vacuity import find_vacuity  # noqa: E402
-from tests.conformance.checkpointing import Forgetful, Library, Swallowing  # noqa: E402
+from tests.conformance.checkpointing import (  # noqa: E402
+    Asynchronous,
+    Ended,
+    Files,
+    Forgetful,
+    Hasty,
+    InThread,
+    Library,
+    Live,
+    Swallowing,
+)
 from tests.conformance.elastic_scenes import Crashes, Dies  # noqa: E402
 
 CELLS = {cell.id: cell for cell in list_cells()}
@@ -141,6 +154,79 @@ def test_a_run_of_another_plan_that_is_taken_is_seen(tmp_path):
     result = judge(CELLS["t2/refused/8-to-16-workers"], Swallowing(), tmp_path)
 
     assert result == ("FAIL", "rank 0: a run of 8 logical workers was loaded into one of 16")
+
+
+# Trainers that are killed
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full/staging", "full/staged", "full/retention", "delta/torn"])
+def test_a_killed_trainer_loses_nothing_that_it_was_promised(name, tmp_path):
+    result = judge(CELLS[f"t1/killed/{name}"], Asynchronous(), tmp_path)
+
+    assert result.status == "PASS", result.said
+    assert "resumed from step " in result.said
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_what_a_trainer_is_killed_in_is_a_delta(tmp_path):
+    result = judge(CELLS["t1/killed/delta/committed"], Asynchronous(), tmp_path)
+
+    (run,) = sorted(tmp_path.glob("*/run-*"))[-1:]
+    entries = list_checkpoints(open_store(run, writable=False))
+    resumed = {entry.step: entry.manifest.profile for entry in entries if entry.manifest is not None}
+    assert result.status == "PASS", result.said
+    assert resumed[int(result.said.rpartition(" ")[2])] == "delta"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["before", "staging", "committed"])
+def test_what_tells_of_few_phases_is_judged_by_those(name, tmp_path):
+    result = judge(CELLS[f"t1/killed/full/{name}"], Files(), tmp_path)
+
+    assert result.status == "PASS", result.said
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "said"),
+    [
+        ("full/before", Library(), "async-saves"),
+        ("full/staged", Files(), "async-saves: its saves don't tell of STAGED"),
+        ("full/retention", Files(), "async-saves: its saves don't tell of COMMITTED and what follows"),
+    ],
+)
+def test_what_a_save_does_not_tell_is_unsupported(name, checkpointing, said, tmp_path):
+    result = judge(CELLS[f"t1/killed/{name}"], checkpointing, tmp_path)
+
+    assert (result.status, result.said) == ("UNSUPPORTED", said)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "said"),
+    [
+        ("committed", Hasty(), r"resumed from step \d+: step \d+ was COMMITTED, and is lost"),
+        ("staged", InThread(), r"resumed from step \d+: step \d+ was STAGED, and is lost"),
+        ("before", Live(), r"resumed from step 5: first divergence at step 5 \(right after load 1\): parameter/"),
+    ],
+)
+def test_a_promise_that_is_not_kept_turns_a_cell_red(name, checkpointing, said, tmp_path):
+    result = judge(CELLS[f"t1/killed/full/{name}"], checkpointing, tmp_path)
+
+    assert result.status == "FAIL"
+    assert re.search(said, result.said), result.said
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_trainer_that_ends_by_itself_is_no_killed_one(tmp_path):
+    result = judge(CELLS["t1/killed/full/staging"], Ended(), tmp_path)
+
+    assert (result.status, result.said) == ("ERROR", "a process died before it was killed")
 
 
 # What isn't restored, and what isn't an answer

@@ -32,10 +32,22 @@ from ckptfmt.documents.tree import (
 )
 from ckptfmt.engines.reader import Checkpoint, numpy_dtype
 from ckptfmt.features import READER_FEATURES
+from ckptfmt.handle import STATES, SaveHandle
 from ckptfmt.limits import FORMAT_VERSION
 from ckptfmt_conformance.protocol import METHODS, Rejected, Unsupported, run_as_command
 
-__all__ = ["FORMAT_VERSION", "Box", "Checkpoint", "Checkpointing", "Reference", "numpy_dtype", "original", "tagged"]
+__all__ = [
+    "FORMAT_VERSION",
+    "Box",
+    "Checkpoint",
+    "Checkpointing",
+    "Reference",
+    "Run",
+    "Save",
+    "numpy_dtype",
+    "original",
+    "tagged",
+]
 
 
 class Reference:
@@ -168,7 +180,13 @@ class Reference:
 
 
 class Checkpointing:
-    """How trajectories save and load: `ckptfmt.save` and `ckptfmt.load` of a `ckptfmt.State`."""
+    """How trajectories save and load: `ckptfmt.save` and `ckptfmt.load` of a `ckptfmt.State`.
+
+    Attributes:
+        phases: what a `ckptfmt.Checkpointer` tells of a save, in that order.
+    """
+
+    phases = (*STATES, "DONE")
 
     def save(self, path: str, state: Mapping[str, object], step: int) -> None:
         """Save a state as a checkpoint of its own."""
@@ -177,6 +195,51 @@ class Checkpointing:
     def load(self, path: str, state: Mapping[str, object]) -> None:
         """Load it into live objects, in place."""
         ckptfmt.load(path, _state_of(state))
+
+    def open_run(self, path: str, state: Mapping[str, object], *, delta: bool) -> Run:
+        """Resume a run, or begin it, and save beside the training from now on."""
+        return Run(path, state, delta={"mode": "smallest", "full_every": 2} if delta else "off")
+
+
+class Run:
+    """A run that a trajectory's trainer goes on with: a `ckptfmt.Checkpointer`, whose steps are counted by the suite.
+
+    Attributes:
+        step: training steps done by what was resumed from.
+    """
+
+    def __init__(
+        self, path: str, state: Mapping[str, object], *, delta: str | Mapping[str, Any] = "off", saver: str = "process"
+    ) -> None:
+        self._checkpointer = ckptfmt.Checkpointer(path, _state_of(state), keep=2, saver=saver, delta=delta)
+        for _ in self._checkpointer.steps(sys.maxsize):
+            break  # it began, so random-number streams are put back; what is left like this is no step
+        self.step = self._checkpointer.step
+
+    def save(self, step: int) -> Save:
+        """Begin a save."""
+        self._checkpointer.step = step
+        handle = self._checkpointer.save()
+        assert handle is not None
+        return Save(handle)
+
+    def close(self) -> None:
+        """Wait for all saves, and let go of the saver."""
+        self._checkpointer.close()
+
+
+class Save:
+    """A save that goes on beside the training."""
+
+    def __init__(self, handle: SaveHandle) -> None:
+        self._handle = handle
+
+    def phase(self) -> str:
+        """Return how far it is. Raises: what it failed with."""
+        if self._handle.error is not None:
+            raise self._handle.error
+        state = self._handle.state
+        return "DONE" if state == "COMMITTED" and self._handle.is_over else state
 
 
 def _state_of(state: Mapping[str, Any]) -> ckptfmt.State:

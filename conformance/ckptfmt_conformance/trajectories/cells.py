@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from ckptfmt_conformance.trajectories.controls import CONTROLS
+from ckptfmt_conformance.trajectories.killed import FEATURE
 from ckptfmt_conformance.trajectories.ledger import Position
-from ckptfmt_conformance.trajectories.protocol import Cell
+from ckptfmt_conformance.trajectories.protocol import Cell, Kill
 from ckptfmt_conformance.trajectories.recipes import EPOCH_STEPS, OVERFLOW_STEP, STEPS, Recipe
 
 __all__ = ["WORLD_SIZES", "list_cells"]
@@ -52,6 +53,7 @@ def list_cells() -> list[Cell]:
     """
     return [
         *_iter_plain(),
+        *_iter_killed(),
         *_iter_spread(),
         *_iter_pairs(),
         *_iter_chains(),
@@ -115,6 +117,42 @@ def _iter_plain() -> Iterator[Cell]:
     for schedule in ("exponential", "one-cycle", "plateau"):
         yield _make(f"mlp/{schedule}", Recipe(schedule=schedule), "epoch")
     yield _make("gpt", Recipe(model="gpt"), "last")
+
+
+#: When a trainer is killed, by name; and in words.
+KILLS: Final[dict[str, tuple[Kill, str]]] = {
+    "before": (Kill(phase=None), "before a save"),
+    "staging": (Kill(phase="STAGING"), "while its state is being copied"),
+    "staged": (Kill(phase="STAGED"), "as soon as its state is copied"),
+    "writing": (Kill(phase="STAGED", midway=True), "while its state is being written"),
+    "written": (Kill(phase="WRITTEN"), "when its state is written, and not committed"),
+    "committed": (Kill(phase="COMMITTED", together=True), "as soon as a save is committed"),
+    "retention": (Kill(phase="COMMITTED", midway=True, together=True), "while older checkpoints are let go"),
+    "torn": (Kill(phase="STAGED", midway=True, together=True), "while its state is being written"),
+}
+#: Those of a save of everything, and of one of what changed.
+FULL_KILLS: Final = ("before", "staging", "staged", "writing", "written", "committed", "retention")
+DELTA_KILLS: Final = ("staged", "torn", "written", "committed", "retention")
+
+
+def _iter_killed() -> Iterator[Cell]:
+    """Yield trainers that are killed while they save beside the training."""
+    kinds = (
+        ("full", Recipe(averaged=True), FULL_KILLS, (), ""),
+        ("delta", Recipe(), DELTA_KILLS, ("deltas",), " what changed"),
+    )
+    for prefix, recipe, names, features, what in kinds:
+        for name in names:
+            kill, words = KILLS[name]
+            whom = "the trainer and all that it started" if kill.together else "the trainer alone"
+            yield Cell(
+                id=f"t1/killed/{prefix}/{name}",
+                features=(FEATURE, *features),
+                recipe=recipe,
+                cuts=((6, 0),),
+                kill=dataclasses.replace(kill, delta=bool(features)),
+                description=f"{_describe(recipe)}, saved{what} beside the training, {whom} killed {words}",
+            )
 
 
 def _iter_spread() -> Iterator[Cell]:

@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 from ckptfmt_conformance.trajectories.play import play
 from ckptfmt_conformance.trajectories.protocol import ERROR, FAIL, PASS, Cell, CellResult, Checkpointing
 
-__all__ = ["GANG_SIZE", "Gang", "close_gang", "play_in_gang", "shared_gang"]
+__all__ = ["GANG_SIZE", "Gang", "close_gang", "play_in_gang", "shared_gang", "start_process"]
 
 GANG_SIZE: Final = 8
 #: How long a cell may take on all of them, in seconds.
@@ -28,7 +28,9 @@ CELL_S: Final = 120.0
 #: And how long the others have once one of them has failed.
 GRACE_S: Final = 2.0
 _PRELOADED: Final = [
-    "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.optim.swa_utils", "numpy",
+    "torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.optim.swa_utils", "numpy.random",
+    "torch._inductor.config",  # half a second at the first word about deterministic algorithms
+    "ckptfmt_conformance.trajectories.play",
 ]  # fmt: skip
 
 
@@ -40,16 +42,7 @@ class Gang:
     """
 
     def __init__(self, size: int = GANG_SIZE) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
-        self._members: list[tuple[Any, Connection]] = []
-        with _environment():
-            for rank in range(size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_member, args=(rank, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                self._members.append((process, ours))
+        self._members = [start_process(_member, rank) for rank in range(size)]
 
     def __len__(self) -> int:
         return len(self._members)
@@ -98,6 +91,18 @@ def _receive(connection: Connection, rank: int) -> tuple[str | None, Any]:
     except (EOFError, OSError):
         return f"process {rank} died", None
     return answer
+
+
+def start_process(target: Callable[..., None], *arguments: object) -> tuple[Any, Connection]:
+    """Start a process that calls ``target(*arguments, connection)``; return it, and the other end of the connection."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+    with _environment():
+        process.start()
+    theirs.close()
+    return process, ours
 
 
 @contextlib.contextmanager

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from ckptfmt_conformance.trajectories.ledger import Position
 from ckptfmt_conformance.trajectories.recipes import Recipe
 
-__all__ = ["ERROR", "FAIL", "PASS", "SKIPPED", "UNSUPPORTED", "Cell", "CellResult", "Checkpointing", "PerRank"]
+__all__ = [
+    "ERROR",
+    "FAIL",
+    "PASS",
+    "PHASES",
+    "SKIPPED",
+    "UNSUPPORTED",
+    "AsyncCheckpointing",
+    "AsyncRun",
+    "AsyncSave",
+    "Cell",
+    "CellResult",
+    "Checkpointing",
+    "Kill",
+    "PerRank",
+]
 
 PASS: Final = "PASS"
 FAIL: Final = "FAIL"
 UNSUPPORTED: Final = "UNSUPPORTED"
 SKIPPED: Final = "SKIPPED"
 ERROR: Final = "ERROR"
+
+#: How far a save is that goes on beside the training: the state is being copied; it is copied, and survives the
+#: trainer; all of it is written; it is what a new process resumes from, whatever dies; older ones were let go as well.
+PHASES: Final = ("STAGING", "STAGED", "WRITTEN", "COMMITTED", "DONE")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -44,6 +63,73 @@ class Checkpointing(Protocol):
         """Load into the live objects, which may have been made of another seed, and have done no step."""
 
 
+class AsyncSave(Protocol):
+    """A save that goes on beside the training."""
+
+    def phase(self) -> str:
+        """Return which of `PHASES` it has reached, without waiting. Raises: what it failed with."""
+
+
+class AsyncRun(Protocol):
+    """A run that one trainer goes on with.
+
+    Attributes:
+        step: training steps done by what was resumed from; 0 where there was nothing.
+    """
+
+    step: int
+
+    def save(self, step: int) -> AsyncSave:
+        """Begin a save of the state as it is now; the training goes on as soon as this returns."""
+
+    def close(self) -> None:
+        """Wait until nothing is done for any save any more."""
+
+
+@runtime_checkable
+class AsyncCheckpointing(Protocol):
+    """What an implementation has besides that saves beside the training. Without it, those cells are UNSUPPORTED.
+
+    Attributes:
+        phases: those of `PHASES` that its saves tell, in that order. To tell ``STAGED`` is a promise: a trainer that is
+            killed from then on loses nothing of that save. To tell ``COMMITTED`` is one as well: nor if everything is
+            killed that it started.
+    """
+
+    phases: tuple[str, ...]
+
+    def open_run(self, path: str, state: Mapping[str, object], *, delta: bool) -> AsyncRun:
+        """Resume from the newest that is committed, if there is any: load it into the live objects.
+
+        Saves of a process that was killed may still go on as this is called: what they had promised is waited for. Of
+        a run that is gone on with the newest two checkpoints stay.
+
+        Args:
+            path: of the run, a directory that may not be there yet.
+            state: as for `Checkpointing`.
+            delta: whether every other save is to hold only what changed.
+
+        Raises: Unsupported for a `delta` that there isn't.
+        """
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """When a trainer is killed by SIGKILL, and with whom.
+
+    Attributes:
+        phase: that a save has reached then; None for before it's begun.
+        midway: whether it's in the middle of that phase rather than at its beginning.
+        together: whether all processes that the trainer started are killed with it.
+        delta: whether that save holds only what changed.
+    """
+
+    phase: str | None
+    midway: bool = False
+    together: bool = False
+    delta: bool = False
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """One case: what is trained, where it is interrupted, and what is claimed of it.
@@ -56,6 +142,7 @@ class Cell:
         cuts: where the run is interrupted: saved, thrown away, made anew and loaded.
         worlds: for T2, the number of processes before the first cut, between the cuts, and after the last.
         target: for S0 and S1, what is loaded into, in another layout; for T2, what must refuse to be loaded into.
+        kill: how the run is interrupted that saves beside the training, where it isn't by the trainer itself.
         control: the negative control that is applied after the load, ``<item>/<how>``.
         description: in one line.
     """
@@ -68,12 +155,15 @@ class Cell:
     cuts: tuple[Position, ...]
     worlds: tuple[int, ...] = ()
     target: Recipe | None = None
+    kill: Kill | None = None
     control: str | None = None
     description: str = ""
 
     @property
     def processes(self) -> int:
         """The most processes at a time; 0 where the calling process is enough."""
+        if self.kill:
+            return 1  # of its own, to be killed
         if self.worlds:
             return max(self.worlds)
         return 0 if self.recipe.layout == "plain" else self.recipe.world_size or 0
@@ -85,7 +175,8 @@ class CellResult:
 
     Attributes:
         status: ``PASS``, ``FAIL``, ``UNSUPPORTED``, ``SKIPPED`` or ``ERROR``. A negative control passes by turning red.
-        divergence: the first divergence, or what else was wrong, in a sentence; of a control, how it was found out.
+        divergence: the first divergence, or what else was wrong, in a sentence; of a control, how it was found out;
+            of a trainer that was killed, what was resumed from.
         seconds: how long it took.
     """
 
