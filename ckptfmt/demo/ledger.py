@@ -23,6 +23,7 @@ __all__ = [
     "LedgerWriter",
     "check_history",
     "compare",
+    "compare_worlds",
     "join_samples",
     "ledger_path",
     "read_ledger",
@@ -64,8 +65,8 @@ class Entry:
     Attributes:
         step: training steps done.
         digests: by ``<category>/<name>``.
-        samples: ids of those that this step took; None where the launch began, and did no step yet.
-        loss: of this step on this process, by `float.hex`; None as `samples`.
+        samples: ids of those that this process took in this step; None where the launch began, and did no step yet.
+        loss: of this step, by `float.hex`; None as `samples`.
     """
 
     step: int
@@ -261,6 +262,7 @@ def _describe(name: str) -> str:
         "buffer": f"the buffer {rest}",
         "schedule": f"the {rest} (learning rate)",
         "cursor": "the data cursor",
+        "trainer": "the trainer",
         "rng": f"the random-number stream {rest}",
     }.get(category, name)
 
@@ -295,6 +297,39 @@ def compare(
     return Comparison(
         steps=steps - first, names=dict(names), repeated=tuple(sorted(repeated)), differences=tuple(differences)
     )
+
+
+def compare_worlds(
+    reference: Sequence[Sequence[Entry]], candidate: Sequence[Sequence[Entry]], *, first: int = 0, steps: int
+) -> Comparison:
+    """Compare the entries of a run with those of an uninterrupted one on another number of processes.
+
+    Of the samples each process took a part: they are compared over all processes, in the order of the ranks. A
+    random-number stream belongs to one process, and is compared where both runs have that process. All else is the same
+    on every process, and compared on each.
+
+    Args and Returns: as of `compare`.
+    """
+    both, count = min(len(reference), len(candidate)), len(candidate)
+    ours, theirs = join_samples(reference), join_samples(candidate)
+    return compare(
+        [_shared(reference[rank if rank < both else 0], ours, streams=rank < both) for rank in range(count)],
+        [_shared(candidate[rank], theirs, streams=rank < both) for rank in range(count)],
+        first=first,
+        steps=steps,
+    )
+
+
+def _shared(entries: Sequence[Entry], samples: Mapping[int, tuple[int, ...]], *, streams: bool) -> list[Entry]:
+    """Return the entries of a process with the samples of all, and with its streams or without."""
+    return [
+        dataclasses.replace(
+            entry,
+            digests={name: digest for name, digest in entry.digests.items() if streams or not name.startswith("rng/")},
+            samples=None if entry.samples is None else samples[entry.step],
+        )
+        for entry in entries
+    ]
 
 
 def _compare_presence(due: set[int], expected: set[int], found: set[int], rank: int) -> Iterator[Difference]:

@@ -12,6 +12,7 @@ from ckptfmt.demo.ledger import (
     LedgerWriter,
     check_history,
     compare,
+    compare_worlds,
     join_samples,
     read_ledger,
 )
@@ -165,6 +166,82 @@ def test_the_first_divergence_says_what_to_look_at(names, guess):
     found = changed(run(), 3, digests=run()[3].digests | other, loss="0x1p0" if "loss/bits" in names else run()[3].loss)
 
     assert guess in compare([run()], [found], steps=6).explain()
+
+
+# Two runs on other numbers of processes
+
+
+def shared(step, *, ranks, begins=False):
+    """What the processes of a run on so many write at a step: a part of six samples each, all else the same."""
+    part = 6 // ranks
+    return [
+        dataclasses.replace(
+            entry(step, rank=rank, begins=begins),
+            samples=None if begins else tuple(range(6 * step + part * rank, 6 * step + part * (rank + 1))),
+            loss=None if begins else (1.5 + step).hex(),
+        )
+        for rank in range(ranks)
+    ]
+
+
+def world(ranks, first=0):
+    steps = [shared(step, ranks=ranks, begins=step == first) for step in range(first, 7)]
+    return [list(entries) for entries in zip(*steps, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_a_run_is_identical_on_any_number_of_processes(ranks):
+    same = compare_worlds(world(2), world(ranks, first=2), first=2, steps=6)
+
+    assert same.identical, same.explain()
+    assert (same.steps, same.identical_steps()) == (4, 4)
+    assert same.names["rng/numpy"] == 5 * min(2, ranks)
+    assert same.names["parameter/w"] == 5 * ranks
+    assert same.names["sample/ids"] == same.names["loss/bits"] == 4 * ranks
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("step", [2, 5, 6])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_other_digest_on_another_number_of_processes_is_found(name, step, rank):
+    found = world(3, first=2)
+    found[rank] = changed(found[rank], step - 2, digests=found[rank][step - 2].digests | {name: "another"})
+
+    same = compare_worlds(world(2), found, first=2, steps=6)
+
+    # The third process's streams are new: there is nothing to compare them with.
+    expected = [] if name.startswith("rng/") and rank == 2 else [(step, rank, name)]
+    assert [(one.step, one.rank, one.name) for one in same.differences] == expected
+
+
+@pytest.mark.parametrize("samples", [(31, 30), (30,), (30, 32)], ids=["other order", "one fewer", "another"])
+def test_other_samples_on_another_number_of_processes_are_found(samples):
+    found = world(3, first=2)
+    found[0] = changed(found[0], 3, samples=samples)
+
+    same = compare_worlds(world(2), found, first=2, steps=6)
+
+    assert {(one.step, one.name) for one in same.differences} == {(5, "sample/ids")}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_another_loss_on_another_number_of_processes_is_found(rank):
+    found = world(3, first=2)
+    found[rank] = changed(found[rank], 4, loss=(9.0).hex())
+
+    same = compare_worlds(world(2), found, first=2, steps=6)
+
+    assert [(one.step, one.rank, one.name) for one in same.differences] == [(6, rank, "loss/bits")]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_missing_step_on_another_number_of_processes_is_found(rank):
+    found = world(3, first=2)
+    del found[rank][4]
+
+    same = compare_worlds(world(2), found, first=2, steps=6)
+
+    assert (6, rank, "entry/whole") in [(one.step, one.rank, one.name) for one in same.differences]
 
 
 # Files
