@@ -1,5 +1,7 @@
 """The demo: a real training run, killed in the middle, resumed, and compared bit by bit with one left in peace.
 
+It is resumed twice, on as many processes as before and on one more; neither may change a bit.
+
     python -m ckptfmt demo
 
 Start reading at `ckptfmt.demo.train`, the training script, which is what a user writes; `ckptfmt.demo.story` starts it
@@ -37,16 +39,17 @@ _HOLDS, _DIFFERS, _FAILED, _INTERRUPTED = 0, 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit code: 0 only if all comparisons hold.
 
-    Raises: StateError(STATE_UNSUPPORTED) where torch isn't installed.
+    Raises: StateError(STATE_UNSUPPORTED) where torch, or the conformance suite with its trainer, isn't installed.
     """
     arguments = _parse_arguments(argv)
-    if importlib.util.find_spec("torch") is None:
-        raise err(
-            Code.STATE_UNSUPPORTED,
-            "the demo trains a small model with torch",
-            where="demo",
-            remedy='Install it: pip install "ckptfmt[torch]".',
-        )
+    for module in ("torch", "ckptfmt_conformance"):
+        if importlib.util.find_spec(module) is None:
+            raise err(
+                Code.STATE_UNSUPPORTED,
+                f"the demo trains a small model with {module}",
+                where="demo",
+                remedy='Install it: pip install "ckptfmt[torch]"; in a checkout, `make venv`.',
+            )
     try:
         with _ended_as_by_ctrl_c(signal.SIGTERM):
             return _run(arguments)
@@ -107,7 +110,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m ckptfmt demo",
         description="Train a small GPT on two processes, kill one, resume, and compare every bit with a run left in"
-        " peace; then resume on three processes. About a minute and a half on two cores.",
+        " peace; then resume on three processes, and compare every bit again. About a minute on two cores.",
     )
     parser.add_argument("--run", type=Path, metavar="DIR", help="where to leave the run: an empty or a new directory")
     parser.add_argument("--steps", type=_steps, metavar="N", help=f"training steps, at least {STEPS_MIN}")

@@ -17,11 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckptfmt.digest import digest_bytes
 from ckptfmt.sampler import Sampler
+from ckptfmt_conformance.elastic import Trainer
 
 __all__ = ["digest_state"]
 
 
-def digest_state(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, sampler: Sampler) -> dict[str, str]:
+def digest_state(
+    model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, sampler: Sampler, trainer: Trainer
+) -> dict[str, str]:
     """Return 128 bits of BLAKE3, in hex, for each parameter, moment, step, buffer, RNG stream and the rest.
 
     Names are ``<category>/<name>``. Tensors are digested by their bytes: -0.0 isn't 0.0, and a NaN equals itself.
@@ -31,6 +34,7 @@ def digest_state(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler,
     digests |= dict(_iter_optimizer(model, optimizer))
     digests["schedule/scheduler"] = _digest_tree(scheduler.state_dict())
     digests["cursor/data"] = _digest_tree(sampler.state_dict())
+    digests["trainer/state"] = _digest_tree(trainer.state_dict())
     digests["rng/python"] = _digest_tree(random.getstate())
     numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002 - the global stream is one of those to restore
     digests["rng/numpy"] = _digest_tree(numpy_state)

@@ -18,12 +18,19 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckptfmt.demo.settings import ITEMS
 from ckptfmt.sampler import Sampler
+from ckptfmt_conformance.elastic import Trainer
 
 __all__ = ["leave_out"]
 
 
 def leave_out(
-    item: str, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, sampler: Sampler
+    item: str,
+    model: nn.Module,
+    *,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    sampler: Sampler,
+    trainer: Trainer,
 ) -> Callable[[], None]:
     """Remember what `item` is before the restore.
 
@@ -41,6 +48,7 @@ def leave_out(
         "scheduler": lambda: _keep_stateful(scheduler),
         "cursor": lambda: _keep_stateful(sampler),
         "buffer": lambda: _keep_buffers(model),
+        "trainer": lambda: _keep_stateful(trainer),
     }[item]()
 
 
@@ -63,7 +71,7 @@ def _keep_torch() -> Callable[[], None]:
     return put_back
 
 
-def _keep_stateful(stateful: LRScheduler | Sampler) -> Callable[[], None]:
+def _keep_stateful(stateful: LRScheduler | Sampler | Trainer) -> Callable[[], None]:
     before = copy.deepcopy(stateful.state_dict())
     return lambda: stateful.load_state_dict(before)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -75,8 +74,11 @@ class TinyGPT(nn.Module):
 
     @torch.no_grad()
     def count(self, tokens: torch.Tensor) -> None:
-        """Count the bytes of a batch, over all processes: whole numbers, the same sum in any order."""
-        counts = torch.bincount(tokens.flatten(), minlength=BYTES)
-        if dist.is_initialized():
-            dist.all_reduce(counts)
-        self.byte_counts += counts
+        """Count the bytes of a batch."""
+        self.byte_counts += torch.bincount(tokens.flatten(), minlength=BYTES)
+
+    def set_dropout(self, rate: float) -> None:
+        """Drop this part of the activations from now on."""
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = rate

@@ -23,6 +23,7 @@ _ROWS = {
     "AdamW": ("moment", "step"),
     "buffer": ("buffer",),
     "learning rate": ("schedule",),
+    "trainer": ("trainer",),
     "RNG streams": ("rng",),
     "data": ("sample", "cursor"),
     "loss": ("loss",),
@@ -85,8 +86,8 @@ def _iter_what(outcome: Outcome) -> Iterator[str]:
     before, after = outcome.losses
     text = (
         f"A GPT of {header.parameter_count:,} parameters on {settings.text_nbytes >> 10:,} KiB of text, {header.text}:"
-        f" AdamW, dropout {settings.dropout}, warm-up and cosine; {header.world_size} processes under torchrun with"
-        f" gloo; {settings.steps} steps, {outcome.sample_count:,} samples; loss {before:.2f} to {after:.2f}."
+        f" AdamW, dropout to {settings.dropout}, warm-up, cosine; {header.world_size} processes under torchrun"
+        f" with gloo; {settings.steps} steps, {outcome.sample_count:,} samples; loss {before:.2f} to {after:.2f}."
     )
     yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
@@ -135,13 +136,13 @@ def _iter_comparison(outcome: Outcome, look: Look) -> Iterator[str]:
     if again:
         steps_text = f"Steps {again[0]} to {again[-1]} were" if len(again) > 1 else f"Step {again[0]} was"
         yield f"    {steps_text} done before the kill and again after it: both compared."
-    yield _claim(outcome.claim)
+    yield f"    {_claim(outcome.claim)}"
 
 
 def _claim(level: str) -> str:
     """Return what the load itself claims of the run that goes on from it."""
-    meaning = {"T1": "the same trajectory, bit by bit", "S1": "the same samples, each once; not the same bits"}
-    return f"    The load claims {level}, {meaning.get(level, 'the same state')}"
+    meaning = {"T1": "the same trajectory, bit by bit", "S1": "the same samples, each once"}
+    return f"The load claims {level}, {meaning.get(level, 'the same state')}"
 
 
 def _describe(name: str, same: Comparison) -> str:
@@ -150,6 +151,7 @@ def _describe(name: str, same: Comparison) -> str:
         "AdamW": f"{len(same.names_of('moment'))} moments, {len(same.names_of('step'))} step counts",
         "buffer": ", ".join(same.names_of("buffer")),
         "learning rate": "scheduler, options of AdamW",
+        "trainer": "plan, steps, sums under way",
         "RNG streams": ", ".join(same.names_of("rng")),
         "data": "ids in order, position, ledger",
         "loss": "all bits",
@@ -157,18 +159,17 @@ def _describe(name: str, same: Comparison) -> str:
 
 
 def _iter_resized(resized: Resized, look: Look) -> Iterator[str]:
+    same = resized.same
     yield f"  Launch 3, on {resized.world_size} processes instead of 2, against the undisturbed run:"
-    good = resized.state.identical
-    word = look.verdict(good=good, text="identical" if good else "DIFFERENT")
-    yield f"    state at step {resized.step}: {len(resized.state.names)} digests, {word} on each of the processes"
-    good = resized.cursor.identical and not resized.samples_wrong
+    verdict = look.verdict(good=same.identical, text="identical" if same.identical else "DIFFERENT")
+    what = f"all of the above, {same.compared:,} digests"
+    yield f"    {what:<45} {verdict}  {same.identical_steps()} of {same.steps} steps"
+    good = not resized.samples_wrong
     word = look.verdict(good=good, text="none skipped, none repeated" if good else "WRONG")
-    yield f"    samples: the same {resized.sample_count:,} in the same order; {word}"
-    kept, streams = resized.stream_counts
-    ours, theirs = resized.losses
-    yield _claim(resized.claim)
-    new = streams - kept
-    yield f"    {new} of {streams} RNG streams are new; mean loss in the end {ours:.4f}, not {theirs:.4f}"
+    yield f"    samples of the whole history: {resized.sample_count:,}, {word}"
+    yield f"    {_claim(resized.claim)}; the trainer does the rest"
+    new, streams = resized.new_stream_count, resized.stream_count
+    yield f"    {new} of {streams} RNG streams are new, and decide nothing: process 0 draws for all"
 
 
 def _iter_verdict(outcome: Outcome, look: Look, seconds: float) -> Iterator[str]:
@@ -181,7 +182,8 @@ def _iter_verdict(outcome: Outcome, look: Look, seconds: float) -> Iterator[str]
         text = f"identical over all {steps} steps, but not all of the above holds"
     else:
         text = f"NOT the same run: {same.identical_steps()} of {steps} steps agree"
-    yield f"  {look.verdict(good=outcome.holds, text=text)}   ({same.compared:,} digests compared; {seconds:.0f} s)"
+    compared = same.compared + (outcome.resized.same.compared if outcome.resized else 0)
+    yield f"  {look.verdict(good=outcome.holds, text=text)}   ({compared:,} digests compared; {seconds:.0f} s)"
 
 
 def _iter_problems(outcome: Outcome) -> Iterator[str]:
@@ -191,9 +193,8 @@ def _iter_problems(outcome: Outcome) -> Iterator[str]:
         yield _sentence(outcome.same)
     resized = outcome.resized
     if resized is not None:
-        for comparison in (resized.state, resized.cursor):
-            if not comparison.identical:
-                yield f"Launch 3: {_sentence(comparison)}"
+        if not resized.same.identical:
+            yield f"Launch 3: {_sentence(resized.same)}"
         if resized.samples_wrong:
             yield f"Launch 3: {resized.samples_wrong}."
     for violation in outcome.violations:
@@ -233,7 +234,10 @@ def as_json(outcome: Outcome, *, seconds: float) -> dict[str, object]:
             "holds": resized.holds,
             "world_size": resized.world_size,
             "step": resized.step,
-            "state_identical": resized.state.identical,
+            "steps": resized.same.steps,
+            "identical_steps": resized.same.identical_steps(),
+            "compared": resized.same.compared,
+            "first_divergence": None if resized.same.identical else resized.same.explain(),
             "samples_wrong": resized.samples_wrong,
             "sample_count": resized.sample_count,
             "claim": resized.claim,

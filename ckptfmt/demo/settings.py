@@ -17,6 +17,7 @@ ITEMS = (
     "scheduler",
     "cursor",
     "buffer",
+    "trainer",
 )
 
 #: Fewer steps have no room for saves, a kill between two of them, and a resume.
@@ -30,11 +31,13 @@ class Settings:
     Attributes:
         steps: training steps in all.
         every: steps from one save to the next.
-        global_batch: samples per step, over all processes; 1, 2 and 3 processes share it evenly.
+        global_batch: samples per step, over all processes.
+        workers: logical workers, which share a batch evenly; any number of processes up to theirs share them out.
         chunk_nbytes: bytes of text in one sample; the window that is trained on lies anywhere inside.
         text_nbytes: bytes of text in all, so few that the run goes through it more than once.
         context: tokens in a window.
-        masked: part of the input bytes that noise replaces.
+        dropout, masked: the rate of dropout, and the part of the input bytes that noise replaces, at most; each step
+            draws both.
     """
 
     steps: int
@@ -46,11 +49,12 @@ class Settings:
     layers: int
     width: int
     heads: int
-    dropout: float = 0.1
-    masked: float = 0.02
+    dropout: float = 0.2
+    masked: float = 0.04
     lr: float = 2e-3
     weight_decay: float = 0.1
     warmup_steps: int
+    workers: int = 4
     seed: int = 2026
 
     @property

@@ -16,6 +16,7 @@ from ckptfmt.demo.ledger import (
     Ledger,
     check_history,
     compare,
+    compare_worlds,
     join_samples,
 )
 from ckptfmt.demo.settings import Settings
@@ -60,30 +61,28 @@ class Resized:
     Attributes:
         world_size: how many processes.
         step: the step it resumed from.
-        state: the restored state of each process against that of the undisturbed run, RNG streams left out.
-        stream_counts: how many random-number streams went on, of how many there are now.
-        cursor: the data cursor and the samples of every step, all processes together, against the undisturbed run.
+        same: its steps against those of the undisturbed run, on each process.
+        new_stream_count: random-number streams of processes that the run didn't have.
+        stream_count: random-number streams of all its processes.
         samples_wrong: what is wrong with the samples of the whole history; empty if nothing is.
         sample_count: how many samples the whole history took.
         claim: the claim level that the load reports, and what lowers it.
-        losses: after the last step, over all processes: here, and of the undisturbed run.
     """
 
     world_size: int
     step: int
-    state: Comparison
-    stream_counts: tuple[int, int]
-    cursor: Comparison
+    same: Comparison
+    new_stream_count: int
+    stream_count: int
     samples_wrong: str
     sample_count: int
     claim: str
     lowered_by: tuple[str, ...]
-    losses: tuple[float, float]
 
     @property
     def holds(self) -> bool:
-        """Whether the state is identical, and the samples are those of the undisturbed run."""
-        return self.state.identical and self.cursor.identical and not self.samples_wrong
+        """Whether every bit is that of the undisturbed run, and no sample was skipped or repeated."""
+        return self.same.identical and not self.samples_wrong
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +174,7 @@ def tell(directory: Path, settings: Settings, options: list[str], *, without: st
         strips=(_strip(settings, "undisturbed", undisturbed), *strips),
         same=same,
         claim=_header(resumed).claim or "none",
-        losses=(_mean_loss(undisturbed, 1), _mean_loss(undisturbed, settings.steps)),
+        losses=(_loss(undisturbed[0], 1), _loss(undisturbed[0], settings.steps)),
         resized=resized,
         violations=tuple(map(str, report.violations)),
         checked_nbytes=report.nbytes,
@@ -187,33 +186,18 @@ def _compare_resized(
     settings: Settings, undisturbed: list[Ledger], both: list[list[Entry]], wider: list[Ledger]
 ) -> Resized:
     step = settings.resized_step
-    before = {(rank, entry.step): entry for rank, ledger in enumerate(undisturbed) for entry in ledger.entries}
-    restored = [ledger.entries[0] for ledger in wider]
-    state = compare(
-        [[_without_streams(before[0, step])]] * len(wider),
-        [[_without_streams(entry)] for entry in restored],
-        first=step,
-        steps=step,
-    )
-    streams = [
-        entry.digests[name] == before[rank, step].digests[name] if rank < len(undisturbed) else False
-        for rank, entry in enumerate(restored)
-        for name in entry.digests
-        if name.startswith("rng/")
-    ]
-    samples = join_samples([ledger.entries for ledger in undisturbed])
-    taken = join_samples([ledger.entries for ledger in wider])
-    cursor = compare(
-        [_positions(undisturbed[0], samples)], [_positions(wider[0], taken)], first=step, steps=settings.steps
-    )
-    history = {past: ids for past, ids in join_samples(_last_times(both)).items() if past <= step} | taken
+    entries = [ledger.entries for ledger in wider]
+    same = compare_worlds([ledger.entries for ledger in undisturbed], entries, first=step, steps=settings.steps)
+    streams = [sum(name.startswith("rng/") for name in process[0].digests) for process in entries]
+    history = {past: ids for past, ids in join_samples(_last_times(both)).items() if past <= step}
+    history |= join_samples(entries)
     header = _header(wider)
     return Resized(
         world_size=len(wider),
         step=step,
-        state=state,
-        stream_counts=(sum(streams), len(streams)),
-        cursor=cursor,
+        same=same,
+        new_stream_count=sum(streams[len(undisturbed) :]),
+        stream_count=sum(streams),
         samples_wrong=check_history(
             history,
             sample_count=header.sample_count,
@@ -223,26 +207,7 @@ def _compare_resized(
         sample_count=sum(map(len, history.values())),
         claim=header.claim or "none",
         lowered_by=header.lowered_by,
-        losses=(_mean_loss(wider, settings.steps), _mean_loss(undisturbed, settings.steps)),
     )
-
-
-def _without_streams(entry: Entry) -> Entry:
-    digests = {name: digest for name, digest in entry.digests.items() if not name.startswith("rng/")}
-    return dataclasses.replace(entry, digests=digests, samples=None, loss=None)
-
-
-def _positions(ledger: Ledger, samples: dict[int, tuple[int, ...]]) -> list[Entry]:
-    """Return where the run stands in its data at each step, with the samples of all processes."""
-    return [
-        Entry(
-            step=entry.step,
-            digests={"cursor/data": entry.digests["cursor/data"]},
-            samples=None if entry.samples is None else samples[entry.step],
-            loss=None,
-        )
-        for entry in ledger.entries
-    ]
 
 
 def _last_times(processes: list[list[Entry]]) -> list[list[Entry]]:
@@ -264,6 +229,6 @@ def _header(ledgers: list[Ledger]) -> Header:
     return header
 
 
-def _mean_loss(ledgers: list[Ledger], step: int) -> float:
-    losses = [entry.loss for ledger in ledgers for entry in ledger.entries if entry.step == step and entry.loss]
-    return sum(map(float.fromhex, losses)) / len(losses)
+def _loss(ledger: Ledger, step: int) -> float:
+    """Return the loss of a step, which is the same on every process."""
+    return next(float.fromhex(entry.loss) for entry in ledger.entries if entry.step == step and entry.loss)

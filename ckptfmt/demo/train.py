@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m ckptfmt.demo.train --checkpoints DIR --ledgers DIR --name first
 
 What ckptfmt asks of it is a `State`, a `Checkpointer`, and its `steps` as the loop. It begins a run and resumes one by
-the same code.
+the same code. It trains with `ckptfmt_conformance.elastic`, whose bits are the same on any number of processes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from ckptfmt import Checkpointer, Sampler, State
 from ckptfmt.demo.digests import digest_state
 from ckptfmt.demo.leave_out import leave_out
 from ckptfmt.demo.ledger import Entry, Header, LedgerWriter, ledger_path
-from ckptfmt.demo.model import BYTES, TinyGPT
+from ckptfmt.demo.model import TinyGPT
 from ckptfmt.demo.settings import ITEMS, Settings, make_settings
+from ckptfmt.demo.task import Task
 from ckptfmt.demo.text import Text, read_text
+from ckptfmt_conformance.elastic import Plan, Trainer, pin_arithmetic
 
 __all__ = ["main", "train"]
 
@@ -51,73 +51,45 @@ def train(
     text = read_text(text_nbytes=settings.text_nbytes, chunk_nbytes=settings.chunk_nbytes)
     torch.manual_seed(settings.seed)  # the same first weights on every process
     model = TinyGPT(settings)
-    replica = wrap(model) if world_size > 1 else model
-    optimizer = AdamW(replica.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    optimizer = AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, foreach=False)
     scheduler = make_scheduler(optimizer, settings)
-    sampler = Sampler(text, global_batch=settings.global_batch, seed=settings.seed, fingerprint=text.fingerprint())
-    seed_streams(settings.seed + 1 + rank)  # other crops, noise and dropout on every process
+    # Every process knows the samples of the whole step, and the trainer which of them are its own.
+    sampler = Sampler(
+        text, global_batch=settings.global_batch, seed=settings.seed, worker=(0, 1), fingerprint=text.fingerprint()
+    )
+    task = Task(model, text, sampler, settings)
+    trainer = Trainer(model, optimizer, make_plan(settings), task.loss_of)
+    seed_streams(settings.seed + 1 + rank)  # of its own on every process
 
-    state = State(weights=replica, optimizer=optimizer, data=sampler, config=settings, extra={"scheduler": scheduler})
-    put_back = leave_out(without, model, optimizer, scheduler, sampler) if without else lambda: None
+    extra = {"scheduler": scheduler, "trainer": trainer}
+    state = State(weights=model, optimizer=optimizer, data=sampler, config=settings, extra=extra)
+    put_back = (
+        leave_out(without, model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, trainer=trainer)
+        if without
+        else lambda: None
+    )
     ledger = LedgerWriter(ledger_path(ledgers, name, rank))
     with Checkpointer(run, state, every=settings.every, keep=4, resume=resume) as checkpointer:
         ledger.write(describe(checkpointer, model, text, rank, world_size))
-        batches = iter(sampler)
         samples, loss = None, None
         for step in checkpointer.steps(settings.steps):
             if samples is None:
                 put_back()
-            digests = digest_state(model, optimizer, scheduler, sampler)
+            digests = digest_state(model, optimizer, scheduler, sampler, trainer)
             ledger.write(Entry(step=step, digests=digests, samples=samples, loss=loss))
-            samples = tuple(next(batches))
-            loss = train_step(replica, model, optimizer, scheduler, make_batch(text, samples, settings))
-    digests = digest_state(model, optimizer, scheduler, sampler)
+            task.begin_step()
+            loss = trainer.step().loss.hex()
+            scheduler.step()
+            samples = tuple(task.taken)
+    digests = digest_state(model, optimizer, scheduler, sampler, trainer)
     ledger.write(Entry(step=settings.steps, digests=digests, samples=samples, loss=loss))
     ledger.close()
 
 
-def train_step(
-    replica: nn.Module,
-    model: TinyGPT,
-    optimizer: AdamW,
-    scheduler: LRScheduler,
-    batch: tuple[torch.Tensor, torch.Tensor],
-) -> str:
-    """Do one step and return the bits of its loss on this process."""
-    tokens, targets = batch
-    loss = functional.cross_entropy(replica(tokens).flatten(0, 1), targets.flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    scheduler.step()
-    model.count(targets)
-    return float(loss.item()).hex()
-
-
-def make_batch(text: Text, samples: Sequence[int], settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and targets, (batch, context), of some samples: windows at random places, with noise.
-
-    Python's stream says where in its chunk a window begins, numpy's which of its bytes become noise; torch's is left to
-    the dropout. So each of the three has a part in every step.
-    """
-    windows = np.empty((len(samples), settings.context + 1), dtype=np.uint8)
-    for row, sample in enumerate(samples):
-        begin = random.randrange(settings.chunk_nbytes - settings.context)
-        windows[row] = np.frombuffer(text.chunk(sample)[begin : begin + settings.context + 1], dtype=np.uint8)
-    tokens, targets = windows[:, :-1].copy(), windows[:, 1:]
-    noise = np.random.random(tokens.shape) < settings.masked  # noqa: NPY002 - the global stream is one to restore
-    tokens[noise] = np.random.randint(BYTES, size=int(noise.sum()), dtype=np.uint8)  # noqa: NPY002
-    return torch.from_numpy(tokens).long(), torch.from_numpy(targets).long()
-
-
-def wrap(model: nn.Module) -> nn.Module:
-    """Return a replica whose gradients are summed in the same order in every step after every start.
-
-    By default DDP lays its buckets out anew after the first step of each process, and from three processes on another
-    place in a bucket is another order of summing: the first step after a resume would differ in its last bits from the
-    same step of a run that goes on. Where it looks for unused parameters, it keeps the buckets that it began with.
-    """
-    return DistributedDataParallel(model, find_unused_parameters=True)
+def make_plan(settings: Settings) -> Plan:
+    """Return who computes what, whatever the number of processes."""
+    microbatch = settings.global_batch // settings.workers
+    return Plan(workers=settings.workers, microbatch=microbatch, seed=settings.seed)
 
 
 def make_scheduler(optimizer: AdamW, settings: Settings) -> SequentialLR:
@@ -168,8 +140,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train as one process of a job; torchrun starts several."""
     arguments = parse_arguments(argv)
-    torch.set_num_threads(1)  # sums depend on how many threads share them
-    torch.use_deterministic_algorithms(mode=True)
+    pin_arithmetic()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
     train(

@@ -19,6 +19,7 @@ from ckptfmt.demo.settings import ITEMS, make_settings  # noqa: E402
 from ckptfmt.demo.train import make_scheduler, train  # noqa: E402
 from ckptfmt.documents.manifest import checkpoint_name  # noqa: E402
 from ckptfmt.sampler import Sampler  # noqa: E402
+from ckptfmt_conformance.elastic import Plan, Trainer  # noqa: E402
 
 SETTINGS = dataclasses.replace(make_settings(steps=12, quick=True), width=32, context=32, text_nbytes=24 << 10)
 RESUMED = 6
@@ -34,6 +35,7 @@ NAMED = {
     "scheduler": "the scheduler (learning rate)",
     "cursor": "the data cursor",
     "buffer": "the buffer byte_counts",
+    "trainer": "the trainer",
 }
 
 
@@ -121,10 +123,10 @@ def objects():
     model.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = make_scheduler(optimizer, SETTINGS)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+    trainer = Trainer(model, optimizer, Plan(workers=1, microbatch=2), lambda model, _: (model(torch.ones(2)).sum(), 2))
+    trainer.step()
     scheduler.step()
-    return model, optimizer, scheduler, Sampler(8, global_batch=2)
+    return model, optimizer, scheduler, Sampler(8, global_batch=2), trainer
 
 
 def bit_flipped(tensor):
@@ -182,10 +184,12 @@ def test_one_number_drawn_changes_one_stream(objects, draw, name):
         (lambda objects: objects[1].param_groups[0].update(lr=1.0), "schedule/group 0"),
         (lambda objects: vars(objects[2]).update(last_epoch=9), "schedule/scheduler"),
         (lambda objects: objects[3].advance(), "cursor/data"),
+        (lambda objects: vars(objects[4]).update(steps_done=2), "trainer/state"),
+        (lambda objects: objects[4].window.push((torch.zeros(1), torch.zeros(1))), "trainer/state"),
     ],
-    ids=["learning rate", "scheduler", "cursor"],
+    ids=["learning rate", "scheduler", "cursor", "trainer", "sums under way"],
 )
-def test_options_scheduler_and_cursor_have_a_digest_each(objects, change, name):
+def test_options_scheduler_cursor_and_trainer_have_a_digest_each(objects, change, name):
     before = digest_state(*objects)
     change(objects)
     after = digest_state(*objects)

@@ -1,5 +1,6 @@
 """The demo as a person starts it, small: it holds, it can fail, it leaves nothing running and writes over nothing."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -11,9 +12,10 @@ import pytest
 
 import ckptfmt.demo
 from ckptfmt.demo.job import Job, JobError
-from ckptfmt.demo.ledger import compare, read_ledger
+from ckptfmt.demo.ledger import compare_worlds, read_ledger
 from ckptfmt.demo.settings import STEPS_MIN, make_settings
 from ckptfmt.documents.manifest import checkpoint_name
+from ckptfmt.errors import CkptError
 
 pytest.importorskip("torch")
 
@@ -53,6 +55,7 @@ class TestAsItIsShown:
 
         assert done.returncode == 0, done.stdout + done.stderr
         assert "identical over all 24 steps" in done.stdout
+        assert "identical  8 of 8 steps" in done.stdout
         assert "none skipped, none repeated" in done.stdout
         assert "DIFFERENT" not in done.stdout
 
@@ -120,19 +123,36 @@ def test_interrupted_it_leaves_nothing_running(tmp_path, number):
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_from_three_processes_on_a_resumed_first_step_is_the_same_too(tmp_path):
-    """DDP's buckets, laid out anew after the first step of a process, would give other sums: see `train.wrap`."""
+def test_on_any_number_of_processes_it_is_the_same_run(tmp_path):
+    """The demo goes from two to three; here three, of which one has twice as much to do, go to the fewest and most."""
     settings = make_settings(steps=STEPS_MIN, quick=True)
     options = [f"--steps={STEPS_MIN}", "--quick"]
-    ledgers = {}
-    for name, more in {"first": [], "second": ["--resume", checkpoint_name(settings.every, 1)]}.items():
-        with Job(tmp_path, run="run", name=name, world_size=3, options=[*options, *more]) as job:
-            job.wait(lambda _step: None)
-            ledgers[name] = [ledger.entries for ledger in job.ledgers()]
+    resume = ["--resume", checkpoint_name(settings.every, 1)]
+    first = launch(tmp_path, 3, options)
 
-    same = compare(ledgers["first"], ledgers["second"], first=settings.every, steps=STEPS_MIN)
+    for world_size in (1, settings.workers):
+        found = launch(tmp_path, world_size, [*options, *resume])
+        same = compare_worlds(first, found, first=settings.every, steps=STEPS_MIN)
+        assert same.identical, same.explain()
+        assert same.identical_steps() == STEPS_MIN - settings.every
 
-    assert same.identical, same.explain()
+
+def launch(directory, world_size, options):
+    name = f"{len(list(directory.glob('logs/*')))}-on-{world_size}"
+    with Job(directory, run="run", name=name, world_size=world_size, options=options) as job:
+        job.wait(lambda _step: None)
+        return [ledger.entries for ledger in job.ledgers()]
+
+
+@pytest.mark.parametrize("module", ["torch", "ckptfmt_conformance"])
+def test_without_what_it_trains_with_it_says_so(monkeypatch, module):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else there(name))
+
+    with pytest.raises(CkptError, match=f"trains a small model with {module}") as caught:
+        ckptfmt.demo.main([])
+
+    assert caught.value.code == "STATE_UNSUPPORTED"
 
 
 def test_it_writes_over_nothing(tmp_path, capsys):
@@ -168,6 +188,14 @@ def test_any_number_of_steps_has_a_kill_between_two_saves(steps):
     assert settings.killed_step % settings.every != 0
     assert settings.every < settings.killed_step < settings.resized_step < steps
     assert settings.resized_step % settings.every == 0
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_logical_workers_share_a_batch_evenly(quick):
+    settings = make_settings(quick=quick)
+
+    assert settings.global_batch % settings.workers == 0
+    assert settings.workers > 3
 
 
 def test_importing_the_demo_does_not_import_torch():

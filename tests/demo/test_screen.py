@@ -20,6 +20,7 @@ NAMES = [
     "buffer/b",
     "schedule/s",
     "cursor/data",
+    "trainer/state",
     "rng/numpy",
     "sample/ids",
 ]
@@ -48,14 +49,13 @@ def outcome(steps=60, **changes):
     resized = Resized(
         world_size=3,
         step=settings.resized_step,
-        state=comparison(0),
-        stream_counts=(6, 9),
-        cursor=comparison(steps - settings.resized_step),
+        same=comparison(steps - settings.resized_step),
+        new_stream_count=3,
+        stream_count=9,
         samples_wrong="",
         sample_count=steps * settings.global_batch,
         claim="S1",
         lowered_by=("world_size: saved 2, here 3",),
-        losses=(2.7, 2.6),
     )
     killed = tuple(step for step in saves if step < settings.killed_step)
     strips = (
@@ -103,8 +103,7 @@ def broken_outcomes():
         "a digest": ({"same": one_digest}, "NOT the same run: 59 of 60 steps agree"),
         "the initial state": ({"same": comparison(60, (0, "parameter/w"))}, "DIFFERENT  60 of 60 steps"),
         "no third launch": ({"resized": None}, "not all"),
-        "its state": ({"resized": dataclasses.replace(resized, state=one_digest)}, "Launch 3: First divergence"),
-        "its cursor": ({"resized": dataclasses.replace(resized, cursor=one_digest)}, "Launch 3: First divergence"),
+        "its bits": ({"resized": dataclasses.replace(resized, same=one_digest)}, "Launch 3: First divergence"),
         "its samples": ({"resized": dataclasses.replace(resized, samples_wrong="too few")}, "Launch 3: too few."),
         "the run": ({"violations": ("BLOCK_DIGEST",)}, "The run left behind isn't valid: BLOCK_DIGEST"),
     }
@@ -126,6 +125,7 @@ def test_the_result_is_json():
     assert said["holds"] is True
     assert said["identical_steps"] == said["steps"] == 60
     assert said["resized"]["claim"] == "S1"
+    assert said["resized"]["identical_steps"] == said["resized"]["steps"] == 20
     assert said["seconds"] == 84.0
 
 
