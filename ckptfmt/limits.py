@@ -58,6 +58,11 @@ WRITERS: Final = 1_000_000
 #: Most references of one checkpoint.
 REFERENCES: Final = 32
 
+#: Most positions in a block of a mixture of sources.
+MIXTURE_BLOCK: Final = 1 << 16
+#: Most samples of one source that skips remove from its order.
+SKIPPED: Final = 1 << 20
+
 #: Size of a block if the writer doesn't choose another.
 BLOCK_NBYTES: Final = 1 << 20
 #: Smallest and largest size of a block that a writer may choose; a power of two.

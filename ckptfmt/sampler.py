@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Final
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.ledger import EMPTY, add_ledgers, ledger_of_range
-from ckptfmt.arithmetic.shuffle import sample_at, sample_indices
-from ckptfmt.documents.cursor import Commit, Cursor, Ledger, Order, Plan, Source, VectorCheck, dump_cursor, parse_cursor
+from ckptfmt.arithmetic.course import COUNTS, HOLE, Course
+from ckptfmt.arithmetic.course import Stretch as CourseStretch
+from ckptfmt.arithmetic.ledger import EMPTY, add_ledgers
+from ckptfmt.arithmetic.shuffle import sample_at
+from ckptfmt.documents.cursor import (
+    Commit,
+    Cursor,
+    Ledger,
+    Mixture,
+    Order,
+    Plan,
+    Source,
+    Tail,
+    VectorCheck,
+    dump_cursor,
+    parse_cursor,
+    parse_mixture,
+)
+from ckptfmt.documents.cursor_map import CursorMap
+from ckptfmt.documents.skips import Policy, PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "distributed_worker"]
 
-#: Samples after which `advance` brings the ledger up to date, so that a save never has to catch up with many.
+#: Positions after which `advance` brings the ledger up to date, so that a save never has to catch up with many.
 _LEDGER_LAG: Final = 1 << 16
 #: More batches than any loader fetches ahead: who fetched as many and never said that a step is done has forgotten to.
 _AHEAD_MAX: Final = 512
@@ -32,8 +50,9 @@ class _Progress:
     steps_fetched: int = 0
     #: Whether `advance` or `commit` was ever called.
     told: bool = False
-    #: Samples in the ledger.
+    #: The ledger of the positions before `counted_to`.
     counted: Ledger = EMPTY
+    counted_to: int = 0
 
 
 class Sampler:
@@ -44,22 +63,36 @@ class Sampler:
     **Order.** The order is a pure function of `seed`: epoch after epoch without end, each a permutation
     (``feistel-v1``) in which every sample stands once. Step s takes the next `global_batch` positions, and worker i
     of w the contiguous slice from ``i * global_batch // w`` to ``(i + 1) * global_batch // w`` of them: so the
-    samples of a step don't depend on w. There is no short batch: one that reaches the end of an epoch goes on with
-    the next (nothing is dropped or padded, so `drop_last` has no meaning here).
+    samples of a step don't depend on w.
+
+    **Tail.** There is no short batch: one that reaches the end of an epoch goes on with the next (``carry``), unless
+    `tail` says that the rest of an epoch is left out (``drop``), or that its last batch is filled up with samples of
+    weight zero (``pad_masked``).
+
+    **Several sources.** Given a mapping from names to data sets, and a `mixture`, each block of positions has so many
+    samples of each source, in an order of its own; each source has its own endless order. Batches are then lists of
+    name and sample.
+
+    **Skips.** `skip` leaves out samples, shards or positions, from a position on that no step has consumed. Past it, a
+    batch may be shorter (``hole``) or have samples of weight zero (``mask``): see `weights` and `weight_sum`.
 
     **Position.** What a loader has fetched is not what the run has consumed. The cursor moves only when the program
     says that a step is done: `commit` with the number of steps done, or `advance` after each. Iterators start at
     the cursor, and those from before a `load_state_dict` are refused, since what they prefetched is no longer due.
 
     Args:
-        dataset: the data set, or its number of samples.
-        global_batch: samples per step, over all workers; at least as many as workers.
+        dataset: the data set, or its number of samples; with a mixture, a mapping from names to these.
+        global_batch: positions per step, over all workers; at least as many as workers.
         seed: of the order, 64 bits. A cursor of another seed is refused.
         worker: this worker's number and how many there are. Left out: rank and world size of torch.distributed where it
             is initialised by the time of the first batch, else the only worker. Workers that must see the same samples
             (tensor or pipeline parallel) pass the data-parallel rank and size.
-        source: a name of the data set; it enters the ledger.
-        fingerprint: of the data set's contents, by any means of the caller's; a cursor with another is refused.
+        source: a name of the data set; it enters the ledger. In a mixture, the names are those of the mapping.
+        fingerprint: of the data set's contents, by any means of the caller's; a cursor with another is refused. With a
+            mixture, a mapping from names to these.
+        mixture: how many positions of a block each source has; their sum is the block. Or several such, by the position
+            from which on each holds: ``{0: {"books": 3, "code": 1}, 4096: {"books": 1, "code": 3}}``.
+        tail: ``carry``, ``drop`` or ``pad_masked``; a mixture has ``carry``.
 
     Raises: StateError(ARGUMENT).
 
@@ -70,30 +103,38 @@ class Sampler:
     >>> sampler.advance()
     >>> next(iter(sampler))
     [8, 5]
+    >>> mixed = Sampler({"books": 10, "code": 5}, mixture={"books": 3, "code": 1}, global_batch=4, worker=(0, 1))
+    >>> sorted(name for name, sample in next(iter(mixed)))
+    ['books', 'books', 'books', 'code']
     """
 
     def __init__(
         self,
-        dataset: int | Sized,
+        dataset: int | Sized | Mapping[str, int | Sized],
         *,
         global_batch: int,
         seed: int = 0,
         worker: tuple[int, int] | None = None,
         source: str = "data",
-        fingerprint: str | None = None,
+        fingerprint: str | Mapping[str, str] | None = None,
+        mixture: Mapping[str, int] | Mapping[int, Mapping[str, int]] | None = None,
+        tail: Tail = "carry",
     ) -> None:
-        count = dataset if isinstance(dataset, int) else len(dataset)
         if not 1 <= global_batch <= limits.DIM:
             raise err(Code.ARGUMENT, f"global_batch {global_batch}: it is at least 1")
         if worker is not None:
             _check_worker(worker, global_batch)
-        sample_at(count, seed=seed, position=0)  # refuses a length or a seed out of range
-        self._source = Source(id=source, fingerprint=fingerprint, n=count)
-        self._global_batch = global_batch
+        self._sources = _sources(dataset, fingerprint, source, is_mixed=mixture is not None)
+        for one in self._sources:
+            sample_at(one.n, seed=seed, position=0)  # refuses a length or a seed out of range
+        self._plan = Plan(global_batch=global_batch, tail=tail)
         self._seed = seed
+        self._mixture = None if mixture is None else _mixture(mixture, seed, self._sources)
+        self._skips: tuple[Skip, ...] = ()
         self._worker = worker
         self._loaded: Cursor | None = None
         self._progress = _Progress()
+        self._course = self._try_course(self._skips)
 
     @property
     def steps_done(self) -> int:
@@ -102,41 +143,62 @@ class Sampler:
 
     @property
     def position(self) -> int:
-        """How many samples the steps that are done have consumed, over all workers and the whole run."""
+        """How many positions the steps that are done have consumed, over all workers and the whole run.
+
+        They are as many samples, unless some were skipped or filled up a batch.
+        """
         return self._position_of(self.steps_done)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         """Yield this worker's samples of each step that isn't done yet, without end.
 
         The first step is that of the cursor when the first batch is asked for.
 
-        Raises: StateError(ARGUMENT) when a cursor was loaded since the first batch, or there are more workers than
-            samples in a batch; StateError(WRITERS_UNKNOWN).
+        Raises: StateError(ARGUMENT) when a cursor was loaded since the first batch, or a skip begins before what was
+            fetched, or there are more workers than samples in a batch; StateError(WRITERS_UNKNOWN).
         """
         progress, step = self._progress, self.steps_done
         while True:
             if progress is not self._progress:
-                detail = "load_state_dict was called after this iterator's first batch"
-                raise err(Code.ARGUMENT, detail, remedy="Restore first, then call iter() on the loader.")
-            yield self.indices(step)
+                detail = "load_state_dict or skip was called after this iterator's first batch"
+                raise err(Code.ARGUMENT, detail, remedy="Restore and skip first, then call iter() on the loader.")
+            indices = self.indices(step)
             step += 1
             progress.steps_fetched = max(progress.steps_fetched, step)
+            yield indices
 
-    def indices(self, step: int) -> list[int]:
+    def indices(self, step: int) -> list[Any]:
         """Return this worker's samples of one step, counted over the whole run from 0.
+
+        They are numbers; in a mixture, pairs of the source's name and a number. Past a hole there may be none.
 
         Raises: StateError(ARGUMENT) for a step before the loaded cursor's, whose batches may have had another size;
             StateError(WRITERS_UNKNOWN).
         """
-        if step < self._progress.first_step:
-            raise err(Code.ARGUMENT, f"step {step} is before the first one, {self._progress.first_step}")
-        number, count = self._worker or _distributed_worker()
-        _check_worker((number, count), self._global_batch)
-        position = self._position_of(step)
-        begin = position + number * self._global_batch // count
-        end = position + (number + 1) * self._global_batch // count
-        samples: list[int] = sample_indices(self._source.n, seed=self._seed, begin=begin, end=end).tolist()
-        return samples
+        part = self._part(step)
+        present = part.uses != HOLE
+        samples: list[Any] = part.samples[present].tolist()
+        if self._mixture is None:
+            return samples
+        names = [self._sources[number].id for number in part.sources[present].tolist()]
+        return list(zip(names, samples, strict=True))
+
+    def weights(self, step: int) -> list[int]:
+        """Return the weight of each of `indices`: 1, or 0 for what is masked or only fills the batch.
+
+        Raises: as `indices`.
+        """
+        uses = self._part(step).uses
+        weights: list[int] = (uses[uses != HOLE] == COUNTS).astype(int).tolist()
+        return weights
+
+    def weight_sum(self, step: int) -> int:
+        """Return how many samples of a step count, over all workers: the divisor of a mean over them.
+
+        Raises: StateError(ARGUMENT) for a step before the loaded cursor's.
+        """
+        position = self._first_position(step)
+        return int((self._course.stretch(position, position + self._plan.global_batch).uses == COUNTS).sum())
 
     def advance(self, steps: int = 1) -> None:
         """Say that `steps` more steps are done.
@@ -154,14 +216,73 @@ class Sampler:
             raise err(Code.ARGUMENT, f"{self.steps_done} steps are done; the cursor doesn't go back to {step}")
         self._progress.told = True
         self._progress.steps_done = step
-        if self.position - self._progress.counted.count >= _LEDGER_LAG:
+        if self.position - self._progress.counted_to >= _LEDGER_LAG:
             self._count()
+
+    def skip(
+        self,
+        *,
+        samples: Iterable[int] | None = None,
+        shard: tuple[str, int, int] | None = None,
+        positions: tuple[int, int] | None = None,
+        policy: Policy = "hole",
+        source: str | None = None,
+        from_pos: int | None = None,
+        reason: str = "",
+    ) -> None:
+        """Leave something out, from a position on that no step has consumed. Each worker says the same.
+
+        Iterators that have fetched beyond that position are refused from now on: call iter() on the loader again. What
+        was skipped stays so, and is part of the cursor.
+
+        Args:
+            samples: numbers of samples of the source;
+            shard: or a name, and begin and end of the samples that are its own;
+            positions: or begin and end of what is left out, whichever samples stand there.
+            policy: ``hole``: the position is consumed, and has no sample. ``mask``: it has its sample, of weight zero.
+                ``shift``: what comes after moves up.
+            source: of the samples or the shard; needed with several sources.
+            from_pos: where the skip of samples or a shard begins; left out, at `position`.
+            reason: for those who read the cursor.
+
+        Raises: StateError(ARGUMENT).
+        Spec: REQ-CUR-017 to REQ-CUR-020.
+
+        >>> sampler = Sampler(10, global_batch=4, seed=0, worker=(0, 1))
+        >>> sampler.advance()
+        >>> sampler.skip(samples=[8, 9], policy="shift", reason="corrupt")
+        >>> sampler.indices(1)
+        [5, 6, 0, 7]
+        """
+        begin = self.position if from_pos is None else from_pos
+        if sum(what is not None for what in (samples, shard, positions)) != 1:
+            raise err(Code.ARGUMENT, "a skip is of samples, of a shard or of positions")
+        name = self._sources[0].id if source is None and len(self._sources) == 1 else source
+        skip: Skip
+        if positions is not None:
+            begin = positions[0]
+            skip = PosSkip(policy=policy, reason=reason, range=positions)
+        elif name is None:
+            raise err(Code.ARGUMENT, "there are several sources; source= says which")
+        elif shard is not None:
+            skip = ShardSkip(policy=policy, from_pos=begin, reason=reason, source=name, shard=shard[0], range=shard[1:])
+        else:
+            ids = tuple(sorted({int(sample) for sample in samples or ()}))
+            skip = SampleSkip(policy=policy, from_pos=begin, reason=reason, source=name, ids=ids)
+        if begin < self.position:
+            detail = f"a skip from position {begin} on; {self.position} are consumed already"
+            raise err(Code.ARGUMENT, detail, requirement="REQ-CUR-020")
+        self._course = self._try_course((*self._skips, skip))
+        self._skips = (*self._skips, skip)
+        self._loaded = None
+        if begin < self._position_of(self._progress.steps_fetched):
+            self._progress = dataclasses.replace(self._progress, steps_fetched=self.steps_done)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor: the same tree on every worker, and for every number of workers.
 
         Raises: StateError(ARGUMENT) when hundreds of batches were fetched and no step was ever said to be done.
-        Spec: REQ-CUR-002, REQ-CUR-004, REQ-CUR-005.
+        Spec: REQ-CUR-002, REQ-CUR-004, REQ-CUR-005, REQ-CUR-010, REQ-CUR-021.
         """
         ahead = self._progress.steps_fetched - self.steps_done
         if ahead > _AHEAD_MAX and not self._progress.told:
@@ -170,26 +291,32 @@ class Sampler:
         if self._loaded is not None and self._loaded.commit.step == self.steps_done:
             return dump_cursor(self._loaded)
         self._count()
-        return dump_cursor(self._cursor())
+        progress = self._progress
+        cursor = self._cursor(
+            self._course, self._skips, step=progress.steps_done, position=self.position, ledger=progress.counted
+        )
+        return dump_cursor(cursor)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to where a cursor stands. Another number of workers and another `global_batch` are fine.
+        """Go to where a cursor stands; right after it, `state_dict` returns what was loaded.
 
-        Right after it, `state_dict` returns what was loaded.
+        Another number of workers is fine, and with the tail ``carry`` another `global_batch`; so are other stages of a
+        mixture, from the cursor's position on. The skips are those of the cursor.
 
-        Raises: FormatError(CURSOR_FORM), UnsupportedError; StateError(CONFIG_IDENTITY) when the data set's length,
-            name or fingerprint, or the seed, is another one.
-        Spec: REQ-CUR-001 to REQ-CUR-004.
+        Raises: FormatError(CURSOR_FORM), UnsupportedError; StateError(CONFIG_IDENTITY) when a data set's length,
+            name or fingerprint, the seed, the tail, or what was consumed of the mixture, is another one.
+        Spec: REQ-CUR-001 to REQ-CUR-004, REQ-CUR-006, REQ-CUR-014.
         """
         cursor = parse_cursor(dict(state_dict))
         self._check_same(cursor)
-        vector = cursor.order.vector_check
-        sample = sample_at(self._source.n, seed=self._seed, position=vector.pos)
-        if sample != vector.id:
-            detail = f"the order has sample {sample} at position {vector.pos}, the cursor says {vector.id}"
-            raise err(Code.CURSOR_FORM, detail, where="cursor/order/vector_check", requirement="REQ-CUR-006")
-        if self._source.fingerprint is None:
-            self._source = cursor.sources[0]
+        _check_order(cursor)
+        course = self._try_course(cursor.skips)
+        self._sources = tuple(
+            theirs if ours.fingerprint is None else ours
+            for ours, theirs in zip(self._sources, cursor.sources, strict=True)
+        )
+        self._skips = cursor.skips
+        self._course = course
         self._loaded = cursor
         step, position = cursor.commit.step, cursor.commit.global_pos
         self._progress = _Progress(
@@ -198,41 +325,166 @@ class Sampler:
             steps_done=step,
             steps_fetched=step,
             counted=cursor.ledger,
+            counted_to=position,
         )
 
     def _position_of(self, step: int) -> int:
-        return self._progress.first_position + (step - self._progress.first_step) * self._global_batch
+        return self._progress.first_position + (step - self._progress.first_step) * self._plan.global_batch
+
+    def _first_position(self, step: int) -> int:
+        if step < self._progress.first_step:
+            raise err(Code.ARGUMENT, f"step {step} is before the first one, {self._progress.first_step}")
+        return self._position_of(step)
+
+    def _part(self, step: int) -> CourseStretch:
+        """Return what this worker's positions of a step have."""
+        position, size = self._first_position(step), self._plan.global_batch
+        number, count = self._worker or distributed_worker()
+        _check_worker((number, count), size)
+        return self._course.stretch(position + number * size // count, position + (number + 1) * size // count)
 
     def _count(self) -> None:
-        counted = self._progress.counted
-        begin, end = counted.count, self.position
-        news = ledger_of_range(self._source.id, self._source.n, seed=self._seed, begin=begin, end=end)
-        self._progress.counted = add_ledgers(counted, news)
+        progress = self._progress
+        news = self._course.ledger(progress.counted_to, self.position)
+        progress.counted = add_ledgers(progress.counted, news)
+        progress.counted_to = self.position
 
-    def _cursor(self) -> Cursor:
-        n, position = self._source.n, self.position
-        epoch, pos_in_epoch = divmod(position, n)
-        vector = VectorCheck(pos=position, id=sample_at(n, seed=self._seed, position=position))
+    def _try_course(self, skips: tuple[Skip, ...]) -> Course:
+        """Return the course with these skips. Raises: StateError(ARGUMENT)."""
+        with _as_argument():
+            course = Course(self._sources, seed=self._seed, plan=self._plan, mixture=self._mixture, skips=skips)
+            dump_cursor(self._cursor(course, skips, step=0, position=0, ledger=EMPTY))
+        return course
+
+    def _cursor(self, course: Course, skips: tuple[Skip, ...], *, step: int, position: int, ledger: Ledger) -> Cursor:
+        source, sample = course.sample_at(position)
+        epoch, pos_in_epoch = course.epoch_at(position)
+        commit = Commit(step=step, global_pos=position, epoch=epoch, pos_in_epoch=pos_in_epoch)
+        vector = VectorCheck(pos=position, id=sample)
+        sources = self._sources
+        if self._mixture is not None:
+            commit = Commit(step=step, global_pos=position)
+            vector = VectorCheck(pos=position, id=sample, source=source)
+            draws = course.draws_before(position)
+            sources = tuple(dataclasses.replace(one, pos=pos) for one, pos in zip(sources, draws, strict=True))
         return Cursor(
-            plan=Plan(global_batch=self._global_batch),
-            commit=Commit(step=self.steps_done, global_pos=position, epoch=epoch, pos_in_epoch=pos_in_epoch),
+            plan=self._plan,
+            commit=commit,
             order=Order(seed=self._seed, vector_check=vector),
-            sources=(self._source,),
-            ledger=self._progress.counted,
+            sources=sources,
+            ledger=ledger,
+            mixture=self._mixture,
+            skips=skips,
         )
 
     def _check_same(self, cursor: Cursor) -> None:
-        saved = cursor.sources[0]
-        fingerprints = (saved.fingerprint, self._source.fingerprint)
-        pairs = {
-            "number of samples": (saved.n, self._source.n),
-            "source": (saved.id, self._source.id),
-            "fingerprint": fingerprints if None not in fingerprints else (None, None),
+        both = (cursor.sources, self._sources)
+        fingerprints = [
+            (saved.fingerprint, ours.fingerprint)
+            for saved, ours in zip(*both, strict=False)
+            if None not in (saved.fingerprint, ours.fingerprint)
+        ]
+        position = cursor.commit.global_pos
+        pairs: dict[str, tuple[object, object]] = {
+            "number of samples": _each([source.n for source in sources] for sources in both),
+            "source": _each([source.id for source in sources] for sources in both),
+            "fingerprint": _each([pair[side] for pair in fingerprints] for side in (0, 1)),
             "seed": (cursor.order.seed, self._seed),
+            "tail": (cursor.plan.tail, self._plan.tail),
+            "mixture": (_begun(cursor.mixture, position), _begun(self._mixture, position)),
         }
+        if self._plan.tail != "carry":  # where an epoch ends depends on it
+            pairs["global_batch"] = (cursor.plan.global_batch, self._plan.global_batch)
         for name, (theirs, ours) in pairs.items():
             if theirs != ours:
                 raise _other(name, theirs, ours)
+
+
+def _each(sides: Iterable[list[Any]]) -> tuple[object, object]:
+    """Return what both sides say, without the list where there is one source."""
+    theirs, ours = (values[0] if len(values) == 1 else values for values in sides)
+    return theirs, ours
+
+
+def _begun(mixture: Mixture | None, position: int) -> object:
+    """Return what of a mixture decided the positions before one: what may not change any more."""
+    if mixture is None:
+        return None
+    stages = [(stage.from_pos, dict(stage.counts)) for stage in mixture.stages]
+    return mixture.block, mixture.seed, [stage for stage in stages if stage[0] < position]
+
+
+def _check_order(cursor: Cursor) -> None:
+    """Refuse a cursor whose order isn't the one that is computed here, by what it says of positions and a sample."""
+    course = Course(
+        cursor.sources, seed=cursor.order.seed, plan=cursor.plan, mixture=cursor.mixture, skips=cursor.skips
+    )
+    vector, commit = cursor.order.vector_check, cursor.commit
+    source, sample = course.sample_at(vector.pos)
+    if sample != vector.id or vector.source not in (None, source):
+        detail = f"the order has sample {sample} of {source!r} at position {vector.pos}, the cursor says {vector.id}"
+        raise err(Code.CURSOR_FORM, detail, where="cursor/order/vector_check", requirement="REQ-CUR-006")
+    if cursor.mixture is None:
+        said: object = (commit.epoch, commit.pos_in_epoch)
+        computed: object = course.epoch_at(commit.global_pos)
+    else:
+        said, computed = tuple(one.pos for one in cursor.sources), course.draws_before(commit.global_pos)
+    if said != computed:
+        detail = f"at position {commit.global_pos} the sources stand at {computed}, the cursor says {said}"
+        raise err(Code.CURSOR_FORM, detail, where="cursor/commit", requirement="REQ-CUR-014")
+
+
+def _sources(
+    dataset: int | Sized | Mapping[str, int | Sized],
+    fingerprint: str | Mapping[str, str] | None,
+    source: str,
+    *,
+    is_mixed: bool,
+) -> tuple[Source, ...]:
+    if not is_mixed:
+        if isinstance(dataset, Mapping) and any(isinstance(key, str) for key in dataset):
+            raise err(Code.ARGUMENT, "several sources, and no mixture of them", remedy="Pass mixture={name: count}.")
+        if isinstance(fingerprint, Mapping):
+            raise err(Code.ARGUMENT, "one source has one fingerprint, not a mapping")
+        return (Source(id=source, fingerprint=fingerprint, n=_length(dataset)),)
+    if not isinstance(dataset, Mapping) or not dataset:
+        raise err(Code.ARGUMENT, "with a mixture, the data set is a mapping from names to data sets")
+    if not (fingerprint is None or isinstance(fingerprint, Mapping)):
+        raise err(Code.ARGUMENT, "with a mixture, fingerprint is a mapping from names to fingerprints")
+    prints = fingerprint or {}
+    return tuple(Source(id=name, fingerprint=prints.get(name), n=_length(one)) for name, one in dataset.items())
+
+
+def _length(dataset: int | Sized) -> int:
+    return dataset if isinstance(dataset, int) else len(dataset)
+
+
+def _mixture(
+    mixture: Mapping[str, int] | Mapping[int, Mapping[str, int]], seed: int, sources: Iterable[Source]
+) -> Mixture:
+    stages: dict[Any, Any] = dict(mixture)
+    if not any(isinstance(counts, Mapping) for counts in stages.values()):
+        stages = {0: stages}
+    if not all(isinstance(counts, Mapping) for counts in stages.values()):
+        raise err(Code.ARGUMENT, "a mixture maps names to counts, or positions to such mappings")
+    first = next(iter(stages.values())).values()
+    tree: dict[object, object] = {
+        "block": sum(count for count in first if isinstance(count, int)),
+        "seed": seed,
+        "alg": "block-det-v1",
+        "stages": [{"from_pos": begin, "counts": dict(counts)} for begin, counts in stages.items()],
+    }
+    with _as_argument():
+        return parse_mixture(CursorMap(tree, "mixture="), {source.id: source.n for source in sources})
+
+
+@contextlib.contextmanager
+def _as_argument() -> Iterator[None]:
+    """Let what is wrong with a cursor's members be wrong with the arguments that they were made of."""
+    try:
+        yield
+    except CkptError as error:
+        raise err(Code.ARGUMENT, error.detail, where=error.where) from error
 
 
 def _other(name: str, theirs: object, ours: object) -> CkptError:
@@ -252,7 +504,7 @@ def _check_worker(worker: tuple[int, int], global_batch: int) -> None:
         raise err(Code.ARGUMENT, f"a batch of {global_batch} samples can't be spread over {count} workers")
 
 
-def _distributed_worker() -> tuple[int, int]:
+def distributed_worker() -> tuple[int, int]:
     """Return rank and world size of torch.distributed; who didn't import it is alone."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

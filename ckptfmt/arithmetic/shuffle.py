@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 from ckptfmt import limits
 from ckptfmt.errors import Code, err
 
-__all__ = ["ALG", "mix64", "position_of", "sample_at", "sample_indices"]
+__all__ = ["ALG", "mix64", "position_of", "positions_of", "sample_at", "sample_indices", "samples_at"]
 
 ALG: Final = "feistel-v1"
 ROUNDS: Final = 8
@@ -111,6 +111,32 @@ def position_of(n: int, *, seed: int, epoch: int, sample: int) -> int:
             return p
 
 
+def positions_of(n: int, *, seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where in their epoch samples stand, each below n: `position_of` of each.
+
+    Raises: ARGUMENT when another argument is out of range.
+
+    >>> positions_of(10, seed=0, epoch=0, samples=np.array([7, 3])).tolist()
+    [9, 0]
+    """
+    keys = _epoch(n, seed, epoch)
+    p = _pass_back(keys, samples.astype(np.uint64))
+    while len(beyond := np.flatnonzero(p >= n)):
+        p[beyond] = _pass_back(keys, p[beyond])
+    return p.astype(np.int64)
+
+
+def samples_at(n: int, *, seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the samples at positions of one epoch, each below n.
+
+    Raises: ARGUMENT when another argument is out of range.
+
+    >>> samples_at(10, seed=0, epoch=0, positions=np.array([9, 0])).tolist()
+    [7, 3]
+    """
+    return _walk(n, _epoch(n, seed, epoch), positions.astype(np.uint64)).astype(np.int64)
+
+
 def sample_indices(n: int, *, seed: int, begin: int, end: int) -> NDArray[np.int64]:
     """Return the samples at the positions ``[begin, end)`` of the endless order: an array of shape (end - begin,).
 
@@ -126,7 +152,8 @@ def sample_indices(n: int, *, seed: int, begin: int, end: int) -> NDArray[np.int
     while at < end:
         epoch, p = divmod(at, n) if n > 0 else (0, 0)
         count = min(end - at, max(n, 1) - p, _CHUNK)
-        samples[at - begin : at - begin + count] = _walk(n, _epoch(n, seed, epoch), p, count)
+        positions = np.arange(p, p + count, dtype=np.uint64)
+        samples[at - begin : at - begin + count] = _walk(n, _epoch(n, seed, epoch), positions)
         at += count
     return samples
 
@@ -156,9 +183,9 @@ def _round(x: int, m: int) -> int:
     return (((x ^ (x >> 31)) >> 24) * m) >> 40
 
 
-def _walk(n: int, epoch: _Epoch, begin: int, count: int) -> NDArray[np.uint64]:
-    """Return the samples at ``[begin, begin + count)`` of one epoch."""
-    p = _pass(epoch, np.arange(begin, begin + count, dtype=np.uint64))
+def _walk(n: int, epoch: _Epoch, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the samples at positions of one epoch."""
+    p = _pass(epoch, positions)
     while len(beyond := np.flatnonzero(p >= n)):
         p[beyond] = _pass(epoch, p[beyond])
     return p
@@ -174,7 +201,22 @@ def _pass(epoch: _Epoch, p: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return left * b + right
 
 
+def _pass_back(epoch: _Epoch, p: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    a, b = np.uint64(epoch.a), np.uint64(epoch.b)
+    left, right = np.divmod(p, b)
+    keys = np.array(epoch.keys, np.uint64)
+    for i in range(ROUNDS - 2, -1, -2):
+        right = _subtract(right, mix64(left + keys[i + 1]), b)
+        left = _subtract(left, mix64(right + keys[i]), a)
+    return left * b + right
+
+
 def _add(half: NDArray[np.uint64], mixed: NDArray[np.uint64], m: np.uint64) -> NDArray[np.uint64]:
     # Both terms are below m, so a subtraction does what the remainder would, several times faster.
     total = half + (((mixed >> np.uint64(24)) * m) >> np.uint64(40))
     return np.where(total >= m, total - m, total)
+
+
+def _subtract(half: NDArray[np.uint64], mixed: NDArray[np.uint64], m: np.uint64) -> NDArray[np.uint64]:
+    term = ((mixed >> np.uint64(24)) * m) >> np.uint64(40)
+    return np.where(half >= term, half - term, half + m - term)

@@ -350,10 +350,11 @@ def _cursor_text(tree: dict[Any, Any]) -> str:
     except CkptError as error:
         return f"a cursor that can't be used: {clean(str(error))}"
     commit, source = cursor.commit, cursor.sources[0]
-    return (
-        f"{commit.global_pos} samples consumed in {count_text(commit.step, 'step')}:"
-        f" epoch {commit.epoch}, {commit.pos_in_epoch} of {source.n}"
-    )
+    left_out = f"; {count_text(len(cursor.skips), 'skip')}" if cursor.skips else ""
+    steps = f"{commit.global_pos} samples consumed in {count_text(commit.step, 'step')}: "
+    if cursor.mixture is None:
+        return f"{steps}epoch {commit.epoch}, {commit.pos_in_epoch} of {source.n}{left_out}"
+    return steps + ", ".join(f"{one.pos} of {clean(one.id)}" for one in cursor.sources) + left_out
 
 
 def _print_files(console: Console, files: list[tuple[str, int]]) -> None:

@@ -15,37 +15,64 @@ What each says:
 * `commit` counts what finished steps consumed, never what was fetched: the next step begins at `global_pos`.
 * `assign` contig-v1: a step covers the positions ``[p, p + global_batch)``; worker i of w takes
   ``[p + i * global_batch div w, p + (i + 1) * global_batch div w)`` of them.
-* `tail` carry: a batch that reaches the end of an epoch goes on with the next one. No sample is dropped or padded.
+* `tail`: what a batch does that reaches the end of an epoch. ``carry`` goes on with the next epoch; ``drop`` leaves the
+  rest of the epoch out; ``pad_masked`` fills the batch with samples of weight zero.
 * `vector_check` is a position and the sample there, by which a reader proves that it computes the same order.
+* `skips` are what is left out, each from a position on (`ckptfmt.documents.skips`).
 * `ledger` is the multiset digest of all samples consumed (`ckptfmt.arithmetic.ledger`), the order left out.
 
-REQ-CUR-001 [RW] the kind is ``ckptfmt.data_cursor`` -> CURSOR_FORM; `v` is 1 -> VERSION_UNSUPPORTED, before all else.
-REQ-CUR-002 [RW] exactly the members above, of these types and ranges -> CURSOR_FORM.
-REQ-CUR-003 [R] another unit, alg, assign or tail, several sources, skips, and the reserved members `mixture`,
-    `pipeline` and `foreign` need a later reader -> FEATURE_UNSUPPORTED.
-REQ-CUR-004 [RW] ``global_pos = epoch * n + pos_in_epoch``, ``0 <= pos_in_epoch < n``, ``0 <= vector_check.id < n``,
-    ``ledger.count = global_pos`` -> CURSOR_FORM.
-REQ-CUR-005 [W] no member speaks of a rank, a world size, a worker or a host (REQ-CUR-002 has no place for one).
-REQ-CUR-006 [R] the order has the sample `vector_check.id` at `vector_check.pos` -> CURSOR_FORM.
+With a mixture of sources, the epochs are those of the sources, each of which has its own position:
+
+    {...
+     "commit":  {"step": 1200, "global_pos": 76800},
+     "order":   {"alg": "feistel-v1", "seed": 7, "vector_check": {"pos": 76800, "source": "books", "id": 991823}},
+     "sources": [{"id": "books", "fingerprint": null, "n": 5000000, "pos": 53776},
+                 {"id": "code", "fingerprint": null, "n": 900000, "pos": 23024}],
+     "mixture": {"alg": "block-det-v1", "block": 1024, "seed": 7,
+                 "stages": [{"from_pos": 0, "counts": {"books": 717, "code": 307}}]},
+     ...}
+
+The clauses, REQ-CUR-001 and on, are those of ``spec/60-context.md``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, Final, Literal, NoReturn
+from collections.abc import Mapping
+from typing import Any, Final, Literal, TypeAlias
 
 from ckptfmt import limits
+from ckptfmt.documents.cursor_map import CursorMap, check_ascending, refuse
+from ckptfmt.documents.skips import PosSkip, Skip, count_removed, dump_skip, parse_skips
 from ckptfmt.errors import Code, err
 
-__all__ = ["Commit", "Cursor", "Ledger", "Order", "Plan", "Source", "VectorCheck", "dump_cursor", "parse_cursor"]
+__all__ = [
+    "Commit",
+    "Cursor",
+    "Ledger",
+    "Mixture",
+    "Order",
+    "Plan",
+    "Source",
+    "Stage",
+    "Tail",
+    "VectorCheck",
+    "check_cursor",
+    "check_rules",
+    "dump_cursor",
+    "parse_cursor",
+    "parse_mixture",
+]
 
 KIND: Final = "ckptfmt.data_cursor"
 VERSION: Final = 1
 UINT64: Final = (1 << 64) - 1
 
+Tail: TypeAlias = Literal["carry", "drop", "pad_masked"]
+
 #: Members of version 1 that this reader doesn't know yet.
-_RESERVED: Final = ("mixture", "pipeline", "foreign")
+_RESERVED: Final = ("pipeline", "foreign")
 _POSITION: Final = limits.DIM * (UINT64 + 1)
 _SET_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -57,25 +84,40 @@ class Plan:
     global_batch: int
     unit: Literal["sample"] = "sample"
     assign: Literal["contig-v1"] = "contig-v1"
-    tail: Literal["carry"] = "carry"
+    tail: Tail = "carry"
+
+    def epoch_positions(self, count: int) -> int:
+        """Return how many positions an epoch of `count` samples has.
+
+        >>> [Plan(global_batch=4, tail=tail).epoch_positions(10) for tail in ("carry", "drop", "pad_masked")]
+        [10, 8, 12]
+        """
+        if self.tail == "carry":
+            return count
+        steps = count // self.global_batch if self.tail == "drop" else -(-count // self.global_batch)
+        return steps * self.global_batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """What finished steps have consumed: `global_pos` samples, of which `epoch` whole epochs."""
+    """What finished steps have consumed: `global_pos` positions, of which `epoch` whole epochs.
+
+    With a mixture there is no epoch: both are None, and each source has its own position.
+    """
 
     step: int
     global_pos: int
-    epoch: int
-    pos_in_epoch: int
+    epoch: int | None = None
+    pos_in_epoch: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VectorCheck:
-    """The sample `id` at the position `pos`, by which an order is recognised."""
+    """The sample `id` at the position `pos`, of the `source` in a mixture, by which an order is recognised."""
 
     pos: int
     id: int
+    source: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +131,33 @@ class Order:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A data set of `n` samples; `fingerprint` says by its owner's means that it is the same one, or is None."""
+    """A data set of `n` samples; `fingerprint` says by its owner's means that it is the same one, or is None.
+
+    In a mixture, `pos` counts what the source has given to the positions before `global_pos`.
+    """
 
     id: str
     fingerprint: str | None
     n: int
+    pos: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """From the position `from_pos` on, each block has so many positions of each source."""
+
+    from_pos: int
+    counts: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """How sources share blocks of `block` positions: by integer counts, so that nothing drifts."""
+
+    block: int
+    seed: int
+    stages: tuple[Stage, ...]
+    alg: Literal["block-det-v1"] = "block-det-v1"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,26 +171,45 @@ class Ledger:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """A data cursor of one source."""
+    """A data cursor of one source, or of a mixture of sources."""
 
     plan: Plan
     commit: Commit
     order: Order
-    sources: tuple[Source]
+    sources: tuple[Source, ...]
     ledger: Ledger
-    skips: tuple[()] = ()
+    mixture: Mixture | None = None
+    skips: tuple[Skip, ...] = ()
 
 
 def dump_cursor(cursor: Cursor) -> dict[str, Any]:
     """Return the tree of a cursor.
 
-    Raises: CURSOR_FORM when its members contradict each other; LIMIT_EXCEEDED.
-    Spec: REQ-CUR-001 to REQ-CUR-005.
+    Raises: CURSOR_FORM when its members contradict each other.
+    Spec: REQ-CUR-001 to REQ-CUR-005, REQ-CUR-009 to REQ-CUR-011, REQ-CUR-015, REQ-CUR-017, REQ-CUR-019.
     """
-    members = dataclasses.asdict(cursor)
-    tree = {"kind": KIND, "v": VERSION, **members, "sources": list(members["sources"]), "skips": []}
+    tree: dict[str, Any] = {
+        "kind": KIND,
+        "v": VERSION,
+        "plan": dataclasses.asdict(cursor.plan),
+        "commit": _given(cursor.commit, "epoch", "pos_in_epoch"),
+        "order": {**dataclasses.asdict(cursor.order), "vector_check": _given(cursor.order.vector_check, "source")},
+        "sources": [_given(source, "pos") for source in cursor.sources],
+        "ledger": dataclasses.asdict(cursor.ledger),
+        "skips": [dump_skip(skip) for skip in cursor.skips],
+    }
+    if cursor.mixture is not None:
+        stages = [{"from_pos": stage.from_pos, "counts": dict(stage.counts)} for stage in cursor.mixture.stages]
+        members = {name: getattr(cursor.mixture, name) for name in ("alg", "block", "seed")}
+        tree["mixture"] = {**members, "stages": stages}
     parse_cursor(tree)
     return tree
+
+
+def _given(record: Any, *optional: str) -> dict[str, Any]:  # noqa: ANN401 - any of the records above
+    """Return the members of a record, without those of `optional` that are None."""
+    members = dataclasses.asdict(record)
+    return {name: value for name, value in members.items() if value is not None or name not in optional}
 
 
 def parse_cursor(tree: object, *, where: str = "cursor") -> Cursor:
@@ -137,27 +220,31 @@ def parse_cursor(tree: object, *, where: str = "cursor") -> Cursor:
         where: the tree's place, for errors.
 
     Raises: CURSOR_FORM, VERSION_UNSUPPORTED, FEATURE_UNSUPPORTED.
-    Spec: REQ-CUR-001 to REQ-CUR-004.
+    Spec: REQ-CUR-001 to REQ-CUR-004, REQ-CUR-009 to REQ-CUR-011, REQ-CUR-015, REQ-CUR-017, REQ-CUR-019.
     """
-    top = _Map.of(tree, where)
+    top = CursorMap.of(tree, where)
     _check_header(top)
-    top.check_names("kind", "v", "plan", "commit", "order", "sources", "skips", "ledger")
-    if top.items("skips"):
-        raise err(Code.FEATURE_UNSUPPORTED, "skips", where=f"{where}/skips", requirement="REQ-CUR-003")
+    is_mixed = "mixture" in top.members
+    names = ("kind", "v", "plan", "commit", "order", "sources", "skips", "ledger")
+    top.check_names(*names, *(("mixture",) if is_mixed else ()))
+    sources = _parse_sources(top, is_mixed=is_mixed)
+    lengths = {source.id: source.n for source in sources}
     cursor = Cursor(
         plan=_parse_plan(top.inner("plan")),
-        commit=_parse_commit(top.inner("commit")),
-        order=_parse_order(top.inner("order")),
-        sources=_parse_sources(top),
+        commit=_parse_commit(top.inner("commit"), is_mixed=is_mixed),
+        order=_parse_order(top.inner("order"), is_mixed=is_mixed),
+        sources=sources,
         ledger=_parse_ledger(top.inner("ledger")),
+        mixture=parse_mixture(top.inner("mixture"), lengths) if is_mixed else None,
+        skips=parse_skips(top, lengths),
     )
-    _check_sums(cursor, where)
+    check_cursor(cursor, where)
     return cursor
 
 
-def _check_header(top: _Map) -> None:
+def _check_header(top: CursorMap) -> None:
     if top.members.get("kind") != KIND:
-        _refuse(f"not a cursor: {top.members.get('kind')!r}", f"{top.where}/kind", "REQ-CUR-001")
+        refuse(f"not a cursor: {top.members.get('kind')!r}", f"{top.where}/kind", "REQ-CUR-001")
     version = top.integer("v", UINT64)
     if version != VERSION:
         detail = f"version {version} of the cursor; this reader knows {VERSION}"
@@ -165,117 +252,171 @@ def _check_header(top: _Map) -> None:
     for name in _RESERVED:
         if name in top.members:
             raise err(Code.FEATURE_UNSUPPORTED, name, where=f"{top.where}/{name}", requirement="REQ-CUR-003")
+    if "mixture" in top.members:
+        top.inner("mixture").known("alg", "block-det-v1")
 
 
-def _parse_plan(plan: _Map) -> Plan:
+def _parse_plan(plan: CursorMap) -> Plan:
     plan.check_names("unit", "global_batch", "assign", "tail")
-    plan.check_known("unit", "sample")
-    plan.check_known("assign", "contig-v1")
-    plan.check_known("tail", "carry")
-    return Plan(global_batch=plan.integer("global_batch", limits.DIM, least=1))
-
-
-def _parse_commit(commit: _Map) -> Commit:
-    commit.check_names("step", "global_pos", "epoch", "pos_in_epoch")
-    return Commit(
-        step=commit.integer("step", UINT64),
-        global_pos=commit.integer("global_pos", _POSITION),
-        epoch=commit.integer("epoch", UINT64),
-        pos_in_epoch=commit.integer("pos_in_epoch", limits.DIM),
+    plan.known("unit", "sample")
+    plan.known("assign", "contig-v1")
+    tail = plan.known("tail", "carry", "drop", "pad_masked")
+    return Plan(
+        global_batch=plan.integer("global_batch", limits.DIM, least=1),
+        tail="carry" if tail == "carry" else "drop" if tail == "drop" else "pad_masked",
     )
 
 
-def _parse_order(order: _Map) -> Order:
+def _parse_commit(commit: CursorMap, *, is_mixed: bool) -> Commit:
+    commit.check_names("step", "global_pos", *(() if is_mixed else ("epoch", "pos_in_epoch")))
+    return Commit(
+        step=commit.integer("step", UINT64),
+        global_pos=commit.integer("global_pos", UINT64 if is_mixed else _POSITION),
+        epoch=None if is_mixed else commit.integer("epoch", UINT64),
+        pos_in_epoch=None if is_mixed else commit.integer("pos_in_epoch", _POSITION),
+    )
+
+
+def _parse_order(order: CursorMap, *, is_mixed: bool) -> Order:
     order.check_names("alg", "seed", "vector_check")
-    order.check_known("alg", "feistel-v1")
+    order.known("alg", "feistel-v1")
     vector = order.inner("vector_check")
-    vector.check_names("pos", "id")
-    check = VectorCheck(pos=vector.integer("pos", _POSITION), id=vector.integer("id", limits.DIM))
+    vector.check_names("pos", "id", *(("source",) if is_mixed else ()))
+    check = VectorCheck(
+        pos=vector.integer("pos", UINT64 if is_mixed else _POSITION),
+        id=vector.integer("id", limits.DIM),
+        source=vector.text("source") if is_mixed else None,
+    )
     return Order(seed=order.integer("seed", UINT64), vector_check=check)
 
 
-def _parse_sources(top: _Map) -> tuple[Source]:
-    sources = top.items("sources")
+def _parse_sources(top: CursorMap, *, is_mixed: bool) -> tuple[Source, ...]:
     where = f"{top.where}/sources"
+    sources: list[Source] = []
+    for source in top.maps("sources"):
+        source.check_names("id", "fingerprint", "n", *(("pos",) if is_mixed else ()))
+        one = Source(
+            id=source.text("id"),
+            fingerprint=None if source.members["fingerprint"] is None else source.text("fingerprint"),
+            n=source.integer("n", limits.DIM, least=1),
+            pos=source.integer("pos", UINT64) if is_mixed else None,
+        )
+        if any(other.id == one.id for other in sources):
+            refuse(f"a second source is called {one.id!r}", f"{source.where}/id", "REQ-CUR-009")
+        sources.append(one)
     if not sources:
-        _refuse("a cursor has a source", where, "REQ-CUR-002")
-    if len(sources) > 1:
-        raise err(Code.FEATURE_UNSUPPORTED, "several sources", where=where, requirement="REQ-CUR-003")
-    source = _Map.of(sources[0], f"{where}/0")
-    source.check_names("id", "fingerprint", "n")
-    fingerprint = None if source.members["fingerprint"] is None else source.text("fingerprint")
-    return (Source(id=source.text("id"), fingerprint=fingerprint, n=source.integer("n", limits.DIM, least=1)),)
+        refuse("a cursor has a source", where, "REQ-CUR-002")
+    if len(sources) > 1 and not is_mixed:
+        refuse("several sources, and no mixture of them", where, "REQ-CUR-009")
+    return tuple(sources)
 
 
-def _parse_ledger(ledger: _Map) -> Ledger:
+def parse_mixture(mixture: CursorMap, lengths: Mapping[str, int]) -> Mixture:
+    """Return the mixture of a cursor, of sources with these numbers of samples.
+
+    Raises: CURSOR_FORM.
+    Spec: REQ-CUR-002, REQ-CUR-011.
+    """
+    mixture.check_names("alg", "block", "seed", "stages")
+    block = mixture.integer("block", limits.MIXTURE_BLOCK, least=1)
+    stages = [_parse_stage(stage, block, lengths) for stage in mixture.maps("stages")]
+    where = f"{mixture.where}/stages"
+    if not stages or stages[0].from_pos != 0:
+        refuse("the first stage begins at position 0", where, "REQ-CUR-011")
+    check_ascending([stage.from_pos for stage in stages], where, "REQ-CUR-011")
+    return Mixture(block=block, seed=mixture.integer("seed", UINT64), stages=tuple(stages))
+
+
+def _parse_stage(stage: CursorMap, block: int, lengths: Mapping[str, int]) -> Stage:
+    stage.check_names("from_pos", "counts")
+    from_pos = stage.integer("from_pos", UINT64)
+    if from_pos % block:
+        refuse(f"{from_pos} is no multiple of the block, {block}", f"{stage.where}/from_pos", "REQ-CUR-011")
+    counts = stage.inner("counts")
+    if counts.members.keys() != lengths.keys():
+        refuse("it doesn't name each source, and no others", counts.where, "REQ-CUR-011")
+    parsed = {name: counts.integer(name, block) for name in lengths}
+    if sum(parsed.values()) != block:
+        refuse(f"the counts add up to {sum(parsed.values())}, the block is {block}", counts.where, "REQ-CUR-011")
+    return Stage(from_pos=from_pos, counts=parsed)
+
+
+def _parse_ledger(ledger: CursorMap) -> Ledger:
     ledger.check_names("alg", "count", "set_digest")
-    ledger.check_known("alg", "mix64-add4-v1")
+    ledger.known("alg", "mix64-add4-v1")
     set_digest = ledger.text("set_digest")
     if not _SET_DIGEST.fullmatch(set_digest):
-        _refuse(f"not 64 hex digits: {set_digest!r}", f"{ledger.where}/set_digest", "REQ-CUR-002")
+        refuse(f"not 64 hex digits: {set_digest!r}", f"{ledger.where}/set_digest", "REQ-CUR-002")
     return Ledger(count=ledger.integer("count", _POSITION), set_digest=set_digest)
 
 
-def _check_sums(cursor: Cursor, where: str) -> None:
-    commit, n = cursor.commit, cursor.sources[0].n
-    if (commit.epoch, commit.pos_in_epoch) != divmod(commit.global_pos, n):
-        detail = f"position {commit.global_pos} of {n} samples is not {commit.pos_in_epoch} in epoch {commit.epoch}"
-        _refuse(detail, f"{where}/commit", "REQ-CUR-004")
-    if cursor.order.vector_check.id >= n:
-        detail = f"sample {cursor.order.vector_check.id} of a source of {n}"
-        _refuse(detail, f"{where}/order/vector_check/id", "REQ-CUR-004")
-    if cursor.ledger.count != commit.global_pos:
-        detail = f"{cursor.ledger.count} samples in the ledger, {commit.global_pos} committed"
-        _refuse(detail, f"{where}/ledger/count", "REQ-CUR-004")
+# --- what the members say of each other -------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Map:
-    """A map of the tree, with its place; its getters check types exactly: True is no integer here."""
+def check_cursor(cursor: Cursor, where: str = "cursor") -> None:
+    """Refuse a cursor whose members contradict each other, as far as this is known without computing the order.
 
-    members: dict[object, object]
-    where: str
-
-    @classmethod
-    def of(cls, value: object, where: str) -> _Map:
-        if type(value) is not dict:
-            _refuse(f"a {type(value).__name__} where a map belongs", where, "REQ-CUR-002")
-        return cls(value, where)
-
-    def check_names(self, *names: str) -> None:
-        if missing := [name for name in names if name not in self.members]:
-            _refuse(f"without {missing[0]!r}", self.where, "REQ-CUR-002")
-        if unknown := [name for name in self.members if name not in names]:
-            _refuse(f"the unknown member {unknown[0]!r}", self.where, "REQ-CUR-002")
-
-    def check_known(self, name: str, known: str) -> None:
-        if self.text(name) != known:
-            detail = f"{name} {self.text(name)!r}; this reader knows {known!r}"
-            raise err(Code.FEATURE_UNSUPPORTED, detail, where=f"{self.where}/{name}", requirement="REQ-CUR-003")
-
-    def inner(self, name: str) -> _Map:
-        return _Map.of(self.members[name], f"{self.where}/{name}")
-
-    def items(self, name: str) -> list[object]:
-        value = self.members[name]
-        if type(value) is not list:
-            _refuse(f"a {type(value).__name__} where a list belongs", f"{self.where}/{name}", "REQ-CUR-002")
-        return value
-
-    def text(self, name: str) -> str:
-        value = self.members[name]
-        if type(value) is not str or len(value.encode(errors="replace")) > limits.NAME_NBYTES:
-            detail = f"not a string of at most {limits.NAME_NBYTES} bytes"
-            _refuse(detail, f"{self.where}/{name}", "REQ-CUR-002")
-        return value
-
-    def integer(self, name: str, most: int, *, least: int = 0) -> int:
-        value = self.members.get(name)
-        if type(value) is not int or not least <= value <= most:
-            detail = f"not an integer from {least} to {most}: {value!r:.80}"
-            _refuse(detail, f"{self.where}/{name}", "REQ-CUR-002")
-        return value
+    Raises: CURSOR_FORM.
+    Spec: REQ-CUR-004, REQ-CUR-010, REQ-CUR-015, REQ-CUR-019, REQ-CUR-021.
+    """
+    check_rules(cursor.plan, cursor.sources, cursor.mixture, cursor.skips, where)
+    _check_sample(cursor, where)
+    if cursor.mixture is None:
+        _check_epoch(cursor, where)
+    elif sum(source.pos or 0 for source in cursor.sources) != cursor.commit.global_pos:
+        detail = f"the positions of the sources don't add up to {cursor.commit.global_pos}"
+        refuse(detail, f"{where}/sources", "REQ-CUR-010")
+    _check_count(cursor, where)
 
 
-def _refuse(detail: str, where: str, requirement: str) -> NoReturn:
-    raise err(Code.CURSOR_FORM, detail, where=where, requirement=requirement)
+def check_rules(
+    plan: Plan, sources: tuple[Source, ...], mixture: Mixture | None, skips: tuple[Skip, ...], where: str
+) -> None:
+    """Refuse what no order can be made of. Raises: CURSOR_FORM. Spec: REQ-CUR-015, REQ-CUR-019."""
+    if mixture is not None and plan.tail != "carry":
+        detail = f"a mixture has no epochs that a batch could end with: {plan.tail!r}"
+        refuse(detail, f"{where}/plan/tail", "REQ-CUR-015")
+    for source in sources:
+        removed = count_removed(skips, source.id)
+        if removed > limits.SKIPPED:
+            refuse(f"{removed} samples of {source.id!r} are removed", f"{where}/skips", "REQ-CUR-019")
+        if plan.epoch_positions(source.n - removed) < 1:
+            # Without a skip, it is the batch that is too large.
+            place, clause = (f"{where}/skips", "REQ-CUR-019") if removed else (f"{where}/plan", "REQ-CUR-015")
+            refuse(f"an epoch of {source.id!r} has no batch left", place, clause)
+    if plan.tail == "carry":
+        return
+    for number, skip in enumerate(skips):
+        edges = skip.range if isinstance(skip, PosSkip) else (skip.from_pos,)
+        if skip.policy == "shift" and any(edge % plan.global_batch for edge in edges):
+            detail = f"with the tail {plan.tail!r}, what shifts the order begins and ends where a step does"
+            refuse(detail, f"{where}/skips/{number}", "REQ-CUR-019")
+
+
+def _check_sample(cursor: Cursor, where: str) -> None:
+    vector = cursor.order.vector_check
+    lengths = {source.id: source.n for source in cursor.sources}
+    if vector.source is not None and vector.source not in lengths:
+        refuse(f"there is no source {vector.source!r}", f"{where}/order/vector_check/source", "REQ-CUR-010")
+    n = cursor.sources[0].n if vector.source is None else lengths[vector.source]
+    if vector.id >= n:
+        clause = "REQ-CUR-004" if vector.source is None else "REQ-CUR-010"
+        refuse(f"sample {vector.id} of a source of {n}", f"{where}/order/vector_check/id", clause)
+
+
+def _check_epoch(cursor: Cursor, where: str) -> None:
+    commit = cursor.commit
+    if any(skip.policy == "shift" for skip in cursor.skips):
+        return  # only who computes the order knows how long each epoch was (REQ-CUR-014)
+    length = cursor.plan.epoch_positions(cursor.sources[0].n)
+    if (commit.epoch, commit.pos_in_epoch) != divmod(commit.global_pos, length):
+        detail = f"position {commit.global_pos} of {length} in an epoch is not {commit.pos_in_epoch} in {commit.epoch}"
+        refuse(detail, f"{where}/commit", "REQ-CUR-004")
+
+
+def _check_count(cursor: Cursor, where: str) -> None:
+    count, position = cursor.ledger.count, cursor.commit.global_pos
+    all_count = not cursor.skips and cursor.plan.tail != "pad_masked"
+    if count > position or (all_count and count != position):
+        detail = f"{count} samples in the ledger, {position} positions committed"
+        refuse(detail, f"{where}/ledger/count", "REQ-CUR-004" if all_count else "REQ-CUR-021")

@@ -6,12 +6,13 @@ import struct
 
 from blake3 import blake3
 
-__all__ = ["ledger", "sample_at"]
+__all__ = ["ledger", "ledger_keys", "mix", "sample_at"]
 
 _MASK = (1 << 64) - 1
 
 
-def _mix(x: int) -> int:
+def mix(x: int) -> int:
+    """Return the finaliser of SplitMix64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
     return x ^ (x >> 31)
@@ -27,7 +28,7 @@ def sample_at(count: int, seed: int, position: int) -> int:
         left, right = divmod(p, b)
         for i, key in enumerate(keys):
             x, most = (right, a) if i % 2 == 0 else (left, b)
-            step = ((_mix((x + key) & _MASK) >> 24) * most) >> 40
+            step = ((mix((x + key) & _MASK) >> 24) * most) >> 40
             if i % 2 == 0:
                 left = (left + step) % a
             else:
@@ -37,12 +38,17 @@ def sample_at(count: int, seed: int, position: int) -> int:
             return p
 
 
+def ledger_keys(source: str, epoch: int) -> tuple[int, ...]:
+    """Return the key words of an epoch of a source."""
+    return struct.unpack("<4Q", blake3(b"ckptfmt/ledger-v1" + struct.pack("<Q", epoch) + source.encode()).digest())
+
+
 def ledger(source: str, count: int, seed: int, end: int) -> str:
     """Return the digest of the multiset of the first `end` samples, by `mix64-add4-v1`."""
     sums = [0] * 4
     for position in range(end):
         epoch = position // count
-        keys = struct.unpack("<4Q", blake3(b"ckptfmt/ledger-v1" + struct.pack("<Q", epoch) + source.encode()).digest())
+        keys = ledger_keys(source, epoch)
         sample = sample_at(count, seed, position)
-        sums = [(total + _mix((sample + key) & _MASK)) & _MASK for total, key in zip(sums, keys, strict=True)]
+        sums = [(total + mix((sample + key) & _MASK)) & _MASK for total, key in zip(sums, keys, strict=True)]
     return struct.pack("<4Q", *sums).hex()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.shuffle import position_of, sample_at, sample_indices
+from ckptfmt.arithmetic.shuffle import position_of, positions_of, sample_at, sample_indices, samples_at
 from ckptfmt.errors import CkptError, Code
 
 
@@ -52,6 +52,14 @@ def test_all_three_ways_agree_and_the_inverse_undoes_them(n, seed, epoch, data):
     assert sample_at(n, seed=seed, position=epoch * n + p) == sample
     assert sample_indices(n, seed=seed, begin=epoch * n + p, end=epoch * n + p + 1).tolist() == [sample]
     assert position_of(n, seed=seed, epoch=epoch, sample=sample) == p
+
+
+@given(lengths, words, words, st.data())
+def test_many_samples_are_found_as_each_of_them_is(n, seed, epoch, data):
+    places = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=9)), np.int64)
+    samples = samples_at(n, seed=seed, epoch=epoch, positions=places)
+    assert samples.tolist() == [sample_at(n, seed=seed, position=epoch * n + p) for p in places.tolist()]
+    assert (positions_of(n, seed=seed, epoch=epoch, samples=samples) == places).all()
 
 
 @pytest.mark.parametrize(

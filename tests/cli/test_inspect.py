@@ -7,6 +7,7 @@ from ckptfmt.documents.part import Stream
 from ckptfmt.documents.tree import TensorRef, dump_tree
 from ckptfmt.engines.commit import commit
 from ckptfmt.engines.writer import write_part
+from ckptfmt.sampler import Sampler
 from ckptfmt.store import LocalStore
 from tests.cli.conftest import ATTEMPT, CURSOR, leaf_of, save, snapshot_of
 
@@ -30,6 +31,15 @@ def test_the_text_has_what_one_looks_for(call, checkpoint_path):
         "bad    nan",
     ):
         assert text in out, text
+
+
+def test_a_mixture_is_told_by_its_sources(call, tmp_path):
+    sampler = Sampler({"books": 20, "code": 7}, mixture={"books": 3, "code": 1}, global_batch=4, worker=(0, 1))
+    sampler.commit(3)
+    sampler.skip(samples=[5], source="books")
+    save(LocalStore(tmp_path, writable=True), leaves=[leaf_of("data", sampler.state_dict())])
+
+    assert "12 samples consumed in 3 steps: 9 of books, 3 of code; 1 skip" in call("inspect", tmp_path)[1]
 
 
 def test_no_line_of_text_ends_in_blanks(call, checkpoint_path, run_path):

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from conformance.generate.cases import Page
+from conformance.generate.course import course, ledger_of, positions
 from conformance.generate.model import Checkpoint
 from conformance.generate.order import ledger, sample_at
 from conformance.generate.plans import Leaf, Plan, Stream, Tensor
@@ -31,6 +32,62 @@ def cursor() -> dict[str, Any]:
         "skips": [],
         "ledger": {"alg": "mix64-add4-v1", "count": POSITION, "set_digest": ledger("books", COUNT, SEED, POSITION)},
     }  # fmt: skip
+
+
+def mixed() -> dict[str, Any]:
+    """Return a cursor of two sources in two stages, after 16 steps of four."""
+    tree = cursor() | {
+        "sources": [{"id": "books", "fingerprint": None, "n": 20}, {"id": "code", "fingerprint": "by hand", "n": 7}],
+        "mixture": {
+            "alg": "block-det-v1", "block": 8, "seed": SEED,
+            "stages": [
+                {"from_pos": 0, "counts": {"books": 5, "code": 3}}, {"from_pos": 40, "counts": {"books": 8, "code": 0}},
+            ],
+        },
+    }  # fmt: skip
+    return went_on(tree, 16)
+
+
+def skipping() -> dict[str, Any]:
+    """Return a cursor of one source, ten of whose samples are left out in one way or another, after twelve steps."""
+    tree = cursor() | {
+        "sources": [{"id": "books", "fingerprint": None, "n": 30}],
+        "skips": [
+            {"scope": "sample", "policy": "shift", "from_pos": 8, "reason": "nan", "source": "books", "ids": [3, 29]},
+            {
+                "scope": "shard", "policy": "hole", "from_pos": 0, "reason": "lost", "source": "books",
+                "shard": "00017.tar", "range": [10, 14],
+            },
+            {"scope": "sample", "policy": "mask", "from_pos": 1, "reason": "licence", "source": "books", "ids": [0]},
+            {"scope": "pos", "policy": "shift", "reason": "spike", "range": [20, 28]},
+            {"scope": "pos", "policy": "hole", "reason": "", "range": [30, 31]},
+        ],
+    }  # fmt: skip
+    return went_on(tree, 12)
+
+
+def tailed(tail: str) -> dict[str, Any]:
+    """Return a cursor of one source of ten samples with another tail than carry, after seven steps of four."""
+    tree = cursor() | {"sources": [{"id": "books", "fingerprint": None, "n": 10}]}
+    tree["plan"]["tail"] = tail
+    return went_on(tree, 7)
+
+
+def went_on(tree: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return a cursor with the position, check and ledger that it has after so many steps."""
+    end = steps * tree["plan"]["global_batch"]
+    places = list(course(tree, end + 1))
+    here = places[end]
+    tree["commit"] = {"step": steps, "global_pos": end}
+    tree["order"]["vector_check"] = {"pos": end, "id": here.sample}
+    if "mixture" in tree:
+        tree["order"]["vector_check"]["source"] = here.source
+        found = positions(tree, end)
+        tree["sources"] = [source | {"pos": found[source["id"]]} for source in tree["sources"]]
+    else:
+        tree["commit"] |= {"epoch": here.epoch, "pos_in_epoch": here.drawn}
+    tree["ledger"] = ledger_of(places[:end])
+    return tree
 
 
 def tree_of(value: Any) -> Any:  # noqa: ANN401 - any plain value
@@ -79,6 +136,7 @@ def _valid(made: Page) -> None:
         "the greatest source, seed and step",
         why="the greatest that is allowed has to be read, and 64 bits don't overflow",
     )
+    _valid_orders(made)
     foreign = Plan(
         tensors=[Tensor(name="w", dtype="int8", shape=(2,))],
         leaves=[
@@ -93,6 +151,28 @@ def _valid(made: Page) -> None:
         "another loader's state, of two logical workers",
         why="what isn't a cursor is a value like any other",
     )
+
+
+def _valid_orders(made: Page) -> None:
+    """Add cursors of mixtures, skips and tails."""
+    why = "who computes another order repeats some samples and leaves out others, and nothing else shows it"
+    for slug, tree, clauses, says in (
+        (
+            "mixed",
+            mixed(),
+            "CUR-009 CUR-010 CUR-011 CUR-012 CUR-013 CUR-014",
+            "two sources, in the second of two stages",
+        ),
+        (
+            "skips",
+            skipping(),
+            "CUR-003 CUR-014 CUR-017 CUR-018 CUR-019 CUR-020 CUR-021",
+            "skips of each scope and policy",
+        ),
+        ("drop", tailed("drop"), "CUR-004 CUR-015", "the rest of each epoch is dropped"),
+        ("pad", tailed("pad_masked"), "CUR-015 CUR-016 CUR-021", "the last batch of each epoch is filled up"),
+    ):
+        made.accept(f"cursor-{slug}", _plan(tree), clauses, says, why=why)
 
 
 def _valid_values(made: Page) -> None:
@@ -136,24 +216,28 @@ def _valid_values(made: Page) -> None:
     )
 
 
+def _put(base: dict[str, Any], path: str, value: Any) -> Any:  # noqa: ANN401 - an edit
+    """Return the edit of a checkpoint that puts another value into its cursor."""
+
+    def edit(c: Checkpoint) -> None:
+        changed = copy.deepcopy(base)
+        place: Any = changed
+        *steps, last = path.split("/")
+        for step in steps:
+            place = place[int(step) if isinstance(place, list) else step]
+        if value is None and last in ("ledger", "skips", "alg"):
+            del place[last]
+        elif isinstance(place, list):
+            place.insert(int(last), value)
+        else:
+            place[last] = value
+        c.part["leaves"]["value"][0] = msgpack(tree_of(changed))
+
+    return edit
+
+
 def _cursors(made: Page) -> None:
-    def put(path: str, value: Any) -> Any:  # noqa: ANN401 - an edit
-        def edit(c: Checkpoint) -> None:
-            changed = copy.deepcopy(cursor())
-            place: Any = changed
-            *steps, last = path.split("/")
-            for step in steps:
-                place = place[int(step) if isinstance(place, list) else step]
-            if value is None and last in ("ledger", "skips", "alg"):
-                del place[last]
-            elif isinstance(place, list):
-                place.insert(int(last), value)
-            else:
-                place[last] = value
-            c.part["leaves"]["value"][0] = msgpack(tree_of(changed))
-
-        return edit
-
+    """Add cursors that are refused."""
     why = (
         "an order or a position that is read otherwise repeats some samples and skips others, and nothing else shows it"
     )
@@ -166,11 +250,12 @@ def _cursors(made: Page) -> None:
         ("seed-2-64", "CUR-002 LIM-001", "CURSOR_FORM", "order/seed", 2**64),
         ("n-0", "CUR-002 CUR-004", "CURSOR_FORM", "sources/0/n", 0),
         ("unit", "CUR-003", "FEATURE_UNSUPPORTED", "plan/unit", "token"),
-        ("tail", "CUR-003", "FEATURE_UNSUPPORTED", "plan/tail", "drop"),
+        ("tail", "CUR-003", "FEATURE_UNSUPPORTED", "plan/tail", "wrap"),
         ("order", "CUR-003", "FEATURE_UNSUPPORTED", "order/alg", "feistel-v2"),
-        ("two-sources", "CUR-003", "FEATURE_UNSUPPORTED", "sources/1", {"id": "web", "fingerprint": None, "n": 3}),
-        ("skips", "CUR-003", "FEATURE_UNSUPPORTED", "skips/0", {"pos": 5}),
-        ("mixture", "CUR-003", "FEATURE_UNSUPPORTED", "mixture", {}),
+        ("two-sources", "CUR-009", "CURSOR_FORM", "sources/1", {"id": "web", "fingerprint": None, "n": 3}),
+        ("skips", "CUR-003", "FEATURE_UNSUPPORTED", "skips/0", {"scope": "token"}),
+        ("mixture", "CUR-003", "FEATURE_UNSUPPORTED", "mixture", {"alg": "block-det-v2"}),
+        ("foreign", "CUR-003", "FEATURE_UNSUPPORTED", "foreign", []),
         ("position", "CUR-004", "CURSOR_FORM", "commit/pos_in_epoch", 55),
         ("check-beyond", "CUR-004", "CURSOR_FORM", "order/vector_check/id", COUNT),
         ("ledger-count", "CUR-004", "CURSOR_FORM", "ledger/count", 255),
@@ -179,10 +264,44 @@ def _cursors(made: Page) -> None:
         made.reject(
             f"cursor-{slug}",
             "cursor",
-            put(path, value),
+            _put(cursor(), path, value),
             clauses,
             error,
             f"{path} is {'missing' if value is None else value!r}",
+            why=why,
+            bug="WRONG_RUN",
+            phase="validate",
+        )
+    _cursors_of_orders(made, why)
+
+
+def _cursors_of_orders(made: Page, why: str) -> None:
+    """Add cursors of mixtures, skips and tails that are refused."""
+    bases = {"mixed": mixed(), "skips": skipping(), "drop": tailed("drop")}
+    for slug, base, clauses, path, value in (
+        ("same-name", "mixed", "CUR-009", "sources/1/id", "books"),
+        ("positions", "mixed", "CUR-010", "sources/1/pos", 2),
+        ("check-of-none", "mixed", "CUR-010", "order/vector_check/source", "web"),
+        ("stage-within-block", "mixed", "CUR-011", "mixture/stages/1/from_pos", 36),
+        ("counts", "mixed", "CUR-011", "mixture/stages/0/counts/code", 4),
+        ("block-0", "mixed", "CUR-002", "mixture/block", 0),
+        ("block-65537", "mixed", "CUR-002 LIM-001", "mixture/block", 65_537),
+        ("mixture-drops", "mixed", "CUR-015", "plan/tail", "drop"),
+        ("batch-beyond-epoch", "drop", "CUR-015", "plan/global_batch", 11),
+        ("skip-unknown-source", "skips", "CUR-017", "skips/0/source", "web"),
+        ("skip-descends", "skips", "CUR-017", "skips/0/ids", [29, 3]),
+        ("skip-beyond", "skips", "CUR-017", "skips/1/range", [10, 31]),
+        ("skip-of-nothing", "skips", "CUR-017", "skips/3/range", [20, 20]),
+        ("skip-of-all", "skips", "CUR-019", "skips/0/ids", list(range(30))),
+        ("ledger-beyond", "skips", "CUR-021", "ledger/count", 49),
+    ):
+        made.reject(
+            f"cursor-{slug}",
+            f"cursor-{base}",
+            _put(bases[base], path, value),
+            clauses,
+            "CURSOR_FORM",
+            f"{path} is {value!r}" if slug != "skip-of-all" else f"{path} is every sample",
             why=why,
             bug="WRONG_RUN",
             phase="validate",
