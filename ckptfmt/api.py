@@ -124,8 +124,9 @@ def load(
         rename: what the live names were called: a mapping from live to saved names, or to what they begin with, as in
             ``{"backbone": "encoder"}``; or a function of the live name. Optimizer state goes along. Several live names
             may take the same saved one.
-        allow: what may differ, each then reported: any of ``missing``, ``unexpected``, ``dtype``, ``streams``. With
-            ``dtype``, tensors are converted to the live dtype, and optimizer state along with its parameter.
+        allow: what may differ, each then reported: any of ``missing``, ``unexpected``, ``dtype``, ``streams``,
+            ``loader``. With ``dtype``, tensors are converted to the live dtype, and optimizer state along with its
+            parameter.
         strict: whether random-number streams of another number of processes are an error instead of a report.
         framework: ``torch`` or ``numpy`` for the tensors of trees; None for torch where it is imported.
         writer, agree, deadline_s: as for `save`; an exchange by token needs a directory that can be written.

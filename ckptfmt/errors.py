@@ -212,6 +212,7 @@ class Code(StrEnum):
     STATE_CHANGED = "STATE_CHANGED"
     SLOT_MEMORY = "SLOT_MEMORY"
     FLOAT_ENVIRONMENT = "FLOAT_ENVIRONMENT"
+    LOADER_NOT_ELASTIC = "LOADER_NOT_ELASTIC"
     # commit
     FENCED = "FENCED"
     CHECKPOINT_EXISTS = "CHECKPOINT_EXISTS"
@@ -448,6 +449,11 @@ CODES: dict[Code, CodeEntry] = {
         StateError,
         "this thread's floating point doesn't round as IEEE 754 says",
         "Turn flush-to-zero off: torch.set_flush_denormal(False), and no library built with -ffast-math.",
+    ),
+    Code.LOADER_NOT_ELASTIC: CodeEntry(
+        StateError,
+        "another library's position in its data holds for another number of workers",
+        "Load with as many workers as saved, or pass allow=('loader',); the claim is lowered.",
     ),
     Code.FENCED: CodeEntry(
         FencedError, "a newer launch has taken over the run", "Stop this process; the newer launch goes on."

@@ -19,6 +19,7 @@ from ckptfmt.interop import torch_side
 from ckptfmt.interop.choice import Patterns, Rename
 from ckptfmt.interop.context import find_differences, local_facts, plain_config, topology
 from ckptfmt.interop.live import Live, optimizer_prefix
+from ckptfmt.interop.loaders import may_load
 from ckptfmt.interop.named import plan_named_tensors, take_named_leaf
 from ckptfmt.interop.names import GLOBAL
 from ckptfmt.interop.pieces import plan_sink
@@ -90,7 +91,7 @@ def restore(
         checkpoint: an open one.
         worker: number of this worker, from 0.
         worker_count: how many workers load.
-        allow: differences to accept: ``missing``, ``unexpected``, ``dtype``, ``streams``.
+        allow: differences to accept: ``missing``, ``unexpected``, ``dtype``, ``streams``, ``loader``.
         strict: refuse random-number streams of another number of workers.
         streams: put random-number streams back too; else `restore_streams` does, once iterators exist.
         only: what to load, as patterns of saved names; see `ckptfmt.interop.choice.Only`.
@@ -278,6 +279,8 @@ def _plan_stateful(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
     where = f"{unit.field}:{unit.name}"
     if saved is MISSING:
         plan.problem(Code.LEAF_MISSING, where, "nothing was saved for this object")
+        return
+    if not may_load(plan, saved, where):
         return
     value = Placer(plan, field=unit.field, scope=at).fresh(saved, name, unit.value.state_dict())
     plan.actions.append(functools.partial(_load_stateful, unit.value, value, where))

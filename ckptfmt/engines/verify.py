@@ -8,6 +8,7 @@ from ckptfmt import limits
 from ckptfmt.arithmetic.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
+from ckptfmt.documents.foreign import is_foreign, parse_foreign
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
     Abort,
@@ -323,6 +324,8 @@ def _verify_values(checkpoint: Checkpoint, part: Part, report: Report, directory
             _check_references(checkpoint, leaf.field, leaf.scope, value, f"{where}#/leaves/{leaf.field}/{leaf.name}")
             if leaf.field == "data" and isinstance(value, dict) and value.get("kind") == CURSOR_KIND:
                 parse_cursor(value)
+            elif leaf.field == "data" and is_foreign(value):
+                parse_foreign(value)
 
 
 def _check_references(checkpoint: Checkpoint, field: str, scope: str, value: object, where: str) -> None:

@@ -33,6 +33,7 @@ _ALLOWED_BY: Final = {
     Code.DTYPE_MISMATCH: "dtype",
     Code.STREAM_MISSING: "streams",
     Code.STREAM_UNEXPECTED: "streams",
+    Code.LOADER_NOT_ELASTIC: "loader",
 }
 
 _SHOWN: Final = 10
@@ -103,7 +104,8 @@ class Plan:
         checkpoint: what is loaded.
         worker: number of this worker.
         worker_count: number of workers that load.
-        allow: kinds of differences that the caller accepts: ``missing``, ``unexpected``, ``dtype``, ``streams``.
+        allow: kinds of differences that the caller accepts: ``missing``, ``unexpected``, ``dtype``, ``streams``,
+            ``loader``.
         only: patterns of the saved names that the load is about; see `ckptfmt.interop.choice.Only`.
         rename: saved names of live ones; see `ckptfmt.interop.choice.Renaming`.
 

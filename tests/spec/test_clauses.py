@@ -255,12 +255,12 @@ OTHER_WORDS = {
     "data_offsets", "packed_document",
     # what programs call generators and their states
     "torch", "generator", "get_state", "mt19937",
-    # the kind of a cursor
-    "ckptfmt", "data_cursor",
+    # the kind of a cursor; that of another loader's position, and a member of it
+    "ckptfmt", "data_cursor", "foreign_loader", "worker_count",
     # stems of file names
     "_buffers", "_opaque",
     # the members that cursors of later versions may have
-    "mixture", "pipeline", "foreign",
+    "pipeline", "foreign",
 }  # fmt: skip
 
 

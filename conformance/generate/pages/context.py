@@ -107,6 +107,7 @@ def page() -> Page:
     _valid(made)
     _valid_values(made)
     _cursors(made)
+    _others(made)
     return made
 
 
@@ -173,6 +174,47 @@ def _valid_orders(made: Page) -> None:
         ("pad", tailed("pad_masked"), "CUR-015 CUR-016 CUR-021", "the last batch of each epoch is filled up"),
     ):
         made.accept(f"cursor-{slug}", _plan(tree), clauses, says, why=why)
+
+
+def _others(made: Page) -> None:
+    """Add other loaders' positions: two that are accepted, and some that are refused."""
+    theirs = {
+        "kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0", "per": "worker",
+        "worker_count": 2, "state": {"_num_yielded": 3, "fetcher_state": None},
+    }  # fmt: skip
+    leaves = [Leaf(field="data", scope=f"lw/{i}", value=tree_of(theirs)) for i in range(2)]
+    made.accept(
+        "other-loader",
+        Plan(tensors=[Tensor(name="w", dtype="int8", shape=(2,))], leaves=leaves),
+        "CUR-022 CUR-023 CTX-003",
+        "the positions of another library's loader, of two workers",
+        why="what the library saved has to come back to it as it was",
+    )
+    counted = theirs | {"lib": "megatron", "per": "run", "worker_count": 8, "state": {"consumed_train_samples": 640}}
+    made.accept(
+        "consumed-samples",
+        _plan(counted),
+        "CUR-022",
+        "a count of samples of the whole run, kept by eight workers",
+        why="it is the same on all workers, and only its order isn't",
+    )
+    for slug, error, path, value in (
+        ("version-2", "VERSION_UNSUPPORTED", "v", 2),
+        ("workers-0", "CURSOR_FORM", "worker_count", 0),
+        ("per-host", "CURSOR_FORM", "per", "host"),
+        ("elastic", "CURSOR_FORM", "elastic", 1),
+    ):
+        made.reject(
+            f"loader-{slug}",
+            "consumed-samples",
+            _put(counted, path, value),
+            "CUR-022",
+            error,
+            f"{path} is {value!r}",
+            why="who goes by it on another number of workers repeats samples",
+            bug="WRONG_RUN",
+            phase="validate",
+        )
 
 
 def _valid_values(made: Page) -> None:

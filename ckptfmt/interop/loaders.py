@@ -1,0 +1,168 @@
+"""Other libraries' data loaders in a checkpoint: kept as they are, for the number of workers that saved them.
+
+    from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
+
+    state = State(..., data=PerWorker(ForeignLoader(stateful_dataloader, lib="torchdata")))
+    state = State(..., data=ConsumedSamples(args))  # Megatron's consumed_train_samples
+
+A `ckptfmt.Sampler` goes on at any number of workers. These don't: a load at another number is refused
+(LOADER_NOT_ELASTIC), or, with ``allow=("loader",)``, reported and lowers the claim. Then a loader of each worker stays
+as it is, and a count of the whole run is loaded, since it means the same on any number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from ckptfmt.documents.foreign import Foreign, Per, dump_foreign, is_foreign, parse_foreign
+from ckptfmt.errors import Code, err
+from ckptfmt.interop.plan import Plan
+from ckptfmt.sampler import distributed_worker
+
+__all__ = ["ConsumedSamples", "ForeignLoader", "may_load"]
+
+
+class _Stateful(Protocol):
+    """A loader that says where it stands."""
+
+    def state_dict(self) -> Any:  # noqa: ANN401 - the library's own
+        """Return the position."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:  # noqa: ANN401 - the library's own
+        """Go to a position."""
+
+
+class ForeignLoader:
+    """Another library's loader, such as torchdata's StatefulDataLoader, as the field `data` of one worker.
+
+    Iterate over this, not over the loader, and save between a step and the next batch: what the loader has handed out
+    then is what was consumed. Whether it counts what it fetched ahead is the library's affair.
+
+    Args:
+        loader: has ``state_dict`` and ``load_state_dict``, and is iterable.
+        lib: whose it is; a state of another one is refused.
+        version: the library's, for those who read the checkpoint.
+        worker_count: how many workers there are; left out, as for `ckptfmt.Sampler`.
+    """
+
+    def __init__(self, loader: _Stateful, *, lib: str, version: str = "", worker_count: int | None = None) -> None:
+        self._loader = loader
+        self._lib = lib
+        self._version = version
+        self._worker_count = worker_count
+        self._loaded: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the loader's batches, from where it stands."""
+        batches: Any = self._loader
+        for batch in batches:
+            self._loaded = None
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state, and for how many workers it holds. Spec: REQ-CUR-022."""
+        if self._loaded is not None:  # asking some loaders starts their processes
+            return self._loaded
+        return _tree(self._lib, self._version, "worker", self._worker_count, self._loader.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go to a position.
+
+        Raises: FormatError(CURSOR_FORM); StateError(CONFIG_IDENTITY) for another library's;
+            StateError(LOADER_NOT_ELASTIC).
+        Spec: REQ-CUR-022, REQ-CUR-023.
+        """
+        foreign = _parse(state_dict, self._lib)
+        count = _count(self._worker_count)
+        if foreign.worker_count != count:
+            raise err(Code.LOADER_NOT_ELASTIC, _detail(foreign, count), where="loader", requirement="REQ-CUR-023")
+        self._loader.load_state_dict(foreign.state)
+        self._loaded = dict(state_dict)
+
+
+class ConsumedSamples:
+    """Counts of consumed samples over the whole run, kept as attributes of an object, as Megatron's arguments are.
+
+    The order is the trainer's own, a function of the count; a loader that is made after the load starts there.
+
+    Args:
+        holder: has the attributes.
+        names: of the attributes.
+        lib: whose they are; a state of another one is refused.
+        version: the library's, for those who read the checkpoint.
+        worker_count: how many workers there are; left out, as for `ckptfmt.Sampler`.
+
+    >>> import types
+    >>> args = types.SimpleNamespace(consumed_train_samples=640)
+    >>> ConsumedSamples(args, worker_count=8).state_dict()["state"]
+    {'consumed_train_samples': 640}
+    """
+
+    def __init__(
+        self,
+        holder: object,
+        *,
+        names: tuple[str, ...] = ("consumed_train_samples",),
+        lib: str = "megatron",
+        version: str = "",
+        worker_count: int | None = None,
+    ) -> None:
+        self._holder = holder
+        self._names = names
+        self._lib = lib
+        self._version = version
+        self._worker_count = worker_count
+        self._loaded: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, and by how many workers they were saved. Spec: REQ-CUR-022."""
+        counts = {name: getattr(self._holder, name) for name in self._names}
+        if self._loaded is not None and self._loaded["state"] == counts:
+            return self._loaded
+        return _tree(self._lib, self._version, "run", self._worker_count, counts)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the counts; whether the number of workers may be another, the load has decided.
+
+        Raises: FormatError(CURSOR_FORM); StateError(CONFIG_IDENTITY) for another library's, or other names.
+        """
+        counts = _parse(state_dict, self._lib).state
+        if not isinstance(counts, dict) or counts.keys() != set(self._names):
+            raise err(Code.CONFIG_IDENTITY, f"the saved counts aren't those of {self._names}", where="loader/state")
+        for name in self._names:
+            setattr(self._holder, name, counts[name])
+        self._loaded = dict(state_dict)
+
+
+def may_load(plan: Plan, saved: object, where: str) -> bool:
+    """Tell whether a saved value can be put back on this number of workers; if not, it is a problem of the plan.
+
+    Spec: REQ-CUR-023.
+    """
+    if not is_foreign(saved):
+        return True
+    foreign = parse_foreign(saved, where=where)
+    if foreign.worker_count == plan.worker_count:
+        return True
+    is_allowed = plan.problem(Code.LOADER_NOT_ELASTIC, where, _detail(foreign, plan.worker_count))
+    return is_allowed and foreign.per == "run"
+
+
+def _detail(foreign: Foreign, count: int) -> str:
+    return f"the position of {foreign.lib} holds for {foreign.worker_count} workers, and {count} load it"
+
+
+def _count(worker_count: int | None) -> int:
+    return distributed_worker()[1] if worker_count is None else worker_count
+
+
+def _tree(lib: str, version: str, per: Per, worker_count: int | None, state: object) -> dict[str, Any]:
+    return dump_foreign(Foreign(lib=lib, version=version, per=per, worker_count=_count(worker_count), state=state))
+
+
+def _parse(state_dict: Mapping[str, Any], lib: str) -> Foreign:
+    foreign = parse_foreign(dict(state_dict))
+    if foreign.lib != lib:
+        raise err(Code.CONFIG_IDENTITY, f"a position of {foreign.lib!r}, not of {lib!r}", where="loader/lib")
+    return foreign
