@@ -177,6 +177,26 @@ def test_sampler_commits_with_the_step(store: Any) -> None:
     assert interrupted == uninterrupted
 
 
+def test_a_mixture_with_a_skip_goes_on_where_it_was(store: Any) -> None:
+    def make() -> ckptfmt.Sampler:
+        mixture = {0: {"books": 3, "code": 1}, 8: {"books": 1, "code": 3}}
+        return ckptfmt.Sampler({"books": 10, "code": 5}, mixture=mixture, global_batch=4, worker=(0, 1))
+
+    def start(total: int, *, skip_at: int | None = None) -> list[list[Any]]:
+        sampler, seen = make(), []
+        with Checkpointer(store, ckptfmt.State(weights={"w": np.zeros(1)}, data=sampler), every=2) as checkpointer:
+            for step in checkpointer.steps(total):
+                if step == skip_at:
+                    sampler.skip(samples=[1, 2], source="code", policy="shift", reason="corrupt")
+                seen.append(sampler.indices(step))
+        return seen
+
+    uninterrupted = make()
+    uninterrupted.commit(2)
+    uninterrupted.skip(samples=[1, 2], source="code", policy="shift")
+    assert start(3, skip_at=2) + start(8) == [uninterrupted.indices(step) for step in range(8)]
+
+
 def test_what_cannot_be_saved_is_refused_before_the_first_step(store: Any) -> None:
     state = ckptfmt.State(weights={"w": np.zeros(1)}, extra={"socket": object()})
     done: list[int] = []
