@@ -9,11 +9,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from ckptfmt_conformance.cases import PHASES, Case
+from ckptfmt_conformance.cases import PHASES, Case, Expectation
 from ckptfmt_conformance.protocol import Answer, Description
 from ckptfmt_conformance.readback import ReadbackError, read_back
 
-__all__ = ["RED", "Status", "Verdict", "find_reason_to_skip", "judge"]
+__all__ = ["RED", "Status", "Verdict", "due", "find_reason_to_skip", "judge"]
 
 
 class Status(StrEnum):
@@ -49,9 +49,20 @@ def find_reason_to_skip(case: Case, description: Description) -> str:
         return f"it isn't a {' or '.join(case.roles)}"
     if case.kind not in description.kinds:
         return f"it doesn't do {case.kind}"
-    if case.spec and case.spec not in description.spec:
+    if not _speaks(case, description) and (case.kind != "open" or case.expect.outcome == "reject"):
         return f"it doesn't speak version {case.spec} of the format"
     return ""
+
+
+def due(case: Case, description: Description) -> Expectation:
+    """Return what is expected of an adapter: of one that doesn't speak the case's version, that it refuses by it."""
+    if _speaks(case, description):
+        return case.expect
+    return Expectation(outcome="reject", errors=("VERSION_UNSUPPORTED",), phase="open")
+
+
+def _speaks(case: Case, description: Description) -> bool:
+    return not case.spec or case.spec in description.spec
 
 
 def judge(  # noqa: PLR0911 - one for each kind of answer
@@ -64,7 +75,7 @@ def judge(  # noqa: PLR0911 - one for each kind of answer
     """
     if answer.outcome == "error":
         return Verdict(status=Status.ERROR, message=answer.message)
-    lacking = set(case.features) - set(description.features)
+    expect, lacking = due(case, description), set(case.features) - set(description.features)
     if answer.outcome == "unsupported":
         if lacking:
             return Verdict(status=Status.UNSUPPORTED, message=str(answer.body["feature"]))
@@ -75,9 +86,9 @@ def judge(  # noqa: PLR0911 - one for each kind of answer
         # What lacks a feature has to refuse by this very name, so this is the answer that was due.
         if lacking and answer.body["error"] == "FEATURE_UNSUPPORTED":
             return Verdict(status=Status.UNSUPPORTED, message=", ".join(sorted(lacking)))
-        return _verdict(_compare_refusal(case, answer.body))
-    if case.expect.outcome == "reject":
-        return _verdict(f"accepted, though it must be refused with {' or '.join(case.expect.errors)}")
+        return _verdict(_compare_refusal(expect, answer.body))
+    if expect.outcome == "reject":
+        return _verdict(f"accepted, though it must be refused with {' or '.join(expect.errors)}")
     result = answer.body
     if case.kind == "write":
         if output is None:
@@ -93,20 +104,20 @@ def _verdict(complaint: str) -> Verdict:
     return Verdict(status=Status.FAIL if complaint else Status.PASS, message=complaint)
 
 
-def _compare_refusal(case: Case, body: Mapping[str, Any]) -> str:
+def _compare_refusal(expect: Expectation, body: Mapping[str, Any]) -> str:
     """Return what is wrong with a refusal; "" if nothing is."""
     code, phase = body["error"], body.get("phase")
     said = f"refused with {code}" + (f" at {body['where']}" if body.get("where") else "")
-    if case.expect.outcome == "accept":
+    if expect.outcome == "accept":
         return f"{said}, though it must be accepted"
-    if code not in case.expect.errors:
-        return f"{said} instead of {' or '.join(case.expect.errors)}"
-    if case.expect.phase:
+    if code not in expect.errors:
+        return f"{said} instead of {' or '.join(expect.errors)}"
+    if expect.phase:
         if phase not in PHASES:
             return f"{said}, but in no phase: {phase!r} instead of one of {', '.join(PHASES)}"
         # Sooner is as good: nothing of what is wrong was handed out.
-        if PHASES.index(phase) > PHASES.index(case.expect.phase):
-            return f"{said}, but only in phase {phase}; it must be refused in phase {case.expect.phase}"
+        if PHASES.index(phase) > PHASES.index(expect.phase):
+            return f"{said}, but only in phase {phase}; it must be refused in phase {expect.phase}"
     return ""
 
 

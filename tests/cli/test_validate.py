@@ -61,7 +61,7 @@ def test_json_says_all_of_the_report_and_keeps_own_bytes_apart(call_json, checkp
     assert code == 0
     assert answer.keys() >= {"version", "target", "kind", "violations", "warnings", "checkpoints", "nbytes"}
     assert (answer["format"], answer["kind"], answer["valid"], answer["verdict"]) == (
-        "0.1",
+        "0.9",
         "checkpoint",
         True,
         "valid",
@@ -274,7 +274,7 @@ def test_a_hostile_manifest_is_a_violation(call_json, checkpoint_path, content, 
 
 
 def test_another_version_of_the_format_is_said(call_json, checkpoint_path):
-    signed = {"type": "manifest", "format_version": "0.9", "features": {"reader": [], "writer": []}}
+    signed = {"type": "manifest", "format_version": "0.1", "features": {"reader": [], "writer": []}}
     (checkpoint_path / "manifest.json").write_bytes(dump_document(signed))
 
     assert found(call_json, checkpoint_path)[0][0] == "VERSION_UNSUPPORTED"

@@ -3,13 +3,19 @@
 import functools
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from ckptfmt_conformance.callers import find_target
+from ckptfmt_conformance.cases import load_cases
+from ckptfmt_conformance.runner import run_cases
 from conformance.generate.__main__ import differences
 from conformance.generate.cases import BUG_CLASSES
 from conformance.generate.coverage import NOT_BY_FILES, TABLE, find_gaps, table_text
+from conformance.generate.fields import PAGE, fields_text
+from conformance.generate.kept import KEPT, edited_versions, is_kept
 from conformance.generate.pages import all_cases
 from conformance.generate.wire import FORMAT_VERSION
 from tests.conformance.judging import PHASES, judge
@@ -38,7 +44,9 @@ FAILING: dict[str, str] = {}
 def cases():
     found = {}
     for path in sorted(VECTORS.rglob("case.json")):
-        found[path.parent.relative_to(VECTORS).as_posix()] = json.loads(path.read_text("utf-8"))
+        name = path.parent.relative_to(VECTORS).as_posix()
+        if not is_kept(name.partition("/")[0]):
+            found[name] = json.loads(path.read_text("utf-8"))
     return found
 
 
@@ -160,6 +168,30 @@ def test_every_testable_clause_is_covered():
 
 def test_the_table_of_coverage_is_up_to_date():
     assert TABLE.read_text("utf-8") == table_text(all_cases())
+
+
+def test_the_table_of_members_is_up_to_date():
+    assert PAGE.read_text("utf-8") == fields_text()
+
+
+def test_the_vectors_of_earlier_versions_are_as_they_were(tmp_path):
+    shutil.copytree(VECTORS / "0.1", tmp_path / "0.1")
+    assert edited_versions(VECTORS) == edited_versions(tmp_path) == []
+
+    with (tmp_path / "0.1" / "run" / "valid" / "simple" / "case.json").open("a") as file:
+        file.write(" ")
+
+    assert edited_versions(tmp_path) == ["0.1"]
+
+
+def test_a_reader_refuses_those_of_an_earlier_version_by_that():
+    """REQ-VER-001."""
+    kept = [case for case in load_cases(VECTORS) if case.id.partition("/")[0] in KEPT]
+
+    run = run_cases(find_target("reference"), kept, jobs=1)
+
+    assert len(kept) == 6
+    assert {(result.status, result.case.spec) for result in run.results} == {("PASS", "0.1")}
 
 
 def test_what_files_cannot_show_are_clauses():

@@ -1,0 +1,116 @@
+"""The table of members, spec/96-fields.md: which document has which member, in each version of the format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from conformance.generate.clauses import ROOT
+
+__all__ = ["fields_text", "write_fields"]
+
+PAGE = ROOT / "spec" / "96-fields.md"
+
+#: The schemas of each version, oldest first. Those of a version that differs from the one after it are kept in a
+#: folder of its name; 0.1 has the members of 0.9.
+VERSIONS = {"0.1": ROOT / "spec" / "schema", "0.9": ROOT / "spec" / "schema"}
+#: What these are used in is listed with its members.
+_SHARED = ("columns", "defs")
+
+_HEAD = """\
+# Fields
+
+Each member of each document, version by version.
+The table is generated from the schemas in `schema/`, by `python -m conformance.generate`.
+What a member means is said on the page of its document.
+
+| Entry | Means |
+|---|---|
+| required | it is in every document of its kind, and in each object that it is a member of |
+| in some | some forms of the document require it, and others may not have it: the schema says which |
+| optional | it may be left out |
+| - | the version doesn't have it |
+
+A document with a member that its version doesn't have is refused (REQ-DOC-011).
+What is added comes behind a feature, or with another number ([95](95-versions-and-extensions.md)).
+"""
+
+
+class _Schemas:
+    """The schemas of a version, by the names that they call each other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._named = {path.name: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.schema.json"))}
+
+    def documents(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield those of whole documents, and the names by which they are called in prose."""
+        for name, schema in self._named.items():
+            if name.removesuffix(".schema.json") not in _SHARED:
+                yield name.removesuffix(".schema.json"), schema
+
+    def members(self, schema: dict[str, Any], home: str, before: str = "") -> dict[str, str]:
+        """Return the members below a schema, each with its path, and whether it is required."""
+        schema, home = self._resolved(schema, home)
+        forms = schema.get("oneOf") or schema.get("anyOf")
+        if forms:
+            return _merged([self.members(form, home, before) for form in forms])
+        found: dict[str, str] = {}
+        for name, value in schema.get("properties", {}).items():
+            found[before + name] = "required" if name in schema.get("required", ()) else "optional"
+            found |= self.members(value, home, f"{before}{name}.")
+        if "items" in schema and isinstance(schema["items"], dict):
+            found |= self.members(schema["items"], home, f"{before.removesuffix('.')}[].")
+        return found
+
+    def _resolved(self, schema: dict[str, Any], home: str) -> tuple[dict[str, Any], str]:
+        while "$ref" in schema:
+            file, _, path = schema["$ref"].partition("#")
+            home = file or home
+            schema = self._named[home]
+            for key in path.strip("/").split("/"):
+                schema = schema[key]
+        return schema, home
+
+
+def _merged(forms: list[dict[str, str]]) -> dict[str, str]:
+    """Return the members of several forms of one thing: what isn't in all of them is in some."""
+    forms = [form for form in forms if form]
+    merged: dict[str, str] = {}
+    for form in forms:
+        for name in form:
+            found = {other.get(name, "in some") for other in forms}
+            merged[name] = found.pop() if len(found) == 1 else "in some"
+    return merged
+
+
+def fields_text() -> str:
+    """Return the page."""
+    tables: dict[str, dict[str, dict[str, str]]] = {}
+    for version, folder in VERSIONS.items():
+        schemas = _Schemas(folder)
+        for name, schema in schemas.documents():
+            for member, how in schemas.members(schema, f"{name}.schema.json").items():
+                tables.setdefault(name, {}).setdefault(member, {})[version] = how
+    lines = [_HEAD]
+    for name, members in tables.items():
+        lines += [f"## {name}\n", "| Member | " + " | ".join(VERSIONS) + " |", "|---|" + "---|" * len(VERSIONS)]
+        lines += [
+            f"| `{member}` | " + " | ".join(how.get(version, "-") for version in VERSIONS) + " |"
+            for member, how in members.items()
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def write_fields(*, check: bool, path: Path = PAGE) -> int:
+    """Write the page, or say whether it is up to date; return 1 if it isn't."""
+    text = fields_text()
+    if not check:
+        path.write_text(text, "utf-8")
+        return 0
+    is_old = not path.is_file() or path.read_text("utf-8") != text
+    if is_old:
+        print(f"{path.name} isn't what is generated; run `python -m conformance.generate`")
+    return int(is_old)
