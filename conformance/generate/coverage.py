@@ -1,61 +1,73 @@
-"""The table of coverage, spec/97-coverage.md: which cases and which tests show each clause."""
+"""The table of coverage, spec/97-coverage.md: what shows each clause, and what convicts those who break it."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.generate.cases import Case
 from conformance.generate.clauses import ROOT, Clause, citing_tests, read_clauses
+from conformance.generate.convictions import Conviction, broken_adapters, mutants
 from conformance.generate.pages import all_cases
 
-__all__ = ["NOT_BY_FILES", "cases_of", "find_gaps", "table_text", "write_table"]
+__all__ = ["find_gaps", "table_text", "write_table"]
 
 TABLE = ROOT / "spec" / "97-coverage.md"
-
-#: Clauses that bind a reader, and that no file shows, or shows by one outcome alone: why.
-NOT_BY_FILES = {
-    "REQ-VER-004": "each refused case",
-    "REQ-OPN-002": "what isn't read",
-    "REQ-OPN-008": "memory",
-    "REQ-CTX-004": "live objects",
-    "REQ-CUR-006": "going on",
-    "REQ-CUR-007": "going on",
-    "REQ-CUR-012": "going on",
-    "REQ-CUR-013": "going on",
-    "REQ-CUR-014": "going on",
-    "REQ-CUR-016": "going on",
-    "REQ-CUR-018": "going on",
-    "REQ-CUR-023": "going on",
-    "REQ-PRE-003": "the thread's arithmetic",
-    "REQ-ERR-001": "each refused case",
-    "REQ-ERR-002": "each refused case",
-}
 
 _HEAD = """\
 # Coverage
 
-Each clause, with the cases of the suite that have to be accepted or refused by it, and a test that cites it.
-The table is generated from these pages, the vectors and the tests, by `python -m conformance.generate`.
-With `--check`, that says whether the table is up to date.
-Of several cases the first one is named, and how many more there are; of several tests the first one.
+Each clause, with what has to be accepted by it, what has to be refused, and a test that cites it.
+The table is generated from these pages, the cases and the tests, by `python -m conformance.generate`.
+With `--check`, that says whether the table is up to date, and whether a clause that can be tested lacks either.
+Of several names the first one is given, and how many more there are; of several tests the first one.
 
-The column "Shown by" says what kind of thing shows the clause.
+Where a file shows the clause, what is accepted and refused are cases of the suite, `conformance/vectors/`.
+No file shows what a reader makes of contents that are whole, or how who writes, commits or cleans goes about it.
+There, what is refused is an implementation that breaks this clause and no other thing:
 
-| Shown by | Means |
+| Refused | Means |
 |---|---|
-| files | a case that is accepted and one that is refused |
-| contents | cases that are accepted: who reads the clause otherwise finds other bytes, or refuses what is whole |
-| writer, committer, cleaner | whoever works by it, so that tests show it, and cases where it leaves a trace |
-| nothing | it can't be tested, for the reason that stands with it |
-| anything else | no file alone, but what is named; the tests show it |
+| `page/invalid/...` | a file that every reader has to refuse |
+| `broken/...` | one of the suite's broken adapters; the cases that it names convict it |
+| `mutants/...` | the reference implementation with one fault; the tests that it names convict it, and pass without |
+
+What is accepted is then the case or the test that convicts: whoever keeps to the clause passes it.
 """
 
-_ROLES = {"W": "writer", "C": "committer", "K": "cleaner"}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What there is for a clause."""
+
+    clause: Clause
+    accepted: tuple[str, ...]
+    refused: tuple[str, ...]
+    tests: tuple[str, ...]
 
 
-def cases_of(cases: Sequence[Case], outcome: str) -> dict[str, list[str]]:
+def _rows(cases: Sequence[Case]) -> list[Row]:
+    accepted, refused = _cases_of(cases, "accept"), _cases_of(cases, "reject")
+    broken, wrong, tests = _by_clause(broken_adapters()), _by_clause(mutants()), citing_tests()
+    rows = []
+    for clause in read_clauses():
+        label = clause.label
+        convicted = broken.get(label) or wrong.get(label) or []
+        cited = tuple(tests.get(label, ()))
+        judges = dict.fromkeys(name for one in convicted for name in one.by)
+        rows.append(
+            Row(
+                clause=clause,
+                accepted=tuple(accepted.get(label) or judges),
+                refused=tuple(refused.get(label) or (one.name for one in convicted)),
+                tests=cited,
+            )
+        )
+    return rows
+
+
+def _cases_of(cases: Sequence[Case], outcome: str) -> dict[str, list[str]]:
     """Return the ids of the cases of an outcome, by the labels that they test."""
     found: dict[str, list[str]] = {}
     for case in cases:
@@ -65,32 +77,25 @@ def cases_of(cases: Sequence[Case], outcome: str) -> dict[str, list[str]]:
     return found
 
 
-def shown_by(clause: Clause, accepted: Sequence[str], refused: Sequence[str]) -> str:
-    """Return what shows a clause; "" for a gap."""
-    if not clause.is_testable:
-        return "nothing"
-    if accepted and refused:
-        return "files"
-    if clause.label in NOT_BY_FILES:
-        return NOT_BY_FILES[clause.label]
-    if "R" not in clause.roles:
-        return ", ".join(_ROLES[role] for role in clause.roles)
-    return "contents" if accepted and not clause.codes else ""
+def _by_clause(convictions: Iterable[Conviction]) -> dict[str, list[Conviction]]:
+    found: dict[str, list[Conviction]] = {}
+    for conviction in convictions:
+        for label in conviction.clauses:
+            found.setdefault(label, []).append(conviction)
+    return found
 
 
 def find_gaps(cases: Sequence[Case]) -> list[str]:
-    """Return what is wrong with the coverage: clauses that nothing shows, and excuses that aren't needed."""
-    accepted, refused, tests = cases_of(cases, "accept"), cases_of(cases, "reject"), citing_tests()
-    clauses = {clause.label: clause for clause in read_clauses()}
-    wrong = [f"{label} is tested by a case, and no page has it" for label in {*accepted, *refused} - clauses.keys()]
-    for label, clause in clauses.items():
-        how = shown_by(clause, accepted.get(label, ()), refused.get(label, ()))
-        if not how:
-            wrong.append(f"{label} has no case that is {'refused' if accepted.get(label) else 'accepted'}")
-        elif how not in ("files", "contents", "nothing") and label not in tests:
-            wrong.append(f"{label} is shown by no case and by no test")
-        if label in NOT_BY_FILES and how == "files":
-            wrong.append(f"{label} is excused, and has cases of both kinds")
+    """Return what is wrong with the coverage: clauses that lack something, and things that name what is no clause."""
+    rows = _rows(cases)
+    labels = {row.clause.label for row in rows}
+    named = {label: one.name for one in (*broken_adapters(), *mutants()) for label in one.clauses}
+    named |= {label: case.id for case in cases for label in case.members["requirements"]}
+    wrong = [f"{name} names {label}, and no page has it" for label, name in named.items() if label not in labels]
+    for row in rows:
+        if row.clause.is_testable:
+            wrong += [f"{row.clause.label} has nothing that is accepted"] * (not row.accepted)
+            wrong += [f"{row.clause.label} has nothing that is refused"] * (not row.refused)
     return sorted(wrong)
 
 
@@ -102,21 +107,21 @@ def _cell(names: Sequence[str]) -> str:
 
 def table_text(cases: Sequence[Case]) -> str:
     """Return the page."""
-    accepted, refused, tests = cases_of(cases, "accept"), cases_of(cases, "reject"), citing_tests()
     lines = [_HEAD]
     page = ""
-    for clause in read_clauses():
-        if clause.page != page:
-            page = clause.page
+    for row in _rows(cases):
+        if row.clause.page != page:
+            page = row.clause.page
             lines += [
                 f"\n## [{page.partition('-')[0]}]({page}.md)\n",
-                "| Clause | Shown by | Accepted | Refused | Test |",
-                "|---|---|---|---|---|",
+                "| Clause | Accepted | Refused | Test |",
+                "|---|---|---|---|",
             ]
-        own = accepted.get(clause.label, []), refused.get(clause.label, [])
         # One test is enough here: a number would change with every test that is added.
-        cells = [clause.label, shown_by(clause, *own), *map(_cell, own), _cell(tests.get(clause.label, [])[:1])]
-        lines.append("| " + " | ".join(cells).replace("|  |", "| |").replace("|  |", "| |") + " |")
+        own = [_cell(row.accepted), _cell(row.refused), _cell(row.tests[:1])]
+        if not row.clause.is_testable:
+            own = ["can't be tested: its page says why", "", own[2]]
+        lines.append(("| " + " | ".join([row.clause.label, *own]) + " |").replace("|  |", "| |").replace("|  |", "| |"))
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
@@ -134,7 +139,3 @@ def write_table(*, check: bool, path: Path = TABLE) -> int:
         return int(is_old or bool(gaps))
     path.write_text(text, "utf-8")
     return int(bool(gaps))
-
-
-if __name__ == "__main__":
-    sys.exit(write_table(check="--check" in sys.argv[1:]))

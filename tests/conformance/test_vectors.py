@@ -13,7 +13,7 @@ from ckptfmt_conformance.cases import load_cases
 from ckptfmt_conformance.runner import run_cases
 from conformance.generate.__main__ import differences
 from conformance.generate.cases import BUG_CLASSES
-from conformance.generate.coverage import NOT_BY_FILES, TABLE, find_gaps, table_text
+from conformance.generate.coverage import TABLE, find_gaps, table_text
 from conformance.generate.fields import PAGE, fields_text
 from conformance.generate.kept import KEPT, edited_versions, is_kept
 from conformance.generate.pages import all_cases
@@ -192,10 +192,6 @@ def test_a_reader_refuses_those_of_an_earlier_version_by_that():
 
     assert len(kept) == 6
     assert {(result.status, result.case.spec) for result in run.results} == {("PASS", "0.1")}
-
-
-def test_what_files_cannot_show_are_clauses():
-    assert NOT_BY_FILES.keys() <= {clause.label for clause in clauses()}
 
 
 # --- what ckptfmt makes of them ---------------------------------------------------------------------------------------
