@@ -1,9 +1,15 @@
 """One clause broken on purpose, and which test convicts it: what makes sure that a clause's test can fail."""
 
 from __future__ import annotations
+import __future__
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+import inspect
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-__all__ = ["Mutant", "convict", "replaced"]
+__all__ = ["Mutant", "convict", "replaced", "rewritten"]
 
 TESTS = Path(__file__).parents[1]
 #: A mutant that dies of one of these is a patch that doesn't fit the code any more, and no broken clause.
@@ -56,6 +62,45 @@ def replaced(owner: object, name: str, broken: Callable[..., Any]) -> Callable[[
     return patch
 
 
+def rewritten(function: Any, old: str, new: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return a patch that changes a few words of a function's source, wherever the function was imported to.
+
+    Args:
+        function: or method, decorated or not.
+        old: what is in its source exactly once, from the indentation of ``def`` on.
+        new: what stands there instead.
+    """
+
+    @contextlib.contextmanager
+    def patch() -> Iterator[None]:
+        plain = inspect.unwrap(function)
+        right = plain.__code__
+        plain.__code__ = _compile_rewritten(plain, old, new)
+        try:
+            yield
+        finally:
+            plain.__code__ = right
+
+    return patch
+
+
+def _compile_rewritten(function: types.FunctionType, old: str, new: str) -> types.CodeType:
+    """Return the code of a function after a change of its source. Raises: NameError if it isn't there once."""
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(old) != 1:
+        raise NameError(f"{function.__qualname__} has {old!r} {source.count(old)} times")
+    # Tracebacks tell the lines of the file, as far as nothing was added.
+    source = "\n" * (function.__code__.co_firstlineno - 1) + source.replace(old, new)
+    flags = __future__.annotations.compiler_flag
+    module = compile(source, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+    for code in module.co_consts:
+        if isinstance(code, types.CodeType) and code.co_name == function.__name__:
+            if code.co_freevars != function.__code__.co_freevars:
+                break
+            return code
+    raise NameError(f"{function.__qualname__} can't be compiled by itself")
+
+
 class _Broken:
     """Puts a mutant's fault in around the body of each test, and remembers how each went."""
 
@@ -88,4 +133,7 @@ def convict(mutant: Mutant, tests: Sequence[str] = ()) -> list[str]:
     options = ("-q", "--no-header", "--no-summary", "--tb=no", "--durations=1", "-m", "", "-n", "0", "--timeout=0")
     nodes = [str(TESTS / test) for test in tests or mutant.tests]
     pytest.main([*options, "-p", "no:cacheprovider", *nodes], plugins=[broken])
+    # Where a debugger would look for it, pytest keeps the last error, and with it all that the test held.
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        vars(sys).pop(name, None)
     return broken.outcomes

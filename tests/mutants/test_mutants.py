@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.mutant import Mutant, convict
+from ckptfmt.store.local import LocalStore
+from tests.mutants.mutant import Mutant, convict, rewritten
 
 HERE = Path(__file__).parent
 MUTANTS = {
@@ -32,3 +33,20 @@ def test_without_a_fault_nothing_is_convicted():
     outcomes = convict(HARMLESS, ("store/test_local.py::test_sync_of_what_is_not_there_is_an_error",))
 
     assert outcomes == ["passed"]
+
+
+def test_words_that_are_not_in_the_source_convict_nothing():
+    stale = Mutant(clauses=(), fault="isn't one", patch=rewritten(LocalStore.sync, "no such words", ""), tests=())
+
+    (outcome,) = convict(stale, ("store/test_local.py::test_sync_of_what_is_not_there_is_an_error",))
+
+    assert outcome.startswith("stale")
+
+
+def test_what_was_rewritten_is_as_it_was_behind_the_test():
+    right = LocalStore.sync.__code__
+
+    with rewritten(LocalStore.sync, "check_prefix(path)", "pass")():
+        assert LocalStore.sync.__code__ is not right
+
+    assert LocalStore.sync.__code__ is right
