@@ -17,11 +17,13 @@ import ckptfmt
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Origin, parse_register
 from ckptfmt.engines.commit import retire
 from ckptfmt.engines.lineage import list_checkpoints
+from ckptfmt.engines.reader import read_manifest
 from ckptfmt.errors import CODES, CkptError, Code
 from ckptfmt.restore import LoadReport
 from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.posix import PosixCalls
+from tests.test_group import run_writers
 
 
 def make_state(seed: int = 0, **more: Any) -> ckptfmt.State:
@@ -173,6 +175,59 @@ def test_what_a_killed_attempt_left_is_gone_after_the_next_save() -> None:
     assert "notes.txt" in store.list("")
     assert not [path for path in store.list("") if "0" * 16 in path]
     assert ckptfmt.validate(store).valid
+
+
+def attempts_in(store: MemoryStore) -> set[str]:
+    return {path.split("/")[-1].removeprefix("weights-")[:16] for path in store.list("") if "-00000." in path}
+
+
+def test_each_try_has_an_attempt_of_its_own() -> None:
+    """REQ-CMT-003: also of the same step and state."""
+    state, found = ckptfmt.State(weights={"w": np.zeros(3)}), []
+    for _ in range(2):
+        store = MemoryStore()
+        ckptfmt.save(store, state, step=3)
+        found.append(attempts_in(store))
+    assert len(found[0]) == len(found[1]) == 1
+    assert not found[0] & found[1]
+
+
+def save_by_two(store: MemoryStore, *states: ckptfmt.State, steps: tuple[int, int] = (3, 3)) -> list[Any]:
+    """Save as two writers that meet in the store; return reports and codes."""
+
+    def body(writer: int) -> str:
+        return ckptfmt.save(
+            store, states[writer], step=steps[writer], writer=(writer, 2), agree="start-1", deadline_s=0.3
+        ).digest
+
+    return [outcome if isinstance(outcome, str) else outcome.code for outcome in run_writers(2, body)]
+
+
+def files_in(store: MemoryStore) -> list[str]:
+    return [path for path in store.list("") if not path.startswith("exchange/")]
+
+
+def test_writers_make_one_attempt_of_one_step() -> None:
+    """REQ-CMT-001."""
+    state, store = ckptfmt.State(weights={"w": np.zeros(3)}), MemoryStore()
+    outcomes = save_by_two(store, state, state)
+    assert not [outcome for outcome in outcomes if isinstance(outcome, Code)]
+    assert outcomes == [read_manifest(store).digest] * 2
+    store = MemoryStore()
+    assert save_by_two(store, state, state, steps=(3, 4)) == [Code.WRITERS_DIVERGED] * 2
+    assert files_in(store) == []
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_one_writer_refuses_reaches_all_before_a_file_is_created(who: int) -> None:
+    """REQ-CMT-002."""
+    states = [ckptfmt.State(weights={"w": np.zeros(3)}) for _ in range(2)]
+    states[who] = ckptfmt.State(weights={"w": np.zeros(3)}, extra={"socket": object()})
+    store = MemoryStore()
+    codes = save_by_two(store, *states)
+    # Writer 0 decides for all: they have its code.
+    assert (codes[who], codes[1 - who]) == (Code.STATE_UNSUPPORTED, Code.PEER_FAILED if who else Code.STATE_UNSUPPORTED)
+    assert files_in(store) == []
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, None, 1 << 53])

@@ -1,6 +1,10 @@
 """From parts to a decision: waiting, conflicts, repeats, lost answers, ends."""
 
+import itertools
+import os
+import socket
 import threading
+import time
 import zlib
 
 import numpy as np
@@ -13,6 +17,7 @@ from ckptfmt.engines.commit import (
     abort,
     commit,
     create_once,
+    decide,
     finalize,
     read_register,
     retire,
@@ -26,6 +31,7 @@ from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutE
 from ckptfmt.store import LocalStore
 from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import Loss, MemoryStore
+from ckptfmt.store.recorder import Recorder
 from tests.builders import (
     ATTEMPT,
     code_of,
@@ -67,11 +73,22 @@ def test_a_commit_is_there_and_whole(written):
 
 
 def test_finalize_may_be_called_by_anyone_any_number_of_times(written):
-    """REQ-IDX-005, REQ-MAN-009, REQ-CMT-006: the same bytes each time."""
+    """REQ-IDX-005, REQ-CMT-006: the same bytes each time."""
     first = finalize(written, ORIGIN)
     before = written.snapshot()
     assert finalize(written, ORIGIN) == first
     assert written.snapshot() == before
+
+
+def test_who_commits_and_when_does_not_show(written, monkeypatch):
+    """REQ-MAN-009: two committers of the same parts make the same files."""
+    twin = MemoryStore.from_snapshot(written.snapshot())
+    finalize(written, ORIGIN)
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    finalize(twin, ORIGIN)
+    assert twin.snapshot() == written.snapshot()
 
 
 def recompressed(content, level):
@@ -164,8 +181,9 @@ def test_parts_of_another_attempt_do_not_count(written):
     assert "0, 1" in error.detail
 
 
-def test_a_failed_writer_is_not_waited_for():
-    """REQ-CMT-004."""
+def test_a_failed_writer_is_not_waited_for(monkeypatch):
+    """REQ-CMT-004: the first look finds it."""
+    monkeypatch.setattr("ckptfmt.engines.commit.poll", lambda _: [None])
     store = MemoryStore()
     write_part(store, two_writers()[0], ORIGIN, writer=0)
     write_failure(store, ORIGIN, 1, err(Code.NO_SPACE, "full"))
@@ -179,6 +197,22 @@ def test_a_failed_writer_is_not_waited_for():
 def test_a_failure_of_another_attempt_does_not_count(written):
     write_failure(written, another(), 1, err(Code.NO_SPACE, "full"))
     assert commit(written, ORIGIN, deadline_s=1) == read_register(written)
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_a_save_is_committed_only_when_the_name_of_its_register_is_synced(written, writer):
+    """REQ-CMT-009: for who commits, and for who learns it from the register."""
+    if writer:
+        finalize(written, ORIGIN)
+    twin = MemoryStore.from_snapshot(written.snapshot())
+    recorder = Recorder(written)
+    decide(recorder, ORIGIN, writer=writer, deadline_s=1)
+    steps = [(step.op, step.path) for step in recorder.log.operations]
+    assert ("sync", "") in steps[steps.index(("read" if writer else "create", "manifest.json")) :]
+    # The committer syncs the names of the parts before.
+    failing = FaultStore(twin, Fault(fail_at=1 if writer else 2, operations=frozenset({"sync"})))
+    assert code_of(lambda: decide(failing, ORIGIN, writer=writer, deadline_s=1)) == Code.STORE_IO
+    assert isinstance(read_register(twin), Manifest)
 
 
 def test_waiting_for_a_decision_has_a_deadline(written):
@@ -314,6 +348,41 @@ def test_the_second_attempt_loses(written):
     assert Checkpoint(written).digest == first.digest
 
 
+def commit_twice(files, at):
+    """Commit an attempt, and another just before the operation `at` of the first; return outcomes and store."""
+    store, operations = MemoryStore.from_snapshot(files), itertools.count(1)
+    outcomes: list[Manifest | Code] = []
+
+    def attempt(place, made):
+        try:
+            outcomes.append(finalize(place, made))
+        except CkptError as error:
+            outcomes.append(error.code)
+
+    def gate(_):
+        if next(operations) == at:
+            attempt(store, another())
+
+    attempt(Recorder(store, gate=gate), ORIGIN)
+    return outcomes, store
+
+
+def test_whenever_another_attempt_commits_one_of_the_two_has_the_register(written):
+    """REQ-CMT-008."""
+    for writer, held in enumerate(two_writers()):
+        write_part(written, held, another(), writer=writer)
+    winners = set()
+    for at in itertools.count(1):
+        outcomes, store = commit_twice(written.snapshot(), at)
+        if len(outcomes) == 1:
+            break
+        won = read_register(store)
+        assert isinstance(won, Manifest)
+        assert outcomes in ([won, Code.COMMIT_CONFLICT], [Code.COMMIT_CONFLICT, won])
+        winners.add(won.origin.attempt)
+    assert winners == {ATTEMPT, another().attempt}
+
+
 def test_what_was_aborted_is_never_committed(written):
     """REQ-CMT-020: a committer that was only slow finds the record."""
     assert abort(written, run_id=None, launch=None, step=3, reason="gone")
@@ -392,6 +461,19 @@ def test_a_lost_answer_does_not_lose_the_commit(written, loss, path_end):
     written.land()
     assert read_register(written) == manifest
     assert verify(written).valid
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+def test_only_a_register_is_ever_replaced(loss):
+    """REQ-STO-005: and no file that is created again because an answer was lost."""
+    inner = MemoryStore()
+    recorder = Recorder(inner)
+    for path_end in (".safetensors", "-00001.msgpack", INDEX, "manifest.json"):
+        inner.inject(loss, path_end=path_end)
+    manifest = save(recorder, *two_writers())
+    assert not [step for step in recorder.log.operations if step.op == "replace"]
+    retire(recorder, manifest)
+    assert [step.path for step in recorder.log.operations if step.op == "replace"] == ["manifest.json"]
 
 
 def test_a_store_that_never_answers_leaves_it_unknown(written):
@@ -492,6 +574,19 @@ def test_leftovers_of_other_attempts_are_swept():
     manifest = read_manifest(store)
     sweep_attempts(store, manifest.origin)
     assert store.snapshot() == before
+    assert verify(store).valid
+
+
+def test_nothing_is_swept_before_the_decision():
+    """REQ-CMT-027: until then another attempt may be the one that is committed."""
+    store = MemoryStore()
+    for writer, held in enumerate(two_writers()):
+        write_part(store, held, another(), writer=writer)
+    write_part(store, two_writers()[0], ORIGIN, writer=0)
+    before = store.snapshot()
+    assert code_of(lambda: decide(store, ORIGIN, writer=0, deadline_s=0)) == Code.WRITERS_MISSING
+    assert store.snapshot() == before
+    assert finalize(store, another()) == read_register(store)
     assert verify(store).valid
 
 

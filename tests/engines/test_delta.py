@@ -19,6 +19,7 @@ from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.retention import clean_up
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.memory import Loss
+from ckptfmt.store.recorder import Recorder
 from tests.builders import code_of, error_of, leaf, snapshot, tensor
 from tests.chains import SMALLEST, Saving, mixed
 from tests.engines.test_oracle import (
@@ -385,6 +386,51 @@ def test_what_is_pinned_stays_and_is_no_more_condemned(chain):
         assert not [name for name in saving.place(step).list("") if name.startswith(CONDEMNED)]
 
 
+def with_something_to_retire(saving):
+    """Save two steps more: one that is pinned and undecided, and one that reads from nothing."""
+    saving.write(4, [state({"w": some()})])
+    saving.writers[0].chain = Saving(state({"w": some()})).writers[0].chain
+    saving.save(5, state({"w": some()}))
+    return saving
+
+
+def test_a_cleaner_condemns_then_looks_for_pins_then_for_references(chain):
+    """REQ-CMT-032: whoever is between two of these steps is seen by one of them."""
+    saving = with_something_to_retire(chain[0])
+    recorder = Recorder(saving.store)
+    clean_up(recorder, saving.run, launch=1, keep=1)
+    steps = [(step.op, step.path) for step in recorder.log.operations]
+    condemned = [number for number, (op, path) in enumerate(steps) if op == "create" and CONDEMNED in path]
+    pins = [number for number, (op, path) in enumerate(steps) if op == "read" and path.endswith(".pins.json")]
+    register = ("read", f"{checkpoint_name(4, 1)}/manifest.json")
+    registers = [number for number, step in enumerate(steps) if step == register]
+    assert len(condemned) == 3
+    assert max(condemned) < min(pins) <= max(pins) < max(registers)
+
+
+def condemnations(saving, step):
+    return {name for name in saving.place(step).list("") if name.startswith(CONDEMNED)}
+
+
+def test_no_cleaner_takes_a_condemnation_of_another_away(chain):
+    """REQ-CMT-033: the second one comes while the first looks for pins, and is done before it."""
+    saving = with_something_to_retire(chain[0])
+    seen: list[set[str]] = []
+    codes: list[str] = []
+
+    def gate(operation):
+        if operation.op == "read" and operation.path.endswith(".pins.json") and not seen:
+            seen.append(condemnations(saving, 1))
+            codes.append(code_of(lambda: clean_up(saving.store, saving.run, launch=1, keep=1)))
+            seen.append(condemnations(saving, 1))
+
+    codes.append(code_of(lambda: clean_up(Recorder(saving.store, gate=gate), saving.run, launch=1, keep=1)))
+    assert len(seen[0]) == 1
+    assert seen[0] == seen[1]
+    assert codes == ["ok", "ok"]
+    assert condemnations(saving, 1) == set()
+
+
 def test_a_register_that_cannot_be_read_protects_everything(chain):
     """REQ-CMT-034: nobody knows what that one reads from."""
     saving, _ = chain
@@ -560,12 +606,12 @@ def test_pins_that_cannot_be_read_protect_everything(chain):
     saving.place(9).create(pins_path("0" * 16, 0), [b"{"])
     saving.writers[0].chain = Saving(state({"w": some()})).writers[0].chain
     saving.save(5, state({"w": some()}))
-    with pytest.raises(CkptError):
-        clean_up(saving.store, saving.run, launch=1, keep=1)
+    code = code_of(lambda: clean_up(saving.store, saving.run, launch=1, keep=1))
     for step in (1, 2, 3):
         names = saving.place(step).list("")
         assert len(names) > 1
         assert not [name for name in names if name.startswith(CONDEMNED)]
+    assert code == Code.DOC_SYNTAX
 
 
 def test_what_reads_the_base_is_the_one_that_has_it():

@@ -7,12 +7,14 @@ import pytest
 
 from ckptfmt.documents.manifest import Abort, Tombstone, checkpoint_name
 from ckptfmt.documents.run import Run
+from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.lineage import list_checkpoints, list_launches
 from ckptfmt.engines.retention import clean_up, plan_retention
 from ckptfmt.engines.writer import write_part
 from ckptfmt.errors import CkptError, Code, UnsupportedError
 from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.store.recorder import Recorder
 from tests.builders import error_of, origin, snapshot, tensor, verify
 from tests.engines.test_lineage import RunOfSteps
 
@@ -118,6 +120,30 @@ def test_only_what_older_launches_left_unfinished_is_aborted(ten):
     assert ten.place(201, 1).list("") == ["manifest.json"]
     assert len(ten.place(202, 2).list("")) == 2
     assert len(committed(ten)) == 10
+
+
+ENDS = {
+    "given up": (201, ["create", "sync", "delete"]),
+    "retired": (20, ["replace", "sync", "delete"]),
+    "left by another cleaner": (10, ["sync", "delete"]),
+}
+
+
+@pytest.mark.parametrize(("step", "expected"), ENDS.values(), ids=ENDS)
+def test_files_go_only_behind_a_record_that_is_synced(ten, step, expected):
+    """REQ-CMT-020, REQ-CMT-022, REQ-CMT-024."""
+    unfinished(ten, 201, 1)
+    interrupted = FaultStore(ten.store, Fault(fail_at=1, operations=frozenset({"delete"})))
+    error_of(lambda: clean_up(interrupted, ten.run, launch=1, keep=9))
+    assert isinstance(read_register(ten.place(10, 1)), Tombstone)
+    ten.begin()
+    recorder = Recorder(ten.store)
+    clean_up(recorder, ten.run, launch=2, keep=1)
+    name = checkpoint_name(step, 1)
+    steps = [step.op for step in recorder.log.operations if step.path.split("/")[0] == name]
+    lasting = [op for op in steps if op in ("create", "replace", "sync", "delete")]
+    assert lasting[: lasting.index("delete") + 1] == expected
+    assert ten.place(step, 1).list("") == ["manifest.json"]
 
 
 def test_a_register_that_cannot_be_read_is_left_alone(ten):

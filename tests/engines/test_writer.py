@@ -18,6 +18,7 @@ from ckptfmt.errors import CkptError, Code, StateError, err
 from ckptfmt.store import LocalStore
 from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import Loss, MemoryStore
+from ckptfmt.store.recorder import Recorder
 from tests.builders import ATTEMPT, code_of, error_of, leaf, origin, snapshot, stream, tensor
 
 PART = f"parts/{ATTEMPT}-00000.msgpack"
@@ -207,6 +208,28 @@ def test_no_part_without_durable_shards():
             assert fail_at > 4
             return
     raise AssertionError("no end of operations")
+
+
+def test_a_part_comes_behind_the_sync_of_its_files():
+    """REQ-CMT-005."""
+    recorder = Recorder(MemoryStore())
+    write(tensor("w", ONE), tensor("m", ONE, field="optimizer"), store=recorder)
+    optimizer = WEIGHTS.replace("weights", "optimizer")
+    assert [(step.op, step.path) for step in recorder.log.operations] == [
+        ("create", optimizer),
+        ("create", WEIGHTS),
+        ("sync", ""),
+        ("create", PART),
+        ("sync", "parts"),
+    ]
+
+
+def test_files_whose_names_could_not_be_synced_get_no_part():
+    """REQ-CMT-005, REQ-STO-007: they count as not durable."""
+    inner = MemoryStore()
+    store = FaultStore(inner, Fault(fail_at=1, operations=frozenset({"sync"})))
+    assert code_of(lambda: write(tensor("w", ONE), store=store)) == Code.STORE_IO
+    assert PART not in inner.snapshot()
 
 
 @pytest.mark.parametrize("loss", list(Loss))

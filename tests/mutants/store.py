@@ -2,10 +2,60 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+from typing import Any
+from unittest import mock
+
+from ckptfmt.engines import commit
+from ckptfmt.errors import Code
+from ckptfmt.store import holding, local
+from ckptfmt.store.hooked import HookedCalls
+from ckptfmt.store.local import LocalStore
+from ckptfmt.store.memory import _Bucket
+from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.recorder import RecordingCalls
-from tests.mutants.mutant import Mutant, replaced
+from tests.mutants.mutant import Mutant, replaced, rewritten
+
+
+def _look_then_rename(_right: Any, self: LocalStore, directory: int, temporary: str, name: str) -> None:
+    try:
+        self._calls.lstat(name, directory)
+    except FileNotFoundError:
+        self._calls.rename(temporary, name, directory)
+    else:
+        self._discard(directory, temporary)
+        raise FileExistsError(name)
+
+
+def _once_more(right: Any, self: HookedCalls, fd: int) -> None:
+    try:
+        right(self, fd)
+    except OSError:
+        right(self, fd)
+
+
+def _is_there(_right: Any, calls: PosixCalls, directory: int, name: str) -> bool:
+    calls.lstat(name, directory)
+    return True
+
 
 MUTANTS = {
+    "looks_before_it_renames": Mutant(
+        clauses=("REQ-STO-001",),
+        fault="looks whether a name is free, and then renames over whatever has it by then",
+        patch=replaced(LocalStore, "_publish", _look_then_rename),
+        tests=("store/test_local.py::test_whenever_another_takes_the_name_one_of_the_two_has_it[link]",),
+    ),
+    "unconditional_put": Mutant(
+        clauses=("REQ-STO-001",),
+        fault="puts an object that is there already",
+        patch=rewritten(_Bucket.carry_out, "put.exclusive and put.key in self.objects", "not put.key"),
+        tests=(
+            "store/test_protocol.py::test_a_taken_name_stays_as_it_is[memory]",
+            "store/test_protocol.py::test_of_eight_threads_one_wins_each_name[memory]",
+        ),
+    ),
     "no_fsync_of_files": Mutant(
         clauses=("REQ-STO-002",),
         fault="gives files their names before their contents are durable",
@@ -14,5 +64,88 @@ MUTANTS = {
             "store/test_local.py::test_a_file_is_durable_before_it_has_its_name",
             "store/test_local.py::test_a_replacement_is_durable_before_it_has_its_name",
         ),
+    ),
+    "lost_answer_is_a_failure": Mutant(
+        clauses=("REQ-STO-003",),
+        fault="takes an error of a link for a failure, without looking whether the name is there",
+        patch=rewritten(
+            LocalStore._publish,
+            "if not self._is_published(directory, temporary, name):",
+            "if self._discard(directory, temporary) is None:",
+        ),
+        tests=(
+            f"store/test_local.py::test_a_link_whose_answer_is_lost_is_recognised_as_ours[{errno.EIO}]",
+            "store/test_local.py::test_when_the_outcome_of_a_link_cannot_be_told_that_is_said[lstat]",
+        ),
+    ),
+    "time_out_is_a_failure": Mutant(
+        clauses=("REQ-STO-003",),
+        fault="takes the time-out of a network file system for any other error",
+        patch=functools.partial(mock.patch.dict, local._CODES, {errno.ETIMEDOUT: Code.STORE_IO}),
+        tests=(
+            "store/test_faults.py::test_a_file_system_that_does_not_answer_leaves_it_unknown[create]",
+            "store/test_faults.py::test_a_file_system_that_does_not_answer_leaves_it_unknown[replace]",
+        ),
+    ),
+    "only_the_last_directory_synced": Mutant(
+        clauses=("REQ-STO-004",),
+        fault="makes the names in a directory durable, and not the directory's own",
+        patch=rewritten(
+            LocalStore.sync,
+            "self._directory(self._full(path), on_each=self._calls.fsync_directory):\n        pass",
+            "self._directory(self._full(path)) as directory:\n        self._calls.fsync_directory(directory)",
+        ),
+        tests=("store/test_local.py::test_sync_reaches_from_the_directory_up_to_the_opened_root[link-x]",),
+    ),
+    "removed_before_it_is_replaced": Mutant(
+        clauses=("REQ-STO-005",),
+        fault="removes a file before it puts another in its place",
+        patch=rewritten(
+            LocalStore.replace,
+            "self._calls.rename(temporary, name, directory)",
+            "self._discard(directory, name); self._calls.rename(temporary, name, directory)",
+        ),
+        tests=("store/test_local.py::test_a_reader_sees_the_old_bytes_or_the_new_ones",),
+    ),
+    "replaces_what_had_no_answer": Mutant(
+        clauses=("REQ-STO-005",),
+        fault="replaces a file whose creation got no answer, instead of creating it again",
+        patch=rewritten(
+            commit.create_once,
+            "store.create(path, chunks())",
+            'store.create(path, chunks()) if attempt == 0 else store.replace(path, b"".join(chunks()))',
+        ),
+        tests=("engines/test_commit.py::test_only_a_register_is_ever_replaced[Loss.REQUEST]",),
+    ),
+    "fsync_tried_again": Mutant(
+        clauses=("REQ-STO-007",),
+        fault="repeats an fsync that failed",
+        patch=replaced(HookedCalls, "fsync", _once_more),
+        tests=(
+            "store/test_faults.py::test_an_fsync_that_fails_is_not_tried_again[create-fsync]",
+            "store/test_faults.py::test_an_fsync_that_fails_is_not_tried_again[replace-fsync]",
+        ),
+    ),
+    "fsync_of_names_tried_again": Mutant(
+        clauses=("REQ-STO-007",),
+        fault="repeats the fsync of a directory that failed",
+        patch=replaced(HookedCalls, "fsync_directory", _once_more),
+        tests=("store/test_faults.py::test_an_fsync_that_fails_is_not_tried_again[sync-fsync_directory]",),
+    ),
+    "held_as_long_as_the_file_is_there": Mutant(
+        clauses=("REQ-STO-008",),
+        fault="takes a file for held that a killed process left",
+        patch=replaced(local, "is_held", _is_there),
+        tests=("store/test_hold.py::test_a_killed_process_holds_no_more_and_its_file_does_no_harm",),
+    ),
+    "asking_removes_the_file": Mutant(
+        clauses=("REQ-STO-008",),
+        fault="removes a file that nobody holds when it is asked",
+        patch=rewritten(
+            holding.is_held,
+            "return not _try_lock(calls, fd)",
+            "free = _try_lock(calls, fd); free and calls.unlink(name, directory_fd); return not free",
+        ),
+        tests=("store/test_hold.py::test_asking_changes_nothing",),
     ),
 }

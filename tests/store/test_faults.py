@@ -98,13 +98,27 @@ def test_no_temporary_is_left_as_long_as_names_can_be_removed(fast_path, operati
             break
 
 
-def test_an_fsync_that_fails_is_not_tried_again(tmp_path):
+@pytest.mark.parametrize(("operation", "op"), [("create", "fsync"), ("replace", "fsync"), ("sync", "fsync_directory")])
+def test_an_fsync_that_fails_is_not_tried_again(tmp_path, operation, op):
     """REQ-STO-007."""
-    fault = Fault(fail_at=1, operations=frozenset({"fsync"}))
-    _, code = fault_run(tmp_path / "root", None, fault, errno.EIO, "create")
+    fault = Fault(fail_at=1, operations=frozenset({op}))
+    _, code = fault_run(tmp_path / "root", None, fault, errno.EIO, operation)
 
     assert code == Code.STORE_IO
     assert fault._seen_count == 1
+
+
+@pytest.mark.parametrize("operation", ["create", "replace", "sync"])
+def test_a_file_system_that_does_not_answer_leaves_it_unknown(fast_path, operation):
+    """REQ-STO-003: and says nothing else, whichever call it was."""
+    codes = set()
+    for fail_at in itertools.count(1):
+        fault = Fault(fail_at=fail_at)
+        codes.add(fault_run(fast_path / str(fail_at), None, fault, errno.ETIMEDOUT, operation)[1])
+        if not fault.fired_count:
+            break
+
+    assert codes == {Code.STORE_NO_ANSWER, "ok"}
 
 
 def test_only_operations_that_are_meant_count():

@@ -211,6 +211,16 @@ def test_who_only_looks_makes_nothing_and_may_look_into_what_it_cannot_change(st
         assert reader.is_held("a")
 
 
+def test_asking_changes_nothing(store, tmp_path):
+    """REQ-STO-008: neither what is held nor what a killed process left."""
+    (tmp_path / "left").write_bytes(b"x")
+    with store.hold("held"):
+        for _ in range(2):
+            assert (store.is_held("held"), store.is_held("left"), store.is_held("nowhere")) == (True, False, False)
+            assert {path.name for path in tmp_path.iterdir()} == {"held", "left"}
+    assert (tmp_path / "left").read_bytes() == b"x"
+
+
 def test_somebody_who_looks_at_the_same_moment_is_not_taken_for_a_holder(store, tmp_path):
     class Busy(PosixCalls):
         refusals = 2

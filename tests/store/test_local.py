@@ -14,7 +14,7 @@ from ckptfmt.errors import Code
 from ckptfmt.store import LocalStore
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.recorder import RecordingCalls
-from tests.store.helpers import NoLinkCalls, code_of, no_fd_leak, python, run_python, temporaries
+from tests.store.helpers import NoLinkCalls, code_of, no_fd_leak, outcome_of, python, run_python, temporaries
 
 # Links, pipes and the like
 
@@ -374,6 +374,24 @@ def test_a_replacement_is_durable_before_it_has_its_name(recorded):
     assert [step.op for step in steps()] == ["open_new", "write", "fsync", "rename"]
 
 
+def test_a_reader_sees_the_old_bytes_or_the_new_ones(fast_path):
+    """REQ-STO-005: before whichever call of the replacement it looks."""
+    reader, seen = LocalStore(fast_path, writable=False), []
+
+    def look(_=None):
+        seen.append(outcome_of(lambda: reader.read("a", limit_nbytes=9)))
+
+    store = LocalStore(fast_path, writable=True)
+    store.create("a", [b"old"])
+    store._calls = RecordingCalls(fast_path, gate=look)
+    store.replace("a", b"newer")
+    look()
+
+    assert len(seen) > 4
+    assert (seen[0], seen[-1]) == (b"old", b"newer")
+    assert set(seen) == {b"old", b"newer"}
+
+
 @pytest.mark.parametrize("lower", ["", "x", "x/y"])
 def test_sync_reaches_from_the_directory_up_to_the_opened_root(recorded, lower):
     """REQ-STO-004."""
@@ -426,6 +444,8 @@ def test_short_reads_are_continued_and_a_file_that_shrinks_is_named(root):
 
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO, errno.ETIMEDOUT, errno.ENOENT])
 def test_a_link_whose_answer_is_lost_is_recognised_as_ours(root, number):
+    """REQ-STO-003: to fail says that the file isn't there."""
+
     class LostAnswer(PosixCalls):
         def link(self, name, new_name, directory_fd):
             super().link(name, new_name, directory_fd)
@@ -434,7 +454,7 @@ def test_a_link_whose_answer_is_lost_is_recognised_as_ours(root, number):
     store = LocalStore(root, writable=True)
     store._calls = LostAnswer()
     with no_fd_leak():
-        store.create("a", [b"ours"])
+        assert code_of(lambda: store.create("a", [b"ours"])) == "ok"
 
     assert [entry.name for entry in root.iterdir()] == ["a"]
     assert store.read("a", limit_nbytes=4) == b"ours"
@@ -456,6 +476,7 @@ def test_a_second_name_that_a_backup_gives_us_does_not_make_us_the_winner(root):
 
 @pytest.mark.parametrize("op", ["open_read", "unlink", "lstat"])
 def test_when_the_outcome_of_a_link_cannot_be_told_that_is_said(root, op):
+    """REQ-STO-003."""
     store = LocalStore(root, writable=True)
     store._calls = FailingCalls(link=errno.EIO, **{op: errno.EIO})
 
@@ -541,6 +562,40 @@ def test_a_writer_whose_temporary_was_taken_for_a_leftover_fails_cleanly(store, 
 
     assert code_of(lambda: store.create("a", chunks())) in (Code.STORE_IO, Code.STORE_NO_ANSWER)
     assert list(root.iterdir()) == []
+
+
+# Others who want the same name
+
+
+def race(root, inner, at):
+    """Create a file, with another who creates it just before our call number `at`; return the codes of both."""
+    other, codes, calls = LocalStore(root, writable=True, calls=inner), {}, itertools.count(1)
+
+    def gate(_):
+        if next(calls) == at:
+            codes["theirs"] = code_of(lambda: other.create("a", [b"theirs"]))
+
+    store = other.at("")
+    store._calls = RecordingCalls(root, gate=gate, inner=inner)
+    codes["ours"] = code_of(lambda: store.create("a", [b"ours"]))
+    return codes
+
+
+@pytest.mark.parametrize("kind", ["link", "rename"])
+def test_whenever_another_takes_the_name_one_of_the_two_has_it(fast_path, kind):
+    """REQ-STO-001."""
+    inner = PosixCalls() if kind == "link" else NoLinkCalls()
+    winners = set()
+    for at in itertools.count(1):
+        codes = race(fast_path / str(at), inner, at)
+        if "theirs" not in codes:
+            break
+        assert sorted(codes.values()) == [Code.STORE_EXISTS, "ok"]
+        winner = "ours" if codes["ours"] == "ok" else "theirs"
+        assert (fast_path / str(at) / "a").read_bytes() == winner.encode()
+        winners.add(winner)
+
+    assert winners == {"theirs", "ours"}
 
 
 # Other processes
