@@ -1,0 +1,192 @@
+"""Mutants of cleaners: what is given up, retired or swept, behind which record, and what stays."""
+
+from __future__ import annotations
+
+from ckptfmt.engines import commit, retention
+from tests.mutants.mutant import Mutant, replaced, rewritten
+
+_BEHIND_A_RECORD = "engines/test_retention.py::test_files_go_only_behind_a_record_that_is_synced"
+_NO_SYNC = ('    store.sync("")\n', "")
+
+MUTANTS = {
+    "files_before_the_abort_record": Mutant(
+        clauses=("REQ-CMT-020",),
+        fault="deletes the files of an unfinished checkpoint before it creates the abort record",
+        patch=rewritten(
+            commit.abort,
+            "_decide(store, record.dump())",
+            "_delete_all_but_register(store); _decide(store, record.dump())",
+        ),
+        tests=(
+            f"{_BEHIND_A_RECORD}[given up]",
+            "engines/test_commit.py::test_an_abort_without_an_answer_deletes_nothing",
+        ),
+    ),
+    "abort_record_not_synced": Mutant(
+        clauses=("REQ-CMT-020",),
+        fault="deletes files behind an abort record that a crash may take away",
+        patch=rewritten(commit.abort, *_NO_SYNC),
+        tests=(f"{_BEHIND_A_RECORD}[given up]",),
+    ),
+    "own_saves_given_up": Mutant(
+        clauses=("REQ-CMT-021",),
+        fault="gives up what the newest launch is still saving",
+        patch=rewritten(retention.clean_up, "entry.launch < launch", "entry.launch <= launch"),
+        tests=("engines/test_retention.py::test_only_what_older_launches_left_unfinished_is_aborted",),
+    ),
+    "files_before_the_tombstone": Mutant(
+        clauses=("REQ-CMT-022",),
+        fault="deletes the files of a committed checkpoint before it replaces the manifest",
+        patch=rewritten(
+            commit.retire,
+            "store.replace(MANIFEST_NAME, tombstone.dump())",
+            "_delete_all_but_register(store); store.replace(MANIFEST_NAME, tombstone.dump())",
+        ),
+        tests=(f"{_BEHIND_A_RECORD}[retired]",),
+    ),
+    "tombstone_not_synced": Mutant(
+        clauses=("REQ-CMT-022",),
+        fault="deletes files behind a tombstone that a crash may take away",
+        patch=rewritten(commit.retire, *_NO_SYNC),
+        tests=(f"{_BEHIND_A_RECORD}[retired]",),
+    ),
+    "register_deleted_too": Mutant(
+        clauses=("REQ-CMT-023",),
+        fault="deletes the register with the files",
+        patch=rewritten(commit._delete_all_but_register, "if path != MANIFEST_NAME:", "if path:"),
+        tests=(
+            "engines/test_commit.py::test_what_was_retired_stays_retired",
+            "engines/test_commit.py::test_what_was_aborted_is_never_committed",
+        ),
+    ),
+    "record_found_not_synced": Mutant(
+        clauses=("REQ-CMT-024",),
+        fault="trusts that the record which it finds is durable",
+        patch=rewritten(commit.sweep, *_NO_SYNC),
+        tests=(f"{_BEHIND_A_RECORD}[left by another cleaner]",),
+    ),
+    "unknown_features_are_no_matter": Mutant(
+        clauses=("REQ-CMT-025",),
+        fault="stops only at writer features that it knows",
+        patch=rewritten(retention.clean_up, "if unknown:", "if set(unknown) & _UNDERSTOOD:"),
+        tests=("engines/test_retention.py::test_an_unknown_writer_feature_removes_nothing",),
+    ),
+    "the_last_one_retired": Mutant(
+        clauses=("REQ-CMT-026",),
+        fault="retires the first candidate when it is told to keep none",
+        patch=rewritten(retention.plan_retention, "lineage[: max(1, keep)]", "lineage[:keep]"),
+        tests=("engines/test_retention.py::test_the_last_one_never_goes[0]",),
+    ),
+    "what_was_resumed_from_retired": Mutant(
+        clauses=("REQ-CMT-026",),
+        fault="retires what its launch resumed from before that launch has a commit of its own",
+        patch=rewritten(retention.plan_retention, "if not own and launches and", "if own and"),
+        tests=("engines/test_retention.py::test_what_a_launch_resumes_from_stays_until_it_saved",),
+    ),
+    "what_lies_beside_retired": Mutant(
+        clauses=("REQ-CMT-026",),
+        fault="retires what a rollback left beside the lineage",
+        patch=rewritten(
+            retention.plan_retention,
+            "for entry in iter_lineage(launches, entries)",
+            "for entry in sorted(entries, key=lambda entry: (-entry.launch, -entry.step))",
+        ),
+        tests=("engines/test_retention.py::test_what_a_rollback_left_beside_is_left_alone",),
+    ),
+    "unknown_files_swept": Mutant(
+        clauses=("REQ-CMT-027",),
+        fault="deletes what has no attempt in its name, too",
+        patch=rewritten(
+            commit.sweep_attempts,
+            "if found is not None and (",
+            "if found is None and name not in (MANIFEST_NAME, 'parts/') or found is not None and (",
+        ),
+        tests=("engines/test_commit.py::test_leftovers_of_other_attempts_are_swept",),
+    ),
+    "swept_before_the_decision": Mutant(
+        clauses=("REQ-CMT-027",),
+        fault="deletes the files of other attempts before its own is committed",
+        patch=rewritten(
+            commit.decide,
+            "    manifest = commit(",
+            "    sweep_attempts(store, origin)\n    manifest = commit(",
+        ),
+        tests=("engines/test_commit.py::test_nothing_is_swept_before_the_decision",),
+    ),
+    "retired_uncondemned": Mutant(
+        clauses=("REQ-CMT-032",),
+        fault="retires without saying so before",
+        patch=rewritten(retention._retire_unread, 'store.at(entry.name).create(name, [b""])', "pass"),
+        tests=("engines/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
+    ),
+    "looked_for_before_condemned": Mutant(
+        clauses=("REQ-CMT-032",),
+        fault="looks for pins and references first, and condemns then",
+        patch=rewritten(
+            retention._retire_unread,
+            "        for entry in going:\n"
+            '            store.at(entry.name).create(name, [b""])\n'
+            "        read = _find_read(store, run, going)\n",
+            "        read = _find_read(store, run, going)\n"
+            "        for entry in going:\n"
+            '            store.at(entry.name).create(name, [b""])\n',
+        ),
+        tests=("engines/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
+    ),
+    "references_before_pins": Mutant(
+        clauses=("REQ-CMT-032",),
+        fault="reads the registers before it looks for pins",
+        patch=rewritten(
+            retention._find_read,
+            "    pinned = _find_pinned(store, list_checkpoints(store, run))\n"
+            "    entries = list_checkpoints(store, run)\n",
+            "    entries = list_checkpoints(store, run)\n    pinned = _find_pinned(store, entries)\n",
+        ),
+        tests=("engines/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
+    ),
+    "pins_not_looked_for": Mutant(
+        clauses=("REQ-CMT-032",),
+        fault="retires what an undecided checkpoint has pinned",
+        patch=replaced(retention, "_find_pinned", lambda *_: set()),
+        tests=("engines/test_delta.py::test_what_is_pinned_stays_and_is_no_more_condemned",),
+    ),
+    "one_name_for_all_cleaners": Mutant(
+        clauses=("REQ-CMT-033",),
+        fault="condemns under a name that every cleaner of the run uses",
+        patch=rewritten(retention._retire_unread, "secrets.token_hex(8)", "run.run_id[:16]"),
+        tests=("engines/test_delta.py::test_no_cleaner_takes_a_condemnation_of_another_away",),
+    ),
+    "all_condemnations_withdrawn": Mutant(
+        clauses=("REQ-CMT-033",),
+        fault="deletes the condemnations of others with its own",
+        patch=rewritten(
+            retention._retire_unread,
+            "store.at(entry.name).delete(name)",
+            "[store.at(entry.name).delete(one) for one in store.at(entry.name).list('') if one.startswith(CONDEMNED)]",
+        ),
+        tests=("engines/test_delta.py::test_no_cleaner_takes_a_condemnation_of_another_away",),
+    ),
+    "unreadable_registers_passed_over": Mutant(
+        clauses=("REQ-CMT-034",),
+        fault="passes over a register that it can't read",
+        patch=rewritten(
+            retention._find_read,
+            "if any(isinstance(entry.register, CkptError) for entry in entries):",
+            "if not entries:",
+        ),
+        tests=("engines/test_delta.py::test_a_register_that_cannot_be_read_protects_everything",),
+    ),
+    "unreadable_pins_passed_over": Mutant(
+        clauses=("REQ-CMT-034",),
+        fault="passes over pins that it can't read",
+        patch=rewritten(
+            retention._find_pinned,
+            "                found.update(one.digest for one in Pins.parse(content, where=path).references)\n",
+            "                try:\n"
+            "                    found.update(one.digest for one in Pins.parse(content, where=path).references)\n"
+            "                except CkptError:\n"
+            "                    pass\n",
+        ),
+        tests=("engines/test_delta.py::test_pins_that_cannot_be_read_protect_everything",),
+    ),
+}
