@@ -125,7 +125,7 @@ def test_only_what_older_launches_left_unfinished_is_aborted(ten):
 ENDS = {
     "given up": (201, ["create", "sync", "delete"]),
     "retired": (20, ["replace", "sync", "delete"]),
-    "left by another cleaner": (10, ["sync", "delete"]),
+    "left behind": (10, ["sync", "delete"]),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ckptfmt.engines import commit, retention
 from tests.mutants.mutant import Mutant, replaced, rewritten
 
-_BEHIND_A_RECORD = "engines/test_retention.py::test_files_go_only_behind_a_record_that_is_synced"
 _NO_SYNC = ('    store.sync("")\n', "")
 
 MUTANTS = {
@@ -18,7 +17,7 @@ MUTANTS = {
             "_delete_all_but_register(store); _decide(store, record.dump())",
         ),
         tests=(
-            f"{_BEHIND_A_RECORD}[given up]",
+            "engines/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[given up]",
             "engines/test_commit.py::test_an_abort_without_an_answer_deletes_nothing",
         ),
     ),
@@ -26,7 +25,7 @@ MUTANTS = {
         clauses=("REQ-CMT-020",),
         fault="deletes files behind an abort record that a crash may take away",
         patch=rewritten(commit.abort, *_NO_SYNC),
-        tests=(f"{_BEHIND_A_RECORD}[given up]",),
+        tests=("engines/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[given up]",),
     ),
     "own_saves_given_up": Mutant(
         clauses=("REQ-CMT-021",),
@@ -42,13 +41,13 @@ MUTANTS = {
             "store.replace(MANIFEST_NAME, tombstone.dump())",
             "_delete_all_but_register(store); store.replace(MANIFEST_NAME, tombstone.dump())",
         ),
-        tests=(f"{_BEHIND_A_RECORD}[retired]",),
+        tests=("engines/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[retired]",),
     ),
     "tombstone_not_synced": Mutant(
         clauses=("REQ-CMT-022",),
         fault="deletes files behind a tombstone that a crash may take away",
         patch=rewritten(commit.retire, *_NO_SYNC),
-        tests=(f"{_BEHIND_A_RECORD}[retired]",),
+        tests=("engines/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[retired]",),
     ),
     "register_deleted_too": Mutant(
         clauses=("REQ-CMT-023",),
@@ -63,7 +62,7 @@ MUTANTS = {
         clauses=("REQ-CMT-024",),
         fault="trusts that the record which it finds is durable",
         patch=rewritten(commit.sweep, *_NO_SYNC),
-        tests=(f"{_BEHIND_A_RECORD}[left by another cleaner]",),
+        tests=("engines/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[left behind]",),
     ),
     "unknown_features_are_no_matter": Mutant(
         clauses=("REQ-CMT-025",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from ckptfmt.store.hooked import HookedCalls
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import _Bucket
 from ckptfmt.store.posix import PosixCalls
+from ckptfmt.store.protocol import Buffer
 from ckptfmt.store.recorder import RecordingCalls
 from tests.mutants.mutant import Mutant, replaced, rewritten
 
@@ -26,6 +28,15 @@ def _look_then_rename(_right: Any, self: LocalStore, directory: int, temporary: 
     else:
         self._discard(directory, temporary)
         raise FileExistsError(name)
+
+
+def _write_in_place(_right: Any, self: LocalStore, path: str, chunks: Iterable[Buffer]) -> None:
+    with self._changing(path), self._parent(path, make=True) as (directory, name):
+        fd = self._calls.open_new(name, directory)
+        for chunk in chunks:
+            self._calls.write(fd, memoryview(chunk))
+        self._calls.fsync(fd)
+        self._calls.close(fd)
 
 
 def _once_more(right: Any, self: HookedCalls, fd: int) -> None:
@@ -65,6 +76,12 @@ MUTANTS = {
             "store/test_local.py::test_a_replacement_is_durable_before_it_has_its_name",
         ),
     ),
+    "written_under_its_name": Mutant(
+        clauses=("REQ-STO-002",),
+        fault="writes a file under its own name",
+        patch=replaced(LocalStore, "create", _write_in_place),
+        tests=("store/test_local.py::test_a_reader_sees_a_new_file_whole_or_not_at_all",),
+    ),
     "lost_answer_is_a_failure": Mutant(
         clauses=("REQ-STO-003",),
         fault="takes an error of a link for a failure, without looking whether the name is there",
@@ -74,7 +91,7 @@ MUTANTS = {
             "if self._discard(directory, temporary) is None:",
         ),
         tests=(
-            f"store/test_local.py::test_a_link_whose_answer_is_lost_is_recognised_as_ours[{errno.EIO}]",
+            "store/test_local.py::test_a_link_whose_answer_is_lost_is_recognised_as_ours[5]",
             "store/test_local.py::test_when_the_outcome_of_a_link_cannot_be_told_that_is_said[lstat]",
         ),
     ),

@@ -374,20 +374,34 @@ def test_a_replacement_is_durable_before_it_has_its_name(recorded):
     assert [step.op for step in steps()] == ["open_new", "write", "fsync", "rename"]
 
 
-def test_a_reader_sees_the_old_bytes_or_the_new_ones(fast_path):
-    """REQ-STO-005: before whichever call of the replacement it looks."""
-    reader, seen = LocalStore(fast_path, writable=False), []
+def seen_at_each_call(root, action):
+    """Change a store, and return what a reader finds under the name "a" before each call, and in the end."""
+    reader, seen = LocalStore(root, writable=False), []
 
     def look(_=None):
         seen.append(outcome_of(lambda: reader.read("a", limit_nbytes=9)))
 
-    store = LocalStore(fast_path, writable=True)
-    store.create("a", [b"old"])
-    store._calls = RecordingCalls(fast_path, gate=look)
-    store.replace("a", b"newer")
+    store = LocalStore(root, writable=True).at("")
+    store._calls = RecordingCalls(root, gate=look)
+    action(store)
     look()
-
     assert len(seen) > 4
+    return seen
+
+
+def test_a_reader_sees_a_new_file_whole_or_not_at_all(root):
+    """REQ-STO-002."""
+    seen = seen_at_each_call(root, lambda store: store.create("a", [b"abc", b"def"]))
+
+    assert (seen[0], seen[-1]) == (Code.FILE_MISSING, b"abcdef")
+    assert set(seen) == {Code.FILE_MISSING, b"abcdef"}
+
+
+def test_a_reader_sees_the_old_bytes_or_the_new_ones(root):
+    """REQ-STO-005."""
+    LocalStore(root, writable=True).create("a", [b"old"])
+    seen = seen_at_each_call(root, lambda store: store.replace("a", b"newer"))
+
     assert (seen[0], seen[-1]) == (b"old", b"newer")
     assert set(seen) == {b"old", b"newer"}
 
