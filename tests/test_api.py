@@ -197,7 +197,7 @@ def save_by_two(store: MemoryStore, *states: ckptfmt.State, steps: tuple[int, in
 
     def body(writer: int) -> str:
         return ckptfmt.save(
-            store, states[writer], step=steps[writer], writer=(writer, 2), agree="start-1", deadline_s=0.3
+            store, states[writer], step=steps[writer], writer=(writer, 2), agree="start-1", deadline_s=0.8
         ).digest
 
     return [outcome if isinstance(outcome, str) else outcome.code for outcome in run_writers(2, body)]
