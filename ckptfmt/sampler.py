@@ -136,6 +136,36 @@ class Sampler:
         self._progress = _Progress()
         self._course = self._try_course(self._skips)
 
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any], *, worker: tuple[int, int] | None = None) -> Sampler:
+        """Return a sampler that goes on from a cursor, with the data sets, order, mixture and tail that this names.
+
+        It is for programs that hold nothing against the cursor; one that knows its data makes a sampler of it and calls
+        `load_state_dict`, which refuses the cursor of other data.
+
+        Raises: FormatError(CURSOR_FORM), UnsupportedError; StateError(ARGUMENT) for the worker.
+        Spec: REQ-CUR-006, REQ-CUR-014.
+
+        >>> sampler = Sampler(10, global_batch=4, seed=0, worker=(0, 1))
+        >>> sampler.advance()
+        >>> Sampler.from_state_dict(sampler.state_dict(), worker=(1, 2)).indices(1)
+        [9, 6]
+        """
+        cursor = parse_cursor(dict(state_dict))
+        mixture = cursor.mixture
+        sampler = cls(
+            cursor.sources[0].n if mixture is None else {source.id: source.n for source in cursor.sources},
+            global_batch=cursor.plan.global_batch,
+            seed=cursor.order.seed,
+            worker=worker,
+            source=cursor.sources[0].id,
+            mixture=None if mixture is None else {stage.from_pos: stage.counts for stage in mixture.stages},
+            tail=cursor.plan.tail,
+        )
+        sampler._mixture = mixture  # its seed may be another one than the order's
+        sampler.load_state_dict(state_dict)
+        return sampler
+
     @property
     def steps_done(self) -> int:
         """How many steps are done, over the whole run."""
@@ -191,6 +221,18 @@ class Sampler:
         uses = self._part(step).uses
         weights: list[int] = (uses[uses != HOLE] == COUNTS).astype(int).tolist()
         return weights
+
+    def epochs(self, step: int) -> list[int]:
+        """Return of each of `indices` the epoch of its source: with the sample, it says which of its draws this is.
+
+        Raises: as `indices`.
+
+        >>> Sampler(10, global_batch=4, seed=0, worker=(0, 1)).epochs(2)
+        [0, 0, 1, 1]
+        """
+        part = self._part(step)
+        epochs: list[int] = part.epochs[part.uses != HOLE].tolist()
+        return epochs
 
     def weight_sum(self, step: int) -> int:
         """Return how many samples of a step count, over all workers: the divisor of a mean over them.
@@ -419,11 +461,20 @@ def _check_order(cursor: Cursor) -> None:
     course = Course(
         cursor.sources, seed=cursor.order.seed, plan=cursor.plan, mixture=cursor.mixture, skips=cursor.skips
     )
-    vector, commit = cursor.order.vector_check, cursor.commit
+    _check_vector(cursor, course)
+    _check_stand(cursor, course)
+
+
+def _check_vector(cursor: Cursor, course: Course) -> None:
+    vector = cursor.order.vector_check
     source, sample = course.sample_at(vector.pos)
     if sample != vector.id or vector.source not in (None, source):
         detail = f"the order has sample {sample} of {source!r} at position {vector.pos}, the cursor says {vector.id}"
         raise err(Code.CURSOR_FORM, detail, where="cursor/order/vector_check", requirement="REQ-CUR-006")
+
+
+def _check_stand(cursor: Cursor, course: Course) -> None:
+    commit = cursor.commit
     if cursor.mixture is None:
         said: object = (commit.epoch, commit.pos_in_epoch)
         computed: object = course.epoch_at(commit.global_pos)

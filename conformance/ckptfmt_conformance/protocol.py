@@ -90,7 +90,7 @@ class Adapter(Protocol):
         """Save the state that is described as a checkpoint at `output`."""
 
     def context(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Return a tree as tagged JSON."""
+        """Return a tree as tagged JSON; or, as the request says, the samples that come next, or a loader's state."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

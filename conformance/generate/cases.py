@@ -196,6 +196,7 @@ class Page:
         bug: str = "WRONG_BYTES",
         place: str = "",
         beside: FileMap | None = None,
+        features: Sequence[str] | None = None,
     ) -> None:
         """Add a case that asks something else than to open, and says what the answer is."""
         base = self.bases.get(of)
@@ -214,7 +215,7 @@ class Page:
             why=why,
             request=request,
             kind=kind,
-            features=base.manifest["features"]["reader"] if base else [],
+            features=(base.manifest["features"]["reader"] if base else []) if features is None else features,
         )
 
     def _add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 from blake3 import blake3
@@ -21,7 +22,8 @@ def mix(x: int) -> int:
 def sample_at(count: int, seed: int, position: int) -> int:
     """Return the sample at a position of the endless order `feistel-v1` over `count` samples."""
     epoch, p = divmod(position, count)
-    a = next(a for a in range(1, count + 1) if a * a >= count)
+    a = math.isqrt(count)
+    a += a * a < count
     b = -(-count // a)
     keys = struct.unpack("<8Q", blake3(b"ckptfmt/feistel-v1" + struct.pack("<QQ", seed, epoch)).digest(length=64))
     while True:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -12,6 +13,8 @@ import ckptfmt
 from ckptfmt.documents.tree import dump_tree, parse_tree
 from ckptfmt.engines.reader import numpy_dtype
 from ckptfmt.errors import CkptError
+from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
+from ckptfmt.restore import restore
 from conformance.generate.tagged import tagged
 from tests.stranger_reader import read_checkpoint
 
@@ -120,11 +123,81 @@ def answer_read(path, request):
     return {"blake3": digest}
 
 
-def answer_context(path, _):
+def answer_context(path, request):
+    if "loader" in request:
+        return answer_loader(path, request["loader"])
     content = (path / "tree.msgpack").read_bytes()
-    with phase("read"):
+    with phase("open" if request else "read"):
         value = parse_tree(content, where="tree.msgpack")
+        if "samples" in request:
+            return answer_samples(value, request["samples"])
     return {"tree": tagged(msgpack.unpackb(dump_tree(value, where="tree.msgpack"), strict_map_key=False))}
+
+
+def answer_samples(cursor, asked):
+    """As one that knows its data goes on: the sampler is made by hand, and the cursor loaded into it."""
+    found = {}
+    sampler = sampler_for(cursor, asked)
+    if "fetched" in asked:
+        batches = iter(sampler)
+        for _ in range(asked["fetched"]):
+            next(batches)
+        sampler.commit(sampler.steps_done + asked["done"])
+        cursor = sampler.state_dict()
+        found = {"commit": cursor["commit"], "ledger": cursor["ledger"]}
+        sampler = sampler_for(cursor, asked)
+    steps = []
+    for batch, step in zip(sampler, range(sampler.steps_done, sampler.steps_done + asked["steps"]), strict=False):
+        named = batch if "mixture" in cursor else [(cursor["sources"][0]["id"], sample) for sample in batch]
+        rows = zip(named, sampler.epochs(step), sampler.weights(step), strict=True)
+        steps.append([[name, epoch, sample, weight] for (name, sample), epoch, weight in rows])
+    return {"steps": steps, **found}
+
+
+def sampler_for(cursor, asked):
+    worker = (asked["worker"], asked["worker_count"])
+    mixture, sources = cursor.get("mixture"), {source["id"]: source["n"] for source in cursor["sources"]}
+    if mixture is not None and mixture["seed"] != cursor["order"]["seed"]:
+        return ckptfmt.Sampler.from_state_dict(cursor, worker=worker)
+    (name, n), *_ = sources.items()
+    sampler = ckptfmt.Sampler(
+        sources if mixture else n,
+        global_batch=cursor["plan"]["global_batch"],
+        seed=cursor["order"]["seed"],
+        worker=worker,
+        source=name,
+        mixture=mixture and {stage["from_pos"]: stage["counts"] for stage in mixture["stages"]},
+        tail=cursor["plan"]["tail"],
+    )
+    sampler.load_state_dict(cursor)
+    return sampler
+
+
+def answer_loader(path, asked):
+    checkpoint = ckptfmt.open(path)
+    saved = next(checkpoint.leaf(*key) for key in checkpoint.leaves if key[0] == "data")
+    given: list[Any] = []
+    is_of_run = saved["per"] == "run"
+    loader = SimpleNamespace(state_dict=lambda: given[-1] if given else None, load_state_dict=given.append)
+    counts = SimpleNamespace(**dict.fromkeys(saved["state"]))
+    members = {"lib": saved["lib"], "worker_count": asked["worker_count"]}
+    data = (
+        ConsumedSamples(counts, names=tuple(saved["state"]), **members)
+        if is_of_run
+        else ckptfmt.PerWorker(ForeignLoader(loader, **members))
+    )
+    with phase("open"):
+        report = restore(
+            ckptfmt.State(data=data),
+            checkpoint,
+            worker=asked["worker"],
+            worker_count=asked["worker_count"],
+            allow={"streams", *(["loader"] if asked["allow"] else [])},
+        )
+    state = vars(counts) if is_of_run else loader.state_dict()
+    content = dump_tree(state, where="")
+    reported = any("LOADER_NOT_ELASTIC" in line for line in report.downgrades)
+    return {"state": tagged(msgpack.unpackb(content)), "reported": reported}
 
 
 def answer_write(request, folder):

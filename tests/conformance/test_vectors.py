@@ -34,6 +34,9 @@ RESULTS = {
     "reshard": {"digests"},
     "write": {"tensors", "step"},
     "context": {"tree"},
+    "context samples": {"steps"},
+    "context samples ahead": {"steps", "commit", "ledger"},
+    "context loader": {"state", "reported"},
 }
 
 #: Cases that ckptfmt doesn't pass yet, each with what is wrong there.
@@ -70,7 +73,7 @@ def test_there_are_enough():
 def test_they_are_small():
     sizes = [path.stat().st_size for path in VECTORS.rglob("*") if path.is_file()]
 
-    assert sum(sizes) < 3_200_000
+    assert sum(sizes) < 3_300_000
     assert max(sizes) <= 65_536
 
 
@@ -127,12 +130,25 @@ def test_requirements_are_clauses_that_a_test_can_check():
     assert not [name for name, case in cases().items() if not case["requirements"]]
 
 
+def what_is_asked(case):
+    if case["kind"] != "context" or "request" not in case:
+        return case["kind"]
+    ((asked, members),) = case["request"].items()
+    return f"context {asked} ahead" if "fetched" in members else f"context {asked}"
+
+
+def test_a_context_case_needs_what_its_request_is_called():
+    for name, case in cases().items():
+        if case["kind"] == "context":
+            assert case["features"] == list(case.get("request", {})), name
+
+
 def test_every_case_says_what_to_expect():
     known = {row[0].strip("`") for row in table("80-errors.md", "Code")}
     for name, case in cases().items():
         expect = case["expect"]
         if expect["outcome"] == "accept":
-            assert expect.keys() - {"outcome"} == RESULTS[case["kind"]], name
+            assert expect.keys() - {"outcome"} == RESULTS[what_is_asked(case)], name
         else:
             assert expect.keys() == {"outcome", "error", "phase"}, name
             assert expect["phase"] in PHASES, name

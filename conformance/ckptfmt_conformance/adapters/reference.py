@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import struct
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +21,7 @@ import numpy as np
 from blake3 import blake3
 
 import ckptfmt
-from ckptfmt import Box, CkptError
+from ckptfmt import Box, CkptError, PerWorker, Sampler, State
 from ckptfmt.documents.tree import (
     DeviceName,
     DtypeName,
@@ -33,7 +35,9 @@ from ckptfmt.documents.tree import (
 from ckptfmt.engines.reader import Checkpoint, numpy_dtype
 from ckptfmt.features import READER_FEATURES
 from ckptfmt.handle import STATES, SaveHandle
+from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.limits import FORMAT_VERSION
+from ckptfmt.restore import restore
 from ckptfmt_conformance.protocol import METHODS, Rejected, Unsupported, run_as_command
 
 __all__ = [
@@ -67,7 +71,7 @@ class Reference:
             "version": ckptfmt.__version__,
             "spec": FORMAT_VERSION,
             "roles": ["reader", "writer", "committer"],
-            "features": sorted(READER_FEATURES),
+            "features": sorted({*READER_FEATURES, "loader", "samples"}),
             "kinds": [*METHODS, "trajectory"],
         }
 
@@ -113,11 +117,15 @@ class Reference:
         return {"digest": report.digest}
 
     def context(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Return a tree as tagged JSON."""
-        del request
+        """Return a tree as tagged JSON; or the samples that come next, or what another library's loader is given."""
         with self._broken_as_said(), _phase("open"):
-            content = (path / "tree.msgpack").read_bytes()
-            return {"tree": self.tree_of(content)}
+            match request or {}:
+                case {"samples": asked}:
+                    return self.samples((path / "tree.msgpack").read_bytes(), asked)
+                case {"loader": asked}:
+                    with self._open(path, {}) as checkpoint:
+                        return _loader(checkpoint, asked)
+            return {"tree": self.tree_of((path / "tree.msgpack").read_bytes())}
 
     def checkpointing(self) -> Checkpointing:
         """Return what trajectories save and load by."""
@@ -151,6 +159,22 @@ class Reference:
     def tree_of(self, content: bytes) -> Any:  # noqa: ANN401 - any value of JSON
         """Return what is said of a tree."""
         return tagged(parse_tree(content, where="tree.msgpack"))
+
+    def samples(self, content: bytes, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Go on from a cursor as a worker, and return the samples of its next steps."""
+        worker = asked["worker"], asked["worker_count"]
+        sampler = Sampler.from_state_dict(parse_tree(content, where="tree.msgpack"), worker=worker)
+        found: dict[str, Any] = {}
+        if "fetched" in asked:
+            for _ in itertools.islice(sampler, asked["fetched"]):
+                pass
+            sampler.advance(asked["done"])
+            saved = sampler.state_dict()
+            found = {"commit": saved["commit"], "ledger": saved["ledger"]}
+            sampler = Sampler.from_state_dict(saved, worker=worker)
+        name = sampler.state_dict()["sources"][0]["id"]
+        steps = range(sampler.steps_done, sampler.steps_done + asked["steps"])
+        return {"steps": [[*_rows(sampler, step, name)] for step in steps], **found}
 
     def validate(self, path: Path, request: Mapping[str, Any]) -> None:
         """Check every byte; raise the first violation."""
@@ -240,6 +264,49 @@ class Save:
             raise self._handle.error
         state = self._handle.state
         return "DONE" if state == "COMMITTED" and self._handle.is_over else state
+
+
+def _rows(sampler: Sampler, step: int, name: str) -> Iterator[list[Any]]:
+    """Yield source, epoch, sample and weight of what a worker is given; `name` is that of the only source."""
+    for taken, epoch, weight in zip(sampler.indices(step), sampler.epochs(step), sampler.weights(step), strict=True):
+        source, sample = taken if isinstance(taken, tuple) else (name, taken)
+        yield [source, epoch, sample, weight]
+
+
+def _loader(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the field `data` into another library's loader, and return what that was given."""
+    saved = next(checkpoint.leaf(*key) for key in checkpoint.leaves if key[0] == "data")
+    worker, count = asked["worker"], asked["worker_count"]
+    loader, counts = _Loader(), SimpleNamespace()
+    data: Any = PerWorker(ForeignLoader(loader, lib=saved["lib"], worker_count=count))
+    if saved["per"] == "run":
+        vars(counts).update(dict.fromkeys(saved["state"]))
+        data = ConsumedSamples(counts, names=tuple(saved["state"]), lib=saved["lib"], worker_count=count)
+    # The interpreter's own random numbers aren't in the case, and stay as they are.
+    allow = ["streams", *(["loader"] if asked["allow"] else [])]
+    report = restore(State(data=data), checkpoint, worker=worker, worker_count=count, allow=allow)
+    return {
+        "state": tagged(vars(counts) or loader.given),
+        "reported": any(line.startswith("LOADER_NOT_ELASTIC ") for line in report.downgrades),
+    }
+
+
+class _Loader:
+    """Another library's loader: it keeps what it is given.
+
+    Attributes:
+        given: None until then.
+    """
+
+    given: object = None
+
+    def state_dict(self) -> object:
+        """Return what was given."""
+        return self.given
+
+    def load_state_dict(self, state: object) -> None:
+        """Take it."""
+        self.given = state
 
 
 def _state_of(state: Mapping[str, Any]) -> ckptfmt.State:
