@@ -1,5 +1,6 @@
 """The sampler with mixtures, skips and tails: the oracle's samples, on any number of workers, resumed at any step."""
 
+import copy
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.sampler import Sampler
 from conformance.generate import course as oracle
+from conformance.generate.pages.context import went_on
 from tests.arithmetic.cursors import orders, skip_trees
 
 BOOKS_AND_CODE = {"books": 20, "code": 7}
@@ -87,6 +89,42 @@ def test_a_run_and_its_resumption_elsewhere_see_what_the_oracle_says(tree, worke
             assert (samples, resumed.weights(step)) == expected_step(tree, places, step, worker, others)
         counts = [place.use for place in places[done * batch : (done + 1) * batch]].count("counts")
         assert resumed.weight_sum(done) == counts
+
+
+@given(orders(), st.integers(1, 5), st.integers(0, 5))
+def test_a_sampler_of_a_cursor_alone_goes_on_as_the_oracle_says(tree, workers, done):
+    """Of a cursor by whatever writer: the blocks of its mixture may have another seed than its order."""
+    batch = tree["plan"]["global_batch"]
+    workers = min(workers, batch)
+    order = {"alg": "feistel-v1", **tree["order"]}
+    cursor = went_on({"kind": "ckptfmt.data_cursor", "v": 1, **copy.deepcopy(tree), "order": order}, done)
+    places = list(oracle.course(tree, (done + 3) * batch))
+    for worker in range(workers):
+        sampler = Sampler.from_state_dict(cursor, worker=(worker, workers))
+        assert sampler.state_dict() == cursor
+        for step in range(done, done + 3):
+            samples, weights = expected_step(tree, places, step, worker, workers)
+            assert (sampler.indices(step), sampler.weights(step)) == (samples, weights)
+            part = oracle.worker_part(places[step * batch : (step + 1) * batch], worker, workers)
+            assert sampler.epochs(step) == [place.epoch for place in part]
+        sampler.advance()
+        assert sampler.state_dict()["ledger"] == oracle.ledger_of(places[: (done + 1) * batch])
+
+
+def test_a_sampler_of_a_cursor_alone_refuses_what_is_no_cursor_of_the_order():
+    """REQ-CUR-006, REQ-CUR-014."""
+    cursor = Sampler(BOOKS_AND_CODE, mixture=MIXTURE, global_batch=4, worker=(0, 1)).state_dict()
+    vector = cursor["order"]["vector_check"]
+    for wrong in (
+        {**cursor, "order": {**cursor["order"], "vector_check": {**vector, "id": 6 if vector["id"] != 6 else 5}}},
+        {**cursor, "plan": {**cursor["plan"], "tail": "drop"}},
+    ):
+        with pytest.raises(CkptError) as raised:
+            Sampler.from_state_dict(wrong, worker=(0, 1))
+        assert raised.value.code is Code.CURSOR_FORM
+    with pytest.raises(CkptError) as raised:
+        Sampler.from_state_dict(cursor, worker=(0, 5))
+    assert raised.value.code is Code.ARGUMENT
 
 
 @given(orders().map(with_own_seed), st.integers(0, 8), st.data())

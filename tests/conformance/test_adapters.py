@@ -20,7 +20,7 @@ from ckptfmt_conformance.callers import find_target
 from ckptfmt_conformance.cases import load_cases, vectors_root
 from ckptfmt_conformance.judge import Status
 from ckptfmt_conformance.msgpk import dump, parse
-from ckptfmt_conformance.protocol import Answer, parse_description
+from ckptfmt_conformance.protocol import Answer, Unsupported, ask, parse_answer, parse_description
 from ckptfmt_conformance.readback import ReadbackError, read_back
 from ckptfmt_conformance.runner import ask_case, run_cases
 from ckptfmt_conformance.tagged import from_tree
@@ -77,6 +77,33 @@ def test_a_broken_adapter_is_convicted_by_the_cases_that_it_names_and_by_no_othe
     silent = name in ("crashing", "dying", "hanging")
     assert run.counts[Status.ERROR] == (len(convicting) if silent else run.counts[Status.ERROR])
     assert str(module.__doc__).startswith(("It ", "Its ", "Of "))
+
+
+def test_who_has_no_sampler_says_so_and_is_not_convicted():
+    class Reader(Reference):
+        def describe(self):
+            return {**super().describe(), "features": []}
+
+        def context(self, path, request):
+            if request:
+                raise Unsupported(next(iter(request)))
+            return super().context(path, request)
+
+    reader, cases = Reader(), [case for case in CASES.values() if case.kind == "context"]
+    described = parse_description(reader.describe())
+
+    class Calls:
+        def call(self, kind, *, path=None, request=None, **_):
+            exit_code, body = ask(reader, kind, path=path, request=request, output=None)
+            return parse_answer(exit_code, json.dumps(body).encode())
+
+        def close(self):
+            """Nothing is open."""
+
+    found = {case.id: ask_case(Calls(), case, described).status for case in cases}
+    asked = {case.id for case in cases if case.request}
+    assert {found[name] for name in asked} == {Status.UNSUPPORTED}
+    assert {status for name, status in found.items() if name not in asked} == {Status.PASS}
 
 
 def test_a_fault_is_put_in_for_a_call_and_taken_out_again():
