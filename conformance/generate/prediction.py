@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ADAM", "SGD", "Rule", "narrow", "predicted", "rule_tree"]
+__all__ = ["ADAM", "SGD", "Rule", "f32", "narrow", "predicted", "rule_tree"]
 
 #: The members of a rule, in their order, by kind.
 ADAM: dict[str, Any] = {

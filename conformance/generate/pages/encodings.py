@@ -22,7 +22,7 @@ from conformance.generate.encodings import (
     string,
     zstd_string,
 )
-from conformance.generate.plans import DTYPES, Stored, Tensor, whole
+from conformance.generate.plans import DTYPES, Plan, Stored, Tensor, whole
 
 __all__ = ["page"]
 
@@ -34,6 +34,7 @@ def page() -> Page:
     made = Page("encodings")
     _each(made)
     _dtypes(made)
+    _bits(made)
     _forms(made)
     _strings(made)
     _frames(made)
@@ -124,6 +125,42 @@ def _dtypes(made: Page) -> None:
             chain(base_plan(*bases), *tensors),
             "lanes of floats are sign and magnitude, those of integers aren't",
         )
+
+
+def _bits(made: Page) -> None:
+    """Contents that look like something else: floats that arithmetic changes, and a raw block that is a frame."""
+    before = _floats(*[1.0] * 32)
+    odd = bytes.fromhex("0100807f ffffffff 00000080 01000000 000080ff 0100a0ff")
+    after = odd + before[len(odd) :]
+    steps = steps_between(after, before, "float32")
+    tensors, bases = [], []
+    for encoding, block in (
+        ("planes", planes(lanes(after, "float32"), 4, plane=sparse_plane)),
+        ("difference", _shorter("difference", after, before, "float32")),
+        ("sparse", changes(steps, 4, levels=0)),
+    ):
+        bases.append(Tensor(name=encoding, shape=(32,), content=before))
+        reference = None if encoding == "planes" else BASE
+        extent = Stored(encoding=encoding, blocks=[block], reference=reference)
+        tensors.append(Tensor(name=encoding, shape=(32,), content=after, pieces=[whole((32,), stored=[extent])]))
+    _accept(
+        made,
+        "bits",
+        "ENC-022 ENC-015",
+        "NaN that signal, with payloads, and either zero, denormals and infinity, by three encodings",
+        chain(base_plan(*bases), *tensors),
+        "who moves floats as floats changes some of their bits",
+    )
+    # Whoever inflated it would have as many bytes.
+    content = frame(b"\7" * 60).ljust(60, b"\0")
+    made.accept(
+        "raw-like-a-frame",
+        Plan(tensors=[Tensor(name="w", dtype="uint8", shape=(60,), content=content)]),
+        "ENC-003",
+        "a raw block that begins with a zstd frame",
+        why="a block's encoding is what its part says, and not what its bytes look like",
+        bug="WRONG_BYTES",
+    )
 
 
 def _shorter(encoding: str, content: bytes, base: bytes, dtype: str) -> bytes:

@@ -18,6 +18,7 @@ from conformance.generate.prediction import (
     ADAM,
     SGD,
     Rule,
+    f32,
     first_moment,
     from_stored,
     gradient_of,
@@ -70,7 +71,9 @@ def _roles(rule: Rule) -> list[str]:
     return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if rule["amsgrad"] else []), "weight"]
 
 
-def group(rule: Rule, *, first: str = "gradient", how: int = 0, missed: bool = False, nan: bool = False) -> Chain:
+def group(
+    rule: Rule, *, first: str = "gradient", how: int = 0, missed: bool = False, nan: bool = False, odd: str = ""
+) -> Chain:
     """Return a delta of an optimizer's state, one step after its base.
 
     Args:
@@ -78,8 +81,12 @@ def group(rule: Rule, *, first: str = "gradient", how: int = 0, missed: bool = F
         how: 0 for a gradient as it is, 1 for planes.
         missed: whether one weight isn't as predicted.
         nan: whether one second moment is a NaN.
+        odd: what is odd about the first moment: "corrected" if one isn't what its stored gradient leads to, "nan" if
+            one's gradient is a NaN, "uneven" if they have digits up to the last.
     """
     before, roles = _start(), _roles(rule)
+    if odd == "uneven":
+        before[roles[0]] = [f32(one / 3) for one in before[roles[0]]]
     bases = {role: _pack(before[role]) for role in roles}
     if nan:
         before["exp_avg_sq"][3] = float("nan")
@@ -89,8 +96,12 @@ def group(rule: Rule, *, first: str = "gradient", how: int = 0, missed: bool = F
     grain = [
         narrow(0.0 if first == "sparse" and i % 5 else (-1) ** (i // 3) * (i + 1) / 96, kind) for i in range(COUNT)
     ]
+    if odd == "nan":
+        grain[5] = narrow(math.nan, kind)
     wanted = [from_stored(rule | {"gradient": kind}, one, w) for one, w in zip(grain, before["weight"], strict=True)]
-    moments = [first_moment(rule, g, m) for g, m in zip(wanted, before[roles[0]], strict=True)]
+    moments = _moments(rule, wanted, before[roles[0]])
+    if odd == "corrected":
+        moments[7] *= 2
     found = [
         gradient_of(rule, after, m, w) for after, m, w in zip(moments, before[roles[0]], before["weight"], strict=True)
     ]
@@ -104,15 +115,20 @@ def group(rule: Rule, *, first: str = "gradient", how: int = 0, missed: bool = F
     blocks = dict.fromkeys(roles[1:], b"\x00")
     blocks["weight"] = changes(steps_between(after["weight"], expected, "float32"), 4)
     if first == "gradient":
-        lead = [first_moment(rule, from_stored(rule, one, w), m) for one, w, m in zip(
-            grain, before["weight"], before[roles[0]], strict=True)]  # fmt: skip
-        blocks[roles[0]] = _gradient_block(
-            b"".join(grain), how, changes(steps_between(_pack(moments), _pack(lead), "float32"), 4)
-        )
+        lead = _moments(rule, [from_stored(rule, *one) for one in zip(grain, before["weight"], strict=True)],
+                        before[roles[0]])  # fmt: skip
+        rest = changes(steps_between(_pack(moments), _pack(lead), "float32"), 4, levels=0)
+        blocks[roles[0]] = _gradient_block(b"".join(grain), how, rest)
     else:
         decayed = _pack([first_moment(rule, 0.0, m) for m in before[roles[0]]])
         blocks[roles[0]] = changes(steps_between(_pack(moments), decayed, "float32"), 4, levels=0)
     return _assemble(rule, roles, bases, after, blocks, first)
+
+
+def _moments(rule: Rule, gradients: list[float], before: list[float]) -> list[float]:
+    """Return what gradients lead to; where that is a NaN, the base's element."""
+    found = [first_moment(rule, g, m) for g, m in zip(gradients, before, strict=True)]
+    return [m if math.isnan(one) else one for one, m in zip(found, before, strict=True)]
 
 
 def _kept(values: list[float], base: bytes) -> bytes:
@@ -185,12 +201,18 @@ def _valid(made: Page) -> None:
          group(ADAM | {"l2": 0.01, "clip": 0.5, "shrink": 1.0, "gradient": "float16"})),
         ("adam-large-gain", "a gain of 0.75, at which lerp starts from the other end",
          group(ADAM | {"gain": 0.75, "decay": 0.25})),
+        ("adam-large-gain-uneven", "the same, of moments with so many digits that it matters from which end",
+         group(ADAM | {"gain": 0.75, "decay": 0.25}, odd="uneven")),
         ("adam-first-raw", "the first moment raw, and the gradient read off it", group(ADAM, first="raw")),
         ("adam-float32", "a gradient of binary32: the first moment as what it differs in from the decayed one",
          group(ADAM | {"gradient": "float32"}, first="sparse")),
         ("adam-decayed", "the first moment as what it differs in from the decayed one, and a gradient of bfloat16",
          group(ADAM, first="sparse")),
         ("adam-nan", "a second moment that is a NaN, so that the weight stays as it was", group(ADAM, nan=True)),
+        ("adam-nan-gradient", "a stored gradient that is a NaN, so that the first moment stays as it was",
+         group(ADAM, odd="nan")),
+        ("adam-corrected", "a first moment that isn't what the stored gradient leads to: the others go by the moment",
+         group(ADAM, odd="corrected")),
         ("sgd", "SGD with momentum", group(SGD)),
         ("sgd-nesterov", "SGD with Nesterov's momentum, and a copy in float16",
          group(SGD | {"nesterov": True, "copy": "float16", "arithmetic": "fused"})),
@@ -200,45 +222,41 @@ def _valid(made: Page) -> None:
             "adam-float32": " PRE-017",
             "adam-decayed": " PRE-017",
             "adam-nan": " PRE-005 PRE-013",
+            "adam-nan-gradient": " PRE-005 PRE-013",
         }.get(slug, " PRE-013 PRE-015")
         made.accept(slug, link.delta, own, says, why=WHY, bug="WRONG_BYTES", place=DELTA, beside=link.beside)
-    made.accept(
-        "cast-float16",
-        _cast().delta,
-        "PRE-001 PRE-004 PRE-016 DEL-010 DEL-011",
-        "a copy in float16 of a raw master that has NaN, infinity and ties",
-        why=WHY,
-        bug="WRONG_BYTES",
-        place=DELTA,
-        beside=_cast().beside,
-    )
+    for slug, clauses, says, link in (
+        ("cast-float16", "PRE-004 ", "a copy in float16 of a raw master that has NaN, infinity and ties",
+         _cast("float16", ODD)),
+        ("cast-bfloat16", "PRE-004 ", "a copy in bfloat16 of a raw master that has more of these",
+         _cast("bfloat16", ODD + MORE_NANS)),
+        ("cast-of-two-blocks", "", "a block of the copy goes with two of the master", _cast("bfloat16", LONG)),
+    ):  # fmt: skip
+        own = f"PRE-001 {clauses}PRE-016 DEL-010 DEL-011"
+        made.accept(slug, link.delta, own, says, why=WHY, bug="WRONG_BYTES", place=DELTA, beside=link.beside)
 
 
-def _cast() -> Chain:
-    content = bytes.fromhex("0000807f 000080ff 0100a07f 0000c0ff 0010803f 0030803f ffff7f3f 00000080 00e07f47 01000000")
-    values = _list(content)
-    halves = []
-    for value in values:
-        try:
-            halves.append(narrow(value, "float16"))
-        except OverflowError:
-            halves.append(b"\0\x7c" if value > 0 else b"\0\xfc")
-    shape = (len(values),)
-    master = Tensor(
-        name="master",
-        shape=shape,
-        content=content,
-        field="optimizer",
-        pieces=[whole(shape, stored=[Stored(encoding="raw")])],
-    )
-    weight = Tensor(
-        name="weight",
-        dtype="float16",
-        shape=shape,
-        content=b"".join(halves),
-        pieces=[whole(shape, stored=[Stored(encoding="sparse", blocks=[b"\0"], predicted=True)])],
-    )
-    rule = rule_tree({"kind": "cast", "copy": "float16"})
+#: What is rounded otherwise by who takes all numbers alike.
+ODD = bytes.fromhex("0000807f 000080ff 0100a07f 0000c0ff 0010803f 0030803f ffff7f3f 00000080 00e07f47 01000000")
+MORE_NANS = bytes.fromhex("0100807f ffffff7f")
+#: More than a block of elements of 32 bits, and less than one of 16.
+LONG = b"".join(struct.pack("<f", 1 + number / 256) for number in range(1030))
+
+
+def _narrowed(value: float, dtype: str) -> bytes:
+    try:
+        return narrow(value, dtype)
+    except OverflowError:
+        return b"\0\x7c" if value > 0 else b"\0\xfc"
+
+
+def _cast(dtype: str, content: bytes) -> Chain:
+    shape = (len(content) // 4,)
+    raw, rest = Stored(encoding="raw"), Stored(encoding="sparse", blocks=[b"\0"], predicted=True)
+    master = Tensor(name="master", shape=shape, content=content, field="optimizer", pieces=[whole(shape, stored=[raw])])
+    low = b"".join(_narrowed(value, dtype) for value in _list(content))
+    weight = Tensor(name="weight", dtype=dtype, shape=shape, content=low, pieces=[whole(shape, stored=[rest])])
+    rule = rule_tree({"kind": "cast", "copy": dtype})
     plan = later(tensors=[master, weight], groups=[Group(kind="cast", rule=rule, members=["master", "weight"])])
     return Chain(build(plan), {})
 

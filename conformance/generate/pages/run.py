@@ -128,6 +128,16 @@ def _valid(made: Page) -> None:
         "steps of eight and of nine digits",
         "as text, the smaller one is the greater",
     )
+    later = Run().launch(9999).save(400, 9999).launch(10_000, of=checkpoint_name(400, 9999)).save(800, 10_000)
+    _accept(
+        made,
+        "launch-of-five-digits",
+        later,
+        checkpoint_name(800, 10_000),
+        "RUN-009 RUN-005 RUN-008",
+        "launch 10000 goes on from launch 9999",
+        "as text, the older one is the newer",
+    )
 
 
 def _valid_names(made: Page) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from ckptfmt_conformance.adapters.reference import Reference
 from ckptfmt_conformance.protocol import Rejected
 
+BREAKS = ("REQ-ERR-001",)
 CONVICTED_BY = ("documents/invalid/empty", "index/invalid/tiling-gap")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from ckptfmt_conformance.adapters.reference import Box, Checkpoint, Reference
 
+BREAKS = ("REQ-OPN-007",)
 CONVICTED_BY = ("trees/valid/floats", "trees/valid/complex", "shards/valid/bits")
 
 

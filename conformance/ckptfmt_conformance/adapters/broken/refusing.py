@@ -9,6 +9,7 @@ from typing import Any
 from ckptfmt_conformance.adapters.reference import Reference
 from ckptfmt_conformance.protocol import Rejected
 
+BREAKS = ("REQ-VER-006",)
 CONVICTED_BY = ("manifest/valid/small", "parts/valid/two-writers", "index/invalid/tiling-gap")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckptfmt_conformance.adapters.reference import Box, Checkpoint, Reference
 
+BREAKS = ("REQ-OPN-005",)
 CONVICTED_BY = ("opening/valid/read-a-column", "opening/valid/read-inside-one-box")
 
 
