@@ -12,6 +12,7 @@ from ckptfmt.engines.commit import abort, retire
 from ckptfmt.engines.lineage import (
     begin_launch,
     check_not_fenced,
+    find_head,
     iter_lineage,
     list_checkpoints,
     list_launches,
@@ -22,6 +23,7 @@ from ckptfmt.engines.writer import write_part
 from ckptfmt.errors import Code, CommitError, FencedError, FormatError, IntegrityError, StoreError
 from ckptfmt.store import LocalStore
 from ckptfmt.store.faults import Fault, FaultStore
+from ckptfmt.store.hooked import HookedStore
 from ckptfmt.store.memory import Loss, MemoryStore
 from tests.builders import NONCE, code_of, error_of, origin, save, snapshot, tensor
 
@@ -243,6 +245,44 @@ def test_undecided_aborted_and_retired_directories_are_no_candidates():
     made.store.create("step-9-l1/manifest.json", [b"{}"])
     made.store.create("latest/manifest.json", [b"{}"])
     assert made.head() == "step-00000001-l0001"
+
+
+class Meanwhile(HookedStore):
+    """Lets another job work once, around the first look at a register."""
+
+    def __init__(self, inner, work, *, when):
+        super().__init__(inner)
+        self._jobs = {when: work}  # shared by all places of the store
+
+    def before(self, operation):
+        self._let_work("before", operation)
+
+    def after(self, operation):
+        self._let_work("after", operation)
+
+    def _let_work(self, when, operation):
+        if (operation.op, operation.path.rpartition("/")[2]) == ("read", "manifest.json") and when in self._jobs:
+            self._jobs.pop(when)()
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_what_is_retired_while_a_reader_looks_is_seen_with_what_came_instead(is_begun):
+    """REQ-RUN-014: directories are listed again, and smaller steps read first; else the run would seem to be empty."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(10)
+    manifest = manifests(made)[0]
+    if is_begun:
+        named = origin(step=20, launch=1, run_id=made.run.run_id)
+        write_part(made.place(20, 1), snapshot(tensor("w", np.ones(2))), named, writer=0)
+
+    def work():
+        made.save(20)
+        retire(made.place(10), manifest)
+
+    looking = Meanwhile(made.store, work, when="after" if is_begun else "before")
+
+    assert find_head(looking)[0] == "step-00000020-l0001"
 
 
 def test_a_directory_under_another_name_is_refused():

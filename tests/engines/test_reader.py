@@ -225,6 +225,22 @@ def test_a_row_reads_the_blocks_that_have_it_and_no_others():
     assert set(counting.read_paths) == {f"parts/{ATTEMPT}-00000.msgpack", f"weights-{ATTEMPT}-00000.safetensors"}
 
 
+@pytest.mark.parametrize("shape", [(1 << 20,), (1024, 1024)])
+def test_memory_does_not_grow_with_a_tensor(shape, monkeypatch):
+    """REQ-OPN-008: what is read into is a few requests, whether rows or columns are wanted."""
+    monkeypatch.setattr(reader, "REQUEST_NBYTES", 1 << 15)
+    array = np.arange(1 << 20, dtype=np.float32).reshape(shape)
+    store = MemoryStore()
+    save(store, snapshot(tensor("w", array)))
+    wanted = Box((0,) * len(shape), (*shape[:-1], shape[-1] // 2))
+    sink = ArraySink(name="w", dtype="float32", global_shape=shape, boxes=(wanted,))
+
+    report = Checkpoint(store).read_into([sink])
+
+    assert report.needed_nbytes == array.nbytes // 2
+    assert report.buffer_nbytes < array.nbytes // 8
+
+
 @pytest.mark.parametrize("at", [0, 5000, 9999])
 def test_damage_is_found_before_a_byte_is_handed_on(at):
     """REQ-OPN-006: no byte of a damaged block, whatever was asked of it."""

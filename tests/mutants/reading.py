@@ -1,0 +1,67 @@
+"""Mutants of readers, of what no file shows: what is read, in which order, how much at once, by what arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptfmt import limits
+from ckptfmt.arithmetic.prediction import codec
+from ckptfmt.documents.manifest import part_path
+from ckptfmt.engines import lineage, reader
+from tests.mutants.mutant import Mutant, replaced
+
+
+def _parts_too(right: Any, store: Any, manifest: Any) -> Any:
+    index = right(store, manifest)
+    for number in range(len(index.parts)):
+        store.read(part_path(manifest.origin.attempt, number), limit_nbytes=limits.MSGPACK_NBYTES)
+    return index
+
+
+def _without_limit(right: Any, ranges: Any, **members: Any) -> Any:
+    return right(ranges, **{**members, "request_nbytes": 1 << 60})
+
+
+def _listed_once(_right: Any, store: Any, run: Any) -> Any:
+    return [lineage._read_entry(store, place, run.run_id) for place in lineage._list_places(store)]
+
+
+_WHILE_A_READER_LOOKS = (
+    "engines/test_lineage.py::test_what_is_retired_while_a_reader_looks_is_seen_with_what_came_instead"
+)
+
+MUTANTS = {
+    "parts_read_at_opening": Mutant(
+        clauses=("REQ-OPN-002",),
+        fault="reads all parts when a checkpoint is opened",
+        patch=replaced(reader, "read_index", _parts_too),
+        tests=("engines/test_reader.py::test_a_row_reads_the_blocks_that_have_it_and_no_others",),
+    ),
+    "requests_without_a_limit": Mutant(
+        clauses=("REQ-OPN-008",),
+        fault="reads blocks that follow each other at once, however many they are",
+        patch=replaced(reader, "plan_requests", _without_limit),
+        tests=(
+            "engines/test_reader.py::test_memory_does_not_grow_with_a_tensor[shape0]",
+            "engines/test_reader.py::test_memory_does_not_grow_with_a_tensor[shape1]",
+        ),
+    ),
+    "arithmetic_not_looked_at": Mutant(
+        clauses=("REQ-PRE-003",),
+        fault="predicts by whatever arithmetic the thread has",
+        patch=replaced(codec, "check_float_environment", lambda _right: None),
+        tests=("arithmetic/test_prediction.py::test_rounding_upwards_is_refused",),
+    ),
+    "directories_listed_once": Mutant(
+        clauses=("REQ-RUN-014",),
+        fault="doesn't list the directories again once it has read the registers",
+        patch=replaced(lineage, "list_checkpoints", _listed_once),
+        tests=(f"{_WHILE_A_READER_LOOKS}[False]",),
+    ),
+    "newest_registers_first": Mutant(
+        clauses=("REQ-RUN-014",),
+        fault="reads the registers of the greatest steps first",
+        patch=replaced(lineage, "_list_places", lambda right, store: right(store)[::-1]),
+        tests=(f"{_WHILE_A_READER_LOOKS}[True]",),
+    ),
+}
