@@ -266,7 +266,7 @@ class Meanwhile(HookedStore):
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_what_is_retired_while_a_reader_looks_is_seen_with_what_came_instead(is_begun):
+def test_what_is_retired_meanwhile_is_seen_with_what_came_instead(is_begun):
     """REQ-RUN-014: directories are listed again, and smaller steps read first; else the run would seem to be empty."""
     made = RunOfSteps()
     made.begin()

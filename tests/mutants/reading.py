@@ -26,10 +26,6 @@ def _listed_once(_right: Any, store: Any, run: Any) -> Any:
     return [lineage._read_entry(store, place, run.run_id) for place in lineage._list_places(store)]
 
 
-_WHILE_A_READER_LOOKS = (
-    "engines/test_lineage.py::test_what_is_retired_while_a_reader_looks_is_seen_with_what_came_instead"
-)
-
 MUTANTS = {
     "parts_read_at_opening": Mutant(
         clauses=("REQ-OPN-002",),
@@ -56,12 +52,12 @@ MUTANTS = {
         clauses=("REQ-RUN-014",),
         fault="doesn't list the directories again once it has read the registers",
         patch=replaced(lineage, "list_checkpoints", _listed_once),
-        tests=(f"{_WHILE_A_READER_LOOKS}[False]",),
+        tests=("engines/test_lineage.py::test_what_is_retired_meanwhile_is_seen_with_what_came_instead[False]",),
     ),
     "newest_registers_first": Mutant(
         clauses=("REQ-RUN-014",),
         fault="reads the registers of the greatest steps first",
         patch=replaced(lineage, "_list_places", lambda right, store: right(store)[::-1]),
-        tests=(f"{_WHILE_A_READER_LOOKS}[True]",),
+        tests=("engines/test_lineage.py::test_what_is_retired_meanwhile_is_seen_with_what_came_instead[True]",),
     ),
 }
