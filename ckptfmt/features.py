@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["DELTAS", "ENCODINGS", "GROUP_KINDS", "NEEDS_BASE", "PLAIN", "READER_FEATURES", "REFERENCED"]
+__all__ = [
+    "DELTAS",
+    "ENCODINGS",
+    "GROUP_KINDS",
+    "NEEDS_BASE",
+    "PLAIN",
+    "READER_FEATURES",
+    "REFERENCED",
+    "WRITER_FEATURES",
+]
 
 #: The feature of references, packs, encoded blocks and groups as such.
 DELTAS: Final = "deltas"
@@ -20,3 +29,5 @@ GROUP_KINDS: Final = ("adam", "cast", "sgd")
 READER_FEATURES: Final = frozenset({DELTAS, *ENCODINGS, *GROUP_KINDS}) - PLAIN
 #: The writer feature of a run whose checkpoints may read from each other.
 REFERENCED: Final = "references"
+#: Everything that who writes into a run, or deletes in it, may have to know.
+WRITER_FEATURES: Final = frozenset({REFERENCED})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 from pathlib import Path
@@ -11,12 +12,16 @@ import numpy as np
 import pytest
 
 import ckptfmt
+from ckptfmt.capture import capture
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import Manifest, Tombstone
-from ckptfmt.engines.lineage import list_checkpoints
+from ckptfmt.documents.run import RUN_NAME, SAVERS, Run
+from ckptfmt.engines.lineage import list_checkpoints, open_run
 from ckptfmt.errors import CkptError, Code, FencedError
 from ckptfmt.store import open_store
+from ckptfmt.store.hooked import HookedStore, Operation
 from ckptfmt.store.memory import MemoryStore
+from tests import builders
 from tests.test_group import Allgather, run_writers
 
 
@@ -154,6 +159,44 @@ def test_process_that_was_thought_dead_is_fenced_at_its_next_save(store: Any) ->
             old.save()
     assert caught.value.code == Code.FENCED
     assert committed(store) == [(2, 2)]
+
+
+class SavingStore(HookedStore):
+    """A store in which an old saver is at work until it is looked for a second time; its step is committed by then."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.holding = contextlib.ExitStack()
+        self.holding.enter_context(inner.hold(f"{SAVERS}/0001-00000-{'a' * 16}"))
+        self.look_count = 0
+
+    def before(self, operation: Operation) -> None:
+        if operation.op == "is_held":
+            self.look_count += 1
+            if self.look_count == 2:
+                inner: Any = self._inner
+                held = capture(Trainer().state, worker=0, worker_count=1)
+                place = inner.at("step-00000009-l0001")
+                builders.save(place, held, run_id=open_run(inner).run_id, step=9, launch=1)
+                self.holding.close()
+
+
+def test_launch_waits_for_what_an_old_saver_has_in_its_hands(tmp_path: Path) -> None:
+    """REQ-RUN-018."""
+    inner = open_store(tmp_path, writable=True)
+    run(inner, 2, saver="inline")
+    with Checkpointer(SavingStore(inner), Trainer().state, saver="inline") as checkpointer:
+        checkpointer.restore()
+        assert checkpointer.step == 9
+
+
+def test_run_of_a_newer_program_is_left_as_it_is(tmp_path: Path) -> None:
+    """REQ-VER-003: what refers to its checkpoints, only that one knows."""
+    (tmp_path / RUN_NAME).write_bytes(Run(run_id="a" * 32, writer_features=("me.packs",)).dump())
+    with pytest.raises(CkptError) as caught:
+        run(tmp_path, 2)
+    assert caught.value.code == Code.FEATURE_UNSUPPORTED
+    assert [path.name for path in tmp_path.rglob("*")] == [RUN_NAME]
 
 
 def test_saving_a_step_twice_does_nothing(store: Any) -> None:

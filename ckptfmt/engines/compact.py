@@ -20,7 +20,6 @@ from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.writer import Context, write_image
 from ckptfmt.errors import Code, err
-from ckptfmt.features import REFERENCED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["compact_checkpoint", "compact_run"]
 
-#: The writer features of a run that compaction has to understand, and does.
-_UNDERSTOOD: Final = frozenset({REFERENCED})
 #: How many bytes of small blocks are decoded at a time.
 _CHUNK_NBYTES: Final = 1 << 20
 #: How long to wait for what others have in their hands, in seconds.
@@ -80,7 +77,7 @@ def compact_run(
     Returns: the name of the full checkpoint, its manifest, and whether it was made now: a head may be full already.
     Raises: IntegrityError(NOT_COMMITTED and those of a head that isn't whole); UnsupportedError(FEATURE_UNSUPPORTED);
         FencedError; CommitError(SAVE_PENDING and others); StoreError.
-    Spec: REQ-RUN-002, REQ-RUN-004, REQ-RUN-006, REQ-RUN-008, REQ-RUN-018.
+    Spec: REQ-RUN-002, REQ-RUN-004, REQ-RUN-006, REQ-RUN-008, REQ-RUN-018, REQ-VER-003.
     """
     if not wait_for_savers(store, deadline_s=deadline_s):
         remedy = "Wait until the training has ended, or compact its newest checkpoint to a place of its own."
@@ -89,14 +86,6 @@ def compact_run(
     if head.profile == "full":
         return name, head, False
     run = open_run(store)
-    unknown = sorted(set(run.writer_features) - _UNDERSTOOD)
-    if unknown:
-        raise err(
-            Code.FEATURE_UNSUPPORTED,
-            f"compaction needs {', '.join(unknown)}; nothing was written",
-            where="run.json#/signed/features/writer",
-            requirement="REQ-CMT-025",
-        )
     launch = begin_launch(store, run, choose=head.digest, on_progress=on_progress)
     origin = dataclasses.replace(head.origin, launch=launch.launch, nonce=launch.nonce, attempt=secrets.token_hex(8))
     full_name = checkpoint_name(origin.step, launch.launch)

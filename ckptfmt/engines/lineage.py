@@ -20,6 +20,7 @@ from ckptfmt.documents.run import LAUNCHES, RUN_NAME, SAVERS, Launch, ResumeFrom
 from ckptfmt.engines.commit import create_once, poll, read_register
 from ckptfmt.engines.verify import Report, check_place, check_record, verify_loadable
 from ckptfmt.errors import CkptError, Code, StoreError, err
+from ckptfmt.features import WRITER_FEATURES
 from ckptfmt.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -82,15 +83,16 @@ def read_run(store: Store) -> Run | None:
 
 
 def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> Run:
-    """Return the record of a run, made if there is none; who comes second takes the first one's.
+    """Return the record of a run to write into, made if there is none; who comes second takes the first one's.
 
     Args:
         writer_features: of a run that is made now.
 
-    Raises: StoreError; UnsupportedError; FormatError. Spec: REQ-RUN-001.
+    Raises: UnsupportedError(FEATURE_UNSUPPORTED and others); StoreError; FormatError. Spec: REQ-RUN-001, REQ-VER-003.
     """
     run = read_run(store) or _refuse_other_contents(store)
     if run is not None:
+        _check_writer_features(run)
         return run
     content = Run(run_id=secrets.token_hex(16), writer_features=tuple(writer_features)).dump()
     try:
@@ -102,7 +104,23 @@ def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> Run:
     run = read_run(store)
     if run is None:
         raise err(Code.STORE_IO, "the run's record was created and isn't there", where=RUN_NAME)
+    _check_writer_features(run)  # perhaps somebody else's
     return run
+
+
+def _check_writer_features(run: Run) -> None:
+    """Raise if a run has a feature that its writers must know, and this one doesn't.
+
+    Raises: UnsupportedError(FEATURE_UNSUPPORTED). Spec: REQ-VER-003.
+    """
+    unknown = sorted(set(run.writer_features) - WRITER_FEATURES)
+    if unknown:
+        raise err(
+            Code.FEATURE_UNSUPPORTED,
+            f"writing into this run needs {', '.join(unknown)}; nothing was written",
+            where=f"{RUN_NAME}#/signed/features/writer",
+            requirement="REQ-VER-003",
+        )
 
 
 def _refuse_other_contents(store: Store) -> Run | None:
@@ -250,7 +268,7 @@ def begin_launch(
         on_progress: called with the number of bytes just checked.
 
     Raises: IntegrityError(NO_VALID_CHECKPOINT, NOT_COMMITTED); StoreError; FormatError.
-    Spec: REQ-RUN-002, REQ-RUN-006, REQ-RUN-007.
+    Spec: REQ-RUN-002, REQ-RUN-006, REQ-RUN-007, REQ-RUN-012, REQ-RUN-013.
     """
     while True:
         launches = list_launches(store, run)
@@ -275,7 +293,7 @@ def begin_launch(
                 continue  # Somebody took the number; what to resume from may have changed with it.
             raise
         store.sync(LAUNCHES)
-        if resume is None or isinstance(read_register(store.at(resume.name)), Manifest):
+        if resume is None or _is_committed(store, resume.name):
             return launch
         # A clean-up that didn't see the record in time retired what it names; the next number names another.
 
@@ -407,6 +425,10 @@ def _find_problem(store: Store, entry: RunEntry, on_progress: Callable[[int], No
     report = Report(target=entry.name, kind="checkpoint", on_progress=on_progress)
     verify_loadable(store.at(entry.name), report)
     return report.violations[0] if report.violations else None
+
+
+def _is_committed(store: Store, name: str) -> bool:
+    return isinstance(read_register(store.at(name)), Manifest)
 
 
 def _is_retired(store: Store, name: str) -> bool:

@@ -324,7 +324,7 @@ def test_somebody_who_is_saving_is_not_fenced_off(tmp_path):
 
 
 def test_a_run_with_a_feature_that_is_not_known_is_left_alone():
-    """REQ-CMT-025."""
+    """REQ-VER-003."""
     saving, _ = chain(steps=2)
     files = dict(saving.store.snapshot())
     files["run.json"] = Run(run_id=saving.run.run_id, writer_features=(REFERENCED, "unheard-of")).dump()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ckptfmt.documents.manifest import Manifest, checkpoint_name
-from ckptfmt.documents.run import Launch, ResumeFrom, Run, launch_name
+from ckptfmt.documents.run import RUN_NAME, Launch, ResumeFrom, Run, launch_name
 from ckptfmt.engines.commit import abort, retire
 from ckptfmt.engines.lineage import (
     begin_launch,
@@ -20,7 +20,7 @@ from ckptfmt.engines.lineage import (
     read_run,
 )
 from ckptfmt.engines.writer import write_part
-from ckptfmt.errors import Code, CommitError, FencedError, FormatError, IntegrityError, StoreError
+from ckptfmt.errors import Code, CommitError, FencedError, FormatError, IntegrityError, StoreError, UnsupportedError
 from ckptfmt.store import LocalStore
 from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.hooked import HookedStore
@@ -157,6 +157,49 @@ def test_a_damaged_newest_is_passed_over_and_recorded():
     made.passed_over.clear()
     assert made.begin().chosen_by == "lineage"
     assert made.passed_over == []
+
+
+class RetiringStore(HookedStore):
+    """A store in which an older launch, the moment another takes its number, saves a step and retires the one before.
+
+    It looked for newer launches before there was one.
+    """
+
+    def __init__(self, made):
+        super().__init__(made.store)
+        self.made = made
+        self.numbers: list[str] = []
+
+    def after(self, operation):
+        if operation.op == "create" and operation.path.startswith("launches/"):
+            self.numbers.append(operation.path)
+            if len(self.numbers) == 1:
+                *_, newest = manifests(self.made)
+                self.made.save(newest.origin.step + 1)
+                retire(self.made.place(newest.origin.step), newest)
+
+
+def test_what_is_retired_before_the_record_is_there_is_chosen_anew():
+    """REQ-RUN-013: the number is used up, and the next record names what is there."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2)
+    store = RetiringStore(made)
+    launch: Any = begin_launch(store, made.run)
+    assert store.numbers == [f"launches/{launch_name(number)}" for number in (2, 3)]
+    assert (launch.launch, launch.resume_from.name) == (3, "step-00000003-l0001")
+
+
+def test_a_run_with_a_writer_feature_that_is_not_known_is_not_written_to():
+    """REQ-VER-003."""
+    store = MemoryStore()
+    store.create(RUN_NAME, [Run(run_id="a" * 32, writer_features=("references", "me.packs")).dump()])
+    before = store.snapshot()
+    error = error_of(lambda: begin_launch(store, open_run(store)))
+    assert (error.code, type(error), error.requirement) == (Code.FEATURE_UNSUPPORTED, UnsupportedError, "REQ-VER-003")
+    assert "me.packs" in error.detail
+    assert "references" not in error.detail
+    assert store.snapshot() == before
 
 
 def test_fallback_goes_down_through_launches():
