@@ -194,7 +194,7 @@ def test_run_of_a_newer_program_is_left_as_it_is(tmp_path: Path) -> None:
     """REQ-VER-003: what refers to its checkpoints, only that one knows."""
     (tmp_path / RUN_NAME).write_bytes(Run(run_id="a" * 32, writer_features=("me.packs",)).dump())
     with pytest.raises(CkptError) as caught:
-        run(tmp_path, 2)
+        run(tmp_path, 2, saver="inline")
     assert caught.value.code == Code.FEATURE_UNSUPPORTED
     assert [path.name for path in tmp_path.rglob("*")] == [RUN_NAME]
 
@@ -394,11 +394,11 @@ def test_checkpoint_that_a_record_names_and_that_is_lost_is_reported(tmp_path: P
 
 def test_directory_is_a_run_or_a_checkpoint_and_not_both(tmp_path: Path) -> None:
     """REQ-RUN-016"""
-    run(tmp_path / "run", 2)
+    run(tmp_path / "run", 2, saver="inline")
     ckptfmt.save(tmp_path / "lone", ckptfmt.State(data=1), step=1)
     for action in (
         lambda: ckptfmt.save(tmp_path / "run", ckptfmt.State(data=1), step=1),
-        lambda: run(tmp_path / "lone", 2),
+        lambda: run(tmp_path / "lone", 2, saver="inline"),
     ):
         with pytest.raises(CkptError) as caught:
             action()

@@ -472,7 +472,7 @@ def test_a_base_without_one_of_its_files_is_not_whole(files, what):
 
 
 def test_a_launch_passes_over_a_delta_whose_base_is_damaged(files):
-    """REQ-RUN-006, REQ-RUN-007."""
+    """REQ-RUN-006, REQ-RUN-007, REQ-RUN-012."""
     begin, _, _ = blocks_of(files, 2)["w", 0]
     flip(files, 2, pack_of(files, 2), begin)
     store = MemoryStore.from_snapshot(files)

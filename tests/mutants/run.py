@@ -1,0 +1,139 @@
+"""Mutants of runs: who owns one, what a launch goes on from, and names that are used once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from ckptfmt import api, checkpointer, saving
+from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin
+from ckptfmt.engines import commit, compact, lineage, saver, verify
+from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.engines.saver import Saver
+from ckptfmt.engines.verify import Report
+from ckptfmt.store.protocol import Store
+from tests.mutants.mutant import Mutant, replaced
+
+
+def _look_once() -> AbstractContextManager[Any]:
+    return mock.patch.object(saver, "check_not_fenced", functools.cache(lineage.check_not_fenced))
+
+
+def _open_only(_right: Any, store: Store, report: Report) -> None:
+    """Take for whole what has a manifest and an index."""
+    with report.collect():
+        Checkpoint(store).close()
+
+
+def _without_bases(_right: Any, store: Store, report: Report) -> None:
+    verify._Verification(()).check(store, report)
+
+
+def _let_go_at_the_first(right: Any, self: Saver, number: int) -> None:
+    with contextlib.suppress(KeyError):
+        self._held.close()
+    right(self, number)
+
+
+def _delete_everything(right: Any, store: Store) -> None:
+    right(store)
+    store.delete(MANIFEST_NAME)
+
+
+def _write_as_the_run(right: Any, checkpoint: Checkpoint, store: Store, origin: Origin, *rest: Any) -> Manifest:
+    old = checkpoint.manifest.origin
+    manifest: Manifest = right(
+        checkpoint, store, dataclasses.replace(origin, run_id=old.run_id, launch=old.launch), *rest
+    )
+    return manifest
+
+
+MUTANTS = {
+    "newer_launches_looked_for_once": Mutant(
+        clauses=("REQ-RUN-004",),
+        fault="looks for a newer launch before its first save, and then goes on for ever",
+        patch=_look_once,
+        tests=("engines/test_saver.py::test_launch_that_was_taken_over_writes_nothing",),
+    ),
+    "candidates_only_opened": Mutant(
+        clauses=("REQ-RUN-012",),
+        fault="takes a checkpoint that can be opened for one that is whole",
+        patch=replaced(lineage, "verify_loadable", _open_only),
+        tests=(
+            "engines/test_lineage.py::test_a_damaged_newest_is_passed_over_and_recorded",
+            "engines/test_lineage.py::test_whatever_is_damaged_is_passed_over[missing]",
+        ),
+    ),
+    "blocks_of_bases_not_checked": Mutant(
+        clauses=("REQ-RUN-012",),
+        fault="checks a delta's own bytes before a launch names it, and not what it needs of its bases",
+        patch=replaced(lineage, "verify_loadable", _without_bases),
+        tests=("engines/test_verify_deltas.py::test_a_launch_passes_over_a_delta_whose_base_is_damaged",),
+    ),
+    "register_not_read_again": Mutant(
+        clauses=("REQ-RUN-013",),
+        fault="believes that what its record names is still there",
+        patch=replaced(lineage, "_is_committed", lambda *_: True),
+        tests=("engines/test_lineage.py::test_what_is_retired_before_the_record_is_there_is_chosen_anew",),
+    ),
+    "checkpoint_in_a_run_directory": Mutant(
+        clauses=("REQ-RUN-016",),
+        fault="saves a checkpoint where a run is",
+        patch=replaced(api, "_check_no_run", lambda _, store: commit.check_vacant(store)),
+        tests=("test_checkpointer.py::test_directory_is_a_run_or_a_checkpoint_and_not_both",),
+    ),
+    "run_in_a_checkpoint_directory": Mutant(
+        clauses=("REQ-RUN-016",),
+        fault="begins a run where a checkpoint is",
+        patch=replaced(lineage, "_refuse_other_contents", lambda *_: None),
+        tests=("test_checkpointer.py::test_directory_is_a_run_or_a_checkpoint_and_not_both",),
+    ),
+    "let_go_with_a_save_to_do": Mutant(
+        clauses=("REQ-RUN-017",),
+        fault="lets its file in the run go when the first of its saves is decided",
+        patch=replaced(Saver, "_release", _let_go_at_the_first),
+        tests=("engines/test_saver.py::test_run_is_held_from_the_first_save_to_the_last_ones_end[memory]",),
+    ),
+    "launch_does_not_wait": Mutant(
+        clauses=("REQ-RUN-018",),
+        fault="chooses what to resume from while a saver is at work",
+        patch=replaced(checkpointer, "wait_for_savers", lambda *_, **__: True),
+        tests=("test_checkpointer.py::test_launch_waits_for_what_an_old_saver_has_in_its_hands",),
+    ),
+    "compaction_does_not_wait": Mutant(
+        clauses=("REQ-RUN-018",),
+        fault="compacts a run while a saver is at work",
+        patch=replaced(compact, "wait_for_savers", lambda *_, **__: True),
+        tests=("engines/test_compact.py::test_somebody_who_is_saving_is_not_fenced_off",),
+    ),
+    "register_of_the_retired_removed": Mutant(
+        clauses=("REQ-CKP-006",),
+        fault="removes the register of what it retires too, so that the name is free again",
+        patch=replaced(commit, "_delete_all_but_register", _delete_everything),
+        tests=("test_api.py::test_place_of_a_retired_checkpoint_is_never_used_again",),
+    ),
+    "nonce_from_a_fixed_seed": Mutant(
+        clauses=("REQ-CKP-007",),
+        fault="gives every checkpoint outside of a run the same nonce",
+        patch=functools.partial(
+            mock.patch.object, saving, "secrets", mock.Mock(token_hex=lambda nbytes: "5a" * nbytes)
+        ),
+        tests=("test_api.py::test_checkpoint_outside_of_a_run_names_no_run_and_has_a_nonce_of_its_own",),
+    ),
+    "run_kept_by_what_is_compacted": Mutant(
+        clauses=("REQ-CKP-007",),
+        fault="gives what it compacts out of a run that run and launch",
+        patch=replaced(compact, "_write", _write_as_the_run),
+        tests=("engines/test_compact.py::test_it_holds_what_was_saved_and_reads_from_nothing[1]",),
+    ),
+    "writer_features_ignored": Mutant(
+        clauses=("REQ-VER-003",),
+        fault="writes into a run whatever its writers must know",
+        patch=replaced(lineage, "_check_writer_features", lambda *_: None),
+        tests=("engines/test_lineage.py::test_a_run_with_a_writer_feature_that_is_not_known_is_not_written_to",),
+    ),
+}
