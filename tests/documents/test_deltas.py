@@ -197,7 +197,7 @@ def test_a_full_part_has_nothing_of_a_delta():
     ],
 )
 def test_features_follow_from_what_a_part_has(builder, features):
-    """REQ-DEL-001, REQ-VER-007: references alone are a reason, and so is an encoding without any."""
+    """REQ-DEL-001, REQ-ENC-002, REQ-VER-007: references alone are a reason, and so is an encoding without any."""
     part = builder.part()
     assert part.features == features
     assert Part.parse(part.dump()[0], where=PATH)[0] == part

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptfmt import limits
@@ -165,6 +165,9 @@ def test_trees_come_back_exactly(value):
 
 
 @given(st.binary(min_size=8, max_size=8))
+@example(struct.pack("<d", -0.0))
+@example(bytes.fromhex("010000000000f87f"))  # quiet
+@example(bytes.fromhex("010000000000f0ff"))  # signals, and is negative
 def test_floats_keep_their_bits(bits):
     """Row 111; REQ-TRE-003: the payload of a NaN, its sign and whether it signals."""
     (value,) = struct.unpack("<d", bits)

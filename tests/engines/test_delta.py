@@ -538,6 +538,17 @@ def test_stored_bytes_are_compared_before_anything_decodes_them(chain, monkeypat
     assert all(digest in known for digest in decoded)
 
 
+def test_what_no_encoding_shortens_is_stored_raw():
+    """REQ-ENC-021"""
+    noise = [RNG.integers(0, 1 << 32, 6 * BLOCK // 4, np.uint32) for _ in range(2)]
+    saving = Saving(state({"w": noise[0]}))
+    for step, array in enumerate(noise, 1):
+        saving.save(step, state({"w": array}))
+    assert saving.open(2).manifest.profile == "delta"
+    assert stored(saving, 2) == [[("raw", 6)]]
+    assert read_bytes(saving, 2) == noise[1].tobytes()
+
+
 @pytest.mark.parametrize("wrong", ["encode", "choose"])
 def test_what_does_not_decode_to_the_content_is_stored_raw(monkeypatch, wrong):
     """REQ-DEL-013: an encoder that errs costs bytes, never the checkpoint."""
