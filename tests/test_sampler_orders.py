@@ -183,6 +183,7 @@ def refusal(call):
     ],
 )
 def test_a_cursor_of_another_mixture_is_refused(options):
+    """REQ-CUR-020: also where only stages that have begun are others."""
     cursor = cursor_of(mixed(fingerprint={"books": "one"}), 12)
     assert refusal(lambda: mixed(**options).load_state_dict(cursor)) is Code.CONFIG_IDENTITY
 

@@ -473,6 +473,7 @@ def test_averaged_weights_are_filled_in_place_with_their_counter():
 
 
 def test_per_worker_modules_and_a_load_by_fewer_and_more():
+    """REQ-CTX-003, REQ-CTX-004."""
     live = [nn.Linear(2, 2) for _ in range(2)]
     checkpoint = MemoryCheckpoint(
         *(capture(State(weights=PerWorker(net)), worker=i, worker_count=2) for i, net in enumerate(live))

@@ -57,6 +57,7 @@ def draw(generator):
 
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_the_callers_generators_go_on(kind):
+    """REQ-CTX-003."""
     generator, other = GENERATORS[kind](1), GENERATORS[kind](2)
     draw(generator)
     checkpoint = save(State(rng={"mine": generator}))

@@ -1,0 +1,87 @@
+"""Mutants of the context: what surrounds the tensors, whose it is, and where the run stands in its data."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+from ckptfmt import capture, sampler
+from ckptfmt.arithmetic.course import Course
+from ckptfmt.interop import streams, walk
+from ckptfmt.interop.names import GLOBAL
+from ckptfmt.interop.plan import Plan
+from ckptfmt.sampler import Sampler
+from tests.mutants.mutant import Mutant, replaced
+
+
+def _without_extra(right: Any, self: object, field: str, path: tuple[object, ...], *rest: Any) -> Any:
+    return right(self, field, path[1:] if path[:1] == ("extra",) else path, *rest)
+
+
+def _count_what_was_fetched(right: Any, self: Sampler) -> None:
+    """Count as many samples as were consumed, so that nothing else notices."""
+    ahead = max(0, self._position_of(self._progress.steps_fetched) - self.position)
+    ledger = Course.ledger
+    with mock.patch.object(Course, "ledger", lambda course, begin, end: ledger(course, begin + ahead, end + ahead)):
+        right(self)
+
+
+def _steps_for_positions(right: Any, self: Sampler, **skip: Any) -> None:
+    with mock.patch.object(Sampler, "position", property(lambda self: self.steps_done)):
+        right(self, **skip)
+
+
+MUTANTS = {
+    "extra_among_the_optimizers": Mutant(
+        clauses=("REQ-CTX-002",),
+        fault="saves extra state under names of optimizers' own",
+        patch=replaced(walk._Walker, "units", _without_extra),
+        tests=("test_api.py::test_extra_lies_in_the_field_optimizer_under_names_of_its_own",),
+    ),
+    "generators_of_nobody": Mutant(
+        clauses=("REQ-CTX-003",),
+        fault="saves each worker's generators as if they were everybody's",
+        patch=replaced(streams, "worker_scope", lambda *_: GLOBAL),
+        tests=("interop/test_streams.py::test_the_callers_generators_go_on[python]",),
+    ),
+    "streams_left_out_in_silence": Mutant(
+        clauses=("REQ-CTX-004",),
+        fault="leaves out streams of workers that aren't there, and says nothing",
+        patch=replaced(streams, "_report_only", lambda *_: lambda *_: True),
+        tests=("interop/test_streams.py::test_another_number_of_workers_is_refused_or_reported",),
+    ),
+    "other_scopes_taken_in_silence": Mutant(
+        clauses=("REQ-CTX-004",),
+        fault="gives a worker what another one had, and says nothing",
+        patch=replaced(Plan, "_report_scope", lambda *_: None),
+        tests=("interop/test_modules.py::test_per_worker_modules_and_a_load_by_fewer_and_more",),
+    ),
+    "whole_environment": Mutant(
+        clauses=("REQ-CTX-005",),
+        fault="saves all variables of the environment",
+        patch=replaced(capture, "local_facts", lambda right, **given: {**right(**given), "env": dict(os.environ)}),
+        tests=("test_capture.py::test_provenance_says_where_the_run_comes_from",),
+    ),
+    "ledger_of_what_was_fetched": Mutant(
+        clauses=("REQ-CUR-008",),
+        fault="counts those samples that were fetched last",
+        patch=replaced(Sampler, "_count", _count_what_was_fetched),
+        tests=("test_sampler.py::test_the_ledger_is_that_of_the_samples_seen",),
+    ),
+    "skips_of_what_was_consumed": Mutant(
+        clauses=("REQ-CUR-020",),
+        fault="takes a number of steps for the position that a skip may begin at",
+        patch=replaced(Sampler, "skip", _steps_for_positions),
+        tests=("test_sampler_orders.py::test_a_skip_that_cannot_be_is_refused_and_nothing_changes[options6]",),
+    ),
+    "stages_of_what_was_consumed": Mutant(
+        clauses=("REQ-CUR-020",),
+        fault="goes on with other stages in the place of those that have begun",
+        patch=replaced(sampler, "_begun", lambda right, mixture, _: right(mixture, 0)),
+        tests=(
+            "test_sampler_orders.py::test_a_cursor_of_another_mixture_is_refused[options4]",
+            "test_sampler_orders.py::test_a_cursor_of_another_mixture_is_refused[options5]",
+        ),
+    ),
+}
