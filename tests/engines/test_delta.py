@@ -18,7 +18,8 @@ from ckptfmt.engines.commit import CONDEMNED, finalize, read_register
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.retention import clean_up
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.memory import Loss
+from ckptfmt.store.hooked import HookedStore
+from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.store.recorder import Recorder
 from tests.builders import code_of, error_of, leaf, snapshot, tensor
 from tests.chains import SMALLEST, Saving, mixed
@@ -342,6 +343,45 @@ def test_pins_are_there_before_the_part_and_gone_after_the_commit(chain):
     pins = Pins.parse(saving.place(4).read(path, limit_nbytes=1 << 20), where=path)
     assert {one.name for one in pins.references} == {checkpoint_name(step, 1) for step in (1, 2, 3)}
     assert not [name for name in saving.place(3).list("parts") if "pins" in name]
+
+
+class CondemningStore(HookedStore):
+    """A store in which a cleaner condemns the first step as soon as there are pins whose name is synced."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.run = inner
+        self.condemned: list[str] = []
+
+    def after(self, operation):
+        if operation.op != "sync" or self.condemned:
+            return
+        if any(name.endswith(".pins.json") for name in self.run.list_names(operation.path)):
+            self.condemned.append(f"{checkpoint_name(1, 1)}/{CONDEMNED}0123456789abcdef")
+            self.run.create(self.condemned[0], [b""])
+
+
+def test_a_base_that_is_condemned_once_it_is_pinned_is_not_used():
+    """REQ-CMT-035, REQ-CMT-031: pins first, then a look; a cleaner does it the other way round."""
+    store = MemoryStore()
+    saving = Saving(state({"w": some()}), store=store)
+    saving.save(1, state({"w": some()}))
+    saving.store = CondemningStore(store)
+    assert saving.save(2, state({"w": some()})).profile == "full"
+    assert saving.store.condemned
+
+
+def test_each_writer_has_pins_of_its_own():
+    """REQ-CMT-037"""
+    halves = [Box((begin,), (1500,)) for begin in (0, 1500)]
+    held = [snapshot(tensor("w", some(3000), boxes=(half,))) for half in halves]
+    saving = Saving(*held)
+    saving.save(1, *held)
+    origin, _ = saving.write(2, held)
+    for number in range(2):
+        path = pins_path(origin.attempt, number)
+        pins = Pins.parse(saving.place(2).read(path, limit_nbytes=1 << 20), where=path)
+        assert (pins.attempt, pins.writer) == (origin.attempt, number)
 
 
 @pytest.mark.parametrize("step", [1, 3])

@@ -254,7 +254,7 @@ def test_states_come_in_order_each_with_what_it_promises() -> None:
     trainer.begin(1)
     trainer.stage(1)
     # All bytes are there, and may still turn out not to be of one moment.
-    assert any(len(trainer.place(1).list("")) == 3 for _ in poll(WAIT_S))
+    assert any(len(trainer.place(1).list("")) >= 3 for _ in poll(WAIT_S))
     time.sleep(0.05)
     assert trainer.told == []
     trainer.complete(1)
@@ -415,7 +415,7 @@ def test_abandoned_save_leaves_nothing(share, writer_count) -> None:
         time.sleep(0.05)
     trainer.abandon(1)
     failed = trainer.wait(1)
-    assert (failed["state"], failed["code"]) == ("FAILED", Code.STATE_CHANGED)
+    assert (failed["state"], failed.get("code")) == ("FAILED", Code.STATE_CHANGED)
     assert "weights:w" in failed["detail"]
     left = trainer.store.snapshot().keys() - before.keys()
     record = f"{checkpoint_name(1, 1)}/{failure_path('0' * 15 + '1', 0)}"
