@@ -56,6 +56,7 @@ def held():
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_saver_killed_amid_a_save_is_raised_once_and_the_next_save_has_a_new_one(run, slots):
+    """REQ-CMT-030: as what it is, for it may have been committed."""
     toy = Toy(32 << 20)
     with Checkpointer(run, toy.state, slots=slots) as checkpointer:
         handle = save_and_stop(checkpointer, toy)
