@@ -220,6 +220,22 @@ class Checkpointing:
         """Load it into live objects, in place."""
         ckptfmt.load(path, _state_of(state))
 
+    def sampler(self, plan: Any, worker: tuple[int, int]) -> ckptfmt.Sampler:  # noqa: ANN401 - a plan of the suite's
+        """Return the library's sampler."""
+        common = {"global_batch": plan.batch, "seed": plan.seed, "worker": worker, "tail": plan.tail}
+        if plan.mixture:
+            return ckptfmt.Sampler(plan.lengths, mixture=plan.mixture, **common)
+        ((source, count),) = plan.sources
+        return ckptfmt.Sampler(count, source=source, **common)
+
+    def foreign_loader(self, loader: Any) -> ForeignLoader:  # noqa: ANN401 - any
+        """Return the loader as the library keeps it."""
+        return ForeignLoader(loader, lib="stand-in")
+
+    def consumed_samples(self, holder: object, name: str) -> ConsumedSamples:
+        """Return the count as the library keeps it."""
+        return ConsumedSamples(holder, names=(name,), lib="stand-in")
+
     def open_run(self, path: str, state: Mapping[str, object], *, delta: bool) -> Run:
         """Resume a run, or begin it, and save beside the training from now on."""
         return Run(path, state, delta={"mode": "smallest", "full_every": 2} if delta else "off")

@@ -7,6 +7,7 @@ loaded, and gone on with. What is compared is the raw bytes of everything a step
     for cell in list_cells():
         result = run_cell(cell, checkpointing, directory)
 
+What also is a `Sampling` is judged by the format's order of samples, and what is a `ForeignLoading` by other loaders.
 One that saves beside the training may be an `AsyncCheckpointing` as well; then trainers are killed while it saves.
 
 Cells of tier ``T-N`` are negative controls: after the load something is taken away or damaged, and the cell passes

@@ -7,7 +7,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Final
 
+from ckptfmt_conformance.trajectories import foreign, loaded_job
 from ckptfmt_conformance.trajectories.controls import CONTROLS
+from ckptfmt_conformance.trajectories.data_cells import iter_data_cells
 from ckptfmt_conformance.trajectories.killed import FEATURE
 from ckptfmt_conformance.trajectories.ledger import Position
 from ckptfmt_conformance.trajectories.protocol import Cell, Kill
@@ -59,6 +61,7 @@ def list_cells() -> list[Cell]:
         *_iter_chains(),
         *_iter_refusals(),
         *_iter_layouts(),
+        *iter_data_cells(),
         *_iter_controls(),
     ]
 
@@ -85,6 +88,8 @@ def _features_of(recipe: Recipe, interruption: str = "") -> tuple[str, ...]:
         "state-dtypes": recipe.optimizer == "adamw-masters",
         "accumulation-window": interruption == "window",
         "new-world-size": recipe.layout == "elastic",
+        loaded_job.FEATURE: bool(recipe.data) and not foreign.is_foreign(recipe),
+        foreign.FEATURE: foreign.is_foreign(recipe),
     }
     return tuple(name for name, needed in features.items() if needed)
 
@@ -279,6 +284,7 @@ def _iter_controls() -> Iterator[Cell]:
             recipe=control.recipe,
             cuts=(control.cut,),
             worlds=control.worlds,
+            loaders=control.loaders,
             control=name,
             description=f"{control.named} is lost or damaged after the load, and that must be seen",
         )

@@ -13,8 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ckptfmt_conformance.trajectories.feed import PREFETCH, READ_AHEAD
+from ckptfmt_conformance.trajectories.foreign import COUNT, LOADER
 from ckptfmt_conformance.trajectories.job import Runnable
 from ckptfmt_conformance.trajectories.ledger import Position
+from ckptfmt_conformance.trajectories.loaded_job import BATCH
+from ckptfmt_conformance.trajectories.plans import plan_of
 from ckptfmt_conformance.trajectories.recipes import Recipe
 
 __all__ = ["CONTROLS", "Control"]
@@ -41,6 +45,7 @@ class Control:
         named: what the report must name.
         learns: whether the weights must differ soon; else it's a counter that nothing reads.
         worlds: for T2, the numbers of processes.
+        loaders: worker processes of a loader, before and after.
     """
 
     recipe: Recipe
@@ -50,6 +55,7 @@ class Control:
     named: str
     learns: bool = True
     worlds: tuple[int, ...] = ()
+    loaders: tuple[int, ...] = ()
 
     def before(self, job: Runnable) -> Undo:
         """Prepare, before the load; the result is to be called after it."""
@@ -234,6 +240,8 @@ _HALF: Final = Recipe(precision="fp16", optimizer="sgd")
 _MASTERS: Final = Recipe(precision="bf16", optimizer="adamw-masters")
 _DDP: Final = Recipe(layout="ddp", world_size=2)
 _ELASTIC: Final = Recipe(layout="elastic", world_size=None, model="gpt", optimizer="adamw-loop", accumulate=2)
+_MIXED: Final = Recipe(data="mixed")
+_FOREIGN: Final = Recipe(data=LOADER)
 _RING: Final = dataclasses.replace(_ELASTIC, ring=True)
 
 
@@ -278,6 +286,48 @@ def _stream_controls() -> dict[str, Control]:
         controls[f"rng.{name}/drop"] = Control(drop=keep, **common)
         controls[f"rng.{name}/damage"] = Control(damage=draw[name], **common)
     return controls
+
+
+def _other_plan(**changes: Any) -> Callable[[Any], None]:  # noqa: ANN401 - of a `DataPlan`
+    """Make the samplers anew of another plan, so that their cursor is whole, and that of another run."""
+    return lambda job: job.reading.use(dataclasses.replace(job.reading.plan, **changes), job.position[0])
+
+
+def _fetched(job: Any) -> None:  # noqa: ANN401 - a job of either kind
+    """Go on after what was fetched ahead: as if it had been consumed."""
+    job.reading.advance(READ_AHEAD + PREFETCH)
+
+
+def _count_more(job: Any) -> None:  # noqa: ANN401 - the same
+    job.arguments.consumed_train_samples += 4
+
+
+def _data_controls() -> dict[str, Control]:
+    later: dict[str, Any] = {"loaders": (2, 0), "named": "the data cursor"}
+    elastic = dataclasses.replace(_ELASTIC, accumulate=1, data="mixed")
+    first = plan_of("mixed", BATCH).stages[:1]
+    return {
+        "data.cursor/drop": Control(recipe=_MIXED, drop=_keep_stateful("reading"), **later),
+        "data.fetched/damage": Control(recipe=_MIXED, damage=_fetched, **later),
+        "data.tail/damage": Control(recipe=Recipe(data="pad"), cut=(4, 0), damage=_other_plan(tail="carry"), **later),
+        "data.skips/drop": Control(
+            recipe=Recipe(data="quarantine-mixed"), cut=(8, 0), damage=_other_plan(skips=()),
+            named="the data cursor's skips",
+        ),
+        "data.shard/drop": Control(
+            recipe=Recipe(data="quarantine"), damage=_other_plan(skips=plan_of("quarantine", BATCH).skips[::2]),
+            named="the data cursor's skips",
+        ),
+        "data.stages/drop": Control(
+            recipe=_MIXED, damage=_other_plan(stages=first), named="the data cursor's mixture"
+        ),
+        "data.elastic/damage": Control(recipe=elastic, worlds=(3, 2), damage=_fetched, named="the data cursor"),
+        "foreign.position/drop": Control(recipe=_FOREIGN, drop=_keep_stateful("loader"), named="the data cursor"),
+        "foreign.fetched/damage": Control(
+            recipe=_FOREIGN, damage=lambda job: job.take_batch(), named="the data cursor"
+        ),
+        "foreign.count/damage": Control(recipe=Recipe(data=COUNT), damage=_count_more, named="the data cursor"),
+    }  # fmt: skip
 
 
 CONTROLS: Final[Mapping[str, Control]] = {
@@ -330,6 +380,7 @@ CONTROLS: Final[Mapping[str, Control]] = {
     ),
     **_moment_controls(),
     **_stream_controls(),
+    **_data_controls(),
     "ranks.stream/damage": Control(recipe=_DDP, damage=_one_for_all, named="random-number stream torch"),
     "ranks.statistics/damage": Control(
         recipe=_DDP, damage=_statistics_of_first, named="buffer norm.running_mean", learns=False

@@ -12,7 +12,7 @@ import torch
 
 from ckptfmt_conformance.trajectories.models import CLASSES, CONTEXT, FEATURES, TOKENS, VOCABULARY, is_language_model
 
-__all__ = ["Cursor", "make_batch", "order_of", "rows_of"]
+__all__ = ["Cursor", "augmented", "make_batch", "order_of", "rows_of"]
 
 
 @functools.lru_cache(maxsize=64)
@@ -84,12 +84,17 @@ def make_batch(model: str, samples: Sequence[int], augment: torch.Generator) -> 
     Torch's is left to the models. So whichever of the four doesn't come back, the next step is another one.
     """
     inputs, targets = rows_of(model, samples)
+    return augmented(model, inputs, augment), targets
+
+
+def augmented(model: str, inputs: torch.Tensor, augment: torch.Generator) -> torch.Tensor:
+    """Return inputs that each stream but torch's has a part in."""
     noise = np.random.random(inputs.shape)  # noqa: NPY002 - the global stream is one to restore
     if is_language_model(model):
         shift = random.randrange(1, VOCABULARY)
         other = torch.randint(VOCABULARY, inputs.shape, generator=augment)
         masked = torch.from_numpy(noise < 0.2)
-        return torch.where(masked, (other + shift) % VOCABULARY, inputs), targets
+        return torch.where(masked, (other + shift) % VOCABULARY, inputs)
     gain = random.uniform(0.8, 1.2)
     jitter = 0.1 * torch.randn(inputs.shape, generator=augment)
-    return (inputs * gain + jitter) * torch.from_numpy(noise > 0.1), targets
+    return (inputs * gain + jitter) * torch.from_numpy(noise > 0.1)

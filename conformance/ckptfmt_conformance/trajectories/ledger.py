@@ -144,7 +144,8 @@ def describe(name: str) -> str:
         return f"the {category.replace('_', ' ')} {rest}"
     if category == "rng":
         return f"the random-number stream {head}"
-    return _KINDS.get(category, name)
+    kind = _KINDS.get(category, name)
+    return f"{kind}'s {head}" if category == "cursor" and head in ("skips", "mixture") else kind
 
 
 class Comparison:

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,13 @@ from ckptfmt_conformance.elastic.tree import place
 from ckptfmt_conformance.protocol import Unsupported
 from ckptfmt_conformance.trajectories.controls import CONTROLS
 from ckptfmt_conformance.trajectories.elastic_job import ElasticJob
+from ckptfmt_conformance.trajectories.foreign import ForeignJob, is_foreign, play_foreign_refusal
 from ckptfmt_conformance.trajectories.gang_world import DEADLINE_S, world
 from ckptfmt_conformance.trajectories.job import Runnable, TrainingJob, seed_streams
 from ckptfmt_conformance.trajectories.layouts import play_layouts
 from ckptfmt_conformance.trajectories.ledger import Comparison, Facts, Position
+from ckptfmt_conformance.trajectories.loaded import find_data_vacuity, find_idle_loader, run_uninterrupted
+from ckptfmt_conformance.trajectories.loaded_job import LoadedElasticJob, LoadedJob, make_loaded
 from ckptfmt_conformance.trajectories.protocol import (
     ERROR,
     FAIL,
@@ -56,9 +59,13 @@ def reference_of(recipe: Recipe) -> dict[Position, Facts]:
 @functools.lru_cache(maxsize=8)
 def _reference(recipe: Recipe, at: tuple[int, int]) -> dict[Position, Facts]:
     del at  # a part of the key
-    job = make_job(recipe, seed=1)
+    return _run_through(make_job(recipe, seed=1))
+
+
+def _run_through(job: Runnable) -> dict[Position, Facts]:
+    """Return all state at each position of a job that has done nothing yet."""
     reference = {job.position: job.facts()}
-    for _ in recipe.positions()[1:]:
+    while job.position < (STEPS, 0):
         job.advance()
         reference[job.position] = job.facts()
     return reference
@@ -70,8 +77,17 @@ def shared_reference(recipe: Recipe, rank: int, directory: Path) -> Mapping[Posi
     name = hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
     path = directory / f"reference-{name}.pt"
     if rank == 0 and not path.exists():
-        torch.save(reference_of(recipe), path.with_suffix(".new"))
-        path.with_suffix(".new").rename(path)
+        _hand_out(reference_of(recipe), path)
+    return _take_over(path)
+
+
+def _hand_out(reference: Mapping[Position, Facts], path: Path) -> None:
+    torch.save(reference, path.with_suffix(".new"))
+    path.with_suffix(".new").rename(path)
+
+
+def _take_over(path: Path) -> Mapping[Position, Facts]:
+    """Return what the first process hands out."""
     end_s = time.monotonic() + DEADLINE_S
     while not path.exists():
         if time.monotonic() > end_s:
@@ -112,8 +128,7 @@ def play(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int | 
             if rank is None:
                 result = legs.run_same_world()
             elif cell.target is not None:
-                play_both = play_refusal if cell.target.layout == "elastic" else play_layouts
-                result = play_both(cell, checkpointing, directory, rank)
+                result = _player_of(cell)(cell, checkpointing, directory, rank)
             elif cell.worlds:
                 result = legs.run_worlds(rank)
             elif rank < cell.processes:
@@ -130,6 +145,13 @@ def play(cell: Cell, checkpointing: Checkpointing, directory: Path, rank: int | 
     return CellResult(status=result.status, divergence=result.divergence, seconds=seconds)
 
 
+def _player_of(cell: Cell) -> Callable[[Cell, Checkpointing, Path, int], CellResult]:
+    """Return what plays a cell that is loaded into something else."""
+    if is_foreign(cell.recipe):
+        return play_foreign_refusal
+    return play_refusal if cell.recipe.layout == "elastic" else play_layouts
+
+
 class _Legs:
     """The legs of a cell: from the beginning to the first cut, from cut to cut, and to the end."""
 
@@ -140,10 +162,11 @@ class _Legs:
         self._control = CONTROLS[cell.control] if cell.control else None
         self._comparison: Comparison | None = None
         self._vacuous: str | None = None
+        self._wrong: str | None = None
 
     def run_same_world(self) -> CellResult:
         """Run all legs in the world that this process is in."""
-        self._prepare(reference_of(self._cell.recipe))
+        self._prepare(self._reference())
         for number in range(len(self._cell.cuts) + 1):
             self._run_leg(number)
         return self._judge()
@@ -152,21 +175,51 @@ class _Legs:
         """Run each leg in a world of its own, as far as this process has a part in it."""
         if rank >= max(self._cell.worlds):
             return CellResult(status=PASS)
-        self._prepare(shared_reference(self._cell.recipe, rank, self._directory.parent))
+        self._prepare(self._shared_reference(rank))
         for number, world_size in enumerate(self._cell.worlds):
             if rank < world_size:
                 with world(rank, world_size, self._directory / f"meeting-{number}"):
                     self._run_leg(number)
         return self._judge()
 
+    def _reference(self) -> Mapping[Position, Facts]:
+        """Return the uninterrupted run, and keep in mind what's wrong with that one already."""
+        recipe = self._cell.recipe
+        if is_foreign(recipe):
+            return _run_through(self._make(0))
+        if recipe.data:
+            reference, self._wrong = run_uninterrupted(recipe, self._checkpointing)
+            return reference
+        return reference_of(recipe)
+
+    def _shared_reference(self, rank: int) -> Mapping[Position, Facts]:
+        if not self._cell.recipe.data:
+            return shared_reference(self._cell.recipe, rank, self._directory.parent)
+        path = self._directory / "reference.pt"  # not for other cells: an implementation has a part in it
+        if rank == 0:
+            _hand_out(self._reference(), path)
+        return _take_over(path)
+
     def _prepare(self, reference: Mapping[Position, Facts]) -> None:
         self._comparison = Comparison(reference)
         self._vacuous = find_vacuity(self._cell, reference)
+        if self._cell.recipe.data and not is_foreign(self._cell.recipe):
+            self._vacuous = self._vacuous or find_data_vacuity(self._cell)
+
+    def _make(self, number: int) -> Runnable:
+        """Return the job of a leg, which has done nothing yet."""
+        recipe, seed = self._cell.recipe, 1 if number == 0 else 1000 + number
+        processes = self._cell.loaders[number] if self._cell.loaders else 0
+        if is_foreign(recipe):
+            return ForeignJob(recipe, seed, self._checkpointing, processes)
+        if recipe.data:
+            return make_loaded(recipe, seed, self._checkpointing, processes)
+        return make_job(recipe, seed)
 
     def _run_leg(self, number: int) -> None:
         comparison, cuts = self._comparison, self._cell.cuts
         assert comparison is not None
-        job = make_job(self._cell.recipe, seed=1 if number == 0 else 1000 + number)
+        job = self._make(number)
         if number:
             self._restore(job, number)
         comparison.look(job.position, job.facts(), loads=number, at_load=number > 0)
@@ -175,6 +228,9 @@ class _Legs:
             job.advance()
             comparison.look(job.position, job.facts(), loads=number, at_load=False)
         if number < len(cuts):
+            if isinstance(job, LoadedJob | LoadedElasticJob):
+                processes = self._cell.loaders[number] if self._cell.loaders else 0
+                self._vacuous = self._vacuous or find_idle_loader(job.reading.ahead, processes)
             self._checkpointing.save(str(self._directory / f"cut-{number}"), job.state(), job.position[0])
             comparison.look(job.position, job.facts(), loads=number, at_load=number > 0)
 
@@ -195,8 +251,8 @@ class _Legs:
         assert comparison is not None
         first = comparison.first
         said = first.explain() if first else None
-        if self._vacuous:
-            return CellResult(status=FAIL, divergence=f"the cell proves nothing: {self._vacuous}")
+        if self._vacuous or self._wrong:
+            return CellResult(status=FAIL, divergence=self._wrong or f"the cell proves nothing: {self._vacuous}")
         if self._control is None:
             return CellResult(status=FAIL if said else PASS, divergence=said)
         if said is None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Final, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Protocol, runtime_checkable
 
 from ckptfmt_conformance.trajectories.ledger import Position
+from ckptfmt_conformance.trajectories.plans import DataPlan
 from ckptfmt_conformance.trajectories.recipes import Recipe
 
 __all__ = [
@@ -22,8 +23,12 @@ __all__ = [
     "Cell",
     "CellResult",
     "Checkpointing",
+    "ForeignLoading",
     "Kill",
+    "Loading",
     "PerRank",
+    "Sampler",
+    "Sampling",
 ]
 
 PASS: Final = "PASS"
@@ -113,6 +118,63 @@ class AsyncCheckpointing(Protocol):
         """
 
 
+class Sampler(Protocol):
+    """The format's own order of samples, spec/60-context.md, as a `batch_sampler` for torch's DataLoader."""
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield this worker's samples of each step that isn't done, without end; ahead of the training, that is.
+
+        They are numbers; with several sources, pairs of the source's name and a number.
+        """
+
+    def weights(self, step: int) -> list[int]:
+        """Return the weight, 0 or 1, of each of a step's samples."""
+
+    def advance(self, steps: int = 1) -> None:
+        """Take note that the training has done so many more steps: these are consumed."""
+
+    def skip(self, **what: Any) -> None:  # noqa: ANN401 - see `plans.Skip.arguments`
+        """Leave something out from a position on that no step has consumed; iterators are made anew after it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the data cursor as the specification has it, the same on every worker."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Go to where a cursor stands; its skips are those of the cursor."""
+
+
+@runtime_checkable
+class Sampling(Protocol):
+    """What an implementation has besides that has the format's order. Without it, those cells are UNSUPPORTED."""
+
+    def sampler(self, plan: DataPlan, worker: tuple[int, int]) -> Sampler:
+        """Return a sampler of a plan, without its skips, for a worker: its number, and how many there are.
+
+        With a mixture, the seed is that of the order and of the blocks.
+        """
+
+
+class Loading(Protocol):
+    """A loader, or some numbers, that say where they stand in the data by means of their own."""
+
+    def state_dict(self) -> Any:  # noqa: ANN401 - its own
+        """Return the position."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:  # noqa: ANN401 - its own
+        """Go to a position."""
+
+
+@runtime_checkable
+class ForeignLoading(Protocol):
+    """What an implementation has besides that saves other libraries' positions, each for one number of workers only."""
+
+    def foreign_loader(self, loader: Loading) -> Any:  # noqa: ANN401 - a Loading that can be iterated over
+        """Return what stands in the field ``data`` for a loader of this worker alone; it is iterated over instead."""
+
+    def consumed_samples(self, holder: object, name: str) -> Loading:
+        """Return what stands in the field ``data`` for a count of the whole run, an attribute of an object."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
     """When a trainer is killed by SIGKILL, and with whom.
@@ -142,6 +204,7 @@ class Cell:
         cuts: where the run is interrupted: saved, thrown away, made anew and loaded.
         worlds: for T2, the number of processes before the first cut, between the cuts, and after the last.
         target: for S0 and S1, what is loaded into, in another layout; for T2, what must refuse to be loaded into.
+        loaders: of a run that reads by a DataLoader, its worker processes on each leg; left out, there are none.
         kill: how the run is interrupted that saves beside the training, where it isn't by the trainer itself.
         control: the negative control that is applied after the load, ``<item>/<how>``.
         description: in one line.
@@ -155,6 +218,7 @@ class Cell:
     cuts: tuple[Position, ...]
     worlds: tuple[int, ...] = ()
     target: Recipe | None = None
+    loaders: tuple[int, ...] = ()
     kill: Kill | None = None
     control: str | None = None
     description: str = ""

@@ -30,6 +30,7 @@ class Recipe:
         accumulate: microbatches in a step.
         averaged: whether averaged weights are kept, which then teach.
         workers: logical workers of the reference trainer.
+        data: what is read, and by which loader: a name of `PLANS`, or of `FOREIGN`; "" for the suite's own few lines.
         ring: sum naively, process by process and around a ring: the control of ``elastic``.
     """
 
@@ -42,6 +43,7 @@ class Recipe:
     accumulate: int = 1
     averaged: bool = False
     workers: int = 8
+    data: str = ""
     ring: bool = False
 
     def positions(self) -> list[Position]:

@@ -1,0 +1,76 @@
+"""Cells that read by a loader: their uninterrupted run, held against the oracle; and what they must exercise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ckptfmt_conformance.trajectories.feed import PREFETCH, READ_AHEAD
+from ckptfmt_conformance.trajectories.ledger import Facts, Position
+from ckptfmt_conformance.trajectories.loaded_job import Seen, make_loaded, plan_for
+from ckptfmt_conformance.trajectories.oracle import Drawn, ledger_of, steps_of
+from ckptfmt_conformance.trajectories.protocol import Cell, Checkpointing
+from ckptfmt_conformance.trajectories.recipes import STEPS, Recipe
+
+__all__ = ["find_data_vacuity", "find_idle_loader", "run_uninterrupted"]
+
+
+def run_uninterrupted(recipe: Recipe, checkpointing: Checkpointing) -> tuple[dict[Position, Facts], str | None]:
+    """Return all state at each position of the run without interruption, and where it isn't what the oracle says.
+
+    It has no worker processes, so that whoever has some is compared with one that has none.
+    """
+    plan = plan_for(recipe)
+    due = steps_of(plan, STEPS)
+    job = make_loaded(recipe, 1, checkpointing, 0)
+    reference = {job.position: job.facts()}
+    wrong: str | None = None
+    for step in range(STEPS):
+        job.advance()
+        reference[job.position] = job.facts()
+        wrong = wrong or _find_wrong(job.seen, job.reading.state_dict(), due[: step + 1], plan.batch)
+    return reference, wrong
+
+
+def _find_wrong(seen: Seen, cursor: Mapping[str, Any], due: list[list[Drawn]], batch: int) -> str | None:
+    """Return what is wrong with the last of some steps: its samples and weights, the place, or the ledger."""
+    done, ledger = len(due), cursor["ledger"]
+    expected = [(drawn.source, drawn.sample, drawn.weight) for drawn in due[-1] if drawn.weight is not None]
+    if seen != expected:
+        at = next((i for i, pair in enumerate(zip(seen, expected, strict=False)) if pair[0] != pair[1]), len(expected))
+        return (
+            f"step {done} of the uninterrupted run has {seen[at : at + 3]} from its sample {at} on, "
+            f"should have {expected[at : at + 3]}: source, number, weight"
+        )
+    if (cursor["commit"]["step"], cursor["commit"]["global_pos"]) != (done, done * batch):
+        return f"after {done} steps of {batch} the cursor of the uninterrupted run says {cursor['commit']}"
+    if (ledger["count"], ledger["set_digest"]) != ledger_of(due):
+        return f"after {done} steps the ledger of the uninterrupted run isn't that of what it consumed: {ledger}"
+    return None
+
+
+def find_data_vacuity(cell: Cell) -> str | None:
+    """Return what of a plan makes no difference after the first interruption; None where all is well."""
+    plan = plan_for(cell.recipe)
+    due, begin = steps_of(plan, STEPS), cell.cuts[0][0]
+    simpler = {
+        "the skips": dataclasses.replace(plan, skips=()),
+        "the later stages": dataclasses.replace(plan, stages=plan.stages[:1]),
+        "the tail": dataclasses.replace(plan, tail="carry"),
+    }
+    for name, other in simpler.items():
+        if other != plan and steps_of(other, STEPS)[begin:] == due[begin:]:
+            return f"{name} change nothing after the interruption"
+    firsts: dict[str, set[int]] = {}
+    for drawn in (drawn for step in due[max(begin - 1, 0) :] for drawn in step):
+        firsts.setdefault(drawn.source, set()).add(drawn.epoch)
+    if all(len(epochs) == 1 for epochs in firsts.values()):
+        return "no source begins anew at the interruption or after it"
+    return None
+
+
+def find_idle_loader(ahead: int, processes: int) -> str | None:
+    """Return that a loader hasn't fetched ahead as far as it may; None where it has."""
+    full = processes * PREFETCH + READ_AHEAD
+    return None if ahead >= full else f"{ahead} batches are fetched ahead at the interruption, should be {full}"
