@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Final
 
@@ -21,7 +20,7 @@ PLANS: Final[dict[str, tuple[str, dict[str, int]]]] = {
     "pad": ("one source, an epoch's last step filled up", {"middle": 7, "before": 4, "epoch": 5}),
     "mixed": ("three sources in stages, two of which wrap", {"middle": 3, "switch": 6, "after": 7}),
     "mixed-within": ("three sources whose stages switch within a step", {"middle": 3, "after": 5, "twice": 8}),
-    "quarantine": ("one source, with a sample, a shard and positions left out", {"middle": 3, "after": 7}),
+    "quarantine": ("one source, with a sample, a shard and positions left out", {"middle": 3, "before": 4, "after": 7}),
     "quarantine-late": ("one source, with more left out after the load", {"between": 7, "before": 6, "after": 8}),
     "quarantine-drop": ("left out, and so is the rest of an epoch", {"epoch": 4, "between": 6, "after": 7}),
     "quarantine-pad": ("left out, and an epoch's last step filled up", {"epoch": 4, "between": 6, "after": 7}),
@@ -51,10 +50,9 @@ def iter_data_cells() -> Iterator[Cell]:
 
 
 def _iter_single() -> Iterator[Cell]:
-    pairs = itertools.cycle(_LOADERS)
     for name, (_, cuts) in PLANS.items():
-        for interruption, step in cuts.items():
-            yield _make(name, interruption, (step,), next(pairs))
+        for (interruption, step), loaders in zip(cuts.items(), _LOADERS, strict=True):
+            yield _make(name, interruption, (step,), loaders)
     for name in ("shuffled", "mixed", "quarantine-pad", "quarantine-mixed"):
         yield _make(name, "often", (2, 4, 7), (2, 5, 0, 2))
 

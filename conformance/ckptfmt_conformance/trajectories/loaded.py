@@ -55,13 +55,13 @@ def find_data_vacuity(cell: Cell) -> str | None:
     plan = plan_for(cell.recipe)
     due, begin = steps_of(plan, STEPS), cell.cuts[0][0]
     simpler = {
-        "the skips": dataclasses.replace(plan, skips=()),
-        "the later stages": dataclasses.replace(plan, stages=plan.stages[:1]),
-        "the tail": dataclasses.replace(plan, tail="carry"),
+        "the skips change": dataclasses.replace(plan, skips=()),
+        "the later stages change": dataclasses.replace(plan, stages=plan.stages[:1]),
+        "the tail changes": dataclasses.replace(plan, tail="carry"),
     }
     for name, other in simpler.items():
         if other != plan and steps_of(other, STEPS)[begin:] == due[begin:]:
-            return f"{name} change nothing after the interruption"
+            return f"{name} nothing after the interruption"
     firsts: dict[str, set[int]] = {}
     for drawn in (drawn for step in due[max(begin - 1, 0) :] for drawn in step):
         firsts.setdefault(drawn.source, set()).add(drawn.epoch)

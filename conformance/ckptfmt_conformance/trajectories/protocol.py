@@ -133,8 +133,20 @@ class Sampler(Protocol):
     def advance(self, steps: int = 1) -> None:
         """Take note that the training has done so many more steps: these are consumed."""
 
-    def skip(self, **what: Any) -> None:  # noqa: ANN401 - see `plans.Skip.arguments`
-        """Leave something out from a position on that no step has consumed; iterators are made anew after it."""
+    def skip(
+        self,
+        *,
+        samples: tuple[int, ...] | None = None,
+        shard: tuple[str, int, int] | None = None,
+        positions: tuple[int, int] | None = None,
+        policy: Any = "hole",  # noqa: ANN401 - one of three words
+        source: str | None = None,
+        from_pos: int | None = None,
+    ) -> None:
+        """Leave something out from a position on that no step has consumed; iterators are made anew after it.
+
+        See `plans.Skip` for what it is.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data cursor as the specification has it, the same on every worker."""
