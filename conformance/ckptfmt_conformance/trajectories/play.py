@@ -198,8 +198,8 @@ class _Legs:
             return shared_reference(self._cell.recipe, rank, self._directory.parent)
         path = self._directory / "reference.pt"  # not for other cells: an implementation has a part in it
         if rank == 0:
-            reference = self._reference()
-            _hand_out((reference, self._wrong), path)
+            found = self._reference()
+            _hand_out((found, self._wrong), path)
         reference: Mapping[Position, Facts]
         reference, self._wrong = _take_over(path)
         return reference
