@@ -131,6 +131,8 @@ def describe(name: str) -> str:
 
     >>> describe("moment/exp_avg/layers.0.weight")
     "the optimizer's exp_avg"
+    >>> describe("cursor/skips/0/ids/1")
+    "the data cursor's skips"
     """
     category, _, rest = name.partition("/")
     head = rest.partition("/")[0]

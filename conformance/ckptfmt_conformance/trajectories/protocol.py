@@ -52,11 +52,11 @@ class PerRank:
 class Checkpointing(Protocol):
     """An implementation under test; an object of a class that other processes can import.
 
-    `state` maps names to live objects: ``weights``, a module; ``optimizer``; ``data``, the data cursor; ``config``, a
-    plain tree, which is only for information; ``rng``, a mapping of the program's own ``torch.Generator``; and
-    everything else by its own name. All but these are objects with ``state_dict`` and ``load_state_dict``, or such an
-    object in a `PerRank`. The streams of Python's `random`, of numpy and of torch belong to a process's state, too:
-    they aren't in the mapping, and have to come back.
+    `state` maps names to live objects: ``weights``, a module; ``optimizer``; ``data``, the data cursor, or a foreign
+    loader; ``config``, a plain tree, which is only for information; ``rng``, a mapping of the program's own
+    ``torch.Generator``; and everything else by its own name. All but these are objects with ``state_dict`` and
+    ``load_state_dict``, or such an object in a `PerRank`. The streams of Python's `random`, of numpy and of torch
+    belong to a process's state, too: they aren't in the mapping, and have to come back.
 
     In a cell of several processes, torch.distributed is initialised and all of them call it.
     """
