@@ -53,7 +53,7 @@ def citing_tests(root: Path = ROOT) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for path in sorted((root / "tests").rglob("*.py")):
         place = path.relative_to(root / "tests")
-        if place.parts[0] != "conformance":
+        if place.parts[0] not in ("conformance", "mutants"):
             for label in _LABEL.findall(path.read_text("utf-8")):
                 found.setdefault(label, set()).add(place.as_posix())
     for path in sorted((root / "spec").glob("*.md")):
