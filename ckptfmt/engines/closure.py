@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from ckptfmt.arithmetic.plan import Request
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.part import Part
-    from ckptfmt.engines.decoding import Run
+    from ckptfmt.engines.decoding import Run, StoredBlock
     from ckptfmt.engines.reader import Checkpoint
     from ckptfmt.store.protocol import RangeReader, Store
 
@@ -140,6 +141,21 @@ class Library:
             piece=piece,
             piece_byte_begin=run.first * block_nbytes,
         )
+
+    def range_of_block(self, stored: StoredBlock, piece: int) -> BlockRange:
+        """Return where the bytes of a block are, however it is stored; `piece` is a number of the caller's."""
+        return BlockRange(
+            path=self.add(stored.opened.checkpoint, stored.opened.part, stored.name),
+            byte_begin=stored.byte_begin,
+            nbytes=stored.nbytes,
+            piece=piece,
+            piece_byte_begin=0,
+        )
+
+    def read(self, request: Request) -> memoryview:
+        """Return what a request asks for; see `Store.read_range`."""
+        checkpoint, _, name = self._files[request.path]
+        return memoryview(checkpoint.store.read_range(name, request.byte_begin, request.nbytes))
 
     def check(self, path: str) -> None:
         """Compare size and header of a file with its part, once. Raises: IntegrityError. Spec: REQ-OPN-011."""

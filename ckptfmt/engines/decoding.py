@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
-from typing import TYPE_CHECKING, Final
+import types
+from typing import TYPE_CHECKING
 
 from ckptfmt.arithmetic import encodings, prediction
 from ckptfmt.box import Box
@@ -19,14 +21,24 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ckptfmt.documents.deltas import Group
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.part import Extent, Leaf, Part, PartBox, PartTensor, Stream
     from ckptfmt.engines.reader import Checkpoint
 
-__all__ = ["Decoder", "OpenPart", "Run", "StoredBox", "iter_runs", "join_blocks", "open_part"]
+__all__ = [
+    "Decoder",
+    "OpenPart",
+    "Run",
+    "StoredBlock",
+    "StoredBox",
+    "iter_runs",
+    "iter_stored",
+    "join_blocks",
+    "open_part",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +99,8 @@ class OpenPart:
     leaves: dict[TensorKey, Leaf]
     boxes: tuple[StoredBox, ...]
     _ends: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    _sources: dict[tuple[int, int | None, bool], Sources] = dataclasses.field(default_factory=dict)
+    _bases: dict[tuple[int, int], tuple[OpenPart, StoredBox]] = dataclasses.field(default_factory=dict)
 
     def begin_of(self, extent: Extent, number: int) -> int:
         """Return where the stored bytes of an encoded block begin in their file, given its number in the extent."""
@@ -94,14 +108,90 @@ class OpenPart:
             self._ends[id(extent)] = tuple(itertools.accumulate(extent.stored_nbytes))
         return extent.byte_begin + (self._ends[id(extent)][number - 1] if number else 0)
 
+    def sources_of(self, box: StoredBox, block: int) -> Sources:
+        """Return what a block of a box is decoded from, beside what is stored of it.
+
+        Raises: as `Decoder.content`, but for what only the bytes of blocks show.
+        """
+        extent = box.extent_of(block)
+        at = box.row, extent.reference, extent.predicted
+        if at not in self._sources:
+            self._sources[at] = _find_sources(self, box, block)
+        return self._sources[at]
+
+    def base_of(self, box: StoredBox, number: int | None) -> tuple[OpenPart, StoredBox]:
+        """Return the same box of the same tensor in a base. Raises: FormatError(BASE_BLOCK) if it has none."""
+        assert number is not None  # noqa: S101 - parsing saw to it
+        if (box.row, number) not in self._bases:
+            self._bases[box.row, number] = _find_base(self, box, self.part.references[number])
+        return self._bases[box.row, number]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sources:
+    """What blocks of a box are decoded from that have the same reference, and are predicted alike.
+
+    Attributes:
+        base: the box of the base; None where none is needed, or the group's prediction stands in its place.
+        rule: of the group that predicts them; None where none does.
+        role: of the box in the group.
+        news: the members before it, with their roles.
+        bases: the members of the base that are needed, with their roles.
+    """
+
+    base: tuple[OpenPart, StoredBox] | None = None
+    rule: prediction.Rule | None = None
+    role: str = ""
+    news: tuple[tuple[str, OpenPart, StoredBox], ...] = ()
+    bases: tuple[tuple[str, OpenPart, StoredBox], ...] = ()
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """What a block is stored as, and where."""
+class StoredBlock:
+    """Where the bytes of a block are that is stored: raw, or encoded.
 
-    stored: memoryview
-    extent: Extent
-    where: str
+    Attributes:
+        opened, box, block: which one.
+        name: of the file.
+        byte_begin: of them in the file.
+        nbytes: how many they are.
+    """
+
+    opened: OpenPart
+    box: StoredBox
+    block: int
+    name: str
+    byte_begin: int
+    nbytes: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What tells it from others, as long as its part is there."""
+        return id(self.opened), self.box.row, self.block
+
+    @property
+    def where(self) -> str:
+        """The place, for errors."""
+        place = self.opened.checkpoint.place_of(self.name)
+        return f"{place}[{self.byte_begin}:{self.byte_begin + self.nbytes}]"
+
+    @property
+    def title(self) -> str:
+        """What it is, for errors."""
+        return f"block {self.block} of {self.box.tensor.field} {self.box.tensor.name[:100]!r}"
+
+    def check(self, stored: memoryview) -> None:
+        """Compare what is stored with its digest. Raises: IntegrityError(BLOCK_DIGEST). Spec: REQ-DEL-007."""
+        extent = self.box.extent_of(self.block)
+        if extent.encoding == "raw":
+            digest = self.box.digests_of(self.block, self.block + 1)
+            requirement, saved = "REQ-OPN-006", "what was saved"
+        else:
+            at = (self.block - extent.block_begin) * DIGEST_NBYTES
+            digest = extent.stored_digests[at : at + DIGEST_NBYTES]
+            requirement, saved = "REQ-DEL-007", "stored as it was saved"
+        if digest_bytes(stored) != digest:
+            raise err(Code.BLOCK_DIGEST, f"{self.title} isn't {saved}", where=self.where, requirement=requirement)
 
 
 def open_part(checkpoint: Checkpoint, part: Part) -> OpenPart:
@@ -153,32 +243,78 @@ def iter_runs(opened: OpenPart, box: StoredBox, first: int, last: int) -> Iterat
         if extent.encoding != "same":
             yield Run(first=begin, last=end, opened=opened, box=box, extent=extent)
             continue
-        base, found = _find_base(opened, box, _reference_of(opened, extent.reference))
+        base, found = opened.base_of(box, extent.reference)
         if found.digests_of(begin, end) != box.digests_of(begin, end):
             detail = f"has other blocks among {begin} to {end - 1} in {base.checkpoint.title}"
             raise _no_base(opened, box, detail, "REQ-DEL-023")
         yield from iter_runs(base, found, begin, end)
 
 
-#: What is wrong where bytes don't have their digest: code and clause.
-_RAW: Final = (Code.BLOCK_DIGEST, "REQ-OPN-006")
-_STORED: Final = (Code.BLOCK_DIGEST, "REQ-DEL-007")
-_DECODED: Final = (Code.DECODED_DIGEST, "REQ-DEL-008")
+def stored_block(opened: OpenPart, box: StoredBox, block: int) -> StoredBlock:
+    """Return where a block is stored, whose encoding is any but ``same``."""
+    extent = box.extent_of(block)
+    assert extent.file is not None  # noqa: S101 - all but the base's blocks are in a file
+    number = block - extent.block_begin
+    if extent.encoding == "raw":
+        byte_begin = extent.byte_begin + number * opened.part.origin.block_nbytes
+        nbytes = _block_nbytes(opened, box, block)
+    else:
+        byte_begin, nbytes = opened.begin_of(extent, number), extent.stored_nbytes[number]
+    name = opened.part.files[extent.file].name
+    return StoredBlock(opened=opened, box=box, block=block, name=name, byte_begin=byte_begin, nbytes=nbytes)
+
+
+def iter_stored(wanted: Iterable[tuple[OpenPart, StoredBox, int]]) -> Iterator[StoredBlock]:
+    """Yield all that is stored of blocks, of those that they are decoded from, and so on; each once.
+
+    Raises: as `Decoder.content`, but for what only the bytes of blocks show.
+    """
+    seen: set[tuple[int, int, int]] = set()
+    waiting = list(wanted)
+    while waiting:
+        opened, box, block = waiting.pop()
+        if (id(opened), box.row, block) in seen:
+            continue
+        seen.add((id(opened), box.row, block))
+        encoding = box.extent_of(block).encoding
+        if encoding == "same":
+            (run,) = iter_runs(opened, box, block, block + 1)
+            waiting.append((run.opened, run.box, block))
+            continue
+        yield stored_block(opened, box, block)
+        if encoding != "raw":
+            waiting += _iter_needed(opened, box, block)
+
+
+def _iter_needed(opened: OpenPart, box: StoredBox, block: int) -> Iterator[tuple[OpenPart, StoredBox, int]]:
+    """Yield the blocks that a block is decoded from."""
+    sources = opened.sources_of(box, block)
+    if sources.base is not None:
+        yield (*sources.base, block)
+    elements = _elements_of(opened, box, block)
+    for _, held, member in (*sources.news, *sources.bases):
+        width, block_nbytes = member.element_nbytes, held.part.origin.block_nbytes
+        for number in _blocks_of(elements, width, block_nbytes):
+            yield held, member, number
 
 
 class Decoder:
     """Decodes blocks, each once: what one of them needs of another is kept as long as this object.
 
+    Args:
+        stored: what is stored of some blocks, by `StoredBlock.key`, read and checked before.
+
     Attributes:
         blocks: those that it has, in the order in which they were done: of bases, too.
-        read_nbytes: how many bytes were read of files.
-        verified_nbytes: how many bytes were compared with a digest.
-        request_count: how many ranges were read.
+        read_nbytes: how many bytes it read of files itself.
+        verified_nbytes: how many bytes it compared with a digest itself.
+        request_count: how many ranges it read itself.
         decoded_nbytes: how many bytes of content were decoded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stored: Mapping[tuple[int, int, int], memoryview] = types.MappingProxyType({})) -> None:
         self._contents: dict[tuple[int, int, int], memoryview] = {}
+        self._read_before = stored
         self.blocks: list[tuple[OpenPart, StoredBox, int]] = []
         self.read_nbytes = self.verified_nbytes = self.request_count = self.decoded_nbytes = 0
 
@@ -195,58 +331,50 @@ class Decoder:
         return self._contents[at]
 
     def _decode(self, opened: OpenPart, box: StoredBox, block: int) -> memoryview:
-        extent = box.extent_of(block)
-        if extent.encoding == "same":
+        encoding = box.extent_of(block).encoding
+        if encoding == "same":
             (run,) = iter_runs(opened, box, block, block + 1)
             return self.content(run.opened, run.box, block)
-        found = self._read(opened, box, extent, block)
-        title = f"block {block} of {box.tensor.field} {box.tensor.name[:100]!r}"
-        if extent.encoding == "raw":
-            self._check(found.stored, box.digests_of(block, block + 1), found, _RAW, f"{title} isn't what was saved")
-            return found.stored
-        number = block - extent.block_begin
-        digest = extent.stored_digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]
-        self._check(found.stored, digest, found, _STORED, f"{title} isn't stored as it was saved")
-        content = memoryview(bytearray(self._block_nbytes(opened, box, block)))
-        self._fill(opened, box, block, found=found, content=content)
+        place = stored_block(opened, box, block)
+        stored = self._read(place)
+        if encoding == "raw":
+            return stored
+        content = memoryview(bytearray(_block_nbytes(opened, box, block)))
+        self._fill(place, encoding, stored, content)
         self.decoded_nbytes += content.nbytes
-        self._check(content, box.digests_of(block, block + 1), found, _DECODED, f"{title} decodes to something else")
+        self.verified_nbytes += content.nbytes
+        if digest_bytes(content) != box.digests_of(block, block + 1):
+            detail = f"{place.title} decodes to something else"
+            raise err(Code.DECODED_DIGEST, detail, where=place.where, requirement="REQ-DEL-008")
         return content
 
-    def _fill(self, opened: OpenPart, box: StoredBox, block: int, *, found: _Found, content: memoryview) -> None:
-        """Decode a block into `content`."""
-        extent = found.extent
-        if box.group is not None and extent.predicted:
-            begin = block * opened.part.origin.block_nbytes // box.element_nbytes
-            elements = range(begin, begin + content.nbytes // box.element_nbytes)
-            self._fill_predicted(opened, box, box.group, elements, found=found, content=content)
-            return
-        base = None
-        if extent.reference is not None:
-            base = self.content(*_find_base(opened, box, _reference_of(opened, extent.reference)), block)
-        encodings.decode(extent.encoding, found.stored, content, dtype=box.tensor.dtype, base=base, where=found.where)
+    def _read(self, place: StoredBlock) -> memoryview:
+        """Return what a block is stored as, verified."""
+        known = self._read_before.get(place.key)
+        if known is not None:
+            return known
+        checkpoint = place.opened.checkpoint
+        checkpoint.check_file(place.opened.part, place.name)
+        stored = memoryview(checkpoint.store.read_range(place.name, place.byte_begin, place.nbytes))
+        self.read_nbytes += place.nbytes
+        self.request_count += 1
+        self.verified_nbytes += place.nbytes
+        place.check(stored)
+        return stored
 
-    def _fill_predicted(
-        self, opened: OpenPart, box: StoredBox, group: Group, elements: range, *, found: _Found, content: memoryview
-    ) -> None:
-        """Decode a block against what its group predicts."""
-        rule = prediction.Rule.parse(group.rule, found.where)
-        roles = prediction.roles(rule)
-        members = [opened.boxes[row] for row in group.boxes]
-        dtypes = [member.tensor.dtype for member in members]
-        if rule.kind != group.kind or [prediction.role_dtype(rule, role) for role in roles] != dtypes:
-            detail = f"a group of {', '.join(dtypes)}, kind {group.kind}, with a rule of another form"
-            raise err(Code.ENCODED_FORM, detail, where=found.where, requirement="REQ-DEL-009")
-        number = group.boxes.index(box.row)
-        news = {roles[at]: self._elements(opened, members[at], elements) for at in range(number)}
-        bases = {}
-        if group.reference is not None:
-            reference = _reference_of(opened, group.reference)
-            needed = prediction.needed_bases(rule, roles[number])
-            for role, member in ((role, member) for role, member in zip(roles, members, strict=True) if role in needed):
-                bases[role] = self._elements(*_find_base(opened, member, reference), elements)
+    def _fill(self, place: StoredBlock, encoding: str, stored: memoryview, content: memoryview) -> None:
+        """Decode a block into `content`."""
+        opened, box, block = place.opened, place.box, place.block
+        sources = opened.sources_of(box, block)
+        if sources.rule is None:
+            base = None if sources.base is None else self.content(*sources.base, block)
+            encodings.decode(encoding, stored, content, dtype=box.tensor.dtype, base=base, where=place.where)
+            return
+        elements = _elements_of(opened, box, block)
+        news = {role: self._elements(held, member, elements) for role, held, member in sources.news}
+        bases = {role: self._elements(held, member, elements) for role, held, member in sources.bases}
         prediction.decode_member(
-            rule, roles[number], found.extent.encoding, found.stored, content, bases=bases, news=news, where=found.where
+            sources.rule, sources.role, encoding, stored, content, bases=bases, news=news, where=place.where
         )
 
     def _elements(self, opened: OpenPart, box: StoredBox, elements: range) -> memoryview:
@@ -254,33 +382,65 @@ class Decoder:
         block_nbytes = opened.part.origin.block_nbytes
         return join_blocks(lambda block: self.content(opened, box, block), elements, box.element_nbytes, block_nbytes)
 
-    def _read(self, opened: OpenPart, box: StoredBox, extent: Extent, block: int) -> _Found:
-        """Return what a block is stored as, not yet verified."""
-        assert extent.file is not None  # noqa: S101 - all but the base's blocks are in a file
-        file = opened.part.files[extent.file]
-        opened.checkpoint.check_file(opened.part, file.name)
-        number = block - extent.block_begin
-        if extent.encoding == "raw":
-            begin = extent.byte_begin + number * opened.part.origin.block_nbytes
-            nbytes = self._block_nbytes(opened, box, block)
-        else:
-            begin = opened.begin_of(extent, number)
-            nbytes = extent.stored_nbytes[number]
-        self.read_nbytes += nbytes
-        self.request_count += 1
-        where = f"{opened.checkpoint.place_of(file.name)}[{begin}:{begin + nbytes}]"
-        stored = memoryview(opened.checkpoint.store.read_range(file.name, begin, nbytes))
-        return _Found(stored=stored, extent=extent, where=where)
 
-    def _block_nbytes(self, opened: OpenPart, box: StoredBox, block: int) -> int:
-        block_nbytes = opened.part.origin.block_nbytes
-        return min(block_nbytes, box.nbytes - block * block_nbytes)
+def _find_sources(opened: OpenPart, box: StoredBox, block: int) -> Sources:
+    extent = box.extent_of(block)
+    if box.group is not None and extent.predicted:
+        return _find_predicting(opened, box, box.group, block)
+    if extent.reference is None:
+        return Sources()
+    return Sources(base=opened.base_of(box, extent.reference))
 
-    def _check(self, content: memoryview, digest: bytes, found: _Found, broken: tuple[Code, str], detail: str) -> None:
-        self.verified_nbytes += content.nbytes
-        if digest_bytes(content) != digest:
-            code, requirement = broken
-            raise err(code, detail, where=found.where, requirement=requirement)
+
+def _find_predicting(opened: OpenPart, box: StoredBox, group: Group, block: int) -> Sources:
+    """Return what a block is predicted from. Raises: FormatError(ENCODED_FORM) for a rule that isn't the group's."""
+    where = stored_block(opened, box, block).where
+    rule = _parse_rule(group, where)
+    roles = prediction.roles(rule)
+    members = [opened.boxes[row] for row in group.boxes]
+    dtypes = [member.tensor.dtype for member in members]
+    if rule.kind != group.kind or [prediction.role_dtype(rule, role) for role in roles] != dtypes:
+        detail = f"a group of {', '.join(dtypes)}, kind {group.kind}, with a rule of another form"
+        raise err(Code.ENCODED_FORM, detail, where=where, requirement="REQ-DEL-009")
+    number = group.boxes.index(box.row)
+    bases = []
+    if group.reference is not None:
+        needed = prediction.needed_bases(rule, roles[number])
+        bases = [
+            (role, *opened.base_of(member, group.reference))
+            for role, member in zip(roles, members, strict=True)
+            if role in needed
+        ]
+    return Sources(
+        rule=rule,
+        role=roles[number],
+        news=tuple((roles[at], opened, members[at]) for at in range(number)),
+        bases=tuple(bases),
+    )
+
+
+def _parse_rule(group: Group, where: str) -> prediction.Rule:
+    try:
+        return _known_rule(group.rule)
+    except CkptError:
+        return prediction.Rule.parse(group.rule, where)  # which raises again, and says where
+
+
+@functools.lru_cache(maxsize=64)
+def _known_rule(content: bytes) -> prediction.Rule:
+    """Return a rule: all parameters that an optimizer treats alike have the same."""
+    return prediction.Rule.parse(content, "")
+
+
+def _elements_of(opened: OpenPart, box: StoredBox, block: int) -> range:
+    """Return the elements of a box that are in a block."""
+    begin = block * opened.part.origin.block_nbytes // box.element_nbytes
+    return range(begin, begin + _block_nbytes(opened, box, block) // box.element_nbytes)
+
+
+def _block_nbytes(opened: OpenPart, box: StoredBox, block: int) -> int:
+    block_nbytes = opened.part.origin.block_nbytes
+    return min(block_nbytes, box.nbytes - block * block_nbytes)
 
 
 def _find_base(opened: OpenPart, box: StoredBox, reference: Reference) -> tuple[OpenPart, StoredBox]:
@@ -308,16 +468,16 @@ def join_blocks(
 ) -> memoryview:
     """Return the bytes of some elements of a box, given what returns its blocks by their numbers."""
     begin, end = elements.start * element_nbytes, elements.stop * element_nbytes
-    blocks = range(begin // block_nbytes, -(-end // block_nbytes))
+    blocks = _blocks_of(elements, element_nbytes, block_nbytes)
     found = [content_of(block) for block in blocks]
     whole = found[0] if len(found) == 1 else memoryview(b"".join(found))
     first = blocks.start * block_nbytes
     return whole[begin - first : end - first]
 
 
-def _reference_of(opened: OpenPart, number: int | None) -> Reference:
-    assert number is not None  # noqa: S101 - parsing saw to it
-    return opened.part.references[number]
+def _blocks_of(elements: range, element_nbytes: int, block_nbytes: int) -> range:
+    """Return the blocks that have some elements."""
+    return range(elements.start * element_nbytes // block_nbytes, -(-elements.stop * element_nbytes // block_nbytes))
 
 
 def _no_base(opened: OpenPart, box: StoredBox, detail: str, requirement: str = "REQ-DEL-022") -> CkptError:

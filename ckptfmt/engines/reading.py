@@ -7,18 +7,18 @@ another is decoded once, and memory is bounded by a unit for each thread.
 
 from __future__ import annotations
 
-import threading
+import dataclasses
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ckptfmt.arithmetic.plan import BlockRange
 from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.closure import Library
-from ckptfmt.engines.decoding import Decoder, iter_runs
+from ckptfmt.engines.decoding import Decoder, iter_runs, iter_stored
 from ckptfmt.engines.sharing import Peers, Rounds, Take, share_ranges
 from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests, thread_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ckptfmt.arithmetic.plan import Request
     from ckptfmt.engines.decoding import Run
@@ -27,11 +27,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Reading", "unit_of"]
 
-#: How many threads decode for each processor where reading waits: one of them does while the others are read for.
+#: How many threads read what is decoded for each processor, where reading waits.
 _WHILE_WAITING: Final = 3
+#: How much content is read for at once, in bytes.
+_BATCH_NBYTES: Final = 2 << 20
 
 #: Blocks that are decoded together: the number of a piece, and that of a block of it.
 Unit: TypeAlias = "list[tuple[int, int]]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Fetched:
+    """Units, and what is stored of all that they are decoded from, verified.
+
+    Attributes:
+        stored: by `StoredBlock.key`.
+        read_nbytes: how many bytes were read for it.
+        request_count: in how many ranges.
+    """
+
+    units: list[Unit]
+    stored: Mapping[tuple[int, int, int], memoryview]
+    read_nbytes: int
+    request_count: int
 
 
 class Reading:
@@ -53,7 +71,6 @@ class Reading:
         self._rounds: Rounds | None = None
         self._read_nbytes = self._verified_nbytes = self._request_count = self._buffer_nbytes = 0
         self._decoded_nbytes = 0
-        self._lock = threading.Lock()
 
     def share(self, peers: Peers) -> None:
         """Let each block that several processes want be read by one, who sends it to the others. All of them call it.
@@ -104,12 +121,20 @@ class Reading:
         self._buffer_nbytes = max(self._buffer_nbytes, buffer_nbytes)
 
     def _decode(self) -> None:
-        """Decode and hand on all units, in several threads: in more where each of them waits for what it reads."""
-        count = thread_count() * (_WHILE_WAITING if self._decoding_waits() else 1)
-        for _ in iter_ahead(self._decode_unit, self.units, count=count):
-            pass
+        """Decode and hand on all units. Where reading waits, a few threads read ahead.
 
-    def _decoding_waits(self) -> bool:
+        One thread decodes: it needs the interpreter's lock too often for two to be faster. They were slower.
+        """
+        batches = self._iter_batches()
+        count = thread_count() * _WHILE_WAITING
+        for fetched in iter_ahead(self._fetch, batches, count=count) if self._waits() else map(self._fetch, batches):
+            self._read_nbytes += fetched.read_nbytes
+            self._request_count += fetched.request_count
+            self._verified_nbytes += sum(map(len, fetched.stored.values()))
+            for unit in fetched.units:
+                self._decode_unit(unit, fetched.stored)
+
+    def _waits(self) -> bool:
         """Return whether reading what is decoded waits for a device or a network."""
         number, block = self.units[0][0]
         piece = self.pieces[number]
@@ -117,18 +142,50 @@ class Reading:
         assert run.extent.file is not None  # noqa: S101 - what is decoded is stored
         return run.opened.checkpoint.store.waits(run.opened.part.files[run.extent.file].name)
 
-    def _decode_unit(self, unit: Unit) -> None:
-        decoder = Decoder()
+    def _iter_batches(self) -> Iterator[list[Unit]]:
+        """Yield units whose stored bytes are read at once: those of one that is small would take many requests."""
+        batch: list[Unit] = []
+        nbytes = 0
+        for unit in self.units:
+            batch.append(unit)
+            nbytes += sum(min(self.pieces[at].block_nbytes, self.pieces[at].stored.nbytes) for at, _ in unit)
+            if nbytes >= _BATCH_NBYTES:
+                yield batch
+                batch, nbytes = [], 0
+        if batch:
+            yield batch
+
+    def _fetch(self, units: list[Unit]) -> _Fetched:
+        """Read and verify what is stored of units, and of all that they are decoded from."""
+        pieces = ((self.pieces[number], block) for unit in units for number, block in unit)
+        wanted = list(iter_stored((piece.opened, piece.stored, block) for piece, block in pieces))
+        library = Library(self._checkpoint)
+        ranges = [library.range_of_block(stored, number) for number, stored in enumerate(wanted)]
+        requests = self._checkpoint.plan_requests(library, ranges)
+        found: dict[tuple[int, int, int], memoryview] = {}
+        for request in requests:
+            content = library.read(request)
+            for blocks in request.ranges:
+                at = blocks.byte_begin - request.byte_begin
+                stored = wanted[blocks.piece]
+                found[stored.key] = content[at : at + blocks.nbytes]
+                stored.check(found[stored.key])
+        return _Fetched(
+            units=units,
+            stored=found,
+            read_nbytes=sum(request.nbytes for request in requests),
+            request_count=len(requests),
+        )
+
+    def _decode_unit(self, unit: Unit, stored: Mapping[tuple[int, int, int], memoryview]) -> None:
+        decoder = Decoder(stored)
         for number, block in unit:
             piece = self.pieces[number]
             content = decoder.content(piece.opened, piece.stored, block)
             begin = block * piece.block_nbytes
             piece.place(BlockRange("", 0, content.nbytes, number, begin), content)
-        with self._lock:
-            self._decoded_nbytes += decoder.decoded_nbytes
-            self._read_nbytes += decoder.read_nbytes
-            self._verified_nbytes += decoder.verified_nbytes
-            self._request_count += decoder.request_count
+        self._decoded_nbytes += decoder.decoded_nbytes
+        self._verified_nbytes += decoder.verified_nbytes
 
     def _take(self, blocks: BlockRange, content: memoryview) -> None:
         """Check a range, then hand on what is wanted of it."""
