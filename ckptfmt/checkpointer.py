@@ -395,6 +395,8 @@ class Checkpointer:
             "stop": self._signals.first_s is not None,
         }
         told = self._group.raise_together(None, value=answer)
+        if any(not isinstance(theirs, dict) or theirs.keys() != answer.keys() for theirs in told):
+            raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
         self._timer.next_step = told[0]["next_step"]
         self.stopped = any(theirs["stop"] for theirs in told)
         # From the signal on; for who got none, from now.

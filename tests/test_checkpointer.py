@@ -292,6 +292,23 @@ def test_writers_with_clocks_that_disagree_save_the_same_steps() -> None:
     assert [step for step, _ in committed(store)] == first
 
 
+def test_a_save_of_one_writer_alone_is_refused_on_all_of_them() -> None:
+    """REQ-CMT-001: also on those who ask meanwhile whether the time has come."""
+    store, allgather = MemoryStore(), Allgather(2)
+
+    def body(writer: int) -> Code:
+        state = ckptfmt.State(weights={"w": np.zeros(2)})
+        checkpointer = Checkpointer(store, state, every="10s", writer=(writer, 2), agree=allgather.of(writer))
+        checkpointer._clock = lambda: float(checkpointer.step)
+        with pytest.raises(CkptError) as caught, checkpointer:
+            for number in checkpointer.steps(20):
+                if number == 5 and writer == 0:
+                    checkpointer.save()
+        return caught.value.code
+
+    assert run_writers(2, body) == [Code.WRITERS_DIVERGED, Code.WRITERS_DIVERGED]
+
+
 def test_time_is_asked_for_rarely_and_not_at_every_step() -> None:
     asked = 0
 
