@@ -300,10 +300,15 @@ def test_a_save_of_one_writer_alone_is_refused_on_all_of_them() -> None:
         state = ckptfmt.State(weights={"w": np.zeros(2)})
         checkpointer = Checkpointer(store, state, every="10s", writer=(writer, 2), agree=allgather.of(writer))
         checkpointer._clock = lambda: float(checkpointer.step)
-        with pytest.raises(CkptError) as caught, checkpointer:
-            for number in checkpointer.steps(20):
-                if number == 5 and writer == 0:
-                    checkpointer.save()
+
+        def train() -> None:
+            with checkpointer:
+                for number in checkpointer.steps(20):
+                    if number == 5 and writer == 0:
+                        checkpointer.save()
+
+        with pytest.raises(CkptError) as caught:
+            train()
         return caught.value.code
 
     assert run_writers(2, body) == [Code.WRITERS_DIVERGED, Code.WRITERS_DIVERGED]

@@ -11,7 +11,7 @@ from ckptfmt.engines.streaming import thread_count
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["iter_ahead"]
+__all__ = ["iter_ahead", "iter_batches"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -43,3 +43,23 @@ def iter_ahead(work: Callable[[Item], Result], items: Iterable[Item], *, count: 
                 yield running.popleft().result()
         finally:
             threads.shutdown(wait=True, cancel_futures=True)
+
+
+def iter_batches(
+    items: Iterable[Item], nbytes_of: Callable[[Item], int], *, nbytes: int, count: int
+) -> Iterator[list[Item]]:
+    """Yield items in lists, for which handing one over is cheap: each as soon as it has so many bytes, or items.
+
+    >>> list(iter_batches([3, 1, 1, 1], lambda item: item, nbytes=3, count=2))
+    [[3], [1, 1], [1]]
+    """
+    batch: list[Item] = []
+    batch_nbytes = 0
+    for item in items:
+        batch.append(item)
+        batch_nbytes += nbytes_of(item)
+        if batch_nbytes >= nbytes or len(batch) == count:
+            yield batch
+            batch, batch_nbytes = [], 0
+    if batch:
+        yield batch

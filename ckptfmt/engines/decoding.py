@@ -18,6 +18,7 @@ from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.manifest import part_path
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.collector import collector_paused
 from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class StoredBox:
 
     def extent_of(self, block: int) -> Extent:
         """Return the extent that has a block."""
-        return self.held.extents[self._find(block)]
+        extents = self.held.extents
+        return extents[0] if len(extents) == 1 else extents[self._find(block)]
 
     def extents_of(self, first: int, last: int) -> tuple[Extent, ...]:
         """Return the extents that have something of the blocks ``[first, last)``, at least one of them."""
@@ -100,7 +102,6 @@ class OpenPart:
     boxes: tuple[StoredBox, ...]
     _ends: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     _sources: dict[tuple[int, int | None, bool], Sources] = dataclasses.field(default_factory=dict)
-    _bases: dict[tuple[int, int], tuple[OpenPart, StoredBox]] = dataclasses.field(default_factory=dict)
 
     def begin_of(self, extent: Extent, number: int) -> int:
         """Return where the stored bytes of an encoded block begin in their file, given its number in the extent."""
@@ -122,9 +123,7 @@ class OpenPart:
     def base_of(self, box: StoredBox, number: int | None) -> tuple[OpenPart, StoredBox]:
         """Return the same box of the same tensor in a base. Raises: FormatError(BASE_BLOCK) if it has none."""
         assert number is not None  # noqa: S101 - parsing saw to it
-        if (box.row, number) not in self._bases:
-            self._bases[box.row, number] = _find_base(self, box, self.part.references[number])
-        return self._bases[box.row, number]
+        return _find_base(self, box, self.part.references[number])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,6 +193,7 @@ class StoredBlock:
             raise err(Code.BLOCK_DIGEST, f"{self.title} isn't {saved}", where=self.where, requirement=requirement)
 
 
+@collector_paused()
 def open_part(checkpoint: Checkpoint, part: Part) -> OpenPart:
     """Return a part with its rows by name."""
     groups = {row: group for group in part.groups for row in group.boxes}

@@ -19,7 +19,7 @@ from ckptfmt.documents.deltas import Group
 from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.part import PACK_HEADER, Extent, Part, PartFile, PartTensor
 from ckptfmt.documents.tables import block_count
-from ckptfmt.engines.ahead import iter_ahead
+from ckptfmt.engines.ahead import iter_ahead, iter_batches
 from ckptfmt.engines.base import BaseContents, BaseFiles
 from ckptfmt.engines.coders import coder_count
 from ckptfmt.engines.coding import LEAST_NBYTES, SMALL_NBYTES, BlockCoder, Coded
@@ -242,22 +242,13 @@ class Delta:
         """Yield what each block is stored as; a few threads work ahead."""
         # While one thread digests and takes what came, another one's block is encoded.
         count = coder_count() if self._coders is None else 2 * coder_count()
-        for stored in iter_ahead(self._encode_some, self._iter_batches(blocks), count=count):
+        batches = iter_batches(blocks, self._nbytes_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT)
+        for stored in iter_ahead(self._encode_some, batches, count=count):
             yield from stored
 
-    def _iter_batches(self, blocks: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-        """Yield what a thread takes at once: handing over takes longer than comparing a small block."""
-        batch: list[tuple[int, int]] = []
-        nbytes = 0
-        for number, block in blocks:
-            batch.append((number, block))
-            begin, end = self._image.span(number, block)
-            nbytes += end - begin
-            if nbytes >= _BATCH_NBYTES or len(batch) == _BATCH_COUNT:
-                yield batch
-                batch, nbytes = [], 0
-        if batch:
-            yield batch
+    def _nbytes_of(self, at: tuple[int, int]) -> int:
+        begin, end = self._image.span(*at)
+        return end - begin
 
     def _encode_some(self, blocks: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
         return [self._encode(*at) for at in blocks]

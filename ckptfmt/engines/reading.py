@@ -11,14 +11,15 @@ import dataclasses
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ckptfmt.arithmetic.plan import BlockRange
-from ckptfmt.engines.ahead import iter_ahead
+from ckptfmt.engines.ahead import iter_ahead, iter_batches
 from ckptfmt.engines.closure import Library
+from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.decoding import Decoder, iter_runs, iter_stored
 from ckptfmt.engines.sharing import Peers, Rounds, Take, share_ranges
 from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests, thread_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ckptfmt.arithmetic.plan import Request
     from ckptfmt.engines.decoding import Run
@@ -31,6 +32,8 @@ __all__ = ["Reading", "unit_of"]
 _WHILE_WAITING: Final = 3
 #: How much content is read for at once, in bytes.
 _BATCH_NBYTES: Final = 2 << 20
+#: Of how many units at most: planning for them and decoding them takes as long as for a few large ones.
+_BATCH_COUNT: Final = 16
 
 #: Blocks that are decoded together: the number of a piece, and that of a block of it.
 Unit: TypeAlias = "list[tuple[int, int]]"
@@ -85,8 +88,9 @@ class Reading:
 
         Raises: IntegrityError; what the sinks raise; StateError(PEER_FAILED).
         """
-        for piece in self.pieces:
-            piece.open_sinks()
+        with collector_paused():
+            for piece in self.pieces:
+                piece.open_sinks()
         failed: Exception | None = None
         try:
             self._read(self.ranges)
@@ -125,7 +129,7 @@ class Reading:
 
         One thread decodes: it needs the interpreter's lock too often for two to be faster. They were slower.
         """
-        batches = self._iter_batches()
+        batches = self._list_batches()
         count = thread_count() * _WHILE_WAITING
         for fetched in iter_ahead(self._fetch, batches, count=count) if self._waits() else map(self._fetch, batches):
             self._read_nbytes += fetched.read_nbytes
@@ -142,18 +146,23 @@ class Reading:
         assert run.extent.file is not None  # noqa: S101 - what is decoded is stored
         return run.opened.checkpoint.store.waits(run.opened.part.files[run.extent.file].name)
 
-    def _iter_batches(self) -> Iterator[list[Unit]]:
-        """Yield units whose stored bytes are read at once: those of one that is small would take many requests."""
-        batch: list[Unit] = []
-        nbytes = 0
+    def _list_batches(self) -> list[list[Unit]]:
+        """Return units in batches whose stored bytes are read at once: a small one by itself would take many requests.
+
+        Batches of small units, which take long to decode for their bytes, are spread among the others, so that neither
+        reading nor decoding waits for long.
+        """
+        sorts: tuple[list[Unit], list[Unit]] = [], []
         for unit in self.units:
-            batch.append(unit)
-            nbytes += sum(min(self.pieces[at].block_nbytes, self.pieces[at].stored.nbytes) for at, _ in unit)
-            if nbytes >= _BATCH_NBYTES:
-                yield batch
-                batch, nbytes = [], 0
-        if batch:
-            yield batch
+            sorts[self._nbytes_of(unit) * _BATCH_COUNT < _BATCH_NBYTES].append(unit)
+        placed: list[tuple[float, list[Unit]]] = []
+        for units in sorts:
+            batches = list(iter_batches(units, self._nbytes_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT))
+            placed += [((at + 0.5) / len(batches), batch) for at, batch in enumerate(batches)]
+        return [batch for _, batch in sorted(placed, key=lambda row: row[0])]
+
+    def _nbytes_of(self, unit: Unit) -> int:
+        return sum(min(self.pieces[number].block_nbytes, self.pieces[number].stored.nbytes) for number, _ in unit)
 
     def _fetch(self, units: list[Unit]) -> _Fetched:
         """Read and verify what is stored of units, and of all that they are decoded from."""

@@ -21,7 +21,7 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.hooked import HookedStore
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.store.recorder import Recorder
-from tests.builders import code_of, error_of, leaf, snapshot, tensor
+from tests.builders import ArraySink, code_of, error_of, leaf, snapshot, tensor
 from tests.chains import SMALLEST, Saving, mixed
 from tests.engines.test_oracle import (
     NAMES,
@@ -272,6 +272,34 @@ def test_a_chain_is_read_through(chain):
     saving, expected = chain
     assert [encoding for encoding, _ in stored(saving, 3)[0]] != ["raw"]
     assert read_bytes(saving, 3) == expected
+
+
+def begin_of(taken):
+    return taken[0].begin
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_each_stored_byte_of_a_chain_is_read_once_and_those_side_by_side_at_once(waits, monkeypatch):
+    arrays = {name: some(1000) for name in "abcdefgh"} | {"w": some(40 * BLOCK // 4)}
+    saving = Saving(state(arrays))
+    files = []
+    for step in (1, 2, 3):
+        saving.save(step, state(arrays))
+        files += saving.open(step).read_part(0).files
+        last, arrays = arrays, {name: nudged(array, array.size // 3) for name, array in arrays.items()}
+    monkeypatch.setattr(MemoryStore, "waits", lambda *_: waits)
+    sinks = [
+        ArraySink(name=name, dtype="float32", global_shape=array.shape, boxes=(Box.whole(array.shape),))
+        for name, array in last.items()
+    ]
+
+    report = saving.open(3).read_into(sinks)
+
+    found = {sink.name: b"".join(content for _, content in sorted(sink.taken, key=begin_of)) for sink in sinks}
+    assert found == {name: array.tobytes() for name, array in last.items()}
+    assert report.read_nbytes == sum(file.nbytes - file.header_nbytes for file in files)
+    assert report.request_count < 48  # of 48 blocks, each in three files
+    assert report.decoded_nbytes == 2 * report.needed_nbytes
 
 
 def test_a_base_that_is_gone_is_named(chain):

@@ -173,7 +173,8 @@ def _take(encoding: str, source: Source, out: Words, base: Words, lane: Lane) ->
             out[:] = apply_steps(out, base, lane)
         case "sparse":
             places, steps = take_changes(source, out.size, lane.words)
-            out[:] = base
+            if out.__array_interface__["data"] != base.__array_interface__["data"]:
+                out[:] = base
             out[places] = apply_steps(steps, base[places], lane)
         case _:
             take_classes(source, out, base, lane)
