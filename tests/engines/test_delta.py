@@ -13,6 +13,7 @@ from ckptfmt.arithmetic import encodings, prediction
 from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import checkpoint_name, pins_path
+from ckptfmt.documents.part import PartFile
 from ckptfmt.documents.pins import Pins
 from ckptfmt.engines.commit import CONDEMNED, finalize, read_register
 from ckptfmt.engines.policy import DeltaOptions
@@ -282,7 +283,7 @@ def begin_of(taken):
 def test_each_stored_byte_of_a_chain_is_read_once_and_those_side_by_side_at_once(waits, monkeypatch):
     arrays = {name: some(1000) for name in "abcdefgh"} | {"w": some(40 * BLOCK // 4)}
     saving = Saving(state(arrays))
-    files = []
+    files: list[PartFile] = []
     for step in (1, 2, 3):
         saving.save(step, state(arrays))
         files += saving.open(step).read_part(0).files
