@@ -280,7 +280,7 @@ def _plan_stateful(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
     if saved is MISSING:
         plan.problem(Code.LEAF_MISSING, where, "nothing was saved for this object")
         return
-    if not may_load(plan, saved, where):
+    if not may_load(plan, saved, unit.value, where):
         return
     value = Placer(plan, field=unit.field, scope=at).fresh(saved, name, unit.value.state_dict())
     plan.actions.append(functools.partial(_load_stateful, unit.value, value, where))
@@ -317,6 +317,8 @@ def _plan_tree(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
     if saved is MISSING:
         if not inside:
             plan.problem(Code.LEAF_MISSING, where, "not saved")
+        return
+    if not may_load(plan, saved, unit.value, where):
         return
     placed = Placer(plan, field=unit.field, scope=at).place(unit.value, saved, name)
     if placed is unit.value:

@@ -426,7 +426,9 @@ class Sampler:
             for saved, ours in zip(*both, strict=False)
             if None not in (saved.fingerprint, ours.fingerprint)
         ]
-        position = cursor.commit.global_pos
+        # A skip that shifts what follows decides by all stages that it reaches over, from where it begins.
+        shifts = (skip for skip in cursor.skips if isinstance(skip, PosSkip) and skip.policy == "shift")
+        position = max(cursor.commit.global_pos, *(s.range[1] for s in shifts if s.begin < cursor.commit.global_pos), 0)
         pairs: dict[str, tuple[object, object]] = {
             "number of samples": _each([source.n for source in sources] for sources in both),
             "source": _each([source.id for source in sources] for sources in both),

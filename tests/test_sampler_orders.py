@@ -188,6 +188,22 @@ def test_a_cursor_of_another_mixture_is_refused(options):
     assert refusal(lambda: mixed(**options).load_state_dict(cursor)) is Code.CONFIG_IDENTITY
 
 
+def test_a_stage_that_a_shift_reaches_over_may_not_be_another():
+    """REQ-CUR-020: it decides where the positions from 8 on are, of which 20 to 39 are still to come."""
+    sampler = mixed()
+    sampler.skip(positions=(8, 56), policy="shift")
+    sampler.advance(5)
+    cursor = sampler.state_dict()
+    other = {0: {"books": 5, "code": 3}, 48: {"books": 1, "code": 7}}
+
+    assert refusal(lambda: mixed(mixture=other).load_state_dict(cursor)) is Code.CONFIG_IDENTITY
+
+    after = {0: {"books": 5, "code": 3}, 40: {"books": 8, "code": 0}, 56: {"books": 1, "code": 7}}
+    going_on = mixed(mixture=after)
+    going_on.load_state_dict(cursor)
+    assert [going_on.indices(step) for step in range(5, 10)] == [sampler.indices(step) for step in range(5, 10)]
+
+
 def test_stages_that_have_not_begun_may_be_others():
     """REQ-CUR-020."""
     cursor = cursor_of(mixed(), 10)

@@ -95,6 +95,8 @@ class Course:
         seeds = [seed if mixture is None else source_seed(seed, source.id) for source in sources]
         self._walks = [Walk(source.n, seed=own, plan=plan) for source, own in zip(sources, seeds, strict=True)]
         self._skips = [skip for skip in skips if skip.policy != "shift"]
+        named = (skip for skip in self._skips if isinstance(skip, SampleSkip))
+        self._named = {id(skip): np.array(skip.ids, np.int64) for skip in named}  # they ascend
         for skip in sorted((skip for skip in skips if skip.policy == "shift"), key=lambda skip: skip.begin):
             self._shift(skip)
 
@@ -158,7 +160,14 @@ class Course:
             return
         samples = stretch.samples[first:]
         named = stretch.sources[first:] == self._ids.index(skip.source)
-        stretch.uses[first:][named & _are_in(skip, samples)] = use
+        stretch.uses[first:][named & self._are_in(skip, samples)] = use
+
+    def _are_in(self, skip: SampleSkip | ShardSkip, samples: NDArray[np.int64]) -> NDArray[np.bool_]:
+        if isinstance(skip, ShardSkip):
+            return (samples >= skip.range[0]) & (samples < skip.range[1])
+        ids = self._named[id(skip)]
+        found: NDArray[np.bool_] = ids[np.minimum(np.searchsorted(ids, samples), len(ids) - 1)] == samples
+        return found
 
 
 def _fill(stretch: Stretch, rows: NDArray[np.int64], draws: Iterator[Draws]) -> None:
@@ -170,12 +179,6 @@ def _fill(stretch: Stretch, rows: NDArray[np.int64], draws: Iterator[Draws]) -> 
         if some.is_padding:
             stretch.uses[at] = MASKED
         done += len(some.samples)
-
-
-def _are_in(skip: SampleSkip | ShardSkip, samples: NDArray[np.int64]) -> NDArray[np.bool_]:
-    if isinstance(skip, SampleSkip):
-        return np.isin(samples, np.array(skip.ids, np.int64))
-    return (samples >= skip.range[0]) & (samples < skip.range[1])
 
 
 def _groups(stretch: Stretch) -> Iterator[tuple[int, int, NDArray[np.int64]]]:

@@ -351,9 +351,11 @@ def _cursor_text(tree: dict[Any, Any]) -> str:
         return f"a cursor that can't be used: {clean(str(error))}"
     commit, source = cursor.commit, cursor.sources[0]
     left_out = f"; {count_text(len(cursor.skips), 'skip')}" if cursor.skips else ""
-    steps = f"{commit.global_pos} samples consumed in {count_text(commit.step, 'step')}: "
+    steps = f"{count_text(cursor.ledger.count, 'sample')} consumed in {count_text(commit.step, 'step')}: "
     if cursor.mixture is None:
-        return f"{steps}epoch {commit.epoch}, {commit.pos_in_epoch} of {source.n}{left_out}"
+        # Where something is left out or shifted, an epoch has other positions than samples.
+        is_plain = cursor.plan.tail == "carry" and not cursor.skips
+        return f"{steps}epoch {commit.epoch}, {commit.pos_in_epoch}" + (f" of {source.n}" if is_plain else left_out)
     return steps + ", ".join(f"{one.pos} of {clean(one.id)}" for one in cursor.sources) + left_out
 
 

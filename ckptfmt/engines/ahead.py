@@ -16,15 +16,18 @@ __all__ = ["iter_ahead", "iter_batches"]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-#: How many results of each thread wait to be taken.
+#: How many items of each thread are begun or wait to be taken.
 _WAITING: Final = 2
 
 
-def iter_ahead(work: Callable[[Item], Result], items: Iterable[Item], *, count: int | None = None) -> Iterator[Result]:
+def iter_ahead(
+    work: Callable[[Item], Result], items: Iterable[Item], *, count: int | None = None, waiting: int = _WAITING
+) -> Iterator[Result]:
     """Yield what `work` returns for each item, in their order; only a few results are there at a time.
 
     Args:
         count: of threads; `thread_count` if None.
+        waiting: how many items of each thread are begun or wait to be taken, beside the one that is taken.
 
     Raises: what `work` raises, when its turn has come.
 
@@ -37,7 +40,7 @@ def iter_ahead(work: Callable[[Item], Result], items: Iterable[Item], *, count: 
         try:
             for item in items:
                 running.append(threads.submit(work, item))
-                if len(running) > count * _WAITING:
+                if len(running) > count * waiting:
                     yield running.popleft().result()
             while running:
                 yield running.popleft().result()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ckptfmt.arithmetic.plan import BlockRange
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
-from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import read_register
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, UnsupportedError, err
 
@@ -68,7 +67,6 @@ class Closure:
             for checkpoint in self._opened.values():
                 checkpoint.close()
 
-    @collector_paused()
     def _find(self, reference: Reference) -> Checkpoint:
         self._check_listed({reference})
         store = self.find(reference)

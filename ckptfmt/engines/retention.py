@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from ckptfmt import limits
 from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone
@@ -11,16 +11,13 @@ from ckptfmt.documents.pins import Pins
 from ckptfmt.engines.commit import CONDEMNED, abort, retire, sweep
 from ckptfmt.engines.lineage import RunEntry, check_not_fenced, iter_lineage, list_checkpoints, list_launches
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
-from ckptfmt.features import REFERENCED
+from ckptfmt.features import REFERENCED, WRITER_FEATURES
 
 if TYPE_CHECKING:
     from ckptfmt.documents.run import Launch, Run
     from ckptfmt.store.protocol import Store
 
 __all__ = ["clean_up", "plan_retention", "tidy_up"]
-
-#: The writer features whose rules for clean-up this implementation knows.
-_UNDERSTOOD: Final = frozenset({REFERENCED})
 
 
 def plan_retention(
@@ -68,7 +65,7 @@ def clean_up(
         is removed; FencedError(FENCED) if a newer launch has taken over: it does the cleaning; StoreError.
     Spec: REQ-CMT-020 to REQ-CMT-026, REQ-RUN-004.
     """
-    unknown = sorted(set(run.writer_features) - _UNDERSTOOD)
+    unknown = sorted(set(run.writer_features) - WRITER_FEATURES)
     if unknown:
         raise err(
             Code.FEATURE_UNSUPPORTED,

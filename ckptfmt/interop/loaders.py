@@ -53,6 +53,11 @@ class ForeignLoader:
         self._worker_count = worker_count
         self._loaded: dict[str, Any] | None = None
 
+    @property
+    def worker_count(self) -> int:
+        """How many workers there are."""
+        return _count(self._worker_count)
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches, from where it stands."""
         batches: Any = self._loader
@@ -64,7 +69,7 @@ class ForeignLoader:
         """Return the loader's state, and for how many workers it holds. Spec: REQ-CUR-022."""
         if self._loaded is not None:  # asking some loaders starts their processes
             return self._loaded
-        return _tree(self._lib, self._version, "worker", self._worker_count, self._loader.state_dict())
+        return _tree(self._lib, self._version, "worker", self.worker_count, self._loader.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to a position.
@@ -74,9 +79,10 @@ class ForeignLoader:
         Spec: REQ-CUR-022, REQ-CUR-023.
         """
         foreign = _parse(state_dict, self._lib)
-        count = _count(self._worker_count)
-        if foreign.worker_count != count:
-            raise err(Code.LOADER_NOT_ELASTIC, _detail(foreign, count), where="loader", requirement="REQ-CUR-023")
+        if foreign.worker_count != self.worker_count:
+            raise err(
+                Code.LOADER_NOT_ELASTIC, _detail(foreign, self.worker_count), where="loader", requirement="REQ-CUR-023"
+            )
         self._loader.load_state_dict(foreign.state)
         self._loaded = dict(state_dict)
 
@@ -115,12 +121,19 @@ class ConsumedSamples:
         self._worker_count = worker_count
         self._loaded: dict[str, Any] | None = None
 
+    @property
+    def worker_count(self) -> int:
+        """How many workers there are."""
+        return _count(self._worker_count)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, and by how many workers they were saved. Spec: REQ-CUR-022."""
         counts = {name: getattr(self._holder, name) for name in self._names}
-        if self._loaded is not None and self._loaded["state"] == counts:
-            return self._loaded
-        return _tree(self._lib, self._version, "run", self._worker_count, counts)
+        # What was loaded is given back once, to be compared. From then on it is this number of workers that counts.
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded["state"] == counts:
+            return loaded
+        return _tree(self._lib, self._version, "run", self.worker_count, counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the counts; whether the number of workers may be another, the load has decided.
@@ -135,17 +148,22 @@ class ConsumedSamples:
         self._loaded = dict(state_dict)
 
 
-def may_load(plan: Plan, saved: object, where: str) -> bool:
+def may_load(plan: Plan, saved: object, live: object, where: str) -> bool:
     """Tell whether a saved value can be put back on this number of workers; if not, it is a problem of the plan.
+
+    Args:
+        live: what it would be put back into. An adapter knows how many workers there are; of anything else, each writer
+            is one.
 
     Spec: REQ-CUR-023.
     """
     if not is_foreign(saved):
         return True
     foreign = parse_foreign(saved, where=where)
-    if foreign.worker_count == plan.worker_count:
+    count = live.worker_count if isinstance(live, ForeignLoader | ConsumedSamples) else plan.worker_count
+    if foreign.worker_count == count:
         return True
-    is_allowed = plan.problem(Code.LOADER_NOT_ELASTIC, where, _detail(foreign, plan.worker_count))
+    is_allowed = plan.problem(Code.LOADER_NOT_ELASTIC, where, _detail(foreign, count))
     return is_allowed and foreign.per == "run"
 
 
@@ -157,8 +175,8 @@ def _count(worker_count: int | None) -> int:
     return distributed_worker()[1] if worker_count is None else worker_count
 
 
-def _tree(lib: str, version: str, per: Per, worker_count: int | None, state: object) -> dict[str, Any]:
-    return dump_foreign(Foreign(lib=lib, version=version, per=per, worker_count=_count(worker_count), state=state))
+def _tree(lib: str, version: str, per: Per, worker_count: int, state: object) -> dict[str, Any]:
+    return dump_foreign(Foreign(lib=lib, version=version, per=per, worker_count=worker_count, state=state))
 
 
 def _parse(state_dict: Mapping[str, Any], lib: str) -> Foreign:

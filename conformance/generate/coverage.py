@@ -25,7 +25,7 @@ Of several names the first one is given, and how many more there are; of several
 
 Where a file shows the clause, what is accepted and refused are cases of the suite, `conformance/vectors/`.
 No file shows what a reader makes of contents that are whole, or how who writes, commits or cleans goes about it.
-There, what is refused is an implementation that breaks this clause and no other thing:
+There, what is refused is an implementation with one fault, which breaks the clause:
 
 | Refused | Means |
 |---|---|

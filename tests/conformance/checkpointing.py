@@ -34,6 +34,8 @@ def state_of(state: Mapping[str, object]) -> State:
 class Library:
     """Save and load with the library, and read with its sampler."""
 
+    refusals = reference.Checkpointing.refusals
+
     def save(self, path: str, state: Mapping[str, object], step: int) -> None:
         ckptfmt.save(path, state_of(state), step=step)
 

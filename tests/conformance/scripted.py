@@ -157,6 +157,11 @@ BEHAVIOURS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another-version": ({"reject": "VERSION_UNSUPPORTED"}, {"spec": "0.3"}, "PASS"),
     "another-version-late": ({"reject": "VERSION_UNSUPPORTED", "phase": "read"}, {"spec": "0.3"}, "FAIL"),
     "another-version-by-another-code": ({"reject": "DOC_SCHEMA"}, {"spec": "0.3"}, "FAIL"),
+    "another-version-by-its-features": (
+        {"reject": "FEATURE_UNSUPPORTED"},
+        {"spec": "0.3", "features": ["groups"]},
+        "FAIL",
+    ),
     "another-version-accepted": ({"accept": {}}, {"spec": "0.3"}, "FAIL"),
     "another-version-broken": ({"exit": 1}, {"spec": "0.3", "expect": REJECT}, "SKIPPED"),
     "another-role": ({"exit": 1}, {"roles": ["cleaner"]}, "SKIPPED"),

@@ -12,14 +12,14 @@ import ckptfmt
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-#: What a conversion may hold beyond what the program has at its start. The largest tensor alone is four times as large.
+#: What a conversion may hold beyond what the program has at its start. The largest tensor alone is twice as large.
 LIMIT_NBYTES = 96 << 20
 
 MAKE = """
 import sys, warnings, torch, torch.distributed.checkpoint as dcp
 torch.manual_seed(0)
-model = {"large": torch.randint(-2**31, 2**31 - 1, (100_000, 1_000), dtype=torch.int32).view(torch.float32)}
-model |= {f"small.{number}": torch.full((2_621_440,), float(number)) for number in range(20)}
+model = {"large": torch.randint(-2**31, 2**31 - 1, (56_000, 1_000), dtype=torch.int32).view(torch.float32)}
+model |= {f"small.{number}": torch.full((2_621_440,), float(number)) for number in range(12)}
 warnings.simplefilter("ignore")
 torch.save({"model": model}, sys.argv[1] + "/a.pt")
 dcp.save({"model": model}, checkpoint_id=sys.argv[1] + "/a.dcp", no_dist=True)
@@ -28,7 +28,7 @@ dcp.save({"model": model}, checkpoint_id=sys.argv[1] + "/a.dcp", no_dist=True)
 
 def test_memory_is_constant_in_every_direction(tmp_path):
     subprocess.run([sys.executable, "-c", MAKE, str(tmp_path)], check=True, cwd=ROOT, timeout=300)
-    assert (tmp_path / "a.pt").stat().st_size > 6 * LIMIT_NBYTES
+    assert (tmp_path / "a.pt").stat().st_size > 3 * LIMIT_NBYTES
     peaks = {}
 
     def convert(source, target, *options, drop=()):

@@ -1,5 +1,6 @@
 """The collector is out of the way while a load is planned, and only then."""
 
+import contextlib
 import gc
 
 import numpy as np
@@ -28,6 +29,18 @@ def test_it_is_afterwards_as_it_was(was_enabled):
     with pytest.raises(KeyError), collector_paused():
         raise KeyError
     assert gc.isenabled() == was_enabled
+
+
+def test_pauses_of_several_threads_may_overlap_in_any_way():
+    """The one that began first ends first, while another has seen that it is off already."""
+    first, second = collector_paused(), collector_paused()
+    with contextlib.ExitStack() as stack:
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not gc.isenabled()
+        stack.callback(second.__exit__, None, None, None)
+    assert gc.isenabled()
 
 
 def test_a_load_leaves_it_on_whether_it_succeeds_or_not():

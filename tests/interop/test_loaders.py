@@ -105,8 +105,30 @@ def test_a_count_of_the_run_is_put_back_elsewhere_only_where_it_is_allowed():
     report = restore(state, count_checkpoint(), worker=0, worker_count=2, allow=["loader"])
     assert args == consumed(640)
     assert report.claim == "S0"
-    args.consumed_train_samples += 8
     assert adapter.state_dict()["worker_count"] == 2
+
+
+def test_writers_may_be_more_than_workers():
+    """REQ-CUR-023: of tensor parallelism, say, where two writers share a worker's samples."""
+    each = [ConsumedSamples(consumed(640), worker_count=2) for _ in range(4)]
+    saved = MemoryCheckpoint(
+        *(capture(State(data=one), worker=number, worker_count=4) for number, one in enumerate(each))
+    )
+    args = consumed(0)
+
+    restore(State(data=ConsumedSamples(args, worker_count=2)), saved, worker=0, worker_count=4)
+
+    assert args == consumed(640)
+    with pytest.raises(CkptError) as raised:
+        restore(State(data=ConsumedSamples(args, worker_count=4)), saved, worker=0, worker_count=4)
+    assert raised.value.code is Code.LOADER_NOT_ELASTIC
+
+
+def test_a_plain_value_takes_no_position_of_another_number_of_workers():
+    """REQ-CUR-023: not by way of a dict, either."""
+    with pytest.raises(CkptError) as raised:
+        restore(State(data={}), count_checkpoint(), worker=0, worker_count=2)
+    assert raised.value.code is Code.LOADER_NOT_ELASTIC
 
 
 def test_the_adapter_alone_refuses_as_well():

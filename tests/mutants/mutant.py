@@ -110,15 +110,20 @@ class _Broken:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_pyfunc_call(self) -> Generator[None, object, object]:
-        try:
-            with self._mutant.patch():
+        with contextlib.ExitStack() as fault:
+            try:
+                fault.enter_context(self._mutant.patch())
+            except Exception as error:
+                self.outcomes.append(f"stale: {error!r}")
+                raise
+            try:
                 answer = yield
-        except STALE as error:
-            self.outcomes.append(f"stale: {error!r}")
-            raise
-        except (Exception, pytest.fail.Exception) as error:
-            self.outcomes.append(f"convicted: {error!r:.200}")
-            raise
+            except STALE as error:
+                self.outcomes.append(f"stale: {error!r}")
+                raise
+            except (Exception, pytest.fail.Exception) as error:
+                self.outcomes.append(f"convicted: {error!r:.200}")
+                raise
         self.outcomes.append("passed")
         return answer
 

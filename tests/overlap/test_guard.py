@@ -545,7 +545,7 @@ def test_other_default_devices_make_no_difference(training, late: Late):
 # --- a thousand -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("save_count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("save_count", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_changed_at_once_after_save_returns(save_count, late: Late):
     late.end()
     net: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))

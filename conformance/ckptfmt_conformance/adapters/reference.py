@@ -208,9 +208,11 @@ class Checkpointing:
 
     Attributes:
         phases: what a `ckptfmt.Checkpointer` tells of a save, in that order.
+        refusals: what `ckptfmt.load` raises where it refuses something.
     """
 
     phases = (*STATES, "DONE")
+    refusals = (CkptError,)
 
     def save(self, path: str, state: Mapping[str, object], step: int) -> None:
         """Save a state as a checkpoint of its own."""

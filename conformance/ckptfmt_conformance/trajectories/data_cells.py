@@ -113,12 +113,14 @@ def _iter_foreign() -> Iterator[Cell]:
             cuts=((7, 0),),
             description=f"{words}, on two processes before and after",
         )
-        yield Cell(
-            id=f"t1/foreign/refused/{short}-2-to-3",
-            features=(foreign.FEATURE, "layout:ddp"),
-            recipe=Recipe(data=data, layout="ddp", world_size=2),
-            cuts=((7, 0),),
-            worlds=(2, 3),
-            target=Recipe(data=data, layout="ddp", world_size=3),
-            description=f"{words}, saved by two processes: three mustn't go on with it",
-        )
+        # With fewer processes each finds a position of its own, and what another one had is lost without a trace.
+        for before, after in ((2, 3), (3, 2)):
+            yield Cell(
+                id=f"t1/foreign/refused/{short}-{before}-to-{after}",
+                features=(foreign.FEATURE, "layout:ddp"),
+                recipe=Recipe(data=data, layout="ddp", world_size=before),
+                cuts=((7, 0),),
+                worlds=(before, after),
+                target=Recipe(data=data, layout="ddp", world_size=after),
+                description=f"{words}, saved by {before} processes: {after} mustn't go on with it",
+            )

@@ -194,10 +194,9 @@ def _load_same(job: ForeignJob, cell: Cell, checkpointing: Checkpointing, path: 
 def _load_other(job: ForeignJob, checkpointing: Checkpointing, path: str) -> str | None:
     # So it's the loader, and nothing else, that can't be gone on with.
     checkpointing.load(path, _state_of(job, whole=False))
+    assert isinstance(checkpointing, ForeignLoading)  # else there is no job
     try:
         checkpointing.load(path, _state_of(ForeignJob(job.recipe, 1003, checkpointing, 0)))
-    except Unsupported:
-        raise
-    except Exception:  # noqa: BLE001 - a refusal, whatever an implementation raises
+    except checkpointing.refusals:  # anything else is a crash, and no refusal
         return None
     return f"the loader's position was loaded by {job.world_size} workers, which didn't save it"

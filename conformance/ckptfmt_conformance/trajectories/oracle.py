@@ -22,9 +22,12 @@ _WORD = 1 << 64
 
 
 class Drawn(NamedTuple):
-    """A position: the sample there; its weight, None where the position has no sample; and whether it's in the ledger.
+    """What is at a position.
 
     Attributes:
+        source: name of the source.
+        sample: number of the sample in it.
+        weight: what its loss counts; None where the position has no sample.
         epoch: of the source.
     """
 

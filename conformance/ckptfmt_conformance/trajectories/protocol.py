@@ -178,7 +178,13 @@ class Loading(Protocol):
 
 @runtime_checkable
 class ForeignLoading(Protocol):
-    """What an implementation has besides that saves other libraries' positions, each for one number of workers only."""
+    """What an implementation has besides that saves other libraries' positions, each for one number of workers only.
+
+    Attributes:
+        refusals: what `load` raises where it refuses something; whatever else it raises is a crash.
+    """
+
+    refusals: tuple[type[Exception], ...]
 
     def foreign_loader(self, loader: Loading) -> Any:  # noqa: ANN401 - a Loading that can be iterated over
         """Return what stands in the field ``data`` for a loader of this worker alone; it is iterated over instead."""
