@@ -11,23 +11,20 @@ from ckptfmt.engines.streaming import thread_count
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["iter_ahead", "iter_batches"]
+__all__ = ["WAITING", "iter_ahead", "iter_batches"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-#: How many items of each thread are begun or wait to be taken.
-_WAITING: Final = 2
+#: How many items for each thread are begun or wait to be taken, beside the one that is taken.
+WAITING: Final = 2
 
 
-def iter_ahead(
-    work: Callable[[Item], Result], items: Iterable[Item], *, count: int | None = None, waiting: int = _WAITING
-) -> Iterator[Result]:
+def iter_ahead(work: Callable[[Item], Result], items: Iterable[Item], *, count: int | None = None) -> Iterator[Result]:
     """Yield what `work` returns for each item, in their order; only a few results are there at a time.
 
     Args:
         count: of threads; `thread_count` if None.
-        waiting: how many items of each thread are begun or wait to be taken, beside the one that is taken.
 
     Raises: what `work` raises, when its turn has come.
 
@@ -40,7 +37,7 @@ def iter_ahead(
         try:
             for item in items:
                 running.append(threads.submit(work, item))
-                if len(running) > count * waiting:
+                if len(running) > count * WAITING:
                     yield running.popleft().result()
             while running:
                 yield running.popleft().result()

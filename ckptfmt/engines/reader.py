@@ -382,7 +382,8 @@ class Checkpoint:
         origin, entry = self.manifest.origin, self.index.parts[number]
         path = part_path(origin.attempt, number)
         content = _read_exactly(self.store, path, entry.nbytes)
-        part, _ = Part.parse(content, where=path, digest=entry.digest)
+        with collector_paused():
+            part, _ = Part.parse(content, where=path, digest=entry.digest)
         self._part_nbytes += entry.nbytes
         if part.origin != origin or part.writer != number:
             raise self._contradiction(number, "is of another attempt or writer")
@@ -535,7 +536,8 @@ def read_index(store: Store, manifest: Manifest) -> Index:
     path = index_name(manifest.origin.attempt)
     content = _read_exactly(store, path, manifest.index_nbytes)
     digest = bytes.fromhex(manifest.index_digest.removeprefix(PREFIX))
-    index = Index.parse(content, where=path, digest=digest)
+    with collector_paused():
+        index = Index.parse(content, where=path, digest=digest)
     if index.origin != manifest.origin or index.saved_unix_s != manifest.saved_unix_s:
         raise err(
             Code.DOC_MISMATCH, "manifest and index are of different attempts", where=path, requirement="REQ-IDX-001"

