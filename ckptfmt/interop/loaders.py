@@ -33,7 +33,27 @@ class _Stateful(Protocol):
         """Go to a position."""
 
 
-class ForeignLoader:
+class _Adapter:
+    """What both adapters know: whose the position is, for how many workers, and which one was loaded."""
+
+    def __init__(self, lib: str, version: str, worker_count: int | None) -> None:
+        self._lib = lib
+        self._version = version
+        self._worker_count = worker_count
+        self._loaded: dict[str, Any] | None = None
+
+    @property
+    def worker_count(self) -> int:
+        """How many workers there are."""
+        return distributed_worker()[1] if self._worker_count is None else self._worker_count
+
+    def _tree(self, per: Per, state: object) -> dict[str, Any]:
+        return dump_foreign(
+            Foreign(lib=self._lib, version=self._version, per=per, worker_count=self.worker_count, state=state)
+        )
+
+
+class ForeignLoader(_Adapter):
     """Another library's loader, such as torchdata's StatefulDataLoader, as the field `data` of one worker.
 
     Iterate over this, not over the loader, and save between a step and the next batch: what the loader has handed out
@@ -47,16 +67,8 @@ class ForeignLoader:
     """
 
     def __init__(self, loader: _Stateful, *, lib: str, version: str = "", worker_count: int | None = None) -> None:
+        super().__init__(lib, version, worker_count)
         self._loader = loader
-        self._lib = lib
-        self._version = version
-        self._worker_count = worker_count
-        self._loaded: dict[str, Any] | None = None
-
-    @property
-    def worker_count(self) -> int:
-        """How many workers there are."""
-        return _count(self._worker_count)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches, from where it stands."""
@@ -69,7 +81,7 @@ class ForeignLoader:
         """Return the loader's state, and for how many workers it holds. Spec: REQ-CUR-022."""
         if self._loaded is not None:  # asking some loaders starts their processes
             return self._loaded
-        return _tree(self._lib, self._version, "worker", self.worker_count, self._loader.state_dict())
+        return self._tree("worker", self._loader.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to a position.
@@ -87,7 +99,7 @@ class ForeignLoader:
         self._loaded = dict(state_dict)
 
 
-class ConsumedSamples:
+class ConsumedSamples(_Adapter):
     """Counts of consumed samples over the whole run, kept as attributes of an object, as Megatron's arguments are.
 
     The order is the trainer's own, a function of the count; a loader that is made after the load starts there.
@@ -114,17 +126,9 @@ class ConsumedSamples:
         version: str = "",
         worker_count: int | None = None,
     ) -> None:
+        super().__init__(lib, version, worker_count)
         self._holder = holder
         self._names = names
-        self._lib = lib
-        self._version = version
-        self._worker_count = worker_count
-        self._loaded: dict[str, Any] | None = None
-
-    @property
-    def worker_count(self) -> int:
-        """How many workers there are."""
-        return _count(self._worker_count)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, and by how many workers they were saved. Spec: REQ-CUR-022."""
@@ -133,7 +137,7 @@ class ConsumedSamples:
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded["state"] == counts:
             return loaded
-        return _tree(self._lib, self._version, "run", self.worker_count, counts)
+        return self._tree("run", counts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the counts; whether the number of workers may be another, the load has decided.
@@ -160,7 +164,7 @@ def may_load(plan: Plan, saved: object, live: object, where: str) -> bool:
     if not is_foreign(saved):
         return True
     foreign = parse_foreign(saved, where=where)
-    count = live.worker_count if isinstance(live, ForeignLoader | ConsumedSamples) else plan.worker_count
+    count = live.worker_count if isinstance(live, _Adapter) else plan.worker_count
     if foreign.worker_count == count:
         return True
     is_allowed = plan.problem(Code.LOADER_NOT_ELASTIC, where, _detail(foreign, count))
@@ -169,14 +173,6 @@ def may_load(plan: Plan, saved: object, live: object, where: str) -> bool:
 
 def _detail(foreign: Foreign, count: int) -> str:
     return f"the position of {foreign.lib} holds for {foreign.worker_count} workers, and {count} load it"
-
-
-def _count(worker_count: int | None) -> int:
-    return distributed_worker()[1] if worker_count is None else worker_count
-
-
-def _tree(lib: str, version: str, per: Per, worker_count: int, state: object) -> dict[str, Any]:
-    return dump_foreign(Foreign(lib=lib, version=version, per=per, worker_count=worker_count, state=state))
 
 
 def _parse(state_dict: Mapping[str, Any], lib: str) -> Foreign:
