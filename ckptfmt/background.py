@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.engines.saver import SaveRequest
-from ckptfmt.engines.staging import Copy, Staging
+from ckptfmt.engines.staging import Copy, Seen, Staging
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.handle import SaveHandle, SaveReport
 from ckptfmt.links import Link, ProcessLink, ThreadLink
@@ -45,6 +45,7 @@ class _Place:
     release: Callable[[], None]
     is_ready: bool = False
     handle: SaveHandle | None = None
+    was_written: bool = False
     last_save: int = 0
 
     def is_free(self) -> bool:
@@ -56,6 +57,21 @@ class _Place:
         if self.handle is None or self.handle.is_copied:
             self.release()
         self.slot.close()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """A slot to be filled.
+
+    Attributes:
+        number: of the slot.
+        view: of its memory.
+        was_written: whether what it holds was written by the save before: then it is what was handed to that.
+    """
+
+    number: int
+    view: memoryview
+    was_written: bool
 
 
 class Background:
@@ -176,8 +192,8 @@ class Background:
                 saves = ", ".join(str(handle) for _, handle in self._saves.values())
                 raise err(Code.SLOTS_BUSY, f"no slot is free after {timeout_s:g} s: {saves}")
 
-    def begin(self, request: SaveRequest, handle: SaveHandle) -> memoryview:
-        """Begin a save into a free slot, whose view is returned; the saver follows the copies from now on."""
+    def begin(self, request: SaveRequest, handle: SaveHandle) -> Lent:
+        """Begin a save into a free slot, which is returned; the saver follows the copies from now on."""
         assert self._image is not None  # noqa: S101 - see prepare
         self._ensure_link()
         self._wait_for(lambda: all(place.is_ready for place in self._places), self._deadline_s, "the saver isn't ready")
@@ -189,7 +205,8 @@ class Background:
             number = min((n for n, place in enumerate(self._places) if place.is_free()), key=self._last_use)
             place = self._places[number]
             self._count += 1
-            place.handle, place.last_save = handle, self._count
+            lent = Lent(number=number, view=place.slot.view, was_written=place.was_written)
+            place.handle, place.last_save, place.was_written = handle, self._count, False
             request = dataclasses.replace(request, number=self._count, slot=number)
             self._saves = {n: save for n, save in self._saves.items() if not save[1].is_over}
             self._saves[request.number] = (request, handle)
@@ -197,7 +214,7 @@ class Background:
             link.send({"type": "image", "image": self._image.as_dict()})
             self._sent_image = self._image
         link.send({"type": "save", "request": request.as_dict()})
-        return place.slot.view
+        return lent
 
     def _last_use(self, number: int) -> int:
         return self._places[number].last_save
@@ -211,9 +228,10 @@ class Background:
         number = self._number_of(handle)
         link = self._link
 
-        def tell(nbytes: int) -> None:
+        def tell(nbytes: int, seen: Sequence[Seen]) -> None:
             if link is not None:
-                link.send({"type": "staged", "number": number, "nbytes": nbytes})
+                rows = [[one.begin, one.digests, one.kept] for one in seen]
+                link.send({"type": "staged", "number": number, "nbytes": nbytes, "seen": rows})
 
         copies = sorted((*now, *later), key=lambda copy: copy.begin)
         staging = Staging(self._image, copies, view, tell)
@@ -341,7 +359,7 @@ class Background:
         for place in self._places:
             handle = place.handle
             if handle is not None and handle.is_through:
-                place.handle = None
+                place.handle, place.was_written = None, "WRITTEN" in handle.times
         self._changed.notify_all()
 
     # --- failures, and the end ----------------------------------------------------------------------------------------

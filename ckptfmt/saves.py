@@ -277,10 +277,15 @@ class Saves:
         guard, sources = self._guard, agreed.snapshot.tensors
         if guard is not None:
             guard.end_probation()
-        view = background.begin(request, handle)
+        lent = background.begin(request, handle)
+        view = lent.view
         try:
             constant = frozenset() if guard is None else guard.find_constant(sources)
-            now, later = plan_copies(agreed.snapshot, image, view, later=constant, devices=self._devices)
+            # What has changed is looked for by whoever holds it, if somebody asked for deltas.
+            blocks = None
+            if self._has_device_tensors and request.delta.mode != "off":
+                blocks = self._devices.blocks_of(lent.number, image, is_known=lent.was_written)
+            now, later = plan_copies(agreed.snapshot, image, view, later=constant, devices=self._devices, blocks=blocks)
             if guard is not None:
                 later = guard.hold(later, sources, handle)
                 guard.begin_probation(sources, image, view)

@@ -14,6 +14,7 @@ from ckptfmt.documents.manifest import Reference, checkpoint_name
 from ckptfmt.engines.base import Base, pin_base, unpinned_after_error
 from ckptfmt.engines.delta import Delta
 from ckptfmt.engines.policy import DeltaOptions, History, Plan, plan_save
+from ckptfmt.engines.staging import Seen, check_seen
 from ckptfmt.engines.writer import Contents, Context, write_image, write_part_file
 from ckptfmt.errors import IntegrityError
 from ckptfmt.features import PLAIN
@@ -46,6 +47,8 @@ class Snapped:
         wait: waits until the first so many bytes of it are there.
         wait_complete: waits until it is a snapshot of one moment.
         context: what isn't tensors.
+        seen: returns what a device found of the piece that begins at a byte of the image, if one looked at it; once
+            that is there.
     """
 
     image: Image
@@ -54,6 +57,7 @@ class Snapped:
     wait: Callable[[int], None]
     wait_complete: Callable[[], None]
     context: Context
+    seen: Callable[[int], Seen | None] = lambda _: None
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -86,6 +90,8 @@ class Chain:
         self.history = History()
         self._last: _Link | None = None  # committed
         self._next: _Link | None = None  # written
+        #: The digests of what lies in each slot, by its number, for as long as that isn't being filled again.
+        self._in_slots: dict[int, tuple[Image, list[bytes]]] = {}
 
     def write(
         self,
@@ -107,6 +113,7 @@ class Chain:
         Raises: StoreError; what waiting for the slot raises.
         """
         begin_s = time.monotonic()
+        known = self._in_slots.pop(snapped.slot, None)
         plan, base = self._plan(snapped, options)
         if options.mode == "smallest":
             self._start_coders(snapped.image)  # sooner or later
@@ -118,8 +125,17 @@ class Chain:
             else:
                 with unpinned_after_error(store, origin, writer):
                     self._next, told = self._write_delta(
-                        store, origin, writer, snapped, base=base, references=references, plan=plan, options=options
+                        store,
+                        origin,
+                        writer,
+                        snapped,
+                        base=base,
+                        references=references,
+                        plan=plan,
+                        options=options,
+                        known=None if known is None or known[0] is not snapped.image else known[1],
                     )
+                self._in_slots[snapped.slot] = snapped.image, self._next.digests
                 self._note_delta(told, time.monotonic() - begin_s, options)
                 return plan
         opened = contents()
@@ -133,6 +149,7 @@ class Chain:
             decoded_nbytes=np.zeros_like(nbytes),
         )
         self._next = link
+        self._in_slots[snapped.slot] = snapped.image, link.digests
         seconds = time.monotonic() - begin_s
         self.history.note_full(nbytes=int(nbytes.sum()), seconds=seconds, unchanged=self._unchanged(link, nbytes))
         if plan_save(options, self.history, has_base=True).fields:
@@ -172,6 +189,7 @@ class Chain:
         references: Sequence[Reference],
         plan: Plan,
         options: DeltaOptions,
+        known: Sequence[bytes] | None,
     ) -> tuple[_Link, dict[str, float]]:
         assert plan.fields is not None  # noqa: S101 - see write
         assert self._last is not None  # noqa: S101 - it is the base
@@ -188,10 +206,13 @@ class Chain:
             among=encodings.ENCODINGS if options.mode == "smallest" else encodings.QUICK,
             slot=snapped.slot,
             coders=self._coders,
+            known=known,
+            seen=snapped.seen,
         )
         try:
             part = delta.write(store, origin, writer, snapped.context)
             snapped.wait_complete()
+            check_seen(image, delta.digests(), snapped.seen)
         finally:
             delta.close()
         write_part_file(store, part)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ckptfmt.engines.coders import Coders
     from ckptfmt.engines.groups import PlannedGroup
     from ckptfmt.engines.image import Image
+    from ckptfmt.engines.staging import Seen
     from ckptfmt.engines.writer import Context
     from ckptfmt.store.protocol import Buffer, Store
 
@@ -89,6 +90,8 @@ class Delta:
         among: encodings to choose from.
         slot: number of the slot.
         coders: processes that encode, if there are any.
+        known: digests of the blocks of each piece that the slot had before it was filled this time, if they are known.
+        seen: returns what a device found of the piece that begins at a byte of the image, if one looked at it.
     """
 
     def __init__(
@@ -105,8 +108,12 @@ class Delta:
         among: Sequence[str] = encodings.ENCODINGS,
         slot: int = 0,
         coders: Coders | None = None,
+        known: Sequence[bytes] | None = None,
+        seen: Callable[[int], Seen | None] = lambda _: None,
     ) -> None:
         self._image = image
+        self._known = known
+        self._seen = seen
         self._view = view
         self._wait = wait
         self._base = base
@@ -261,7 +268,7 @@ class Delta:
         known = self._stored.get((number, block))
         if known is not None:
             return self._encode_again(number, block, content, known)
-        digest = digest_bytes(content)
+        digest = self._digest(number, block, content)
         at = slice(block * DIGEST_NBYTES, (block + 1) * DIGEST_NBYTES)
         if digest == self._base.digests[number][at]:
             same = Stored(
@@ -289,6 +296,13 @@ class Delta:
             decode_s=coded.decode_s,
         )
         return content if is_raw else coded.stored
+
+    def _digest(self, number: int, block: int, content: memoryview) -> bytes:
+        """Return the digest of a block: of one that lay in the slot before, the one that was computed then."""
+        seen = None if self._known is None else self._seen(self._image.pieces[number].begin)
+        if self._known is not None and seen is not None and seen.kept[block]:
+            return self._known[number][block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]
+        return digest_bytes(content)
 
     def _code(self, number: int, block: int) -> Coded:
         """Return how a block is stored: another process finds it out, if one can and it takes a while."""
@@ -321,7 +335,7 @@ class Delta:
                 reference=None,
                 predicted=False,
                 nbytes=0,
-                digest=digest_bytes(self._view[begin:end]),
+                digest=self._digest(number, block, self._view[begin:end]),
                 stored_digest=b"",
             )
 

@@ -31,6 +31,7 @@ from ckptfmt.engines.image import Image
 from ckptfmt.engines.lineage import check_not_fenced
 from ckptfmt.engines.policy import DeltaOptions, Plan
 from ckptfmt.engines.retention import tidy_up
+from ckptfmt.engines.staging import Seen, check_seen
 from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure
 from ckptfmt.errors import CkptError, Code, err
 
@@ -133,12 +134,14 @@ class Progress:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._nbytes = 0
+        self._seen: dict[int, Seen] = {}
         self._complete = False
         self._error: CkptError | None = None
 
-    def advance(self, nbytes: int) -> None:
-        """Say that the first `nbytes` bytes are there."""
+    def advance(self, nbytes: int, seen: Iterable[Seen] = ()) -> None:
+        """Say that the first `nbytes` bytes are there, and what devices found of them."""
         with self._changed:
+            self._seen.update((one.begin, one) for one in seen)
             self._nbytes = max(self._nbytes, nbytes)
             self._changed.notify_all()
 
@@ -154,6 +157,10 @@ class Progress:
             if not self._complete and self._error is None:
                 self._error = error
                 self._changed.notify_all()
+
+    def seen(self, begin: int) -> Seen | None:
+        """Return what a device found of the piece that begins at a byte, if one looked at it; once that is there."""
+        return self._seen.get(begin)
 
     def wait(self, nbytes: int) -> None:
         """Wait until the first `nbytes` bytes are there. Raises: the error of `abandon`."""
@@ -206,7 +213,7 @@ class _SlotContents:
             yield self._view[begin : min(begin + _CHUNK_NBYTES, end)]
 
     def digests(self) -> list[bytes]:
-        """Return the digests of each piece, when the snapshot is complete."""
+        """Return the digests of each piece, when the snapshot is complete. Raises: StateError(STATE_CHANGED)."""
         self._progress.wait_complete()
         self._hash_rest()  # writing is done: whoever did it helps
         self.close()
@@ -215,7 +222,9 @@ class _SlotContents:
         found: list[list[bytes]] = [[] for _ in self._image.pieces]
         for (number, _, _), digest in zip(self._spans, self._digests, strict=True):
             found[number].append(digest)
-        return [b"".join(digests) for digests in found]
+        digests = [b"".join(of_piece) for of_piece in found]
+        check_seen(self._image, digests, self._progress.seen)
+        return digests
 
     def close(self) -> None:
         """Wait until the threads are done; they are when all is hashed, or the snapshot abandoned."""
@@ -300,6 +309,7 @@ def _write(
         slot=request.slot,
         wait=progress.wait,
         wait_complete=progress.wait_complete,
+        seen=progress.seen,
         context=request.context,
     )
     opened: list[_SlotContents] = []
@@ -368,7 +378,8 @@ class Saver:
             self._begin(SaveRequest.from_dict(message["request"]))
         elif (progress := self._pending.get(number)) is not None:
             if kind == "staged":
-                progress.advance(message["nbytes"])
+                seen = message.get("seen", ())
+                progress.advance(message["nbytes"], [Seen(begin=at, digests=of, kept=kept) for at, of, kept in seen])
             elif kind == "complete":
                 self._report(number, "STAGED", {})
                 progress.complete()

@@ -8,6 +8,8 @@ import itertools
 import threading
 from typing import TYPE_CHECKING, Final, Protocol
 
+from ckptfmt.errors import Code, err
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Executor
@@ -17,12 +19,27 @@ if TYPE_CHECKING:
     from ckptfmt.engines.image import Image
     from ckptfmt.engines.snapshot import TensorSource
 
-__all__ = ["Copy", "HostCopy", "Staging"]
+__all__ = ["Copy", "HostCopy", "Seen", "Staging", "check_seen"]
 
 #: How much more must be there before it is told, in bytes. Whoever is told wakes up, and takes a core from the copies:
 #: told every 4 MiB, a copy of 1.6 GB on two cores took 1.16 times as long.
 _TELL_NBYTES: Final = 64 << 20
 _FIRST_NBYTES: Final = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a device found of a piece when its copy was asked for.
+
+    Attributes:
+        begin: first byte of the piece in the image.
+        digests: of its blocks, one behind the other.
+        kept: a byte for each block: 1 where the slot had it from an earlier save, and it wasn't copied again.
+    """
+
+    begin: int
+    digests: bytes
+    kept: bytes
 
 
 class Copy(Protocol):
@@ -39,6 +56,10 @@ class Copy(Protocol):
     @property
     def end(self) -> int:
         """The byte behind the last."""
+
+    @property
+    def seen(self) -> Sequence[Seen]:
+        """What its device found, once it is finished."""
 
     def start(self) -> None:
         """Set it going, where a device does it; the values are those of now."""
@@ -61,6 +82,11 @@ class HostCopy:
     end: int
     view: memoryview
 
+    @property
+    def seen(self) -> Sequence[Seen]:
+        """Nothing: whoever reads the slot digests what is there."""
+        return ()
+
     def start(self) -> None:
         """Nothing to set going."""
 
@@ -79,10 +105,13 @@ class Staging:
         image: what they fill.
         copies: by first byte, without overlap.
         view: of the slot; the headers of the shards are put into it now.
-        tell: called with the number of bytes that the filled prefix has, as it grows; from any thread, in order.
+        tell: called with the number of bytes that the filled prefix has, as it grows, and with what devices found of
+            what was filled since; from any thread, in order.
     """
 
-    def __init__(self, image: Image, copies: Sequence[Copy], view: memoryview, tell: Callable[[int], None]) -> None:
+    def __init__(
+        self, image: Image, copies: Sequence[Copy], view: memoryview, tell: Callable[[int, Sequence[Seen]], None]
+    ) -> None:
         for shard in image.shards:
             view[shard.begin : shard.begin + len(shard.header)] = shard.header
         self._begins = [copy.begin for copy in copies] + [image.nbytes]
@@ -90,6 +119,7 @@ class Staging:
         self._done = [False] * len(copies)
         self._front = 0
         self._told = 0
+        self._seen: list[Seen] = []
         self._tell = tell
         self._lock = threading.Lock()
 
@@ -119,6 +149,7 @@ class Staging:
     def _finished(self, copy: Copy) -> None:
         with self._lock:
             self._done[self._numbers[id(copy)]] = True
+            self._seen += copy.seen
             while self._front < len(self._done) and self._done[self._front]:
                 self._front += 1
             nbytes = self._begins[self._front]
@@ -127,7 +158,26 @@ class Staging:
                 self._done
             ):
                 self._told = nbytes
-                self._tell(nbytes)
+                seen, self._seen = self._seen, []
+                self._tell(nbytes, seen)
+
+
+def check_seen(image: Image, digests: Sequence[bytes], seen: Callable[[int], Seen | None]) -> None:
+    """Compare what devices found of pieces with what the slot has of them.
+
+    Args:
+        image: of the slot.
+        digests: of the blocks of each piece, as they are in the slot.
+        seen: returns what a device found of the piece that begins at a byte of the image, if one looked at it.
+
+    Raises: StateError(STATE_CHANGED). Spec: REQ-CMT-028.
+    """
+    for piece, found in zip(image.pieces, digests, strict=True):
+        told = seen(piece.begin) if piece.end > piece.begin else None
+        if told is not None and told.digests != found:
+            field, name, _ = piece.key
+            detail = "what arrived of it isn't what its device had when the save was asked for"
+            raise err(Code.STATE_CHANGED, detail, where=f"{field}:{name}", requirement="REQ-CMT-028")
 
 
 def _take_from(copies: Iterable[Copy], lock: threading.Lock) -> Iterable[Copy]:

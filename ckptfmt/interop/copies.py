@@ -20,6 +20,7 @@ def plan_copies(
     *,
     later: Collection[TensorKey],
     devices: Any,  # noqa: ANN401 - torch's side, which this module must not import
+    blocks: Any = None,  # noqa: ANN401 - likewise
 ) -> tuple[list[Copy], list[Copy]]:
     """Return the copies that fill `view` with what `image` says: those to be done now, and those of `later`.
 
@@ -28,16 +29,22 @@ def plan_copies(
         view: of a slot, as long as the image at least.
         later: tensors that may be copied beside the training.
         devices: a ``ckptfmt.interop.torch.Devices``, or None where torch isn't there.
+        blocks: what the slot holds of tensors of devices, as `Devices.blocks_of` returns it; None to copy all of them.
     """
     sources = {key_of(source): source for source in snapshot.tensors}
     pieces = [(sources[piece.key], piece) for piece in image.pieces if piece.end > piece.begin]
     return (
-        _plan([row for row in pieces if row[1].key not in later], view, devices),
-        _plan([row for row in pieces if row[1].key in later], view, devices),
+        _plan([row for row in pieces if row[1].key not in later], view, devices, blocks),
+        _plan([row for row in pieces if row[1].key in later], view, devices, blocks),
     )
 
 
-def _plan(rows: Sequence[tuple[TensorSource, Piece]], view: memoryview, devices: Any) -> list[Copy]:  # noqa: ANN401
+def _plan(
+    rows: Sequence[tuple[TensorSource, Piece]],
+    view: memoryview,
+    devices: Any,  # noqa: ANN401 - see plan_copies
+    blocks: Any,  # noqa: ANN401
+) -> list[Copy]:
     copies: list[Copy] = []
     on_device = []
     for source, piece in rows:
@@ -49,5 +56,5 @@ def _plan(rows: Sequence[tuple[TensorSource, Piece]], view: memoryview, devices:
                 HostCopy(source=source, box=piece.box, keys=(piece.key,), begin=piece.begin, end=piece.end, view=view)
             )
     if on_device:
-        copies += devices.plan(on_device, view)
+        copies += devices.plan(on_device, view, blocks)
     return copies

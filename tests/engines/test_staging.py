@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.engines import staging
 from ckptfmt.engines.image import plan_image
-from ckptfmt.engines.staging import Staging
+from ckptfmt.engines.staging import Seen, Staging
 from tests.builders import snapshot, tensor
 from tests.engines.test_image import fill
 
@@ -29,6 +29,7 @@ class BytesCopy:
     view: memoryview
     before: Callable[[], object] = lambda: None
     keys: tuple[TensorKey, ...] = ()
+    seen: tuple[Seen, ...] = ()
 
     @property
     def end(self) -> int:
@@ -71,11 +72,13 @@ class Filled:
             if piece.end > piece.begin
         ]
         self.told: list[int] = []
+        self.seen: list[tuple[int, Seen]] = []
         self.wrong: list[int] = []
         self.staging = Staging(self.image, self.copies, self.view, self.tell)
 
-    def tell(self, nbytes: int) -> None:
+    def tell(self, nbytes: int, seen: Sequence[Seen]) -> None:
         self.told.append(nbytes)
+        self.seen += [(nbytes, one) for one in seen]
         if not self.is_there(nbytes):
             self.wrong.append(nbytes)
 
@@ -148,6 +151,21 @@ def test_nothing_is_told_before_the_first_is_there() -> None:
     assert max(told_before, default=0) <= filled.copies[0].begin
     assert filled.told[-1] == filled.image.nbytes
     assert filled.wrong == []
+
+
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_what_devices_found_is_told_once_and_in_time(sizes, shuffle) -> None:
+    """Whoever waits for a prefix knows what was found of it."""
+    filled = Filled(*sizes)
+    for copy in filled.copies:
+        copy.seen = (Seen(begin=copy.begin, digests=b"", kept=b""),)
+    shuffled = list(filled.copies)
+    shuffle.shuffle(shuffled)
+    filled.staging.run(shuffled)
+    assert sorted(one.begin for _, one in filled.seen) == [copy.begin for copy in filled.copies]
+    for copy in filled.copies:
+        first = next(nbytes for nbytes in filled.told if nbytes >= copy.end)
+        assert any(one.begin == copy.begin for nbytes, one in filled.seen if nbytes <= first)
 
 
 def test_little_is_told_of_many_small_tensors(monkeypatch) -> None:

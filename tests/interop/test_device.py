@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from ckptfmt.digest import DIGEST_NBYTES, block_digests
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.interop.torch import device as staging
 from ckptfmt.interop.torch.device import Cuda, SideStreams, pin, plan_device_copies, unpin
@@ -100,6 +101,13 @@ class FakeCuda(Cuda):
         assert stream is self.sides[device]
         self.calls.append(f"empty {nbytes}")
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+
+    def empty_on_host(self, nbytes):
+        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+
+    def digest_blocks(self, content, block_nbytes):
+        digests = block_digests(memoryview(content.numpy()), block_nbytes)
+        return torch.frombuffer(bytearray(digests), dtype=torch.uint8).reshape(-1, DIGEST_NBYTES)
 
     def record(self, stream):
         self.calls.append("record")

@@ -20,7 +20,7 @@ from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.engines.lineage import list_checkpoints
 from ckptfmt.engines.reader import Checkpoint
-from ckptfmt.engines.staging import HostCopy
+from ckptfmt.engines.staging import HostCopy, Seen
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.handle import SaveHandle
 from ckptfmt.interop.torch import guard as guards
@@ -202,6 +202,7 @@ class DeviceCopy:
     def __init__(self, source: Any) -> None:
         self.keys, self.begin, self.end = [(source.field, source.name, source.scope)], 0, 4
         self.done: list[str] = []
+        self.seen: tuple[Seen, ...] = ()
 
     def start(self) -> None:
         self.done.append("start")

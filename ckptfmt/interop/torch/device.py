@@ -14,13 +14,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 
+from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.tables import TensorKey
+from ckptfmt.engines.staging import Seen
+from ckptfmt.interop.torch.blake3 import block_digests
+from ckptfmt.interop.torch.slot_blocks import SlotBlocks, Watched
 from ckptfmt.interop.torch.tensors import _as_integers
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["Cuda", "DeviceCopy", "SideStreams", "pin", "plan_device_copies", "unpin"]
 
@@ -62,6 +72,14 @@ class Cuda:
         """Return a buffer from the pool of `stream`."""
         with torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def empty_on_host(self, nbytes: int) -> torch.Tensor:
+        """Return pinned memory."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def digest_blocks(self, content: torch.Tensor, block_nbytes: int) -> torch.Tensor:
+        """Return the digests of blocks of bytes, computed on the current stream."""
+        return block_digests(content, block_nbytes)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Return an event behind all that `stream` has been given so far."""
@@ -159,26 +177,80 @@ class SideStreams:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class _Transfer:
-    """Bytes ``[begin, end)`` of the image that cross the bus at once; on the device they are in `parts`."""
+    """Bytes ``[begin, end)`` of the image that cross the bus at once; on the device they are in `parts`.
+
+    Attributes:
+        watched: what the slot is known to hold of the only tensor; None if nobody looks at that.
+        digests: of its blocks, on the host: room for them, which the device fills.
+        kept: which of its blocks the slot had already; None before that is known.
+    """
 
     side: _Side
     keys: list[TensorKey]
     begin: int
     end: int
     parts: list[torch.Tensor]
+    block_nbytes: int = 0
+    watched: Watched | None = None
+    digests: torch.Tensor | None = None
+    kept: NDArray[np.bool_] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes they are."""
+        return self.end - self.begin
 
     @property
     def is_direct(self) -> bool:
         """Whether it is one large tensor that lies on the device as it does in the image."""
-        return self.end - self.begin >= SMALL_NBYTES and all(_is_plain(part) for part in self.parts)
+        return self.nbytes >= SMALL_NBYTES and all(_is_plain(part) for part in self.parts)
 
     def run(self, target: torch.Tensor) -> None:
         """Pack, gather and send, on the current stream."""
         packed = [_bytes_of(part) for part in self.parts]
         if len(packed) > 1:
             assert self.side.buffer is not None  # noqa: S101 - the plan reserves it
-            packed = [torch.cat(packed, out=self.side.buffer[: self.end - self.begin])]
+            packed = [torch.cat(packed, out=self.side.buffer[: self.nbytes])]
         self.side.cuda.copy_to_host(target, packed[0])
+
+    @property
+    def waits(self) -> bool:
+        """Whether what of it crosses the bus is known only when its digests are there."""
+        return self.watched is not None and self.watched.held is not None
+
+    def reserve(self) -> None:
+        """Make room for the digests of its blocks."""
+        if self.watched is not None:
+            self.digests = self.side.cuda.empty_on_host(-(-self.nbytes // self.block_nbytes) * DIGEST_NBYTES)
+
+    def look(self) -> None:
+        """Compute the digests of its blocks and send them, on the current stream."""
+        if self.digests is not None:
+            found = self.side.cuda.digest_blocks(_bytes_of(self.parts[0]), self.block_nbytes)
+            self.side.cuda.copy_to_host(self.digests, found.reshape(-1))
+
+    def compare(self) -> None:
+        """Find what the slot has already, once the digests are there."""
+        if self.kept is None and self.watched is not None and self.digests is not None:
+            self.kept = self.watched.compare(self.digests.numpy().tobytes())
+
+    def run_changed(self, image: torch.Tensor) -> None:
+        """Send what the slot doesn't have, neighbours together, on the current stream."""
+        assert self.kept is not None  # noqa: S101 - compared before
+        content = _bytes_of(self.parts[0])
+        # Where runs of equal values begin, and behind the last.
+        edges = [0, *(np.flatnonzero(np.diff(self.kept)) + 1).tolist(), len(self.kept)]
+        for first, last in itertools.pairwise(edges):
+            if not self.kept[first]:
+                begin, end = first * self.block_nbytes, min(last * self.block_nbytes, len(content))
+                self.side.cuda.copy_to_host(image[self.begin + begin : self.begin + end], content[begin:end])
+
+    def seen(self) -> Seen:
+        """Return what the device found of it."""
+        self.compare()
+        assert self.kept is not None  # noqa: S101 - it was looked at
+        assert self.digests is not None  # noqa: S101
+        return Seen(begin=self.begin, digests=self.digests.numpy().tobytes(), kept=self.kept.tobytes())
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -186,6 +258,9 @@ class DeviceCopy:
     """A copy of bytes ``[begin, end)`` of the image from one device: a `Copy` of staging.
 
     `start` and `guard` are called by the thread that trains: they mean its current stream. `finish` by any.
+
+    Of tensors that the slot holds already, all or in part, `start` only has the digests of their blocks computed. What
+    has changed is sent by whoever comes first, `finish` or `guard`, as soon as these are there.
     """
 
     keys: tuple[TensorKey, ...]
@@ -195,35 +270,74 @@ class DeviceCopy:
     transfers: list[_Transfer]
     image: torch.Tensor | None
     event: torch.cuda.Event | None = None
+    seen: Sequence[Seen] = ()
+    _looks: bool = False
+    _sending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def start(self) -> None:
         """Enqueue it behind all that the current stream has been given so far: the values are those of this call."""
         cuda, stream = self.side.cuda, self.side.stream
+        for transfer in self.transfers:
+            transfer.reserve()
         cuda.follow_current(stream, self.side.device)
         try:
             cuda.run_on(stream, self._enqueue)
+            self._looks = True
         finally:  # also when the device is out of memory: what was enqueued before still writes into the slot
             self.event = cuda.record(stream)
 
     def finish(self) -> None:
         """Wait until the bytes are in the slot, with the GIL free; then let go of the sources and the slot."""
+        self._send_changed()
         if self.event is not None:
             self.side.cuda.synchronize(self.event)
+        self.seen = [each.seen() for each in self.transfers if self._looks and each.watched is not None]
         self.transfers, self.image = [], None
 
     def guard(self) -> None:
-        """Let all that the current stream is given from now on wait until the sources are read; blocks no thread."""
+        """Let all that the current stream is given from now on wait until the sources are read.
+
+        Blocks no thread, but for digests that aren't there yet.
+        """
+        self._send_changed()
         if self.event is not None:
             self.side.cuda.hold_current(self.event, self.side.device)
 
     def _enqueue(self) -> None:
         assert self.image is not None  # noqa: S101 - nobody starts a copy that has finished
         for transfer in self.transfers:
-            transfer.run(self.image[transfer.begin : transfer.end])
+            transfer.look()
+            if not transfer.waits:
+                transfer.run(self.image[transfer.begin : transfer.end])
+
+    def _send_changed(self) -> None:
+        """Send what the slot doesn't have of tensors that waited for their digests, if that wasn't done."""
+        with self._sending:
+            waiting = [each for each in self.transfers if self._looks and each.waits and each.kept is None]
+            if not waiting or self.event is None:
+                return
+            cuda, stream, image = self.side.cuda, self.side.stream, self.image
+            assert image is not None  # noqa: S101 - it has transfers
+            cuda.synchronize(self.event)
+            for transfer in waiting:
+                transfer.compare()
+
+            def send() -> None:
+                for transfer in waiting:
+                    transfer.run_changed(image)
+
+            try:
+                cuda.run_on(stream, send)
+            finally:  # as in `start`
+                self.event = cuda.record(stream)
 
 
 def plan_device_copies(
-    pieces: Iterable[tuple[TensorKey, torch.Tensor, int, int]], slot_view: memoryview, *, sides: SideStreams
+    pieces: Iterable[tuple[TensorKey, torch.Tensor, int, int]],
+    slot_view: memoryview,
+    *,
+    sides: SideStreams,
+    blocks: SlotBlocks | None = None,
 ) -> tuple[DeviceCopy, ...]:
     """Return the copies of device tensors into a slot, in image order. Allocates the buffers that are still missing.
 
@@ -231,13 +345,9 @@ def plan_device_copies(
         pieces: (key, tensor, begin, end), in image order: elements of `tensor` in C order are bytes ``[begin, end)``.
             Neighbours share copies: what is to be finished apart from others is planned apart from them.
         slot_view: the image, writable; exported until each copy has finished or is dropped.
+        blocks: what the slot holds: of large tensors only the other blocks are sent. None to send everything.
     """
-    parts = (
-        _Transfer(side=sides.of(tensor), keys=[key], begin=at, end=at + part.nbytes, parts=[part])
-        for key, tensor, begin, end in pieces
-        # detach: what a later `tensor.data = ...` leaves behind stays held.
-        for at, part in _iter_parts(tensor.detach(), begin, end)
-    )
+    parts = (transfer for piece in pieces for transfer in _iter_transfers(piece, sides=sides, blocks=blocks))
     transfers = [_join(run) for run in _iter_runs(parts, GATHER_NBYTES, is_alone=lambda part: part.is_direct)]
     if not transfers:
         return ()
@@ -255,9 +365,23 @@ def plan_device_copies(
     )
 
 
+def _iter_transfers(
+    piece: tuple[TensorKey, torch.Tensor, int, int], *, sides: SideStreams, blocks: SlotBlocks | None
+) -> Iterator[_Transfer]:
+    key, held, begin, end = piece
+    side, tensor = sides.of(held), held.detach()  # what a later `tensor.data = ...` leaves behind stays held
+    for at, part in _iter_parts(tensor, begin, end):
+        transfer = _Transfer(side=side, keys=[key], begin=at, end=at + part.nbytes, parts=[part])
+        # Blocks are cut from a piece's begin: of one that is sent in parts they are nowhere as they will be.
+        if blocks is not None and part is tensor and transfer.is_direct:
+            transfer.block_nbytes, transfer.watched = blocks.block_nbytes, blocks.watch(begin)
+        yield transfer
+
+
 def _join(run: list[_Transfer]) -> _Transfer:
-    if len(run) > 1:
-        run[0].side.reserve()
+    if len(run) == 1:
+        return run[0]
+    run[0].side.reserve()
     parts = [part for transfer in run for part in transfer.parts]
     return _Transfer(side=run[0].side, keys=[*_keys_of(run)], begin=run[0].begin, end=run[-1].end, parts=parts)
 

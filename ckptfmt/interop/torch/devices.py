@@ -9,8 +9,10 @@ import torch
 
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
+from ckptfmt.engines.image import Image
 from ckptfmt.engines.snapshot import TensorSource
 from ckptfmt.interop.torch.device import Cuda, DeviceCopy, SideStreams, pin, plan_device_copies, unpin
+from ckptfmt.interop.torch.slot_blocks import SlotBlocks
 from ckptfmt.interop.torch.tensors import TorchSource
 from ckptfmt.stage.slot import Slot
 
@@ -32,6 +34,7 @@ class Devices:
         self._cuda = Cuda() if cuda is None else cuda
         self._device_type = device_type
         self._sides = SideStreams(cuda=self._cuda)
+        self._blocks: dict[int, SlotBlocks] = {}
 
     def find(self, source: TensorSource, box: Box) -> torch.Tensor | None:
         """Return the elements of `box` where they lie on a device, else None."""
@@ -39,11 +42,20 @@ class Devices:
             return None
         return held_at(source, box)
 
+    def blocks_of(self, slot: int, image: Image, *, is_known: bool) -> SlotBlocks:
+        """Return what a slot holds, by its number; see `SlotBlocks.begin`."""
+        blocks = self._blocks.setdefault(slot, SlotBlocks())
+        blocks.begin(image, is_known=is_known)
+        return blocks
+
     def plan(
-        self, pieces: Iterable[tuple[TensorKey, torch.Tensor, int, int]], view: memoryview
+        self,
+        pieces: Iterable[tuple[TensorKey, torch.Tensor, int, int]],
+        view: memoryview,
+        blocks: SlotBlocks | None = None,
     ) -> tuple[DeviceCopy, ...]:
         """Return the copies of what `find` found; see `plan_device_copies`."""
-        return plan_device_copies(pieces, view, sides=self._sides)
+        return plan_device_copies(pieces, view, sides=self._sides, blocks=blocks)
 
     def holds_any(self, sources: Iterable[TensorSource]) -> bool:
         """Tell whether any of the sources lies on a device."""

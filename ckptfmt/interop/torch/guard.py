@@ -30,7 +30,7 @@ from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.engines.image import Image, Piece, key_of
 from ckptfmt.engines.snapshot import TensorSource
-from ckptfmt.engines.staging import Copy, HostCopy
+from ckptfmt.engines.staging import Copy, HostCopy, Seen
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.interop.torch.devices import held_at
 from ckptfmt.interop.torch.tensors import TorchSource, _as_integers, local_of
@@ -74,6 +74,11 @@ class _CheckedCopy:
         self.is_over = False
         self._is_closed = False
         self._judging = threading.Lock()
+
+    @property
+    def seen(self) -> Sequence[Seen]:
+        """What its device found."""
+        return self.inner.seen
 
     def start(self) -> None:
         """Set it going."""
