@@ -44,45 +44,50 @@ def _serve(channel: Channel) -> None:
             slots[message["slot"]] = slot = Slot.attach(slot_fd)
             slot.touch()
         elif message["type"] == "image":
-            image, results = Image.from_dict(message["image"]), None
+            image = Image.from_dict(message["image"])
         elif message["type"] == "delta":
             assert image is not None  # noqa: S101 - the saver sends it first
             coder = _make_coder(message, image, slots)
         else:
-            assert image is not None  # noqa: S101 - the saver sends it first
-            assert coder is not None  # noqa: S101
-            is_new, results = results is None, results or Slot.make(image.block_nbytes)
-            answer = _code(coder, message["piece"], message["block"], results)
-            channel.send(answer, fd=results.fd if is_new else None)
+            assert coder is not None  # noqa: S101 - the saver sends image and delta first
+            room_nbytes, fd = message["room_nbytes"], None
+            if results is None or results.nbytes < room_nbytes:
+                results = Slot.make(room_nbytes)
+                fd = results.fd
+            channel.send({"coded": _code_all(coder, message["blocks"], results.view)}, fd=fd)
 
 
 def _make_coder(message: dict[str, Any], image: Image, slots: dict[int, Slot]) -> BlockCoder:
     contents = BaseContents(image, message["digests"], slots[message["base_slot"]].view, otherwise=_refuse)
     groups = [PlannedGroup(rule=Rule.parse(rule, "delta"), pieces=tuple(pieces)) for rule, pieces in message["groups"]]
     view = slots[message["slot"]].view
-    return BlockCoder(image, view, contents=contents, groups=groups, among=message["among"])
+    fields, among = frozenset(message["fields"]), message["among"]
+    return BlockCoder(image, view, contents=contents, groups=groups, fields=fields, among=among)
 
 
 def _refuse(piece: int, block: int) -> memoryview:
     raise LookupError(f"block {block} of piece {piece} isn't in the base's slot any more")
 
 
-def _code(coder: BlockCoder, piece: int, block: int, results: Slot) -> dict[str, Any]:
-    """Leave what is stored of a block in `results`, and return what is told of it.
+def _code_all(coder: BlockCoder, blocks: list[list[int]], results: memoryview) -> list[list[Any] | None]:
+    """Leave what is stored of blocks in `results`, one behind the other, and return what is told of each.
 
-    That it wasn't encoded, for whatever reason, lets the saver do it.
+    None of one that wasn't coded, for whatever reason, lets the saver do it.
     """
-    try:
-        coded = coder.code(piece, block)
-    except Exception as error:  # noqa: BLE001 - the saver meets it again, and tells of it
-        return {"problem": str(error)}
-    results.view[: len(coded.stored)] = coded.stored
-    return {
-        "encoding": coded.encoding,
-        "predicted": coded.predicted,
-        "nbytes": len(coded.stored),
-        "decode_ns": int(coded.decode_s * 1e9),
-    }
+    found: list[list[Any] | None] = []
+    begin = 0
+    for piece, block in blocks:
+        try:
+            coded = coder.code(piece, block)
+        except Exception:  # noqa: BLE001 - the saver meets it again, and tells of it
+            found.append(None)
+            continue
+        end = begin + len(coded.stored)
+        results[begin:end] = coded.stored
+        begin = end
+        decode_ns = int(coded.decode_s * 1e9)
+        found.append([coded.encoding, coded.digest, coded.predicted, len(coded.stored), coded.stored_digest, decode_ns])
+    return found
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 import ckptfmt
 from ckptfmt import Checkpointer, State
 from ckptfmt.digest import digest_bytes
-from ckptfmt.engines import delta
+from ckptfmt.engines import coding
 from ckptfmt.errors import Code
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.torch.devices import Devices
@@ -111,7 +111,7 @@ def test_what_did_not_cross_the_bus_is_not_digested_again(tmp_path, cuda, monkey
     with Checkpointer(tmp_path / "run", run.state, delta=DELTA, saver="thread") as ck:
         for number in range(3):
             save(ck, cuda, run, number)
-        monkeypatch.setattr(delta, "digest_bytes", count)
+        monkeypatch.setattr(coding, "digest_bytes", count)
         _, sent = save(ck, cuda, run, 3)
     assert digested.count(MIB) == sent == 6
 

@@ -98,14 +98,17 @@ class BaseContents:
         self._view = view
         self._otherwise = otherwise
 
+    def digest(self, number: int, block: int) -> bytes:
+        """Return the digest of a block."""
+        return self._digests[number][block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]
+
     def content(self, number: int, block: int) -> memoryview:
         """Return the content of a block."""
         if self._view is not None:
             begin, end = self._image.span(number, block)
             # Copied first: the trainer may take the slot at any time, and what was compared must be what is used.
             content = bytes(self._view[begin:end])
-            at = slice(block * DIGEST_NBYTES, (block + 1) * DIGEST_NBYTES)
-            if digest_bytes(content) == self._digests[number][at]:
+            if digest_bytes(content) == self.digest(number, block):
                 return memoryview(content)
         return self._otherwise(number, block)
 

@@ -1,4 +1,4 @@
-"""The processes that encode blocks for a saver, and the way to them. Without them the saver encodes by itself."""
+"""The processes that digest and encode blocks for a saver, and the way to them. Without them it does so by itself."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 import queue
 import subprocess
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.engines.coding import Coded
 from ckptfmt.stage.process import start_helper
 from ckptfmt.stage.slot import Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from ckptfmt.engines.groups import PlannedGroup
     from ckptfmt.engines.image import Image
@@ -83,6 +83,7 @@ class Coders:
         base_slot: int,
         digests: Sequence[bytes],
         groups: Sequence[PlannedGroup],
+        fields: Collection[str],
         among: Sequence[str],
     ) -> None:
         """Tell all of the delta whose blocks come now.
@@ -93,6 +94,7 @@ class Coders:
             base_slot: that of the base.
             digests: of the blocks of each piece of the base.
             groups: pieces that are predicted from each other.
+            fields: those whose changed blocks are encoded.
             among: encodings to choose from.
         """
         self._idle, self._alive_count = queue.SimpleQueue(), 0
@@ -102,6 +104,7 @@ class Coders:
             "base_slot": base_slot,
             "digests": list(digests),
             "groups": [[group.rule.dump(), list(group.pieces)] for group in groups],
+            "fields": sorted(fields),
             "among": list(among),
         }
         for coder in self._all:
@@ -116,31 +119,32 @@ class Coders:
         if not self._alive_count:
             self._idle.put(None)
 
-    def code(self, piece: int, block: int) -> Coded | None:
-        """Return how a block is stored, or None where that is for the caller to find out. Waits for a process."""
+    def code(self, blocks: Sequence[tuple[int, int]], nbytes: int) -> list[Coded | None]:
+        """Return what becomes of blocks; None of one that is for the caller to code. Waits for a process.
+
+        Args:
+            blocks: number of piece and block of each.
+            nbytes: size of their content, all together: what is stored of them is no more.
+        """
+        nothing: list[Coded | None] = [None] * len(blocks)
         coder = self._idle.get()
         if coder is None:
             self._idle.put(None)
-            return None
+            return nothing
         try:
-            coder.channel.send({"type": "block", "piece": piece, "block": block})
+            message = {"type": "blocks", "blocks": [list(at) for at in blocks], "room_nbytes": nbytes}
+            coder.channel.send(message)
             received = coder.channel.receive()
         except OSError:
             received = None
         if received is None:
             self._lose_one()
-            return None
+            return nothing
         told, fd = received
         if fd is not None:
             coder.results = Slot.attach(fd)
-        coded = None
-        if "problem" not in told and coder.results is not None:
-            coded = Coded(
-                encoding=told["encoding"],
-                predicted=told["predicted"],
-                stored=bytes(coder.results.view[: told["nbytes"]]),
-                decode_s=told["decode_ns"] / 1e9,
-            )
+        assert coder.results is not None  # noqa: S101 - the first answer has it
+        coded = _read_coded(told["coded"], coder.results.view)
         self._idle.put(coder)
         return coded
 
@@ -166,6 +170,29 @@ class Coders:
             if coder.slots.get(number) is not slot:
                 coder.channel.send({"type": "slot", "slot": number}, fd=slot.fd)
                 coder.slots[number] = slot
+
+
+def _read_coded(rows: Iterable[list[Any] | None], results: memoryview) -> list[Coded | None]:
+    """Return what a coder has told of blocks, and left of them in `results`."""
+    found: list[Coded | None] = []
+    begin = 0
+    for row in rows:
+        if row is None:
+            found.append(None)
+            continue
+        encoding, digest, predicted, nbytes, stored_digest, decode_ns = row
+        found.append(
+            Coded(
+                encoding=encoding,
+                digest=digest,
+                predicted=predicted,
+                stored=bytes(results[begin : begin + nbytes]),
+                stored_digest=stored_digest,
+                decode_s=decode_ns / 1e9,
+            )
+        )
+        begin += nbytes
+    return found
 
 
 def coder_count() -> int:

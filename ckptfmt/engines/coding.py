@@ -1,4 +1,6 @@
-"""What stores a changed block in the fewest bytes: chosen by measuring, and decoded again before it is believed.
+"""What becomes of a block: what the base has, or what stores it in the fewest bytes.
+
+That is chosen by measuring, and decoded again before it is believed.
 
 Spec: REQ-DEL-008, REQ-PRE-012.
 """
@@ -13,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ckptfmt.arithmetic import encodings, prediction
+from ckptfmt.digest import digest_bytes
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.groups import PlannedGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from ckptfmt.engines.base import BaseContents
     from ckptfmt.engines.image import Image
@@ -40,14 +43,18 @@ class Coded:
 
     Attributes:
         encoding: of the registry.
+        digest: of its content.
         predicted: whether its group's prediction stands in the place of the base's content.
-        stored: the bytes; empty where it is stored as it is.
+        stored: the bytes; empty where it is stored as it is, or as the base has it.
+        stored_digest: of these bytes, if there are any.
         decode_s: how long decoding it takes, in seconds.
     """
 
     encoding: str
+    digest: bytes = b""
     predicted: bool = False
     stored: bytes = b""
+    stored_digest: bytes = b""
     decode_s: float = 0.0
 
 
@@ -67,6 +74,7 @@ class BlockCoder:
         view: of the slot.
         contents: of the base's blocks.
         groups: pieces that are predicted from each other.
+        fields: those whose changed blocks are encoded; of others they are stored raw.
         among: encodings to choose from.
     """
 
@@ -77,10 +85,12 @@ class BlockCoder:
         *,
         contents: BaseContents,
         groups: Sequence[PlannedGroup],
+        fields: Collection[str],
         among: Sequence[str],
     ) -> None:
         self._image = image
         self._view = view
+        self._fields = fields
         self._contents = contents
         self._groups = {number: group for group in groups for number in group.pieces}
         self._dtypes = {tensor.key: tensor.dtype for tensor in image.tensors}
@@ -88,17 +98,31 @@ class BlockCoder:
         self._chosen: dict[int | str, _Chosen] = {}
 
     def end_of(self, number: int, block: int) -> int:
-        """Return how much of the slot has to be there for a block to be encoded, in bytes."""
+        """Return how much of the slot has to be there for a block to be coded, in bytes."""
         group, elements = self._groups.get(number), self._elements_of(number, block)
         members = (number,) if group is None else group.pieces[: group.pieces.index(number) + 1]
         return max(self._image.pieces[member].begin + elements.stop * self._width(member) for member in members)
 
-    def code(self, number: int, block: int) -> Coded:
-        """Return what stores a block in the fewest bytes, having seen that it decodes to the same.
+    def code(self, number: int, block: int, *, digest: bytes | None = None) -> Coded:
+        """Return what becomes of a block.
+
+        Args:
+            digest: of its content, if that is known.
 
         Raises: what the contents of the base raise.
         """
         content = self._content(number, block)
+        digest = digest_bytes(content) if digest is None else digest
+        if digest == self._contents.digest(number, block):
+            return Coded(encoding="same", digest=digest)
+        coded = Coded(encoding="raw")
+        if self._image.pieces[number].key[0] in self._fields and content.nbytes >= LEAST_NBYTES:
+            coded = self._code_changed(number, block, content)
+        stored_digest = b"" if coded.encoding == "raw" else digest_bytes(coded.stored)
+        return dataclasses.replace(coded, digest=digest, stored_digest=stored_digest)
+
+    def _code_changed(self, number: int, block: int, content: memoryview) -> Coded:
+        """Return what stores a block in the fewest bytes, having seen that it decodes to the same."""
         group, is_small = self._groups.get(number), content.nbytes < SMALL_NBYTES
         coded = None if group is None or is_small else self._predict(group, number, block, content)
         if coded is not None:

@@ -7,6 +7,7 @@ written. Spec: REQ-DEL-001 to REQ-DEL-012, REQ-CMT-035, REQ-CMT-031.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -22,7 +23,7 @@ from ckptfmt.documents.tables import block_count
 from ckptfmt.engines.ahead import iter_ahead, iter_batches
 from ckptfmt.engines.base import BaseContents, BaseFiles
 from ckptfmt.engines.coders import coder_count
-from ckptfmt.engines.coding import LEAST_NBYTES, SMALL_NBYTES, BlockCoder, Coded
+from ckptfmt.engines.coding import BlockCoder, Coded
 from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.groups import Snapshotted, find_groups
 from ckptfmt.engines.streaming import make_memory
@@ -30,7 +31,7 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import NEEDS_BASE, PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from ckptfmt.box import Box
     from ckptfmt.documents.manifest import Origin
@@ -49,7 +50,9 @@ __all__ = ["Delta", "Stored"]
 #: How many bytes of blocks a thread takes at once, and how many blocks at most.
 _BATCH_NBYTES: Final = 4 << 20
 _BATCH_COUNT: Final = 256
-#: How many bytes are handed to the store at once.
+#: How many bytes are handed to the store at first, and how many at once at most: it shall have something to do early,
+#: and few requests. All are such as a file takes past the page cache.
+_FIRST_NBYTES: Final = 1 << 20
 _CHUNK_NBYTES: Final = 4 << 20
 
 
@@ -118,7 +121,6 @@ class Delta:
         self._wait = wait
         self._base = base
         self._references = tuple(references)
-        self._fields = fields
         self._files = BaseFiles(store, image, base)
         contents = BaseContents(image, base.digests, base.view, otherwise=self._files.content)
         groups: tuple[PlannedGroup, ...] = ()
@@ -136,11 +138,19 @@ class Delta:
         self._groups = {number: group for group in groups for number in group.pieces}
         self._stored: dict[tuple[int, int], Stored] = {}
         self._holders = _find_holders(image, base, self._references)
-        self._coder = BlockCoder(image, view, contents=contents, groups=groups, among=among)
+        self._coder = BlockCoder(image, view, contents=contents, groups=groups, fields=fields, among=among)
         self._coders: Coders | None = None
         if coders is not None and fields and base.slot is not None:
             self._coders = coders
-            coders.begin(image, slot=slot, base_slot=base.slot, digests=base.digests, groups=groups, among=among)
+            coders.begin(
+                image,
+                slot=slot,
+                base_slot=base.slot,
+                digests=base.digests,
+                groups=groups,
+                fields=fields,
+                among=among,
+            )
 
     @property
     def decode_s(self) -> float:
@@ -159,10 +169,13 @@ class Delta:
         Raises: StoreError; what waiting for the slot raises; what reading the base's files raises.
         """
         files: list[PartFile] = []
+        blocks = [self._blocks_of(number) for number in range(len(self._image.shards))]
         try:
-            for number, shard in enumerate(self._image.shards):
-                name = pack_name(shard.stem, origin.attempt, writer)
-                files.extend(self._write_pack(store, number, name))
+            # One stream through all packs: the next one is coded while the last of this one is written.
+            with contextlib.closing(self._code_all([at for of_shard in blocks for at in of_shard])) as stream:
+                for shard, of_shard in zip(self._image.shards, blocks, strict=True):
+                    name = pack_name(shard.stem, origin.attempt, writer)
+                    files.extend(self._write_pack(store, name, of_shard, itertools.islice(stream, len(of_shard))))
             self._digest_rest()
         except Exception as error:
             known = not isinstance(error, CkptError) or error.code != Code.STORE_NO_ANSWER
@@ -200,25 +213,30 @@ class Delta:
         """Return what became of each block, piece by piece."""
         return [self._stored[at] for at in sorted(self._stored)]
 
-    def _write_pack(self, store: Store, shard: int, name: str) -> list[PartFile]:
-        blocks = self._blocks_of(shard)
+    def _write_pack(
+        self,
+        store: Store,
+        name: str,
+        blocks: Sequence[tuple[int, int]],
+        stream: Iterator[bytes | memoryview],
+    ) -> list[PartFile]:
+        """Write what blocks are stored as, which `stream` yields; nothing if that is nothing."""
         # Whether there is anything to store shows only when it is looked at; a file isn't begun before.
-        stream = self._iter_stored(blocks)
-        first = next(stream, None)
+        first = next(filter(None, stream), None)
         if first is None:
             return []
-        drawn = [stream]
+        drawn = [itertools.chain([first], stream)]
 
         def pieces() -> Iterator[Buffer]:
-            rest = drawn.pop() if drawn else self._iter_stored(blocks)
             yield PACK_HEADER
-            yield first if rest is stream else next(rest)
-            yield from rest
+            # Another time where the store didn't answer.
+            yield from filter(None, drawn.pop() if drawn else self._code_all(blocks))
 
         def chunks() -> Iterator[Buffer]:
             return _iter_chunks(pieces())
 
         create_once(store, name, chunks, nbytes=functools.partial(self._pack_nbytes, blocks))
+        collections.deque(stream, maxlen=0)  # what a try that broke off has left of it
         return [
             PartFile(
                 name=name,
@@ -241,85 +259,70 @@ class Delta:
             for block in self._range_of(number)
         ]
 
-    def _iter_stored(self, blocks: Sequence[tuple[int, int]]) -> Iterator[Buffer]:
-        """Yield what blocks are stored as, in their order."""
-        return (stored for stored in self._encode_all(blocks) if stored)
-
-    def _encode_all(self, blocks: Sequence[tuple[int, int]]) -> Iterator[bytes | memoryview]:
-        """Yield what each block is stored as; a few threads work ahead."""
-        # While one thread digests and takes what came, another one's block is encoded.
+    def _code_all(self, blocks: Sequence[tuple[int, int]]) -> Generator[bytes | memoryview]:
+        """Yield what each block is stored as, and note it; a few threads work ahead."""
+        # While one thread takes what came, another one's blocks are coded.
         count = coder_count() if self._coders is None else 2 * coder_count()
         batches = iter_batches(blocks, self._nbytes_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT)
-        for stored in iter_ahead(self._encode_some, batches, count=count):
+        for stored in iter_ahead(self._code_some, batches, count=count):
             yield from stored
 
     def _nbytes_of(self, at: tuple[int, int]) -> int:
         begin, end = self._image.span(*at)
         return end - begin
 
-    def _encode_some(self, blocks: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
-        return [self._encode(*at) for at in blocks]
+    def _code_some(self, blocks: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
+        """Return what blocks are stored as, and note it; another process does what takes a while, if one can."""
+        self._wait(max(self._coder.end_of(*at) for at in blocks))
+        digests = {at: self._known_digest(*at) for at in blocks}
+        coded: dict[tuple[int, int], Coded | None] = {}
+        if self._coders is not None:
+            news = [at for at in blocks if at not in self._stored and digests[at] is None]
+            if news:
+                found = self._coders.code(news, sum(map(self._nbytes_of, news)))
+                coded = dict(zip(news, found, strict=True))
+        return [
+            self._code_again(*at, self._stored[at])
+            if at in self._stored
+            else self._note(*at, coded.get(at) or self._coder.code(*at, digest=digests[at]))
+            for at in blocks
+        ]
 
-    def _encode(self, number: int, block: int) -> bytes | memoryview:
-        """Return what a block is stored as, and note it."""
+    def _note(self, number: int, block: int, coded: Coded) -> bytes | memoryview:
+        """Note what becomes of a block, and return what it is stored as."""
         begin, end = self._image.span(number, block)
-        self._wait(end)
-        content = self._view[begin:end]
-        known = self._stored.get((number, block))
-        if known is not None:
-            return self._encode_again(number, block, content, known)
-        digest = self._digest(number, block, content)
-        at = slice(block * DIGEST_NBYTES, (block + 1) * DIGEST_NBYTES)
-        if digest == self._base.digests[number][at]:
-            same = Stored(
-                encoding="same",
-                reference=self._holders[number][block],
-                predicted=False,
-                nbytes=0,
-                digest=digest,
-                stored_digest=b"",
-            )
-            self._stored[number, block] = same
-            return b""
-        coded = Coded(encoding="raw")
-        if self._image.pieces[number].key[0] in self._fields and len(content) >= LEAST_NBYTES:
-            coded = self._code(number, block)
-        needs_base = coded.encoding in NEEDS_BASE and not coded.predicted
-        is_raw = coded.encoding == "raw"
+        reference = None
+        if coded.encoding == "same":
+            reference = self._holders[number][block]
+        elif coded.encoding in NEEDS_BASE and not coded.predicted:
+            reference = self._references.index(self._base.reference)
+        stored = self._view[begin:end] if coded.encoding == "raw" else coded.stored
         self._stored[number, block] = Stored(
             encoding=coded.encoding,
-            reference=self._references.index(self._base.reference) if needs_base else None,
+            reference=reference,
             predicted=coded.predicted,
-            nbytes=len(content) if is_raw else len(coded.stored),
-            digest=digest,
-            stored_digest=b"" if is_raw else digest_bytes(coded.stored),
+            nbytes=len(stored),
+            digest=coded.digest,
+            stored_digest=coded.stored_digest,
             decode_s=coded.decode_s,
         )
-        return content if is_raw else coded.stored
+        return stored
 
-    def _digest(self, number: int, block: int, content: memoryview) -> bytes:
-        """Return the digest of a block: of one that lay in the slot before, the one that was computed then."""
+    def _known_digest(self, number: int, block: int) -> bytes | None:
+        """Return the digest of a block that lay in the slot before, which was computed then; None of any other."""
         seen = None if self._known is None else self._seen(self._image.pieces[number].begin)
-        if self._known is not None and seen is not None and seen.kept[block]:
-            return self._known[number][block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]
-        return digest_bytes(content)
+        if self._known is None or seen is None or not seen.kept[block]:
+            return None
+        return self._known[number][block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]
 
-    def _code(self, number: int, block: int) -> Coded:
-        """Return how a block is stored: another process finds it out, if one can and it takes a while."""
-        self._wait(self._coder.end_of(number, block))
-        begin, end = self._image.span(number, block)
-        coded = None
-        if self._coders is not None and end - begin >= SMALL_NBYTES:
-            coded = self._coders.code(number, block)
-        return self._coder.code(number, block) if coded is None else coded
-
-    def _encode_again(self, number: int, block: int, content: memoryview, known: Stored) -> bytes | memoryview:
+    def _code_again(self, number: int, block: int, known: Stored) -> bytes | memoryview:
         """Return a block as it was stored in a try that the store didn't answer: perhaps that one is there.
 
         Raises: StoreError(STORE_NO_ANSWER) if it comes out otherwise; then nobody knows what is there.
         """
         if known.encoding in PLAIN:
-            return content if known.encoding == "raw" else b""
+            begin, end = self._image.span(number, block)
+            return self._view[begin:end] if known.encoding == "raw" else b""
         stored = self._coder.code_as(known.encoding, number, block, predicted=known.predicted)
         if digest_bytes(stored) != known.stored_digest:
             raise err(Code.STORE_NO_ANSWER, "a block encoded twice isn't the same, and the first may be there")
@@ -335,7 +338,7 @@ class Delta:
                 reference=None,
                 predicted=False,
                 nbytes=0,
-                digest=self._digest(number, block, self._view[begin:end]),
+                digest=self._known_digest(number, block) or digest_bytes(self._view[begin:end]),
                 stored_digest=b"",
             )
 
@@ -398,18 +401,18 @@ class Delta:
 
 def _iter_chunks(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
     """Yield bytes in chunks such as a file takes past the page cache: of whole pages, from the begin of one on."""
-    memory, filled_nbytes = make_memory(_CHUNK_NBYTES), 0
+    memory, filled_nbytes = make_memory(_FIRST_NBYTES), 0
     for piece in pieces:
         rest = memoryview(piece).cast("B")
         while rest:
-            taken_nbytes = min(len(rest), _CHUNK_NBYTES - filled_nbytes)
+            taken_nbytes = min(len(rest), len(memory) - filled_nbytes)
             memory[filled_nbytes : filled_nbytes + taken_nbytes] = rest[:taken_nbytes]
             filled_nbytes += taken_nbytes
             rest = rest[taken_nbytes:]
-            if filled_nbytes == _CHUNK_NBYTES:
+            if filled_nbytes == len(memory):
                 yield memory
                 # The store may still be writing it.
-                memory, filled_nbytes = make_memory(_CHUNK_NBYTES), 0
+                memory, filled_nbytes = make_memory(min(2 * len(memory), _CHUNK_NBYTES)), 0
     if filled_nbytes:
         yield memory[:filled_nbytes]
 

@@ -85,9 +85,9 @@ def noted(monkeypatch):
     found = []
     code = BlockCoder.code
 
-    def note(self, number, block):
+    def note(self, number, block, *, digest=None):
         found.append((number, block))
-        return code(self, number, block)
+        return code(self, number, block, digest=digest)
 
     monkeypatch.setattr(BlockCoder, "code", note)
     return found

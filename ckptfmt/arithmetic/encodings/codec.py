@@ -159,6 +159,8 @@ def _dump(encoding: str, words: Words, base: Words, lane: Lane) -> bytes:
             return dump_planes(steps_between(words, base, lane))
         case "sparse":
             places = np.flatnonzero(words != base)
+            if places.size == words.size:
+                return dump_changes(places, words.size, steps_between(words, base, lane))
             return dump_changes(places, words.size, steps_between(words[places], base[places], lane))
     return dump_classes(words, base, lane)
 
@@ -173,6 +175,9 @@ def _take(encoding: str, source: Source, out: Words, base: Words, lane: Lane) ->
             out[:] = apply_steps(out, base, lane)
         case "sparse":
             places, steps = take_changes(source, out.size, lane.words)
+            if places.size == out.size:
+                out[:] = apply_steps(steps, base, lane)
+                return
             if out.__array_interface__["data"] != base.__array_interface__["data"]:
                 out[:] = base
             out[places] = apply_steps(steps, base[places], lane)

@@ -22,18 +22,22 @@ _WORTH: Final = 0.02
 
 def dump_planes(words: Words, plane_count: int | None = None) -> bytes:
     """Return the planes of `words`, the lowest bytes first; those above `plane_count` are known to be zero."""
-    planes = np.ascontiguousarray(words.view(np.uint8).reshape(-1, words.itemsize).T)
     out: list[bytes] = []
-    for plane in planes[:plane_count]:
+    for index in range(words.itemsize if plane_count is None else plane_count):
+        # Shifted and narrowed: that takes half as long as copying every fourth byte.
+        plane = (words >> words.dtype.type(8 * index)).astype(np.uint8)
         out.append(dump_plane(plane, beside_nbytes=sum(map(len, out))))
     return b"".join(out)
 
 
 def take_planes(source: Source, out: Words, plane_count: int | None = None) -> None:
     """Fill `out` from its planes."""
-    lanes = out.view(np.uint8).reshape(-1, out.itemsize)
-    for index in range(out.itemsize):
-        lanes[:, index] = take_plane(source, out.size) if plane_count is None or index < plane_count else 0
+    count = out.itemsize if plane_count is None else plane_count
+    planes = [take_plane(source, out.size) for _ in range(count)]
+    out[:] = planes.pop() if planes else 0
+    while planes:
+        out <<= out.dtype.type(8)
+        out |= planes.pop()
 
 
 def dump_plane(plane: Bytes, *, beside_nbytes: int = 0) -> bytes:

@@ -24,6 +24,8 @@ def dump_set(places: Places, count: int) -> bytes:
     """
     size = places.size
     outside = 2 * size > count
+    if outside and size == count:
+        return dump_number(1)
     if outside:
         rest = np.ones(count, np.bool_)
         rest[places] = False

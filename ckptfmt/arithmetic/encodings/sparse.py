@@ -34,9 +34,9 @@ def dump_changes(places: Places, count: int, steps: Words) -> bytes:
     heights = steps >> 1
     sets: list[bytes] = []
     while heights.size and len(sets) < _LEVELS:
-        above = np.flatnonzero(heights != 0)
-        if heights.size > _FEW and above.size > heights.size // 2:
+        if heights.size > _FEW and np.count_nonzero(heights) > heights.size // 2:
             break
+        above = np.flatnonzero(heights != 0)
         sets.append(dump_set(above, heights.size))
         heights = heights[above] - 1
     out.append(bytes((len(sets),)))
@@ -56,7 +56,10 @@ def take_changes(source: Source, count: int, words: np.dtype[Any]) -> tuple[Plac
     levels = source.take_byte()
     if levels > _LEVELS:
         raise source.refuse(f"{levels} levels", "REQ-ENC-018")
-    reached = np.arange(places.size if not levels else 0)
+    half = words.type(1 << (8 * words.itemsize - 1))
+    if not levels:
+        take_planes(source, steps)
+    reached = places[:0]
     for level in range(levels):
         if level and not reached.size:
             raise source.refuse("a level above an empty one", "REQ-ENC-018")
@@ -65,13 +68,10 @@ def take_changes(source: Source, count: int, words: np.dtype[Any]) -> tuple[Plac
     if reached.size:
         more = np.empty(reached.size, words)
         take_planes(source, more)
-        if (more >> (8 * words.itemsize - 1)).any():
+        if more.max() >= half:
             raise source.refuse("a step is too far", "REQ-ENC-018")
-        if levels:
-            steps[reached] += more
-        else:
-            steps = more
-    if (steps >> (8 * words.itemsize - 1)).any():
+        steps[reached] += more
+    if steps.max() >= half:
         raise source.refuse("a step is too far", "REQ-ENC-018")
     steps <<= 1
     steps |= signs

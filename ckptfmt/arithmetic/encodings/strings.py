@@ -67,8 +67,10 @@ def dump_string(content: Bytes) -> bytes:
 
 
 def pack_bits(bits: NDArray[Any]) -> Bytes:
-    """Return booleans, eight to a byte, the first in the lowest bit."""
-    return np.packbits(bits, bitorder="little")
+    """Return booleans or small integers that aren't 0, eight to a byte, the first in the lowest bit."""
+    # Of wider integers numpy takes seven times as long.
+    narrow = bits if bits.itemsize == 1 else bits.astype(np.uint8)
+    return np.packbits(narrow, bitorder="little")
 
 
 class Source:
