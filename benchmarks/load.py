@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.bare import BareLoad
 from benchmarks.bench import Bench
 from benchmarks.cold import list_files, make_cold, make_warm
 from benchmarks.destination import Destination
@@ -16,7 +17,7 @@ from benchmarks.figures import Figure, median_of, paired_ratio, summarize
 from benchmarks.loaders import DcpLoad, Loader, OursLoad, RawLoad, SafetensorsLoad, TorchLoad
 from benchmarks.pages import Region, heat, pages_in_order
 from benchmarks.peers import process_group
-from benchmarks.raw import READ_SETTINGS, SETTINGS, RawWriter
+from benchmarks.raw import READ_SETTINGS, SETTINGS, TOUCH_SETTINGS, RawWriter
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round, remove
 from benchmarks.state import Trainer
@@ -27,13 +28,19 @@ _ROUNDS: Final = 11
 _TRIALS: Final = 3  # of each setting, to choose the best by median
 _THREAD_COUNTS: Final = (1, 2)
 _RAW: Final = "raw_cold"
+_TOUCHED: Final = "raw_touched_cold"
 _UNVERIFIED: Final = "ckptfmt_cold_unverified"
 
-#: Our rate divided by a peer's: name, ours, peer, goal.
+#: A rate divided by another one: name, dividend, divisor, goal. Those of bounds say what a goal could come to here.
 _RATES: Final = {
     "load_cold_vs_direct": ("ckptfmt_cold", _RAW, ">= 0.9"),
+    "load_cold_vs_touched": ("ckptfmt_cold", _TOUCHED, ""),
+    "touched_vs_direct": (_TOUCHED, _RAW, ""),
     "load_warm_vs_dcp": ("ckptfmt_warm", "dcp", ">= 1.5"),
     "load_warm_vs_torch": ("ckptfmt_warm", "torch_load", ">= 3"),
+    "load_warm_vs_bare": ("ckptfmt_warm", BareLoad.name, ""),
+    "bare_vs_dcp": (BareLoad.name, "dcp", ""),
+    "bare_vs_torch": (BareLoad.name, "torch_load", ""),
     "load_warm_vs_torch_mmap": ("ckptfmt_warm", "torch_load_mmap", ""),
     "load_warm_vs_safetensors": ("ckptfmt_warm", "safetensors", ""),
 }
@@ -117,7 +124,7 @@ class _Experiment:
         for loader in loaders:
             self._bench.progress.say(f"load: {self._cache}, trying {name}: {loader.describe()}")
             path = self._find(loader)
-            if loader.name != _RAW:
+            if loader.fills:
                 self._destination.spoil()
                 self._settle(path)
                 loader.load(path)
@@ -145,7 +152,7 @@ class _Experiment:
         path = self._find(loader)
         self._settle(path)
         heat(self._destination.nbytes)
-        if loader.name != _RAW:
+        if loader.fills:
             # All of it, and so all of it is touched: what was left idle for seconds costs ten times as much to touch.
             self._destination.spoil()
         begin_s = time.perf_counter()
@@ -183,6 +190,7 @@ def _list_cold(trainer: Trainer) -> Candidates:
         "ckptfmt_cold": [OursLoad("ckptfmt_cold", trainer)],
         _UNVERIFIED: [OursLoad(_UNVERIFIED, trainer, verify=False)],
         _RAW: [RawLoad(_RAW, writer, setting) for setting in READ_SETTINGS],
+        _TOUCHED: [RawLoad(_TOUCHED, writer, setting, touches=True) for setting in TOUCH_SETTINGS],
     }
 
 
@@ -191,6 +199,7 @@ def _list_warm(destination: Destination, trainer: Trainer) -> Candidates:
     tensors = destination.tensors
     return {
         "ckptfmt_warm": [OursLoad("ckptfmt_warm", trainer)],
+        BareLoad.name: [BareLoad(tensors)],
         "dcp": [
             DcpLoad(tensors, thread_count=files, copy_threads=threads)
             for files in _THREAD_COUNTS

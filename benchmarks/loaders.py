@@ -36,10 +36,12 @@ class Loader(Protocol):
     Attributes:
         name: in the record.
         kind: of files that it loads; who has the same kind may load the same files.
+        fills: whether it fills the tensors.
     """
 
     name: str
     kind: str
+    fills: bool
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
@@ -62,6 +64,7 @@ class OursLoad:
     """
 
     kind = "ckptfmt"
+    fills = True
 
     def __init__(self, name: str, trainer: Trainer, *, verify: bool = True) -> None:
         self.name = name
@@ -93,14 +96,19 @@ class OursLoad:
 
 
 class RawLoad:
-    """Raw direct reads of as many bytes, into buffers that are used again and again."""
+    """Raw direct reads of as many bytes, into buffers that are used again and again.
+
+    Args:
+        touches: see `RawReader`.
+    """
 
     kind = "raw"
+    fills = False
 
-    def __init__(self, name: str, writer: RawWriter, setting: RawSetting) -> None:
+    def __init__(self, name: str, writer: RawWriter, setting: RawSetting, *, touches: bool = False) -> None:
         self.name = name
         self._writer = writer
-        self._reader = RawReader(setting)
+        self._reader = RawReader(setting, touches=touches)
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
@@ -119,6 +127,7 @@ class DcpLoad:
     """`torch.distributed.checkpoint.load` into the tensors, which verifies nothing."""
 
     name = "dcp"
+    fills = True
 
     def __init__(self, tensors: Tensors, *, thread_count: int, copy_threads: int) -> None:
         self.kind = f"dcp-{thread_count}"
@@ -154,6 +163,7 @@ class TorchLoad:
     """`torch.load`, then a copy into the tensors."""
 
     kind = "torch"
+    fills = True
 
     def __init__(self, name: str, tensors: Tensors, *, mmap: bool) -> None:
         self.name = name
@@ -179,6 +189,7 @@ class SafetensorsLoad:
 
     kind = "safetensors"
     name = "safetensors"
+    fills = True
 
     def __init__(self, tensors: Tensors, *, one_by_one: bool) -> None:
         self._tensors = tensors

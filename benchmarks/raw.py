@@ -9,13 +9,16 @@ import os
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from benchmarks.durable import sync_directory
 from benchmarks.pages import PAGE_NBYTES, Region, map_anonymous, round_up
 
-__all__ = ["READ_SETTINGS", "SETTINGS", "RawReader", "RawSetting", "RawWriter"]
+__all__ = ["READ_SETTINGS", "SETTINGS", "TOUCH_SETTINGS", "RawReader", "RawSetting", "RawWriter"]
 
 _MIB: Final = 2**20
 _HUGE_NBYTES: Final = 2**21
+_CACHE_LINE_NBYTES: Final = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,10 @@ SETTINGS: Final = tuple(
 READ_SETTINGS: Final = (
     *(RawSetting(threads=threads, request_nbytes=mib * _MIB) for threads in (1, 2, 4) for mib in (1, 4, 16)),
     RawSetting(threads=8, request_nbytes=_MIB // 2),
+)
+#: What reads that are touched are tried with: those that are quickest where nobody looks at what came.
+TOUCH_SETTINGS: Final = tuple(
+    setting for setting in READ_SETTINGS if setting.threads > 1 and setting.request_nbytes <= _MIB
 )
 
 
@@ -93,10 +100,15 @@ class RawReader:
     """Read a file with O_DIRECT into buffers in huge pages, one for each thread, which are all touched by now.
 
     Where the file system refuses direct I/O the reads are buffered, and `describe` says so.
+
+    Args:
+        touches: whether one word of each cache line of what came is looked at before the next request: bytes that
+            somebody uses have to reach his processor's cache, and leave that of whoever filled the buffer.
     """
 
-    def __init__(self, setting: RawSetting) -> None:
+    def __init__(self, setting: RawSetting, *, touches: bool = False) -> None:
         self._setting = setting
+        self._touches = touches
         self._is_direct = True
         mapped = map_anonymous(round_up(setting.threads * setting.request_nbytes, _HUGE_NBYTES))
         mapped.write(bytes(len(mapped)))
@@ -112,6 +124,7 @@ class RawReader:
             "memory": "anonymous, MADV_HUGEPAGE",
             **dataclasses.asdict(self._setting),
             "direct": self._is_direct,
+            "touched": self._touches,
         }
 
     def load(self, path: Path) -> None:
@@ -146,4 +159,6 @@ class RawReader:
                 target = view[read_nbytes : round_up(wanted_nbytes, PAGE_NBYTES)]
                 read_nbytes += os.preadv(opened, [target], begin + read_nbytes)
             total_nbytes += read_nbytes
+            if self._touches:
+                np.frombuffer(view[: read_nbytes // 8 * 8], np.uint64)[:: _CACHE_LINE_NBYTES // 8].sum()
         return total_nbytes

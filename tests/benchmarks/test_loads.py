@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks.bare import BareLoad
 from benchmarks.destination import Destination
 from benchmarks.loaders import DcpLoad, Loader, OursLoad, SafetensorsLoad, TorchLoad, without_verifying
 from benchmarks.memory import PeakResident
@@ -32,8 +33,9 @@ def destination(trainer):
     made.check_all()
 
 
+@pytest.mark.parametrize("touches", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_raw_reads_read_every_byte_once(tmp_path, monkeypatch, threads):
+def test_raw_reads_read_every_byte_once(tmp_path, monkeypatch, threads, touches):
     path, content = tmp_path / "raw", os.urandom(100_001)
     path.write_bytes(content)
     found: dict[int, bytes] = {}
@@ -45,7 +47,7 @@ def test_raw_reads_read_every_byte_once(tmp_path, monkeypatch, threads):
         return nbytes
 
     monkeypatch.setattr(os, "preadv", note)
-    RawReader(RawSetting(threads=threads, request_nbytes=8192)).load(path)
+    RawReader(RawSetting(threads=threads, request_nbytes=8192), touches=touches).load(path)
 
     assert b"".join(found[begin] for begin in sorted(found)) == content
 
@@ -73,7 +75,7 @@ def test_a_tensor_that_was_not_loaded_is_found(destination, spoilt):
         flat[at] = before
 
 
-@pytest.mark.parametrize("name", ["ours", "unverified", "torch", "torch_mmap", "load_file", "safe_open", "dcp"])
+@pytest.mark.parametrize("name", ["ours", "unverified", "torch", "torch_mmap", "load_file", "safe_open", "dcp", "bare"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_everyone_fills_every_tensor(tmp_path, trainer, destination, name):
     tensors = destination.tensors
@@ -84,6 +86,7 @@ def test_everyone_fills_every_tensor(tmp_path, trainer, destination, name):
         "torch_mmap": lambda: TorchLoad("torch", tensors, mmap=True),
         "load_file": lambda: SafetensorsLoad(tensors, one_by_one=False),
         "safe_open": lambda: SafetensorsLoad(tensors, one_by_one=True),
+        "bare": lambda: BareLoad(tensors),
         "dcp": lambda: DcpLoad(tensors, thread_count=2, copy_threads=1),
     }
     loader = makers[name]()
@@ -93,6 +96,23 @@ def test_everyone_fills_every_tensor(tmp_path, trainer, destination, name):
     loader.load(path)
 
     destination.check_all()
+
+
+def test_the_bare_loop_verifies_every_block(tmp_path, destination):
+    bare = BareLoad(destination.tensors)
+    path = bare.write(tmp_path / "files")
+    for at in (0, path.stat().st_size // 2, path.stat().st_size - 1):
+        with path.open("r+b") as file:
+            file.seek(at)
+            old = file.read(1)
+            file.seek(at)
+            file.write(bytes((old[0] ^ 1,)))
+        with pytest.raises(AssertionError, match="aren't what was written"):
+            bare.load(path)
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(old)
+    bare.load(path)
 
 
 def test_only_who_asks_for_it_goes_unverified(tmp_path, trainer):

@@ -40,7 +40,15 @@ NAMES = {
 }
 #: What has no goal, and stands beside.
 BESIDE = {
-    "load": {"load_warm_vs_torch_mmap", "load_warm_vs_safetensors"},
+    "load": {
+        "load_cold_vs_touched",
+        "touched_vs_direct",
+        "load_warm_vs_bare",
+        "bare_vs_dcp",
+        "bare_vs_torch",
+        "load_warm_vs_torch_mmap",
+        "load_warm_vs_safetensors",
+    },
     "reshard": {"reshard_columns_vs_same", "overread_rows_with_edges", "columns_2_warm_vs_dcp"},
 }
 CONTESTANTS = {
@@ -50,7 +58,9 @@ CONTESTANTS = {
         "ckptfmt_cold",
         "ckptfmt_cold_unverified",
         "raw_cold",
+        "raw_touched_cold",
         "ckptfmt_warm",
+        "bare_warm",
         "dcp",
         "torch_load",
         "torch_load_mmap",
