@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
 from typing import TYPE_CHECKING, Final
 
@@ -229,14 +228,22 @@ class Delta:
 
         def pieces() -> Iterator[Buffer]:
             yield PACK_HEADER
-            # Another time where the store didn't answer.
-            yield from filter(None, drawn.pop() if drawn else self._code_all(blocks))
+            if drawn:
+                yield from filter(None, drawn.pop())
+                return
+            # Another time, since the store didn't answer. First every block is coded once: two who code the same one
+            # may choose differently, and what was noted last wouldn't be what is written.
+            nbytes()
+            yield from filter(None, self._code_all(blocks))
+
+        def nbytes() -> int:
+            collections.deque(stream, maxlen=0)
+            return self._pack_nbytes(blocks)
 
         def chunks() -> Iterator[Buffer]:
             return _iter_chunks(pieces())
 
-        create_once(store, name, chunks, nbytes=functools.partial(self._pack_nbytes, blocks))
-        collections.deque(stream, maxlen=0)  # what a try that broke off has left of it
+        create_once(store, name, chunks, nbytes=nbytes)
         return [
             PartFile(
                 name=name,

@@ -1,6 +1,8 @@
 """Deltas: what is written of what changed, what it is read from, and that nothing else comes out."""
 
+import collections
 import dataclasses
+import time
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +17,8 @@ from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import checkpoint_name, pins_path
 from ckptfmt.documents.part import PartFile
 from ckptfmt.documents.pins import Pins
+from ckptfmt.engines import delta
+from ckptfmt.engines.coding import BlockCoder
 from ckptfmt.engines.commit import CONDEMNED, finalize, read_register
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.retention import clean_up
@@ -721,6 +725,41 @@ def test_a_call_without_an_answer_is_repeated_with_the_same_bytes(cast, loss, pa
     saving.store.land()
     assert saving.open(3).read("optimizer", "master/w").tobytes() == master.tobytes()
     assert saving.open(3).read("weights", "w").tobytes() == master.astype(ml_dtypes.bfloat16).tobytes()
+
+
+def test_a_pack_that_breaks_off_is_written_again_as_it_was_noted(monkeypatch):
+    """What is coded ahead when a store gives no answer isn't coded again beside it, perhaps otherwise."""
+    arrays = {f"{number:02}": some(4_000) + np.float32(number) for number in range(12)}
+    saving = Saving(state(arrays))
+    saving.save(1, state(arrays))
+    changed = {name: array + np.float32(0.01) for name, array in arrays.items()}
+    monkeypatch.setattr(delta, "_BATCH_NBYTES", 4096)
+    monkeypatch.setattr(delta, "_FIRST_NBYTES", 4096)
+    monkeypatch.setattr(delta, "_CHUNK_NBYTES", 4096)
+    create, broken_off = MemoryStore.create, []
+
+    def break_off_once(self, path, chunks):
+        if path.endswith(".pack") and not broken_off:
+            broken_off.append(bytes(next(iter(chunks))))
+            raise err(Code.STORE_NO_ANSWER, "the link is gone", where=path)
+        create(self, path, chunks)
+
+    coded = collections.Counter()
+    code = BlockCoder.code
+
+    def count(self, number, block, *, digest=None):
+        coded[number, block] += 1
+        time.sleep(0.005)  # some are under way when the store gives up
+        return code(self, number, block, digest=digest)
+
+    monkeypatch.setattr(MemoryStore, "create", break_off_once)
+    monkeypatch.setattr(BlockCoder, "code", count)
+    assert saving.save(2, state(changed)).profile == "delta"
+    assert broken_off
+    assert set(coded.values()) == {1}
+    with saving.open(2) as opened:
+        for name, array in changed.items():
+            assert opened.read("weights", name).tobytes() == array.tobytes()
 
 
 def test_a_delta_that_could_not_be_written_leaves_no_pack_and_no_pin(chain, monkeypatch):
