@@ -29,6 +29,7 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part
+from ckptfmt.engines.registers import Register, parse_known
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, err
 
 if TYPE_CHECKING:
@@ -69,13 +70,13 @@ _TRIES: Final = 3
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.1
 
 
-def read_register(store: Store) -> Manifest | Abort | Tombstone | None:
+def read_register(store: Store) -> Register | None:
     """Return what the decision register of a checkpoint directory holds; None if nothing was decided yet.
 
     Raises: FormatError, IntegrityError, UnsupportedError, StoreError. Spec: REQ-MAN-001.
     """
     try:
-        return parse_register(store.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES))
+        return parse_known(store.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES))
     except CkptError as error:
         if error.code == Code.FILE_MISSING:
             return None
@@ -194,7 +195,7 @@ def finalize(store: Store, origin: Origin) -> Manifest:
     store.sync("parts")
     content = manifest.dump()
     # Before it decides: a register that no reader accepts could never be replaced by a better one.
-    decided = parse_register(content)
+    decided = parse_known(content)
     assert isinstance(decided, Manifest)  # noqa: S101 - it was dumped from one
     _decide(store, content)
     store.sync("")

@@ -30,6 +30,7 @@ from ckptfmt.engines.commit import check_vacant, decide
 from ckptfmt.engines.image import Image
 from ckptfmt.engines.lineage import check_not_fenced
 from ckptfmt.engines.policy import DeltaOptions, Plan
+from ckptfmt.engines.registers import registers_remembered
 from ckptfmt.engines.retention import tidy_up
 from ckptfmt.engines.staging import Seen, check_seen
 from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure
@@ -439,9 +440,7 @@ class Saver:
         self._send({"type": "state", "number": number, "state": state, **told})
 
     def _work(self) -> None:
-        while True:
-            task = self._tasks.get()
-            if task is None:
-                self._coders.close()
-                return
-            task()
+        with registers_remembered():
+            while (task := self._tasks.get()) is not None:
+                task()
+        self._coders.close()

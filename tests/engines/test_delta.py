@@ -736,7 +736,8 @@ def test_a_pack_that_breaks_off_is_written_again_as_it_was_noted(monkeypatch):
     monkeypatch.setattr(delta, "_BATCH_NBYTES", 4096)
     monkeypatch.setattr(delta, "_FIRST_NBYTES", 4096)
     monkeypatch.setattr(delta, "_CHUNK_NBYTES", 4096)
-    create, broken_off = MemoryStore.create, []
+    create = MemoryStore.create
+    broken_off: list[bytes] = []
 
     def break_off_once(self, path, chunks):
         if path.endswith(".pack") and not broken_off:
@@ -744,7 +745,7 @@ def test_a_pack_that_breaks_off_is_written_again_as_it_was_noted(monkeypatch):
             raise err(Code.STORE_NO_ANSWER, "the link is gone", where=path)
         create(self, path, chunks)
 
-    coded = collections.Counter()
+    coded: collections.Counter[tuple[int, int]] = collections.Counter()
     code = BlockCoder.code
 
     def count(self, number, block, *, digest=None):

@@ -1,0 +1,93 @@
+"""Registers that were parsed before aren't parsed again, as long as somebody remembers; their files are read anew."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from ckptfmt.documents.manifest import Abort, Manifest, parse_register
+from ckptfmt.engines import registers
+from ckptfmt.engines.commit import read_register
+from ckptfmt.engines.registers import parse_known, registers_remembered
+from ckptfmt.engines.retention import tidy_up
+from ckptfmt.errors import Code
+from tests.builders import code_of, snapshot, tensor
+from tests.chains import Saving
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """Contents of registers that were parsed."""
+    found: list[bytes] = []
+
+    def note(content):
+        found.append(content)
+        return parse_register(content)
+
+    monkeypatch.setattr(registers, "parse_register", note)
+    return found
+
+
+def register(step):
+    return Abort(run_id=None, launch=None, step=step, reason="a test").dump()
+
+
+def test_the_same_bytes_are_parsed_once_while_somebody_remembers(parsed):
+    with registers_remembered():
+        first = parse_known(register(1))
+        assert parse_known(register(2)) != first
+        assert parse_known(bytes(bytearray(register(1)))) == first
+        assert len(parsed) == 2
+    parse_known(register(1))
+    parse_known(register(1))
+    assert len(parsed) == 4
+
+
+def test_what_is_refused_is_refused_again(parsed):
+    damaged = register(1).replace(b"test", b"tost")
+    with registers_remembered():
+        for count in (1, 2):
+            assert code_of(lambda: parse_known(damaged)) == Code.DOC_DIGEST
+            assert len(parsed) == count
+
+
+def test_another_thread_remembers_nothing(parsed):
+    with registers_remembered():
+        parse_known(register(1))
+        other = threading.Thread(target=parse_known, args=(register(1),))
+        other.start()
+        other.join()
+    assert len(parsed) == 2
+
+
+def test_those_asked_for_longest_ago_are_forgotten(parsed, monkeypatch):
+    monkeypatch.setattr(registers, "_COUNT", 2)
+    with registers_remembered():
+        for step in (1, 2, 1, 3, 1, 2):
+            parse_known(register(step))
+    assert parsed == [register(step) for step in (1, 2, 3, 2)]
+
+
+def test_a_register_is_read_anew():
+    """What was remembered is what bytes mean, not what a file held."""
+    saving = Saving(snapshot(tensor("w", np.zeros(4, np.float32))))
+    saving.save(1, snapshot(tensor("w", np.zeros(4, np.float32))))
+    with registers_remembered():
+        assert isinstance(read_register(saving.place(1)), Manifest)
+        saving.place(1).replace("manifest.json", register(1))
+        assert isinstance(read_register(saving.place(1)), Abort)
+
+
+def test_a_save_parses_as_many_registers_however_long_its_chain_is(parsed):
+    """Else the thirtieth delta would take longer for those of its bases than for what it stores."""
+    array = np.arange(4096, dtype=np.float32)
+    counts = []
+    with registers_remembered():
+        saving = Saving(snapshot(tensor("w", array)))
+        for step in range(1, 9):
+            array[step] += 1
+            del parsed[:]
+            assert saving.save(step, snapshot(tensor("w", array.copy()))).profile == ("delta" if step > 1 else "full")
+            tidy_up(saving.store, saving.run, launch=saving.launch.launch, keep=None, keep_every=None)
+            counts.append(len(parsed))
+    assert max(counts) == 1  # its own
