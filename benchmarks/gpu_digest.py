@@ -1,7 +1,8 @@
-"""BLAKE3 on a GPU: that its digests are the host's, and its rate beside the rates at which the device copies."""
+"""BLAKE3 on a GPU: that its digests are the host's, its rate beside those of copies, and what it spares a save."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from benchmarks.figures import Figure, paired_ratio, summarize
+from benchmarks.gpu_saves import SAVE_GOALS, STORAGE_FACTOR, measure_saves
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round
 from ckptfmt import limits
@@ -20,6 +22,8 @@ from ckptfmt.interop.torch.blake3 import block_digests
 __all__ = ["Clock", "measure_gpu_digest", "measure_on"]
 
 _ROUNDS: Final = 11
+#: How many times the bytes are on the host at most: two slots of each of two runs, loaded once, and what else there is.
+_MEMORY_FACTOR: Final = 6
 _NO_DEVICE: Final = 2  # the exit status where there is nothing to measure
 #: Where two programs could differ: ends of messages, chunks, blocks and groups of kernels.
 _EDGES: Final = (1, 63, 64, 65, 1023, 1024, 1025, 4095, 4096, 4097, (1 << 20) + 1, (9 << 20) + 3 * 1024 + 5)
@@ -27,7 +31,7 @@ _BLOCKS: Final = (limits.BLOCK_NBYTES_MIN, limits.BLOCK_NBYTES, limits.BLOCK_NBY
 #: Seconds of ours divided by seconds of a copy of the same bytes.
 _RATIOS: Final = {
     "digest_vs_d2h": ("digest", "d2h", "<= 0.125"),
-    "digest_vs_d2d": ("digest", "d2d", ""),
+    "digest_vs_d2d": ("digest", "d2d", "<= 4"),
     "torch_program_vs_d2h": ("torch_program", "d2h", ""),
 }
 
@@ -55,9 +59,10 @@ class _EventClock:
 
 
 def measure_gpu_digest(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
-    """Measure the digests of so many bytes on the current CUDA device.
+    """Measure the digests of so many bytes on the current CUDA device, then saves of a state as large.
 
-    Raises: SystemExit, 2 where there is no CUDA device; RuntimeError if a digest isn't the host's.
+    Raises: SystemExit, 2 where there is no CUDA device, with a sentence where there is no room; RuntimeError if a
+        digest isn't the host's, or if what was saved isn't what loads.
     """
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip or "no GPU"
@@ -66,16 +71,34 @@ def measure_gpu_digest(nbytes: int, *, rounds: int | None, place: Workplace, pro
             file=sys.stderr,
         )
         raise SystemExit(_NO_DEVICE)
-    check_room(place.directory, memory_nbytes=4 * nbytes, storage_nbytes=0)
+    check_room(place.directory, memory_nbytes=_MEMORY_FACTOR * nbytes, storage_nbytes=STORAGE_FACTOR * nbytes)
     device = torch.device("cuda", torch.cuda.current_device())
     free_nbytes, _ = torch.cuda.mem_get_info(device)
     if free_nbytes < 3 * nbytes:
         raise SystemExit(f"needs {3 * nbytes / 1e9:.1f} GB of the device, {free_nbytes / 1e9:.1f} are free: --nbytes")
-    return measure_on(device, nbytes, clock=_EventClock(), rounds=rounds or _ROUNDS, progress=progress)
+    return measure_on(device, nbytes, clock=_EventClock(), rounds=rounds or _ROUNDS, place=place, progress=progress)
 
 
-def measure_on(device: torch.device, nbytes: int, *, clock: Clock, rounds: int, progress: Progress) -> Outcome:
-    """Check and measure on a device, whichever it is."""
+def measure_on(
+    device: torch.device, nbytes: int, *, clock: Clock, rounds: int, place: Workplace, progress: Progress
+) -> Outcome:
+    """Check and measure on a device, whichever it is: digests, then, with their memory free again, saves."""
+    digests = _measure_digests(device, nbytes, clock=clock, rounds=rounds, progress=progress)
+    saves = measure_saves(device, nbytes, rounds=rounds, place=place, progress=progress)
+    return dataclasses.replace(
+        digests,
+        workload={**digests.workload, **saves.workload},
+        settings={**digests.settings, **saves.settings},
+        repeats={**digests.repeats, "saves": rounds},
+        rounds={**digests.rounds, "saves": saves.rounds},
+        figures={**digests.figures, **saves.figures},
+        ratios={**digests.ratios, **saves.ratios},
+        goals={**digests.goals, **SAVE_GOALS},
+        notes={**digests.notes, "saves": saves.notes},
+    )
+
+
+def _measure_digests(device: torch.device, nbytes: int, *, clock: Clock, rounds: int, progress: Progress) -> Outcome:
     progress.say("gpu_digest: comparing with the host")
     content = _random_bytes(nbytes, device)
     checked = _check_equal(content)
@@ -171,7 +194,8 @@ def _sum_up(
         goals={name: goal for name, (_, _, goal) in _RATIOS.items() if goal},
         memory={} if extra is None else {"digest_extra_nbytes": extra},
         notes={"equal_to_host": dict(checked)},
-        cache="bytes on the device, more of them than its caches hold; the pinned target was touched before",
+        cache="digests: bytes on the device, more of them than its caches hold; the pinned target was touched before; "
+        "saves: fresh files, slots filled before",
     )
 
 

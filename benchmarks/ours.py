@@ -1,9 +1,11 @@
-"""ckptfmt as the benchmarks run it: a `Checkpointer` with its defaults, or without overlap."""
+"""ckptfmt as the benchmarks run it: a `Checkpointer` with its defaults, without overlap, or with deltas."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ckptfmt
 from benchmarks.peers import Pending
@@ -18,6 +20,7 @@ class Ours:
         run: directory of the run; it mustn't be there yet.
         state: what is saved.
         overlap: whether parameters and moments are copied beside the next step.
+        delta: as `Checkpointer` takes it.
 
     Attributes:
         slots_ready_s: seconds from the beginning of construction until slots were made and touched.
@@ -26,11 +29,19 @@ class Ours:
 
     is_buffered = False
 
-    def __init__(self, run: Path, state: ckptfmt.State, *, overlap: bool, name: str = "ckptfmt") -> None:
+    def __init__(
+        self,
+        run: Path,
+        state: ckptfmt.State,
+        *,
+        overlap: bool,
+        name: str = "ckptfmt",
+        delta: str | Mapping[str, Any] = "off",
+    ) -> None:
         self.name = name
         self._overlap = overlap
         begin_s = time.perf_counter()
-        self._checkpointer = ckptfmt.Checkpointer(run, state, resume="fresh", overlap=overlap)
+        self._checkpointer = ckptfmt.Checkpointer(run, state, resume="fresh", overlap=overlap, delta=delta)
         self._checkpointer.prepare()
         self.slots_ready_s = time.perf_counter() - begin_s
         self.staging_threads = self._checkpointer.staging_threads
