@@ -120,8 +120,11 @@ class _Finder:
     def _sort_by_rule(self, members: Iterable[Members]) -> list[list[Members]]:
         """Return members by what a rule depends on: kind, roles, options and number of steps."""
         found: dict[object, list[Members]] = {}
+        said: dict[int, str] = {}  # all parameters of a group of the optimizer have the same options
         for one in members:
-            alike = (one.kind, _roles_of(one), repr(sorted(one.options.items(), key=str)), self._steps_of(one))
+            if id(one.options) not in said:
+                said[id(one.options)] = repr(sorted(one.options.items(), key=str))
+            alike = (one.kind, _roles_of(one), said[id(one.options)], self._steps_of(one))
             found.setdefault(alike, []).append(one)
         return list(found.values())
 

@@ -549,7 +549,8 @@ def test_reading_one_member_says_what_it_cost(cast):
     sink = array_sink("w", "bfloat16", live, [Box.whole(master.shape)])
     report = saving.open(2).read_into([sink])
     assert report.needed_nbytes == live.nbytes
-    assert report.decoded_nbytes == 3 * live.nbytes  # the masters, and what they become
+    # The masters, and what they become; but for a last block that is too small to be worth it.
+    assert report.decoded_nbytes == 3 * live.nbytes - master.nbytes % BLOCK
     assert report.read_nbytes > 1000
 
 
@@ -777,3 +778,13 @@ def test_a_delta_that_could_not_be_written_leaves_no_pack_and_no_pin(chain, monk
 
 def _full(*_):
     raise err(Code.NO_SPACE, "no space")
+
+
+def test_small_blocks_that_changed_in_most_places_are_stored_as_they_are():
+    """Biases and gains of norms: encoding them takes a quarter of the time of all, for a quarter of a per cent."""
+    arrays = {"few": some(256), "most": some(256)}
+    saving = Saving(state(arrays))
+    saving.save(1, state(arrays))
+    saving.save(2, state({"few": nudged(arrays["few"], 3), "most": nudged(arrays["most"], 200)}))
+    rows = {tensor.name: tensor.boxes[0].extents[0].encoding for tensor in saving.open(2).read_part(0).tensors}
+    assert rows == {"few": "sparse", "most": "raw"}
