@@ -85,8 +85,7 @@ def _code_all(coder: BlockCoder, blocks: list[list[int]], results: memoryview) -
         end = begin + len(coded.stored)
         results[begin:end] = coded.stored
         begin = end
-        decode_ns = int(coded.decode_s * 1e9)
-        found.append([coded.encoding, coded.digest, coded.predicted, len(coded.stored), coded.stored_digest, decode_ns])
+        found.append(coded.as_row())
     return found
 
 

@@ -9,7 +9,7 @@ from blake3 import blake3
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["DIGEST_NBYTES", "PREFIX", "block_digests", "digest_bytes", "digest_text", "iter_blocks"]
+__all__ = ["DIGEST_NBYTES", "PREFIX", "block_digests", "digest_at", "digest_bytes", "digest_text", "iter_blocks"]
 
 DIGEST_NBYTES: Final = 32
 PREFIX: Final = "blake3:"
@@ -27,6 +27,11 @@ def digest_text(digest: bytes) -> str:
     'blake3:af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262'
     """
     return PREFIX + digest.hex()
+
+
+def digest_at(digests: bytes, number: int) -> bytes:
+    """Return one of several digests that stand one behind the other."""
+    return digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]
 
 
 def iter_blocks(nbytes: int, block_nbytes: int) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 from typing import TYPE_CHECKING
 
-from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.manifest import Reference, pins_path
 from ckptfmt.documents.pins import Pins
 from ckptfmt.engines.commit import check_base, create_once
@@ -100,7 +100,7 @@ class BaseContents:
 
     def digest(self, number: int, block: int) -> bytes:
         """Return the digest of a block."""
-        return self._digests[number][block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]
+        return digest_at(self._digests[number], block)
 
     def content(self, number: int, block: int) -> memoryview:
         """Return the content of a block."""

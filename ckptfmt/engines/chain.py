@@ -212,7 +212,8 @@ class Chain:
         try:
             part = delta.write(store, origin, writer, snapped.context)
             snapped.wait_complete()
-            check_seen(image, delta.digests(), snapped.seen)
+            digests = delta.digests()
+            check_seen(image, digests, snapped.seen)
         finally:
             delta.close()
         write_part_file(store, part)
@@ -225,7 +226,7 @@ class Chain:
         link = _Link(
             snapped=snapped,
             part=part,
-            digests=delta.digests(),
+            digests=digests,
             read_nbytes=np.where(is_raw, own, own + self._last.read_nbytes),
             decoded_nbytes=np.where(is_raw, 0, self._last.decoded_nbytes + np.where(is_encoded, nbytes, 0)),
         )

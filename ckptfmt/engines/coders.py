@@ -180,18 +180,9 @@ def _read_coded(rows: Iterable[list[Any] | None], results: memoryview) -> list[C
         if row is None:
             found.append(None)
             continue
-        encoding, digest, predicted, nbytes, stored_digest, decode_ns = row
-        found.append(
-            Coded(
-                encoding=encoding,
-                digest=digest,
-                predicted=predicted,
-                stored=bytes(results[begin : begin + nbytes]),
-                stored_digest=stored_digest,
-                decode_s=decode_ns / 1e9,
-            )
-        )
-        begin += nbytes
+        end = begin + row[-1]
+        found.append(Coded.from_row(row, bytes(results[begin:end])))
+        begin = end
     return found
 
 

@@ -61,6 +61,24 @@ class Coded:
     stored_digest: bytes = b""
     decode_s: float = 0.0
 
+    def as_row(self) -> list[Any]:
+        """Return it as plain values, but for what is stored, of which only the size is in it, the last."""
+        decode_ns = int(self.decode_s * 1e9)
+        return [self.encoding, self.digest, self.predicted, self.stored_digest, decode_ns, len(self.stored)]
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any], stored: bytes) -> Coded:
+        """Return what `as_row` was asked of, given what is stored."""
+        encoding, digest, predicted, stored_digest, decode_ns, _ = row
+        return cls(
+            encoding=encoding,
+            digest=digest,
+            predicted=predicted,
+            stored=stored,
+            stored_digest=stored_digest,
+            decode_s=decode_ns / 1e9,
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Chosen:
@@ -228,9 +246,11 @@ class BlockCoder:
 
 def encode_small(content: memoryview, *, dtype: str, base: memoryview) -> tuple[str, bytes]:
     """Return how a small block is stored, and as what; `("raw", b"")` where nothing pays."""
+    if content.nbytes < LEAST_NBYTES:
+        return "raw", b""
     words = LANES[dtype].words
     changed = np.frombuffer(content, words) != np.frombuffer(base, words)
-    if content.nbytes < LEAST_NBYTES or np.count_nonzero(changed) > _MOST_CHANGED * changed.size:
+    if np.count_nonzero(changed) > _MOST_CHANGED * changed.size:
         return "raw", b""
     return encodings.choose(content, dtype=dtype, base=base, among=_FOR_SMALL)
 

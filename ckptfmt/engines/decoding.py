@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptfmt.arithmetic import encodings, prediction
 from ckptfmt.box import Box
-from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.digest import DIGEST_NBYTES, digest_at, digest_bytes
 from ckptfmt.documents.manifest import part_path
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
@@ -186,8 +186,7 @@ class StoredBlock:
             digest = self.box.digests_of(self.block, self.block + 1)
             requirement, saved = "REQ-OPN-006", "what was saved"
         else:
-            at = (self.block - extent.block_begin) * DIGEST_NBYTES
-            digest = extent.stored_digests[at : at + DIGEST_NBYTES]
+            digest = digest_at(extent.stored_digests, self.block - extent.block_begin)
             requirement, saved = "REQ-DEL-007", "stored as it was saved"
         if digest_bytes(stored) != digest:
             raise err(Code.BLOCK_DIGEST, f"{self.title} isn't {saved}", where=self.where, requirement=requirement)

@@ -14,7 +14,7 @@ import itertools
 from typing import TYPE_CHECKING, Final
 
 from ckptfmt.arithmetic import encodings
-from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.deltas import Group
 from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.part import PACK_HEADER, Extent, Part, PartFile, PartTensor
@@ -320,7 +320,7 @@ class Delta:
         seen = None if self._known is None else self._seen(self._image.pieces[number].begin)
         if self._known is None or seen is None or not seen.kept[block]:
             return None
-        return self._known[number][block * DIGEST_NBYTES : (block + 1) * DIGEST_NBYTES]
+        return digest_at(self._known[number], block)
 
     def _code_again(self, number: int, block: int, known: Stored) -> bytes | memoryview:
         """Return a block as it was stored in a try that the store didn't answer: perhaps that one is there.

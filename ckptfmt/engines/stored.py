@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptfmt.arithmetic.plan import BlockRange, cut_range, find_blocks, find_stretch
 from ckptfmt.box import Box
-from ckptfmt.digest import DIGEST_NBYTES, digest_bytes, iter_blocks
+from ckptfmt.digest import digest_at, digest_bytes, iter_blocks
 from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def iter_damages(
     """
     first = blocks.piece_byte_begin // block_nbytes
     for number, (begin, end) in enumerate(iter_blocks(blocks.nbytes, block_nbytes), start=first):
-        if digest_bytes(content[begin:end]) != digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
+        if digest_bytes(content[begin:end]) != digest_at(digests, number):
             yield err(
                 Code.BLOCK_DIGEST,
                 f"block {number}{title and f' of {title}'} isn't what was saved",

@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptfmt.arithmetic.plan import BlockRange, plan_requests
-from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.part import extent_nbytes
 from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.closure import Library
@@ -103,7 +103,7 @@ def _iter_expected(opened: OpenPart, number: int, *, with_stored: bool) -> Itera
 def _iter_stored(box: StoredBox, extent: Extent) -> Iterator[tuple[int, int, _Expected]]:
     begin = extent.byte_begin
     for at, nbytes in enumerate(extent.stored_nbytes):
-        digest = extent.stored_digests[at * DIGEST_NBYTES : (at + 1) * DIGEST_NBYTES]
+        digest = digest_at(extent.stored_digests, at)
         if nbytes:
             yield begin, nbytes, _Expected(box=box, block=extent.block_begin + at, stored_digest=digest)
         begin += nbytes
