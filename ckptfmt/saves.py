@@ -282,10 +282,18 @@ class Saves:
         try:
             constant = frozenset() if guard is None else guard.find_constant(sources)
             # What has changed is looked for by whoever holds it, if somebody asked for deltas.
-            blocks = None
-            if self._has_device_tensors and request.delta.mode != "off":
+            blocks, looks = None, request.delta.mode != "off"
+            if self._has_device_tensors and looks:
                 blocks = self._devices.blocks_of(lent.number, image, is_known=lent.was_written)
-            now, later = plan_copies(agreed.snapshot, image, view, later=constant, devices=self._devices, blocks=blocks)
+            now, later = plan_copies(
+                agreed.snapshot,
+                image,
+                view,
+                later=constant,
+                devices=self._devices,
+                blocks=blocks,
+                block_nbytes=image.block_nbytes if looks and lent.was_written else 0,
+            )
             if guard is not None:
                 later = guard.hold(later, sources, handle)
                 guard.begin_probation(sources, image, view)

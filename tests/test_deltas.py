@@ -1,5 +1,6 @@
 """Deltas in a training loop: saved by a process or a thread, resumed, and the same run bit by bit."""
 
+import ctypes
 import logging
 
 import pytest
@@ -7,8 +8,13 @@ import torch
 
 import ckptfmt
 from ckptfmt import Checkpointer, State
+from ckptfmt.digest import digest_bytes
+from ckptfmt.engines import coding
+from ckptfmt.engines.chain import Chain
 from ckptfmt.errors import Code
 from tests.builders import code_of, error_of
+from tests.test_device_deltas import MIB, check_loads
+from tests.test_device_deltas import Run as Table
 
 #: Full at first, then deltas, however long reading them takes.
 DELTA = {"mode": "smallest", "restore_budget": 100.0}
@@ -106,6 +112,82 @@ def test_the_gradient_is_the_only_news(tmp_path, optimizer, gradients, limit):
     other = Run(optimizer, seed=1)
     ckptfmt.load(report.path, other.state)
     assert other.held() == run.held()
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """Blocks of a MiB that were copied into slots, and that savers digested."""
+    copied, digested = [], []
+    copy = ctypes.memmove
+
+    def note_copy(target, at, nbytes):
+        copied.append(nbytes)
+        return copy(target, at, nbytes)
+
+    def note_digest(content):
+        digested.append(len(content))
+        return digest_bytes(content)
+
+    monkeypatch.setattr(ctypes, "memmove", note_copy)
+    monkeypatch.setattr(coding, "digest_bytes", note_digest)
+    return copied, digested
+
+
+def test_what_has_not_changed_is_neither_copied_nor_digested(tmp_path, costs):
+    """Of two slots each is compared with what it holds: what changed in the last two steps is copied."""
+    run, told, saved = Table(), [], []
+    with Checkpointer(tmp_path / "run", run.state, delta=DELTA, saver="thread") as ck:
+        for number in range(6):
+            run.step(number)
+            ck.step += 1
+            for noted in costs:
+                noted.clear()
+            saved.append((save(ck), run.held()))
+            copied, digested = costs
+            told.append((copied.count(MIB), sum(copied) // MIB, digested.count(MIB)))
+    # Whole tensors at first, of 8 MiB three and one of 4; then table and moments, two blocks of each.
+    assert [copied for _, copied, _ in told] == [28, 28, 6, 6, 6, 6]
+    assert told[2:] == [(6, 6, 6)] * 4
+    for report, held in saved:
+        check_loads(report, held)
+
+
+def test_without_deltas_nothing_is_compared(tmp_path, costs):
+    run = Table()
+    with Checkpointer(tmp_path / "run", run.state, saver="thread") as ck:
+        for number in range(4):
+            run.step(0)
+            ck.step += 1
+            costs[0].clear()
+            save(ck)
+            assert sum(costs[0]) // MIB == 28, number
+
+
+def test_what_a_slot_holds_of_a_save_that_failed_is_not_believed(tmp_path, costs, monkeypatch):
+    run = Table()
+    with Checkpointer(tmp_path / "run", run.state, delta=DELTA, saver="thread") as ck:
+        for number in range(3):
+            run.step(number)
+            ck.step += 1
+            save(ck)
+        with monkeypatch.context() as patch:
+            patch.setattr(Chain, "write", lambda *_, **__: 1 / 0)
+            run.step(3)
+            ck.step += 1
+            with pytest.raises(ckptfmt.CkptError):
+                save(ck)
+            with pytest.raises(ckptfmt.CkptError):
+                ck.save()
+        copied = []
+        for number in range(4, 8):
+            run.step(number)
+            ck.step += 1
+            costs[0].clear()
+            report = save(ck)
+            copied.append(sum(costs[0]) // MIB)
+    assert max(copied) == 28
+    assert copied[2:] == [6, 6]
+    check_loads(report, run.held())
 
 
 def test_a_process_saves_deltas_and_the_run_goes_on_from_one(tmp_path):

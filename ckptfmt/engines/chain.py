@@ -47,7 +47,7 @@ class Snapped:
         wait: waits until the first so many bytes of it are there.
         wait_complete: waits until it is a snapshot of one moment.
         context: what isn't tensors.
-        seen: returns what a device found of the piece that begins at a byte of the image, if one looked at it; once
+        seen: returns what was found of the piece that begins at a byte of the image, if anybody looked at it; once
             that is there.
     """
 

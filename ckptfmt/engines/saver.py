@@ -140,7 +140,7 @@ class Progress:
         self._error: CkptError | None = None
 
     def advance(self, nbytes: int, seen: Iterable[Seen] = ()) -> None:
-        """Say that the first `nbytes` bytes are there, and what devices found of them."""
+        """Say that the first `nbytes` bytes are there, and what was found of them."""
         with self._changed:
             self._seen.update((one.begin, one) for one in seen)
             self._nbytes = max(self._nbytes, nbytes)
@@ -160,7 +160,7 @@ class Progress:
                 self._changed.notify_all()
 
     def seen(self, begin: int) -> Seen | None:
-        """Return what a device found of the piece that begins at a byte, if one looked at it; once that is there."""
+        """Return what was found of the piece that begins at a byte, if anybody looked at it; once that is there."""
         return self._seen.get(begin)
 
     def wait(self, nbytes: int) -> None:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import functools
 import itertools
 import threading
 from typing import TYPE_CHECKING, Final, Protocol
 
+import numpy as np
+
+from ckptfmt.digest import iter_blocks
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Executor
 
+    from numpy.typing import NDArray
+
     from ckptfmt.box import Box
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.engines.image import Image
-    from ckptfmt.engines.snapshot import TensorSource
+    from ckptfmt.engines.snapshot import MemoryOf, TensorSource
 
 __all__ = ["Copy", "HostCopy", "Seen", "Staging", "check_seen"]
 
@@ -29,11 +36,12 @@ _FIRST_NBYTES: Final = 16 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a device found of a piece when its copy was asked for.
+    """What was found of a piece when it was copied.
 
     Attributes:
         begin: first byte of the piece in the image.
-        digests: of its blocks, one behind the other.
+        digests: of its blocks, one behind the other, as a device computed them when its copy was asked for; empty where
+            the host compared the bytes themselves.
         kept: a byte for each block: 1 where the slot had it from an earlier save, and it wasn't copied again.
     """
 
@@ -59,7 +67,7 @@ class Copy(Protocol):
 
     @property
     def seen(self) -> Sequence[Seen]:
-        """What its device found, once it is finished."""
+        """What was found of what it copied, once it is finished."""
 
     def start(self) -> None:
         """Set it going, where a device does it; the values are those of now."""
@@ -71,9 +79,14 @@ class Copy(Protocol):
         """Keep later work of the device from overtaking it, without waiting for it."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class HostCopy:
-    """A copy that the calling thread does."""
+    """A copy that the calling thread does.
+
+    Attributes:
+        block_nbytes: size of the blocks that are compared with what the slot has, and copied only where they differ;
+            0 to copy without looking.
+    """
 
     source: TensorSource
     box: Box
@@ -81,18 +94,23 @@ class HostCopy:
     begin: int
     end: int
     view: memoryview
-
-    @property
-    def seen(self) -> Sequence[Seen]:
-        """Nothing: whoever reads the slot digests what is there."""
-        return ()
+    block_nbytes: int = 0
+    seen: Sequence[Seen] = ()
 
     def start(self) -> None:
         """Nothing to set going."""
 
     def finish(self) -> None:
         """Copy."""
-        self.source.copy_into(self.box, self.view[self.begin : self.end])
+        out = self.view[self.begin : self.end]
+        memory_of: MemoryOf | None = getattr(self.source, "memory_of", None) if self.block_nbytes else None
+        memory = None if memory_of is None else memory_of(self.box)
+        if memory is None:
+            self.source.copy_into(self.box, out)
+            return
+        kept = _copy_changed(memory, np.frombuffer(out, np.uint8), self.block_nbytes)
+        if any(kept):
+            self.seen = (Seen(begin=self.begin, digests=b"", kept=kept),)
 
     def guard(self) -> None:
         """Nothing that could overtake it."""
@@ -105,8 +123,8 @@ class Staging:
         image: what they fill.
         copies: by first byte, without overlap.
         view: of the slot; the headers of the shards are put into it now.
-        tell: called with the number of bytes that the filled prefix has, as it grows, and with what devices found of
-            what was filled since; from any thread, in order.
+        tell: called with the number of bytes that the filled prefix has, as it grows, and with what was found of what
+            was filled since; from any thread, in order.
     """
 
     def __init__(
@@ -168,16 +186,42 @@ def check_seen(image: Image, digests: Sequence[bytes], seen: Callable[[int], See
     Args:
         image: of the slot.
         digests: of the blocks of each piece, as they are in the slot.
-        seen: returns what a device found of the piece that begins at a byte of the image, if one looked at it.
+        seen: returns what was found of the piece that begins at a byte of the image, if anybody looked at it.
 
     Raises: StateError(STATE_CHANGED). Spec: REQ-CMT-028.
     """
     for piece, found in zip(image.pieces, digests, strict=True):
         told = seen(piece.begin) if piece.end > piece.begin else None
-        if told is not None and told.digests != found:
+        if told is not None and told.digests and told.digests != found:
             field, name, _ = piece.key
             detail = "what arrived of it isn't what its device had when the save was asked for"
             raise err(Code.STATE_CHANGED, detail, where=f"{field}:{name}", requirement="REQ-CMT-028")
+
+
+def _copy_changed(content: NDArray[np.uint8], target: NDArray[np.uint8], block_nbytes: int) -> bytes:
+    """Copy those blocks of `content` that `target` doesn't have; return a byte for each block, 1 where it has it.
+
+    With the C library: it looks no further than to the first byte that differs, and other threads of Python run.
+    """
+    if content.nbytes != target.nbytes:
+        raise ValueError(f"{content.nbytes} bytes don't fill {target.nbytes}")
+    at, target_at = content.ctypes.data, target.ctypes.data
+    kept = bytearray()
+    for begin, end in iter_blocks(content.nbytes, block_nbytes):
+        is_kept = _compare_memory()(target_at + begin, at + begin, end - begin) == 0
+        if not is_kept:
+            ctypes.memmove(target_at + begin, at + begin, end - begin)
+        kept.append(is_kept)
+    return bytes(kept)
+
+
+@functools.cache
+def _compare_memory() -> Callable[[int, int, int], int]:
+    """Return the C library's ``memcmp``."""
+    found = ctypes.CDLL(None).memcmp
+    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
+    compare: Callable[[int, int, int], int] = found
+    return compare
 
 
 def _take_from(copies: Iterable[Copy], lock: threading.Lock) -> Iterable[Copy]:

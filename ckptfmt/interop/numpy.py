@@ -81,12 +81,19 @@ class ArraySource:
         """Copy the elements of `box` into `out`; other threads of Python run meanwhile."""
         if not box.element_count:
             return
-        view = _view(self.array, box)
-        little = view.dtype.newbyteorder("<")
-        if view.flags.c_contiguous and view.dtype == little:
-            np.copyto(np.frombuffer(out, np.uint8), view.reshape(-1).view(np.uint8))
+        memory = self.memory_of(box)
+        if memory is not None:
+            np.copyto(np.frombuffer(out, np.uint8), memory)
         else:
-            np.copyto(np.frombuffer(out, little).reshape(view.shape), view)
+            view = _view(self.array, box)
+            np.copyto(np.frombuffer(out, view.dtype.newbyteorder("<")).reshape(view.shape), view)
+
+    def memory_of(self, box: Box) -> Array | None:
+        """Return the bytes of the elements of `box`, if they follow each other in memory as the format has them."""
+        view = _view(self.array, box)
+        if not view.flags.c_contiguous or view.dtype != view.dtype.newbyteorder("<"):
+            return None
+        return view.reshape(-1).view(np.uint8)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)

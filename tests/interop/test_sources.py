@@ -40,7 +40,10 @@ def copied(source, offset, box=None):
     memory = bytearray([FENCE]) * (offset + nbytes + 16)
     source.copy_into(box, memoryview(memory)[offset : offset + nbytes])
     assert set(memory[:offset] + memory[offset + nbytes :]) == {FENCE}
-    return bytes(memory[offset : offset + nbytes])
+    found = bytes(memory[offset : offset + nbytes])
+    as_it_is = source.memory_of(box)
+    assert as_it_is is None or as_it_is.tobytes() == found
+    return found
 
 
 def content(dtype):
@@ -101,6 +104,23 @@ def test_a_piece_is_cut_out_of_what_is_here():
     for box, local_box in places.items():
         expected = opaque[local_box.relative_to(Box.whole(SHAPE))].tobytes()
         assert [copied(source, offset, box) for offset in OFFSETS] == [expected] * len(OFFSETS)
+
+
+def test_memory_is_told_where_it_holds_the_bytes_as_they_are():
+    tensor = torch.randn(6, 10, generator=torch.Generator().manual_seed(2))
+    imaginary = torch.view_as_complex(tensor.view(6, 5, 2))
+    told = [tensor, tensor[1:4], tensor[2, 3], torch.nn.Parameter(tensor), imaginary]
+    assert all(memory_of(tensor_source(one)) is not None for one in told)
+    others = [tensor.t(), tensor[:, 2:6], imaginary.conj(), imaginary.conj().imag]
+    assert [memory_of(tensor_source(one)) for one in others] == [None] * len(others)
+
+    array = tensor.numpy()
+    assert all(memory_of(array_source(one)) is not None for one in (array, array[1:4], array[2, 3, ...]))
+    assert [memory_of(array_source(one)) for one in (array.T, array[:, 2:6], array.astype(">f4"))] == [None] * 3
+
+
+def memory_of(source):
+    return source.memory_of(source.boxes[0])
 
 
 @pytest.mark.parametrize("nbytes", [0, 15, 17])

@@ -224,16 +224,26 @@ class TorchSource:
         """
         if not box.element_count:
             return
-        piece = next(piece for piece in self.pieces if piece.box == box)
-        local = self.local
-        if piece.local_box.shape != tuple(local.shape):
-            local = local[piece.local_box.relative_to(Box.whole(tuple(local.shape)))]
-        local = local.resolve_conj().resolve_neg()
+        local = self._find(box).resolve_conj().resolve_neg()
         if local.is_cpu and local.is_contiguous():
             _copy_memory(local, out)
         else:
             held = _as_integers(local)
             torch.frombuffer(out, dtype=held.dtype).view(held.shape).copy_(held)
+
+    def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
+        """Return the bytes of the elements of `box`, if they follow each other in the host's memory, to be read."""
+        local = self._find(box)
+        if not local.is_cpu or not local.is_contiguous() or local.is_conj() or local.is_neg():
+            return None
+        return _bytes_at(local.data_ptr(), local.nbytes)
+
+    def _find(self, box: Box) -> torch.Tensor:
+        """Return the elements of one of the boxes where they are."""
+        piece = next(piece for piece in self.pieces if piece.box == box)
+        if piece.local_box.shape == tuple(self.local.shape):
+            return self.local
+        return self.local[piece.local_box.relative_to(Box.whole(tuple(self.local.shape)))]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -288,12 +298,8 @@ class TorchSink:
         if first is None:
             return None
         element_nbytes = self.local.element_size()
-        # Not through `Tensor.numpy`: a tensor that once was an array can't be resized ever after.
-        memory = (ctypes.c_ubyte * (target.element_count * element_nbytes)).from_address(
-            self._address + first * element_nbytes
-        )
         torch.autograd.graph.increment_version(self.local)
-        return np.ctypeslib.as_array(memory)
+        return _bytes_at(self._address + first * element_nbytes, target.element_count * element_nbytes)
 
     def _find(self, box: Box) -> Box:
         """Return where in the local tensor the elements of `box` are."""
@@ -427,6 +433,11 @@ def _copy_memory(tensor: torch.Tensor, out: memoryview) -> None:
     if out.nbytes != tensor.nbytes:
         raise ValueError(f"{tensor.nbytes} bytes don't fill {out.nbytes}")
     ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(out)), tensor.data_ptr(), out.nbytes)
+
+
+def _bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """Return memory of a tensor. Not through `Tensor.numpy`: one that once was an array can't be resized ever after."""
+    return np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(address))
 
 
 def _copy(
