@@ -59,7 +59,8 @@ def _serve(channel: Channel) -> None:
 
 def _make_coder(message: dict[str, Any], image: Image, slots: dict[int, Slot]) -> BlockCoder:
     contents = BaseContents(image, message["digests"], slots[message["base_slot"]].view, otherwise=_refuse)
-    groups = [PlannedGroup(rule=Rule.parse(rule, "delta"), pieces=tuple(pieces)) for rule, pieces in message["groups"]]
+    rules = [(Rule.parse(rule, "delta"), rows) for rule, rows in message["groups"]]
+    groups = [PlannedGroup(rule=rule, pieces=tuple(pieces)) for rule, rows in rules for pieces in rows]
     view = slots[message["slot"]].view
     fields, among = frozenset(message["fields"]), message["among"]
     return BlockCoder(image, view, contents=contents, groups=groups, fields=fields, among=among)

@@ -14,6 +14,7 @@ from ckptfmt.capture import capture
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import Manifest, Origin
 from ckptfmt.documents.tree import dump_tree, parse_tree
+from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import decide
 from ckptfmt.engines.image import Image, plan_image
 from ckptfmt.engines.writer import as_ckpt_error, check_snapshot, list_holdings, tell_failure, write_part
@@ -164,6 +165,7 @@ def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints
         )
 
 
+@collector_paused()
 def _take(state: State, group: Group, ownership: Ownership) -> Snapshot:
     snapshot = capture(state, worker=group.writer, worker_count=group.writer_count)
     _look_at(snapshot, ownership)

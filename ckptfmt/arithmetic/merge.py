@@ -147,11 +147,15 @@ def _merge_tensors(parts: Sequence[Part], block_nbytes: int) -> tuple[IndexTenso
     rows = {one: np.array([numbers[key] for key in table.keys], np.int64) for one, (_, table) in tables.items()}
     ndim = np.array([len(tensor.global_shape) for tensor in tensors], np.int64)
     pieces = gather_pieces(held, [rows[id(holdings.table)] for holdings in held], ndim)
-    return tuple(
-        dataclasses.replace(
-            tensor, sharding=merge_pieces(own, tensor.global_shape, block_nbytes, where=_title(tensor.key))
-        )
+    merged = (
+        merge_pieces(own, tensor.global_shape, block_nbytes, where=_title(tensor.key))
         for tensor, own in zip(tensors, pieces, strict=True)
+    )
+    # Of equal ones the first stands for all: whoever compares them sees that at once.
+    known: dict[Sharding, Sharding] = {}
+    return tuple(
+        dataclasses.replace(tensor, sharding=known.setdefault(sharding, sharding))
+        for tensor, sharding in zip(tensors, merged, strict=True)
     )
 
 

@@ -174,7 +174,9 @@ class Sharding(Sequence[tuple[Box, int]]):
             return True
         if hash(self) != hash(other) or (self.extents is None) != (other.extents is None):
             return False
-        return all(map(np.array_equal, self._content(), other._content()))
+        # Most have a box or a few: to compare arrays of that size as such takes ten times as long.
+        pairs = zip(self._content(), other._content(), strict=True)
+        return self.ndim == other.ndim and all(own.tobytes() == theirs.tobytes() for own, theirs in pairs)
 
     def __hash__(self) -> int:
         if self._hash is None:

@@ -20,11 +20,15 @@ Result = TypeVar("Result")
 WAITING: Final = 2
 
 
-def iter_ahead(work: Callable[[Item], Result], items: Iterable[Item], *, count: int | None = None) -> Iterator[Result]:
+def iter_ahead(
+    work: Callable[[Item], Result], items: Iterable[Item], *, count: int | None = None, ahead_count: int | None = None
+) -> Iterator[Result]:
     """Yield what `work` returns for each item, in their order; only a few results are there at a time.
 
     Args:
         count: of threads; `thread_count` if None.
+        ahead_count: how many items are begun or wait to be taken, beside the one that is taken; `WAITING` for each
+            thread if None.
 
     Raises: what `work` raises, when its turn has come.
 
@@ -32,12 +36,13 @@ def iter_ahead(work: Callable[[Item], Result], items: Iterable[Item], *, count: 
     [3, 1, 2]
     """
     count = thread_count() if count is None else count
+    ahead_count = WAITING * count if ahead_count is None else ahead_count
     running: collections.deque[Any] = collections.deque()
     with ThreadPoolExecutor(count, thread_name_prefix="ckptfmt-ahead") as threads:
         try:
             for item in items:
                 running.append(threads.submit(work, item))
-                if len(running) > count * WAITING:
+                if len(running) > ahead_count:
                     yield running.popleft().result()
             while running:
                 yield running.popleft().result()

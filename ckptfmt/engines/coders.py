@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -53,7 +54,9 @@ class Coders:
     def __init__(self) -> None:
         self._slots: dict[int, Slot] = {}
         self._all: list[_Coder] = []
-        self._idle: queue.SimpleQueue[_Coder | None] = queue.SimpleQueue()
+        self._idle: list[_Coder] = []
+        #: Of threads that wait for one, in the order in which they came: a stream waits for its oldest batch.
+        self._waiting: collections.deque[queue.SimpleQueue[_Coder | None]] = collections.deque()
         self._alive_count = 0
         self._has_started = False
         self._lock = threading.Lock()
@@ -97,13 +100,13 @@ class Coders:
             fields: those whose changed blocks are encoded.
             among: encodings to choose from.
         """
-        self._idle, self._alive_count = queue.SimpleQueue(), 0
+        self._idle, self._alive_count = [], 0
         message = {
             "type": "delta",
             "slot": slot,
             "base_slot": base_slot,
             "digests": list(digests),
-            "groups": [[group.rule.dump(), list(group.pieces)] for group in groups],
+            "groups": _dump_groups(groups),
             "fields": sorted(fields),
             "among": list(among),
         }
@@ -114,10 +117,8 @@ class Coders:
                     coder.channel.send({"type": "image", "image": image.as_dict()})
                     coder.image = image
                 coder.channel.send(message)
-                self._idle.put(coder)
+                self._idle.append(coder)
                 self._alive_count += 1
-        if not self._alive_count:
-            self._idle.put(None)
 
     def code(self, blocks: Sequence[tuple[int, int]], nbytes: int) -> list[Coded | None]:
         """Return what becomes of blocks; None of one that is for the caller to code. Waits for a process.
@@ -127,9 +128,8 @@ class Coders:
             nbytes: size of their content, all together: what is stored of them is no more.
         """
         nothing: list[Coded | None] = [None] * len(blocks)
-        coder = self._idle.get()
+        coder = self._take()
         if coder is None:
-            self._idle.put(None)
             return nothing
         try:
             message = {"type": "blocks", "blocks": [list(at) for at in blocks], "room_nbytes": nbytes}
@@ -145,7 +145,7 @@ class Coders:
             coder.results = Slot.attach(fd)
         assert coder.results is not None  # noqa: S101 - the first answer has it
         coded = _read_coded(told["coded"], coder.results.view)
-        self._idle.put(coder)
+        self._give_back(coder)
         return coded
 
     def close(self) -> None:
@@ -156,12 +156,29 @@ class Coders:
             coder.process.wait()
         self._all = []
 
+    def _take(self) -> _Coder | None:
+        """Return a process that has nothing to do, when there is one; None if there won't be."""
+        with self._lock:
+            if self._idle or not self._alive_count:
+                return self._idle.pop() if self._idle else None
+            place: queue.SimpleQueue[_Coder | None] = queue.SimpleQueue()
+            self._waiting.append(place)
+        return place.get()
+
+    def _give_back(self, coder: _Coder) -> None:
+        """Hand a process to who has waited longest."""
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().put(coder)
+            else:
+                self._idle.append(coder)
+
     def _lose_one(self) -> None:
         """Take note that a process is gone; with the last one nobody has to wait any more."""
         with self._lock:
             self._alive_count -= 1
-            if not self._alive_count:
-                self._idle.put(None)
+            while self._waiting and not self._alive_count:
+                self._waiting.popleft().put(None)
 
     def _send_slots(self, coder: _Coder, *numbers: int) -> None:
         """Send what a coder doesn't have yet."""
@@ -170,6 +187,15 @@ class Coders:
             if coder.slots.get(number) is not slot:
                 coder.channel.send({"type": "slot", "slot": number}, fd=slot.fd)
                 coder.slots[number] = slot
+
+
+def _dump_groups(groups: Iterable[PlannedGroup]) -> list[list[Any]]:
+    """Return each rule, of which there are few, with the pieces of its groups, of which there are many."""
+    found: dict[int, list[Any]] = {}
+    for group in groups:
+        rule = found.setdefault(id(group.rule), [group.rule.dump, []])
+        rule[1].append(list(group.pieces))
+    return [[dump(), pieces] for dump, pieces in found.values()]
 
 
 def _read_coded(rows: Iterable[list[Any] | None], results: memoryview) -> list[Coded | None]:

@@ -29,13 +29,13 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part
+from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.registers import Register, parse_known
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ckptfmt.documents.index import Index
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.tables import TensorTable
     from ckptfmt.store.protocol import Buffer, Store
@@ -173,8 +173,10 @@ def finalize(store: Store, origin: Origin) -> Manifest:
     """
     known: dict[bytes, TensorTable] = {}
     entries = [_read_part(store, origin, writer, known) for writer in range(origin.writer_count)]
-    index = merge_parts(entries)
-    index_nbytes, index_digest = _create_index(store, index)
+    with collector_paused():
+        index = merge_parts(entries)
+        content, digest = index.dump()
+    index_nbytes, index_digest = _create_index(store, index_name(origin.attempt), content, digest)
     for entry in entries:
         for file in entry.part.files:
             _check_file(store, file.name, file.nbytes)
@@ -358,15 +360,13 @@ def _raise_failures(store: Store, origin: Origin, present: set[str] | None = Non
 # --- deciding -------------------------------------------------------------------------------------------------------
 
 
-def _create_index(store: Store, index: Index) -> tuple[int, bytes]:
+def _create_index(store: Store, path: str, content: bytes, digest: bytes) -> tuple[int, bytes]:
     """Create the index, or find the one of another committer; return its size in bytes and its digest.
 
     Committers say the same, but may compress it differently: the manifest names the file that is there.
 
     Raises: StoreError; CommitError(COMMIT_CONFLICT). Spec: REQ-CMT-006.
     """
-    path = index_name(index.origin.attempt)
-    content, digest = index.dump()
     try:
         create_once(store, path, lambda: [content], content=content)
     except CkptError as error:
@@ -392,7 +392,8 @@ def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, byt
 def _read_part(store: Store, origin: Origin, writer: int, known: dict[bytes, TensorTable]) -> PartFileEntry:
     path = part_path(origin.attempt, writer)
     content = store.read(path, limit_nbytes=limits.MSGPACK_NBYTES)
-    part, digest = Part.parse(content, where=path, known=known)
+    with collector_paused():
+        part, digest = Part.parse(content, where=path, known=known)
     if part.origin != origin or part.writer != writer:
         raise err(
             Code.WRITERS_DIVERGED,

@@ -17,12 +17,13 @@ from ckptfmt.arithmetic import encodings
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.deltas import Group
 from ckptfmt.documents.manifest import Reference, pack_name
-from ckptfmt.documents.part import PACK_HEADER, Extent, Part, PartFile, PartTensor
+from ckptfmt.documents.part import PACK_HEADER, Extent, Part, PartFile
 from ckptfmt.documents.tables import block_count
 from ckptfmt.engines.ahead import iter_ahead, iter_batches
 from ckptfmt.engines.base import BaseContents, BaseFiles
 from ckptfmt.engines.coders import coder_count
 from ckptfmt.engines.coding import BlockCoder, Coded
+from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.groups import Snapshotted, find_groups
 from ckptfmt.engines.streaming import make_memory
@@ -49,6 +50,8 @@ __all__ = ["Delta", "Stored"]
 #: How many bytes of blocks a thread takes at once, and how many blocks at most.
 _BATCH_NBYTES: Final = 4 << 20
 _BATCH_COUNT: Final = 256
+#: How many batches may wait for the store: what is behind them goes on while a slow one takes them.
+_AHEAD_COUNT: Final = 24
 #: How many bytes are handed to the store at first, and how many at once at most: it shall have something to do early,
 #: and few requests. All are such as a file takes past the page cache.
 _FIRST_NBYTES: Final = 1 << 20
@@ -93,7 +96,7 @@ class Delta:
         slot: number of the slot.
         coders: processes that encode, if there are any.
         known: digests of the blocks of each piece that the slot had before it was filled this time, if they are known.
-        seen: returns what a device found of the piece that begins at a byte of the image, if one looked at it.
+        seen: returns what was found of the piece that begins at a byte of the image, if anybody looked at it.
     """
 
     def __init__(
@@ -176,18 +179,21 @@ class Delta:
                     name = pack_name(shard.stem, origin.attempt, writer)
                     files.extend(self._write_pack(store, name, of_shard, itertools.islice(stream, len(of_shard))))
             self._digest_rest()
+            return self._make_part(origin, writer, context, files)
         except Exception as error:
             known = not isinstance(error, CkptError) or error.code != Code.STORE_NO_ANSWER
             for shard in self._image.shards if known else ():
                 with contextlib.suppress(CkptError):
                     store.delete(pack_name(shard.stem, origin.attempt, writer))
             raise
-        part = self._image.part(origin, self.digests(), writer=writer, **context.members())
+
+    @collector_paused()
+    def _make_part(self, origin: Origin, writer: int, context: Context, files: Sequence[PartFile]) -> Part:
         extents = self._extents(files)
+        part = self._image.part(origin, self.digests(), writer=writer, extents=extents, **context.members())
         return dataclasses.replace(
             part,
             files=tuple(files),
-            tensors=tuple(_with_extents(tensor, extents) for tensor in part.tensors),
             references=self._references,
             groups=self._part_groups(),
         )
@@ -196,10 +202,12 @@ class Delta:
         """Return the groups of which a block is predicted, as the part lists them."""
         rows = self._image.rows()
         predicted = {number for (number, _), stored in self._stored.items() if stored.predicted}
+        rules = {id(group.rule): group.rule for group in self._groups.values()}
+        dumped = {number: rule.dump() for number, rule in rules.items()}
         found = [
             Group(
                 kind=group.rule.kind,
-                rule=group.rule.dump(),
+                rule=dumped[id(group.rule)],
                 reference=self._references.index(self._base.reference) if group.needs_base else None,
                 boxes=tuple(rows[number] for number in group.pieces),
             )
@@ -271,7 +279,7 @@ class Delta:
         # While one thread takes what came, another one's blocks are coded.
         count = coder_count() if self._coders is None else 2 * coder_count()
         batches = iter_batches(blocks, self._nbytes_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT)
-        for stored in iter_ahead(self._code_some, batches, count=count):
+        for stored in iter_ahead(self._code_some, batches, count=count, ahead_count=_AHEAD_COUNT):
             yield from stored
 
     def _nbytes_of(self, at: tuple[int, int]) -> int:
@@ -422,11 +430,6 @@ def _iter_chunks(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
                 memory, filled_nbytes = make_memory(min(2 * len(memory), _CHUNK_NBYTES)), 0
     if filled_nbytes:
         yield memory[:filled_nbytes]
-
-
-def _with_extents(tensor: PartTensor, extents: dict[tuple[TensorKey, Box], tuple[Extent, ...]]) -> PartTensor:
-    boxes = (dataclasses.replace(held, extents=extents.get((tensor.key, held.box), ())) for held in tensor.boxes)
-    return dataclasses.replace(tensor, boxes=tuple(boxes))
 
 
 def _kind(stored: Stored) -> tuple[str, int | None, bool]:

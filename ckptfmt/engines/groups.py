@@ -16,6 +16,7 @@ from ckptfmt.arithmetic import prediction
 from ckptfmt.arithmetic.prediction.members import Members, find_members
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.collector import collector_paused
 from ckptfmt.features import NEEDS_BASE
 
 if TYPE_CHECKING:
@@ -102,11 +103,7 @@ class _Finder:
 
     def find(self) -> tuple[PlannedGroup, ...]:
         """Return the groups."""
-        shapes = {tensor.key: tensor.global_shape for tensor in self._image.tensors}
-        tensors = {key: (self._dtypes[key], shapes[key]) for key in self._pieces}
-        parse = functools.cache(parse_tree)  # most leaves are in both as they were
-        members = find_members(tensors, _values_of(self._given.leaves, parse))
-        base_members = find_members(tensors, _values_of(self._given.base_leaves, parse))
+        members, base_members = self._find_members()
         before = {_names_of(one): one.options for one in base_members}
         found: list[PlannedGroup] = []
         for alike in self._sort_by_rule(members):
@@ -116,6 +113,15 @@ class _Finder:
                 self._hints[rule.kind] = rule
                 found += [PlannedGroup(rule=rule, pieces=row[: len(prediction.roles(rule))]) for row in rows]
         return tuple(found)
+
+    @collector_paused()
+    def _find_members(self) -> tuple[Sequence[Members], Sequence[Members]]:
+        """Return what may belong together in the snapshot, and in its base."""
+        shapes = {tensor.key: tensor.global_shape for tensor in self._image.tensors}
+        tensors = {key: (self._dtypes[key], shapes[key]) for key in self._pieces}
+        parse = functools.cache(parse_tree)  # most leaves are in both as they were
+        new, base = (_values_of(leaves, parse) for leaves in (self._given.leaves, self._given.base_leaves))
+        return find_members(tensors, new), find_members(tensors, base)
 
     def _sort_by_rule(self, members: Iterable[Members]) -> list[list[Members]]:
         """Return members by what a rule depends on: kind, roles, options and number of steps."""

@@ -15,9 +15,10 @@ from ckptfmt.documents.part import Extent, Leaf, Part, PartBox, PartFile, PartTe
 from ckptfmt.documents.shard import ShardEntry, plan_shard
 from ckptfmt.documents.tables import TensorKey, block_count, sort_key
 from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.collector import collector_paused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ckptfmt.box import Box
     from ckptfmt.engines.snapshot import Snapshot, TensorSource
@@ -98,6 +99,7 @@ class Image:
         numbers = {box: number for number, box in enumerate(boxes)}
         return tuple(numbers[piece.key, piece.box] for piece in self.pieces)
 
+    @collector_paused()
     def part(
         self,
         origin: Origin,
@@ -108,13 +110,21 @@ class Image:
         streams: Iterable[Stream],
         leaves: Iterable[Leaf],
         absent: dict[str, str],
+        extents: Mapping[tuple[TensorKey, Box], tuple[Extent, ...]] | None = None,
     ) -> Part:
         """Return the part of a save of this image.
 
         Args:
             digests: of the blocks of each piece, in the order of `pieces`.
+            extents: where each piece is, if that isn't in the image's shards.
         """
         found = {(piece.key, piece.box): digest for piece, digest in zip(self.pieces, digests, strict=True)}
+
+        def fill(key: TensorKey, held: PartBox) -> PartBox:
+            at = (key, held.box)
+            own = held.extents if extents is None else extents.get(at, ())
+            return dataclasses.replace(held, digests=found.get(at, b""), extents=own)
+
         return Part(
             origin=origin,
             writer=writer,
@@ -130,12 +140,7 @@ class Image:
                 for shard in self.shards
             ),
             tensors=tuple(
-                dataclasses.replace(
-                    tensor,
-                    boxes=tuple(
-                        dataclasses.replace(box, digests=found.get((tensor.key, box.box), b"")) for box in tensor.boxes
-                    ),
-                )
+                dataclasses.replace(tensor, boxes=tuple(fill(tensor.key, held) for held in tensor.boxes))
                 for tensor in self.tensors
             ),
             streams=tuple(sorted(streams, key=lambda stream: (stream.name.encode(), stream.scope.encode()))),
@@ -155,6 +160,7 @@ class Image:
         }
 
     @classmethod
+    @collector_paused()
     def from_dict(cls, value: dict[str, Any]) -> Image:
         """Return the image that `as_dict` was asked of."""
         part, _ = Part.parse(value["part"], where="image")
@@ -166,6 +172,7 @@ class Image:
         )
 
 
+@collector_paused()
 def plan_image(
     snapshot: Snapshot,
     *,

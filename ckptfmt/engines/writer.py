@@ -14,6 +14,7 @@ from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_na
 from ckptfmt.documents.part import Leaf, Part, Stream, dump_failure
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.image import Image, Piece, key_of, plan_image
 from ckptfmt.errors import CkptError, Code, err
@@ -165,7 +166,8 @@ def write_image(
 
 def write_part_file(store: Store, part: Part) -> None:
     """Write a part whose files are written, and make it durable behind them. Spec: REQ-CMT-003, REQ-CMT-004."""
-    content, _ = part.dump()
+    with collector_paused():
+        content, _ = part.dump()
     if part.files:
         store.sync("")
     create_once(store, part_path(part.origin.attempt, part.writer), lambda: [content], content=content)

@@ -5,7 +5,10 @@ import functools
 import signal
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -236,3 +239,56 @@ def is_running(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+class _SlowChannel:
+    """To a process that answers one message for each `answers.release()`."""
+
+    def __init__(self):
+        self.asked = []
+        self.answers = threading.Semaphore(0)
+
+    def send(self, message):
+        self.asked.append(message["blocks"])
+
+    def receive(self):
+        assert self.answers.acquire(timeout=20)
+        return None if self.asked[-1] == [[-1, 0]] else ({"coded": [None]}, None)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_who_waits_longest_gets_the_next_process(dies):
+    """The store waits for the oldest batch: one that is overtaken again and again keeps all others waiting."""
+    channel, found = _SlowChannel(), []
+    made = Coders()
+    process: Any = SimpleNamespace(channel=channel, results=SimpleNamespace(view=memoryview(b"")))
+    made._idle = [process]
+    made._alive_count = 1
+
+    def ask(number):
+        # Each comes again at once, as threads with more to do would.
+        found.append(made.code([(number, 0)], 0))
+        if not dies:
+            found.append(made.code([(number + 10, 0)], 0))
+
+    threads = []
+    for number in range(-1 if dies else 0, 4):
+        threads.append(threading.Thread(target=ask, args=(number,), daemon=True))
+        threads[-1].start()
+        wait_for(lambda: len(made._waiting) == len(threads) - 1 and channel.asked)
+    for _ in range(8):
+        channel.answers.release()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert found == [[None]] * (5 if dies else 8)
+    asked = [number for ((number, _),) in channel.asked]
+    assert asked[:4] == ([-1] if dies else [0, 1, 2, 3])
+    assert sorted(asked[4:]) == ([] if dies else [10, 11, 12, 13])
+
+
+def wait_for(is_so, timeout_s=20):
+    end_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
