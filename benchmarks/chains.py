@@ -6,6 +6,7 @@ the other: one with deltas, one without. Far stores are local ones behind a link
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -13,7 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
+import torch
+
 import ckptfmt
+from benchmarks.bare import BareCompare
 from benchmarks.figures import Figure, paired_ratio, summarize
 from benchmarks.replay import Replay
 from benchmarks.rounds import Progress, Workplace, remove
@@ -58,9 +62,14 @@ class Setup:
     is_wide: bool = False
 
     @property
+    def is_frozen(self) -> bool:
+        """Whether most of the state stays as it was."""
+        return self.moving < self.copies
+
+    @property
     def name(self) -> str:
         """The name in the record."""
-        part = "" if self.moving == self.copies else f"-{self.moving}-of-{self.copies}"
+        part = f"-{self.moving}-of-{self.copies}" if self.is_frozen else ""
         return f"{self.scene}{part}-{self.mode}-{'far' if self.is_far else 'near'}"
 
 
@@ -147,21 +156,24 @@ class _Race:
             number: of the pass: in every other one the full save comes first.
         """
         with (
-            _Saver(self._place, self._replay, self._setup, "off") as full,
-            _Saver(self._place, self._replay, self._setup, self._setup.mode) as delta,
+            _Saver(self._place, self._replay.state, self._setup, "off") as full,
+            _Saver(self._place, self._replay.state, self._setup, self._setup.mode) as delta,
+            contextlib.ExitStack() as stack,
         ):
-            rows = []
+            rows, floor = [], None
             for offset in (0, *self._offsets()):
                 self._show(offset)
                 order = [("full", full), ("delta", delta)]
                 saved = {name: saver.save() for name, saver in (order[::-1] if (offset + number) % 2 else order)}
                 if offset:
-                    rows.append({"offset": offset, **saved})
+                    rows.append({"offset": offset, **saved, **({} if floor is None else floor.measure())})
+                elif self._setup.is_frozen:
+                    floor = stack.enter_context(_Floor(self._place, self._setup, full, saved["full"]))
             return rows
 
     def restore(self, rounds: int) -> list[Row]:
         """Make a chain however long, and load its first checkpoint and its last one."""
-        with _Saver(self._place, self._replay, self._setup, self._setup.mode, restore_budget=100.0) as saver:
+        with _Saver(self._place, self._replay.state, self._setup, self._setup.mode, restore_budget=100.0) as saver:
             saved = []
             for offset in (0, *self._offsets()):
                 self._show(offset)
@@ -198,10 +210,10 @@ class _Saver:
     """A checkpointer on a run of its own."""
 
     def __init__(
-        self, place: Workplace, replay: Replay, setup: Setup, mode: str, *, restore_budget: float = 1.5
+        self, place: Workplace, state: ckptfmt.State, setup: Setup, mode: str, *, restore_budget: float = 1.5
     ) -> None:
         self._directory = place.fresh(f"run-{mode}")
-        self._state = replay.state
+        self._state = state
         self._store: Store = LocalStore(self._directory, writable=True)
         if setup.is_far:
             self._store = ThrottledStore(self._store, Link(FAR))
@@ -244,6 +256,11 @@ class _Saver:
             "name": Path(handle.path).name,
         }
 
+    def tensor_count(self, saved: Row) -> int:
+        """Return how many tensors one of the saves has."""
+        with ckptfmt.open(self._store.at(saved["name"])) as opened:
+            return len(opened.index.tensors)
+
     def load(self, saved: Row) -> float:
         """Load one of the saves; return the seconds."""
         begin_s = time.perf_counter()
@@ -251,11 +268,43 @@ class _Saver:
         return time.perf_counter() - begin_s
 
 
+class _Floor:
+    """What a save of which little has changed can't do without.
+
+    To find that out it reads what there is and what there was, and then it commits as a full one does: how long that
+    takes, a save of as many tensors of one element each shows.
+    """
+
+    def __init__(self, place: Workplace, setup: Setup, saver: _Saver, saved: Row) -> None:
+        self._compare = BareCompare(saved["nbytes"])
+        names = map(str, range(saver.tensor_count(saved)))
+        self._weights = {name: torch.zeros(1) for name in names}
+        self._hollow = _Saver(place, ckptfmt.State(weights=self._weights), setup, "off")
+        self._hollow.save()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hollow.__exit__()
+
+    def measure(self) -> Row:
+        """Return the seconds of both."""
+        for tensor in self._weights.values():
+            tensor.add_(1)
+        return {"compare_s": self._compare.time(), "hollow_s": self._hollow.save()["seconds"]}
+
+
 def _list_figures(rounds: dict[str, list[Row]]) -> dict[str, Figure]:
     figures = {}
     for name, rows in _iter_saves(rounds):
         figures[f"{name}_vs_full"] = _paired(rows, "seconds")
         figures[f"{name}_on_disk_vs_full"] = _paired(rows, "on_disk_nbytes")
+        for part in ("compare", "hollow"):
+            if f"{part}_s" in rows[0]:
+                figures[f"{name}-{part}_vs_full"] = summarize(
+                    [row[f"{part}_s"] / row["full"]["seconds"] for row in rows]
+                )
     for setting in sorted({row["setting"] for row in rounds["restores"]}):
         for is_far in (True, False):
             rows = [row for row in rounds["restores"] if (row["setting"], row["is_far"]) == (setting, is_far)]
