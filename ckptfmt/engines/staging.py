@@ -32,6 +32,9 @@ __all__ = ["Copy", "HostCopy", "Seen", "Staging", "check_seen"]
 #: told every 4 MiB, a copy of 1.6 GB on two cores took 1.16 times as long.
 _TELL_NBYTES: Final = 64 << 20
 _FIRST_NBYTES: Final = 16 << 20
+#: Smallest piece that is compared with what the slot has, in bytes: a smaller one is copied in less time. With all of
+#: its 1,672 tensors compared, a state of 313 MB that changed everywhere took 1.2 times as long to copy.
+_LEAST_COMPARED_NBYTES: Final = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,7 @@ class HostCopy:
 
     Attributes:
         block_nbytes: size of the blocks that are compared with what the slot has, and copied only where they differ;
-            0 to copy without looking.
+            0 to copy without looking, as what is small is copied in any case.
     """
 
     source: TensorSource
@@ -103,7 +106,8 @@ class HostCopy:
     def finish(self) -> None:
         """Copy."""
         out = self.view[self.begin : self.end]
-        memory_of: MemoryOf | None = getattr(self.source, "memory_of", None) if self.block_nbytes else None
+        looks = self.block_nbytes > 0 and out.nbytes >= _LEAST_COMPARED_NBYTES
+        memory_of: MemoryOf | None = getattr(self.source, "memory_of", None) if looks else None
         memory = None if memory_of is None else memory_of(self.box)
         if memory is None:
             self.source.copy_into(self.box, out)

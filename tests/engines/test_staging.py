@@ -98,9 +98,10 @@ class Filled:
 
 @pytest.fixture(autouse=True, scope="module")
 def every_byte_is_told():
-    """Tell after every byte, so that what is told can be wrong by one."""
+    """Tell after every byte, so that what is told can be wrong by one; and look at every byte."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "_TELL_NBYTES", 1)
+        patch.setattr(staging, "_LEAST_COMPARED_NBYTES", 1)
         yield
 
 
@@ -288,6 +289,16 @@ def test_the_host_looks_at_nothing_that_lies_apart_or_that_nobody_asked_about() 
         copy.finish()
         assert copy.seen == ()
         assert slot[8:-8] == given_array.tobytes()
+
+
+def test_the_host_looks_at_nothing_small(monkeypatch) -> None:
+    monkeypatch.setattr(staging, "_LEAST_COMPARED_NBYTES", 256)
+    for count in (63, 64):
+        array = np.arange(count, dtype=np.int32)
+        slot = bytearray(8) + array.tobytes() + bytearray(8)
+        copy = copy_of(array, memoryview(slot), block_nbytes=128)
+        copy.finish()
+        assert copy.seen == ((Seen(begin=8, digests=b"", kept=b"\1\1"),) if count == 64 else ())
 
 
 def test_memory_that_has_another_size_by_now_is_not_read() -> None:
