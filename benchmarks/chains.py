@@ -168,7 +168,9 @@ class _Race:
                 if offset:
                     rows.append({"offset": offset, **saved, **({} if floor is None else floor.measure())})
                 elif self._setup.is_frozen:
-                    floor = stack.enter_context(_Floor(self._place, self._setup, full, saved["full"]))
+                    weights = {str(number): torch.zeros(1) for number in range(full.tensor_count(saved["full"]))}
+                    hollow = _Saver(self._place, ckptfmt.State(weights=weights), self._setup, "off")
+                    floor = _Floor(saved["full"]["nbytes"], weights, stack.enter_context(hollow))
             return rows
 
     def restore(self, rounds: int) -> list[Row]:
@@ -275,18 +277,11 @@ class _Floor:
     takes, a save of as many tensors of one element each shows.
     """
 
-    def __init__(self, place: Workplace, setup: Setup, saver: _Saver, saved: Row) -> None:
-        self._compare = BareCompare(saved["nbytes"])
-        names = map(str, range(saver.tensor_count(saved)))
-        self._weights = {name: torch.zeros(1) for name in names}
-        self._hollow = _Saver(place, ckptfmt.State(weights=self._weights), setup, "off")
-        self._hollow.save()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hollow.__exit__()
+    def __init__(self, nbytes: int, weights: dict[str, torch.Tensor], hollow: _Saver) -> None:
+        self._compare = BareCompare(nbytes)
+        self._weights = weights
+        self._hollow = hollow
+        hollow.save()
 
     def measure(self) -> Row:
         """Return the seconds of both."""

@@ -62,7 +62,7 @@ def measure_delta(
     Raises: SystemExit where memory or storage wouldn't do.
     """
     rounds = rounds or _ROUNDS
-    check_room(place.directory, memory_nbytes=6 << 30, storage_nbytes=8 << 30)
+    check_room(place.directory, memory_nbytes=8 << 30, storage_nbytes=8 << 30)
     scenes = list_scenes(sizes)
     studio = Studio(sizes, scratch, progress)
     rows: list[list[Row]] = []

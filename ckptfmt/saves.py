@@ -281,8 +281,11 @@ class Saves:
         view = lent.view
         try:
             constant = frozenset() if guard is None else guard.find_constant(sources)
-            # What has changed is looked for by whoever holds it, if somebody asked for deltas.
-            blocks, looks = None, request.delta.mode != "off"
+            # What has changed is looked for by whoever holds it, if somebody asked for deltas. Who finds that the slot
+            # has it spares the saver a digest, which is that of what was written last: `was_written` is needed for
+            # the host's comparisons, too.
+            blocks = None
+            looks = request.delta.mode != "off"
             if self._has_device_tensors and looks:
                 blocks = self._devices.blocks_of(lent.number, image, is_known=lent.was_written)
             now, later = plan_copies(

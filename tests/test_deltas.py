@@ -11,6 +11,7 @@ from ckptfmt import Checkpointer, State
 from ckptfmt.digest import digest_bytes
 from ckptfmt.engines import coding
 from ckptfmt.engines.chain import Chain
+from ckptfmt.engines.coders import Coders
 from ckptfmt.errors import Code
 from tests.builders import code_of, error_of
 from tests.test_device_deltas import MIB, check_loads
@@ -116,7 +117,7 @@ def test_the_gradient_is_the_only_news(tmp_path, optimizer, gradients, limit):
 
 @pytest.fixture
 def costs(monkeypatch):
-    """Blocks of a MiB that were copied into slots, and that savers digested."""
+    """Sizes of what was copied into slots, and of what savers digested."""
     copied, digested = [], []
     copy = ctypes.memmove
 
@@ -144,10 +145,35 @@ def test_what_has_not_changed_is_neither_copied_nor_digested(tmp_path, costs):
                 noted.clear()
             saved.append((save(ck), run.held()))
             copied, digested = costs
-            told.append((copied.count(MIB), sum(copied) // MIB, digested.count(MIB)))
-    # Whole tensors at first, of 8 MiB three and one of 4; then table and moments, two blocks of each.
-    assert [copied for _, copied, _ in told] == [28, 28, 6, 6, 6, 6]
-    assert told[2:] == [(6, 6, 6)] * 4
+            told.append((sum(copied) // MIB, digested.count(MIB)))
+    # Each slot is filled once; then table and moments, two blocks of each.
+    assert [copied for copied, _ in told] == [28, 28, 6, 6, 6, 6]
+    assert [digested for _, digested in told[2:]] == [6] * 4
+    for report, held in saved:
+        check_loads(report, held)
+
+
+def test_processes_are_handed_only_what_was_copied(tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptfmt.engines.chain._LEAST_NBYTES", 0)
+    monkeypatch.setattr("ckptfmt.engines.coders.coder_count", lambda: 2)
+    monkeypatch.setattr("ckptfmt.engines.delta.coder_count", lambda: 2)
+    handed, code = [], Coders.code
+
+    def note(self, blocks, nbytes):
+        handed.append(nbytes)
+        return code(self, blocks, nbytes)
+
+    monkeypatch.setattr(Coders, "code", note)
+    run, told, saved = Table(), [], []
+    with Checkpointer(tmp_path / "run", run.state, delta=DELTA, saver="thread") as ck:
+        for number in range(5):
+            run.step(number)
+            ck.step += 1
+            handed.clear()
+            saved.append((save(ck), run.held()))
+            told.append(sum(handed) // MIB)
+    # The first is full, the second slot's first filling is whole; then table and moments, two blocks of each.
+    assert told == [0, 28, 6, 6, 6]
     for report, held in saved:
         check_loads(report, held)
 

@@ -132,21 +132,31 @@ class Coders:
         if coder is None:
             return nothing
         try:
-            message = {"type": "blocks", "blocks": [list(at) for at in blocks], "room_nbytes": nbytes}
+            coded = self._ask(coder, blocks, nbytes)
+        except BaseException:
+            self._lose_one()
+            raise
+        if coded is None:
+            self._lose_one()
+            return nothing
+        self._give_back(coder)
+        return coded
+
+    def _ask(self, coder: _Coder, blocks: Sequence[tuple[int, int]], nbytes: int) -> list[Coded | None] | None:
+        """Return what a process made of blocks; None if it is gone."""
+        message = {"type": "blocks", "blocks": [list(at) for at in blocks], "room_nbytes": nbytes}
+        try:
             coder.channel.send(message)
             received = coder.channel.receive()
         except OSError:
-            received = None
+            return None
         if received is None:
-            self._lose_one()
-            return nothing
+            return None
         told, fd = received
         if fd is not None:
             coder.results = Slot.attach(fd)
         assert coder.results is not None  # noqa: S101 - the first answer has it
-        coded = _read_coded(told["coded"], coder.results.view)
-        self._give_back(coder)
-        return coded
+        return _read_coded(told["coded"], coder.results.view)
 
     def close(self) -> None:
         """End the processes."""
@@ -189,13 +199,13 @@ class Coders:
                 coder.slots[number] = slot
 
 
-def _dump_groups(groups: Iterable[PlannedGroup]) -> list[list[Any]]:
+def _dump_groups(groups: Sequence[PlannedGroup]) -> list[list[Any]]:
     """Return each rule, of which there are few, with the pieces of its groups, of which there are many."""
-    found: dict[int, list[Any]] = {}
+    rules = {id(group.rule): group.rule for group in groups}  # two that are equal may differ in a zero's sign
+    pieces: dict[int, list[list[int]]] = {number: [] for number in rules}
     for group in groups:
-        rule = found.setdefault(id(group.rule), [group.rule.dump, []])
-        rule[1].append(list(group.pieces))
-    return [[dump(), pieces] for dump, pieces in found.values()]
+        pieces[id(group.rule)].append(list(group.pieces))
+    return [[rule.dump(), pieces[number]] for number, rule in rules.items()]
 
 
 def _read_coded(rows: Iterable[list[Any] | None], results: memoryview) -> list[Coded | None]:

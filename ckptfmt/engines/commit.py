@@ -372,8 +372,7 @@ def _create_index(store: Store, path: str, content: bytes, digest: bytes) -> tup
     except CkptError as error:
         if error.code not in (Code.COMMIT_CONFLICT, Code.LIMIT_EXCEEDED):  # other bytes, or more of them
             raise
-        nbytes, digest = _read_equal_index(store, path, content)
-        return nbytes, digest
+        return _read_equal_index(store, path, content)
     return len(content), digest
 
 

@@ -19,7 +19,7 @@ from ckptfmt.documents.deltas import Group
 from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.part import PACK_HEADER, Extent, Part, PartFile
 from ckptfmt.documents.tables import block_count
-from ckptfmt.engines.ahead import iter_ahead, iter_batches
+from ckptfmt.engines.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.engines.base import BaseContents, BaseFiles
 from ckptfmt.engines.coders import coder_count
 from ckptfmt.engines.coding import BlockCoder, Coded
@@ -50,7 +50,7 @@ __all__ = ["Delta", "Stored"]
 #: How many bytes of blocks a thread takes at once, and how many blocks at most.
 _BATCH_NBYTES: Final = 4 << 20
 _BATCH_COUNT: Final = 256
-#: How many batches may wait for the store: what is behind them goes on while a slow one takes them.
+#: How many batches are begun or wait for the store at least: what is behind them goes on while a slow one takes them.
 _AHEAD_COUNT: Final = 24
 #: How many bytes are handed to the store at first, and how many at once at most: it shall have something to do early,
 #: and few requests. All are such as a file takes past the page cache.
@@ -278,8 +278,9 @@ class Delta:
         """Yield what each block is stored as, and note it; a few threads work ahead."""
         # While one thread takes what came, another one's blocks are coded.
         count = coder_count() if self._coders is None else 2 * coder_count()
+        ahead_count = max(_AHEAD_COUNT, WAITING * count)
         batches = iter_batches(blocks, self._nbytes_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT)
-        for stored in iter_ahead(self._code_some, batches, count=count, ahead_count=_AHEAD_COUNT):
+        for stored in iter_ahead(self._code_some, batches, count=count, ahead_count=ahead_count):
             yield from stored
 
     def _nbytes_of(self, at: tuple[int, int]) -> int:

@@ -1,4 +1,4 @@
-"""Where the bytes of one writer go: its files as one image, laid out before a byte is copied. Pure.
+"""Where the bytes of one writer go: its files as one image, laid out before a byte is copied.
 
 An image is what a snapshot looks like in memory: each shard as it will be on disk, header and all, and behind them what
 is only digested. Names of tensors and boxes are in it, tensors aren't, so that it is kept from save to save.

@@ -48,10 +48,15 @@ class Channel:
             self._socket.sendall(content)
 
     def receive(self) -> tuple[dict[str, Any], int | None] | None:
-        """Wait for the next message; None when the other end is gone. The descriptor is the caller's to close."""
+        """Wait for the next message; None when the other end is gone, or can't be understood any more.
+
+        The descriptor is the caller's to close.
+        """
         fds: list[int] = []
         try:
-            head, fds, _, _ = socket.recv_fds(self._socket, _LENGTH.size, 1)
+            head, fds, flags, _ = socket.recv_fds(self._socket, _LENGTH.size, 1)
+            if flags & socket.MSG_CTRUNC:  # a descriptor came, for which this process has no number left
+                return None
             head += self._receive_exactly(_LENGTH.size - len(head)) if head else b""
             if not head:
                 return None

@@ -287,6 +287,17 @@ def test_who_waits_longest_gets_the_next_process(dies):
     assert sorted(asked[4:]) == ([] if dies else [10, 11, 12, 13])
 
 
+def test_a_process_whose_answer_cannot_be_taken_is_done_without():
+    """As where this process has no descriptor left for the memory of its results."""
+    made, channel = Coders(), _SlowChannel()
+    process: Any = SimpleNamespace(channel=channel, results=None)  # an answer without the descriptor that it needs
+    made._idle, made._alive_count = [process], 1
+    channel.answers.release()
+    with pytest.raises(AssertionError):
+        made.code([(0, 0)], 0)
+    assert made.code([(1, 0)], 0) == [None]  # nobody is left, and nobody waits
+
+
 def wait_for(is_so, timeout_s=20):
     end_s = time.monotonic() + timeout_s
     while not is_so():

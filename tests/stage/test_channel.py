@@ -1,7 +1,9 @@
 """Messages between two processes: whole, in order, each with the descriptor that it was sent with."""
 
+import contextlib
 import os
 import pathlib
+import resource
 import socket
 import struct
 import threading
@@ -109,6 +111,26 @@ def test_descriptor_comes_with_its_message(ends) -> None:
         assert found[0]["number"] == number
         assert (None if found[1] is None else content_of(found[1])) == (b"%d" % number if number % 2 else None)
     assert open_fds() == before
+
+
+def test_message_whose_descriptor_finds_no_place_is_the_last(ends) -> None:
+    """Without it, what is told of it would be believed of something else."""
+    ours, theirs = ends
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    try:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(int(fd.name) for fd in pathlib.Path("/proc/self/fd").iterdir()) + 2, hard)
+        )
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        ours.send({"slot": 1}, fd=0)
+        assert theirs.receive() is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
 
 
 def test_threads_that_send_at_once_are_not_mixed_up(ends) -> None:

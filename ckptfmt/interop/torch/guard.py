@@ -77,7 +77,7 @@ class _CheckedCopy:
 
     @property
     def seen(self) -> Sequence[Seen]:
-        """What its device found."""
+        """What was found of what it copied."""
         return self.inner.seen
 
     def start(self) -> None:
