@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckptfmt.documents.part import Leaf, Stream
     from ckptfmt.documents.tables import TensorKey
 
-__all__ = ["MemoryOf", "MemorySink", "Snapshot", "TensorSink", "TensorSource"]
+__all__ = ["MemoryOf", "MemorySink", "MemorySource", "Snapshot", "TensorSink", "TensorSource"]
 
 
 MemoryOf: TypeAlias = "Callable[[Box], NDArray[np.uint8] | None]"
@@ -76,6 +76,17 @@ class TensorSource(_Tensor, Protocol):
 
     def copy_into(self, box: Box, out: memoryview) -> None:
         """Copy the elements of `box`, one of `boxes`, into `out`: C order, little-endian."""
+        ...
+
+
+class MemorySource(TensorSource, Protocol):
+    """A source in memory: where its elements follow each other, they may be compared before they are copied."""
+
+    def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
+        """Return the elements of `box`, one of `boxes`, in C order, little-endian, to be read; None if they lie apart.
+
+        They are read while the source is there.
+        """
         ...
 
 

@@ -87,6 +87,7 @@ class HostCopy:
     """A copy that the calling thread does.
 
     Attributes:
+        source: a `MemorySource`, if it is to be compared.
         block_nbytes: size of the blocks that are compared with what the slot has, and copied only where they differ;
             0 to copy without looking, as what is small is copied in any case.
     """

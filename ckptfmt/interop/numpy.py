@@ -50,7 +50,7 @@ def check_array(array: Array, *, where: str) -> None:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ArraySource:
-    """A numpy array to be written; see `ckptfmt.engines.snapshot.TensorSource`."""
+    """A numpy array to be written; see `ckptfmt.engines.snapshot.MemorySource`."""
 
     field: str
     name: str

@@ -196,7 +196,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class TorchSource:
-    """A tensor to be written; see `ckptfmt.engines.snapshot.TensorSource`.
+    """A tensor to be written; see `ckptfmt.engines.snapshot.MemorySource`.
 
     Attributes:
         tensor: the live one.
