@@ -165,6 +165,7 @@ def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints
         )
 
 
+@collector_paused()
 def _take(state: State, group: Group, ownership: Ownership) -> Snapshot:
     snapshot = capture(state, worker=group.writer, worker_count=group.writer_count)
     _look_at(snapshot, ownership)
@@ -188,7 +189,6 @@ def _check_step(step: object) -> None:
         raise err(Code.ARGUMENT, f"step={step!r} isn't a number of steps", where="step=")
 
 
-@collector_paused()
 def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:
     """Check the names of a snapshot, and note its structure, unless it has the one of the last.
 

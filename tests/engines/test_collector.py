@@ -150,9 +150,8 @@ def test_a_load_of_many_tensors_begins_few_collections():
     assert count_collections(lambda: ckptfmt.load(store, live)) < 12
 
 
-@pytest.mark.parametrize(("mode", "most"), [("off", 14), ("smallest", 20)])
-def test_a_save_of_many_tensors_begins_few_collections(tmp_path, mode, most):
-    """Taking the state isn't paused: a program's own `state_dict` may take its time."""
+@pytest.mark.parametrize("mode", ["off", "smallest"])
+def test_a_save_of_many_tensors_begins_few_collections(tmp_path, mode):
     arrays = {name: np.zeros(40, np.float32) for name in NAMES}
     delta = {"mode": mode, "restore_budget": 100.0}
     with ckptfmt.Checkpointer(
@@ -161,7 +160,7 @@ def test_a_save_of_many_tensors_begins_few_collections(tmp_path, mode, most):
         for _ in range(3):
             save_next(checkpointer, arrays)
         found = [count_collections(lambda: save_next(checkpointer, arrays)) for _ in range(4)]
-    assert max(found) < most
+    assert max(found) < 12
 
 
 def save_next(checkpointer, arrays):
