@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.engines.coding import Coded
+from ckptfmt.engines.groups import dump_rules
 from ckptfmt.stage.process import start_helper
 from ckptfmt.stage.slot import Slot
 
@@ -201,11 +202,10 @@ class Coders:
 
 def _dump_groups(groups: Sequence[PlannedGroup]) -> list[list[Any]]:
     """Return each rule, of which there are few, with the pieces of its groups, of which there are many."""
-    rules = {id(group.rule): group.rule for group in groups}  # two that are equal may differ in a zero's sign
-    pieces: dict[int, list[list[int]]] = {number: [] for number in rules}
+    pieces: dict[int, list[list[int]]] = collections.defaultdict(list)
     for group in groups:
         pieces[id(group.rule)].append(list(group.pieces))
-    return [[rule.dump(), pieces[number]] for number, rule in rules.items()]
+    return [[rule, pieces[number]] for number, rule in dump_rules(groups).items()]
 
 
 def _read_coded(rows: Iterable[list[Any] | None], results: memoryview) -> list[Coded | None]:

@@ -25,7 +25,7 @@ from ckptfmt.engines.coders import coder_count
 from ckptfmt.engines.coding import BlockCoder, Coded
 from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import create_once
-from ckptfmt.engines.groups import Snapshotted, find_groups
+from ckptfmt.engines.groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.engines.streaming import make_memory
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import NEEDS_BASE, PLAIN
@@ -202,12 +202,11 @@ class Delta:
         """Return the groups of which a block is predicted, as the part lists them."""
         rows = self._image.rows()
         predicted = {number for (number, _), stored in self._stored.items() if stored.predicted}
-        rules = {id(group.rule): group.rule for group in self._groups.values()}
-        dumped = {number: rule.dump() for number, rule in rules.items()}
+        rules = dump_rules(self._groups.values())
         found = [
             Group(
                 kind=group.rule.kind,
-                rule=dumped[id(group.rule)],
+                rule=rules[id(group.rule)],
                 reference=self._references.index(self._base.reference) if group.needs_base else None,
                 boxes=tuple(rows[number] for number in group.pieces),
             )

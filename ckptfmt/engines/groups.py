@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckptfmt.engines.base import BaseContents
     from ckptfmt.engines.image import Image
 
-__all__ = ["PlannedGroup", "Snapshotted", "find_groups"]
+__all__ = ["PlannedGroup", "Snapshotted", "dump_rules", "find_groups"]
 
 #: Where leaves may say that tensors belong together.
 _FIELDS: Final = frozenset({"weights", "optimizer", "data"})
@@ -88,6 +88,12 @@ def find_groups(snapshotted: Snapshotted) -> tuple[PlannedGroup, ...]:
     Raises: what reading the base's files and waiting for the slot raise.
     """
     return _Finder(snapshotted).find()
+
+
+def dump_rules(groups: Iterable[PlannedGroup]) -> dict[int, bytes]:
+    """Return the bytes of each rule, of which many groups share a few, by its id: equal ones may differ in a zero."""
+    rules = {id(group.rule): group.rule for group in groups}
+    return {number: rule.dump() for number, rule in rules.items()}
 
 
 class _Finder:

@@ -210,10 +210,10 @@ def _copy_changed(content: NDArray[np.uint8], target: NDArray[np.uint8], block_n
     """
     if content.nbytes != target.nbytes:
         raise ValueError(f"{content.nbytes} bytes don't fill {target.nbytes}")
-    at, target_at = content.ctypes.data, target.ctypes.data
+    at, target_at, compare = content.ctypes.data, target.ctypes.data, _compare_memory()
     kept = bytearray()
     for begin, end in iter_blocks(content.nbytes, block_nbytes):
-        is_kept = _compare_memory()(target_at + begin, at + begin, end - begin) == 0
+        is_kept = compare(target_at + begin, at + begin, end - begin) == 0
         if not is_kept:
             ctypes.memmove(target_at + begin, at + begin, end - begin)
         kept.append(is_kept)
