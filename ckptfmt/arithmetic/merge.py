@@ -6,25 +6,27 @@ The boxes of all parts are columns: brought together by tensor with one sort, th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.pieces import gather_pieces, merge_pieces
+from ckptfmt.arithmetic.pieces import merge_all_pieces
 from ckptfmt.arithmetic.tiling import check_sharding
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor, PartEntry
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Origin, Reference
 from ckptfmt.documents.sharding import Sharding
-from ckptfmt.documents.tables import TensorKey, TensorTable, sort_key
+from ckptfmt.documents.tables import TensorTable, sort_key, title_of
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ckptfmt.documents.part import Leaf, Part, Stream
+    from ckptfmt.documents.tables import TensorKey
 
 __all__ = ["PartFileEntry", "add_stored", "check_index_tiling", "merge_deltas", "merge_parts", "summarise"]
 
@@ -117,7 +119,7 @@ def check_index_tiling(index: Index) -> None:
         # Of tensors that are cut alike, the first speaks for all.
         if (tensor.global_shape, tensor.sharding) not in checked:
             checked.add((tensor.global_shape, tensor.sharding))
-            check_sharding(tensor.sharding, tensor.global_shape, where=_title(tensor.key))
+            check_sharding(tensor.sharding, tensor.global_shape, where=title_of(tensor.key))
 
 
 def _check_origins(parts: Sequence[Part]) -> Origin:
@@ -142,51 +144,52 @@ def _merge_tensors(parts: Sequence[Part], block_nbytes: int) -> tuple[IndexTenso
     tables: dict[int, tuple[int, TensorTable]] = {}
     for part, holdings in zip(parts, held, strict=True):
         tables.setdefault(id(holdings.table), (part.writer, holdings.table))
-    tensors = _describe_tensors(list(tables.values()))
-    numbers = {tensor.key: number for number, tensor in enumerate(tensors)}
-    rows = {one: np.array([numbers[key] for key in table.keys], np.int64) for one, (_, table) in tables.items()}
-    ndim = np.array([len(tensor.global_shape) for tensor in tensors], np.int64)
-    pieces = gather_pieces(held, [rows[id(holdings.table)] for holdings in held], ndim)
-    merged = (
-        merge_pieces(own, tensor.global_shape, block_nbytes, where=_title(tensor.key))
-        for tensor, own in zip(tensors, pieces, strict=True)
-    )
-    # Of equal ones the first stands for all: whoever compares them sees that at once.
-    known: dict[Sharding, Sharding] = {}
-    return tuple(
-        dataclasses.replace(tensor, sharding=known.setdefault(sharding, sharding))
-        for tensor, sharding in zip(tensors, merged, strict=True)
-    )
+    table = _unite_tables(list(tables.values()))
+    numbers = {key: number for number, key in enumerate(table.keys)}
+    rows = {one: np.array([numbers[key] for key in of.keys], np.int64) for one, (_, of) in tables.items()}
+    shardings = merge_all_pieces(held, [rows[id(holdings.table)] for holdings in held], table, block_nbytes)
+    return tuple(_list_tensors(table, shardings))
 
 
-def _describe_tensors(tables: Sequence[tuple[int, TensorTable]]) -> list[IndexTensor]:
-    """Return what the tables of some writers say of each tensor, sorted; they don't say yet where its pieces are."""
+def _list_tensors(table: TensorTable, shardings: Iterable[Sharding]) -> list[IndexTensor]:
+    """Return the rows of a table, each with its sharding."""
+    rows = zip(table.keys, table.dtypes, table.global_shapes, table.storages, table.aliases, strict=True)
+    return [
+        IndexTensor(
+            field=field,
+            name=name,
+            scope=scope,
+            dtype=dtype,
+            global_shape=global_shape,
+            storage=storage,
+            aliases=aliases,
+            sharding=sharding,
+        )
+        for ((field, name, scope), dtype, global_shape, storage, aliases), sharding in zip(
+            rows, shardings, strict=False
+        )
+    ]
+
+
+def _unite_tables(tables: Sequence[tuple[int, TensorTable]]) -> TensorTable:
+    """Return what the tables of some writers say of all tensors, sorted."""
+    table = tables[0][1]
+    if len(tables) == 1 and sorted(table.keys, key=sort_key) == list(table.keys):
+        return table
     found: dict[TensorKey, tuple[int, IndexTensor]] = {}
     diverged: dict[TensorKey, Exception] = {}
-    nothing = Sharding.of(())
-    for writer, table in tables:
-        rows = zip(table.keys, table.dtypes, table.global_shapes, table.storages, table.aliases, strict=True)
-        for (field, name, scope), dtype, global_shape, storage, aliases in rows:
-            tensor = IndexTensor(
-                field=field,
-                name=name,
-                scope=scope,
-                dtype=dtype,
-                global_shape=global_shape,
-                storage=storage,
-                aliases=aliases,
-                sharding=nothing,
-            )
+    for writer, of_writer in tables:
+        for tensor in _list_tensors(of_writer, itertools.repeat(Sharding.of(()))):
             first_writer, first = found.setdefault(tensor.key, (writer, tensor))
             if first != tensor:
                 error = _find_divergence(first_writer, first, writer, tensor)
                 if error is not None:
                     diverged.setdefault(tensor.key, error)
-                union = tuple(sorted({*first.aliases, *aliases}, key=str.encode))
+                union = tuple(sorted({*first.aliases, *tensor.aliases}, key=str.encode))
                 found[tensor.key] = first_writer, dataclasses.replace(first, aliases=union)
     if diverged:
         raise diverged[min(diverged, key=sort_key)]
-    return [found[key][1] for key in sorted(found, key=sort_key)]
+    return TensorTable.of([found[key][1] for key in sorted(found, key=sort_key)])
 
 
 def _find_divergence(first_writer: int, first: IndexTensor, writer: int, tensor: IndexTensor) -> Exception | None:
@@ -197,7 +200,7 @@ def _find_divergence(first_writer: int, first: IndexTensor, writer: int, tensor:
             return err(
                 Code.TENSOR_DIVERGED,
                 f"{what} is {one} on writer {first_writer}, {other} on writer {writer}",
-                where=_title(tensor.key),
+                where=title_of(tensor.key),
                 requirement="REQ-CMT-011",
             )
     return None
@@ -213,7 +216,7 @@ def _check_names(tensors: Sequence[IndexTensor]) -> None:
                 raise err(
                     Code.TENSOR_DIVERGED,
                     f"{alias!r} is another name of {tensor.name!r} on one writer, and of {owner.name!r} on another",
-                    where=_title(tensor.key),
+                    where=title_of(tensor.key),
                     requirement="REQ-IDX-008",
                 )
 
@@ -238,7 +241,7 @@ def _merge_leaves(parts: Sequence[Part]) -> tuple[IndexLeaf, ...]:
             key = (leaf.field, leaf.name, leaf.scope)
             writer, first = found.setdefault(key, (part.writer, leaf))
             if first.value != leaf.value:
-                title = _title(key)
+                title = title_of(key)
                 path = find_difference(parse_tree(first.value, where=title), parse_tree(leaf.value, where=title))
                 raise _diverged(title, writer, part.writer, path)
     return tuple(
@@ -264,8 +267,3 @@ def _absent_fields(parts: Sequence[Part], index: Index) -> dict[str, str]:
         for field in FIELDS
         if field not in present and all(field in part.absent for part in parts)
     }
-
-
-def _title(key: TensorKey) -> str:
-    field, name, scope = key
-    return f"{field} {name!r}" + ("" if scope == "global" else f" ({scope})")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,17 +16,19 @@ from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.packed import join_integers
 from ckptfmt.documents.sharding import Sharding, rows_increase
+from ckptfmt.documents.tables import title_of
 from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from ckptfmt.documents.holdings import Holdings
     from ckptfmt.documents.packed import Integers
+    from ckptfmt.documents.tables import TensorTable
 
-__all__ = ["Pieces", "gather_pieces", "merge_pieces"]
+__all__ = ["Pieces", "merge_all_pieces", "merge_pieces"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,35 +70,102 @@ class Pieces:
         return self.digests[int(self.writer[row])][begin * DIGEST_NBYTES : (begin + count) * DIGEST_NBYTES]
 
 
-def gather_pieces(held: Sequence[Holdings], numbers: Sequence[Integers], ndim: Integers) -> Iterator[Pieces]:
-    """Yield what all writers hold of each tensor.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Gathered:
+    """The boxes that writers hold of all tensors, by tensor, each tensor's in the order of the writers.
+
+    Attributes:
+        ndim: number of dimensions of each tensor.
+        end: of each tensor, the row behind its last.
+        begin, box_shape: of all boxes in the order of their writers, flattened.
+        place: of each row, where its numbers begin in those.
+        columns: the other columns of `Pieces`.
+        digests: of each writer.
+    """
+
+    ndim: Integers
+    end: Integers
+    begin: Integers
+    box_shape: Integers
+    place: Integers
+    columns: dict[str, NDArray[Any]]
+    digests: Sequence[bytes]
+
+    def of(self, tensor: int) -> Pieces:
+        """Return the rows of one tensor."""
+        rows = slice(int(self.end[tensor - 1]) if tensor else 0, int(self.end[tensor]))
+        place = self.place[rows, None] + np.arange(self.ndim[tensor])
+        own = {name: column[rows] for name, column in self.columns.items()}
+        return Pieces(begin=self.begin[place], box_shape=self.box_shape[place], digests=self.digests, **own)
+
+    def merge_alone(self) -> dict[int, Sharding]:
+        """Return the shardings of tensors of which one box is held, with elements, by who wrote it: most have no other.
+
+        Equal ones are one object.
+        """
+        alone = np.flatnonzero(np.diff(self.end, prepend=0) == 1)
+        alone = alone[self.columns["written"][self.end[alone] - 1]]
+        found: dict[int, Sharding] = {}
+        for rank in np.unique(self.ndim[alone]).tolist():
+            tensors = alone[self.ndim[alone] == rank]
+            rows = self.end[tensors] - 1
+            place = self.place[rows, None] + np.arange(rank)
+            begin, box_shape, writer = self.begin[place], self.box_shape[place], self.columns["writer"][rows]
+            full = box_shape.all(axis=1)
+            described = np.column_stack([writer, begin, box_shape])[full]
+            _, first, kinds = np.unique(described, axis=0, return_index=True, return_inverse=True)
+            shardings = [
+                Sharding.boxes(row[None, 1 : 1 + rank], row[None, 1 + rank :], row[:1]) for row in described[first]
+            ]
+            found.update(zip(tensors[full].tolist(), (shardings[kind] for kind in kinds.ravel().tolist()), strict=True))
+        return found
+
+
+def merge_all_pieces(
+    held: Sequence[Holdings], numbers: Sequence[Integers], tensors: TensorTable, block_nbytes: int
+) -> list[Sharding]:
+    """Return the sharding of each tensor, after comparing all copies of a box that have digests. Equal ones are one.
 
     Args:
         held: what each writer holds.
         numbers: for each writer, the number of the tensor of each of its rows.
-        ndim: number of dimensions of each tensor.
+        tensors: of all writers.
+
+    Raises: as `merge_pieces`.
     """
+    gathered = _gather(held, numbers, tensors.ndim)
+    alone = gathered.merge_alone()
+    known = {sharding: sharding for sharding in alone.values()}
+    shardings = []
+    for number, (key, global_shape) in enumerate(zip(tensors.keys, tensors.global_shapes, strict=True)):
+        sharding = alone.get(number)
+        if sharding is None:
+            merged = merge_pieces(gathered.of(number), global_shape, block_nbytes, where=title_of(key))
+            sharding = known.setdefault(merged, merged)
+        shardings.append(sharding)
+    return shardings
+
+
+def _gather(held: Sequence[Holdings], numbers: Sequence[Integers], ndim: Integers) -> _Gathered:
     tensor = join_integers([np.repeat(of, holdings.box_count) for of, holdings in zip(numbers, held, strict=True)])
     # Numbers of two bytes are sorted by counting, ten times as fast; parts come in order, and equal rows stay in it.
     order = np.argsort(tensor.astype(np.uint16) if len(ndim) <= 1 << 16 else tensor, kind="stable")
     rank = ndim[tensor]
-    begin, box_shape = join_integers([one.begin for one in held]), join_integers([one.box_shape for one in held])
-    counts = join_integers([one.digest_count for one in held])
-    digest_begin = join_integers([np.cumsum(one.digest_count) - one.digest_count for one in held])
-    columns = {
-        "writer": np.repeat(np.arange(len(held)), [len(one.replica) for one in held])[order],
-        "replica": np.concatenate([one.replica for one in held])[order],
-        "written": np.concatenate([one.written for one in held])[order],
-        "digest_begin": digest_begin[order],
-        "digest_count": counts[order],
-    }
-    digests = [one.digests for one in held]
-    places = (np.cumsum(rank) - rank)[order]
-    ends = np.cumsum(np.bincount(tensor, minlength=len(ndim))).tolist()
-    for dims, first, end in zip(ndim.tolist(), [0, *ends], ends, strict=False):
-        place = places[first:end, None] + np.arange(dims)
-        own = {name: column[first:end] for name, column in columns.items()}
-        yield Pieces(begin=begin[place], box_shape=box_shape[place], digests=digests, **own)
+    return _Gathered(
+        ndim=ndim,
+        end=np.cumsum(np.bincount(tensor, minlength=len(ndim))),
+        begin=join_integers([one.begin for one in held]),
+        box_shape=join_integers([one.box_shape for one in held]),
+        place=(np.cumsum(rank) - rank)[order],
+        columns={
+            "writer": np.repeat(np.arange(len(held)), [len(one.replica) for one in held])[order],
+            "replica": np.concatenate([one.replica for one in held])[order],
+            "written": np.concatenate([one.written for one in held])[order],
+            "digest_begin": join_integers([np.cumsum(one.digest_count) - one.digest_count for one in held])[order],
+            "digest_count": join_integers([one.digest_count for one in held])[order],
+        },
+        digests=[one.digests for one in held],
+    )
 
 
 def merge_pieces(held: Pieces, global_shape: tuple[int, ...], block_nbytes: int, *, where: str) -> Sharding:

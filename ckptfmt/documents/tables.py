@@ -44,6 +44,7 @@ __all__ = [
     "sort_key",
     "stream_columns",
     "tensor_columns",
+    "title_of",
 ]
 
 #: How a tensor belongs to its module; non-persistent ones have files of their own.
@@ -64,6 +65,16 @@ def sort_key(key: TensorKey) -> tuple[int, bytes, bytes]:
     """Return by what tensors, streams and leaves are sorted. Spec: REQ-IDX-003."""
     field, name, scope = key
     return _FIELD_NUMBERS[field], name.encode(), scope.encode()
+
+
+def title_of(key: TensorKey) -> str:
+    """Return how messages call a tensor, or what else has such a key.
+
+    >>> title_of(("rng", "cpu", "lw/3"))
+    "rng 'cpu' (lw/3)"
+    """
+    field, name, scope = key
+    return f"{field} {name!r}" + ("" if scope == "global" else f" ({scope})")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
