@@ -19,11 +19,23 @@ from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Extent", "Extents", "Files", "check_smaller", "make_integers", "parse_extents", "place_extents", "total_of"]
+__all__ = [
+    "SAME",
+    "Extent",
+    "Extents",
+    "Files",
+    "check_smaller",
+    "make_integers",
+    "parse_extents",
+    "place_extents",
+    "total_of",
+]
 
 _EXTENT_KEYS: Final = ("box", "block_begin", "block_count", "file", "gap_nbytes", "encoding", "key")
 _DELTA_KEYS: Final = (*_EXTENT_KEYS, "reference", "predicted")
-_RAW, _SAME = ENCODINGS.index("raw"), ENCODINGS.index("same")
+#: Number of an encoding in columns; of extents whose blocks are the base's.
+_RAW: Final = ENCODINGS.index("raw")
+SAME: Final = ENCODINGS.index("same")
 _GRADIENT = ENCODINGS.index("gradient")
 _PLAIN: Final = [ENCODINGS.index(name) for name in sorted(PLAIN)]
 _NEEDS_BASE: Final = [ENCODINGS.index(name) for name in sorted(NEEDS_BASE)]
@@ -227,10 +239,10 @@ def _check_encoded(found: Extents, files: Files, encodings: Sequence[str], table
     check_encodings_used(used, encodings, table.place("encoding"))
     is_pack = np.append(files.is_pack, False)[found.file]
     is_stored = found.file < len(files.nbytes)
-    if ((found.encoding == _SAME) == is_stored).any() or (found.is_encoded & ~is_pack).any():
+    if ((found.encoding == SAME) == is_stored).any() or (found.is_encoded & ~is_pack).any():
         raise table.broken("file", "a block is stored where its encoding doesn't allow it", "REQ-DEL-004")
     needs_base = np.isin(found.encoding, _NEEDS_BASE)
-    if (found.predicted & (~needs_base | (found.encoding == _SAME))).any():
+    if (found.predicted & (~needs_base | (found.encoding == SAME))).any():
         raise table.broken("predicted", "a block is predicted whose encoding has no base", "REQ-DEL-006")
     if ((found.encoding == _GRADIENT) & ~found.predicted).any():
         raise table.broken("predicted", "a gradient that isn't predicted", "REQ-DEL-006")

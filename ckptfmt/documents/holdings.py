@@ -147,6 +147,26 @@ class Holdings(Sequence[PartTensor]):
             rows=tuple(tensors),
         )
 
+    def refilled(self, digests: bytes, extents: Extents | None = None) -> Holdings:
+        """Return the same boxes with other contents.
+
+        Args:
+            digests: of all boxes, as many of each as now.
+            extents: where they are stored; None for where they are now.
+        """
+        if len(digests) != len(self.digests):
+            raise ValueError(f"{len(digests)} bytes of digests where {len(self.digests)} were")
+        return Holdings(
+            table=self.table,
+            box_count=self.box_count,
+            begin=self.begin,
+            box_shape=self.box_shape,
+            replica=self.replica,
+            digest_count=self.digest_count,
+            digests=digests,
+            extents=self.extents if extents is None else extents,
+        )
+
     def box_columns(
         self, block_nbytes: int, header_nbytes: Sequence[int], encodings: Sequence[str], *, is_delta: bool
     ) -> dict[str, object]:

@@ -9,6 +9,7 @@ import dataclasses
 import secrets
 from typing import TYPE_CHECKING, Final
 
+from ckptfmt.documents.holdings import Holdings
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.tables import block_count
 from ckptfmt.engines.ahead import iter_ahead
@@ -154,7 +155,7 @@ def _plan(opened: OpenPart) -> Image:
         )
         for tensor in opened.part.tensors
     )
-    return dataclasses.replace(image, tensors=tensors)
+    return dataclasses.replace(image, tensors=Holdings.of(tensors))
 
 
 class _Decoded:

@@ -11,13 +11,17 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import operator
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from ckptfmt.arithmetic import encodings
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.deltas import Group
+from ckptfmt.documents.extents import SAME, Extent, Extents
 from ckptfmt.documents.manifest import Reference, pack_name
-from ckptfmt.documents.part import PACK_HEADER, Extent, Part, PartFile
+from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count
 from ckptfmt.engines.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.engines.base import BaseContents, BaseFiles
@@ -33,10 +37,8 @@ from ckptfmt.features import NEEDS_BASE, PLAIN
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
-    from ckptfmt.box import Box
     from ckptfmt.documents.manifest import Origin
     from ckptfmt.documents.part import Leaf
-    from ckptfmt.documents.tables import TensorKey
     from ckptfmt.engines.base import Base
     from ckptfmt.engines.coders import Coders
     from ckptfmt.engines.groups import PlannedGroup
@@ -200,7 +202,7 @@ class Delta:
 
     def _part_groups(self) -> tuple[Group, ...]:
         """Return the groups of which a block is predicted, as the part lists them."""
-        rows = self._image.rows()
+        rows = self._image.rows
         predicted = {number for (number, _), stored in self._stored.items() if stored.predicted}
         rules = dump_rules(self._groups.values())
         found = [
@@ -364,18 +366,17 @@ class Delta:
             for number in range(len(self._image.pieces))
         ]
 
-    def _extents(self, files: Sequence[PartFile]) -> dict[tuple[TensorKey, Box], tuple[Extent, ...]]:
-        """Return where the blocks of each piece are, given the packs that were written."""
+    def _extents(self, files: Sequence[PartFile]) -> Extents:
+        """Return where the blocks of each box are, given the packs that were written."""
         numbers = {file.name.rpartition("-")[0].rpartition("-")[0]: number for number, file in enumerate(files)}
-        found: dict[tuple[TensorKey, Box], tuple[Extent, ...]] = {}
-        for number, shard in enumerate(self._image.shards):
-            at = len(PACK_HEADER)
-            for place, piece in enumerate(self._image.pieces):
-                if piece.shard == number:
-                    extents = self._extents_of(place, at, numbers.get(shard.stem))
-                    found[piece.key, piece.box] = extents
-                    at += sum(self._stored[place, block].nbytes for block in self._range_of(place))
-        return found
+        at = [len(PACK_HEADER)] * len(self._image.shards)
+        found: list[tuple[int, Extent]] = []
+        for number, (row, piece) in enumerate(zip(self._image.rows, self._image.pieces, strict=True)):
+            if piece.shard is not None:
+                file = numbers.get(self._image.shards[piece.shard].stem)
+                found += [(row, extent) for extent in self._extents_of(number, at[piece.shard], file)]
+                at[piece.shard] += sum(self._stored[number, block].nbytes for block in self._range_of(number))
+        return Extents.of(sorted(found, key=operator.itemgetter(0)))
 
     def _extents_of(self, number: int, byte_begin: int, file: int | None) -> tuple[Extent, ...]:
         """Return the extents of one piece, whose stored bytes begin at `byte_begin`: as few as say it."""
@@ -451,16 +452,9 @@ def _same(block_begin: int, block_count: int, key: str, reference: int | None) -
 def _find_holders(image: Image, base: Base, references: Sequence[Reference]) -> list[list[int]]:
     """Return for each block of each piece the number of the reference that has it in a file of its own."""
     numbers = {reference: number for number, reference in enumerate(references)}
-    extents = {
-        (tensor.key, held.box): held.extents for tensor in base.part.tensors for held in tensor.boxes if held.extents
-    }
-    holders = []
-    for piece in image.pieces:
-        own: list[int] = []
-        for extent in extents.get((piece.key, piece.box), ()):
-            holder = base.reference
-            if extent.encoding == "same" and extent.reference is not None:
-                holder = base.part.references[extent.reference]
-            own.extend([numbers[holder]] * extent.block_count)
-        holders.append(own)
-    return holders
+    holders = np.array([numbers[one] for one in (base.reference, *base.part.references)], np.int64)
+    extents = base.part.holdings.extents
+    of_extents = holders[np.where(extents.encoding == SAME, extents.reference, 0)]
+    block_counts = np.bincount(extents.box, extents.block_count, minlength=len(base.part.holdings.replica))
+    of_boxes = np.split(np.repeat(of_extents, extents.block_count), np.cumsum(block_counts.astype(np.int64)))
+    return [of_boxes[row].tolist() for row in image.rows]

@@ -10,6 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.documents.holdings import Holdings
 from ckptfmt.documents.manifest import Origin, shard_name
 from ckptfmt.documents.part import Extent, Leaf, Part, PartBox, PartFile, PartTensor, Stream
 from ckptfmt.documents.shard import ShardEntry, plan_shard
@@ -18,9 +19,10 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.collector import collector_paused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ckptfmt.box import Box
+    from ckptfmt.documents.extents import Extents
     from ckptfmt.engines.snapshot import Snapshot, TensorSource
 
 __all__ = ["Image", "ImageShard", "Piece", "key_of", "plan_image"]
@@ -72,19 +74,22 @@ class Image:
         shards: the files, one behind the other.
         tensors: everything that is held, as the part will say it; digests that are still to come are zeros.
         pieces: what is copied into the image, by first byte.
+        rows: of each piece, its number among all boxes of the part.
         nbytes: size of the image.
     """
 
     block_nbytes: int
     shards: tuple[ImageShard, ...]
-    tensors: tuple[PartTensor, ...]
+    tensors: Holdings
     pieces: tuple[Piece, ...] = dataclasses.field(init=False)
+    rows: tuple[int, ...] = dataclasses.field(init=False)
     nbytes: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        pieces = _list_pieces(self.shards, self.tensors)
+        rows, pieces = _list_pieces(self.shards, self.tensors)
         end = max((shard.begin + shard.nbytes for shard in self.shards), default=0)
         object.__setattr__(self, "pieces", pieces)
+        object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "nbytes", max([end, *(piece.end for piece in pieces[-1:])]))
 
     def span(self, number: int, block: int) -> tuple[int, int]:
@@ -92,12 +97,6 @@ class Image:
         piece = self.pieces[number]
         begin = piece.begin + block * self.block_nbytes
         return begin, min(piece.end, begin + self.block_nbytes)
-
-    def rows(self) -> tuple[int, ...]:
-        """Return for each piece its number among all boxes of the part."""
-        boxes = [(tensor.key, held.box) for tensor in self.tensors for held in tensor.boxes]
-        numbers = {box: number for number, box in enumerate(boxes)}
-        return tuple(numbers[piece.key, piece.box] for piece in self.pieces)
 
     @collector_paused()
     def part(
@@ -110,21 +109,17 @@ class Image:
         streams: Iterable[Stream],
         leaves: Iterable[Leaf],
         absent: dict[str, str],
-        extents: Mapping[tuple[TensorKey, Box], tuple[Extent, ...]] | None = None,
+        extents: Extents | None = None,
     ) -> Part:
         """Return the part of a save of this image.
 
         Args:
             digests: of the blocks of each piece, in the order of `pieces`.
-            extents: where each piece is, if that isn't in the image's shards.
+            extents: where boxes are, if that isn't in the image's shards.
         """
-        found = {(piece.key, piece.box): digest for piece, digest in zip(self.pieces, digests, strict=True)}
-
-        def fill(key: TensorKey, held: PartBox) -> PartBox:
-            at = (key, held.box)
-            own = held.extents if extents is None else extents.get(at, ())
-            return dataclasses.replace(held, digests=found.get(at, b""), extents=own)
-
+        of_boxes = [b""] * len(self.tensors.replica)
+        for row, found in zip(self.rows, digests, strict=True):
+            of_boxes[row] = found
         return Part(
             origin=origin,
             writer=writer,
@@ -139,10 +134,7 @@ class Image:
                 )
                 for shard in self.shards
             ),
-            tensors=tuple(
-                dataclasses.replace(tensor, boxes=tuple(fill(tensor.key, held) for held in tensor.boxes))
-                for tensor in self.tensors
-            ),
+            tensors=self.tensors.refilled(b"".join(of_boxes), extents),
             streams=tuple(sorted(streams, key=lambda stream: (stream.name.encode(), stream.scope.encode()))),
             leaves=tuple(sorted(leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))),
             absent=absent,
@@ -168,7 +160,7 @@ class Image:
         return cls(
             block_nbytes=part.origin.block_nbytes,
             shards=_place_shards(value["stems"], value["headers"], nbytes),
-            tensors=tuple(part.tensors),
+            tensors=part.holdings,
         )
 
 
@@ -211,7 +203,7 @@ def plan_image(
     return Image(
         block_nbytes=block_nbytes,
         shards=_place_shards(stems, headers, nbytes),
-        tensors=tuple(_describe_tensor(source, places, block_nbytes, check_replicas) for source in sources),
+        tensors=Holdings.of([_describe_tensor(source, places, block_nbytes, check_replicas) for source in sources]),
     )
 
 
@@ -228,24 +220,27 @@ def _place_shards(stems: list[str], headers: list[bytes], nbytes: list[int]) -> 
     return tuple(shards)
 
 
-def _list_pieces(shards: tuple[ImageShard, ...], tensors: tuple[PartTensor, ...]) -> tuple[Piece, ...]:
-    """Return the pieces by first byte; those that no file has lie behind the files."""
-    pieces = []
+def _list_pieces(
+    shards: tuple[ImageShard, ...], tensors: Iterable[PartTensor]
+) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    """Return the pieces by first byte, and which boxes they are; those that no file has lie behind the files."""
+    found: list[tuple[int, Piece]] = []
     behind = sum(shard.nbytes + -shard.nbytes % ALIGN_NBYTES for shard in shards)
-    for tensor in tensors:
-        for box in tensor.boxes:
-            nbytes = box.box.element_count * DTYPES[tensor.dtype].nbytes
-            shard = None
-            if box.extents:
-                extent = box.extents[0]
-                assert extent.file is not None  # noqa: S101 - an image has nothing that a base has
-                shard, begin = extent.file, shards[extent.file].begin + extent.byte_begin
-            elif box.digests:
-                begin, behind = behind, behind + nbytes + -nbytes % 64
-            else:
-                continue
-            pieces.append(Piece(key=tensor.key, box=box.box, begin=begin, end=begin + nbytes, shard=shard))
-    return tuple(sorted(pieces, key=lambda piece: (piece.begin, piece.end)))
+    for row, (tensor, box) in enumerate((one, held) for one in tensors for held in one.boxes):
+        nbytes = box.box.element_count * DTYPES[tensor.dtype].nbytes
+        shard = None
+        if box.extents:
+            extent = box.extents[0]
+            assert extent.file is not None  # noqa: S101 - an image has nothing that a base has
+            shard, begin = extent.file, shards[extent.file].begin + extent.byte_begin
+        elif box.digests:
+            begin, behind = behind, behind + nbytes + -nbytes % 64
+        else:
+            continue
+        found.append((row, Piece(key=tensor.key, box=box.box, begin=begin, end=begin + nbytes, shard=shard)))
+    found.sort(key=lambda one: (one[1].begin, one[1].end))
+    rows, pieces = zip(*found, strict=True) if found else ((), ())
+    return rows, pieces
 
 
 def _stem(source: TensorSource) -> str:
