@@ -7,6 +7,7 @@ framework. When the trainer is gone, it finishes the saves whose snapshot is com
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pathlib
 import sys
@@ -44,7 +45,9 @@ def main(fd: int) -> None:
     saver: Saver | None = None
     problem: CkptError | None = None
     try:
-        saver = Saver(LocalStore(opening["path"], writable=True), send)
+        # Garbage has time until a save is over; to look for it takes milliseconds, and somebody waits for those.
+        gc.disable()
+        saver = Saver(LocalStore(opening["path"], writable=True), send, rest=gc.collect)
         _serve(channel, saver, send)
     except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
         problem = as_ckpt_error(error)

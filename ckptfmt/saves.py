@@ -14,6 +14,7 @@ from ckptfmt import limits
 from ckptfmt.background import Background, error_of, staging_thread_count
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.engines.commit import check_vacant
+from ckptfmt.engines.fillings import Fillings
 from ckptfmt.engines.lineage import check_not_fenced
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.retention import tidy_up
@@ -101,6 +102,7 @@ class Saves:
         side = torch_side()
         self._devices: Any = None if side is None else side.Devices(self._report)
         self._has_device_tensors = False
+        self._fillings = Fillings()
         self._trainers_here = 1
         self._background: Background | None = None
         self._finalizer: weakref.finalize[[Background, Any], Any] | None = None
@@ -281,13 +283,12 @@ class Saves:
         view = lent.view
         try:
             constant = frozenset() if guard is None else guard.find_constant(sources)
-            # What has changed is looked for by whoever holds it, if somebody asked for deltas. Who finds that the slot
-            # has it spares the saver a digest, which is that of what was written last: `was_written` is needed for
-            # the host's comparisons, too.
-            blocks = None
-            looks = request.delta.mode != "off"
-            if self._has_device_tensors and looks:
-                blocks = self._devices.blocks_of(lent.number, image, is_known=lent.was_written)
+            # What has changed is looked for by whoever holds it, if somebody asked for deltas.
+            blocks = filling = None
+            if request.delta.mode != "off":
+                filling = self._fillings.begin(lent.number, image, is_known=lent.was_written)
+                if self._has_device_tensors:
+                    blocks = self._devices.blocks_of(lent.number, image, is_known=lent.was_written)
             now, later = plan_copies(
                 agreed.snapshot,
                 image,
@@ -295,7 +296,7 @@ class Saves:
                 later=constant,
                 devices=self._devices,
                 blocks=blocks,
-                block_nbytes=image.block_nbytes if looks and lent.was_written else 0,
+                filling=filling,
             )
             if guard is not None:
                 later = guard.hold(later, sources, handle)

@@ -1,8 +1,8 @@
 """Deltas in a training loop: saved by a process or a thread, resumed, and the same run bit by bit."""
 
-import ctypes
 import logging
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +13,7 @@ from ckptfmt.engines import coding
 from ckptfmt.engines.chain import Chain
 from ckptfmt.engines.coders import Coders
 from ckptfmt.errors import Code
+from ckptfmt.interop.torch.tensors import TorchSource
 from tests.builders import code_of, error_of
 from tests.test_device_deltas import MIB, check_loads
 from tests.test_device_deltas import Run as Table
@@ -119,17 +120,22 @@ def test_the_gradient_is_the_only_news(tmp_path, optimizer, gradients, limit):
 def costs(monkeypatch):
     """Sizes of what was copied into slots, and of what savers digested."""
     copied, digested = [], []
-    copy = ctypes.memmove
+    copyto, copy_into = np.copyto, TorchSource.copy_into
 
-    def note_copy(target, at, nbytes):
-        copied.append(nbytes)
-        return copy(target, at, nbytes)
+    def note_copy(place, content):
+        copied.append(content.nbytes)
+        copyto(place, content)
+
+    def note_whole(self, box, out):
+        copied.append(out.nbytes)
+        copy_into(self, box, out)
 
     def note_digest(content):
         digested.append(len(content))
         return digest_bytes(content)
 
-    monkeypatch.setattr(ctypes, "memmove", note_copy)
+    monkeypatch.setattr(np, "copyto", note_copy)
+    monkeypatch.setattr(TorchSource, "copy_into", note_whole)
     monkeypatch.setattr(coding, "digest_bytes", note_digest)
     return copied, digested
 

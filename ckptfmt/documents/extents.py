@@ -97,23 +97,52 @@ class Extents:
     @classmethod
     def of(cls, extents: Sequence[tuple[int, Extent]]) -> Extents:
         """Return the columns of extents, each with the number of its box."""
-        blocks = make_integers(len(extent.stored_nbytes) for _, extent in extents)
-        return cls(
-            box=make_integers(row for row, _ in extents),
-            block_begin=make_integers(extent.block_begin for _, extent in extents),
-            block_count=make_integers(extent.block_count for _, extent in extents),
-            file=make_integers(-1 if extent.file is None else extent.file for _, extent in extents),
-            byte_begin=make_integers(extent.byte_begin for _, extent in extents),
-            key=[extent.key for _, extent in extents],
-            encoding=make_integers(ENCODINGS.index(extent.encoding) for _, extent in extents),
-            reference=make_integers(0 if extent.reference is None else extent.reference + 1 for _, extent in extents),
-            predicted=np.array([extent.predicted for _, extent in extents], np.bool_),
-            stored_row=np.cumsum(blocks) - blocks,
-            stored=StoredBlocks(
-                nbytes=make_integers(nbytes for _, extent in extents for nbytes in extent.stored_nbytes),
-                digests=b"".join(extent.stored_digests for _, extent in extents),
-            ),
+        rows = [
+            (
+                row,
+                extent.block_begin,
+                extent.block_count,
+                -1 if extent.file is None else extent.file,
+                extent.byte_begin,
+                ENCODINGS.index(extent.encoding),
+                0 if extent.reference is None else extent.reference + 1,
+                extent.predicted,
+            )
+            for row, extent in extents
+        ]
+        stored = StoredBlocks(
+            nbytes=make_integers(nbytes for _, extent in extents for nbytes in extent.stored_nbytes),
+            digests=b"".join(extent.stored_digests for _, extent in extents),
         )
+        return cls.of_rows(rows, [extent.key for _, extent in extents], stored)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[int, ...]], keys: Sequence[str], stored: StoredBlocks) -> Extents:
+        """Return the columns of rows in any order, sorted.
+
+        Args:
+            rows: `box`, `block_begin`, `block_count`, `file`, `byte_begin`, `encoding`, `reference` and `predicted` of
+                each.
+            keys: of each.
+            stored: their encoded blocks, in their order.
+        """
+        columns = np.array(rows, np.int64).reshape(-1, 8).T
+        box, block_begin, block_count, file, byte_begin, encoding, reference, predicted = columns
+        blocks = np.where(np.isin(encoding, _PLAIN), 0, block_count)
+        found = cls(
+            box=box,
+            block_begin=block_begin,
+            block_count=block_count,
+            file=file,
+            byte_begin=byte_begin,
+            key=keys,
+            encoding=encoding,
+            reference=reference,
+            predicted=predicted > 0,
+            stored_row=np.cumsum(blocks) - blocks,
+            stored=stored,
+        )
+        return found.take(found.order())
 
     def delta_members(self, row: int) -> dict[str, Any]:
         """Return the members of an extent that a raw one doesn't have."""

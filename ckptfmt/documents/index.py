@@ -6,12 +6,12 @@ What it says is a pure function of the parts, so that any two committers say the
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Final
 
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.canonical import check_version
 from ckptfmt.documents.manifest import Origin
@@ -74,7 +74,7 @@ class IndexTensor:
     @property
     def nbytes(self) -> int:
         """Size of the whole tensor in bytes."""
-        return Box.whole(self.global_shape).element_count * DTYPES[self.dtype].nbytes
+        return math.prod(self.global_shape) * DTYPES[self.dtype].nbytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,11 +28,23 @@ def schema_text(name: str) -> str:
 def _validator(name: str) -> Draft202012Validator:
     # Imported here: a tenth of a second that a program which only saves to a path needn't pay at import.
     from jsonschema import Draft202012Validator  # noqa: PLC0415
-    from referencing import Registry, Resource  # noqa: PLC0415
 
-    definitions = Resource.from_contents(json.loads(schema_text("defs")))
-    registry: Registry[Any] = Registry().with_resource("defs.schema.json", definitions)
-    return Draft202012Validator(json.loads(schema_text(name)), registry=registry)
+    return Draft202012Validator(_inline(json.loads(schema_text(name)), json.loads(schema_text("defs"))["$defs"]))
+
+
+def _inline(schema: Any, definitions: dict[str, Any]) -> Any:  # noqa: ANN401 - any JSON
+    """Return a schema with its definitions in the place of references to them.
+
+    Beside a reference stands nothing, and none leads back to itself. To look them up takes longer than all else that
+    is checked of a manifest: 1.6 ms in place of 0.6.
+    """
+    if isinstance(schema, list):
+        return [_inline(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inline(definitions[schema["$ref"].removeprefix("defs.schema.json#/$defs/")], definitions)
+    return {key: _inline(value, definitions) for key, value in schema.items()}
 
 
 def check_schema(name: str, value: object, *, where: str) -> None:

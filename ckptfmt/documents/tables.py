@@ -190,7 +190,7 @@ def parse_tensor_table(table: Columns, aliases: Columns, scopes: list[str], dtyp
     numbers = iter(extents.tolist())
     shapes = tuple(tuple(itertools.islice(numbers, rank)) for rank in ndim.tolist())
     for shape in shapes:
-        if math.prod(extent for extent in shape if extent) > limits.ELEMENTS:
+        if math.prod(filter(None, shape)) > limits.ELEMENTS:
             raise table.broken("global_shape", f"{shape} has too many elements")
     rows = zip(fields, names.tolist(), scope, strict=True)
     keys = tuple((FIELDS[field], name, scopes[number]) for field, name, number in rows)

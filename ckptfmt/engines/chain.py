@@ -212,13 +212,13 @@ class Chain:
         try:
             part = delta.write(store, origin, writer, snapped.context)
             snapped.wait_complete()
-            digests = delta.digests()
+            digests = delta.digests
             check_seen(image, digests, snapped.seen)
         finally:
             delta.close()
         write_part_file(store, part)
         nbytes = _content_nbytes(image)
-        stored = delta.blocks()
+        stored = [block for of_piece in delta.blocks for block in of_piece]
         encoding = np.array([block.encoding for block in stored])
         own = np.array([block.nbytes for block in stored], np.int64)
         is_raw, is_same = encoding == "raw", encoding == "same"

@@ -30,7 +30,7 @@ from ckptfmt.documents.manifest import (
 from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part
 from ckptfmt.engines.collector import collector_paused
-from ckptfmt.engines.registers import Register, parse_known
+from ckptfmt.engines.known import Register, known_tables, parse_known
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, err
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def finalize(store: Store, origin: Origin) -> Manifest:
     Raises: as `commit`.
     Spec: REQ-CMT-005 to REQ-CMT-009.
     """
-    known: dict[bytes, TensorTable] = {}
+    known = known_tables()
     entries = [_read_part(store, origin, writer, known) for writer in range(origin.writer_count)]
     with collector_paused():
         index = merge_parts(entries)

@@ -10,16 +10,16 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
-import operator
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from ckptfmt.arithmetic import encodings
 from ckptfmt.digest import digest_at, digest_bytes
-from ckptfmt.documents.deltas import Group
-from ckptfmt.documents.extents import SAME, Extent, Extents
+from ckptfmt.documents.deltas import Group, StoredBlocks
+from ckptfmt.documents.extents import SAME, Extents
 from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count
@@ -32,7 +32,7 @@ from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.engines.streaming import make_memory
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.features import NEEDS_BASE, PLAIN
+from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -81,6 +81,10 @@ class Stored:
     digest: bytes
     stored_digest: bytes
     decode_s: float = 0.0
+
+
+#: What becomes of a box without blocks: the base has all of it.
+_NOTHING: Final = Stored(encoding="same", reference=None, predicted=False, nbytes=0, digest=b"", stored_digest=b"")
 
 
 class Delta:
@@ -192,7 +196,7 @@ class Delta:
     @collector_paused()
     def _make_part(self, origin: Origin, writer: int, context: Context, files: Sequence[PartFile]) -> Part:
         extents = self._extents(files)
-        part = self._image.part(origin, self.digests(), writer=writer, extents=extents, **context.members())
+        part = self._image.part(origin, self.digests, writer=writer, extents=extents, **context.members())
         return dataclasses.replace(
             part,
             files=tuple(files),
@@ -216,10 +220,6 @@ class Delta:
             if predicted & set(group.pieces)
         ]
         return tuple(sorted(found, key=lambda group: group.boxes))
-
-    def blocks(self) -> list[Stored]:
-        """Return what became of each block, piece by piece."""
-        return [self._stored[at] for at in sorted(self._stored)]
 
     def _write_pack(
         self,
@@ -359,56 +359,46 @@ class Delta:
                 stored_digest=b"",
             )
 
+    @functools.cached_property
+    def blocks(self) -> list[list[Stored]]:
+        """What became of the blocks of each piece of the image, once all is written."""
+        numbers = range(len(self._image.pieces))
+        return [[self._stored[number, block] for block in self._range_of(number)] for number in numbers]
+
+    @functools.cached_property
     def digests(self) -> list[bytes]:
-        """Return the digests of the blocks of each piece of the image."""
-        return [
-            b"".join(self._stored[number, block].digest for block in self._range_of(number))
-            for number in range(len(self._image.pieces))
-        ]
+        """The digests of the blocks of each piece of the image, once all is written."""
+        return [b"".join([stored.digest for stored in of_piece]) for of_piece in self.blocks]
 
     def _extents(self, files: Sequence[PartFile]) -> Extents:
         """Return where the blocks of each box are, given the packs that were written."""
         numbers = {file.name.rpartition("-")[0].rpartition("-")[0]: number for number, file in enumerate(files)}
-        at = [len(PACK_HEADER)] * len(self._image.shards)
-        found: list[tuple[int, Extent]] = []
-        for number, (row, piece) in enumerate(zip(self._image.rows, self._image.pieces, strict=True)):
-            if piece.shard is not None:
-                file = numbers.get(self._image.shards[piece.shard].stem)
-                found += [(row, extent) for extent in self._extents_of(number, at[piece.shard], file)]
-                at[piece.shard] += sum(self._stored[number, block].nbytes for block in self._range_of(number))
-        return Extents.of(sorted(found, key=operator.itemgetter(0)))
-
-    def _extents_of(self, number: int, byte_begin: int, file: int | None) -> tuple[Extent, ...]:
-        """Return the extents of one piece, whose stored bytes begin at `byte_begin`: as few as say it."""
-        name = self._image.pieces[number].key[1]
-        blocks = self._range_of(number)
-        if not blocks:
-            return (_same(0, 0, name, self._references.index(self._base.reference)),)
-        extents = []
-        kind_of = {block: self._stored[number, block] for block in blocks}
-        for kind, run in itertools.groupby(blocks, lambda block: _kind(kind_of[block])):
-            rows = [(block, kind_of[block]) for block in run]
-            encoding, reference, predicted = kind
-            if encoding == "same":
-                extents.append(_same(rows[0][0], len(rows), name, reference))
+        of_shards = [numbers.get(shard.stem) for shard in self._image.shards]
+        at = [len(PACK_HEADER)] * len(of_shards)
+        rows: list[tuple[int, ...]] = []
+        keys: list[str] = []
+        encoded: list[Stored] = []
+        nothing = [dataclasses.replace(_NOTHING, reference=self._references.index(self._base.reference))]
+        for row, piece, stored in zip(self._image.rows, self._image.pieces, self.blocks, strict=True):
+            if piece.shard is None:
                 continue
-            is_raw = encoding == "raw"
-            extents.append(
-                Extent(
-                    block_begin=rows[0][0],
-                    block_count=len(rows),
-                    file=file,
-                    byte_begin=byte_begin,
-                    key=name,
-                    encoding=encoding,
-                    reference=reference,
-                    predicted=predicted,
-                    stored_nbytes=() if is_raw else tuple(stored.nbytes for _, stored in rows),
-                    stored_digests=b"" if is_raw else b"".join(stored.stored_digest for _, stored in rows),
-                )
-            )
-            byte_begin += sum(stored.nbytes for _, stored in rows)
-        return tuple(extents)
+            block_begin, file = 0, of_shards[piece.shard]
+            for (encoding, reference, predicted), run in itertools.groupby(stored or nothing, _kind):
+                blocks = list(run)
+                count = len(blocks) if stored else 0
+                place = (-1, 0) if encoding == "same" or file is None else (file, at[piece.shard])
+                base = 0 if reference is None else reference + 1
+                rows.append((row, block_begin, count, *place, ENCODINGS.index(encoding), base, predicted))
+                keys.append(piece.key[1])
+                if encoding not in PLAIN:
+                    encoded += blocks
+                at[piece.shard] += sum([block.nbytes for block in blocks])
+                block_begin += count
+        stored_blocks = StoredBlocks(
+            nbytes=np.array([block.nbytes for block in encoded], np.int64),
+            digests=b"".join([block.stored_digest for block in encoded]),
+        )
+        return Extents.of_rows(rows, keys, stored_blocks)
 
     def _range_of(self, number: int) -> range:
         piece = self._image.pieces[number]
@@ -435,18 +425,6 @@ def _iter_chunks(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
 
 def _kind(stored: Stored) -> tuple[str, int | None, bool]:
     return stored.encoding, stored.reference, stored.predicted
-
-
-def _same(block_begin: int, block_count: int, key: str, reference: int | None) -> Extent:
-    return Extent(
-        block_begin=block_begin,
-        block_count=block_count,
-        file=None,
-        byte_begin=0,
-        key=key,
-        encoding="same",
-        reference=reference,
-    )
 
 
 def _find_holders(image: Image, base: Base, references: Sequence[Reference]) -> list[list[int]]:

@@ -28,9 +28,9 @@ from ckptfmt.engines.chain import Chain, Snapped
 from ckptfmt.engines.coders import Coders
 from ckptfmt.engines.commit import check_vacant, decide
 from ckptfmt.engines.image import Image
+from ckptfmt.engines.known import remembered
 from ckptfmt.engines.lineage import check_not_fenced
 from ckptfmt.engines.policy import DeltaOptions, Plan
-from ckptfmt.engines.registers import registers_remembered
 from ckptfmt.engines.retention import tidy_up
 from ckptfmt.engines.staging import Seen, check_seen
 from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure
@@ -347,13 +347,17 @@ class Saver:
     Args:
         store: rooted at the run.
         send: called with each message to the trainer, from any thread.
+        rest: called after each save, when nobody waits for this one.
 
     Spec: REQ-RUN-017.
     """
 
-    def __init__(self, store: Store, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, store: Store, send: Callable[[dict[str, Any]], None], *, rest: Callable[[], object] = lambda: None
+    ) -> None:
         self._store = store
         self._send = send
+        self._rest = rest
         self._views: dict[int, memoryview] = {}
         self._image: Image | None = None
         self._pending: dict[int, Progress] = {}
@@ -440,7 +444,8 @@ class Saver:
         self._send({"type": "state", "number": number, "state": state, **told})
 
     def _work(self) -> None:
-        with registers_remembered():
+        with remembered():
             while (task := self._tasks.get()) is not None:
                 task()
+                self._rest()
         self._coders.close()

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import functools
 import itertools
 import threading
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
-from ckptfmt.digest import iter_blocks
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Executor
 
-    from numpy.typing import NDArray
-
     from ckptfmt.box import Box
     from ckptfmt.documents.tables import TensorKey
+    from ckptfmt.engines.fillings import Filling
     from ckptfmt.engines.image import Image
     from ckptfmt.engines.snapshot import MemoryOf, TensorSource
 
@@ -32,9 +28,8 @@ __all__ = ["Copy", "HostCopy", "Seen", "Staging", "check_seen"]
 #: told every 4 MiB, a copy of 1.6 GB on two cores took 1.16 times as long.
 _TELL_NBYTES: Final = 64 << 20
 _FIRST_NBYTES: Final = 16 << 20
-#: Smallest piece that is compared with what the slot has, in bytes: a smaller one is copied in less time. With all of
-#: its 1,672 tensors compared, a state of 313 MB that changed everywhere took 1.2 times as long to copy.
-_LEAST_COMPARED_NBYTES: Final = 1 << 16
+#: Smallest piece that is looked at before it is copied, in bytes: a smaller one is copied in less time.
+_LEAST_LOOKED_AT_NBYTES: Final = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +39,7 @@ class Seen:
     Attributes:
         begin: first byte of the piece in the image.
         digests: of its blocks, one behind the other, as a device computed them when its copy was asked for; empty where
-            the host compared the bytes themselves.
+            the host looked itself.
         kept: a byte for each block: 1 where the slot had it from an earlier save, and it wasn't copied again.
     """
 
@@ -87,9 +82,9 @@ class HostCopy:
     """A copy that the calling thread does.
 
     Attributes:
-        source: a `MemorySource`, if it is to be compared.
-        block_nbytes: size of the blocks that are compared with what the slot has, and copied only where they differ;
-            0 to copy without looking, as what is small is copied in any case.
+        source: a `MemorySource`, if it is to be looked at.
+        filling: knows what the slot has, which needn't be copied; None to copy without looking, as what is small is
+            copied in any case.
     """
 
     source: TensorSource
@@ -98,7 +93,7 @@ class HostCopy:
     begin: int
     end: int
     view: memoryview
-    block_nbytes: int = 0
+    filling: Filling | None = None
     seen: Sequence[Seen] = ()
 
     def start(self) -> None:
@@ -107,13 +102,14 @@ class HostCopy:
     def finish(self) -> None:
         """Copy."""
         out = self.view[self.begin : self.end]
-        looks = self.block_nbytes > 0 and out.nbytes >= _LEAST_COMPARED_NBYTES
+        looks = self.filling is not None and out.nbytes >= _LEAST_LOOKED_AT_NBYTES
         memory_of: MemoryOf | None = getattr(self.source, "memory_of", None) if looks else None
         memory = None if memory_of is None else memory_of(self.box)
-        if memory is None:
+        if memory is None or self.filling is None:
             self.source.copy_into(self.box, out)
             return
-        kept = _copy_changed(memory, np.frombuffer(out, np.uint8), self.block_nbytes)
+        place = np.frombuffer(out, np.uint8)
+        kept = self.filling.copy_changed(self.begin, memory, place, lambda: self.source.copy_into(self.box, out))
         if any(kept):
             self.seen = (Seen(begin=self.begin, digests=b"", kept=kept),)
 
@@ -176,10 +172,9 @@ class Staging:
             while self._front < len(self._done) and self._done[self._front]:
                 self._front += 1
             nbytes = self._begins[self._front]
-            # The first more often: whoever is told has nothing to do yet.
-            if nbytes - self._told >= min(_TELL_NBYTES, max(_FIRST_NBYTES, self._told)) or self._front == len(
-                self._done
-            ):
+            # The first more often, since whoever is told has nothing to do yet, and the last, to leave little for then.
+            step_nbytes = min(_TELL_NBYTES, max(_FIRST_NBYTES, min(self._told, self._begins[-1] - nbytes)))
+            if nbytes - self._told >= step_nbytes or self._front == len(self._done):
                 self._told = nbytes
                 seen, self._seen = self._seen, []
                 self._tell(nbytes, seen)
@@ -201,32 +196,6 @@ def check_seen(image: Image, digests: Sequence[bytes], seen: Callable[[int], See
             field, name, _ = piece.key
             detail = "what arrived of it isn't what its device had when the save was asked for"
             raise err(Code.STATE_CHANGED, detail, where=f"{field}:{name}", requirement="REQ-CMT-028")
-
-
-def _copy_changed(content: NDArray[np.uint8], target: NDArray[np.uint8], block_nbytes: int) -> bytes:
-    """Copy those blocks of `content` that `target` doesn't have; return a byte for each block, 1 where it has it.
-
-    With the C library: it looks no further than to the first byte that differs, and other threads of Python run.
-    """
-    if content.nbytes != target.nbytes:
-        raise ValueError(f"{content.nbytes} bytes don't fill {target.nbytes}")
-    at, target_at, compare = content.ctypes.data, target.ctypes.data, _compare_memory()
-    kept = bytearray()
-    for begin, end in iter_blocks(content.nbytes, block_nbytes):
-        is_kept = compare(target_at + begin, at + begin, end - begin) == 0
-        if not is_kept:
-            ctypes.memmove(target_at + begin, at + begin, end - begin)
-        kept.append(is_kept)
-    return bytes(kept)
-
-
-@functools.cache
-def _compare_memory() -> Callable[[int, int, int], int]:
-    """Return the C library's ``memcmp``."""
-    found = ctypes.CDLL(None).memcmp
-    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
-    compare: Callable[[int, int, int], int] = found
-    return compare
 
 
 def _take_from(copies: Iterable[Copy], lock: threading.Lock) -> Iterable[Copy]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.engines.collector import collector_paused
+from ckptfmt.engines.fillings import Filling
 from ckptfmt.engines.image import Image, Piece, key_of
 from ckptfmt.engines.snapshot import Snapshot, TensorSource
 from ckptfmt.engines.staging import Copy, HostCopy
@@ -23,7 +24,7 @@ def plan_copies(
     later: Collection[TensorKey],
     devices: Any,  # noqa: ANN401 - torch's side, which this module must not import
     blocks: Any = None,  # noqa: ANN401 - likewise
-    block_nbytes: int = 0,
+    filling: Filling | None = None,
 ) -> tuple[list[Copy], list[Copy]]:
     """Return the copies that fill `view` with what `image` says: those to be done now, and those of `later`.
 
@@ -33,13 +34,13 @@ def plan_copies(
         later: tensors that may be copied beside the training.
         devices: a ``ckptfmt.interop.torch.Devices``, or None where torch isn't there.
         blocks: what the slot holds of tensors of devices, as `Devices.blocks_of` returns it; None to copy all of them.
-        block_nbytes: of what the host copies, the size of the blocks to compare with the slot's; 0 to copy all of it.
+        filling: what the slot holds of tensors of the host; None to copy all of them.
     """
     sources = {key_of(source): source for source in snapshot.tensors}
     pieces = [(sources[piece.key], piece) for piece in image.pieces if piece.end > piece.begin]
     return (
-        _plan([row for row in pieces if row[1].key not in later], view, devices, blocks, block_nbytes),
-        _plan([row for row in pieces if row[1].key in later], view, devices, blocks, block_nbytes),
+        _plan([row for row in pieces if row[1].key not in later], view, devices, blocks, filling),
+        _plan([row for row in pieces if row[1].key in later], view, devices, blocks, filling),
     )
 
 
@@ -48,7 +49,7 @@ def _plan(
     view: memoryview,
     devices: Any,  # noqa: ANN401 - see plan_copies
     blocks: Any,  # noqa: ANN401
-    block_nbytes: int,
+    filling: Filling | None,
 ) -> list[Copy]:
     copies: list[Copy] = []
     on_device = []
@@ -65,7 +66,7 @@ def _plan(
                     begin=piece.begin,
                     end=piece.end,
                     view=view,
-                    block_nbytes=block_nbytes,
+                    filling=filling,
                 )
             )
     if on_device:

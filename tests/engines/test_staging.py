@@ -1,6 +1,5 @@
 """The copies into a slot, and what the saver is told of them: never more than is there."""
 
-import ctypes
 import dataclasses
 import functools
 import itertools
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.engines import staging
+from ckptfmt.engines.fillings import Filling, Fillings
 from ckptfmt.engines.image import plan_image
 from ckptfmt.engines.staging import HostCopy, Seen, Staging
 from ckptfmt.interop.numpy import ArraySource
@@ -101,7 +101,7 @@ def every_byte_is_told():
     """Tell after every byte, so that what is told can be wrong by one; and look at every byte."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "_TELL_NBYTES", 1)
-        patch.setattr(staging, "_LEAST_COMPARED_NBYTES", 1)
+        patch.setattr(staging, "_LEAST_LOOKED_AT_NBYTES", 1)
         yield
 
 
@@ -241,68 +241,47 @@ def test_without_copies_there_is_nothing_to_tell() -> None:
     assert filled.told == []
 
 
-def copy_of(array: np.ndarray, view: memoryview, *, block_nbytes: int) -> HostCopy:
+def copy_of(array: np.ndarray, view: memoryview, filling: Filling | None) -> HostCopy:
     """Return the copy of a whole array into the middle of a slot."""
     source = ArraySource.of(array, field="weights", name="w", scope="global")
     box = Box.whole(array.shape)
-    return HostCopy(
-        source=source, box=box, keys=(), begin=8, end=8 + array.nbytes, view=view, block_nbytes=block_nbytes
-    )
+    return HostCopy(source=source, box=box, keys=(), begin=8, end=8 + array.nbytes, view=view, filling=filling)
 
 
-@given(st.binary(min_size=1, max_size=300), st.sets(st.integers(0, 299), max_size=4), st.sampled_from([1, 16, 64, 512]))
-def test_the_host_copies_blocks_that_the_slot_lacks_and_no_others(content, changed, block_nbytes) -> None:
-    """Of any bits: zeros of either sign and NaNs are bytes like others."""
-    array = np.frombuffer(content, np.uint8).copy()
-    slot = bytearray(b"\xa5" * (array.nbytes + 16))
-    slot[8:-8] = content
-    for at in changed:
-        if at < len(content):
-            slot[8 + at] ^= 0x80
-    before = bytes(slot)
-    written: list[tuple[int, int]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        move = ctypes.memmove
-
-        def note(target: int, at: int, nbytes: int) -> None:
-            written.append((at, nbytes))
-            move(target, at, nbytes)
-
-        patch.setattr(ctypes, "memmove", note)
-        copy = copy_of(array, memoryview(slot), block_nbytes=block_nbytes)
+def filled_twice(array: np.ndarray, *, looks: bool = True) -> HostCopy:
+    """Return the copy of an array into a slot that had it by the same way before."""
+    image = plan_image(snapshot(), block_nbytes=4096)
+    slot, fillings = memoryview(bytearray(array.nbytes + 16)), Fillings()
+    for is_known in (False, True):
+        filling = fillings.begin(0, image, is_known=is_known) if looks else None
+        copy = copy_of(array, slot, filling)
         copy.finish()
+        assert slot[8:-8] == array.tobytes()
+        assert bytes(slot[:8]) == bytes(slot[-8:]) == bytes(8)
+    return copy
 
-    assert slot == b"\xa5" * 8 + content + b"\xa5" * 8
-    blocks = range(0, len(content), block_nbytes)
-    told = bytes(before[8 + at : -8][:block_nbytes] == content[at : at + block_nbytes] for at in blocks)
-    lacking = [at for at, is_kept in zip(blocks, told, strict=True) if not is_kept]
-    assert [begin - array.ctypes.data for begin, _ in written] == lacking
-    assert copy.seen == ((Seen(begin=8, digests=b"", kept=told),) if any(told) else ())
+
+def test_the_host_tells_what_the_slot_had() -> None:
+    array = np.arange(5000, dtype=np.int32).reshape(50, 100)
+    assert filled_twice(array).seen == (Seen(begin=8, digests=b"", kept=b"\1" * 5),)
 
 
 def test_the_host_looks_at_nothing_that_lies_apart_or_that_nobody_asked_about() -> None:
-    array = np.arange(64, dtype=np.int32).reshape(8, 8)
-    for given_array, block_nbytes in ((array.T, 16), (array, 0)):
-        slot = bytearray(array.nbytes + 16)
-        slot[8:-8] = given_array.tobytes()
-        copy = copy_of(given_array, memoryview(slot), block_nbytes=block_nbytes)
-        copy.finish()
-        assert copy.seen == ()
-        assert slot[8:-8] == given_array.tobytes()
+    array = np.arange(5000, dtype=np.int32).reshape(50, 100)
+    assert filled_twice(array.T).seen == ()
+    assert filled_twice(array, looks=False).seen == ()
 
 
 def test_the_host_looks_at_nothing_small(monkeypatch) -> None:
-    monkeypatch.setattr(staging, "_LEAST_COMPARED_NBYTES", 256)
+    monkeypatch.setattr(staging, "_LEAST_LOOKED_AT_NBYTES", 256)
     for count in (63, 64):
         array = np.arange(count, dtype=np.int32)
-        slot = bytearray(8) + array.tobytes() + bytearray(8)
-        copy = copy_of(array, memoryview(slot), block_nbytes=128)
-        copy.finish()
-        assert copy.seen == ((Seen(begin=8, digests=b"", kept=b"\1\1"),) if count == 64 else ())
+        assert filled_twice(array).seen == ((Seen(begin=8, digests=b"", kept=b"\1"),) if count == 64 else ())
 
 
 def test_memory_that_has_another_size_by_now_is_not_read() -> None:
-    copy = copy_of(np.zeros(8, np.float32), memoryview(bytearray(64)), block_nbytes=16)
+    filling = Fillings().begin(0, plan_image(snapshot(), block_nbytes=4096), is_known=False)
+    copy = copy_of(np.zeros(8, np.float32), memoryview(bytearray(64)), filling)
     copy.end -= 4
     with pytest.raises(ValueError, match="32 bytes don't fill 28"):
         copy.finish()

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -74,7 +74,9 @@ def view_module(
     _refuse_fsdp1(module, f"{field}:{prefix}")
     # First of all, and at each save: it also puts FSDP2's parameters back into shards after an evaluation.
     state_dict = _state_dict(module, f"{field}:{prefix}")
-    live = _Live(module)
+    # With each path to a module that has several: torch walks them all at each of its own questions.
+    modules = list(module.named_modules(remove_duplicate=False))
+    live = _Live(part for _, part in modules)
     paths = Paths(module)
     own = _per_worker_buffers(module) if worker_count > 1 else set()
     entries: list[Entry] = []
@@ -92,14 +94,14 @@ def view_module(
             foreign[name] = (key, value)
     entries += [
         Entry(names=(prefix + name,), scope=scope, storage="non-persistent", tensor=tensor)
-        for name, tensor in _non_persistent(module, paths)
+        for name, tensor in _non_persistent(modules, paths)
     ]
     _refuse_double_names(entries, field)
     return ModuleView(
         module=module,
         scope=scope,
         entries=tuple(entries),
-        parameters=_parameter_names(module, paths, prefix),
+        parameters=_parameter_names(modules, paths, prefix),
         extra_states=extra_states,
         foreign=foreign,
     )
@@ -170,10 +172,11 @@ def _state_dict(module: torch.nn.Module, where: str) -> dict[str, Any]:
 
 
 class _Live:
-    """The memory of a module's parameters and buffers."""
+    """The memory of the parameters and buffers of some modules."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.tensors = [*module.parameters(), *module.buffers()]
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        held = (tensors for module in modules for tensors in (module._parameters, module._buffers))  # noqa: SLF001
+        self.tensors = [tensor for tensors in held for tensor in tensors.values() if tensor is not None]
         self.ids = set(map(id, self.tensors))
 
     @functools.cached_property
@@ -198,9 +201,11 @@ def _extra_state_owner(paths: Paths, key: str) -> torch.nn.Module | None:
     return None if owner is None or type(owner).get_extra_state is torch.nn.Module.get_extra_state else owner
 
 
-def _parameter_names(root: torch.nn.Module, paths: Paths, prefix: str) -> dict[int, tuple[str, ...]]:
+def _parameter_names(
+    modules: Iterable[tuple[str, torch.nn.Module]], paths: Paths, prefix: str
+) -> dict[int, tuple[str, ...]]:
     names: dict[int, tuple[str, ...]] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
+    for path, module in modules:
         for key, parameter in module._parameters.items():  # noqa: SLF001 - with the raw path, which wrappers rewrite
             if parameter is not None:
                 name = prefix + paths.name_of(f"{path}.{key}" if path else key, raw=True)
@@ -208,8 +213,8 @@ def _parameter_names(root: torch.nn.Module, paths: Paths, prefix: str) -> dict[i
     return names
 
 
-def _non_persistent(root: torch.nn.Module, paths: Paths) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in root.named_modules(remove_duplicate=False):
+def _non_persistent(modules: Iterable[tuple[str, torch.nn.Module]], paths: Paths) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in modules:
         for key in sorted(module._non_persistent_buffers_set):  # noqa: SLF001 - torch has no public name for it
             buffer = module._buffers.get(key)  # noqa: SLF001
             if buffer is not None:

@@ -1,14 +1,17 @@
-"""Registers that were parsed before aren't parsed again, as long as somebody remembers; their files are read anew."""
+"""What was parsed before isn't parsed again, as long as somebody remembers; files are read anew."""
 
 import threading
 
 import numpy as np
 import pytest
 
+import ckptfmt
+from ckptfmt.documents import part
 from ckptfmt.documents.manifest import Abort, Manifest, parse_register
-from ckptfmt.engines import registers
+from ckptfmt.documents.tables import TensorTable, parse_tensor_table
+from ckptfmt.engines import known
 from ckptfmt.engines.commit import read_register
-from ckptfmt.engines.registers import parse_known, registers_remembered
+from ckptfmt.engines.known import known_tables, parse_known, remembered
 from ckptfmt.engines.retention import tidy_up
 from ckptfmt.errors import Code
 from tests.builders import code_of, snapshot, tensor
@@ -24,7 +27,7 @@ def parsed(monkeypatch):
         found.append(content)
         return parse_register(content)
 
-    monkeypatch.setattr(registers, "parse_register", note)
+    monkeypatch.setattr(known, "parse_register", note)
     return found
 
 
@@ -33,7 +36,7 @@ def register(step):
 
 
 def test_the_same_bytes_are_parsed_once_while_somebody_remembers(parsed):
-    with registers_remembered():
+    with remembered():
         first = parse_known(register(1))
         assert parse_known(register(2)) != first
         assert parse_known(bytes(bytearray(register(1)))) == first
@@ -45,14 +48,14 @@ def test_the_same_bytes_are_parsed_once_while_somebody_remembers(parsed):
 
 def test_what_is_refused_is_refused_again(parsed):
     damaged = register(1).replace(b"test", b"tost")
-    with registers_remembered():
+    with remembered():
         for count in (1, 2):
             assert code_of(lambda: parse_known(damaged)) == Code.DOC_DIGEST
             assert len(parsed) == count
 
 
 def test_another_thread_remembers_nothing(parsed):
-    with registers_remembered():
+    with remembered():
         parse_known(register(1))
         other = threading.Thread(target=parse_known, args=(register(1),))
         other.start()
@@ -61,8 +64,8 @@ def test_another_thread_remembers_nothing(parsed):
 
 
 def test_those_asked_for_longest_ago_are_forgotten(parsed, monkeypatch):
-    monkeypatch.setattr(registers, "_COUNT", 2)
-    with registers_remembered():
+    monkeypatch.setattr(known, "_COUNT", 2)
+    with remembered():
         for step in (1, 2, 1, 3, 1, 2):
             parse_known(register(step))
     assert parsed == [register(step) for step in (1, 2, 3, 2)]
@@ -72,7 +75,7 @@ def test_a_register_is_read_anew():
     """What was remembered is what bytes mean, not what a file held."""
     saving = Saving(snapshot(tensor("w", np.zeros(4, np.float32))))
     saving.save(1, snapshot(tensor("w", np.zeros(4, np.float32))))
-    with registers_remembered():
+    with remembered():
         assert isinstance(read_register(saving.place(1)), Manifest)
         saving.place(1).replace("manifest.json", register(1))
         assert isinstance(read_register(saving.place(1)), Abort)
@@ -82,7 +85,7 @@ def test_a_save_parses_as_many_registers_however_long_its_chain_is(parsed):
     """Else the thirtieth delta would take longer for those of its bases than for what it stores."""
     array = np.arange(4096, dtype=np.float32)
     counts = []
-    with registers_remembered():
+    with remembered():
         saving = Saving(snapshot(tensor("w", array)))
         for step in range(1, 9):
             array[step] += 1
@@ -91,3 +94,38 @@ def test_a_save_parses_as_many_registers_however_long_its_chain_is(parsed):
             tidy_up(saving.store, saving.run, launch=saving.launch.launch, keep=None, keep_every=None)
             counts.append(len(parsed))
     assert max(counts) == 1  # its own
+
+
+def test_a_table_of_tensors_is_parsed_once_for_all_saves_of_one_structure(monkeypatch):
+    parsed = []
+
+    def note(*given):
+        parsed.append(given)
+        return parse_tensor_table(*given)
+
+    monkeypatch.setattr(part, "parse_tensor_table", note)
+    one, other = (snapshot(tensor(name, np.zeros(4, np.float32))) for name in ("one", "other"))
+
+    def save(step, made):
+        saving.save(step, made)
+        with ckptfmt.open(saving.place(step)) as opened:
+            return [tensor.name for tensor in opened.index.tensors], len(parsed)
+
+    with remembered():
+        saving = Saving(one)
+        assert [save(step, one) for step in (1, 2, 3)] == [(["one"], 1)] * 3
+        saving = Saving(other)
+        assert [save(step, other) for step in (1, 2)] == [(["other"], 2)] * 2
+    saving = Saving(one)
+    assert [save(step, one)[1] for step in (1, 2)] == [3, 4]
+
+
+def test_too_many_tables_are_forgotten(monkeypatch):
+    monkeypatch.setattr(known, "_TABLE_COUNT", 2)
+    table = TensorTable.of([])
+    with remembered():
+        for number in range(3):
+            assert len(known_tables()) == number
+            known_tables()[bytes([number])] = table
+        assert known_tables() == {}
+    assert known_tables() == {}

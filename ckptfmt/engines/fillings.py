@@ -1,0 +1,111 @@
+"""What slots hold of tensors of the host, so that what is there already isn't copied again, nor digested.
+
+A slot is filled with the same image again and again, and of a model that is adapted most stays as it was. Whoever
+copies a block keeps the checksum of what lies in the slot then; the next time the tensor's block is read, and nothing
+else, to find that it is the same. A block whose first bytes aren't those of the last save has changed for certain.
+Where all blocks of a tensor have, it is copied without more ado: training that changes everything at every step pays
+next to nothing.
+
+The checksums are XXH3's of 128 bits, at the rate at which memory is read; they leave the process nowhere. What is
+stored has BLAKE3's digests, as ever. See ``spec/decisions/2026-11-22-slot-digests.md``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from xxhash import xxh3_128_digest
+
+from ckptfmt.digest import iter_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ckptfmt.engines.image import Image
+
+__all__ = ["Filling", "Fillings"]
+
+#: How many bytes of a block are compared with those of the last save before all of it is read.
+_SAMPLE_NBYTES: Final = 1024
+
+
+class Filling:
+    """One filling of a slot. Its pieces may be copied by several threads, each piece by one.
+
+    Args:
+        block_nbytes: size of the blocks of a piece in bytes.
+        before: by first byte of the piece in the image, the checksums of the blocks that the slot holds, if they are
+            known.
+        samples: by first byte, the checksums of the first bytes of its blocks at the last save, into whichever slot.
+    """
+
+    def __init__(self, block_nbytes: int, before: dict[int, list[bytes]], samples: dict[int, list[bytes]]) -> None:
+        self._block_nbytes = block_nbytes
+        self._before = before
+        self._samples = samples
+        self.found: dict[int, list[bytes]] = {}
+
+    def copy_changed(
+        self, begin: int, content: NDArray[np.uint8], place: NDArray[np.uint8], copy_all: Callable[[], None]
+    ) -> bytes:
+        """Copy those blocks of a piece that the slot doesn't have; return a byte for each block, 1 where it has it.
+
+        Args:
+            begin: first byte of the piece in the image.
+            content: of the piece.
+            place: of the piece in the slot.
+            copy_all: copies all of it, by whatever is fastest.
+
+        Raises: ValueError if the two aren't of one size.
+        """
+        if content.nbytes != place.nbytes:
+            raise ValueError(f"{content.nbytes} bytes don't fill {place.nbytes}")
+        source, slot = content.data, place.data
+        blocks = list(iter_blocks(content.nbytes, self._block_nbytes))
+        samples = [xxh3_128_digest(source[first : min(end, first + _SAMPLE_NBYTES)]) for first, end in blocks]
+        last, self._samples[begin] = self._samples.get(begin, samples), samples
+        moved = [one != other for one, other in zip(samples, last, strict=True)]
+        if all(moved):
+            copy_all()
+            return bytes(len(blocks))
+        held: Sequence[bytes | None] = self._before.get(begin) or [None] * len(blocks)
+        found: list[bytes] = []
+        kept = bytearray()
+        for (first, end), has_moved, known in zip(blocks, moved, held, strict=True):
+            if known is not None and not has_moved and xxh3_128_digest(source[first:end]) == known:
+                kept.append(1)
+                found.append(known)
+                continue
+            np.copyto(place[first:end], content[first:end])
+            kept.append(0)
+            # Of what is there now, whatever was written to the tensor meanwhile.
+            found.append(xxh3_128_digest(slot[first:end]))
+        self.found[begin] = found
+        return bytes(kept)
+
+
+class Fillings:
+    """What is known of the slots of a trainer."""
+
+    def __init__(self) -> None:
+        self._image: Image | None = None
+        self._samples: dict[int, list[bytes]] = {}
+        self._fillings: dict[int, Filling] = {}
+
+    def begin(self, slot: int, image: Image, *, is_known: bool) -> Filling:
+        """Return the next filling of a slot.
+
+        Args:
+            slot: its number.
+            image: what it will hold.
+            is_known: whether what it holds now was written by a save, so that nothing of it was left out.
+        """
+        if image is not self._image:
+            self._image, self._samples, self._fillings = image, {}, {}
+        before = self._fillings.get(slot)
+        filling = Filling(image.block_nbytes, before.found if before and is_known else {}, self._samples)
+        self._fillings[slot] = filling
+        return filling
