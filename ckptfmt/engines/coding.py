@@ -121,8 +121,11 @@ class BlockCoder:
 
     def end_of(self, number: int, block: int) -> int:
         """Return how much of the slot has to be there for a block to be coded, in bytes."""
-        group, elements = self._groups.get(number), self._elements_of(number, block)
-        members = (number,) if group is None else group.pieces[: group.pieces.index(number) + 1]
+        group = self._groups.get(number)
+        if group is None:
+            return self._image.span(number, block)[1]
+        elements = self._elements_of(number, block)
+        members = group.pieces[: group.pieces.index(number) + 1]
         return max(self._image.pieces[member].begin + elements.stop * self._width(member) for member in members)
 
     def code(self, number: int, block: int, *, digest: bytes | None = None) -> Coded:

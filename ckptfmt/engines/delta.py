@@ -51,6 +51,8 @@ __all__ = ["Delta", "Stored"]
 
 #: How many bytes of blocks a thread takes at once, and how many blocks at most.
 _BATCH_NBYTES: Final = 4 << 20
+#: A block that was the same for the base counts for one of so many: mostly it still is, and there is little to do.
+_SAME_SHARE: Final = 4
 _BATCH_COUNT: Final = 256
 #: How many batches are begun or wait for the store at least: what is behind them goes on while a slow one takes them.
 _AHEAD_COUNT: Final = 24
@@ -129,6 +131,7 @@ class Delta:
         self._wait = wait
         self._base = base
         self._references = tuple(references)
+        self._base_number = self._references.index(base.reference)
         self._files = BaseFiles(store, image, base)
         contents = BaseContents(image, base.digests, base.view, otherwise=self._files.content)
         groups: tuple[PlannedGroup, ...] = ()
@@ -213,7 +216,7 @@ class Delta:
             Group(
                 kind=group.rule.kind,
                 rule=rules[id(group.rule)],
-                reference=self._references.index(self._base.reference) if group.needs_base else None,
+                reference=self._base_number if group.needs_base else None,
                 boxes=tuple(rows[number] for number in group.pieces),
             )
             for group in dict.fromkeys(self._groups.values())
@@ -280,9 +283,14 @@ class Delta:
         # While one thread takes what came, another one's blocks are coded.
         count = coder_count() if self._coders is None else 2 * coder_count()
         ahead_count = max(_AHEAD_COUNT, WAITING * count)
-        batches = iter_batches(blocks, self._nbytes_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT)
+        batches = iter_batches(blocks, self._work_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT)
         for stored in iter_ahead(self._code_some, batches, count=count, ahead_count=ahead_count):
             yield from stored
+
+    def _work_of(self, at: tuple[int, int]) -> int:
+        number, block = at
+        was_same = self._holders[number][block] != self._base_number
+        return self._nbytes_of(at) // (_SAME_SHARE if was_same else 1)
 
     def _nbytes_of(self, at: tuple[int, int]) -> int:
         begin, end = self._image.span(*at)
@@ -312,7 +320,7 @@ class Delta:
         if coded.encoding == "same":
             reference = self._holders[number][block]
         elif coded.encoding in NEEDS_BASE and not coded.predicted:
-            reference = self._references.index(self._base.reference)
+            reference = self._base_number
         stored = self._view[begin:end] if coded.encoding == "raw" else coded.stored
         self._stored[number, block] = Stored(
             encoding=coded.encoding,
@@ -378,7 +386,7 @@ class Delta:
         rows: list[tuple[int, ...]] = []
         keys: list[str] = []
         encoded: list[Stored] = []
-        nothing = [dataclasses.replace(_NOTHING, reference=self._references.index(self._base.reference))]
+        nothing = [dataclasses.replace(_NOTHING, reference=self._base_number)]
         for row, piece, stored in zip(self._image.rows, self._image.pieces, self.blocks, strict=True):
             if piece.shard is None:
                 continue
