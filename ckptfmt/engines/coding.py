@@ -136,11 +136,10 @@ class BlockCoder:
 
         Raises: what the contents of the base raise.
         """
-        content = self._content(number, block)
-        digest = digest_bytes(content) if digest is None else digest
+        digest = digest_bytes(self._content(number, block)) if digest is None else digest
         if digest == self._contents.digest(number, block):
             return Coded(encoding="same", digest=digest)
-        coded = Coded(encoding="raw")
+        content, coded = self._content(number, block), Coded(encoding="raw")
         if self._image.pieces[number].key[0] in self._fields and content.nbytes >= LEAST_NBYTES:
             coded = self._code_changed(number, block, content)
         stored_digest = b"" if coded.encoding == "raw" else digest_bytes(coded.stored)

@@ -315,13 +315,14 @@ class Delta:
 
     def _note(self, number: int, block: int, coded: Coded) -> bytes | memoryview:
         """Note what becomes of a block, and return what it is stored as."""
-        begin, end = self._image.span(number, block)
         reference = None
+        stored: bytes | memoryview = coded.stored
         if coded.encoding == "same":
             reference = self._holders[number][block]
         elif coded.encoding in NEEDS_BASE and not coded.predicted:
             reference = self._base_number
-        stored = self._view[begin:end] if coded.encoding == "raw" else coded.stored
+        elif coded.encoding == "raw":
+            stored = self._content(number, block)
         self._stored[number, block] = Stored(
             encoding=coded.encoding,
             reference=reference,
@@ -332,6 +333,10 @@ class Delta:
             decode_s=coded.decode_s,
         )
         return stored
+
+    def _content(self, number: int, block: int) -> memoryview:
+        begin, end = self._image.span(number, block)
+        return self._view[begin:end]
 
     def _known_digest(self, number: int, block: int) -> bytes | None:
         """Return the digest of a block that lay in the slot before, which was computed then; None of any other."""
@@ -346,8 +351,7 @@ class Delta:
         Raises: StoreError(STORE_NO_ANSWER) if it comes out otherwise; then nobody knows what is there.
         """
         if known.encoding in PLAIN:
-            begin, end = self._image.span(number, block)
-            return self._view[begin:end] if known.encoding == "raw" else b""
+            return self._content(number, block) if known.encoding == "raw" else b""
         stored = self._coder.code_as(known.encoding, number, block, predicted=known.predicted)
         if digest_bytes(stored) != known.stored_digest:
             raise err(Code.STORE_NO_ANSWER, "a block encoded twice isn't the same, and the first may be there")
@@ -356,14 +360,13 @@ class Delta:
     def _digest_rest(self) -> None:
         """Digest what this writer holds and another one writes."""
         for number, block in self._blocks_of(None):
-            begin, end = self._image.span(number, block)
-            self._wait(end)
+            self._wait(self._image.span(number, block)[1])
             self._stored[number, block] = Stored(
                 encoding="raw",
                 reference=None,
                 predicted=False,
                 nbytes=0,
-                digest=self._known_digest(number, block) or digest_bytes(self._view[begin:end]),
+                digest=self._known_digest(number, block) or digest_bytes(self._content(number, block)),
                 stored_digest=b"",
             )
 
