@@ -287,7 +287,7 @@ class Saves:
             blocks = filling = None
             if request.delta.mode != "off":
                 filling = self._fillings.begin(lent.number, image, is_known=lent.was_written)
-                if self._has_device_tensors:
+                if self._devices is not None:
                     blocks = self._devices.blocks_of(lent.number, image, is_known=lent.was_written)
             now, later = plan_copies(
                 agreed.snapshot,

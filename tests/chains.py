@@ -32,7 +32,7 @@ SMALLEST = DeltaOptions(mode="smallest", restore_budget=float("inf"))
 class WholeSlot:
     """A snapshot that is there already; see `ckptfmt.engines.writer.Contents`."""
 
-    def __init__(self, image: Image, view: memoryview) -> None:
+    def __init__(self, image: Image, view: memoryview, _known: Sequence[bytes] | None = None) -> None:
         self.image = image
         self.view = view
 

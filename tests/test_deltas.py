@@ -1,6 +1,8 @@
 """Deltas in a training loop: saved by a process or a thread, resumed, and the same run bit by bit."""
 
 import logging
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 import ckptfmt
 from ckptfmt import Checkpointer, State
 from ckptfmt.digest import digest_bytes
-from ckptfmt.engines import coding
+from ckptfmt.engines import coding, saver
 from ckptfmt.engines.chain import Chain
 from ckptfmt.engines.coders import Coders
 from ckptfmt.errors import Code
@@ -220,6 +222,83 @@ def test_what_a_slot_holds_of_a_save_that_failed_is_not_believed(tmp_path, costs
     assert max(copied) == 28
     assert copied[2:] == [6, 6]
     check_loads(report, run.held())
+
+
+def test_a_save_that_fails_once_it_is_written_leaves_nothing_stale(tmp_path, monkeypatch):
+    """Its slot was written, and its digests are those of what lies there; it is no base."""
+    run, saved = Table(), []
+    with Checkpointer(tmp_path / "run", run.state, delta=DELTA, saver="thread") as ck:
+        for number in range(7):
+            run.step(number)
+            ck.step += 1
+            with monkeypatch.context() as patch:
+                if number == 3:
+                    patch.setattr(saver, "decide", lambda *_, **__: 1 / 0)
+                    with pytest.raises(ckptfmt.CkptError):
+                        save(ck)
+                    with pytest.raises(ckptfmt.CkptError):
+                        ck.save()
+                else:
+                    saved.append((save(ck), run.held()))
+    assert [report.profile for report, _ in saved] == ["full", *["delta"] * 5]
+    for report, held in saved:
+        check_loads(report, held)
+
+
+def test_a_saver_that_is_started_again_knows_no_digest_of_what_was_kept(tmp_path):
+    run, saved = Table(), []
+    with Checkpointer(tmp_path / "run", run.state, delta=DELTA, saver="process") as ck:
+        for number in range(8):
+            run.step(number)
+            ck.step += 1
+            if number == 4:
+                os.kill(link_of(ck).pid, signal.SIGKILL)
+                while True:  # it is told once by the save that meets it, once by the next
+                    try:
+                        report = save(ck)
+                        break
+                    except ckptfmt.CkptError as error:
+                        assert error.code == Code.SAVER_LOST
+                        ck.step += 1
+            else:
+                report = save(ck)
+            saved.append((report, run.held()))
+    assert [report.profile for report, _ in saved] == ["full", *["delta"] * 3] * 2
+    for report, held in saved:
+        check_loads(report, held)
+
+
+def test_a_slot_that_somebody_else_has_written_to_fails_the_next_save_in_full(tmp_path):
+    """What is kept isn't looked at again for a delta, which refers to the base; but this would store it."""
+    run, saved, refused = Table(), [], []
+    delta = {**DELTA, "full_every": 4}
+    with Checkpointer(tmp_path / "run", run.state, delta=delta, saver="thread") as ck:
+        for number in range(12):
+            run.step(number % 8)
+            ck.step += 1
+            if number == 3:
+                for place in background_of(ck)._places:
+                    at = bytes(place.slot.view).index(run.held()[1][:64])
+                    place.slot.view[at + 5000] ^= 1
+            try:
+                saved.append((save(ck), run.held()))
+            except ckptfmt.CkptError as error:
+                refused.append(error)
+                assert code_of(ck.save) == Code.STATE_CHANGED, "once more, as that of an earlier save"
+    assert {error.code for error in refused} == {Code.STATE_CHANGED}
+    assert 1 <= len(refused) <= 2, "one for each slot at most"
+    assert "weights:frozen/weight" in str(refused[0])
+    assert [report.profile for report, _ in saved].count("full") >= 2
+    for report, held in saved:
+        check_loads(report, held)
+
+
+def background_of(checkpointer):
+    return checkpointer._saves._background
+
+
+def link_of(checkpointer):
+    return background_of(checkpointer)._link
 
 
 def test_a_process_saves_deltas_and_the_run_goes_on_from_one(tmp_path):

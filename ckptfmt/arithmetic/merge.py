@@ -6,7 +6,6 @@ The boxes of all parts are columns: brought together by tensor with one sort, th
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -165,9 +164,7 @@ def _list_tensors(table: TensorTable, shardings: Iterable[Sharding]) -> list[Ind
             aliases=aliases,
             sharding=sharding,
         )
-        for ((field, name, scope), dtype, global_shape, storage, aliases), sharding in zip(
-            rows, shardings, strict=False
-        )
+        for ((field, name, scope), dtype, global_shape, storage, aliases), sharding in zip(rows, shardings, strict=True)
     ]
 
 
@@ -176,10 +173,11 @@ def _unite_tables(tables: Sequence[tuple[int, TensorTable]]) -> TensorTable:
     table = tables[0][1]
     if len(tables) == 1 and sorted(table.keys, key=sort_key) == list(table.keys):
         return table
+    nothing = Sharding.of(())
     found: dict[TensorKey, tuple[int, IndexTensor]] = {}
     diverged: dict[TensorKey, Exception] = {}
     for writer, of_writer in tables:
-        for tensor in _list_tensors(of_writer, itertools.repeat(Sharding.of(()))):
+        for tensor in _list_tensors(of_writer, [nothing] * len(of_writer.keys)):
             first_writer, first = found.setdefault(tensor.key, (writer, tensor))
             if first != tensor:
                 error = _find_divergence(first_writer, first, writer, tensor)

@@ -206,8 +206,8 @@ class Part:
         Args:
             where: name of the file, for messages.
             digest: the digest that another document gives for this one, where one does.
-            known: tables of tensors that other parts of the same attempt had; what is new is added. Most parts have
-                the same table, which then is parsed once.
+            known: tables of tensors that other parts had, of this attempt or of one before; what is new is added. Most
+                have the same table, which then is parsed once.
 
         Raises: FormatError, IntegrityError(DOC_DIGEST), UnsupportedError.
         Spec: REQ-PRT-001 to REQ-PRT-010.

@@ -33,10 +33,10 @@ def _validator(name: str) -> Draft202012Validator:
 
 
 def _inline(schema: Any, definitions: dict[str, Any]) -> Any:  # noqa: ANN401 - any JSON
-    """Return a schema with its definitions in the place of references to them.
+    """Return the schema of a JSON document with its definitions in the place of references to them.
 
-    Beside a reference stands nothing, and none leads back to itself. To look them up takes longer than all else that
-    is checked of a manifest: 1.6 ms in place of 0.6.
+    All of them are in ``defs.schema.json``, beside none stands anything, and none leads back to itself. To look them up
+    takes longer than all else that is checked of a manifest: 1.6 ms in place of 0.6.
     """
     if isinstance(schema, list):
         return [_inline(item, definitions) for item in schema]

@@ -101,19 +101,20 @@ class Chain:
         snapped: Snapped,
         *,
         options: DeltaOptions,
-        contents: Callable[[], Contents],
+        contents: Callable[[Sequence[bytes] | None], Contents],
     ) -> Plan:
         """Write a snapshot's files and its part, as the policy says.
 
         Args:
             store: rooted at the checkpoint's directory.
-            contents: opens the snapshot for a full save.
+            contents: opens the snapshot for a full save, given the digests of what the slot had, if they are known.
 
         Returns: what was decided.
         Raises: StoreError; what waiting for the slot raises.
         """
         begin_s = time.monotonic()
-        known = self._in_slots.pop(snapped.slot, None)
+        image, known = self._in_slots.pop(snapped.slot, (None, None))
+        known = known if image is snapped.image else None
         plan, base = self._plan(snapped, options)
         if options.mode == "smallest":
             self._start_coders(snapped.image)  # sooner or later
@@ -133,12 +134,12 @@ class Chain:
                         references=references,
                         plan=plan,
                         options=options,
-                        known=None if known is None or known[0] is not snapped.image else known[1],
+                        known=known,
                     )
                 self._in_slots[snapped.slot] = snapped.image, self._next.digests
                 self._note_delta(told, time.monotonic() - begin_s, options)
                 return plan
-        opened = contents()
+        opened = contents(known)
         part = write_image(store, snapped.image, opened, origin, snapped.context, writer=writer)
         nbytes = _content_nbytes(snapped.image)
         link = _Link(

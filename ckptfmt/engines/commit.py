@@ -30,7 +30,7 @@ from ckptfmt.documents.manifest import (
 from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part
 from ckptfmt.engines.collector import collector_paused
-from ckptfmt.engines.known import Register, known_tables, parse_known
+from ckptfmt.engines.known import Register, known_tables, parse_known, remember_tables
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, err
 
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ def finalize(store: Store, origin: Origin) -> Manifest:
     """
     known = known_tables()
     entries = [_read_part(store, origin, writer, known) for writer in range(origin.writer_count)]
+    remember_tables(known)
     with collector_paused():
         index = merge_parts(entries)
         content, digest = index.dump()

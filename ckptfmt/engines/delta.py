@@ -51,9 +51,10 @@ __all__ = ["Delta", "Stored"]
 
 #: How many bytes of blocks a thread takes at once, and how many blocks at most.
 _BATCH_NBYTES: Final = 4 << 20
-#: A block that was the same for the base counts for one of so many: mostly it still is, and there is little to do.
-_SAME_SHARE: Final = 4
 _BATCH_COUNT: Final = 256
+#: Where nothing is encoded, a block that was the same for the base counts for one of so many: mostly it still is, and
+#: there is little to do. What is encoded takes memory until the store has it, and there it would be too much at once.
+_SAME_SHARE: Final = 4
 #: How many batches are begun or wait for the store at least: what is behind them goes on while a slow one takes them.
 _AHEAD_COUNT: Final = 24
 #: How many bytes are handed to the store at first, and how many at once at most: it shall have something to do early,
@@ -150,6 +151,7 @@ class Delta:
         self._stored: dict[tuple[int, int], Stored] = {}
         self._holders = _find_holders(image, base, self._references)
         self._coder = BlockCoder(image, view, contents=contents, groups=groups, fields=fields, among=among)
+        self._encodes = bool(fields)
         self._coders: Coders | None = None
         if coders is not None and fields and base.slot is not None:
             self._coders = coders
@@ -288,8 +290,9 @@ class Delta:
             yield from stored
 
     def _work_of(self, at: tuple[int, int]) -> int:
+        """Return about how many bytes are to be digested, or to be encoded."""
         number, block = at
-        was_same = self._holders[number][block] != self._base_number
+        was_same = not self._encodes and self._holders[number][block] != self._base_number
         return self._nbytes_of(at) // (_SAME_SHARE if was_same else 1)
 
     def _nbytes_of(self, at: tuple[int, int]) -> int:

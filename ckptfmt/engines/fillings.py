@@ -35,11 +35,17 @@ _SAMPLE_NBYTES: Final = 1024
 class Filling:
     """One filling of a slot. Its pieces may be copied by several threads, each piece by one.
 
+    The next filling, of another slot, may begin before this one has ended; they share the samples, which only say where
+    it is useless to look.
+
     Args:
         block_nbytes: size of the blocks of a piece in bytes.
         before: by first byte of the piece in the image, the checksums of the blocks that the slot holds, if they are
             known.
         samples: by first byte, the checksums of the first bytes of its blocks at the last save, into whichever slot.
+
+    Attributes:
+        found: as `before`, of what the slot holds now.
     """
 
     def __init__(self, block_nbytes: int, before: dict[int, list[bytes]], samples: dict[int, list[bytes]]) -> None:

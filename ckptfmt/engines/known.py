@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.tables import TensorTable
 
-__all__ = ["Register", "known_tables", "parse_known", "remembered"]
+__all__ = ["Register", "known_tables", "parse_known", "remember_tables", "remembered"]
 
 Register: TypeAlias = Manifest | Abort | Tombstone
 
@@ -65,8 +65,11 @@ def parse_known(content: bytes) -> Register:
 def known_tables() -> dict[bytes, TensorTable]:
     """Return the tables of tensors that parts had, for `Part.parse` to take from and to add to."""
     memory = _MEMORY.get()
-    if memory is None:
-        return {}
-    if len(memory.tables) > _TABLE_COUNT:
-        memory.tables.clear()
-    return memory.tables
+    return {} if memory is None else dict(memory.tables)
+
+
+def remember_tables(tables: dict[bytes, TensorTable]) -> None:
+    """Remember the tables that `known_tables` returned and what was added to them, unless they are too many."""
+    memory = _MEMORY.get()
+    if memory is not None:
+        memory.tables = tables if len(tables) <= _TABLE_COUNT else {}

@@ -32,12 +32,12 @@ from ckptfmt.engines.known import remembered
 from ckptfmt.engines.lineage import check_not_fenced
 from ckptfmt.engines.policy import DeltaOptions, Plan
 from ckptfmt.engines.retention import tidy_up
-from ckptfmt.engines.staging import Seen, check_seen
+from ckptfmt.engines.staging import Seen, check_kept, check_seen
 from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure
 from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptfmt.stage.slot import Slot
     from ckptfmt.store.protocol import Buffer, Store
@@ -185,10 +185,13 @@ class _SlotContents:
     image is there: the training waits for the copies, and they share the memory's bandwidth.
     """
 
-    def __init__(self, image: Image, view: memoryview, progress: Progress) -> None:
+    def __init__(
+        self, image: Image, view: memoryview, progress: Progress, known: Sequence[bytes] | None = None
+    ) -> None:
         self._image = image
         self._view = view
         self._progress = progress
+        self._known = known
         span_nbytes = max(_SPAN_NBYTES, image.block_nbytes)
         self._spans = [
             (number, begin, min(begin + span_nbytes, piece.end))
@@ -225,6 +228,8 @@ class _SlotContents:
             found[number].append(digest)
         digests = [b"".join(of_piece) for of_piece in found]
         check_seen(self._image, digests, self._progress.seen)
+        if self._known is not None:
+            check_kept(self._image, digests, self._known, self._progress.seen)
         return digests
 
     def close(self) -> None:
@@ -315,8 +320,8 @@ def _write(
     )
     opened: list[_SlotContents] = []
 
-    def contents() -> _SlotContents:
-        opened.append(_SlotContents(image, view, progress))
+    def contents(known: Sequence[bytes] | None) -> _SlotContents:
+        opened.append(_SlotContents(image, view, progress, known))
         return opened[0]
 
     try:
@@ -347,7 +352,7 @@ class Saver:
     Args:
         store: rooted at the run.
         send: called with each message to the trainer, from any thread.
-        rest: called after each save, when nobody waits for this one.
+        rest: called after each save, when nobody waits for that one any more.
 
     Spec: REQ-RUN-017.
     """

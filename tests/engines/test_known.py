@@ -11,7 +11,7 @@ from ckptfmt.documents.manifest import Abort, Manifest, parse_register
 from ckptfmt.documents.tables import TensorTable, parse_tensor_table
 from ckptfmt.engines import known
 from ckptfmt.engines.commit import read_register
-from ckptfmt.engines.known import known_tables, parse_known, remembered
+from ckptfmt.engines.known import known_tables, parse_known, remember_tables, remembered
 from ckptfmt.engines.retention import tidy_up
 from ckptfmt.errors import Code
 from tests.builders import code_of, snapshot, tensor
@@ -124,8 +124,8 @@ def test_too_many_tables_are_forgotten(monkeypatch):
     monkeypatch.setattr(known, "_TABLE_COUNT", 2)
     table = TensorTable.of([])
     with remembered():
-        for number in range(3):
-            assert len(known_tables()) == number
-            known_tables()[bytes([number])] = table
-        assert known_tables() == {}
+        for count in (1, 2, 0, 1):
+            remember_tables({**known_tables(), bytes([len(known_tables())]): table})
+            assert len(known_tables()) == count
+    remember_tables({b"": table})
     assert known_tables() == {}
