@@ -282,8 +282,11 @@ class Delta:
 
     def _code_all(self, blocks: Sequence[tuple[int, int]]) -> Generator[bytes | memoryview]:
         """Yield what each block is stored as, and note it; a few threads work ahead."""
-        # While one thread takes what came, another one's blocks are coded.
-        count = coder_count() if self._coders is None else 2 * coder_count()
+        count = coder_count()
+        if self._coders is not None:
+            count *= 2  # while one thread takes what came, another one's blocks are coded
+        elif not self._encodes:
+            count = max(1, count // 2)  # to digest takes little, and who copies and who writes need processors, too
         ahead_count = max(_AHEAD_COUNT, WAITING * count)
         batches = iter_batches(blocks, self._work_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT)
         for stored in iter_ahead(self._code_some, batches, count=count, ahead_count=ahead_count):
