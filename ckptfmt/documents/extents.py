@@ -33,8 +33,8 @@ __all__ = [
 
 _EXTENT_KEYS: Final = ("box", "block_begin", "block_count", "file", "gap_nbytes", "encoding", "key")
 _DELTA_KEYS: Final = (*_EXTENT_KEYS, "reference", "predicted")
-#: Number of an encoding in columns; of extents whose blocks are the base's.
 _RAW: Final = ENCODINGS.index("raw")
+#: In the column of encodings, the number of blocks that are the base's.
 SAME: Final = ENCODINGS.index("same")
 _GRADIENT = ENCODINGS.index("gradient")
 _PLAIN: Final = [ENCODINGS.index(name) for name in sorted(PLAIN)]

@@ -199,6 +199,7 @@ class _SlotContents:
             for begin in range(piece.begin, piece.end, span_nbytes)
         ]
         self._digests = [b""] * len(self._spans)
+        self._found: list[bytes] | None = None
         self._error: Exception | None = None
         self._rest = iter(range(len(self._spans)))  # shared by the threads: one step of it is atomic
         self._threads = [
@@ -218,6 +219,11 @@ class _SlotContents:
 
     def digests(self) -> list[bytes]:
         """Return the digests of each piece, when the snapshot is complete. Raises: StateError(STATE_CHANGED)."""
+        if self._found is None:
+            self._found = self._find_digests()
+        return self._found
+
+    def _find_digests(self) -> list[bytes]:
         self._progress.wait_complete()
         self._hash_rest()  # writing is done: whoever did it helps
         self.close()
