@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-FORMAT_VERSION: Final = "0.9"
+FORMAT_VERSION: Final = "0.10"
 
 #: Largest JSON document, except the manifest.
 JSON_NBYTES: Final = 1 << 20

@@ -347,7 +347,7 @@ def put_cut_tensor(root, array, cuts):  # noqa: PLR0915 documents, member by mem
     tables["tensors"] = {"field": packed([0]), "name": strings("cut"), "scope": packed([0]), "dtype": packed([0])}
     tables["tensors"] |= {"ndim": packed([array.ndim]), "global_shape": packed(array.shape), "storage": packed([0])}
     origin = {"run_id": None, "launch": None, "nonce": "0" * 32, "step": 3, "attempt": attempt}
-    origin |= {"writer_count": len(cuts), "block_nbytes": 4096, "format_version": "0.9", "saved_unix_s": 1}
+    origin |= {"writer_count": len(cuts), "block_nbytes": 4096, "format_version": "0.10", "saved_unix_s": 1}
     origin |= {"features": {"reader": [], "writer": []}}
     absent = dict.fromkeys(FIELDS[1:], "not given")
     common: dict[str, Any] = origin | {
@@ -465,7 +465,7 @@ def test_one_flipped_bit_anywhere_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("member", "value", "message"),
     [
-        ("format_version", "0.2", "format_version is '0.2' instead of '0.9'"),
+        ("format_version", "0.2", "format_version is '0.2' instead of '0.10'"),
         ("profile", "delta", "profile is 'delta' instead of 'full'"),
         ("type", "tombstone", "type is 'tombstone' instead of 'manifest'"),
         ("features", {"reader": ["packs"], "writer": []}, r"needs features \['packs'\]"),

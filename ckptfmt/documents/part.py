@@ -74,7 +74,7 @@ __all__ = [
 FILE_KINDS: Final = {"safetensors": ".safetensors", "pack": ".pack"}
 
 #: What a pack begins with: its name, for people and for tools that guess kinds of files.
-PACK_HEADER: Final = b"ckptfmt pack 0.9\n".ljust(64, b"\0")
+PACK_HEADER: Final = b"ckptfmt pack 0.10\n".ljust(64, b"\0")
 
 _FILE_NAME: Final = re.compile(r"[a-z][a-z_]{0,40}-([0-9a-f]{16})-([0-9]{5,9})(\.safetensors|\.pack)")
 

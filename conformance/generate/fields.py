@@ -14,7 +14,11 @@ __all__ = ["fields_text", "write_fields"]
 PAGE = ROOT / "spec" / "96-fields.md"
 
 #: The schemas of each version, oldest first; those of earlier versions are kept.
-VERSIONS = {"0.1": ROOT / "spec" / "kept" / "0.1", "0.9": ROOT / "spec" / "schema"}
+VERSIONS = {
+    "0.1": ROOT / "spec" / "kept" / "0.1",
+    "0.9": ROOT / "spec" / "kept" / "0.9",
+    "0.10": ROOT / "spec" / "schema",
+}
 #: What these are used in is listed with its members.
 _SHARED = ("columns", "defs")
 

@@ -31,7 +31,7 @@ __all__ = [
     "table_document",
 ]
 
-FORMAT_VERSION = "0.9"
+FORMAT_VERSION = "0.10"
 
 Change = Callable[[bytes], bytes]
 

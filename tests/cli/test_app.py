@@ -114,7 +114,7 @@ def test_main_takes_the_arguments_of_the_process(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ckptfmt", "--version"])
 
     assert main() == 0
-    assert "(format 0.9)" in capsys.readouterr().out
+    assert "(format 0.10)" in capsys.readouterr().out
 
 
 def test_the_demo_takes_its_own_options(monkeypatch):

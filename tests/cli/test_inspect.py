@@ -66,7 +66,7 @@ def test_json_has_everything(call_json, checkpoint_path):
     code, answer = call_json("inspect", checkpoint_path)
 
     assert code == 0
-    assert (answer["kind"], answer["format"], answer["step"], answer["writer_count"]) == ("checkpoint", "0.9", 3, 2)
+    assert (answer["kind"], answer["format"], answer["step"], answer["writer_count"]) == ("checkpoint", "0.10", 3, 2)
     assert answer["fields"]["optimizer"] == {"state": "absent", "reason": "not given to State"}
     assert answer["claim"] == {"at_most": "S1", "lowered_by": ["optimizer is absent: not given to State"]}
     assert answer["nbytes"] == sum(path.stat().st_size for path in checkpoint_path.rglob("*") if path.is_file())

@@ -61,7 +61,7 @@ def test_json_says_all_of_the_report_and_keeps_own_bytes_apart(call_json, checkp
     assert code == 0
     assert answer.keys() >= {"version", "target", "kind", "violations", "warnings", "checkpoints", "nbytes"}
     assert (answer["format"], answer["kind"], answer["valid"], answer["verdict"]) == (
-        "0.9",
+        "0.10",
         "checkpoint",
         True,
         "valid",

@@ -22,7 +22,7 @@ from ckptfmt.errors import Code, FormatError, IntegrityError, UnsupportedError
 from tests.builders import code_of, error_of
 
 FEATURES: dict[str, Any] = {"reader": [], "writer": []}
-RUN = {"type": "run", "format_version": "0.9", "features": FEATURES, "run_id": "0" * 32}
+RUN = {"type": "run", "format_version": "0.10", "features": FEATURES, "run_id": "0" * 32}
 
 
 def parse(content, **options):
@@ -272,7 +272,7 @@ def test_the_version_is_checked_before_the_features():
     """REQ-DOC-010, REQ-VER-001."""
     wrong = {"format_version": "0.2", "features": {"reader": ["packs"], "writer": []}}
     assert code_of(lambda: check_version(wrong, "x")) == Code.VERSION_UNSUPPORTED
-    assert code_of(lambda: check_version({**wrong, "format_version": "0.9"}, "x")) == Code.FEATURE_UNSUPPORTED
+    assert code_of(lambda: check_version({**wrong, "format_version": "0.10"}, "x")) == Code.FEATURE_UNSUPPORTED
 
 
 TEXTS = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x24F, exclude_categories=("Cc", "Cs")), max_size=8)
