@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptfmt.errors import Code, err
 from ckptfmt.interop.names import worker_scope
 from ckptfmt.interop.torch.paths import Paths
-from ckptfmt.interop.torch.tensors import address_of, is_plain, memory_of
+from ckptfmt.interop.torch.tensors import address_of, is_plain, memory_of, storage_of
 
 __all__ = ["Entry", "ModuleView", "find_claim_limits", "merge_tied", "view_module"]
 
@@ -129,7 +129,7 @@ def find_claim_limits(module: torch.nn.Module) -> list[str]:
 def merge_tied(entries: list[Entry]) -> list[Entry]:
     """Return entries of which each has memory of its own; what was tied has several names.
 
-    Tied is what is the same object, or has the same storage, offset, shape and strides.
+    Tied is what is the same object, or the same elements of the same memory.
     """
     # What lies at an address of its own is tied to nothing; of a tensor of its own kind that isn't told by address.
     addresses = [address_of(entry.tensor) if is_plain(entry.tensor) else None for entry in entries]
@@ -180,18 +180,13 @@ class _Live:
         self.ids = set(map(id, self.tensors))
 
     @functools.cached_property
-    def storages(self) -> set[object]:
+    def storages(self) -> set[tuple[object, object] | None]:
         """Where they lie; only a hook's tensors are looked for there."""
-        return {_storage(tensor) for tensor in self.tensors} - {None}
+        return {storage_of(tensor) for tensor in self.tensors} - {None}
 
     def has(self, value: object) -> bool:
         """Tell whether writing to `value` writes to the module."""
-        return id(value) in self.ids or (isinstance(value, torch.Tensor) and _storage(value) in self.storages)
-
-
-def _storage(tensor: torch.Tensor) -> object:
-    memory = memory_of(tensor)
-    return None if memory is None else memory[:2]
+        return id(value) in self.ids or (isinstance(value, torch.Tensor) and storage_of(value) in self.storages)
 
 
 def _extra_state_owner(paths: Paths, key: str) -> torch.nn.Module | None:

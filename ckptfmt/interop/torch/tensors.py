@@ -43,6 +43,7 @@ __all__ = [
     "pieces_of",
     "sink_of",
     "source_of",
+    "storage_of",
 ]
 
 #: Those dtypes of the format that this torch has.
@@ -98,6 +99,8 @@ def check_tensor(tensor: torch.Tensor, *, where: str) -> None:
         raise _unsupported(f"a tensor of layout {tensor.layout}", where, "Save its parts as dense tensors.")
     if tensor.is_quantized:
         raise _unsupported("a quantized tensor", where, "Save int_repr() and the scales as tensors.")
+    if tensor._is_zerotensor():  # noqa: SLF001 - torch has no public name for it
+        raise _unsupported("a tensor of zeros that has no memory, as forward-mode AD makes", where, "Save a clone().")
     dtype_name(tensor.dtype, where=where)
     if distributed:
         _placements(tensor, where)
@@ -180,18 +183,33 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0  # sparse ones have no storage of their own
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Return what is equal for two tensors of exactly the same memory; None where that can't be told."""
+def storage_of(tensor: torch.Tensor) -> tuple[object, object] | None:
+    """Return what is equal for two tensors whose elements lie in one storage; None where there is none to be shared."""
     try:
         local = local_of(tensor)
         address = local.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
-        return None  # a wrapper around several tensors has no storage of its own
+        return None  # wrappers around several tensors, sparse tensors, and zeros without memory
     if not address or not local.numel() or local.device.type == "meta":
         return None  # nothing here to be shared: empty shards of two tensors may lie at one place
-    placements = str(tensor.placements) if is_distributed(tensor) else ""  # type: ignore[attr-defined]
+    return local.device, address
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return what is equal only for two tensors that are the same elements of the same memory; None if in doubt.
+
+    It holds all that decides the elements: storage, offset, dtype, shape, strides, a DTensor's mesh and placements, and
+    the bits for what torch computes only when elements are read (conjugate, negative).
+    """
+    distributed = is_distributed(tensor)
+    storage = storage_of(tensor) if distributed or is_plain(tensor) else None
+    if storage is None:
+        return None  # what a class of its own makes of its memory isn't known
+    local = local_of(tensor)
     shape = (tuple(tensor.shape), tuple(local.shape), local.stride())
-    return (local.device, address, local.storage_offset(), local.dtype, local.is_conj(), *shape, placements)
+    lazy = (local.is_conj(), local.is_neg())
+    spread = (tensor.device_mesh, str(tensor.placements)) if distributed else ()  # type: ignore[attr-defined]
+    return (*storage, local.storage_offset(), local.dtype, *shape, *lazy, *spread)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
