@@ -34,6 +34,15 @@ def make_state(seed: int = 0, **more: Any) -> ckptfmt.State:
     return ckptfmt.State(weights=model, optimizer=optimizer, data={"position": 24}, config={"lr": 1e-3}, **more)
 
 
+def test_a_report_is_true_if_what_was_checked_is_valid(tmp_path: Path) -> None:
+    """REQ-OPN-009: ``if ckptfmt.validate(path)`` means what it says."""
+    ckptfmt.save(tmp_path / "ckpt", ckptfmt.State(weights={"w": np.arange(9.0)}), step=1)
+    assert bool(ckptfmt.validate(tmp_path / "ckpt")) is True
+    (shard,) = (tmp_path / "ckpt").glob("weights-*")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert bool(ckptfmt.validate(tmp_path / "ckpt")) is False
+
+
 def train(model: Any, optimizer: Any) -> bytes:
     optimizer.zero_grad()
     loss = model(torch.randn(16, 4)).square().sum()

@@ -1,7 +1,7 @@
 """The parser, and the guard: whatever happens, one line says what, and the exit code says which kind.
 
 Exit codes: 0 done, and valid, or the same · 1 violations were found (`validate`), or differences (`diff`) · 2 it
-couldn't be done · 130 interrupted.
+couldn't be done, or what `diff` was to compare is damaged · 130 interrupted.
 
 An error that isn't a `CkptError` is a bug of ckptfmt, and shown as one line too; with ``CKPTFMT_TRACEBACK=1`` in the
 environment its traceback is shown, for the report.
@@ -103,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     diff = commands.add_parser(
         "diff",
         help="which tensors of two checkpoints differ, and by how much",
-        description="Compare two checkpoints. Exit code 0: the same; 1: they differ; 2: they couldn't be compared.",
+        description="Compare two checkpoints, by recorded digests or, with --verify, after reading every byte of both."
+        " Exit code 0: the same; 1: they differ; 2: they couldn't be compared, or one of them is damaged.",
     )
     _add_diff_arguments(diff)
     diff.set_defaults(run=_diff)
@@ -171,6 +172,7 @@ def _add_diff_arguments(diff: argparse.ArgumentParser) -> None:
     diff.add_argument("one", metavar="A", help="directory of a checkpoint, or of a run, for its newest")
     diff.add_argument("other", metavar="B", help="what it is compared with")
     diff.add_argument("--field", metavar="FIELD", help="compare only this one of the seven fields")
+    diff.add_argument("--verify", action="store_true", help="first read every byte of both, and name what is damaged")
     _add_bases(diff)
     diff.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
@@ -231,7 +233,12 @@ def _diff(arguments: argparse.Namespace) -> int:
     from ckptfmt.cli.diff import run_diff
 
     return run_diff(
-        arguments.one, arguments.other, field=arguments.field, bases=arguments.bases, as_json=arguments.json
+        arguments.one,
+        arguments.other,
+        field=arguments.field,
+        bases=arguments.bases,
+        as_json=arguments.json,
+        verify=arguments.verify,
     )
 
 

@@ -43,14 +43,17 @@ def run_compact(path: str, *, out: str | None, take_over: bool, bases: Sequence[
     if as_json:
         from ckptfmt.cli.versions import print_json
 
-        print_json({"source": path, **dataclasses.asdict(report), "elapsed_s": round(elapsed_s, 6)})
+        checked = "registers" if report.reason == FULL_ALREADY else "bytes"
+        print_json({"source": path, "checked": checked, **dataclasses.asdict(report), "elapsed_s": round(elapsed_s, 6)})
         return 0
     console = Console()
     if report.reason == FULL_ALREADY:
         console.line(("full already", "green bold"), f"  {clean(report.path)}: nothing was written")
+        console.line(("  Its manifest says so; its bytes were not read: validate checks them.", "dim"))
         return 0
     done = f"step {report.step}, {bytes_text(report.nbytes)} in {elapsed_s:.2f} s"
     console.line(("compacted", "green bold"), f"  {clean(path)} to {clean(report.path)}: {done}")
+    console.line(("  Every block was compared with its digest before it was written.", "dim"))
     if take_over:
         console.line(("  The run goes on from it; what it was made from goes with a later clean-up.", "dim"))
     return 0

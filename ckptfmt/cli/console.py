@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import sys
@@ -11,6 +12,8 @@ from typing import IO, TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from ckptfmt.errors import CkptError
+
 __all__ = [
     "Cell",
     "Console",
@@ -18,6 +21,7 @@ __all__ = [
     "clean",
     "count_text",
     "is_terminal",
+    "print_errors",
     "share_text",
     "shorten",
     "time_text",
@@ -193,3 +197,17 @@ class Console:
 
     def _cell(self, cell: Cell | str) -> str:
         return cell if isinstance(cell, str) else self.style(*cell)
+
+
+def print_errors(console: Console, errors: Iterable[CkptError], style: str) -> None:
+    """Print a line for each error, and the remedy once for neighbours that share it."""
+    for (code, remedy), same in itertools.groupby(errors, key=lambda error: (error.code, error.remedy)):
+        for error in same:
+            cells: list[Cell] = [(str(code), style)]
+            if error.where:
+                cells += [("  ", ""), (clean(error.where), "bold")]
+            if error.requirement:
+                cells += [("  ", ""), (error.requirement, "cyan")]
+            console.line(*cells, f"  {clean(error.detail)}")
+        if remedy:
+            console.line((f"  remedy: {clean(remedy)}", "dim"))

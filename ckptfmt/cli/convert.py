@@ -76,6 +76,7 @@ def _print_json(conversion: Conversion, elapsed_s: float) -> None:
         {
             "source": {"path": conversion.source, "kind": conversion.source_kind},
             "target": {"path": conversion.target, "kind": conversion.target_kind},
+            "checked": "bytes" if conversion.source_kind == "ckptfmt" else "nothing",
             "step": conversion.step,
             "tensor_count": conversion.tensor_count,
             "nbytes": conversion.nbytes,
@@ -93,6 +94,10 @@ def _print_text(conversion: Conversion, elapsed_s: float) -> None:
         f" {clean(conversion.target)} ({conversion.target_kind}):"
         f" {count_text(conversion.tensor_count, 'tensor')}, {bytes_text(conversion.nbytes)} in {elapsed_s:.2f} s",
     )
+    checked = "The source has no digests: its bytes were taken as they are."
+    if conversion.source_kind == "ckptfmt":
+        checked = "Every byte that was converted was compared with its digest first."
+    console.line((f"  {checked}", "dim"))
     ordered = sorted(conversion.left_out, key=lambda left_out: left_out.reason)
     for reason, same in itertools.groupby(ordered, key=lambda left_out: left_out.reason):
         console.line(("left out", "yellow bold"), f"  {_names(list(same))}", (f"  {clean(reason)}", "dim"))

@@ -1,6 +1,7 @@
 """``diff``: which tensors and values of two checkpoints differ, and by how much.
 
-Blocks are compared by their digests first; only those that differ are read, if both are cut alike.
+Blocks are compared by their recorded digests first; only those that differ are read, if both are cut alike. With
+``--verify`` every byte of both is read and compared with its digest before that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.api import open_checkpoint
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text, share_text
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_errors, share_text
 from ckptfmt.cli.progress import Progress
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.engines.diff import Comparison, TensorDifference, ValueDifference, compare
@@ -31,13 +32,18 @@ _SHOWN: Final = 60
 _DIGITS: Final = ".3g"
 
 
-def run_diff(one: str, other: str, *, field: str | None, bases: Sequence[str], as_json: bool) -> int:
-    """Compare two checkpoints, print how they differ, and return the exit code: 0 if they don't, 1 if they do.
+def run_diff(
+    one: str, other: str, *, field: str | None, bases: Sequence[str], as_json: bool, verify: bool = False
+) -> int:
+    """Compare two checkpoints, print how they differ, and return the exit code.
+
+    It is 0 if they don't, 1 if they do, 2 if one of them is damaged.
 
     Args:
         one, other: paths of checkpoints, or of runs for their newest.
         field: compare this field alone.
         bases: paths of where else to look for what they read from.
+        verify: whether every byte of both is read and compared with its digest.
 
     Raises: CkptError of any kind where one of them can't be read.
     """
@@ -46,15 +52,17 @@ def run_diff(one: str, other: str, *, field: str | None, bases: Sequence[str], a
     begin_s = time.perf_counter()
     with open_checkpoint(one, bases=bases) as first, open_checkpoint(other, bases=bases) as second:
         total_nbytes = (first.manifest.nbytes + second.manifest.nbytes) // 2
+        if verify:
+            total_nbytes += first.manifest.stored_nbytes + second.manifest.stored_nbytes
         with Progress(lambda: total_nbytes, quiet=False) as progress:
             fields = FIELDS if field is None else (field,)
-            found = compare(first, second, fields=fields, on_progress=progress.advance)
+            found = compare(first, second, fields=fields, verify=verify, on_progress=progress.advance)
         elapsed_s = time.perf_counter() - begin_s
         if as_json:
             _print_json((one, other), (first, second), found, elapsed_s)
         else:
             _print_text((one, other), (first, second), found, elapsed_s)
-    return 0 if found.is_same else 1
+    return 2 if found.is_damaged else 0 if found.is_same else 1
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -71,7 +79,12 @@ def _print_json(
                 side: {"path": path, "digest": checkpoint.digest, "step": checkpoint.step}
                 for side, path, checkpoint in zip(("a", "b"), paths, sides, strict=True)
             },
-            "same": found.is_same,
+            "compared": "verified_bytes" if found.is_verified else "recorded_digests",
+            "same": None if found.is_damaged else found.is_same,
+            "damages": {
+                side: [error.as_json() for error in errors]
+                for side, errors in zip(("a", "b"), found.damages, strict=True)
+            },
             "tensors": [_tensor_members(tensor) for tensor in found.tensors],
             "values": [{**dataclasses.asdict(value), "only_in": _side(value.only_in)} for value in found.values],
             "counts": dataclasses.asdict(found.counts),
@@ -101,6 +114,9 @@ def _print_text(
     paths: tuple[str, str], sides: tuple[Checkpoint, Checkpoint], found: Comparison, elapsed_s: float
 ) -> None:
     console = Console()
+    if found.is_damaged:
+        _print_damages(console, paths, found)
+        return
     for field, of_field in itertools.groupby(found.tensors[:_SHOWN], key=lambda tensor: tensor.field):
         console.title(f"{field} tensors")
         console.table([_tensor_cells(tensor) for tensor in of_field], right=(3,))
@@ -113,7 +129,8 @@ def _print_text(
     if not found.is_same:
         console.line()
     steps = " and ".join(f"{clean(path)} (step {side.step})" for path, side in zip(paths, sides, strict=True))
-    verdict: Cell = ("the same", "green bold") if found.is_same else ("different", "yellow bold")
+    same = "the same" if found.is_verified else "the same by digest"
+    verdict: Cell = (same, "green bold") if found.is_same else ("different", "yellow bold")
     counts = found.counts
     console.line(
         verdict,
@@ -123,6 +140,24 @@ def _print_text(
     blocks = f"{counts.differing_count} of {count_text(counts.block_count, 'block')} differ by digest"
     read = f"{bytes_text(counts.read_nbytes)} read of {bytes_text(counts.content_nbytes)}"
     console.line((f"  {compared}: {blocks}, {read} in {elapsed_s:.2f} s", "dim"))
+    how = "recorded digests were compared, the bytes behind equal ones were not read: --verify reads and checks them"
+    if found.is_verified:
+        how = "before that, every byte of both was read and compared with its digest"
+    console.line((f"  {how}", "dim"))
+
+
+def _print_damages(console: Console, paths: tuple[str, str], found: Comparison) -> None:
+    """Print what is wrong with either side."""
+    for path, errors in zip(paths, found.damages, strict=True):
+        if errors:
+            console.title(clean(path))
+            print_errors(console, errors, "red bold")
+    console.line()
+    counts = ", ".join(
+        f"{clean(path)} has {count_text(len(errors), 'violation')}"
+        for path, errors in zip(paths, found.damages, strict=True)
+    )
+    console.line(("damaged", "red bold"), f"  {counts}: nothing was compared")
 
 
 def _tensor_cells(tensor: TensorDifference) -> list[Cell | str]:

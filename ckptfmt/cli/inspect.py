@@ -171,6 +171,7 @@ def _print_json(view: _View) -> None:
     members: dict[str, object] = {
         "kind": "checkpoint",
         "target": view.path,
+        "checked": "documents",
         "digest": manifest.digest,
         **manifest.origin.as_dict(),
         "saved_unix_s": manifest.saved_unix_s,
@@ -242,6 +243,9 @@ def _print_text(view: _View, console: Console) -> None:
     for key in view.checkpoint.leaves:
         if key[0] == view.field or (view.field is None and key[0] in _CONTEXT):
             _print_leaf(view, console, key)
+    if view.field is None:
+        console.line()
+        console.line(("No tensor's bytes were read: validate checks them.", "dim"))
     for problem in view.problems:
         console.line()
         console.line(("unreadable", "red bold"), f"  {clean(str(problem))}")

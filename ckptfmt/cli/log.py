@@ -1,4 +1,8 @@
-"""``log``: the checkpoints of a run, newest first, and how they descend from each other."""
+"""``log``: the checkpoints of a run, newest first, and how they descend from each other.
+
+Records and registers are read, and no file of a checkpoint is: a state says what was decided, not that the bytes are
+still as they were saved. The output says so.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,7 @@ def run_log(path: str, *, as_json: bool) -> int:
         _print_checkpoints(console, history)
         _print_launches(console, history)
         _print_problems(console, history)
+        _print_checked(console)
     return 2 if history.problems else 0
 
 
@@ -70,7 +75,7 @@ def show_summary(place: Place, *, as_json: bool) -> int:
     else:
         console.line(("head", "dim"), "  nothing to resume from")
     _print_problems(console, history)
-    console.line()
+    _print_checked(console)
     console.line((f"All its checkpoints: python -m ckptfmt log {clean(place.path)}", "dim"))
     return 2 if history.problems else 0
 
@@ -187,6 +192,7 @@ def _print_json(place: Place, history: _History) -> None:
             "kind": "run",
             "target": place.path,
             "run_id": history.run.run_id if history.run is not None else None,
+            "checked": "registers",
             "head": head.name if head is not None else None,
             "lineage": history.lineage,
             "checkpoints": [
@@ -234,6 +240,11 @@ def _field_members(manifest: Manifest) -> dict[str, dict[str, int]]:
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _print_checked(console: Console) -> None:
+    console.line()
+    console.line(("Only registers were read: validate checks the bytes.", "dim"))
 
 
 def _print_header(console: Console, place: Place, history: _History) -> None:

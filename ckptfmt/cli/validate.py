@@ -8,11 +8,10 @@ neither. In a run each checkpoint is checked once, as own bytes; what of the clo
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from typing import TYPE_CHECKING, Final
 
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_errors
 from ckptfmt.cli.places import Place, open_bases, open_place
 from ckptfmt.cli.progress import Progress
 from ckptfmt.documents.manifest import Manifest
@@ -130,9 +129,9 @@ def _print_json(outcome: _Outcome) -> None:
 
 def _print_text(outcome: _Outcome) -> None:
     console = Console()
-    _print_errors(console, outcome.violations, "red bold")
+    print_errors(console, outcome.violations, "red bold")
     if outcome.failure is not None:
-        _print_errors(console, [outcome.failure], "magenta bold")
+        print_errors(console, [outcome.failure], "magenta bold")
     for warning in outcome.report.warnings:
         console.line(("warning", "yellow bold"), f"  {clean(warning)}")
     if outcome.violations or outcome.failure or outcome.report.warnings:
@@ -157,20 +156,6 @@ def _print_references(console: Console, report: Report) -> None:
     console.table(rows, indent=0, right=(3,))
     if rows:
         console.line()
-
-
-def _print_errors(console: Console, errors: Sequence[CkptError], style: str) -> None:
-    """Print a line for each error, and the remedy once for neighbours that share it."""
-    for (code, remedy), same in itertools.groupby(errors, key=lambda error: (error.code, error.remedy)):
-        for error in same:
-            cells: list[Cell] = [(str(code), style)]
-            if error.where:
-                cells += [("  ", ""), (clean(error.where), "bold")]
-            if error.requirement:
-                cells += [("  ", ""), (error.requirement, "cyan")]
-            console.line(*cells, f"  {clean(error.detail)}")
-        if remedy:
-            console.line((f"  remedy: {clean(remedy)}", "dim"))
 
 
 def _verdict_cells(outcome: _Outcome) -> list[Cell]:

@@ -1,6 +1,9 @@
 """Compare two checkpoints: by digests where they are cut alike, and of what differs by its elements, block by block.
 
-Spec: REQ-TEN-005, REQ-OPN-005, REQ-OPN-006.
+Equal digests say that the same was saved, not that it is still there: bytes behind equal digests are read only by a
+comparison that verifies both sides first.
+
+Spec: REQ-TEN-005, REQ-OPN-005, REQ-OPN-006, REQ-OPN-009.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.decoding import Decoder
 from ckptfmt.engines.stored import ArrayTarget, carrier_of
+from ckptfmt.engines.verify import Report, verify_opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.engines.decoding import OpenPart, StoredBox
     from ckptfmt.engines.reader import Checkpoint
+    from ckptfmt.errors import CkptError
 
 __all__ = ["Comparison", "Counts", "TensorDifference", "ValueDifference", "compare"]
 
@@ -95,16 +100,29 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How two checkpoints differ, by the order of their indexes."""
+    """How two checkpoints differ, by the order of their indexes.
+
+    Attributes:
+        is_verified: whether every byte of both sides was read and compared with its digest. Else blocks with equal
+            recorded digests count as equal, and their bytes were not read.
+        damages: what is wrong with either side; what is damaged isn't compared.
+    """
 
     tensors: tuple[TensorDifference, ...]
     values: tuple[ValueDifference, ...]
     counts: Counts
+    is_verified: bool = False
+    damages: tuple[tuple[CkptError, ...], tuple[CkptError, ...]] = ((), ())
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether one of the two was found damaged."""
+        return any(self.damages)
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing differs."""
-        return not self.tensors and not self.values
+        """Whether nothing differs, and nothing is damaged: of what was saved, or, if verified, of what is there."""
+        return not self.tensors and not self.values and not self.is_damaged
 
 
 def compare(
@@ -112,16 +130,25 @@ def compare(
     other: Checkpoint,
     *,
     fields: Collection[str],
+    verify: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> Comparison:
     """Compare what two checkpoints hold, whoever wrote it when, in constant memory.
 
     Args:
         fields: which of the seven fields.
-        on_progress: called with the number of bytes of one side that were just compared, however.
+        verify: read every byte of both first, whatever their fields, and of what they read from the blocks that they
+            need; without it, blocks of equal recorded digests are equal unseen.
+        on_progress: called with the number of bytes of one side that were just compared, however; and, to verify, with
+            the number of bytes just checked.
 
-    Raises: IntegrityError; what opening bases raises; FormatError; StoreError.
+    Raises: IntegrityError; what opening bases raises; FormatError; StoreError. With `verify`, what is damaged is in
+        the result instead.
     """
+    if verify:
+        found = tuple(_verify(side, on_progress) for side in (one, other))
+        if any(found):
+            return Comparison(tensors=(), values=(), counts=Counts(), is_verified=True, damages=(found[0], found[1]))
     counts = Counts()
     tensors: list[TensorDifference] = []
     for key in sorted(one.tensors.keys() | other.tensors.keys(), key=sort_key):
@@ -133,7 +160,14 @@ def compare(
                 on_progress(sum(tensor.nbytes for tensor in pair if tensor is not None) // 2)
     values = [*_compare_leaves(one, other, fields)]
     values += _compare_streams(one, other) if "rng" in fields else ()
-    return Comparison(tensors=tuple(tensors), values=tuple(values), counts=counts)
+    return Comparison(tensors=tuple(tensors), values=tuple(values), counts=counts, is_verified=verify)
+
+
+def _verify(side: Checkpoint, on_progress: Callable[[int], None] | None) -> tuple[CkptError, ...]:
+    """Return what is wrong with a checkpoint, after reading every byte of it."""
+    report = Report(target=side.title, kind="checkpoint", on_progress=on_progress)
+    verify_opened(side, report)
+    return tuple(report.violations)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class ClosureMember:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Report:
-    """What a check found.
+    """What a check found. It is true if nothing was found wrong: ``if validate(path): ...``.
 
     Attributes:
         target: name of what was checked.
@@ -109,6 +109,9 @@ class Report:
         self.references += other.references
         self.closure += other.closure
         self.nbytes += other.nbytes
+
+    def __bool__(self) -> bool:
+        return self.valid
 
     @property
     def valid(self) -> bool:

@@ -36,7 +36,15 @@ if TYPE_CHECKING:
     from ckptfmt.engines.decoding import OpenPart
     from ckptfmt.store.protocol import Store
 
-__all__ = ["Report", "check_place", "check_record", "verify_checkpoint", "verify_loadable", "verify_run"]
+__all__ = [
+    "Report",
+    "check_place",
+    "check_record",
+    "verify_checkpoint",
+    "verify_loadable",
+    "verify_opened",
+    "verify_run",
+]
 
 #: What says that a reference isn't there. Any other error says what is wrong with what is.
 _NOT_FOUND: Final = frozenset({Code.BASE_MISSING, Code.BASE_MISMATCH})
@@ -71,6 +79,11 @@ def verify_loadable(store: Store, report: Report) -> Checkpoint | None:
     Spec: REQ-RUN-012.
     """
     return _Verification((), with_bases=True).check(store, report)
+
+
+def verify_opened(checkpoint: Checkpoint, report: Report) -> None:
+    """Check every byte of an open checkpoint, as `verify_loadable` does. Raises: as that."""
+    _Verification((), with_bases=True).check_opened(checkpoint, report)
 
 
 def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> None:
@@ -136,12 +149,15 @@ class _Verification:
         checkpoint = None
         with report.collect(directory):
             checkpoint = Checkpoint(store, bases=self._bases)
-        if checkpoint is None:
-            return None
+        if checkpoint is not None:
+            self.check_opened(checkpoint, report, directory)
+        return checkpoint
+
+    def check_opened(self, checkpoint: Checkpoint, report: Report, directory: str = "") -> None:
+        """Check one checkpoint whose manifest and index are sound, but for its closure."""
         report.checkpoints[directory or report.target] = checkpoint.digest
         found = [self._look(checkpoint, reference, report, directory) for reference in _newest_first(checkpoint)]
         self._check_contents(checkpoint, report, directory, can_decode=all(found))
-        return checkpoint
 
     def check_in_run(self, store: Store, report: Report, directory: str) -> None:
         """Check one checkpoint of a run, and of its closure what lies elsewhere."""

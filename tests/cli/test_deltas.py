@@ -250,7 +250,7 @@ def test_diff_of_the_same_and_of_others(call, call_json, run, tmp_path):
     call("compact", run, "--out", tmp_path / "full")
     code, out, _ = call("diff", run, tmp_path / "full")
     assert code == 0
-    assert out.startswith("the same  ")
+    assert out.startswith("the same by digest  ")
     code, out, _ = call("diff", run / NAMES[0], run / NAMES[2])
     assert code == 1
     assert "half within 2 ULP, all within 2" in out
@@ -262,6 +262,47 @@ def test_diff_of_the_same_and_of_others(call, call_json, run, tmp_path):
     assert weights["distance"]["max_ulps"] == optimizer["distance"]["max_ulps"] == 2
     assert answer["counts"]["differing_count"] == 2 + 6
     assert json.dumps(answer)
+
+
+def test_diff_says_what_was_compared_and_reads_the_bytes_if_asked_to(call, call_json, checkpoint_path, tmp_path):
+    """REQ-OPN-009: a damaged copy has the digests of the good one."""
+    copy = pathlib.Path(shutil.copytree(checkpoint_path, tmp_path / "copy"))
+    shard = next(copy.glob("weights-*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+
+    code, out, _ = call("diff", checkpoint_path, copy)
+    assert code == 0
+    assert out.startswith("the same by digest  ")
+    assert "recorded digests were compared, the bytes behind equal ones were not read" in out
+    code, answer = call_json("diff", checkpoint_path, copy)
+    assert (code, answer["same"], answer["compared"]) == (0, True, "recorded_digests")
+    code, out, _ = call("diff", checkpoint_path, copy, "--verify")
+    assert code == 2
+    assert f"BLOCK_DIGEST  {shard.name}[" in out
+    assert out.splitlines()[-1].startswith("damaged  ")
+    code, answer = call_json("diff", checkpoint_path, copy, "--verify")
+    assert (code, answer["same"], answer["compared"]) == (2, None, "verified_bytes")
+    assert (answer["damages"]["a"], [one["code"] for one in answer["damages"]["b"]]) == ([], ["BLOCK_DIGEST"])
+    code, out, _ = call("diff", checkpoint_path, checkpoint_path, "--verify")
+    assert code == 0
+    assert out.startswith("the same  ")
+    assert "every byte of both was read and compared with its digest" in out
+
+
+def test_commands_say_what_they_have_checked(call, call_json, run, tmp_path):
+    """A word such as committed or full says something of a register, and nothing of bytes that weren't read."""
+    assert "validate checks the bytes" in call("log", run)[1]
+    assert call_json("log", run)[1]["checked"] == "registers"
+    assert "validate checks the bytes" in call("inspect", run)[1]
+    assert "No tensor's bytes were read" in call("inspect", run / NAMES[0])[1]
+    assert call_json("inspect", run / NAMES[0])[1]["checked"] == "documents"
+    assert "Every block was compared with its digest" in call("compact", run, "--out", tmp_path / "full")[1]
+    assert call_json("compact", run, "--take-over")[1]["checked"] == "bytes"
+    assert "its bytes were not read" in call("compact", run, "--take-over")[1]
+    assert call_json("compact", run, "--take-over")[1]["checked"] == "registers"
+    code, out, _ = call("convert", tmp_path / "full", tmp_path / "hf", "--to", "hf")
+    assert code == 0
+    assert "Every byte that was converted was compared with its digest first." in out
 
 
 def test_diff_of_one_field(call, call_json, run):

@@ -155,19 +155,57 @@ def test_a_delta_and_its_base():
     assert diff(full, saving.open(3)).is_same
 
 
-def test_damage_is_an_error_and_no_difference():
-    """REQ-OPN-006."""
-    one, other = some(), some()
-    other[0] = 0
+def damaged_copy(array):
+    """A checkpoint of an array, and a copy of it with eight other bytes."""
     store = MemoryStore()
-    save(store, snapshot(tensor("w", one)))
+    save(store, snapshot(tensor("w", array)))
     files = store.snapshot()
     (path,) = [path for path in files if path.startswith("weights-")]
-    begin = len(files[path]) - one.nbytes
+    begin = len(files[path]) - array.nbytes
     files[path] = files[path][:begin] + b"damaged!" + files[path][begin + 8 :]
-    damaged = Checkpoint(MemoryStore.from_snapshot(files))
+    return Checkpoint(store), Checkpoint(MemoryStore.from_snapshot(files))
+
+
+def test_damage_is_an_error_and_no_difference():
+    """REQ-OPN-006."""
+    other = some()
+    other[0] = 0
+    _, damaged = damaged_copy(some())
 
     assert code_of(lambda: diff(damaged, saved(snapshot(tensor("w", other))))) == Code.BLOCK_DIGEST
+
+
+def test_a_damaged_copy_is_the_same_by_recorded_digests_only():
+    """REQ-OPN-009: what was compared is part of the answer, and who wants to know reads the bytes."""
+    good, damaged = damaged_copy(some())
+
+    by_digest = diff(good, damaged)
+    assert (by_digest.is_same, by_digest.is_verified, by_digest.counts.read_nbytes) == (True, False, 0)
+    told: list[int] = []
+    verified = compare(good, damaged, fields=FIELDS, verify=True, on_progress=told.append)
+    assert (verified.is_same, verified.is_verified, verified.is_damaged) == (False, True, True)
+    assert [[error.code for error in errors] for errors in verified.damages] == [[], [Code.BLOCK_DIGEST]]
+    assert sum(told) > 2 * some().nbytes
+    sound = compare(good, good, fields=FIELDS, verify=True)
+    assert (sound.is_same, sound.is_verified, sound.is_damaged) == (True, True, False)
+
+
+def test_verifying_a_delta_reads_what_it_reads_from():
+    """REQ-OPN-009: damage in a base is damage of what reads from it."""
+    one, other = some(), some()
+    other[0] = 0
+    saving = Saving(snapshot(tensor("w", one)), block_nbytes=BLOCK)
+    saving.save(1, snapshot(tensor("w", one)))
+    saving.save(2, snapshot(tensor("w", other)))
+    assert compare(saving.open(2), saving.open(2), fields=FIELDS, verify=True).is_same
+    files = saving.store.snapshot()
+    (path,) = [path for path in files if "l0001/weights-" in path and path.startswith("step-00000001")]
+    files[path] = files[path][:-8] + b"damaged!"
+    saving.store = MemoryStore.from_snapshot(files)
+    found = compare(saving.open(2), saving.open(2), fields=FIELDS, verify=True)
+
+    assert found.is_damaged
+    assert {error.code for errors in found.damages for error in errors} == {Code.BLOCK_DIGEST}
 
 
 def test_progress_is_told_in_bytes():
