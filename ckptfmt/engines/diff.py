@@ -146,9 +146,9 @@ def compare(
         the result instead.
     """
     if verify:
-        found = tuple(_verify(side, on_progress) for side in (one, other))
-        if any(found):
-            return Comparison(tensors=(), values=(), counts=Counts(), is_verified=True, damages=(found[0], found[1]))
+        damages = _verify(one, on_progress), _verify(other, on_progress)
+        if any(damages):
+            return Comparison(tensors=(), values=(), counts=Counts(), is_verified=True, damages=damages)
     counts = Counts()
     tensors: list[TensorDifference] = []
     for key in sorted(one.tensors.keys() | other.tensors.keys(), key=sort_key):
