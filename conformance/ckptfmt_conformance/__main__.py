@@ -84,6 +84,10 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="S",
         help="seconds for each case (30); a trajectory has ten times as many",
     )
+    run.add_argument(
+        "--seed", type=int, metavar="N", help="ask in an order drawn by N: no case may depend on those before it"
+    )
+    run.add_argument("--no-serve", action="store_true", help="a process for each case, also of a command that serves")
     run.add_argument("--json", type=Path, metavar="FILE", help="write a report for programs")
     run.add_argument("--junit", type=Path, metavar="FILE", help="write a report as JUnit XML")
     run.add_argument("--html", type=Path, metavar="FILE", help="write a report as one page")
@@ -154,6 +158,8 @@ def _run(arguments: argparse.Namespace) -> int:
             selection=selection,
             known=[case.id for case in vectors],
             choose=choose,
+            may_serve=not arguments.no_serve,
+            seed=arguments.seed,
             on_result=lambda result: progress[0].take(result),  # noqa: PLW0108 - it is made later
         )
     finally:

@@ -1,4 +1,4 @@
-"""How adapters are called: commands once per question, classes in a process of their own that answers many.
+"""How adapters are called: by a process for each question, or by one that answers all of them.
 
 Either way a deadline holds, and what doesn't keep it is killed with all that it started.
 """
@@ -18,14 +18,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Final, Protocol, Self
+from typing import IO, Any, Final, Protocol
 
 from ckptfmt_conformance.errors import SuiteError
-from ckptfmt_conformance.protocol import Answer, Description, parse_answer, parse_description
+from ckptfmt_conformance.protocol import Answer, Description, parse_answer, parse_description, parse_ready, parse_reply
 
-__all__ = ["BUILTIN", "Caller", "ClassCaller", "CommandCaller", "Target", "describe", "find_target"]
+__all__ = [
+    "BUILTIN",
+    "Caller",
+    "ClassCaller",
+    "CommandCaller",
+    "ServerCaller",
+    "Target",
+    "describe",
+    "find_target",
+    "open_described",
+]
 
 #: Adapters that come with the suite, by their short names.
 BUILTIN: Final = {
@@ -37,6 +47,9 @@ OUTPUT_NBYTES: Final = 64 << 20
 TAIL_NBYTES: Final = 1200
 #: How long an adapter may take to start and to say what it is, in seconds: a framework may be imported on the way.
 START_S: Final = 120.0
+#: How long one that serves may take to end by itself, in seconds.
+END_S: Final = 5.0
+_NO_CELLS: Final = Answer(outcome="unsupported", body={"feature": "trajectory: it needs a Python class"})
 
 _CLASS: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 #: One of the broken ones, by its short name.
@@ -77,9 +90,15 @@ class Target:
         self._class_name = class_name
         self._argv = argv
 
-    def open(self) -> Caller:
-        """Return a caller of its own; each thread needs one."""
-        return ClassCaller(self._class_name) if self._class_name else CommandCaller(self._argv)
+    def open(self, *, is_serving: bool = False) -> Caller:
+        """Return a caller of its own; each thread needs one.
+
+        Args:
+            is_serving: of a command, to ask one process all questions.
+        """
+        if self._class_name:
+            return ClassCaller(self._class_name)
+        return ServerCaller((*self._argv, "serve")) if is_serving else CommandCaller(self._argv)
 
 
 def find_target(text: str) -> Target:
@@ -124,6 +143,23 @@ def _search_path() -> Any:  # noqa: ANN401 - a context
         sys.path.pop()
 
 
+@contextlib.contextmanager
+def open_described(target: Target, *, may_serve: bool = True) -> Iterator[tuple[Caller, Description]]:
+    """Open an adapter and ask what it is; the caller is one of those that `Target.open` gives with `is_serving`.
+
+    Args:
+        may_serve: whether a command that serves is asked to.
+
+    Raises: SuiteError as `describe` does.
+    """
+    with contextlib.ExitStack() as stack:
+        caller = stack.enter_context(contextlib.closing(target.open()))
+        description = describe(caller)
+        if description.serve and may_serve:
+            caller = stack.enter_context(contextlib.closing(target.open(is_serving=True)))
+        yield caller, description
+
+
 def describe(caller: Caller) -> Description:
     """Ask an adapter what it is. Raises: SuiteError where that isn't an answer: then nothing can be asked of it."""
     answer = caller.call("describe", timeout_s=START_S)
@@ -157,7 +193,7 @@ class CommandCaller:
     ) -> Answer:
         """Ask one question."""
         if cell is not None:
-            return Answer(outcome="unsupported", body={"feature": "trajectory: it needs a Python class"})
+            return _NO_CELLS
         with tempfile.TemporaryDirectory(prefix="ckptfmt-conformance-") as folder:
             argv = [*self._argv, kind]
             if path is not None:
@@ -182,32 +218,46 @@ class CommandCaller:
                 return _with_tail(answer, stderr)
 
 
-class ClassCaller:
-    """An adapter that is a Python class: one process, begun at the first question and again after a crash."""
+class ServerCaller:
+    """An adapter that is one process for all questions: begun at the first, and again after it died or was killed.
 
-    def __init__(self, class_name: str) -> None:
-        self._class_name = class_name
+    Whatever a question ends with but an answer costs that question alone: the process is ended, and the next question
+    begins another one.
+
+    Args:
+        argv: how it is started.
+        environment: of the process; that of this one if none is given.
+        has_cells: whether it can be asked for trajectories.
+    """
+
+    def __init__(
+        self, argv: tuple[str, ...], *, environment: Mapping[str, str] | None = None, has_cells: bool = False
+    ) -> None:
+        self._argv = argv
+        self._environment = environment
+        self._has_cells = has_cells
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr: IO[bytes] | None = None
-        self._rest = b""
         self._said_nbytes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._count = 0
+        self._rest = b""
+        # Of one that never began, so that a run doesn't wait for it once per case.
+        self._failure: Answer | None = None
+        self._was_ready = False
 
     def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            _kill(self._process)
-            for stream in (self._process.stdin, self._process.stdout, self._stderr):
-                if stream is not None:
-                    with contextlib.suppress(OSError):
-                        stream.close()
+        """Let the process end by itself, at the end of its input; kill what is left of it."""
+        process, stderr = self._process, self._stderr
         self._process = self._stderr = None
-        self._rest = b""
+        if process is None or stderr is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+        self._end(process, stderr)
 
     def call(
         self,
@@ -220,76 +270,149 @@ class ClassCaller:
         timeout_s: float = START_S,
     ) -> Answer:
         """Ask one question."""
+        if cell is not None and not self._has_cells:
+            return _NO_CELLS
         if self._process is None:
-            started = self._start()
-            if started is not None:
-                self.close()
-                return started
-        assert self._process is not None
-        assert self._process.stdin is not None
-        paths = {"path": path, "output": output}
-        question = {name: str(value) if value is not None else None for name, value in paths.items()}
-        line = json.dumps({"kind": kind, "request": request, "cell": cell, **question}).encode() + b"\n"
+            failure = self._failure or self._start()
+            if failure is not None:
+                return failure
         assert self._stderr is not None
         self._said_nbytes = self._stderr.seek(0, os.SEEK_END)
+        self._count += 1
+        members = {
+            "id": self._count,
+            "kind": kind,
+            "input": path and str(path),
+            "request": request,
+            "output": output and str(output),
+            "cell": cell,
+        }
+        given = {name: value for name, value in members.items() if value is not None}
+        end_s = time.monotonic() + timeout_s
         try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-        except OSError as error:
-            self.close()
-            return Answer(outcome="error", message=f"its process is gone: {error}")
-        answer = self._await(timeout_s)
-        if self._process.poll() is not None or answer.message.startswith("no answer"):
-            self.close()
-        return answer
+            self._write(json.dumps(given, sort_keys=True).encode() + b"\n", end_s)
+            reply = self._read_reply(end_s)
+        except TimeoutError:
+            return self._give_up(f"no answer within {timeout_s:g} s")
+        except (OSError, ValueError) as error:
+            return self._give_up(str(error))
+        return _with_tail(reply, self._stderr, self._said_nbytes)
 
     def _start(self) -> Answer | None:
-        """Start the process; return what went wrong, None if nothing did."""
+        """Start the process, and wait until it is ready; return what went wrong, None if nothing did."""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+        self._said_nbytes, self._rest = 0, b""
+        try:
+            self._process = subprocess.Popen(
+                self._argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                env=self._environment,
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            self._stderr.close()
+            self._failure = Answer(outcome="error", message=f"it can't be started: {error}")
+            return self._failure
+        try:
+            parse_ready(self._read_line(time.monotonic() + START_S))
+        except TimeoutError:
+            failure = self._give_up(f"it wasn't ready within {START_S:g} s")
+        except (OSError, ValueError) as error:
+            failure = self._give_up(str(error))
+        else:
+            self._was_ready = True
+            return None
+        if not self._was_ready:
+            self._failure = failure
+        return failure
+
+    def _write(self, line: bytes, end_s: float) -> None:
+        """Write a question, for as long as the process takes it. Raises: TimeoutError, OSError."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        descriptor = self._process.stdin.fileno()
+        os.set_blocking(descriptor, False)
+        while line:
+            _wait_for(descriptor, end_s, is_writing=True)
+            try:
+                line = line[os.write(descriptor, line) :]
+            except BrokenPipeError:
+                # What it ended with says more than that its pipe is broken.
+                return
+
+    def _read_reply(self, end_s: float) -> Answer:
+        """Return the answer to the last question. Raises: TimeoutError; ValueError where it isn't of the protocol."""
+        reply = parse_reply(self._read_line(end_s), self._count)
+        if self._rest:
+            raise ValueError("more than one line of output")
+        return reply
+
+    def _read_line(self, end_s: float) -> bytes:
+        """Return the next line. Raises: TimeoutError; ValueError where it is too long, or the process ended."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        pieces, nbytes = [self._rest], len(self._rest)
+        while b"\n" not in pieces[-1]:
+            _wait_for(descriptor, end_s)
+            piece = os.read(descriptor, 1 << 20)
+            if not piece:
+                raise ValueError(self._say_how_it_ended())
+            pieces.append(piece)
+            nbytes += len(piece)
+            if nbytes > OUTPUT_NBYTES:
+                raise ValueError(f"more than {OUTPUT_NBYTES} bytes of output")
+        line, _, self._rest = b"".join(pieces).partition(b"\n")
+        return line
+
+    def _say_how_it_ended(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return "it closed its standard output"
+        return f"its process ended {f'by signal {-code}' if code < 0 else f'with exit code {code}'}"
+
+    def _give_up(self, message: str) -> Answer:
+        """End the process; return an error with the end of what it said."""
+        assert self._process is not None
+        assert self._stderr is not None
+        answer = _with_tail(Answer(outcome="error", message=message), self._stderr, self._said_nbytes)
+        self._end(self._process, self._stderr)
+        self._process = self._stderr = None
+        return answer
+
+    def _end(self, process: subprocess.Popen[bytes], stderr: IO[bytes]) -> None:
+        _kill(process)
+        for stream in (process.stdin, process.stdout, stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+class ClassCaller(ServerCaller):
+    """An adapter that is a Python class, in a process of its own."""
+
+    def __init__(self, class_name: str) -> None:
         # The same modules are found as here, those of the current directory too.
         places = [place or str(Path.cwd()) for place in sys.path] + [str(Path.cwd())]
         package = str(Path(__file__).parents[1])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, package]))}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ckptfmt_conformance.worker", self._class_name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=environment,
-            start_new_session=True,
+        super().__init__(
+            (sys.executable, "-m", "ckptfmt_conformance.worker", class_name),
+            environment={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, package]))},
+            has_cells=True,
         )
-        started = self._await(START_S)
-        return None if started.outcome == "accepted" else started
 
-    def _await(self, timeout_s: float) -> Answer:
-        """Return the answer that comes on the next line."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        assert self._stderr is not None
-        descriptor, end_s = self._process.stdout.fileno(), time.monotonic() + timeout_s
-        pieces = [self._rest]
-        while b"\n" not in pieces[-1]:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, end_s - time.monotonic()))
-            if not ready:
-                return Answer(outcome="error", message=f"no answer within {timeout_s:g} s")
-            piece = os.read(descriptor, 1 << 20)
-            if not piece:
-                return self._say_how_it_ended()
-            pieces.append(piece)
-        line, _, self._rest = b"".join(pieces).partition(b"\n")
-        reply = json.loads(line)
-        if reply["message"]:
-            return _with_tail(Answer(outcome="error", message=reply["message"]), self._stderr, self._said_nbytes)
-        return parse_answer(reply["exit"], json.dumps(reply["body"]).encode())
 
-    def _say_how_it_ended(self) -> Answer:
-        assert self._process is not None
-        assert self._stderr is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        code = self._process.returncode
-        how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
-        return _with_tail(Answer(outcome="error", message=f"its process ended {how}"), self._stderr, self._said_nbytes)
+def _wait_for(descriptor: int, end_s: float, *, is_writing: bool = False) -> None:
+    """Wait until a pipe can be read or written. Raises: TimeoutError."""
+    places = [descriptor]
+    reading, writing = ([], places) if is_writing else (places, [])
+    if not any(select.select(reading, writing, [], max(0.0, end_s - time.monotonic()))):
+        raise TimeoutError
 
 
 def _run(argv: list[str], stdout: IO[bytes], stderr: IO[bytes], timeout_s: float) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import random
 import tempfile
 import threading
 import time
@@ -13,7 +15,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from ckptfmt_conformance.callers import Caller, Target, describe
+from ckptfmt_conformance.callers import Caller, Target, open_described
 from ckptfmt_conformance.cases import Case
 from ckptfmt_conformance.cells import ABSENT
 from ckptfmt_conformance.judge import RED, Status, Verdict, find_reason_to_skip, judge
@@ -88,6 +90,8 @@ def run_cases(
     known: Sequence[str] = (),
     choose: Callable[[Description, Sequence[Case]], Sequence[Case]] | None = None,
     on_result: Callable[[Result], None] | None = None,
+    may_serve: bool = True,
+    seed: int | None = None,
 ) -> Run:
     """Ask an adapter all cases, and judge what it answers.
 
@@ -99,16 +103,18 @@ def run_cases(
         selection: what the cases were chosen by.
         known: ids of all cases that there are, by which idle patterns are found; those of `cases` if none are given.
         on_result: is told of each result, from whichever thread has it.
+        may_serve: whether a command that serves is asked to; otherwise each case has a process of its own.
+        seed: of the order in which the cases are asked; as they are given if there is none.
 
     Raises: SuiteError where the adapter can't be started, or doesn't say what it is.
     """
     listed = xfails or Xfails()
     begin_s = time.monotonic()
-    with contextlib.closing(target.open()) as first:
-        description = describe(first)
+    with open_described(target, may_serve=may_serve) as (first, description):
         cases = choose(description, cases) if choose is not None else cases
-        work = _Work(cases, description, timeout_s, listed, on_result)
-        others = [threading.Thread(target=work.take_with, args=(target,)) for _ in range(min(jobs, len(cases)) - 1)]
+        work = _Work(_shuffled(cases, seed), description, timeout_s, listed, on_result)
+        open_other = functools.partial(target.open, is_serving=description.serve and may_serve)
+        others = [threading.Thread(target=work.take_with, args=(open_other,)) for _ in range(min(jobs, len(cases)) - 1)]
         for thread in others:
             thread.start()
         try:
@@ -122,7 +128,7 @@ def run_cases(
     return Run(
         adapter=target.text,
         description=description,
-        results=tuple(result for result in work.results if result is not None),
+        results=tuple(work.results[number] for number in range(len(cases)) if number in work.results),
         selection=tuple(selection),
         idle=listed.find_idle(list(known) or [case.id for case in cases]),
         seconds=time.monotonic() - begin_s,
@@ -130,18 +136,26 @@ def run_cases(
     )
 
 
+def _shuffled(cases: Sequence[Case], seed: int | None) -> list[tuple[int, Case]]:
+    """Return the cases with their numbers, in the order in which they are asked."""
+    numbered = list(enumerate(cases))
+    if seed is not None:
+        random.Random(seed).shuffle(numbered)
+    return numbered
+
+
 class _Work:
     """Cases that threads take one by one."""
 
     def __init__(
         self,
-        cases: Sequence[Case],
+        cases: Sequence[tuple[int, Case]],
         description: Description,
         timeout_s: float,
         xfails: Xfails,
         on_result: Callable[[Result], None] | None,
     ) -> None:
-        self.results: list[Result | None] = [None] * len(cases)
+        self.results: dict[int, Result] = {}
         self.crash: BaseException | None = None
         self._description = description
         self._timeout_s = timeout_s
@@ -151,7 +165,7 @@ class _Work:
         self._queue: SimpleQueue[tuple[int, Case]] = SimpleQueue()
         # What starts processes of its own and keeps them is for one caller alone.
         self._alone: SimpleQueue[tuple[int, Case]] = SimpleQueue()
-        for number, case in enumerate(cases):
+        for number, case in cases:
             is_alone = case.kind == "trajectory" and (case.request or {}).get("processes")
             (self._alone if is_alone else self._queue).put((number, case))
 
@@ -162,10 +176,10 @@ class _Work:
                 while True:
                     queue.get_nowait()
 
-    def take_with(self, target: Target) -> None:
+    def take_with(self, open_caller: Callable[[], Caller]) -> None:
         """Take cases with a caller of one's own, until none is left."""
         try:
-            with contextlib.closing(target.open()) as caller:
+            with contextlib.closing(open_caller()) as caller:
                 self._take(self._queue, caller)
         except BaseException as error:  # noqa: BLE001 - it is raised again where somebody sees it
             self.crash = error

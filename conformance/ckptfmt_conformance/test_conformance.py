@@ -16,7 +16,7 @@ import pytest
 
 from ckptfmt_conformance import cells
 from ckptfmt_conformance.__main__ import read_xfails
-from ckptfmt_conformance.callers import Caller, describe, find_target
+from ckptfmt_conformance.callers import Caller, describe, find_target, open_described
 from ckptfmt_conformance.cases import Case, load_cases, select_cases, vectors_root
 from ckptfmt_conformance.errors import SuiteError
 from ckptfmt_conformance.judge import Status
@@ -63,8 +63,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def asked(pytestconfig: pytest.Config) -> Iterator[tuple[Caller, Description, Xfails]]:
     """Start the adapter once for all cases."""
     target, xfails = find_target(_adapter(pytestconfig)), _option(pytestconfig, "--xfails")
-    with contextlib.closing(target.open()) as caller:
-        yield caller, describe(caller), read_xfails(target, Path(xfails) if xfails else None)
+    with open_described(target) as (caller, description):
+        yield caller, description, read_xfails(target, Path(xfails) if xfails else None)
 
 
 def test_case(case: Case, asked: tuple[Caller, Description, Xfails], pytestconfig: pytest.Config) -> None:

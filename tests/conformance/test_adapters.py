@@ -47,13 +47,15 @@ def test_the_reference_passes_everything():
     assert run.seconds / len(CASES) < 0.1  # seven thousandths of a second on an idle machine
 
 
-def test_the_reference_as_a_command_answers_the_same():
+@pytest.mark.parametrize("may_serve", [True, False], ids=["server", "command"])
+def test_the_reference_as_a_command_answers_the_same(may_serve):
     command = shlex.join([sys.executable, "-m", "ckptfmt_conformance.adapters.reference"])
     kinds = {case.kind: case for case in CASES.values() if case.expect.outcome == "accept"}
     cases = [*kinds.values(), *(CASES[name] for name in SPARED[2:])]
 
-    run = run_cases(find_target(command), cases)
+    run = run_cases(find_target(command), cases, may_serve=may_serve)
 
+    assert run.description.serve
     assert {result.status for result in run.results} == {Status.PASS}, run.results
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from ckptfmt.__main__ import main as ckptfmt_main
-from ckptfmt_conformance import cells
+from ckptfmt_conformance import callers, cells
 from ckptfmt_conformance.__main__ import main
 from ckptfmt_conformance.badge import badge_svg, badge_text, claim_of
 from ckptfmt_conformance.callers import Target, describe, find_target
@@ -25,7 +26,7 @@ from ckptfmt_conformance.cases import Case, Expectation, load_cases, select_case
 from ckptfmt_conformance.errors import SuiteError
 from ckptfmt_conformance.judge import Status
 from ckptfmt_conformance.page import dump_html
-from ckptfmt_conformance.protocol import Answer, Description, parse_answer
+from ckptfmt_conformance.protocol import Answer, Description, parse_answer, parse_description
 from ckptfmt_conformance.reports import Progress, dump_json, dump_junit, parse_json, text_of
 from ckptfmt_conformance.runner import Result, Run, ask_case, run_cases
 from ckptfmt_conformance.xfails import Xfails
@@ -42,6 +43,14 @@ def _paths(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'conformance'}")
 
 
+#: A class, a command that serves, and the same command with a process for each case.
+WAYS = pytest.mark.parametrize(
+    ("adapter", "options"),
+    [(CLASS, {}), (COMMAND, {}), (COMMAND, {"may_serve": False})],
+    ids=["class", "server", "command"],
+)
+
+
 def run_of(vectors, adapter=CLASS, **options):
     return run_cases(find_target(adapter), load_cases(vectors), **options)
 
@@ -53,10 +62,10 @@ def statuses(run):
 # What answers are worth
 
 
-@pytest.mark.parametrize("adapter", [CLASS, COMMAND], ids=["class", "command"])
-def test_every_behaviour_has_its_status(adapter, tmp_path):
+@WAYS
+def test_every_behaviour_has_its_status(adapter, options, tmp_path):
     answering = {name: status for name, (_, _, status) in BEHAVIOURS.items() if name != "hang"}
-    run = run_of(write_vectors(tmp_path, *answering), adapter, jobs=2)
+    run = run_of(write_vectors(tmp_path, *answering), adapter, jobs=2, **options)
 
     assert statuses(run) == answering
     assert [result.case.id for result in run.results] == sorted(result.case.id for result in run.results)
@@ -86,9 +95,10 @@ def test_only_three_exit_codes_are_answers(exit_code, stdout, outcome):
     assert parse_answer(exit_code, stdout).outcome == outcome
 
 
-def test_a_class_goes_on_after_a_crash_and_says_what_it_was(tmp_path):
+@pytest.mark.parametrize("adapter", [CLASS, COMMAND], ids=["class", "server"])
+def test_a_server_goes_on_after_a_crash_and_says_what_it_was(adapter, tmp_path):
     vectors = write_vectors(tmp_path, "crash-is-no-refusal", "exit-1", "hang", "segfault", "tensors")
-    run = run_of(vectors, timeout_s=1.5)
+    run = run_of(vectors, adapter, timeout_s=1.5)
     messages = {result.case.id: result.message for result in run.results}
 
     assert "RuntimeError: TILING_GAP" in messages["page/crash-is-no-refusal"]
@@ -98,23 +108,24 @@ def test_a_class_goes_on_after_a_crash_and_says_what_it_was(tmp_path):
     assert statuses(run)["tensors"] == "PASS"
 
 
-@pytest.mark.parametrize("adapter", [CLASS, COMMAND], ids=["class", "command"])
-def test_what_hangs_is_killed_with_all_that_it_started(adapter, tmp_path):
+@WAYS
+def test_what_hangs_is_killed_with_all_that_it_started(adapter, options, tmp_path):
     mark = tmp_path / "mark"
     write_case(tmp_path / "vectors", "page/fork", request={"fork": str(mark)})
 
-    run = run_of(tmp_path / "vectors", adapter, timeout_s=0.8)
+    run = run_of(tmp_path / "vectors", adapter, timeout_s=0.8, **options)
     time.sleep(1.5)
 
     assert statuses(run) == {"fork": "ERROR"}
     assert not mark.exists()
 
 
-def test_what_a_class_prints_is_no_answer_and_what_a_command_prints_is(tmp_path):
+def test_what_a_server_prints_is_no_answer_and_what_a_command_prints_is(tmp_path):
     write_case(tmp_path, "page/chatty", request={"print": "progress: 1 %"})
 
     assert statuses(run_of(tmp_path, CLASS)) == {"chatty": "PASS"}
-    assert statuses(run_of(tmp_path, COMMAND)) == {"chatty": "ERROR"}
+    assert statuses(run_of(tmp_path, COMMAND)) == {"chatty": "PASS"}
+    assert statuses(run_of(tmp_path, COMMAND, may_serve=False)) == {"chatty": "ERROR"}
 
 
 def test_several_at_once_answer_the_same(tmp_path):
@@ -124,6 +135,184 @@ def test_several_at_once_answer_the_same(tmp_path):
         )
 
     assert set(statuses(run_of(tmp_path, jobs=3)).values()) == {"PASS"}
+
+
+# Serving
+
+#: A command that says that it serves, and does it as `{body}` has it.
+SERVER = """
+import json, os, sys, time
+if sys.argv[1] == "describe":
+    names = ("spec", "roles", "features")
+    said = {{name: [] for name in names}} | {{"roles": ["reader"], "spec": ["0.1"], "kinds": ["open"]}}
+    print(json.dumps({{"name": "server", "version": "1", "serve": True, **said}}))
+    sys.exit()
+with open({log!r}, "a") as log:
+    print(sys.argv[1], file=log)
+def say(**members):
+    print(json.dumps(members), flush=True)
+{body}
+"""
+ANSWER = """
+say(ready=True)
+for line in sys.stdin:
+    question = json.loads(line)
+    asked = question["request"].get("do")
+    {body}
+    say(id=question["id"], exit=0, answer={{}})
+"""
+
+
+def write_server(folder, body, *, after="pass"):
+    """Write a command whose server runs `body`, and if it comes to answers, `after` before each."""
+    script, log = folder / "server.py", folder / "starts"
+    whole = ANSWER.format(body=after.replace("\n", "\n    ")) if body is None else body
+    script.write_text(SERVER.format(body=whole, log=str(log)))
+    return shlex.join([sys.executable, str(script)]), log
+
+
+def write_questions(root, *asked):
+    for number, one in enumerate(asked):
+        write_case(root, f"page/{number}", request={"do": one})
+    return root
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        ("os._exit(3)", "its process ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "its process ended by signal 9"),
+        ("os.close(1); time.sleep(60)", "it closed its standard output"),
+        ("say(id=question['id'] + 1, exit=0, answer={})", "it answered the question 3 instead of 2"),
+        ("say(id=True, exit=0, answer={})", "it answered the question True"),
+        ("say(id=question['id'], exit=True, answer={})", "'exit' is True"),
+        ("say(id=question['id'], exit=10, answer={})", "doesn't name its 'error'"),
+        ("say(id=question['id'], exit=0)", "isn't one JSON object"),
+        ("say(id=question['id'], exit=7)", "exit code 7, which is no answer"),
+        ("say(id=question['id'], exit=1, message='KeyError: 3')", "KeyError: 3"),
+        ("print('progress: 1 %', flush=True)", "isn't JSON"),
+        ("print('[1]', flush=True)", "isn't one JSON object"),
+        ("os.write(1, b'{}\\n{}\\n')", "it answered the question None"),
+        ("os.write(1, b'x' * 5000 + b'\\n')", "more than 4096 bytes of output"),
+        ("time.sleep(60)", "no answer within 2 s"),
+        ("print('the reason', file=sys.stderr, flush=True); os._exit(1)", "exit code 1\nthe reason"),
+    ],
+)
+def test_what_a_server_does_wrong_costs_that_case_alone(act, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(callers, "OUTPUT_NBYTES", 4096)
+    monkeypatch.setattr(callers, "END_S", 0.5)
+    command, log = write_server(tmp_path, None, after=f"if asked:\n    {act}\n    continue")
+
+    run = run_of(write_questions(tmp_path / "vectors", 0, 1, 0), command, timeout_s=2)
+
+    assert statuses(run) == {"0": "PASS", "1": "ERROR", "2": "PASS"}
+    assert message in run.results[1].message
+    # Where its next words may still belong to the last question, another one is begun.
+    assert log.read_text().split() in (["serve"], ["serve", "serve"])
+
+
+def test_two_lines_for_one_question_cost_the_question_that_they_answer(tmp_path):
+    twice = 'if asked:\n    os.write(1, b\'{"id":2,"exit":0,"answer":{}}\\n{}\\n\')\n    continue'
+    command, _ = write_server(tmp_path, None, after=twice)
+
+    run = run_of(write_questions(tmp_path / "vectors", 0, 1, 0), command)
+
+    assert statuses(run) == {"0": "PASS", "1": "ERROR", "2": "PASS"}
+    assert run.results[1].message == "more than one line of output"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("sys.exit('no such word')", "its process ended with exit code 1\nno such word"),
+        ("say(ready=False, message='no license')", "no license"),
+        ("print('usage: server', flush=True)", "isn't JSON"),
+        ("say(ready=1)", 'its first line isn\'t {"ready": true}'),
+        ("time.sleep(60)", "it wasn't ready within 1 s"),
+    ],
+)
+def test_a_server_that_never_begins_is_waited_for_once(body, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(callers, "START_S", 1.0)
+    monkeypatch.setattr(callers, "END_S", 0.5)
+    command, log = write_server(tmp_path, body)
+    caller = find_target(command).open(is_serving=True)
+
+    answers = [caller.call("open", path=tmp_path) for _ in range(3)]
+    caller.close()
+
+    assert [answer.outcome for answer in answers] == ["error"] * 3
+    assert message in answers[0].message
+    assert log.read_text().split() == ["serve"]
+
+
+def test_a_server_ends_with_its_input_and_is_killed_if_it_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(callers, "END_S", 20.0)
+    ended = tmp_path / "ended"
+    command, log = write_server(tmp_path, f"{ANSWER.format(body='pass')}\nopen({str(ended)!r}, 'w').close()")
+    assert statuses(run_of(write_questions(tmp_path / "vectors", 0, 0, 0), command)) == dict.fromkeys("012", "PASS")
+    assert ended.exists()
+    assert log.read_text().split() == ["serve"]
+
+    monkeypatch.setattr(callers, "END_S", 0.2)
+    command, _ = write_server(
+        tmp_path, f"{ANSWER.format(body='pass')}\nprint(os.getpid(), file=sys.stderr)\ntime.sleep(600)"
+    )
+    caller = callers.ServerCaller((*shlex.split(command), "serve"))
+    assert caller.call("open", path=tmp_path, request={}).outcome == "accepted"
+    process = caller._process
+    caller.close()
+    assert process is not None
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_question_longer_than_a_pipe_is_not_waited_for_without_end(tmp_path):
+    command, _ = write_server(tmp_path, "say(ready=True)\ntime.sleep(600)")
+    caller = find_target(command).open(is_serving=True)
+
+    answer = caller.call("open", path=tmp_path, request={"text": "x" * (1 << 20)}, timeout_s=0.5)
+    caller.close()
+
+    assert answer.message == "no answer within 0.5 s"
+
+
+def test_what_a_server_is_asked_is_as_the_readme_says(tmp_path):
+    seen = tmp_path / "seen"
+    command, _ = write_server(tmp_path, None, after=f"open({str(seen)!r}, 'a').write(line)")
+    caller = find_target(command).open(is_serving=True)
+    caller.call("write", request={"step": 1}, output=tmp_path / "out")
+    caller.call("open", path=tmp_path, request={"verify": "all"})
+    assert caller.call("trajectory", cell="x", output=tmp_path).outcome == "unsupported"
+    caller.close()
+
+    assert [json.loads(line) for line in seen.read_text().splitlines()] == [
+        {"id": 1, "kind": "write", "request": {"step": 1}, "output": str(tmp_path / "out")},
+        {"id": 2, "kind": "open", "request": {"verify": "all"}, "input": str(tmp_path)},
+    ]
+
+
+def test_a_seed_gives_an_order_and_reports_keep_theirs(tmp_path):
+    vectors = write_questions(tmp_path / "vectors", *range(8))
+    orders: list[list[str]] = []
+    for seed in (None, 1, 1, 2):
+        asked = tmp_path / f"asked-{len(orders)}"
+        command, _ = write_server(tmp_path, None, after=f"print(asked, file=open({str(asked)!r}, 'a'))")
+        run = run_of(vectors, command, seed=seed)
+        assert list(statuses(run)) == list("01234567")
+        orders.append(asked.read_text().split())
+
+    assert orders[0] == list("01234567")
+    assert orders[1] == orders[2] != orders[3]
+    assert sorted(orders[1]) == sorted(orders[3]) == orders[0]
+
+
+def test_serve_is_true_or_false():
+    body = {"name": "x", "version": "1", "spec": "0.1", "roles": [], "features": [], "kinds": []}
+
+    assert [parse_description({**body, **more}).serve for more in ({}, {"serve": True}, {"serve": False})] == [
+        False, True, False,
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="serve"):
+        parse_description({**body, "serve": 1})
 
 
 # Cases
@@ -529,7 +718,8 @@ def test_cells_that_start_processes_are_left_to_one_caller(tmp_path):
             """Nothing is open."""
 
     class Several(Target):
-        def open(self):
+        def open(self, *, is_serving=False):
+            assert not is_serving
             return Caller()
 
     run = run_cases(Several("x", xfails=None), cases, jobs=3)
