@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import operator
 import secrets
@@ -9,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfmt import limits
 from ckptfmt.arithmetic.assign import assign_writers
-from ckptfmt.box import Box
 from ckptfmt.capture import capture
-from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import Manifest, Origin
-from ckptfmt.documents.tree import dump_tree, parse_tree
+from ckptfmt.documents.structure import Structure
 from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import decide
 from ckptfmt.engines.image import Image, plan_image
-from ckptfmt.engines.writer import as_ckpt_error, check_snapshot, list_holdings, tell_failure, write_part
+from ckptfmt.engines.writer import as_ckpt_error, check_snapshot, structure_of, tell_failure, write_part
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckptfmt.box import Box
     from ckptfmt.documents.run import Launch
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.engines.snapshot import Snapshot
@@ -207,29 +207,21 @@ def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:
     if signature != ownership.signature:
         check_snapshot(snapshot)
         # All of what the image is made of: a plan that is kept must not outlive a changed dtype.
-        described = [[*row[:4], row[6:9]] for row in tensors]
-        ownership.fingerprint = digest_bytes(_dump_holdings(snapshot) + dump_tree(described, where="holdings")).hex()
+        ownership.fingerprint = structure_of(snapshot).dump()[1].hex()
         ownership.signature = signature
-
-
-def _dump_holdings(snapshot: Snapshot) -> bytes:
-    by = snapshot.declared_by
-    holdings = [(key, box.begin, box.shape, by.get(key, ""), nbytes) for (key, box), nbytes in list_holdings(snapshot)]
-    return dump_tree(holdings, where="holdings")
 
 
 def _find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey, Box]] | None:
     """Tell all writers what this one holds, and return which pieces it writes; None for all of them."""
     if group.writer_count == 1:
         return None
-    gathered = group.all_gather(_dump_holdings(snapshot).hex())
-    holdings = [_parse_holdings(bytes.fromhex(theirs)) for theirs in gathered]
+    content, _ = structure_of(snapshot).dump()
+    gathered = group.all_gather(base64.b64encode(content).decode())
+    holdings = [
+        [((key, box, declared_by), nbytes) for key, box, declared_by, nbytes in Structure.parse(theirs).iter_pieces()]
+        for theirs in map(base64.b64decode, gathered)
+    ]
     return frozenset((key, box) for key, box, _ in assign_writers(holdings)[group.writer])
-
-
-def _parse_holdings(content: bytes) -> list[tuple[tuple[TensorKey, Box, str], int]]:
-    rows: list[Any] = parse_tree(content, where="holdings")
-    return [((key, Box(begin, shape), declared_by), nbytes) for key, begin, shape, declared_by, nbytes in rows]
 
 
 def write_and_commit(

@@ -15,7 +15,7 @@ from ckptfmt.documents.canonical import nests_deeper
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
-__all__ = ["ShardEntry", "dump_shard_header", "parse_shard_header", "plan_shard"]
+__all__ = ["ShardEntry", "dump_shard_header", "most_entry_nbytes", "parse_shard_header", "plan_shard"]
 
 _PREFIX_NBYTES: Final = 8
 #: The header, a box, its shape.
@@ -24,6 +24,10 @@ _DEPTH: Final = 3
 _SMALL_NBYTES: Final = 1 << 20
 _METADATA_KEY: Final = "__metadata__"
 _METADATA: Final = {"format": "pt"}
+#: Most bytes of an entry beside its key and its shape: two offsets of 20 digits, a dtype, a number behind the key.
+_ENTRY_NBYTES: Final = 128
+#: Most bytes of an extent of a shape: as many digits as 2^60 has, and a comma.
+_EXTENT_NBYTES: Final = 20
 _ENTRY_KEYS: Final = {"dtype", "shape", "data_offsets"}
 _ELEMENT_NBYTES: Final = {dtype.safetensors: dtype.nbytes for dtype in DTYPES.values() if dtype.safetensors}
 
@@ -83,6 +87,16 @@ def plan_shard(boxes: list[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, li
         for index, (key, tag, shape) in enumerate(boxes)
     ]
     return content, entries
+
+
+def most_entry_nbytes(name: str, ndim: int) -> int:
+    """Return how many bytes of a header the entry of a box takes at most.
+
+    Args:
+        name: of the tensor; its key may have a number behind it.
+        ndim: number of dimensions of the box.
+    """
+    return len(json.dumps(name, ensure_ascii=False).encode()) + _ENTRY_NBYTES + _EXTENT_NBYTES * max(1, ndim)
 
 
 def dump_shard_header(header: dict[str, Any]) -> bytes:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
+from ckptfmt import limits
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.holdings import Holdings
 from ckptfmt.documents.manifest import Origin, shard_name
 from ckptfmt.documents.part import Extent, Leaf, Part, PartBox, PartFile, PartTensor, Stream
-from ckptfmt.documents.shard import ShardEntry, plan_shard
+from ckptfmt.documents.shard import ShardEntry, most_entry_nbytes, plan_shard
 from ckptfmt.documents.tables import TensorKey, block_count, sort_key
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.collector import collector_paused
@@ -29,6 +30,9 @@ __all__ = ["Image", "ImageShard", "Piece", "key_of", "plan_image"]
 
 #: Each shard begins at a multiple of this, in bytes: what direct I/O asks of memory and file.
 ALIGN_NBYTES: Final = 4096
+#: What the entries of one header may take, so that the rest of it has room.
+_ENTRIES_NBYTES: Final = limits.SHARD_HEADER_NBYTES - 4096
+_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 #: A part that describes an image belongs to no attempt yet.
 _NOWHERE: Final = Origin(run_id=None, launch=None, nonce="0" * 32, step=0, attempt="0" * 16, writer_count=1)
 
@@ -180,18 +184,12 @@ def plan_image(
         block_nbytes: size of a block in bytes.
         check_replicas: whether declared replicas that others write are digested here as well.
 
-    Raises: FormatError(LIMIT_EXCEEDED) for a header that gets too long.
     Spec: REQ-TEN-004, REQ-TEN-005, REQ-SHD-009, REQ-CMT-012.
     """
     sources = sorted(snapshot.tensors, key=lambda source: sort_key(key_of(source)))
-    by_stem: dict[str, list[tuple[TensorSource, Box]]] = {}
-    for source in sources:
-        for box in sorted(source.boxes):
-            if written is None or (key_of(source), box) in written:
-                by_stem.setdefault(_stem(source), []).append((source, box))
     stems, headers, nbytes = [], [], []
     places: dict[tuple[TensorKey, Box], tuple[int, ShardEntry]] = {}
-    for number, (stem, pieces) in enumerate(sorted(by_stem.items())):
+    for number, (stem, pieces) in enumerate(_divide(sources, written)):
         keys = _shard_keys([source.name for source, _ in pieces])
         rows = [(key, *_shard_type(source, box)) for key, (source, box) in zip(keys, pieces, strict=True)]
         header, entries = plan_shard(rows)
@@ -241,6 +239,31 @@ def _list_pieces(
     found.sort(key=lambda one: (one[1].begin, one[1].end))
     rows, pieces = zip(*found, strict=True) if found else ((), ())
     return rows, pieces
+
+
+def _divide(
+    sources: Iterable[TensorSource], written: frozenset[tuple[TensorKey, Box]] | None
+) -> list[tuple[str, list[tuple[TensorSource, Box]]]]:
+    """Return the pieces of each file, with the stem of its name, by stem.
+
+    What is too much for one header goes into further files, `weights_aa` and so on beside `weights`.
+
+    Spec: REQ-SHD-001, REQ-TEN-007.
+    """
+    by_stem: dict[str, list[tuple[TensorSource, Box]]] = {}
+    open_stems: dict[str, tuple[str, int, int]] = {}
+    for source in sources:
+        first = _stem(source)
+        for box in sorted(source.boxes):
+            if written is not None and (key_of(source), box) not in written:
+                continue
+            stem, header_nbytes, more = open_stems.get(first, (first, 0, 0))
+            entry_nbytes = most_entry_nbytes(source.name, len(box.shape))
+            if header_nbytes + entry_nbytes > _ENTRIES_NBYTES:
+                stem, header_nbytes, more = f"{first}_{_LETTERS[more // 26]}{_LETTERS[more % 26]}", 0, more + 1
+            open_stems[first] = stem, header_nbytes + entry_nbytes, more
+            by_stem.setdefault(stem, []).append((source, box))
+    return sorted(by_stem.items())
 
 
 def _stem(source: TensorSource) -> str:

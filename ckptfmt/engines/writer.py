@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptfmt import limits
 from ckptfmt.digest import block_digests
+from ckptfmt.documents.extents import make_integers
 from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_name
 from ckptfmt.documents.part import Leaf, Part, Stream, dump_failure
-from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.structure import Structure
+from ckptfmt.documents.tables import TensorKey, TensorTable, sort_key
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import create_once
@@ -30,20 +32,16 @@ if TYPE_CHECKING:
 __all__ = [
     "Contents",
     "Context",
-    "Holding",
     "LiveContents",
     "as_ckpt_error",
     "check_snapshot",
-    "list_holdings",
+    "structure_of",
     "tell_failure",
     "write_failure",
     "write_image",
     "write_part",
     "write_part_file",
 ]
-
-#: What identifies a piece among all writers, and its size in bytes.
-Holding = tuple[tuple[TensorKey, "Box"], int]
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
@@ -73,13 +71,28 @@ def _is_text(name: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in name)
 
 
-def list_holdings(snapshot: Snapshot) -> list[Holding]:
-    """Return every piece that a writer holds, for `assign_writers`."""
-    return [
-        ((key_of(source), box), box.element_count * DTYPES[source.dtype].nbytes)
-        for source in snapshot.tensors
-        for box in source.boxes
-    ]
+def structure_of(snapshot: Snapshot) -> Structure:
+    """Return what a writer holds, for the writers to agree on who writes what."""
+    sources = sorted(snapshot.tensors, key=lambda source: sort_key(key_of(source)))
+    keys = tuple(map(key_of, sources))
+    table = TensorTable(
+        keys=keys,
+        dtypes=tuple(source.dtype for source in sources),
+        global_shapes=tuple(source.global_shape for source in sources),
+        storages=tuple(source.storage for source in sources),
+        aliases=tuple(tuple(sorted(source.aliases, key=str.encode)) for source in sources),
+        ndim=make_integers(len(source.global_shape) for source in sources),
+        extents=make_integers(extent for source in sources for extent in source.global_shape),
+        element_nbytes=make_integers(DTYPES[source.dtype].nbytes for source in sources),
+    )
+    return Structure(
+        table=table,
+        declared_by=[snapshot.declared_by.get(key, "") for key in keys],
+        replica=[source.replica for source in sources],
+        box_count=make_integers(len(source.boxes) for source in sources),
+        begin=make_integers(first for source in sources for box in source.boxes for first in box.begin),
+        box_shape=make_integers(extent for source in sources for box in source.boxes for extent in box.shape),
+    )
 
 
 def write_part(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,15 @@ from ckptfmt.digest import block_digests, digest_bytes
 from ckptfmt.documents.manifest import shard_name
 from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
 from ckptfmt.documents.part import Part
-from ckptfmt.documents.shard import parse_shard_header
+from ckptfmt.documents.shard import most_entry_nbytes, parse_shard_header, plan_shard
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.image import ALIGN_NBYTES, Image, key_of, plan_image
+from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
-from ckptfmt.engines.writer import list_holdings, write_part
+from ckptfmt.engines.writer import structure_of, write_part
 from ckptfmt.errors import Code, LayoutError
 from ckptfmt.store.memory import MemoryStore
-from tests.builders import ATTEMPT, ArraySource, error_of, leaf, origin, snapshot, stream, tensor
+from tests.builders import ATTEMPT, ArraySource, error_of, leaf, origin, save, snapshot, stream, tensor, verify
 from tests.test_group import Allgather, run_writers
 
 NAMES = ("", "w", "w#1", "__metadata__", "__metadata__#1", "日本語", "\0", "a/b", '"\\', "x" * 300)
@@ -91,7 +93,7 @@ def plans(draw: st.DrawFn) -> tuple[Snapshot, dict[str, Any]]:
         streams=[stream("b", 1), stream("a", (1, 2), scope="lw/10")],
         absent={"topology": "not given"},
     )
-    pieces = [piece for piece, _ in list_holdings(made)]
+    pieces = [(key, box) for key, box, _, _ in structure_of(made).iter_pieces()]
     written = draw(st.one_of(st.none(), st.sets(st.sampled_from(pieces)).map(frozenset) if pieces else st.none()))
     options = {
         "written": written,
@@ -307,3 +309,26 @@ def test_headers_are_those_of_the_files() -> None:
     image = plan_image(made, block_nbytes=4096)
     assert [digest_bytes(shard.header) for shard in image.shards] == [file.header_digest for file in part.files]
     assert dataclasses.replace(image) == image
+
+
+def test_tensors_that_need_more_headers_than_one_are_divided_among_files(monkeypatch):
+    """A header of 16 MiB has room for about 150,000 tensors; here it is made small. REQ-SHD-001."""
+    monkeypatch.setattr("ckptfmt.engines.image._ENTRIES_NBYTES", 8192)
+    names = [f"layers.{number}.weight" for number in range(1000)]
+    made = snapshot(*[tensor(name, np.full(3, number)) for number, name in enumerate(names)])
+    image = plan_image(made, block_nbytes=4096)
+    assert [shard.stem for shard in image.shards][:3] == ["weights", "weights_aa", "weights_ab"]
+    assert max(len(shard.header) for shard in image.shards) <= 8192 + 4096
+    store = MemoryStore()
+    save(store, made)
+    with Checkpoint(store) as checkpoint:
+        assert [int(checkpoint.weights[name][:][0]) for name in names] == list(range(1000))
+    assert not verify(store).violations
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), st.lists(st.integers(0, 2**20), max_size=4))
+def test_an_entry_of_a_header_never_takes_more_than_what_is_planned_for_it(name, shape):
+    shape = tuple(shape) if math.prod(shape) < 2**60 else ()
+    without, _ = plan_shard([])
+    header, _ = plan_shard([(f"{name}#{2**20}", "F8_E4M3FNUZ", shape)])
+    assert len(header.rstrip()) - len(without.rstrip()) <= most_entry_nbytes(name, len(shape))

@@ -1,5 +1,6 @@
 """What a writer leaves: shards that other tools open, and a part that says everything."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from ckptfmt.digest import block_digests, digest_bytes
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import failure_path
 from ckptfmt.documents.part import Leaf, Part
-from ckptfmt.engines.writer import check_snapshot, list_holdings, write_failure, write_part
+from ckptfmt.documents.structure import Structure
+from ckptfmt.engines.writer import check_snapshot, structure_of, write_failure, write_part
 from ckptfmt.errors import CkptError, Code, StateError, err
 from ckptfmt.store import LocalStore
 from ckptfmt.store.faults import Fault, FaultStore
@@ -142,12 +144,37 @@ def test_rows_are_sorted_whatever_the_order_given():
     ]
 
 
-def test_holdings_are_pieces_with_their_bytes():
-    made = snapshot(tensor("w", np.ones((4, 2), np.float16), boxes=(Box((0, 0), (1, 2)), Box((1, 0), (3, 2)))))
-    assert list_holdings(made) == [
-        ((("weights", "w", "global"), Box((0, 0), (1, 2))), 4),
-        ((("weights", "w", "global"), Box((1, 0), (3, 2))), 12),
+def test_writers_learn_each_others_pieces_with_their_bytes():
+    held = tensor(
+        "w", np.ones((4, 2), np.float16), boxes=(Box((0, 0), (1, 2)), Box((1, 0), (3, 2))), aliases=("b", "a")
+    )
+    scalar = tensor("é", np.ones(()), scope="lw/1", replica=True)
+    made = dataclasses.replace(
+        snapshot(tensor("none", np.ones(3), boxes=()), scalar, held),
+        declared_by={("weights", "é", "lw/1"): "mesh"},
+    )
+    assert list(Structure.parse(structure_of(made).dump()[0]).iter_pieces()) == [
+        (("weights", "w", "global"), Box((0, 0), (1, 2)), "", 4),
+        (("weights", "w", "global"), Box((1, 0), (3, 2)), "", 12),
+        (("weights", "é", "lw/1"), Box((), ()), "mesh", 8),
     ]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtype": "int64"},
+        {"replica": True},
+        {"storage": "non-persistent"},
+        {"aliases": ("v",)},
+        {"boxes": (Box((0,), (3,)), Box((3,), (1,)))},
+        {"global_shape": (5,)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_structure_has_another_digest_after_any_change_that_its_image_depends_on(changed):
+    before, after = snapshot(tensor("w", np.ones(4))), snapshot(tensor("w", np.ones(4), **changed))
+    assert structure_of(before).dump()[1] != structure_of(after).dump()[1]
 
 
 ONE = np.ones(1)
