@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ckptfmt import limits
 from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
@@ -15,7 +16,8 @@ from ckptfmt.engines.compact import compact_checkpoint, compact_run
 from ckptfmt.engines.lineage import check_surroundings, find_head
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint, verify_run
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.engines.waiting import describe_savers, wait_for_savers
+from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.group import EXCHANGE, Agree, make_group
 from ckptfmt.handle import SaveReport
 from ckptfmt.loading import load_once
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["compact", "load", "open_checkpoint", "save", "validate"]
 
+_LOG: Final = logging.getLogger("ckptfmt")
 #: Why a compacted checkpoint is full: what a `SaveReport` says of it.
 COMPACTED = "made from a delta"
 FULL_ALREADY = "it is full already"
@@ -109,6 +112,7 @@ def load(
     share: bool = False,
     bases: Iterable[PathOrStore] = (),
     deadline_s: float = DEADLINE_S,
+    wait_s: float = 0.0,
 ) -> LoadReport | dict[str, object]:
     """Load a checkpoint into a state, in place; or return what it holds as trees.
 
@@ -135,6 +139,7 @@ def load(
             disk it doesn't, as a rule.
         bases: where else to look for what a delta reads from, beside its own directory: checkpoints, or directories
             of them; a base counts by its digest alone.
+        wait_s: as for `open`.
 
     A delta costs what it stores and what its bases store of the same blocks, and some decoding. Part of it may cost
     more than its share: the weights of an optimizer's group are predicted from its moments, so that to read the
@@ -155,30 +160,41 @@ def load(
     if state is None:
         if rename is not None:
             raise err(Code.ARGUMENT, "there is no live name without a state", where="rename=")
-        with open_checkpoint(path, bases=bases) as checkpoint:
+        with open_checkpoint(path, bases=bases, wait_s=wait_s) as checkpoint:
             return load_trees(checkpoint, framework, only=only)
     store = open_store(path, writable=isinstance(agree, str))
     # Not where a save by the same token meets: its writer 0 removes that when others may be here already.
     group = make_group(writer, agree, store.at("loading"), deadline_s=deadline_s)
     places = _open_bases(bases)
-    with group.together(lambda: _open(path, store, bases=places)) as checkpoint:
+    with group.together(lambda: _open(path, store, bases=places, wait_s=wait_s)) as checkpoint:
+        if group.writer == 0:
+            _warn_of_pending(checkpoint)
         return load_once(state, checkpoint, group, allow=allow, strict=strict, only=only, rename=rename, share=share)
 
 
-def open_checkpoint(path: PathOrStore, *, digest: str | None = None, bases: Iterable[PathOrStore] = ()) -> Checkpoint:
+def open_checkpoint(
+    path: PathOrStore, *, digest: str | None = None, bases: Iterable[PathOrStore] = (), wait_s: float = 0.0
+) -> Checkpoint:
     """Open a checkpoint for reading, lazily and without torch.
+
+    Of a run it is the newest that is committed. Where a living saver still has a save in its hands, a newer one may
+    follow at any moment: then a warning is logged, and `Checkpoint.pending` says whose save that is.
 
     Args:
         path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
         digest: the manifest digest that is expected, if one is.
         bases: as for `load`; they are looked for when something is read that they have.
+        wait_s: of a run: how long to wait at most until no saver has a save in its hands, in seconds.
 
     Returns: a `Checkpoint`; ``checkpoint.weights["layers.0.w"][0:128]`` reads those rows and nothing else; of a delta,
         also what its blocks are decoded with: see `load`.
     Raises: IntegrityError(NOT_COMMITTED and others), FormatError, UnsupportedError, StoreError.
-    Spec: REQ-OPN-001 to REQ-OPN-004.
+    Spec: REQ-OPN-001 to REQ-OPN-004, REQ-RUN-019.
     """
-    return _open(path, open_store(path, writable=False), digest=digest, bases=_open_bases(bases))
+    store = open_store(path, writable=False)
+    checkpoint = _open(path, store, digest=digest, bases=_open_bases(bases), wait_s=wait_s)
+    _warn_of_pending(checkpoint)
+    return checkpoint
 
 
 def validate(
@@ -292,15 +308,37 @@ def _check_no_run(store: Store) -> None:
     check_vacant(store)
 
 
-def _open(path: PathOrStore, store: Store, *, bases: Sequence[Store], digest: str | None = None) -> Checkpoint:
+def _open(
+    path: PathOrStore, store: Store, *, bases: Sequence[Store], digest: str | None = None, wait_s: float = 0.0
+) -> Checkpoint:
     """Open the checkpoint that a path means: its own, or the head of the run's lineage."""
     if is_run(store):
-        name, _ = find_head(store)
-        return Checkpoint(store.at(name), digest=digest, bases=bases)
+        # Before the registers are read: a save that is decided in between is no longer held, and seen there.
+        held = wait_for_savers(store, deadline_s=wait_s)
+        try:
+            name, _ = find_head(store)
+        except IntegrityError as error:
+            if not held or error.code != Code.NOT_COMMITTED:
+                raise
+            detail = f"{error.detail}, and {describe_savers(held)} has a save in hand"
+            raise err(error.code, detail, where=error.where, remedy="Wait for it: pass wait_s=.") from error
+        checkpoint = Checkpoint(store.at(name), digest=digest, bases=bases)
+        checkpoint.pending = tuple(held)
+        return checkpoint
     checkpoint = Checkpoint(store, digest=digest, bases=bases)
     if isinstance(path, str | os.PathLike):
         check_surroundings(path, checkpoint.manifest)
     return checkpoint
+
+
+def _warn_of_pending(checkpoint: Checkpoint) -> None:
+    if checkpoint.pending:
+        _LOG.warning(
+            "%s was opened while %s has a save in hand: a newer checkpoint may be committed at any moment; wait for it"
+            " with wait_s=",
+            checkpoint.title,
+            describe_savers(checkpoint.pending),
+        )
 
 
 def _open_bases(bases: Iterable[PathOrStore]) -> list[Store]:

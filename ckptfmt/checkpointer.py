@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import operator
 import re
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from ckptfmt.api import DEADLINE_S
 from ckptfmt.documents.run import Launch, ResumeFrom, Run
-from ckptfmt.engines.lineage import begin_launch, open_run, wait_for_savers
+from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.engines.waiting import describe_savers, wait_for_savers
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import REFERENCED
 from ckptfmt.group import Agree, Group, make_group
@@ -82,7 +84,8 @@ class Checkpointer:
         step: training steps done.
         launch: this start's record; None before `restore`.
         load_report: what restoring found; None after a fresh start.
-        passed_over: newer checkpoints that weren't valid, a sentence each.
+        passed_over: what is newer than the checkpoint that was restored and wasn't taken, a sentence each: checkpoints
+            that aren't valid, and saves that a living saver hadn't committed by the deadline.
         stopped: whether `steps` ended because of a signal.
 
     Raises: StateError(ARGUMENT).
@@ -320,13 +323,16 @@ class Checkpointer:
                 remedy="Pass delta='off', or begin another run with delta= and load this one's checkpoint into it.",
             )
         passed_over: list[str] = []
-        # Half of what the others wait for this one.
-        if not wait_for_savers(self._store, deadline_s=self._deadline_s / 2, on_wait=_say_waiting):
-            _LOG.warning("savers of older launches are still at work: what they have isn't resumed from")
 
         def note(sentence: str) -> None:
             _LOG.warning("passed over: %s", sentence)
             passed_over.append(sentence)
+
+        wait_s = self._deadline_s / 2  # half of what the others wait for this one
+        say_waiting = functools.partial(_say_waiting, wait_s)
+        # A saver that hangs mustn't keep the run from going on: what it commits later is beside the lineage.
+        if held := wait_for_savers(self._store, deadline_s=wait_s, on_wait=say_waiting):
+            note(f"the saves of {describe_savers(held)} weren't committed within {wait_s:g} s")
 
         by_hand = None if self._resume in ("auto", "fresh") else self._resume
         launch = begin_launch(self._store, run, choose=by_hand, fresh=self._resume == "fresh", on_passed_over=note)
@@ -413,8 +419,9 @@ class _Timer:
     next_step: int = 0
 
 
-def _say_waiting(names: list[str]) -> None:
-    _LOG.info("waiting for saves of an older launch: %s", ", ".join(names))
+def _say_waiting(wait_s: float, names: list[str]) -> None:
+    """Say why this launch stands still, and for how long at most, before it does."""
+    _LOG.warning("waiting at most %g s for the saves that %s has in hand", wait_s, describe_savers(names))
 
 
 def _find_samplers(value: object) -> Iterator[Sampler]:

@@ -16,13 +16,14 @@ import torch
 import ckptfmt
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Origin, parse_register
 from ckptfmt.engines.commit import retire
-from ckptfmt.engines.lineage import list_checkpoints
+from ckptfmt.engines.lineage import list_checkpoints, open_run
 from ckptfmt.engines.reader import read_manifest
 from ckptfmt.errors import CODES, CkptError, Code
 from ckptfmt.restore import LoadReport
 from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.posix import PosixCalls
+from tests.test_checkpointer import SavingStore, Trainer, run
 from tests.test_group import run_writers
 
 
@@ -278,6 +279,42 @@ def test_every_error_is_picklable_and_has_a_remedy() -> None:
         assert entry.remedy
         assert issubclass(entry.error, ckptfmt.CkptError)
         json.dumps(error.as_json())
+
+
+def test_opening_a_run_says_that_a_saver_has_a_save_in_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """REQ-RUN-019: who peeks while a newer checkpoint is being saved doesn't go back to an older one unknowingly."""
+    store, trainer = open_store(tmp_path, writable=True), Trainer()
+    run(store, 2, saver="inline")
+    with store.hold("savers/0001-00000-0123456789abcdef"):
+        with ckptfmt.open(tmp_path) as checkpoint:
+            assert (checkpoint.step, checkpoint.pending) == (2, ("0001-00000-0123456789abcdef",))
+        ckptfmt.load(tmp_path, trainer.state)
+        ckptfmt.load(tmp_path)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "step-00000002-l0001 was opened while launch 1 (writer 0) has a save in hand"
+    ] * 3
+    caplog.clear()
+    with ckptfmt.open(tmp_path) as checkpoint:  # the file is gone; one that nobody holds means nothing either
+        assert checkpoint.pending == ()
+    assert ckptfmt.open(tmp_path / checkpoint.title).pending == ()
+    assert not caplog.records
+
+
+def test_opening_a_run_waits_for_saves_in_hand_if_asked_to(tmp_path: Path) -> None:
+    """REQ-RUN-019."""
+    store = open_store(tmp_path, writable=True)
+    run(store, 2, saver="inline")
+    with ckptfmt.open(SavingStore(store), wait_s=60) as checkpoint:
+        assert (checkpoint.step, checkpoint.pending) == (9, ())
+
+
+def test_a_run_without_a_checkpoint_says_that_the_first_is_being_saved(tmp_path: Path) -> None:
+    """REQ-RUN-019."""
+    store = open_store(tmp_path, writable=True)
+    open_run(store)
+    with store.hold("savers/0001-00000-0123456789abcdef"), pytest.raises(CkptError) as caught:
+        ckptfmt.open(tmp_path)
+    assert (caught.value.code, "wait_s=" in caught.value.remedy) == (Code.NOT_COMMITTED, True)
 
 
 def test_checkpoint_outside_of_a_run_names_no_run_and_has_a_nonce_of_its_own() -> None:

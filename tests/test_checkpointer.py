@@ -190,6 +190,24 @@ def test_launch_waits_for_what_an_old_saver_has_in_its_hands(tmp_path: Path) -> 
         assert checkpointer.step == 9
 
 
+def test_launch_says_what_it_waits_for_and_for_how_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """REQ-RUN-018: before it stands still."""
+    inner = open_store(tmp_path, writable=True)
+    run(inner, 2, saver="inline")
+    with Checkpointer(SavingStore(inner), Trainer().state, saver="inline", deadline_s=120):
+        assert caplog.messages[0] == "waiting at most 60 s for the saves that launch 1 (writer 0) has in hand"
+
+
+def test_launch_that_gives_up_waiting_says_what_it_passed_over(tmp_path: Path) -> None:
+    """REQ-RUN-018: a saver that hangs keeps no run from going on, and nobody believes that nothing was left behind."""
+    store = open_store(tmp_path, writable=True)
+    run(store, 2, saver="inline")
+    with store.hold(f"{SAVERS}/0001-00003-{'a' * 16}"):
+        _, checkpointer, done = run(store, 4, saver="inline", deadline_s=0.02)
+    assert done == [2, 3]
+    assert checkpointer.passed_over == ["the saves of launch 1 (writer 3) weren't committed within 0.01 s"]
+
+
 def test_run_of_a_newer_program_is_left_as_it_is(tmp_path: Path) -> None:
     """REQ-VER-003: what refers to its checkpoints, only that one knows."""
     (tmp_path / RUN_NAME).write_bytes(Run(run_id="a" * 32, writer_features=("me.packs",)).dump())

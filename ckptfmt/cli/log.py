@@ -22,6 +22,7 @@ from ckptfmt.engines.lineage import (
     read_launch,
     read_run,
 )
+from ckptfmt.engines.waiting import describe_savers, list_held
 from ckptfmt.errors import CkptError, StoreError
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class _History:
         lineage: names of those that the newest launch may resume from, best first.
         nbytes: size of each entry in bytes: of what its manifest says it stores itself, else of the files that are
             there.
+        pending: names of what savers held before the registers were read.
         problems: why records couldn't be read.
     """
 
@@ -99,6 +101,7 @@ class _History:
     entries: list[RunEntry]
     lineage: list[str]
     nbytes: dict[str, int]
+    pending: list[str]
     problems: list[CkptError]
 
     @property
@@ -122,6 +125,7 @@ class _History:
 
 def _read_history(place: Place) -> _History:
     problems: list[CkptError] = []
+    pending = list_held(place.store)
     run = _attempt(problems, read_run, place.store)
     launches = [
         launch
@@ -136,6 +140,7 @@ def _read_history(place: Place) -> _History:
         entries=entries,
         lineage=[entry.name for entry in iter_lineage(launches, entries)],
         nbytes={entry.name: _nbytes(place, entry) for entry in entries},
+        pending=pending,
         problems=problems + [_in_directory(e.name, e.register) for e in entries if isinstance(e.register, CkptError)],
     )
 
@@ -194,6 +199,7 @@ def _print_json(place: Place, history: _History) -> None:
             "run_id": history.run.run_id if history.run is not None else None,
             "checked": "registers",
             "head": head.name if head is not None else None,
+            "pending": history.pending,
             "lineage": history.lineage,
             "checkpoints": [
                 _entry_members(entry, history.nbytes[entry.name], parents[entry.name], history.lineage)
@@ -258,6 +264,9 @@ def _print_header(console: Console, place: Place, history: _History) -> None:
         f" {count_text(len(history.entries), 'checkpoint')}{f': {states}' if states else ''},"
         f" {bytes_text(sum(history.nbytes.values()))}",
     )
+    if history.pending:
+        whose = clean(describe_savers(history.pending))
+        console.line(("saving", "yellow"), f" {whose}: a newer checkpoint may be committed at any moment")
 
 
 def _print_checkpoints(console: Console, history: _History) -> None:

@@ -16,9 +16,10 @@ from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.commit import check_vacant, decide
 from ckptfmt.engines.decoding import Decoder
 from ckptfmt.engines.image import Image, plan_image
-from ckptfmt.engines.lineage import begin_launch, check_not_fenced, find_head, open_run, wait_for_savers
+from ckptfmt.engines.lineage import begin_launch, check_not_fenced, find_head, open_run
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
+from ckptfmt.engines.waiting import describe_savers, wait_for_savers
 from ckptfmt.engines.writer import Context, write_image
 from ckptfmt.errors import Code, err
 
@@ -80,9 +81,10 @@ def compact_run(
         FencedError; CommitError(SAVE_PENDING and others); StoreError.
     Spec: REQ-RUN-002, REQ-RUN-004, REQ-RUN-006, REQ-RUN-008, REQ-RUN-018, REQ-VER-003.
     """
-    if not wait_for_savers(store, deadline_s=deadline_s):
+    if held := wait_for_savers(store, deadline_s=deadline_s):
         remedy = "Wait until the training has ended, or compact its newest checkpoint to a place of its own."
-        raise err(Code.SAVE_PENDING, "somebody is saving to this run", where=store.name, remedy=remedy)
+        detail = f"{describe_savers(held)} still has saves in hand after {deadline_s:g} s"
+        raise err(Code.SAVE_PENDING, detail, where=store.name, remedy=remedy)
     name, head = find_head(store)
     if head.profile == "full":
         return name, head, False

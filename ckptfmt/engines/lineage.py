@@ -16,8 +16,8 @@ from ckptfmt.documents.manifest import (
     checkpoint_name,
     parse_checkpoint_name,
 )
-from ckptfmt.documents.run import LAUNCHES, RUN_NAME, SAVERS, Launch, ResumeFrom, Run, launch_name, parse_launch_name
-from ckptfmt.engines.commit import create_once, poll, read_register
+from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, Run, launch_name, parse_launch_name
+from ckptfmt.engines.commit import create_once, read_register
 from ckptfmt.engines.verify import Report, check_place, check_record, verify_loadable
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import WRITER_FEATURES
@@ -41,7 +41,6 @@ __all__ = [
     "list_launches",
     "open_run",
     "read_run",
-    "wait_for_savers",
 ]
 
 
@@ -336,25 +335,6 @@ def check_surroundings(path: str | os.PathLike[str], manifest: Manifest) -> None
         return  # It isn't this checkpoint's fault; `validate` on the run says so.
     if run is not None:
         check_place(manifest, step_and_launch, run.run_id)
-
-
-def wait_for_savers(store: Store, *, deadline_s: float, on_wait: Callable[[list[str]], None] | None = None) -> bool:
-    """Wait for saves that older launches left in living savers' hands; say whether none is left.
-
-    Args:
-        store: rooted at the run.
-        deadline_s: how long at most, in seconds.
-        on_wait: called once with the names of what is waited for.
-
-    Raises: StoreError. Spec: REQ-RUN-018.
-    """
-    for turn, _ in enumerate(poll(deadline_s)):
-        held = [name for name in store.list_names(SAVERS) if store.is_held(f"{SAVERS}/{name}")]
-        if not held:
-            return True
-        if turn == 0 and on_wait is not None:
-            on_wait(held)
-    return False
 
 
 def _create_launch(store: Store, number: int, content: bytes) -> None:

@@ -98,6 +98,8 @@ class Checkpoint:
         title: str | None = None,
     ) -> None:
         self.store = store
+        #: Where a run was opened: what savers held in it just before. A newer checkpoint may follow at any moment then.
+        self.pending: tuple[str, ...] = ()
         self.manifest = read_manifest(store)
         if digest is not None and self.manifest.digest != digest:
             raise err(
@@ -109,12 +111,8 @@ class Checkpoint:
         self.index = read_index(store, self.manifest)
         self._part_nbytes = self._header_nbytes = 0
         self.tensors: dict[TensorKey, IndexTensor] = {tensor.key: tensor for tensor in self.index.tensors}
-        self.leaves: dict[TensorKey, IndexLeaf] = {
-            (leaf.field, leaf.name, leaf.scope): leaf for leaf in self.index.leaves
-        }
-        self.streams: dict[tuple[str, str], IndexStream] = {
-            (stream.name, stream.scope): stream for stream in self.index.streams
-        }
+        self.leaves: dict[TensorKey, IndexLeaf] = {(one.field, one.name, one.scope): one for one in self.index.leaves}
+        self.streams: dict[tuple[str, str], IndexStream] = {(one.name, one.scope): one for one in self.index.streams}
         self._is_base = closure is not None
         self.title = store.name.rstrip("/").rpartition("/")[2] if title is None else title
         self.closure = closure or Closure(store, self.manifest, bases, _open_base)

@@ -27,6 +27,7 @@ from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.reader import Checkpoint, check_nbytes, read_header
 from ckptfmt.engines.report import ClosureMember, FoundReference, Report, is_violation
 from ckptfmt.engines.verify_blocks import Done, find_damages, find_undecodable
+from ckptfmt.engines.waiting import describe_savers, list_held
 from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
@@ -95,6 +96,10 @@ def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> 
     Raises: StoreError where the store itself fails; StateError(FLOAT_ENVIRONMENT).
     Spec: REQ-RUN-003, REQ-RUN-005, REQ-MAN-002, REQ-OPN-009.
     """
+    if held := list_held(store):  # before the registers: what is committed in between is checked
+        report.warnings.append(
+            f"{describe_savers(held)} still has saves in hand: only what was committed before is checked"
+        )
     run: Run | None = None
     with report.collect():
         run = Run.parse(store.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES))

@@ -305,6 +305,20 @@ def test_commands_say_what_they_have_checked(call, call_json, run, tmp_path):
     assert "Every byte that was converted was compared with its digest first." in out
 
 
+def test_a_run_is_shown_with_the_saves_that_savers_have_in_hand(call, call_json, run):
+    """REQ-RUN-019."""
+    name = "0001-00000-0123456789abcdef"
+    with LocalStore(run, writable=True).hold(f"savers/{name}"):
+        for command in ("log", "inspect"):
+            assert "launch 1 (writer 0): a newer checkpoint may be committed" in call(command, run)[1]
+            assert call_json(command, run)[1]["pending"] == [name]
+        code, answer = call_json("validate", run)
+        assert (code, len(answer["warnings"])) == (0, 1)
+        assert "launch 1 (writer 0) still has saves in hand" in answer["warnings"][0]
+    assert call_json("log", run)[1]["pending"] == []
+    assert "saving" not in call("log", run)[1]
+
+
 def test_diff_of_one_field(call, call_json, run):
     assert call("diff", run / NAMES[0], run / NAMES[2], "--field", "config")[0] == 0
     _, answer = call_json("diff", run / NAMES[0], run / NAMES[2], "--field", "weights")

@@ -101,14 +101,20 @@ MUTANTS = {
     "launch_does_not_wait": Mutant(
         clauses=("REQ-RUN-018",),
         fault="chooses what to resume from while a saver is at work",
-        patch=replaced(checkpointer, "wait_for_savers", lambda *_, **__: True),
+        patch=replaced(checkpointer, "wait_for_savers", lambda *_, **__: []),
         tests=("test_checkpointer.py::test_launch_waits_for_what_an_old_saver_has_in_its_hands",),
     ),
     "compaction_does_not_wait": Mutant(
         clauses=("REQ-RUN-018",),
         fault="compacts a run while a saver is at work",
-        patch=replaced(compact, "wait_for_savers", lambda *_, **__: True),
+        patch=replaced(compact, "wait_for_savers", lambda *_, **__: []),
         tests=("engines/test_compact.py::test_somebody_who_is_saving_is_not_fenced_off",),
+    ),
+    "run_opened_without_a_word_of_saves_in_hand": Mutant(
+        clauses=("REQ-RUN-019",),
+        fault="opens the newest committed checkpoint of a run without a word of the save that a saver has in hand",
+        patch=replaced(api, "wait_for_savers", lambda *_, **__: []),
+        tests=("test_api.py::test_opening_a_run_says_that_a_saver_has_a_save_in_hand",),
     ),
     "register_of_the_retired_removed": Mutant(
         clauses=("REQ-CKP-006",),
