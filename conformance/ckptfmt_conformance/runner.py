@@ -10,15 +10,16 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Any, Final
 
 from ckptfmt_conformance.callers import Caller, Target, open_described
 from ckptfmt_conformance.cases import Case
 from ckptfmt_conformance.cells import ABSENT
-from ckptfmt_conformance.judge import RED, Status, Verdict, find_reason_to_skip, judge
+from ckptfmt_conformance.judge import RED, Status, Verdict, due, find_reason_to_skip, judge
+from ckptfmt_conformance.phases import ask_in_phases
 from ckptfmt_conformance.protocol import Answer, Description
 from ckptfmt_conformance.xfails import Xfails
 
@@ -221,8 +222,11 @@ def ask_case(caller: Caller, case: Case, description: Description, timeout_s: fl
             output = folder / "checkpoint"
             answer = caller.call("write", request=case.request, output=output, timeout_s=timeout_s)
             return judge(case, description, answer, output)
-    answer = caller.call(case.kind, path=case.input, request=case.request, timeout_s=timeout_s)
-    return judge(case, description, answer)
+
+    def ask(path: Path, request: Mapping[str, Any] | None) -> Answer:
+        return caller.call(case.kind, path=path, request=request, timeout_s=timeout_s)
+
+    return ask_in_phases(case, due(case, description), ask, functools.partial(judge, case, description))
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from ckptfmt_conformance.protocol import Answer, Description, parse_answer, pars
 from ckptfmt_conformance.reports import Progress, dump_json, dump_junit, parse_json, text_of
 from ckptfmt_conformance.runner import Result, Run, ask_case, run_cases
 from ckptfmt_conformance.xfails import Xfails
-from tests.conformance.scripted import BEHAVIOURS, write_case, write_vectors
+from tests.conformance.scripted import BEHAVIOURS, reject, write_case, write_vectors
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -43,6 +43,7 @@ def _paths(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'conformance'}")
 
 
+READER = Description(name="x", version="1", spec=("0.1",), roles=("reader",), features=(), kinds=("open",))
 #: A class, a command that serves, and the same command with a process for each case.
 WAYS = pytest.mark.parametrize(
     ("adapter", "options"),
@@ -135,6 +136,87 @@ def test_several_at_once_answer_the_same(tmp_path):
         )
 
     assert set(statuses(run_of(tmp_path, jobs=3)).values()) == {"PASS"}
+
+
+# Phases
+
+
+class Asked:
+    def close(self):
+        """Nothing is open."""
+
+
+def answer_of(text):
+    if text in ("accepted", "crashed"):
+        return Answer(outcome={"accepted": "accepted", "crashed": "error"}[text], message=text)
+    code, phase = text.split()
+    return Answer(outcome="rejected", body={"error": code, "phase": phase})
+
+
+#: What readers answer when they are asked to verify; without that; and where the file of tensors has other bytes.
+READERS = {
+    "opening finds it": ("A open", "A open", "A open"),
+    "reading finds it": ("A read", "A read", "B read"),
+    "reading finds it in whatever is there": ("A read", "A read", "A read"),
+    "validating finds it": ("A validate", "accepted", "accepted"),
+    "reading finds it and calls that opening": ("A open", "A open", "B open"),
+    "reading finds it and says so if it is asked less": ("A open", "A open", "A read"),
+    "validating finds it and calls that reading": ("A read", "accepted", "accepted"),
+    "validating finds it and calls that opening": ("A open", "accepted", "accepted"),
+    "it crashes if it is asked less": ("A open", "crashed", "crashed"),
+    "it finds something else": ("C open", "C open", "C open"),
+    "it finds nothing": ("accepted", "accepted", "accepted"),
+}
+PASSES = {
+    ("opening finds it", phase) for phase in ("open", "read", "validate")
+} | {
+    ("reading finds it", "read"), ("reading finds it", "validate"),
+    ("reading finds it in whatever is there", "read"), ("reading finds it in whatever is there", "validate"),
+    ("validating finds it", "validate"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("due", ["open", "read", "validate"])
+@pytest.mark.parametrize("name", READERS)
+def test_a_phase_is_shown_and_not_believed(name, due, tmp_path):
+    write_case(tmp_path, "page/case", request={"verify": "all", "more": 1}, expect=reject("A", phase=due))
+    content = bytes(range(256))
+    (tmp_path / "page" / "case" / "input" / "weights.safetensors").write_bytes(content)
+    (case,) = load_cases(tmp_path)
+
+    class Caller(Asked):
+        def call(self, *_, **asked):
+            path, request = asked["path"], asked["request"]
+            assert (path / "a-file").read_bytes() == b""
+            found = (path / "weights.safetensors").read_bytes()
+            assert len(found) == len(content)
+            assert found == content or not any(one == other for one, other in zip(found, content, strict=True))
+            assert request in ({"verify": "all", "more": 1}, {"more": 1})
+            number = 2 if found != content else 0 if "verify" in request else 1
+            return answer_of(READERS[name][number])
+
+    verdict = ask_case(Caller(), case, READER)
+
+    expected = "PASS" if (name, due) in PASSES else "FAIL"
+    if name == "it crashes if it is asked less" and due != "validate":
+        # Whatever it is asked, a crash is one.
+        expected = "ERROR"
+    assert verdict.status == expected, verdict
+    assert (verdict.status == "PASS") == (not verdict.message)
+
+
+def test_what_is_wrong_with_a_phase_is_said(tmp_path):
+    write_case(tmp_path, "page/case", request={"verify": "all"}, expect=reject("A", phase="read"))
+    (case,) = load_cases(tmp_path)
+
+    class Caller(Asked):
+        def call(self, *_, **asked):
+            return answer_of("A read" if "verify" in asked["request"] else "accepted")
+
+    assert ask_case(Caller(), case, READER).message == (
+        "it isn't found in phase read: asked without that every byte be verified: accepted, though it must be refused "
+        "with A"
+    )
 
 
 # Serving

@@ -1,0 +1,100 @@
+"""In which phase a fault is found, shown and not believed: a phase is asked what only that phase can know.
+
+Who refuses while it opens has read no file of tensors; who refuses while it reads wasn't asked to check everything. So
+a case is asked without what comes later than the phase that is due: for `open` the files of tensors hold other bytes,
+and neither for `open` nor for `read` is it asked that every byte be verified. Who says that it was sooner is asked once
+more, in the same way, for the phase that it says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+from ckptfmt_conformance.cases import PHASES, Case, Expectation
+from ckptfmt_conformance.judge import Status, Verdict
+from ckptfmt_conformance.protocol import Answer
+
+__all__ = ["ask_in_phases"]
+
+#: Files with the bytes of tensors end with these.
+_TENSORS: Final = (".safetensors", ".pack")
+_OTHER_BYTES: Final = bytes(byte ^ 0xFF for byte in range(256))
+
+#: Asks about a directory, by a request.
+Ask = Callable[[Path, Mapping[str, Any] | None], Answer]
+
+
+def ask_in_phases(case: Case, expect: Expectation, ask: Ask, judge: Callable[[Answer], Verdict]) -> Verdict:
+    """Ask a case, and what its phase can't have known; return what the answers are worth.
+
+    Args:
+        expect: what is due; where that is no refusal in a phase before the last, the case is asked once, as it is.
+        ask: asks the case's question about a directory, by a request.
+        judge: says what an answer is worth.
+    """
+    last = PHASES[-1]
+    due = expect.phase if expect.outcome == "reject" and expect.phase else last
+    answer = _ask_until(due, case, ask)
+    verdict = judge(answer)
+    if verdict.status is Status.FAIL and due != last:
+        return _explain(verdict, due, judge(ask(case.input, case.request)))
+    if verdict.status is not Status.PASS or answer.outcome != "rejected":
+        return verdict
+    said = answer.body.get("phase")
+    if said not in PHASES or PHASES.index(said) >= PHASES.index(due):
+        return verdict
+    again = _ask_until(said, case, ask)
+    if again.outcome == "rejected" and again.body["error"] == answer.body["error"] and again.body.get("phase") == said:
+        return verdict
+    found = f"refused with {again.body['error']}" if again.outcome == "rejected" else again.message or again.outcome
+    message = (
+        f"it says that it refused with {answer.body['error']} in phase {said}, and asked {_WITHOUT[said]}: {found}"
+    )
+    return Verdict(status=Status.FAIL, message=message)
+
+
+_WITHOUT: Final = {
+    "open": "again with other bytes in the files of tensors, which that phase doesn't read",
+    "read": "again without that every byte be verified",
+}
+
+
+def _explain(verdict: Verdict, due: str, whole: Verdict) -> Verdict:
+    """Return what a failure is called: where the case passes as it is, it is the phase that is wrong."""
+    if whole.status is not Status.PASS:
+        return whole
+    return Verdict(
+        status=Status.FAIL,
+        message=f"it isn't found in phase {due}: asked {_WITHOUT[due].removeprefix('again ')}: {verdict.message}",
+    )
+
+
+def _ask_until(phase: str, case: Case, ask: Ask) -> Answer:
+    """Ask what shows no more than a phase may know."""
+    if phase == PHASES[-1]:
+        return ask(case.input, case.request)
+    request = case.request and {name: value for name, value in case.request.items() if name != "verify"}
+    if phase != "open":
+        return ask(case.input, request)
+    with _without_tensors(case) as path:
+        return ask(path, request)
+
+
+@contextlib.contextmanager
+def _without_tensors(case: Case) -> Iterator[Path]:
+    """Copy what a case is about, its files of tensors with other bytes of the same number; yield what is opened."""
+    top, *rest = PurePosixPath(case.path).parts
+    with tempfile.TemporaryDirectory(prefix="ckptfmt-conformance-") as folder:
+        copy = Path(folder) / top
+        shutil.copytree(case.folder / top, copy, symlinks=True, copy_function=_copy_other_bytes)
+        yield copy.joinpath(*rest)
+
+
+def _copy_other_bytes(source: str, target: str) -> None:
+    content = Path(source).read_bytes()
+    Path(target).write_bytes(content.translate(_OTHER_BYTES) if source.endswith(_TENSORS) else content)
