@@ -107,8 +107,8 @@ class _History:
     @property
     def head(self) -> RunEntry | None:
         """The committed checkpoint that the newest launch would resume from, as far as the manifests say."""
-        by_name = {entry.name: entry for entry in self.entries}
-        return next((by_name[name] for name in self.lineage if by_name[name].manifest is not None), None)
+        lineage = iter_lineage(self.launches, self.entries)
+        return next((entry for entry in lineage if entry.manifest is not None), None)
 
     def parents(self) -> dict[str, str | None]:
         """Return for each checkpoint the one before it: of its launch, else what its launch resumed from."""

@@ -213,27 +213,46 @@ def iter_lineage(launches: list[Launch], entries: list[RunEntry]) -> Iterator[Ru
                 yield entry
         resume = by_number[number].resume_from if number in by_number else None
         found = parse_checkpoint_name(resume.name) if resume is not None else None
-        if resume is not None and found is not None and registers.get(resume.name) is None:
-            yield _lost(resume.name, found)
         bound, number = found if found is not None else (None, None)
+        if resume is not None and found is not None:
+            problem = _find_replacement(resume, registers.get(resume.name))
+            if problem is not None:
+                yield RunEntry(name=resume.name, step=found[0], launch=found[1], register=problem)
+                bound = found[0] - 1
 
 
-def _lost(name: str, place: tuple[int, int]) -> RunEntry:
-    """Return the entry of a checkpoint that a launch record names, and that is neither committed nor retired."""
-    problem = err(Code.NOT_COMMITTED, "a launch record names it", where=name, requirement="REQ-RUN-006")
-    return RunEntry(name=name, step=place[0], launch=place[1], register=problem)
+def _find_replacement(
+    resume: ResumeFrom, register: Manifest | Abort | Tombstone | CkptError | None
+) -> CkptError | None:
+    """Return what is wrong where a register doesn't hold what a launch record names; None where it is as it was.
+
+    A tombstone is no problem: the checkpoint was retired. An unreadable register is a candidate by itself.
+    """
+    match register:
+        case None:
+            code, what = Code.NOT_COMMITTED, "a launch record names it, and it has no register"
+        case Abort():
+            code, what = Code.CHECKPOINT_ABORTED, "a launch record names it, and its register holds an abort record"
+        case Manifest() if register.digest != resume.digest:
+            code, what = Code.DOC_DIGEST, f"a launch record names {resume.digest}, and here is {register.digest}"
+        case _:
+            return None
+    return err(code, what, where=resume.name, requirement="REQ-RUN-019")
 
 
 def _is_overtaken(launch: Launch, entries: list[RunEntry]) -> bool:
     """Say whether a launch never saved, and what it was to resume from is gone.
 
     Only a clean-up that didn't see its record yet retires that; the lineage which the clean-up went by goes on. What
-    was chosen by hand stays chosen.
+    was chosen by hand stays chosen. A register that can't be read may be that of a commit, so it counts as one.
     """
     if launch.resume_from is None or launch.chosen_by == "hand":
         return False
     registers = {entry.name: entry.register for entry in entries}
-    saved = any(entry.launch == launch.launch and isinstance(entry.register, Manifest | Tombstone) for entry in entries)
+    saved = any(
+        entry.launch == launch.launch and isinstance(entry.register, Manifest | Tombstone | CkptError)
+        for entry in entries
+    )
     return not saved and isinstance(registers.get(launch.resume_from.name), Tombstone)
 
 
@@ -382,7 +401,7 @@ def _choose_by_lineage(
         if problem is None and entry.manifest is not None:
             resume = ResumeFrom(name=entry.name, digest=entry.manifest.digest)
             return resume, "fallback" if passed_over else "lineage"
-        if _is_retired(store, entry.name):  # while we looked: there is a newer one now
+        if _is_retired(store, run, entry):  # while we looked: there is a newer one now
             return _choose_by_lineage(store, run, list_launches(store, run), on_passed_over, on_progress)
         passed_over.append(entry.name)
         if on_passed_over is not None:
@@ -411,13 +430,9 @@ def _is_committed(store: Store, name: str) -> bool:
     return isinstance(read_register(store.at(name)), Manifest)
 
 
-def _is_retired(store: Store, name: str) -> bool:
-    try:
-        return isinstance(read_register(store.at(name)), Tombstone)
-    except StoreError:
-        raise
-    except CkptError:
-        return False
+def _is_retired(store: Store, run: Run, entry: RunEntry) -> bool:
+    """Return whether a candidate's register holds its tombstone by now; that of another run or step is damage."""
+    return isinstance(_read_entry(store, (entry.step, entry.launch), run.run_id).register, Tombstone)
 
 
 def _list_places(store: Store) -> list[tuple[int, int]]:

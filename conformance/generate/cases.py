@@ -88,6 +88,7 @@ class Page:
         tensors: dict[str, Any] | None = None,
         features: Sequence[str] | None = None,
         after: Callable[[FileMap], object] | None = None,
+        request: dict[str, Any] | None = None,
     ) -> Checkpoint:
         """Add a checkpoint that a reader has to read wholly.
 
@@ -101,6 +102,7 @@ class Page:
             path: what is opened, if not the checkpoint.
             tensors: what comes out, if not what the plan says.
             after: changes the files at the end.
+            request: what is asked; without it, that everything be verified.
 
         Returns: the checkpoint, for cases that derive from it.
         """
@@ -119,7 +121,7 @@ class Page:
             path=_path(place if path is None else path),
             bug=bug,
             why=why,
-            request={"verify": "all"},
+            request={"verify": "all"} if request is None else request,
             features=checkpoint.manifest["features"]["reader"] if features is None else features,
         )
         self.bases[slug] = checkpoint

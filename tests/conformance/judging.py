@@ -11,10 +11,12 @@ from blake3 import blake3
 
 import ckptfmt
 from ckptfmt.documents.tree import dump_tree, parse_tree
+from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.reader import numpy_dtype
 from ckptfmt.errors import CkptError
 from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.restore import restore
+from ckptfmt.store.memory import MemoryStore
 from conformance.generate.tagged import tagged
 from tests.stranger_reader import read_checkpoint
 
@@ -60,6 +62,8 @@ def phase(name):
 
 
 def answer_open(path, request):
+    if "launch" in request:
+        return {"launch": answer_launch(path)}
     bases = [path / base for base in request.get("bases", ())]
     with phase("open"):
         checkpoint = ckptfmt.open(path, digest=request.get("digest"), bases=bases)
@@ -79,9 +83,23 @@ def answer_open(path, request):
         for stream in checkpoint.streams:
             checkpoint.stream(*stream)
     with phase("validate"):
-        for error in ckptfmt.validate(path, bases=bases).violations:
+        for error in ckptfmt.validate(path, bases=bases).violations if request.get("verify") == "all" else ():
             raise error
     return {"tensors": found}
+
+
+def answer_launch(path):
+    """A launch of the run, in memory: what is there is copied, and stays as it is."""
+    store = MemoryStore()
+    passed_over: list[str] = []
+    for file in path.rglob("*"):
+        if file.is_file():
+            store.create(file.relative_to(path).as_posix(), [file.read_bytes()])
+    with phase("open"):
+        launch = begin_launch(store, open_run(store), on_passed_over=passed_over.append)
+    name = launch.resume_from.name if launch.resume_from else None
+    names = [text.split()[0] for text in passed_over]
+    return {"resume_from": name, "chosen_by": launch.chosen_by, "passed_over": names}
 
 
 def describe(checkpoint, tensor):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptfmt.documents.manifest import Manifest, checkpoint_name
+from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, checkpoint_name
 from ckptfmt.documents.run import RUN_NAME, Launch, ResumeFrom, Run, launch_name
 from ckptfmt.engines.commit import abort, retire
 from ckptfmt.engines.lineage import (
@@ -233,6 +233,69 @@ def test_whatever_is_damaged_is_passed_over(what):
         made.store.create(path, [content[:-3] + b"xyz"])
     launch = made.begin()
     assert (launch.chosen_by, launch.resume_from.name) == ("fallback", "step-00000001-l0001")
+
+
+def put_register(made, step, launch, content):
+    """Put something else into the register of a checkpoint."""
+    path = f"{checkpoint_name(step, launch)}/manifest.json"
+    made.store.delete(path)
+    made.store.create(path, [content])
+
+
+def test_a_tombstone_of_another_run_is_damage_and_no_endless_recursion():
+    """REQ-RUN-003: a launch looked again and again whether somebody had retired the checkpoint meanwhile."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2)
+    digest = manifests(made)[1].digest
+    put_register(made, 2, 1, Tombstone(run_id="0" * 32, launch=1, step=2, manifest_digest=digest).dump())
+
+    launch = made.begin()
+
+    assert (launch.chosen_by, launch.resume_from.name) == ("fallback", "step-00000001-l0001")
+    assert "RUN_MISMATCH" in made.passed_over[0]
+
+
+def test_what_a_record_names_is_known_by_its_digest():
+    """REQ-RUN-019: another checkpoint under the name that a record has was gone on from."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2, 3)
+    first, second, _ = manifests(made)
+    resume = ResumeFrom(name=checkpoint_name(2, 1), digest=first.digest)
+    record = Launch(run_id=made.run.run_id, launch=2, nonce=NONCE, chosen_by="hand", resume_from=resume)
+    made.store.create("launches/0002.json", [record.dump()])
+
+    assert code_of(lambda: find_head(made.store)) == Code.DOC_DIGEST
+    assert made.head() == checkpoint_name(1, 1)
+    assert second.digest in made.passed_over[0]
+
+
+def test_what_a_record_names_and_is_aborted_is_passed_over_by_name():
+    """REQ-RUN-019: it was gone past as if it had been retired."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2)
+    made.begin(choose=checkpoint_name(2, 1))
+    put_register(made, 2, 1, Abort(run_id=made.run.run_id, launch=1, step=2, reason="x").dump())
+
+    assert code_of(lambda: find_head(made.store)) == Code.CHECKPOINT_ABORTED
+    assert (made.begin().chosen_by, made.launch.resume_from.name) == ("fallback", checkpoint_name(1, 1))
+
+
+def test_a_launch_whose_only_register_is_damaged_is_not_overtaken():
+    """REQ-RUN-006: the run went on from the launch before, without a word, past what this one had saved."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2)
+    made.damage(2, 1)
+    made.begin()
+    made.save(3)
+    retire(made.place(1, 1), manifests(made)[0])
+    put_register(made, 3, 2, b"{")
+
+    assert code_of(lambda: find_head(made.store)) == Code.DOC_SYNTAX
+    assert code_of(made.begin) == Code.NO_VALID_CHECKPOINT
 
 
 def test_nothing_whole_is_no_fresh_start():

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import shutil
 import struct
 import sys
+import tempfile
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,12 +34,14 @@ from ckptfmt.documents.tree import (
     iter_values,
     parse_tree,
 )
+from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.reader import Checkpoint, numpy_dtype
 from ckptfmt.features import READER_FEATURES
 from ckptfmt.handle import STATES, SaveHandle
 from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.limits import FORMAT_VERSION
 from ckptfmt.restore import restore
+from ckptfmt.store.local import LocalStore
 from ckptfmt_conformance.protocol import METHODS, Rejected, Unsupported, run_as_command
 
 __all__ = [
@@ -71,14 +75,20 @@ class Reference:
             "version": ckptfmt.__version__,
             "spec": FORMAT_VERSION,
             "roles": ["reader", "writer", "committer"],
-            "features": sorted({*READER_FEATURES, "loader", "samples"}),
+            "features": sorted({*READER_FEATURES, "launch", "loader", "samples"}),
             "kinds": [*METHODS, "trajectory"],
         }
 
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Open a checkpoint, check all that its metadata says, and read every tensor; with ``verify``, every byte."""
+        """Open a checkpoint, check all that its metadata says, and read every tensor; with ``verify``, every byte.
+
+        With ``launch``, a run is asked what its next launch resumes from.
+        """
         asked = request or {}
         with self._broken_as_said():
+            if asked.get("launch"):
+                with _phase("open"):
+                    return {"launch": self.launch(path)}
             with _phase("open"), self._open(path, asked) as checkpoint:
                 _check_metadata(checkpoint)
                 with _phase("read"):
@@ -175,6 +185,17 @@ class Reference:
         name = sampler.state_dict()["sources"][0]["id"]
         steps = range(sampler.steps_done, sampler.steps_done + asked["steps"])
         return {"steps": [[*_rows(sampler, step, name)] for step in steps], **found}
+
+    def launch(self, path: Path) -> dict[str, Any]:
+        """Begin a launch on a copy of a run, and return what it resumes from."""
+        passed_over: list[str] = []
+        with tempfile.TemporaryDirectory() as folder:
+            store = LocalStore(shutil.copytree(path, Path(folder, "run")), writable=True)
+            begun = begin_launch(
+                store, open_run(store), on_passed_over=lambda text: passed_over.append(text.partition(" ")[0])
+            )
+        name = None if begun.resume_from is None else begun.resume_from.name
+        return {"resume_from": name, "chosen_by": begun.chosen_by, "passed_over": passed_over}
 
     def validate(self, path: Path, request: Mapping[str, Any]) -> None:
         """Check every byte; raise the first violation."""

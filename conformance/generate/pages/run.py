@@ -10,7 +10,7 @@ from conformance.generate.model import Checkpoint, build, checkpoint_name
 from conformance.generate.plans import Plan, Tensor
 from conformance.generate.wire import FORMAT_VERSION, json_document
 
-__all__ = ["page"]
+__all__ = ["OTHER_RUN", "Run", "page", "record", "simple"]
 
 OTHER_RUN = "0" * 32
 HEAD = {"format_version": FORMAT_VERSION, "features": {"reader": [], "writer": []}}
@@ -73,7 +73,8 @@ def page() -> Page:
     return made
 
 
-def _record(kind: str, step: int, launch: int, **members: Any) -> bytes:  # noqa: ANN401 - members of a record, by name
+def record(kind: str, step: int, launch: int, /, **members: Any) -> bytes:  # noqa: ANN401 - members of a record, by name
+    """Return an abort record or a tombstone."""
     return json_document(HEAD | {"type": kind, "run_id": RUN_ID, "launch": launch, "step": step} | members)[0]
 
 
@@ -93,7 +94,7 @@ def _valid(made: Page) -> None:
         "simple",
         simple(),
         checkpoint_name(800, 1),
-        "RUN-001 RUN-002 RUN-003 RUN-005 RUN-006 RUN-008 RUN-010 RUN-015",
+        "RUN-001 RUN-002 RUN-003 RUN-005 RUN-006 RUN-008 RUN-015 RUN-020",
         "one launch with two checkpoints",
         "the newest is what a run goes on from",
     )
@@ -142,7 +143,7 @@ def _valid(made: Page) -> None:
 
 def _valid_names(made: Page) -> None:
     """Add names and numbers."""
-    aborted = simple().save(1200, 1, register=_record("abort", 1200, 1, reason="given up"))
+    aborted = simple().save(1200, 1, register=record("abort", 1200, 1, reason="given up"))
     _accept(
         made,
         "aborted",
@@ -329,8 +330,8 @@ def _lineage(made: Page) -> None:
         made,
         "no-checkpoint",
         Run().launch(1),
-        "MAN-001 RUN-006",
-        "NOT_COMMITTED NO_VALID_CHECKPOINT",
+        "MAN-001 RUN-020",
+        "NOT_COMMITTED",
         "a run without any checkpoint",
         why="there is nothing to open",
     )
@@ -341,10 +342,10 @@ def _lineage(made: Page) -> None:
         made,
         "none-whole",
         damaged,
-        "RUN-010 RUN-006",
-        "NO_VALID_CHECKPOINT BLOCK_DIGEST",
+        "RUN-020 OPN-006",
+        "BLOCK_DIGEST",
         "the only checkpoint has a damaged block",
-        why="silently beginning at step 0 costs a run",
+        why="who opens a run leaves no record, so it opens the first candidate or none",
         phase="read",
         bug="DAMAGE_UNSEEN",
     )
@@ -355,8 +356,8 @@ def _lineage(made: Page) -> None:
         made,
         "resume-from-lost",
         lost,
-        "RUN-010 RUN-006",
-        "NO_VALID_CHECKPOINT NOT_COMMITTED",
+        "RUN-019 RUN-020",
+        "NOT_COMMITTED",
         "what the newest launch names isn't there",
         why="silently beginning at step 0 costs a run",
         bug="SILENT_DATA_LOSS",

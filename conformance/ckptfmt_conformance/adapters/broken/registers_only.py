@@ -1,0 +1,27 @@
+"""It begins a launch from a checkpoint whose register it has read, and nothing else of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptfmt import CkptError
+from ckptfmt_conformance.adapters.reference import Reference
+
+BREAKS = ("REQ-RUN-010", "REQ-RUN-012")
+CONVICTED_BY = (
+    "run/invalid/launch-base-needed",
+    "run/invalid/launch-none-whole",
+    "run/valid/launch-damaged",
+    "run/valid/launch-down",
+    "run/valid/launch-smaller-steps",
+)
+
+
+def _find_problem(_: object, entry: Any, *_others: object) -> Any:  # noqa: ANN401 - of the implementation
+    return entry.register if isinstance(entry.register, CkptError) else None
+
+
+class Broken(Reference):
+    """See above."""
+
+    replacements = (("ckptfmt.engines.lineage:_find_problem", _find_problem),)
