@@ -36,6 +36,7 @@ from ckptfmt.documents.tree import (
 )
 from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.reader import Checkpoint, numpy_dtype
+from ckptfmt.errors import Code
 from ckptfmt.features import READER_FEATURES
 from ckptfmt.handle import STATES, SaveHandle
 from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
@@ -49,6 +50,8 @@ __all__ = [
     "Box",
     "Checkpoint",
     "Checkpointing",
+    "CkptError",
+    "Code",
     "Reference",
     "Run",
     "Save",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptfmt import CkptError
-from ckptfmt_conformance.adapters.reference import Reference, original
+from ckptfmt_conformance.adapters.reference import CkptError, Reference, original
 
 BREAKS = ("REQ-RUN-010",)
 CONVICTED_BY = (

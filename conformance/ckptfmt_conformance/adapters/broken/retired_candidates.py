@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ckptfmt.errors import CkptError, Code
-from ckptfmt_conformance.adapters.reference import Reference, original
+from ckptfmt_conformance.adapters.reference import CkptError, Code, Reference, original
 
 BREAKS = ("REQ-RUN-006", "REQ-RUN-007")
 CONVICTED_BY = ("run/invalid/all-retired", "run/valid/launch-resume-from-retired")
