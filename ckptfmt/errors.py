@@ -34,6 +34,7 @@ __all__ = [
     "StateError",
     "StoreError",
     "UnsupportedError",
+    "encodable",
     "err",
 ]
 
@@ -47,17 +48,20 @@ class CkptError(Exception):
         where: file with JSON pointer or byte range, or the name of the live object; None where there is no place.
         requirement: the clause of the specification that is broken, such as ``REQ-MAN-003``.
         remedy: what to do about it, in one line.
+
+    Lone surrogates in these texts, which names of files and of tensors may have, are escaped: no encoding takes them.
     """
 
     def __init__(
         self, code: Code, detail: str, *, where: str | None = None, requirement: str | None = None, remedy: str = ""
     ) -> None:
+        detail = encodable(detail)
         super().__init__(code, detail)
         self.code = code
         self.detail = detail
-        self.where = where
+        self.where = None if where is None else encodable(where)
         self.requirement = requirement
-        self.remedy = remedy
+        self.remedy = encodable(remedy)
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
@@ -74,6 +78,7 @@ class CkptError(Exception):
         >>> err(Code.FILE_MISSING, "no such file", where="manifest.json").below("step-00000003-l0001").where
         'step-00000003-l0001/manifest.json'
         """
+        directory = encodable(directory)
         if self.where is not None and (self.where == directory or self.where.startswith(f"{directory}/")):
             return self
         where = f"{directory}/{self.where}" if self.where else directory
@@ -514,6 +519,11 @@ def err(
     return entry.error(
         code, detail, where=where, requirement=requirement, remedy=entry.remedy if remedy is None else remedy
     )
+
+
+def encodable(text: str) -> str:
+    r"""Return a text that can be printed and sent: a lone surrogate becomes its escape, such as ``\\udcff``."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _rebuild(  # noqa: PLR0917 - pickle passes arguments by position

@@ -137,7 +137,9 @@ def _peer_error(writer: int, error: dict[str, Any]) -> CkptError:
             requirement=error["requirement"],
             remedy=error["remedy"],
         )
-    return err(Code.PEER_FAILED, f"writer {writer}: {error['code']}: {error['detail']}", where=error["where"])
+    remedy = f"On writer {writer}: {error['remedy']}" if error["remedy"] else None
+    detail = f"writer {writer}: {error['code']}: {error['detail']}"
+    return err(Code.PEER_FAILED, detail, where=error["where"], remedy=remedy)
 
 
 def find_worker(writer: tuple[int, int] | None) -> tuple[int, int]:

@@ -19,6 +19,7 @@ __all__ = [
     "check_version",
     "dump_canonical",
     "dump_document",
+    "fit_string",
     "nests_deeper",
     "parse_document",
 ]
@@ -154,6 +155,21 @@ def check_string(text: str, where: str) -> None:
     else:
         return
     raise err(Code.DOC_STRING, problem, where=where, requirement="REQ-DOC-006")
+
+
+def fit_string(text: str, length: int) -> str:
+    r"""Return a text as a string that `check_string` takes, cut between words if it is too long.
+
+    >>> fit_string("disk\x00full", 20), fit_string("writers 0 and 1 differ", 14)
+    ('disk\\x00full', 'writers 0...')
+    """
+    if _FORBIDDEN.search(text) or not unicodedata.is_normalized("NFC", text):
+        text = text.encode("unicode_escape").decode("ascii")
+    if len(text) <= length:
+        return text
+    kept = text[: length - 3]
+    # Of a text without spaces, such as a long name, as much as there is room for.
+    return (kept[: kept.rfind(" ")] if " " in kept[length // 2 :] else kept) + "..."
 
 
 def _parse_json(content: bytes, where: str) -> dict[str, Any]:

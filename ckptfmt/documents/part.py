@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
-from ckptfmt.documents.canonical import check_version, dump_document
+from ckptfmt.documents.canonical import check_version, dump_document, fit_string
 from ckptfmt.documents.deltas import (
     GROUP_KEYS,
     Group,
@@ -76,6 +76,8 @@ FILE_KINDS: Final = {"safetensors": ".safetensors", "pack": ".pack"}
 #: What a pack begins with: its name, for people and for tools that guess kinds of files.
 PACK_HEADER: Final = b"ckptfmt pack 0.10\n".ljust(64, b"\0")
 
+#: Longest text of a failure record, in characters, as of a reason.
+_TEXT_LENGTH: Final = 1000
 _FILE_NAME: Final = re.compile(r"[a-z][a-z_]{0,40}-([0-9a-f]{16})-([0-9]{5,9})(\.safetensors|\.pack)")
 
 
@@ -218,7 +220,6 @@ class Part:
 
 def dump_failure(origin: Origin, writer: int, error: CkptError) -> bytes:
     """Return the record by which a writer says that it failed. Spec: REQ-CMT-004."""
-    detail = "".join(char if char.isprintable() and ord(char) < 0x7F else "?" for char in str(error))
     return dump_document(
         {
             "type": "failure",
@@ -227,7 +228,10 @@ def dump_failure(origin: Origin, writer: int, error: CkptError) -> bytes:
             "attempt": origin.attempt,
             "writer": writer,
             "code": str(error.code),
-            "detail": detail[:1000],
+            "detail": fit_string(error.detail, _TEXT_LENGTH),
+            "where": None if error.where is None else fit_string(error.where, _TEXT_LENGTH),
+            "requirement": error.requirement,
+            "remedy": fit_string(error.remedy, _TEXT_LENGTH),
         }
     )
 

@@ -64,7 +64,8 @@ TensorKey = tuple[str, str, str]
 def sort_key(key: TensorKey) -> tuple[int, bytes, bytes]:
     """Return by what tensors, streams and leaves are sorted. Spec: REQ-IDX-003."""
     field, name, scope = key
-    return _FIELD_NUMBERS[field], name.encode(), scope.encode()
+    # A name that isn't Unicode text is refused by name, and not where names are sorted.
+    return _FIELD_NUMBERS[field], name.encode(errors="surrogatepass"), scope.encode()
 
 
 def title_of(key: TensorKey) -> str:

@@ -208,7 +208,11 @@ def _check_text(text: str, where: _Where) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise err(
-            Code.STATE_UNSUPPORTED, "a string with a lone surrogate", where=_place(where), requirement="REQ-DOC-020"
+            Code.STATE_UNSUPPORTED,
+            "a string with a lone surrogate",
+            where=_place(where),
+            requirement="REQ-DOC-020",
+            remedy="Save it as bytes (os.fsencode, if it is a path), or decode what it came from as UTF-8.",
         ) from None
     return text
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt import limits
 from ckptfmt.arithmetic.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
@@ -31,10 +31,10 @@ from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part
 from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.known import Register, known_tables, parse_known, remember_tables
-from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, err
+from ckptfmt.errors import CODES, CkptError, Code, FormatError, IntegrityError, LayoutError, err
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.tables import TensorTable
@@ -62,6 +62,13 @@ _ATTEMPT: Final = re.compile(
     r"(?:parts/|index-|[a-z][a-z_]*-)([0-9a-f]{16})"
     r"(?:\.msgpack|-[0-9]{5,9}(?:\.safetensors|\.pack|\.msgpack|\.failure\.json|\.pins\.json))"
 )
+#: What a writer says of the attempt, and not of itself, beside every `LayoutError`: it holds for all writers alike.
+_VERDICTS: Final = frozenset(
+    {
+        Code.FENCED, Code.CHECKPOINT_EXISTS, Code.COMMIT_CONFLICT, Code.CHECKPOINT_ABORTED, Code.CHECKPOINT_RETIRED,
+        Code.WRITERS_MISSING,
+    }
+)  # fmt: skip
 #: What the names of condemnations begin with.
 CONDEMNED: Final = "condemned-"
 #: How often a call without an answer is repeated before the outcome is called unknown.
@@ -282,8 +289,8 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Man
     """Wait until the committer has decided, or a writer says that it failed.
 
     Raises: CommitError(WRITER_FAILED, WRITERS_MISSING, COMMIT_CONFLICT); IntegrityError(CHECKPOINT_ABORTED,
-        CHECKPOINT_RETIRED).
-    Spec: REQ-CMT-009.
+        CHECKPOINT_RETIRED); LayoutError, FencedError where a failure record says so of the attempt.
+    Spec: REQ-CMT-009, REQ-CMT-038.
     """
     for _ in poll(deadline_s):
         register = read_register(store)
@@ -350,12 +357,22 @@ def _raise_failures(store: Store, origin: Origin, present: set[str] | None = Non
             record, _ = parse_document(
                 store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path, types=("failure",)
             )
-            raise err(
-                Code.WRITER_FAILED,
-                f"writer {writer}: {record['code']}: {record['detail'][:300]}",
-                where=path,
-                requirement="REQ-CMT-004",
-            )
+            raise _error_of_record(record, path)
+
+
+def _error_of_record(record: Mapping[str, Any], path: str) -> CkptError:
+    """Return what a writer fails with that finds a failure record. Spec: REQ-CMT-038."""
+    writer, code, detail, remedy = record["writer"], record["code"], record["detail"], record["remedy"]
+    if code in _VERDICTS or (code in Code.__members__ and issubclass(CODES[Code(code)].error, LayoutError)):
+        return err(Code(code), detail, where=record["where"], requirement=record["requirement"], remedy=remedy)
+    place = f" at {record['where']}" if record["where"] else ""
+    return err(
+        Code.WRITER_FAILED,
+        f"writer {writer}: {code}{place}: {detail}",
+        where=path,
+        requirement="REQ-CMT-004",
+        remedy=f"On writer {writer}: {remedy}" if remedy else None,
+    )
 
 
 # --- deciding -------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from ckptfmt.engines.reader import Checkpoint, check_nbytes, read_header
 from ckptfmt.engines.report import ClosureMember, FoundReference, Report, is_violation
 from ckptfmt.engines.verify_blocks import Done, find_damages, find_undecodable
 from ckptfmt.engines.waiting import describe_savers, list_held
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, encodable, err
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -245,7 +245,7 @@ class _Verification:
         for path in checkpoint.store.list(""):
             if path not in expected:
                 place = f"{directory}/{path}" if directory else path
-                report.warnings.append(f"{place} doesn't belong to the checkpoint; readers ignore it")
+                report.warnings.append(f"{encodable(place)} doesn't belong to the checkpoint; readers ignore it")
 
     def _check_part(self, opened: OpenPart, report: Report, directory: str, *, can_decode: bool) -> None:
         """Check the files, the encoded blocks and the values of a part."""

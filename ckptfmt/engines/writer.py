@@ -57,18 +57,29 @@ def check_snapshot(snapshot: Snapshot) -> None:
     for row in rows:
         if row in seen:
             raise err(Code.STATE_NAME, f"{row[0]} has {row[1]!r} twice", where=row[1], requirement="REQ-IDX-003")
-        if len(row[1].encode(errors="replace")) > limits.NAME_NBYTES or not _is_text(row[1]):
-            raise err(
-                Code.STATE_NAME,
-                f"{row[0]} has a name that is too long, or isn't Unicode text",
-                where=ascii(row[1][:64]),
-                requirement="REQ-LIM-001",
-            )
+        _check_name(*row[:2])
         seen.add(row)
 
 
-def _is_text(name: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in name)
+def _check_name(kind: str, name: str) -> None:
+    try:
+        nbytes = len(name.encode())
+    except UnicodeEncodeError:
+        raise err(
+            Code.STATE_NAME,
+            f"{kind} has a name with a lone surrogate",
+            where=name,
+            requirement="REQ-DOC-020",
+            remedy="Rename it: a name is Unicode text.",
+        ) from None
+    if nbytes > limits.NAME_NBYTES:
+        raise err(
+            Code.STATE_NAME,
+            f"{kind} has a name of {nbytes} bytes; {limits.NAME_NBYTES} is the limit",
+            where=f"{name[:64]}...",
+            requirement="REQ-LIM-001",
+            remedy="Rename it; names of nested modules and mappings are joined by dots, so flatten them.",
+        )
 
 
 def structure_of(snapshot: Snapshot) -> Structure:
@@ -196,7 +207,8 @@ def write_failure(store: Store, origin: Origin, writer: int, error: CkptError) -
 
 def tell_failure(store: Store, origin: Origin, writer: int, error: CkptError) -> None:
     """Leave a failure record where others wait for it, as well as that can be done. Spec: REQ-CMT-004."""
-    if origin.writer_count > 1 and error.code != Code.COMMIT_UNKNOWN:
+    # Of a writer that failed, others find that one's own record.
+    if origin.writer_count > 1 and error.code not in (Code.COMMIT_UNKNOWN, Code.WRITER_FAILED):
         # They find the deadline if the store takes this neither.
         with contextlib.suppress(CkptError):
             write_failure(store, origin, writer, error)

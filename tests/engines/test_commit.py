@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ckptfmt.digest import digest_bytes
-from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, index_name, part_path
+from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, failure_path, index_name, part_path
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, open_packed_document
 from ckptfmt.engines.commit import (
     abort,
@@ -26,7 +26,7 @@ from ckptfmt.engines.commit import (
     wait_for_decision,
 )
 from ckptfmt.engines.reader import Checkpoint, read_manifest
-from ckptfmt.engines.writer import write_failure, write_part
+from ckptfmt.engines.writer import tell_failure, write_failure, write_part
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutError, err
 from ckptfmt.store import LocalStore
 from ckptfmt.store.faults import Fault, FaultStore
@@ -192,6 +192,40 @@ def test_a_failed_writer_is_not_waited_for(monkeypatch):
         assert (error.code, error.requirement) == (Code.WRITER_FAILED, "REQ-CMT-004")
         assert "writer 1: NO_SPACE" in error.detail
     assert read_register(store) is None
+
+
+def test_what_one_writer_says_of_the_attempt_all_raise():
+    """REQ-CMT-038: the same error, whole, whoever found it."""
+    told = [
+        err(Code.REPLICA_DIVERGED, "writers 0 and 1 differ", where="weights 'w'", requirement="REQ-CMT-012"),
+        err(Code.FENCED, "launch 2 has taken over from launch 1", requirement="REQ-RUN-004"),
+        err(Code.WRITERS_MISSING, "no part of writers 2 within 1 s", where="parts/", remedy="Look at writer 2."),
+    ]
+    for error in told:
+        store = MemoryStore()
+        write_failure(store, ORIGIN, 0, error)
+        found = error_of(lambda store=store: wait_for_decision(store, ORIGIN, deadline_s=60))
+        assert (type(found), found.as_json()) == (type(error), error.as_json())
+
+
+def test_what_one_writer_says_of_itself_is_not_said_of_the_others():
+    """REQ-CMT-038: with all that it said, and not cut in mid-word."""
+    store, long = MemoryStore(), "no space is left " * 100
+    write_failure(store, ORIGIN, 1, err(Code.NO_SPACE, long, where="weights", remedy="Free space."))
+    error = error_of(lambda: wait_for_decision(store, ORIGIN, deadline_s=60))
+    assert error.code == Code.WRITER_FAILED
+    assert error.detail.startswith("writer 1: NO_SPACE at weights: no space is left no space")
+    assert len(error.detail) > 900
+    assert error.detail.rpartition(" ")[2] in ("no...", "space...", "is...", "left...")
+    assert error.remedy == "On writer 1: Free space."
+
+
+def test_a_record_of_another_writers_failure_is_not_left():
+    """REQ-CMT-004: who waits finds the record of the one that failed."""
+    store = MemoryStore()
+    write_failure(store, ORIGIN, 1, err(Code.NO_SPACE, "full"))
+    tell_failure(store, ORIGIN, 0, error_of(lambda: wait_for_decision(store, ORIGIN, deadline_s=60)))
+    assert [path for path in store.snapshot() if "failure" in path] == [failure_path(ORIGIN.attempt, 1)]
 
 
 def test_a_failure_of_another_attempt_does_not_count(written):

@@ -16,7 +16,7 @@ from ckptfmt.documents.manifest import failure_path
 from ckptfmt.documents.part import Leaf, Part
 from ckptfmt.documents.structure import Structure
 from ckptfmt.engines.writer import check_snapshot, structure_of, write_failure, write_part
-from ckptfmt.errors import CkptError, Code, StateError, err
+from ckptfmt.errors import CODES, CkptError, Code, StateError, err
 from ckptfmt.store import LocalStore
 from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import Loss, MemoryStore
@@ -294,7 +294,8 @@ def test_a_failure_record_says_why():
     path = failure_path(ATTEMPT, 3)
     record, _ = parse_document(store.snapshot()[path], where=path, types=("failure",))
     assert (record["code"], record["writer"]) == ("NO_SPACE", 3)
-    assert "disk?full ?" in record["detail"]
+    assert (record["detail"], record["where"]) == (r"disk\nfull \u202e", "weights")
+    assert record["remedy"] == CODES[Code.NO_SPACE].remedy
     write_failure(store, origin(), 3, err(Code.NO_SPACE, "disk\nfull \u202e", where="weights"))
 
 

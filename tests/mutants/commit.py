@@ -69,6 +69,18 @@ MUTANTS = {
         patch=rewritten(writer.tell_failure, "write_failure(store, origin, writer, error)", "pass"),
         tests=("engines/test_saver.py::test_run_that_cannot_be_held_is_told_to_the_other_writers[1]",),
     ),
+    "verdict_taken_for_one_writers_own": Mutant(
+        clauses=("REQ-CMT-038",),
+        fault="says only that another writer failed, where that one says that the attempt can't be committed",
+        patch=rewritten(commit._error_of_record, "code in _VERDICTS or", "False and"),
+        tests=("engines/test_commit.py::test_what_one_writer_says_of_the_attempt_all_raise",),
+    ),
+    "full_disk_of_another_taken_for_ones_own": Mutant(
+        clauses=("REQ-CMT-038",),
+        fault="fails with the code of any failure record, as if it spoke of this writer",
+        patch=rewritten(commit._error_of_record, "code in _VERDICTS or", "True or"),
+        tests=("engines/test_commit.py::test_what_one_writer_says_of_itself_is_not_said_of_the_others",),
+    ),
     "failure_records_not_read": Mutant(
         clauses=("REQ-CMT-004",),
         fault="waits for a writer that said it failed",
