@@ -349,7 +349,8 @@ def parse_holdings(
     begin = boxes.packed("begin", count=len(shapes), below=limits.DIM + 1)
     cut = boxes.packed("cut_shape", count=len(shapes), below=limits.DIM + 1)
     box_shape = np.where(cut == 0, shapes, cut - 1)
-    # An extent that is the tensor's has one form, too: there is no room for it among those that are cut.
+    if (cut == shapes + 1).any():
+        raise boxes.broken("cut_shape", "the whole extent of a tensor, which is stored as 0", "REQ-PRT-013")
     if (cut > shapes).any() or (begin + box_shape > shapes).any():
         raise err(Code.BOX_BOUNDS, "a box leaves its tensor", where=boxes.place("begin"), requirement="REQ-PRT-004")
     digest_count = boxes.packed("digest_count", count=count)

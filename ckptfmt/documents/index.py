@@ -166,6 +166,7 @@ def _parse_index(signed: dict[str, Any], where: str) -> Index:
     if columns.any("type") != "index":
         raise err(Code.DOC_SCHEMA, "not an index", where=columns.place("type"), requirement="REQ-DOC-011")
     origin = parse_origin(columns)
+    saved_unix_s = parse_counter(columns, "saved_unix_s")
     writers = origin.writer_count
     scopes = check_scopes(columns)
     part_table = columns.columns("parts", ("nbytes", "digest"))
@@ -177,7 +178,7 @@ def _parse_index(signed: dict[str, Any], where: str) -> Index:
     check_scopes_used(columns, table, (*streams, *leaves))
     return Index(
         origin=origin,
-        saved_unix_s=parse_counter(columns, "saved_unix_s"),
+        saved_unix_s=saved_unix_s,
         parts=tuple(PartEntry(nbytes=size, digest=digest) for size, digest in zip(nbytes, digests, strict=True)),
         tensors=tensors,
         streams=streams,

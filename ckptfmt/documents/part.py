@@ -259,6 +259,7 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
             requirement="REQ-MAN-005",
         )
     origin = parse_origin(columns)
+    saved_unix_s = parse_counter(columns, "saved_unix_s")
     writer = parse_counter(columns, "writer", below=origin.writer_count)
     scopes = check_scopes(columns)
     files = _parse_files(columns, origin, writer, is_delta=is_delta)
@@ -271,7 +272,7 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     return Part(
         origin=origin,
         writer=writer,
-        saved_unix_s=parse_counter(columns, "saved_unix_s"),
+        saved_unix_s=saved_unix_s,
         files=files,
         tensors=held,
         streams=streams,

@@ -240,6 +240,15 @@ def _encode_items(tag: str) -> _Encoder:
 
 def _encode_set(tag: str) -> _Encoder:
     def encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - set or frozenset
+        strange = next((item for item in value if not _is_member(item)), None)
+        if strange is not None:
+            kind = type(strange)
+            raise err(
+                Code.STATE_UNSUPPORTED,
+                f"a member of type {kind.__module__}.{kind.__qualname__} of a set has no form in a checkpoint",
+                where=_place(where),
+                requirement="REQ-TRE-009",
+            )
         members = sorted((_encode(item, (where, item), depth) for item in value), key=dump_mapless)
         if any(a == b for a, b in itertools.pairwise(members)):
             # Not a number is unequal to itself: Python's sets can hold the same bits twice, a checkpoint can't.
@@ -275,6 +284,14 @@ def _is_key(value: object) -> bool:
     if type(value) in (tuple, frozenset):
         return all(map(_is_key, value))  # type: ignore[call-overload]
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
+
+
+def _is_member(value: object) -> bool:
+    """Return whether a value may be a member of a set: a scalar, or a tuple or frozenset of such."""
+    if type(value) in (tuple, frozenset):
+        return all(map(_is_member, value))  # type: ignore[call-overload]
+    is_scalar = isinstance(value, DtypeName | DeviceName | Size) or (isinstance(value, InlineArray) and value.scalar)
+    return is_scalar or _is_key(value)
 
 
 def _encode_inline(value: InlineArray, where: _Where, depth: int) -> object:
@@ -358,7 +375,7 @@ def _decode_set(items: list[object], where: str) -> list[Any]:
     if any(a >= b for a, b in itertools.pairwise(encoded)):
         raise ValueError
     decoded = _decode_items(items, where)
-    if len(set(decoded)) != len(decoded):
+    if not all(map(_is_member, decoded)) or len(set(decoded)) != len(decoded):
         raise ValueError
     return decoded
 

@@ -44,10 +44,11 @@ def main(argv: list[str] | None = None) -> int:
                 f"the vectors of {version} are others than they were; they are kept as they are, so take the edit back"
             )
         return int(bool(edited)) | write_fields(check=True) | write_table(check=True)
+    cases = all_cases()  # before anything is deleted: where one can't be made, all stays
     for folder in arguments.out.iterdir() if arguments.out.is_dir() else ():
         if folder.is_dir() and not is_kept(folder.name):
             shutil.rmtree(folder)
-    write_all(all_cases(), arguments.out)
+    write_all(cases, arguments.out)
     return write_fields(check=False) | write_table(check=False) if arguments.out == ROOT else 0
 
 

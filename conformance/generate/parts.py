@@ -136,7 +136,7 @@ def _lay_out(plan: Plan, writer: int, extents: Sequence[_Extent]) -> tuple[list[
     files: Files = {}
     for name in names:
         own = [extent for extent in extents if extent.file == name]
-        own.sort(key=lambda one: (-one.tensor.width, len(one.content) >= 1 << 20, one.box, one.first))
+        own.sort(key=lambda one: (-one.tensor.width, len(one.content) >= 1 << 20, one.stored.place, one.box, one.first))
         at = 0
         for extent in own:
             extent.begin, at = at, at + len(extent.content)

@@ -56,6 +56,7 @@ class Stored:
         reference: name of the checkpoint that has their base.
         predicted: whether the group's prediction stands in the base's place.
         in_pack: whether a raw one is in a pack.
+        place: what it is sorted by in its file, before its box and blocks.
     """
 
     encoding: str
@@ -65,6 +66,7 @@ class Stored:
     reference: str | None = None
     predicted: bool = False
     in_pack: bool = True
+    place: int = 0
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -215,7 +215,7 @@ EDITS = {
     # boxes
     "88 box out of bounds": (entry("boxes", "begin", 0, 1), Code.BOX_BOUNDS, "REQ-PRT-004"),
     "88 box longer than its tensor": (entry("boxes", "cut_shape", 0, 5), Code.BOX_BOUNDS, "REQ-PRT-004"),
-    "88 a whole extent as one that is cut": (entry("boxes", "cut_shape", 0, 4), Code.BOX_BOUNDS, "REQ-PRT-004"),
+    "88 a whole extent as one that is cut": (entry("boxes", "cut_shape", 0, 4), Code.COLUMN_FORM, "REQ-PRT-013"),
     "92 a number too few": (column("boxes", "cut_shape", lambda v: v[:-1]), Code.COLUMN_FORM, "REQ-IDX-002"),
     "92 a number too many": (column("boxes", "begin", lambda v: [*v, 0]), Code.COLUMN_FORM, "REQ-IDX-002"),
     "replica 2": (entry("boxes", "replica", 0, 2), Code.COLUMN_FORM, "REQ-IDX-002"),

@@ -407,3 +407,18 @@ def test_a_key_is_a_plain_scalar_or_a_tuple_of_such(key):
     with pytest.raises((StateError, FormatError)) as caught:
         parse_tree(forged, where="x")
     assert caught.value.code == Code.TREE_TAG
+
+
+@pytest.mark.parametrize(
+    "member", [TensorRef("w", "torch"), InlineArray("int8", (1,), b"\x01"), (1, (TensorRef("w", "numpy"),))], ids=str
+)
+def test_what_would_not_come_back_is_no_member_of_a_set(member):
+    """REQ-TRE-009: whatever could be hashed was taken."""
+    assert code_of(lambda: dump_tree({member}, where="x")) == Code.STATE_UNSUPPORTED
+
+
+def test_scalars_of_all_kinds_are_members_of_a_set():
+    """REQ-TRE-009."""
+    value = {DtypeName("int8"), DeviceName("cpu"), Size((2,)), InlineArray("int8", (), b"\x07", scalar=True), (1, "x")}
+
+    assert parse_tree(dump_tree(value, where="x"), where="x") == value

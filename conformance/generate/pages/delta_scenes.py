@@ -27,6 +27,7 @@ __all__ = [
     "PACK",
     "WEIGHT",
     "blocks",
+    "blocks_backwards",
     "example",
     "reject",
     "same_of_same",
@@ -67,6 +68,20 @@ def blocks() -> Chain:
         Stored(encoding="same", first=0, count=1, reference=BASE),
         Stored(encoding="planes", first=1, count=1, blocks=[b"\1\2"]),
         Stored(encoding="same", first=2, count=1, reference=BASE),
+    ]
+    return chain(
+        base_plan(base),
+        Tensor(name="b", dtype="uint8", shape=(9000,), content=content, pieces=[whole((9000,), stored=stored)]),
+    )
+
+
+def blocks_backwards() -> Chain:
+    """Return a delta of a box of three blocks, the last of which lies first in the pack."""
+    base = Tensor(name="b", dtype="uint8", shape=(9000,), content=b"\1" * 9000)
+    content = b"".join(bytes([number]) * 4096 for number in (2, 3, 4))[:9000]
+    stored = [
+        Stored(encoding="planes", first=number, count=1, blocks=[bytes([1, number + 2])], place=-number)
+        for number in range(3)
     ]
     return chain(
         base_plan(base),

@@ -17,6 +17,7 @@ from conformance.generate.model import Checkpoint, build
 from conformance.generate.pages import delta_bases
 from conformance.generate.pages.delta_scenes import (
     blocks,
+    blocks_backwards,
     example,
     reject,
     same_of_same,
@@ -96,6 +97,14 @@ def _valid_chains(made: Page, link: Chain) -> None:
         "a box of three blocks: as it was, raw, and as it was",
         blocks(),
         why,
+    )
+    _accept(
+        made,
+        "blocks-backwards",
+        "PRT-006",
+        "a box of three blocks, the last of which lies first in the pack",
+        blocks_backwards(),
+        "blocks are numbered by what they are of the box, wherever a file has them",
     )
     second = third_step(link)
     _accept(

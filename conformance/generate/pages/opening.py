@@ -144,7 +144,7 @@ def _read(made: Page) -> None:
             "quarters",
             "read",
             {"tensor": name, "box": bounds},
-            "OPN-005 OPN-007 TEN-001",
+            "OPN-005 OPN-007 TEN-001" + (" IDX-013" if slug == "by-alias" else ""),
             f"read {says}",
             why=ELSE,
             result={"blake3": _digest(tensor, bounds)},

@@ -134,6 +134,10 @@ def _columns(made: Page) -> None:
          Packed([0, 0, 0, 3, 0])),
         ("shape-beyond", "PRT-004", "BOX_BOUNDS", "a box that ends outside", "boxes", "cut_shape",
          Packed([0, 3, 0, 4, 0])),
+        ("cut-shape-spelled-out", "PRT-013", "COLUMN_FORM", "the whole extent of a tensor, not as 0", "boxes",
+         "cut_shape", Packed([0, 3, 0, 3, 11])),
+        ("cut-shape-spelled-out-first", "PRT-013", "COLUMN_FORM", "the first extent of a box in full, not as 0",
+         "boxes", "cut_shape", Packed([3, 3, 0, 3, 0])),
         ("replica-2", "IDX-002", "COLUMN_FORM", "a replica of 2", "boxes", "replica", Packed([0, 0, 2, 0])),
         ("digest-count-less", "PRT-005", "EXTENT_COVERAGE", "a block without a digest", "boxes", "digest_count",
          Packed([0, 2, 1, 1])),
@@ -188,6 +192,20 @@ def _columns(made: Page) -> None:
         "SCOPE_FORM",
         "the scope lw/03",
     )
+
+    for slug, clauses, error, says, edit in (
+        ("boxes-no-map", "IDX-014 DOC-011", "DOC_SCHEMA", "boxes are no map", set_at("part/0", "boxes", value=[])),
+        ("kind-no-column", "IDX-014 DOC-026", "COLUMN_FORM", "the kinds of files are a plain array",
+         set_at("part/0", "files", "kind", value=["safetensors"])),
+        ("digests-text", "IDX-014", "COLUMN_FORM", "digests are text", set_at("part/0", "digests", value="00")),
+        ("saved-unix-s-text", "IDX-014 DOC-011", "DOC_SCHEMA", "saved_unix_s is text",
+         set_at("part/0", "saved_unix_s", value="1")),
+        ("order-profile-first", "IDX-014 MAN-005", "PROFILE_MISMATCH", "encodings are raw and planes, and step is text",
+         lambda c: c.part.update(encodings=["raw", "planes"], step="3")),
+        ("order-writer-first", "IDX-014 DOC-011", "DOC_SCHEMA", "writer is text, and a scope is lw/03",
+         lambda c: c.part.update(writer="0", scopes=["global", "lw/03"])),
+    ):  # fmt: skip
+        _reject(made, slug, edit, clauses, error, says)
 
 
 def _files(made: Page) -> None:

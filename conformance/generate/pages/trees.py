@@ -7,7 +7,7 @@ from typing import Any
 from conformance.generate.bases import small
 from conformance.generate.cases import Page
 from conformance.generate.model import Checkpoint, Edit
-from conformance.generate.plans import Leaf, Tensor
+from conformance.generate.plans import Leaf, Plan, Tensor
 from conformance.generate.tagged import tagged
 from conformance.generate.wire import Raw, msgpack
 
@@ -51,6 +51,9 @@ def _valid(made: Page) -> None:
          ["l", ["O", "z", 1, "a", 2], ["C", "y", 3, "x", -1]]),
         ("sets", "TRE-001 TRE-005", "sets, sorted as byte strings: 128 stands behind -1, and text before both",
          ["l", ["s"], ["s", 1, 2, "a", 128, -1], ["z", ["t", 1, 2], ["t", 1, 3]]]),
+        ("set-members", "TRE-009", "sets of all that may be in one: scalars, a dtype, a device, a size, tuples of such",
+         ["l", ["s", ["D", "int8"], ["S", [2]], ["V", "cpu"], ["n", "int8", b"\7"], ["t", ["D", "int8"], ["z", 1]]],
+          ["z", ["t"], None]]),
         ("arrays", "TRE-001", "arrays with and without elements, a numpy scalar, a bfloat16",
          ["l", ["a", "int8", [2], b"\1\2"], ["a", "float32", [0, 3], b""], ["a", "int16", [], b"\1\0"],
           ["n", "int8", b"\7"], ["n", "bfloat16", b"\x80\x3f"]]),
@@ -125,7 +128,18 @@ def _checkpoint(made: Page) -> None:
 
 
 def _leaves(made: Page) -> None:
-    """Add leaves that are no trees."""
+    """Add leaves that are no trees, and one that refers to an alias."""
+    tied = Plan(
+        tensors=[Tensor(name="w", dtype="int8", shape=(2,), aliases=("tied",))],
+        leaves=[Leaf(field="weights", value=["d", "head", ["T", "tied", "torch"]])],
+    )
+    made.accept(
+        "reference-to-an-alias",
+        tied,
+        "TRE-004 IDX-013",
+        "a leaf refers to a tensor by its alias",
+        why="an alias is another name of the tensor",
+    )
     made.reject(
         "reference-in-a-stream",
         "references",
@@ -243,6 +257,11 @@ def _keys(made: Page) -> None:
         ("key-tuple-of-list", "TRE-008", "TREE_TAG", "a tuple with a list inside as a key", ["d", ["t", ["l"]], None]),
         ("set-unsorted", "TRE-005", "TREE_TAG", "a set that isn't sorted", ["s", 2, 1]),
         ("set-twice", "TRE-005", "TREE_TAG", "a member twice", ["s", 1, 1]),
+        ("set-of-lists", "TRE-009", "TREE_TAG", "a list in a set", ["s", ["l", 1]]),
+        ("set-of-tensors", "TRE-009", "TREE_TAG", "a reference to a tensor in a set", ["s", ["T", "w", "torch"]]),
+        ("set-of-arrays", "TRE-009", "TREE_TAG", "an array in a frozenset", ["z", ["a", "int8", [1], b"\1"]]),
+        ("set-of-tuples-of-arrays", "TRE-009", "TREE_TAG", "a tuple with an array inside in a set",
+         ["s", ["t", ["a", "int8", [1], b"\1"]]]),
         ("set-1-and-true", "TRE-005", "TREE_TAG", "a set of 1 and True", ["s", 1, True]),
     ):  # fmt: skip
         of = "sets" if slug.startswith("set") else "dicts"
