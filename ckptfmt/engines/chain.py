@@ -153,7 +153,7 @@ class Chain:
         self._in_slots[snapped.slot] = snapped.image, link.digests
         seconds = time.monotonic() - begin_s
         self.history.note_full(nbytes=int(nbytes.sum()), seconds=seconds, unchanged=self._unchanged(link, nbytes))
-        if plan_save(options, self.history, has_base=True).fields:
+        if plan_save(options, self.history, base_reference_count=0).fields:
             self._start_coders(snapped.image)  # they are there when the next save comes
         return plan
 
@@ -166,7 +166,7 @@ class Chain:
     def _plan(self, snapped: Snapped, options: DeltaOptions) -> tuple[Plan, Base | None]:
         last = self._last
         if last is None or last.manifest is None or last.snapped.image is not snapped.image:
-            return plan_save(options, self.history, has_base=False), None
+            return plan_save(options, self.history, base_reference_count=None), None
         origin, is_taken = last.manifest.origin, last.snapped.slot == snapped.slot
         assert origin.launch is not None  # noqa: S101 - a saver saves in runs
         base = Base(
@@ -177,7 +177,7 @@ class Chain:
             view=None if is_taken else last.snapped.view,
             slot=None if is_taken else last.snapped.slot,
         )
-        return plan_save(options, self.history, has_base=True), base
+        return plan_save(options, self.history, base_reference_count=len(last.manifest.references)), base
 
     def _write_delta(
         self,

@@ -182,13 +182,19 @@ class Plan:
     reason: str
 
 
-def plan_save(options: DeltaOptions, history: History, *, has_base: bool) -> Plan:
+def plan_save(options: DeltaOptions, history: History, *, base_reference_count: int | None) -> Plan:
     """Return whether the next save is a delta.
 
+    A delta refers to all checkpoints that its base refers to, also where only another writer's part does. So the end of
+    a chain is counted in references of the base, which all writers share: they end it in the same save, and the next
+    chain begins with none. If each counted its own deltas, the references would grow without end, and nothing that they
+    name could be retired.
+
     Args:
-        has_base: whether there is a committed checkpoint of the same layout whose digests are known.
+        base_reference_count: how many checkpoints the base refers to: a committed one of the same layout whose digests
+            are known; None where there is none.
     """
-    full = _find_reason(options, history, has_base=has_base)
+    full = _find_reason(options, history, base_reference_count)
     if full:
         return Plan(fields=None, reason=full)
     if options.mode == "smallest":
@@ -205,13 +211,14 @@ def plan_save(options: DeltaOptions, history: History, *, has_base: bool) -> Pla
     return Plan(fields=None, reason=f"{changed:.0%} changed, and the store is faster than encoding")
 
 
-def _find_reason(options: DeltaOptions, history: History, *, has_base: bool) -> str:
+def _find_reason(options: DeltaOptions, history: History, base_reference_count: int | None) -> str:
     """Return why the next save has to be a full one; an empty string where it needn't."""
+    reference_count = base_reference_count or 0
     reasons = {
         "deltas are off": options.mode == "off",
-        "there is no base of this layout": not has_base,
+        "there is no base of this layout": base_reference_count is None,
         "there is nothing to compare": not history.nbytes,
-        f"{history.chain_count} deltas since the last full one": history.chain_count + 1 >= options.full_every,
+        f"{reference_count} deltas since the last full one": reference_count + 1 >= options.full_every,
         "a delta didn't pay lately": history.pause_count > 0,
         "reading the chain would take too long": history.chain_count > 0
         and history.restore_s() > options.restore_budget * history.full_s,

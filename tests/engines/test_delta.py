@@ -187,6 +187,20 @@ def test_every_so_many_saves_one_is_full():
     assert profiles == ["full", "delta", "delta", "full", "delta", "delta", "full"]
 
 
+def test_writers_whose_full_saves_come_apart_end_their_chain_together():
+    """REQ-DEL-021: else references grow with every save, until no part may name them all and no save commits."""
+    arrays = [{"v": some()}, {"w": some()}]
+    saving = Saving(*map(state, arrays), options=dataclasses.replace(SMALLEST, full_every=4))
+    counts = []
+    for step in range(1, 15):
+        if step == 3:
+            saving.writers[1].chain.history.pause_count = 1  # a delta didn't pay there: its share of this one is full
+        counts.append(len(saving.save(step, *map(state, arrays)).references))
+        arrays = [{name: nudged(array, 10) for name, array in held.items()} for held in arrays]
+
+    assert counts == [0, 1, 2, 3] * 3 + [0, 1]
+
+
 def test_a_chain_that_would_take_too_long_to_read_ends():
     """The budget is a factor of what a full restore reads: each of these deltas stores as much as a full one."""
     saving = Saving(state({"w": some()}), options=DeltaOptions(mode="smallest", restore_budget=1.5))
