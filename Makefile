@@ -54,6 +54,20 @@ vectors: venv  ## make the suite's cases and the table of coverage anew
 scoreboard: venv  ## ask other libraries what the suite asks of any, and write the table
 	@$(BIN)/python -m ckptfmt_conformance.scoreboard --out conformance/SCOREBOARD.md
 
+GPU_OUT ?= out/gpu
+
+.PHONY: gpu
+gpu:  ## all that needs a GPU, in ten minutes: with the Python that has torch, PYTHON=..., and the packages in .wheels
+	@$(PYTHON) -m benchmarks.gpu --out $(GPU_OUT)
+
+.PHONY: gpu-wheels
+gpu-wheels: venv  ## fetch the packages that `make gpu` takes along, for GPU_PYTHON=3.12 on x86-64
+	@$(BIN)/python -m benchmarks.gpu.wheels $(if $(GPU_PYTHON),--python $(GPU_PYTHON))
+
+.PHONY: gpu-rehearsal
+gpu-rehearsal: venv  ## `make gpu` on the processor, with torch, the packages in .wheels and nothing else
+	@$(BIN)/python -m benchmarks.gpu.rehearsal --out $(GPU_OUT)-rehearsal
+
 .PHONY: lint
 lint: venv  ## ruff: rules and format
 	@$(BIN)/ruff check .

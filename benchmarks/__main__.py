@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.delta import measure_delta
@@ -36,6 +36,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure ckptfmt beside its peers.")
     parser.add_argument("command", choices=[*MEASURE, PLAN, DELTA], help="what to measure")
     parser.add_argument("--nbytes", type=_count, default=NBYTES, help="about how large the state is (%(default)s)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="stall (cpu), gpu_digest (cuda): of the state")
     parser.add_argument("--ranks", type=_count, default=RANKS, help="plan: how many, a power of two (%(default)s)")
     parser.add_argument("--tensors", type=_count, default=TENSORS, help="plan: how many (%(default)s)")
     sizes = Sizes()
@@ -84,7 +85,9 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
         scratch = options.scratch or options.directory / "training"
         copies = options.copies
         return measure_delta(sizes, copies=copies, scratch=scratch, rounds=rounds, place=place, progress=progress)
-    return MEASURE[options.command](options.nbytes, rounds=rounds, place=place, progress=progress)
+    measure: Callable[..., Outcome] = MEASURE[options.command]
+    device = {"device": options.device} if options.device else {}
+    return measure(options.nbytes, rounds=rounds, place=place, progress=progress, **device)
 
 
 def _repeat(options: argparse.Namespace) -> str:
@@ -95,7 +98,8 @@ def _repeat(options: argparse.Namespace) -> str:
         DELTA: f"--width {options.width} --steps {options.steps} --copies {options.copies}",
     }
     size = sizes.get(options.command, f"--nbytes {options.nbytes}")
-    return f"python -m benchmarks {options.command} {size}{rounds}"
+    device = f" --device {options.device}" if options.device else ""
+    return f"python -m benchmarks {options.command} {size}{device}{rounds}"
 
 
 def _count(text: str) -> int:

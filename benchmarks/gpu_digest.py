@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
@@ -58,12 +59,31 @@ class _EventClock:
         return float(begin.elapsed_time(end)) / 1e3
 
 
-def measure_gpu_digest(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+class _WallClock:
+    """That of the host, which does at once what it is given."""
+
+    def time(self, work: Callable[[], object]) -> float:
+        """Return the seconds that the call takes."""
+        begin_s = time.perf_counter()
+        work()
+        return time.perf_counter() - begin_s
+
+
+def measure_gpu_digest(
+    nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress, device: str = "cuda"
+) -> Outcome:
     """Measure the digests of so many bytes on the current CUDA device, then saves of a state as large.
+
+    Args:
+        device: ``cpu`` to rehearse it there.
 
     Raises: SystemExit, 2 where there is no CUDA device, with a sentence where there is no room; RuntimeError if a
         digest isn't the host's, or if what was saved isn't what loads.
     """
+    rounds = rounds or _ROUNDS
+    if device == "cpu":
+        host = torch.device(device)
+        return measure_on(host, nbytes, clock=_WallClock(), rounds=rounds, place=place, progress=progress)
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip or "no GPU"
         print(
@@ -72,11 +92,11 @@ def measure_gpu_digest(nbytes: int, *, rounds: int | None, place: Workplace, pro
         )
         raise SystemExit(_NO_DEVICE)
     check_room(place.directory, memory_nbytes=_MEMORY_FACTOR * nbytes, storage_nbytes=STORAGE_FACTOR * nbytes)
-    device = torch.device("cuda", torch.cuda.current_device())
-    free_nbytes, _ = torch.cuda.mem_get_info(device)
+    current = torch.device("cuda", torch.cuda.current_device())
+    free_nbytes, _ = torch.cuda.mem_get_info(current)
     if free_nbytes < 3 * nbytes:
         raise SystemExit(f"needs {3 * nbytes / 1e9:.1f} GB of the device, {free_nbytes / 1e9:.1f} are free: --nbytes")
-    return measure_on(device, nbytes, clock=_EventClock(), rounds=rounds or _ROUNDS, place=place, progress=progress)
+    return measure_on(current, nbytes, clock=_EventClock(), rounds=rounds, place=place, progress=progress)
 
 
 def measure_on(

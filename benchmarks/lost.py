@@ -47,7 +47,7 @@ def measure_lost(bench: Bench, ours: tuple[Ours, Ours], yardstick: CopyYardstick
     Args:
         ours: with overlap, and without.
     """
-    stager = make_stager()
+    stager = make_stager(bench.trainer.device)
     try:
         bench.progress.say("stall: warming up")
         runs = [run_until_done(bench, one) for one in ours * 2]

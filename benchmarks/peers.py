@@ -211,14 +211,15 @@ class DcpAsync:
         return Pending(path=path, is_done=future.done, wait=future.result)
 
 
-def make_stager() -> DefaultStager:
-    """Return DCP's best stager without a GPU: into shared memory that is kept."""
+def make_stager(device: torch.device) -> DefaultStager:
+    """Return DCP's best stager: into shared memory that is kept, and pinned where it is copied to from a GPU."""
+    is_far = device.type == "cuda"
     return DefaultStager(
         StagingOptions(
-            use_pinned_memory=False,
+            use_pinned_memory=is_far,
             use_shared_memory=True,
             use_async_staging=False,
-            use_non_blocking_copy=False,
+            use_non_blocking_copy=is_far,
         )
     )
 

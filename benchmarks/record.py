@@ -66,7 +66,7 @@ def build_record(command: str, outcome: Outcome, *, directory: Path, began: dt.d
         "date": began.isoformat(timespec="seconds"),
         "duration_s": round((ended - began).total_seconds(), 1),
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "packages": {name: _version_of(name) for name in _PACKAGES},
         "machine": describe_machine(),
         "storage": describe_storage(directory),
         "cache": outcome.cache,
@@ -81,6 +81,14 @@ def build_record(command: str, outcome: Outcome, *, directory: Path, began: dt.d
         "notes": _rounded(outcome.notes),
         "rounds": {name: _rounded(rounds) for name, rounds in outcome.rounds.items()},
     }
+
+
+def _version_of(name: str) -> str | None:
+    """Return the version of a package; None where it is run from a checkout, and not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def dump_record(record: Mapping[str, Any]) -> str:

@@ -28,6 +28,8 @@ _LATER_SAVES: Final = 3  # after each first one
 _BATCHES: Final = (16, 32, 64, 128, 256, 512)
 #: Forward and backward take so many times the copy: beside a busy loop a copy takes longer than alone.
 _PASSES_PER_COPY: Final = 4
+#: A GPU takes so many times the rows in the time that a copy from it takes.
+_ROWS_ON_DEVICE: Final = 32
 
 GOALS: Final = {
     "stall_vs_copy": "<= 1.1",
@@ -39,17 +41,20 @@ GOALS: Final = {
 }
 
 
-def measure_stall(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+def measure_stall(
+    nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress, device: str = "cpu"
+) -> Outcome:
     """Measure stalls and lost seconds, in interleaved rounds.
 
     Args:
         nbytes: about how large the state is.
         rounds: how many of each experiment; None for as many as each figure needs.
+        device: what the state lies on.
 
     Raises: SystemExit where memory or storage wouldn't do.
     """
     check_room(place.directory, memory_nbytes=11 * nbytes, storage_nbytes=4 * nbytes)
-    bench = Bench(trainer=Trainer(nbytes, threads=os.cpu_count() or 1), place=place, progress=progress)
+    bench = Bench(trainer=Trainer(nbytes, threads=os.cpu_count() or 1, device=device), place=place, progress=progress)
     with pages_in_order(nbytes):
         yardstick = CopyYardstick(bench.trainer)
     workload = {**bench.trainer.describe(), **_choose_batch(bench.trainer, yardstick)}
@@ -84,7 +89,7 @@ def measure_stall(nbytes: int, *, rounds: int | None, place: Workplace, progress
 def _choose_batch(trainer: Trainer, yardstick: CopyYardstick) -> dict[str, object]:
     """Choose the batch with which forward and backward outlast the copy; return what a record says of the steps."""
     copy_s = median_of([yardstick.time_copy(threads=1) for _ in range(3)])
-    for rows in _BATCHES:
+    for rows in [rows * (_ROWS_ON_DEVICE if trainer.device.type == "cuda" else 1) for rows in _BATCHES]:
         trainer.set_batch(rows)
         trainer.step()
         times = [trainer.step() for _ in range(3)]

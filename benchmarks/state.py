@@ -74,13 +74,15 @@ class Trainer:
     Args:
         nbytes: about how many bytes weights and moments are together.
         threads: how many threads the steps use.
+        device: what the state lies on, and steps are computed by.
     """
 
-    def __init__(self, nbytes: int, *, threads: int) -> None:
+    def __init__(self, nbytes: int, *, threads: int, device: str = "cpu") -> None:
         torch.set_num_threads(threads)
         torch.manual_seed(0)
         self.threads = threads
-        self.model = Stack(plan_width(nbytes))
+        self.device = torch.device(device)
+        self.model = Stack(plan_width(nbytes)).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.state = ckptfmt.State(weights=self.model, optimizer=self.optimizer)
         self._hooked_s = 0.0
@@ -114,11 +116,12 @@ class Trainer:
             "dtype": "float32",
             "shape": list(large[0].shape),
             "optimizer": "AdamW(fused=True)",
+            "device": self.device.type,
         }
 
     def set_batch(self, rows: int) -> None:
         """Choose how many rows a step takes: how long it is."""
-        self._rows = torch.randn(rows, self.model.width)
+        self._rows = torch.randn(rows, self.model.width, device=self.device)
 
     def drop_gradients(self) -> None:
         """Let go of the gradients: no step is to come."""
@@ -130,18 +133,24 @@ class Trainer:
         self._hook = self.optimizer.register_step_pre_hook(self._note_hook)
 
     def step(self) -> StepTimes:
-        """Take one training step."""
+        """Take one training step; a device has done it when this returns."""
         begin_s = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=False)  # the gradients' memory stays, and stays touched
         loss = (self.model(self._rows) - 1).square().mean()
         loss.backward()
+        self._settle()
         called_s = time.perf_counter()
         self.optimizer.step()
+        self._settle()
         return StepTimes(
             passes_s=called_s - begin_s,
             guard_s=self._hooked_s - called_s,
             update_s=time.perf_counter() - self._hooked_s,
         )
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _note_hook(self, *_: object) -> None:
         self._hooked_s = time.perf_counter()

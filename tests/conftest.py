@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -24,6 +25,14 @@ hypothesis.settings.load_profile("house")
 
 # Everything that a test saves and leaves whole is also read by a reader that knows the specification alone.
 pytest_plugins = ["tests.plugins_stranger"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `cuda` where there is no such device. `python -m benchmarks.gpu` runs it where there is."""
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if marked and not sys.modules["torch"].cuda.is_available():  # whoever needs a device has imported torch
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ import datetime as dt
 import functools
 import json
 import os
-import time
 
 import pytest
 import torch
@@ -19,13 +18,6 @@ from ckptfmt import limits
 from ckptfmt.interop.torch.blake3 import block_digests
 
 HOST = torch.device("cpu")
-
-
-class WallClock:
-    def time(self, work):
-        begin_s = time.perf_counter()
-        work()
-        return time.perf_counter() - begin_s
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -46,7 +38,9 @@ def measure_on(tmp_path, monkeypatch):
 
     def measure(nbytes, *, rounds):
         place = Workplace(tmp_path)
-        return gpu_digest.measure_on(HOST, nbytes, clock=WallClock(), rounds=rounds, place=place, progress=Progress())
+        return gpu_digest.measure_on(
+            HOST, nbytes, clock=gpu_digest._WallClock(), rounds=rounds, place=place, progress=Progress()
+        )
 
     return measure
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from ckptfmt.checkpointer import Checkpointer
 from tests.campaign.checker import look_at, problems_of
-from tests.campaign.oracle import Oracle, Place
+from tests.campaign.oracle import EXCUSED, Oracle, Place
 from tests.campaign.states import Spec, hold, make_specs
 from tests.campaign.trainer import Life, live
 from tests.faults.driver import MARK, mark_of, until
@@ -210,10 +210,8 @@ class _Run:
         self._watch(life, children, progress, list(plan))
         told = f"{life.framework} x{life.worker_count} {life.options}, {plan}: {time.monotonic() - begin_s:.1f} s"
         sys.stderr.write(f"run {self._seed} life {number}: {told}\n")
-        excused = None if self._was_disturbed else frozenset[str]()
-        if life.meddles and excused is not None:
-            excused = frozenset({"STATE_CHANGED"})
-        self._oracle.listen(excused=excused)
+        excused = EXCUSED if self._was_disturbed else frozenset()
+        self._oracle.listen(excused=excused | {"STATE_CHANGED"} if life.meddles else excused)
 
     def _make_life(self, number: int, *, disturbed: bool) -> Life:
         rng = self._rng

@@ -10,13 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, Final
 
-__all__ = ["Log", "Oracle"]
+__all__ = ["EXCUSED", "Log", "Oracle", "Place"]
 
 _NAME: Final = re.compile(r"step-([0-9]{8,})-l([0-9]{4,})")
 #: What a wait may take beyond its deadline: others have the processors, too.
 _SLACK_S: Final = 30.0
 #: What a trainer may be told when a process that it needs was killed or stopped.
-_EXCUSED: Final = frozenset(
+EXCUSED: Final = frozenset(
     {
         "CHECKPOINT_ABORTED",
         "COMMIT_CONFLICT",
@@ -97,11 +97,11 @@ class Oracle:
 
     # --- what the trainers told ---------------------------------------------------------------------------------------
 
-    def listen(self, *, excused: frozenset[str] | None) -> None:
+    def listen(self, *, excused: frozenset[str]) -> None:
         """Take in what the trainers of a life have told.
 
         Args:
-            excused: what they may fail with; None for whatever the death of a helper may cause.
+            excused: codes of the errors that they may have met.
         """
         with self._log.open("rb") as log:
             log.seek(self._read_nbytes)
@@ -111,7 +111,7 @@ class Oracle:
         self._read_launches()
         for line in lines.splitlines():
             told = json.loads(line)
-            getattr(self, f"_take_{told['kind']}")(told, _EXCUSED if excused is None else excused)
+            getattr(self, f"_take_{told['kind']}")(told, excused)
 
     def _take_launch(self, told: dict[str, Any], _: object) -> None:
         launch = told["launch"]

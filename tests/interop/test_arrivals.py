@@ -112,7 +112,7 @@ def test_a_fill_counts_as_a_change(kind):
     assert not tensor[0].any()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_on_a_real_device(tmp_path):
     weights = {"w": torch.randn(3000, 1000), "t": torch.randn(500, 400)}
     ckptfmt.save(tmp_path / "c", ckptfmt.State(weights=weights), step=1)

@@ -281,6 +281,7 @@ print("equal")
 
 
 @pytest.mark.slow
+@pytest.mark.cuda
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with torch's CUDA builds alone")
 def test_the_interpreted_kernels_give_the_digests_of_the_host():
     """REQ-TEN-006."""

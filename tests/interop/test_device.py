@@ -492,7 +492,7 @@ def test_the_seam_calls_what_torch_has(monkeypatch):
     cudart.cudaHostUnregister.assert_called_once_with(4096)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_on_a_real_device():
     device, cuda = torch.device("cuda", 0), Cuda()
     with torch.no_grad():

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ckptfmt_conformance.elastic.tree import place
 from ckptfmt_conformance.trajectories.data import Cursor, make_batch
+from ckptfmt_conformance.trajectories.device import DEVICE
 from ckptfmt_conformance.trajectories.ledger import Facts, Position, facts_of, float_bits
 from ckptfmt_conformance.trajectories.models import Experts, make_model
 from ckptfmt_conformance.trajectories.optimizers import make_optimizer, make_schedule
@@ -91,7 +92,7 @@ class Window:
         self.micro = state["micro"]
         for name, parameter in self._model.named_parameters():
             gradient = state["gradients"].get(name)
-            parameter.grad = None if gradient is None else gradient.detach().clone()
+            parameter.grad = None if gradient is None else gradient.detach().clone().to(parameter.device)
 
 
 class TrainingJob:
@@ -106,14 +107,15 @@ class TrainingJob:
         self.rank, self.world_size = place()
         self.replicas = 1 if recipe.layout == "tp" else self.world_size
         torch.manual_seed(seed)  # the same first weights on every process
-        self.core = make_model(recipe.model).to(torch.bfloat16 if recipe.precision == "bf16" else torch.float32)
+        precision = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+        self.core = make_model(recipe.model).to(DEVICE, precision)
         self.model = spread(self.core, recipe)
         averaging = get_ema_multi_avg_fn(0.8)  # type: ignore[no-untyped-call]
         self.averaged = AveragedModel(self.core, multi_avg_fn=averaging) if recipe.averaged else None
         self.optimizer: Optimizer = make_optimizer(recipe.optimizer, self.core)
         self.scheduler = make_schedule(recipe.schedule, self.optimizer)
         scaled = recipe.precision == "fp16"
-        self.scaler = torch.amp.GradScaler("cpu", **SCALER) if scaled else None
+        self.scaler = torch.amp.GradScaler(DEVICE.type, **SCALER) if scaled else None
         self.cursor = Cursor(EPOCH_STEPS * self.step_samples, seed=3)
         self.augment = torch.Generator()
         self.window, self.progress = Window(self.core), Progress()
@@ -139,7 +141,8 @@ class TrainingJob:
         last = self.window.micro + 1 == self.recipe.accumulate
         held = isinstance(self.model, DistributedDataParallel) and not last
         with self.model.no_sync() if held else contextlib.nullcontext():  # type: ignore[operator]
-            loss = self._loss(*make_batch(self.recipe.model, self.samples, self.augment))
+            inputs, targets = make_batch(self.recipe.model, self.samples, self.augment)
+            loss = self._loss(inputs.to(DEVICE), targets.to(DEVICE))
             self.loss = float(loss.item())
             if self.scaler and self.progress.step == OVERFLOW_STEP:
                 loss = loss * float("inf")
@@ -153,7 +156,7 @@ class TrainingJob:
         """Return the loss, to which the averaged model adds a lesson the more the longer the run is."""
         inputs = inputs if inputs.dtype == torch.int64 else inputs.to(next(self.core.parameters()).dtype)
         half = self.recipe.precision == "fp16"
-        with torch.autocast("cpu", dtype=torch.float16, enabled=half):
+        with torch.autocast(DEVICE.type, dtype=torch.float16, enabled=half):
             logits = self.model(inputs)
         loss = functional.cross_entropy(logits.float(), targets)
         if self.averaged is not None:
@@ -265,6 +268,8 @@ def stream_facts() -> Facts:
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002 - the same
     facts["rng/numpy/keys"] = torch.from_numpy(np.asarray(keys).astype(np.int64))
     facts["rng/numpy/place"] = repr([kind, *rest])
+    if DEVICE.type == "cuda":
+        facts |= facts_of("rng/torch.cuda", torch.cuda.get_rng_state(DEVICE))
     return facts | facts_of("rng/torch", torch.get_rng_state())
 
 
