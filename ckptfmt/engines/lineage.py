@@ -237,7 +237,7 @@ def _find_replacement(
             code, what = Code.DOC_DIGEST, f"a launch record names {resume.digest}, and here is {register.digest}"
         case _:
             return None
-    return err(code, what, where=resume.name, requirement="REQ-RUN-019")
+    return err(code, what, where=resume.name, requirement="REQ-RUN-022")
 
 
 def _is_overtaken(launch: Launch, entries: list[RunEntry]) -> bool:

@@ -257,7 +257,7 @@ def test_a_tombstone_of_another_run_is_damage_and_no_endless_recursion():
 
 
 def test_what_a_record_names_is_known_by_its_digest():
-    """REQ-RUN-019: another checkpoint under the name that a record has was gone on from."""
+    """REQ-RUN-022: another checkpoint under the name that a record has was gone on from."""
     made = RunOfSteps()
     made.begin()
     made.save(1, 2, 3)
@@ -272,7 +272,7 @@ def test_what_a_record_names_is_known_by_its_digest():
 
 
 def test_what_a_record_names_and_is_aborted_is_passed_over_by_name():
-    """REQ-RUN-019: it was gone past as if it had been retired."""
+    """REQ-RUN-022: it was gone past as if it had been retired."""
     made = RunOfSteps()
     made.begin()
     made.save(1, 2)

@@ -160,9 +160,9 @@ def _first_candidate(made: Page) -> None:
          "the register of step 800 of launch 1 holds a tombstone of launch 2", _retire(simple(), 800, 1, launch=2)),
         ("tombstone-of-another-run", "RUN-003 RUN-020", "RUN_MISMATCH",
          "the register of step 800 holds a tombstone of another run", _retire(simple(), 800, 1, run_id=OTHER_RUN)),
-        ("resume-from-digest", "RUN-019 RUN-020", "DOC_DIGEST",
+        ("resume-from-digest", "RUN-022 RUN-020", "DOC_DIGEST",
          "launch 2 has saved nothing, and its record names step 400 with another digest", _other_digest()),
-        ("resume-from-aborted", "RUN-019 RUN-020", "CHECKPOINT_ABORTED",
+        ("resume-from-aborted", "RUN-022 RUN-020", "CHECKPOINT_ABORTED",
          "launch 2 has saved nothing, and the register of what its record names holds an abort record",
          _abort(_three().launch(2, of=SECOND), 400, 1)),
         ("all-retired", "MAN-001 RUN-020", "NOT_COMMITTED",
@@ -249,18 +249,18 @@ def _launch_lineage(made: Page) -> None:
         "RUN-006", "as before, and the register of step 400 lacks its last byte",
     )  # fmt: skip
     _resumes(
-        made, "launch-resume-from-digest", _other_digest(by="hand"), FIRST, [SECOND], "RUN-019",
+        made, "launch-resume-from-digest", _other_digest(by="hand"), FIRST, [SECOND], "RUN-022",
         "launch 2 has saved nothing, and its record names step 400 with another digest",
         why="the digest counts, and not the name: what lies under it is another checkpoint",
     )  # fmt: skip
     _resumes(
         made, "launch-resume-from-aborted", _abort(_three().launch(2, of=SECOND, by="hand"), 400, 1), FIRST, [SECOND],
-        "RUN-019", "launch 2 has saved nothing, and the register of what its record names holds an abort record",
+        "RUN-022", "launch 2 has saved nothing, and the register of what its record names holds an abort record",
     )  # fmt: skip
     lost = _three().launch(2, of=SECOND, by="hand")
     lost.files = {path: content for path, content in lost.files.items() if not path.startswith(SECOND)}
     _resumes(
-        made, "launch-resume-from-lost", lost, FIRST, [SECOND], "RUN-019",
+        made, "launch-resume-from-lost", lost, FIRST, [SECOND], "RUN-022",
         "launch 2 has saved nothing, and what its record names isn't there",
     )  # fmt: skip
     deep = simple().launch(2, of=THIRD).save(900, 2).save(1200, 2).launch(3, of=checkpoint_name(900, 2), by="hand")
@@ -310,7 +310,7 @@ def _launch_refused(made: Page) -> None:
          _damage(simple(), (400, 1), (800, 1))),
         ("launch-resume-from-gone", "RUN-010", "NO_VALID_CHECKPOINT",
          "launch 2 was chosen by hand, and its record names the only checkpoint, which was retired", gone),
-        ("launch-ring", "RUN-010 RUN-019", "NO_VALID_CHECKPOINT",
+        ("launch-ring", "RUN-010 RUN-022", "NO_VALID_CHECKPOINT",
          "the records of launches 2 and 3 name checkpoints of each other, which aren't there", ring),
         ("launch-record-of-another-run", "RUN-003", "RUN_MISMATCH", "the record of launch 2 is of another run",
          simple().launch(2, of=THIRD, run_id=OTHER_RUN)),

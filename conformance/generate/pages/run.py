@@ -356,7 +356,7 @@ def _lineage(made: Page) -> None:
         made,
         "resume-from-lost",
         lost,
-        "RUN-019 RUN-020",
+        "RUN-022 RUN-020",
         "NOT_COMMITTED",
         "what the newest launch names isn't there",
         why="silently beginning at step 0 costs a run",

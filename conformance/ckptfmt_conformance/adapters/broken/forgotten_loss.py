@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptfmt_conformance.adapters.reference import Reference
 
-BREAKS = ("REQ-RUN-019",)
+BREAKS = ("REQ-RUN-022",)
 CONVICTED_BY = (
     "run/invalid/resume-from-aborted",
     "run/valid/launch-resume-from-aborted",

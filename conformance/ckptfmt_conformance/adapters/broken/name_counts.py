@@ -6,7 +6,7 @@ from typing import Any
 
 from ckptfmt_conformance.adapters.reference import Reference, original
 
-BREAKS = ("REQ-RUN-019",)
+BREAKS = ("REQ-RUN-022",)
 CONVICTED_BY = ("run/invalid/resume-from-digest", "run/valid/launch-resume-from-digest")
 
 _find_replacement = original("ckptfmt.engines.lineage:_find_replacement")
