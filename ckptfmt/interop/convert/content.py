@@ -17,6 +17,7 @@ from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
+from ckptfmt.interop.convert.bounds import Budget
 from ckptfmt.interop.names import GLOBAL, key_text
 
 __all__ = ["CHUNK_NBYTES", "Array", "Content", "LeftOut", "Memory", "Read", "Tensor", "Unfit", "map_tree"]
@@ -138,6 +139,7 @@ class Content:
         leaves: plain values as trees; tensors within are `ckptfmt.documents.tree.TensorRef`.
         left_out: what of the source has no place in a checkpoint.
         step: training steps done, where the source says so.
+        budget: of the bytes of tensors, where the source is foreign.
     """
 
     origin: str
@@ -145,9 +147,15 @@ class Content:
     leaves: dict[TensorKey, Any] = dataclasses.field(default_factory=dict)
     left_out: list[LeftOut] = dataclasses.field(default_factory=list)
     step: int | None = None
+    budget: Budget | None = None
 
     def add(self, tensor: Tensor) -> None:
-        """Add a tensor. Raises: StateError(STATE_NAME) for a name that is taken."""
+        """Add a tensor. Raises: StateError(STATE_NAME) for a name that is taken; FormatError(LIMIT_EXCEEDED)."""
+        if len(tensor.global_shape) > limits.NDIM or len(tensor.name) > limits.NAME_NBYTES:
+            detail = f"a name of {len(tensor.name)} characters, or {len(tensor.global_shape)} dimensions"
+            raise err(Code.LIMIT_EXCEEDED, detail, where=tensor.name[:64], requirement="REQ-LIM-001")
+        if self.budget is not None:
+            self.budget.spend(tensor.nbytes)
         if tensor.key in self.tensors:
             raise err(Code.STATE_NAME, f"{tensor.field} has {tensor.name!r} twice", where=tensor.name)
         self.tensors[tensor.key] = tensor
@@ -157,9 +165,13 @@ class Unfit(Exception):  # noqa: N818 - no error: it says what is left out
     """A value that the target has no form for."""
 
 
+#: Types of plain values that almost every conversion leaves as they are, of which long lists are.
+_SCALARS: Final[frozenset[type]] = frozenset({type(None), bool, float, str})
+
 #: Exactly these types are containers; what derives from them may hold more than its items.
 _DICTS: Final = (dict, OrderedDict)
 _ITEMS: Final = (list, tuple, set, frozenset)
+_CONTAINERS: Final = frozenset({*_DICTS, *_ITEMS, deque, Counter})
 
 
 def map_tree(
@@ -169,6 +181,7 @@ def map_tree(
     *,
     drop: Callable[[str, str], None] | None = None,
     whole: tuple[type, ...] = (),
+    kept: frozenset[type] = _SCALARS,
     depth: int = 0,
 ) -> Any:  # noqa: ANN401 - the tree with other leaves
     """Return a tree of the same containers, with what `leaf` makes of each value that isn't one.
@@ -178,6 +191,7 @@ def map_tree(
         name: of the tree.
         drop: is told name and reason of each entry of a dict that `leaf` raises `Unfit` for, and that is left out.
         whole: kinds of containers that `leaf` is given as they are.
+        kept: types of values that `leaf` would return as they are: a list of such values alone isn't looked at.
 
     Raises: FormatError(DOC_DEPTH); what `leaf` raises.
     """
@@ -189,21 +203,20 @@ def map_tree(
     def below(item: Any, key: object) -> Any:  # noqa: ANN401
         text = key_text(key)
         inner = f"{name}/{text}" if name else text
-        return map_tree(item, leaf, inner, drop=drop, whole=whole, depth=depth + 1)
+        return map_tree(item, leaf, inner, drop=drop, whole=whole, kept=kept, depth=depth + 1)
 
     kind = type(value)
-    if kind in whole:
+    if kind in whole or kind not in _CONTAINERS:
         return leaf(value, name)
     if kind in _ITEMS:
-        return kind(below(item, index) for index, item in enumerate(value))
+        same = kept.issuperset(map(type, value))
+        return kind(value if same else (below(item, index) for index, item in enumerate(value)))
     if kind is deque:
         return deque((below(item, index) for index, item in enumerate(value)), value.maxlen)
     if kind is Counter:
         counter: Counter[Any] = Counter()
         counter.update({key: below(item, key) for key, item in value.items()})
         return counter
-    if kind not in _DICTS:
-        return leaf(value, name)
     made = kind()
     for key, item in value.items():
         try:

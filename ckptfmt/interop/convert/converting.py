@@ -10,12 +10,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.convert import hf, native
+from ckptfmt.interop.convert import dcp_source, hf, native, torch_trees
 from ckptfmt.interop.convert.content import Content, LeftOut, Tensor, map_tree
 from ckptfmt.interop.convert.fields import assemble, parse_rules, sort_fields
 from ckptfmt.interop.convert.places import check_paths, source_kind, staged, target_kind
@@ -29,9 +29,9 @@ MAX_SHARD_NBYTES = 5 * 10**9
 #: What is a checkpoint's own, beside its fields.
 _PROOF = (LeftOut("digests", "the target has none: damage to it won't be noticed"),)
 
-_TORCH_FORMATS = {
-    "torch": ("convert_zip", "read_file", "a torch.save file"),
-    "dcp": ("convert_dcp", "read_directory", "a directory of torch.distributed.checkpoint"),
+_TORCH_FORMATS: Final[dict[str, tuple[Callable[[str, Content], object], str]]] = {
+    "torch": (torch_trees.read_file, "a torch.save file"),
+    "dcp": (dcp_source.read_directory, "a directory of torch.distributed.checkpoint"),
 }
 
 
@@ -141,9 +141,9 @@ def plan_conversion(
 def _read_foreign(source: str, kind: str, rules: dict[str, str]) -> Content:
     if kind == "hf":
         return hf.read_directory(source)
-    module, function, origin = _TORCH_FORMATS[kind]
+    read, origin = _TORCH_FORMATS[kind]
     content = Content(origin=origin)
-    root = getattr(_torch_side(module), function)(source, content)
+    root = read(source, content)
     sort_fields(root, rules, content, where=source)
     return content
 

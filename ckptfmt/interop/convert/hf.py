@@ -18,6 +18,7 @@ from ckptfmt.documents.shard import ShardEntry, plan_shard
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
+from ckptfmt.interop.convert.bounds import member_of
 from ckptfmt.interop.convert.content import Content, LeftOut, Tensor, map_tree
 from ckptfmt.interop.convert.fields import assemble
 from ckptfmt.interop.names import GLOBAL
@@ -53,26 +54,26 @@ def parse_nbytes(text: str) -> int:
 def read_directory(path: str) -> Content:
     """Return the weights of a directory, or of one file.
 
-    Raises: IntegrityError(FILE_MISSING, FILE_NBYTES); FormatError(DOC_SYNTAX, DOC_SCHEMA, UNSAFE_PATH,
-        SHARD_HEADER_SYNTAX, SHARD_DTYPE, SHARD_MISMATCH).
+    Raises: IntegrityError(FILE_MISSING, FILE_NBYTES); FormatError(DOC_SYNTAX, DOC_SCHEMA, UNSAFE_PATH, UNSAFE_FILE,
+        SHARD_HEADER_SYNTAX, SHARD_DTYPE, SHARD_MISMATCH, LIMIT_EXCEEDED).
     """
     content = Content(origin="a Hugging Face directory")
     root = Path(path)
     if root.is_file():
-        names: dict[str, set[str] | None] = {root.name: None}
-        root = root.parent
+        _read_file(root, None, content)
     else:
         names = _files_of(root)
+        paths = {name: member_of(root, name, named_by=str(root / INDEX_NAME)) for name in names}
         others = sorted(entry.name for entry in root.iterdir() if entry.name not in {*names, INDEX_NAME})
         content.left_out = [LeftOut(name, "only tensors are converted") for name in others if name[:1] != "."]
-    for name, wanted in names.items():
-        _read_file(root / name, wanted, content)
+        for name, wanted in names.items():
+            _read_file(paths[name], wanted, content)
     return content
 
 
 def _files_of(root: Path) -> dict[str, set[str] | None]:
     """Return the files of a directory, each with the names that are wanted of it; None for all."""
-    if not (root / INDEX_NAME).exists():
+    if not os.path.lexists(root / INDEX_NAME):
         present = sorted(entry.name for entry in root.glob("*.safetensors"))
         if WEIGHTS_NAME in present:
             return {WEIGHTS_NAME: None}
@@ -82,23 +83,19 @@ def _files_of(root: Path) -> dict[str, set[str] | None]:
             raise err(Code.FILE_MISSING, detail, where=str(root / INDEX_NAME), remedy=remedy)
         return {present[0]: None}
     files: dict[str, set[str] | None] = {}
-    for tensor, name in _weight_map(root / INDEX_NAME).items():
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-            raise err(Code.UNSAFE_PATH, f"{tensor!r} is in {name!r}", where=str(root / INDEX_NAME))
+    for tensor, name in _weight_map(member_of(root, INDEX_NAME, named_by=str(root))).items():
+        if not isinstance(name, str):
+            raise err(Code.UNSAFE_PATH, f"{tensor[:200]!r} is in no file", where=str(root / INDEX_NAME))
         wanted = files.setdefault(name, set())
         assert wanted is not None  # noqa: S101 - made in this loop
         wanted.add(tensor)
-    for name in files:
-        if not (root / name).is_file():
-            remedy = "Fetch the missing file, or correct the index."
-            raise err(Code.FILE_MISSING, f"{INDEX_NAME} names it", where=str(root / name), remedy=remedy)
     return files
 
 
 def _weight_map(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # that an integer has too many digits is a ValueError
         raise err(Code.DOC_SYNTAX, str(error)[:200], where=str(path)) from None
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weight_map, dict):
@@ -223,7 +220,7 @@ def _iter_named(root: dict[str, Any], left_out: list[LeftOut]) -> Iterator[tuple
             else:
                 left_out.append(LeftOut(f"weights:{path}", "a safetensors file holds no plain values"))
 
-        map_tree(value, take, key)
+        map_tree(value, take, key, kept=frozenset())
         yield from found
 
 

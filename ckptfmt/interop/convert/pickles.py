@@ -1,0 +1,377 @@
+"""Pickles read as data: an interpreter that makes plain values and inert records, and calls nothing.
+
+A pickle is a program. REDUCE calls a function, BUILD sets attributes or calls ``__setstate__``, APPENDS calls
+``extend``; whatever real class or function an unpickler lets in, a program can call or change. (BUILD with slot state
+on a class is ``setattr`` on that class, for the whole process.) `pickle.Unpickler` can't be told to do less: its
+``find_class`` decides only which objects the program gets. It also allocates what an operand says, such as the
+memo of LONG_BINPUT, not what the file holds.
+
+Here no name is resolved. GLOBAL makes a `Named`, which can't be changed; REDUCE and NEWOBJ make a `Made`, a record of
+a name and its arguments; BUILD, SETITEMS and ADDITEMS are defined for `Made` alone, APPENDS for lists alone. So all
+that a pickle can change are lists and records that were made for it. Nothing is hashed either: dicts and sets are
+records of their items, so that no choice of keys makes a table slow. What the records mean is decided by who asked.
+
+Each operation takes a byte at least, and makes one object of less than 100 bytes, or text that the pickle holds: memory
+and time are bounded by the size of the pickle. Operations that torch doesn't write are refused by name.
+
+Source: `pickletools` of CPython, for the operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import struct
+from collections.abc import Callable, Collection
+from typing import Any, Final, TypeAlias
+
+from ckptfmt.errors import CkptError, Code, err
+
+__all__ = ["COUNTER", "DICT", "FROZENSET", "ORDERED_DICT", "PERSISTENT", "SET", "Made", "Named", "parse_pickle"]
+
+#: Kinds of records that operations make by themselves, or that SETITEMS may fill.
+DICT: Final = "builtins.dict"
+SET: Final = "builtins.set"
+FROZENSET: Final = "builtins.frozenset"
+ORDERED_DICT: Final = "collections.OrderedDict"
+COUNTER: Final = "collections.Counter"
+#: What a persistent id stands for: ``args`` holds the id.
+PERSISTENT: Final = "a persistent id"
+
+_BYTEARRAY: Final = "builtins.bytearray"
+_LAST_PROTOCOL: Final = 5
+#: How modules were called by Python 2, as protocol 2 writes them to this day.
+_RENAMED: Final = {"__builtin__": "builtins"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Named:
+    """A name of a class, a function or a constant, such as ``torch.float32``."""
+
+    name: str
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Made:
+    """A record of an object that a pickle wants to be made.
+
+    Attributes:
+        kind: name of what makes it.
+        args: what that is to be called with.
+        state: what BUILD gave.
+        items: what was added, keys and values of a mapping in turn.
+    """
+
+    kind: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    items: list[Any] | None = None
+
+
+def parse_pickle(content: bytes, *, permitted: Collection[str], where: str) -> Any:  # noqa: ANN401 - what it holds
+    """Return what a pickle holds: None, bool, int, float, str, bytes, list, tuple, `Named` and `Made`.
+
+    Args:
+        content: of the pickle, which ends with STOP.
+        permitted: full names that may occur.
+        where: of the pickle, for messages.
+
+    Raises: StateError(STATE_UNSUPPORTED) for another name, or an operation that torch doesn't write;
+        IntegrityError(FILE_NBYTES) for a pickle that isn't whole.
+
+    >>> import pickle
+    >>> parse_pickle(pickle.dumps([1, ("x", None)]), permitted=(), where="a")
+    [1, ('x', None)]
+    """
+    try:
+        return _Machine(content, permitted, where).run()
+    except (LookupError, ValueError, TypeError, struct.error) as error:
+        raise _damaged(where, f"{type(error).__name__}: {str(error)[:100]}") from None
+
+
+def _damaged(where: str, detail: str) -> CkptError:
+    return err(Code.FILE_NBYTES, f"its pickle isn't whole: {detail}", where=where, remedy="Copy it again.")
+
+
+class _Machine:
+    """The stack, the marks and the memo of one pickle."""
+
+    def __init__(self, content: bytes, permitted: Collection[str], where: str) -> None:
+        self.content = content
+        self.where = where
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self._permitted = permitted
+        self._named: dict[str, Named] = {}
+
+    def run(self) -> Any:  # noqa: ANN401 - what the pickle holds
+        """Do all operations up to STOP, and return what is on the stack then."""
+        content, at = self.content, 0
+        while True:
+            code = content[at]
+            at += 1
+            if code == _STOP:
+                return self.stack.pop()
+            operand = None
+            if code in _OPERANDS:
+                operand, at = _OPERANDS[code](content, at)
+            operation = _OPERATIONS.get(code)
+            if operation is None:
+                raise self.refuse(f"an operation {bytes([code])!r} that torch doesn't write")
+            operation(self, operand)
+
+    def refuse(self, what: str) -> CkptError:
+        """Return the error for what isn't let in."""
+        return err(
+            Code.STATE_UNSUPPORTED,
+            f"it holds what isn't safe to load: {what[:300]}",
+            where=self.where,
+            remedy="Where you trust it, load it with the program that wrote it, and save its state_dict and plain"
+            " values alone.",
+        )
+
+    def named(self, module: object, name: object) -> Named:
+        """Return a name. Raises: StateError(STATE_UNSUPPORTED)."""
+        if type(module) is not str or type(name) is not str:
+            raise TypeError("a name that isn't text")
+        full = f"{_RENAMED.get(module, module)}.{name}"
+        if full not in self._permitted:
+            raise self.refuse(full)
+        return self._named.setdefault(full, Named(full))
+
+    def cut(self) -> list[Any]:
+        """Return what is on the stack above the last mark, and take it away."""
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def filled(self, *kinds: str) -> list[Any]:
+        """Return the items of the record on top of the stack, which is of one of these kinds, to be added to."""
+        target = self.stack[-1]
+        if type(target) is not Made or target.kind not in kinds:
+            raise TypeError(f"items for a {type(target).__name__}")
+        if target.items is None:
+            target.items = []
+        return target.items
+
+
+# --- operands ---------------------------------------------------------------------------------------------------------
+
+#: Returns an operand and where the next operation is, given the pickle and where the operand begins.
+_Operand: TypeAlias = Callable[[bytes, int], tuple[Any, int]]
+
+
+def _fixed(form: str) -> _Operand:
+    packed = struct.Struct(form)
+
+    def read(content: bytes, at: int) -> tuple[Any, int]:
+        return packed.unpack_from(content, at)[0], at + packed.size
+
+    return read
+
+
+def _counted(form: str, decode: Callable[[bytes], Any]) -> _Operand:
+    packed = struct.Struct(form)
+
+    def read(content: bytes, at: int) -> tuple[Any, int]:
+        begin = at + packed.size
+        end = begin + packed.unpack_from(content, at)[0]
+        if not begin <= end <= len(content):
+            raise ValueError("an operand ends behind it")
+        return decode(content[begin:end]), end
+
+    return read
+
+
+def _two_lines(content: bytes, at: int) -> tuple[Any, int]:
+    middle = content.index(b"\n", at)
+    end = content.index(b"\n", middle + 1)
+    return (content[at:middle].decode(), content[middle + 1 : end].decode()), end + 1
+
+
+_text: Final = functools.partial(str, encoding="utf-8", errors="surrogatepass")
+_integer: Final = functools.partial(int.from_bytes, byteorder="little", signed=True)
+
+_OPERANDS: Final[dict[int, _Operand]] = {
+    0x80: _fixed("<B"),  # PROTO
+    0x95: _fixed("<Q"),  # FRAME
+    ord("K"): _fixed("<B"),  # BININT1
+    ord("M"): _fixed("<H"),  # BININT2
+    ord("J"): _fixed("<i"),  # BININT
+    ord("G"): _fixed(">d"),  # BINFLOAT
+    0x8A: _counted("<B", _integer),  # LONG1
+    0x8B: _counted("<i", _integer),  # LONG4
+    0x8C: _counted("<B", _text),  # SHORT_BINUNICODE
+    ord("X"): _counted("<I", _text),  # BINUNICODE
+    0x8D: _counted("<Q", _text),  # BINUNICODE8
+    ord("U"): _counted("<B", _text),  # SHORT_BINSTRING
+    ord("C"): _counted("<B", bytes),  # SHORT_BINBYTES
+    ord("B"): _counted("<I", bytes),  # BINBYTES
+    0x8E: _counted("<Q", bytes),  # BINBYTES8
+    0x96: _counted("<Q", bytes),  # BYTEARRAY8
+    ord("c"): _two_lines,  # GLOBAL
+    ord("h"): _fixed("<B"),  # BINGET
+    ord("j"): _fixed("<I"),  # LONG_BINGET
+    ord("q"): _fixed("<B"),  # BINPUT
+    ord("r"): _fixed("<I"),  # LONG_BINPUT
+}
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+def _protocol(machine: _Machine, operand: int) -> None:
+    if operand > _LAST_PROTOCOL:
+        raise machine.refuse(f"protocol {operand}")
+
+
+def _nothing(_machine: _Machine, _operand: Any) -> None:  # noqa: ANN401
+    """FRAME: where the next frame ends says nothing to who holds the whole pickle."""
+
+
+def _push(machine: _Machine, operand: Any) -> None:  # noqa: ANN401
+    machine.stack.append(operand)
+
+
+def _constant(value: object) -> _Operation:
+    return lambda machine, _operand: machine.stack.append(value)
+
+
+def _record(kind: str) -> _Operation:
+    return lambda machine, _operand: machine.stack.append(Made(kind))
+
+
+def _mark(machine: _Machine, _operand: None) -> None:
+    machine.marks.append(machine.stack)
+    machine.stack = []
+
+
+def _tuple(machine: _Machine, _operand: None) -> None:
+    items = machine.cut()
+    machine.stack.append(tuple(items))
+
+
+def _tuple_of(count: int) -> _Operation:
+    def operation(machine: _Machine, _operand: None) -> None:
+        if len(machine.stack) < count:
+            raise LookupError("the stack is empty")
+        machine.stack[-count:] = [tuple(machine.stack[-count:])]
+
+    return operation
+
+
+def _frozenset(machine: _Machine, _operand: None) -> None:
+    items = machine.cut()
+    machine.stack.append(Made(FROZENSET, items=items))
+
+
+def _append(machine: _Machine, _operand: None) -> None:
+    _extend(machine, [machine.stack.pop()])
+
+
+def _appends(machine: _Machine, _operand: None) -> None:
+    _extend(machine, machine.cut())
+
+
+def _extend(machine: _Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
+    if type(target) is not list:
+        raise TypeError(f"items for a {type(target).__name__}")
+    target += items
+
+
+def _set_item(machine: _Machine, _operand: None) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    machine.filled(DICT, ORDERED_DICT, COUNTER).extend((key, value))
+
+
+def _set_items(machine: _Machine, _operand: None) -> None:
+    items = machine.cut()
+    if len(items) % 2:
+        raise ValueError("a key without a value")
+    machine.filled(DICT, ORDERED_DICT, COUNTER).extend(items)
+
+
+def _add_items(machine: _Machine, _operand: None) -> None:
+    items = machine.cut()
+    machine.filled(SET).extend(items)
+
+
+def _get(machine: _Machine, operand: int) -> None:
+    machine.stack.append(machine.memo[operand])
+
+
+def _put(machine: _Machine, operand: int) -> None:
+    machine.memo[operand] = machine.stack[-1]
+
+
+def _memoize(machine: _Machine, _operand: None) -> None:
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+
+
+def _global(machine: _Machine, operand: tuple[str, str]) -> None:
+    machine.stack.append(machine.named(*operand))
+
+
+def _stack_global(machine: _Machine, _operand: None) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    machine.stack.append(machine.named(module, name))
+
+
+def _make(machine: _Machine, _operand: None) -> None:
+    args, maker = machine.stack.pop(), machine.stack.pop()
+    if type(maker) is not Named or type(args) is not tuple:
+        raise TypeError(f"a call of a {type(maker).__name__}")
+    machine.stack.append(Made(maker.name, args))
+
+
+def _build(machine: _Machine, _operand: None) -> None:
+    state, target = machine.stack.pop(), machine.stack[-1]
+    if type(target) is not Made:
+        raise machine.refuse(f"a state for {target.name if type(target) is Named else type(target).__name__}")
+    target.state = state
+
+
+def _persistent(machine: _Machine, _operand: None) -> None:
+    machine.stack.append(Made(PERSISTENT, (machine.stack.pop(),)))
+
+
+def _bytearray(machine: _Machine, operand: bytes) -> None:
+    machine.stack.append(Made(_BYTEARRAY, (operand,)))
+
+
+_Operation: TypeAlias = Callable[[_Machine, Any], None]
+
+_STOP: Final = ord(".")
+_OPERATIONS: Final[dict[int, _Operation]] = {
+    0x80: _protocol,
+    0x95: _nothing,  # FRAME
+    ord("("): _mark,
+    ord("N"): _constant(None),
+    0x88: _constant(value=True),
+    0x89: _constant(value=False),
+    **dict.fromkeys((*map(ord, "KMJGXUCB"), 0x8A, 0x8B, 0x8C, 0x8D, 0x8E), _push),
+    0x96: _bytearray,
+    ord("]"): lambda machine, _operand: machine.stack.append([]),
+    ord("a"): _append,
+    ord("e"): _appends,
+    ord(")"): _constant(()),
+    ord("t"): _tuple,
+    0x85: _tuple_of(1),
+    0x86: _tuple_of(2),
+    0x87: _tuple_of(3),
+    ord("}"): _record(DICT),
+    ord("s"): _set_item,
+    ord("u"): _set_items,
+    0x8F: _record(SET),
+    0x90: _add_items,
+    0x91: _frozenset,
+    **dict.fromkeys(map(ord, "hj"), _get),
+    **dict.fromkeys(map(ord, "qr"), _put),
+    0x94: _memoize,
+    ord("c"): _global,
+    0x93: _stack_global,
+    ord("R"): _make,
+    0x81: _make,  # NEWOBJ
+    ord("b"): _build,
+    ord("Q"): _persistent,
+}

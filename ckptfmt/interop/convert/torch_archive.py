@@ -1,0 +1,434 @@
+"""Files of torch.save, read without torch: the archive, and the tensors in it.
+
+The archive is a zip file that stores its records as they are: ``data.pkl``, a pickle in which a tensor is a storage's
+key with offset, shape and strides, and a record with the elements of each storage. See
+`ckptfmt.interop.convert.pickles` for why no unpickler is used, neither Python's nor torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptfmt import limits
+from ckptfmt.box import Box
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.interop.convert.pickles import (
+    COUNTER,
+    DICT,
+    ORDERED_DICT,
+    PERSISTENT,
+    SET,
+    Made,
+    Named,
+    parse_pickle,
+)
+
+__all__ = [
+    "DTYPE_NAMES",
+    "TENSORS",
+    "Archive",
+    "StoredTensor",
+    "begin_of",
+    "damaged",
+    "only",
+    "shape_of",
+    "size_of",
+]
+
+#: The format's dtype by the name under which a pickle refers to it.
+DTYPE_NAMES: Final = {f"torch.{name}": name for name in DTYPES}
+_STORAGES: Final = {
+    "torch.DoubleStorage": "float64",
+    "torch.FloatStorage": "float32",
+    "torch.HalfStorage": "float16",
+    "torch.BFloat16Storage": "bfloat16",
+    "torch.LongStorage": "int64",
+    "torch.IntStorage": "int32",
+    "torch.ShortStorage": "int16",
+    "torch.CharStorage": "int8",
+    "torch.ByteStorage": "uint8",
+    "torch.BoolStorage": "bool",
+    "torch.ComplexFloatStorage": "complex64",
+    "torch.ComplexDoubleStorage": "complex128",
+}
+_UNTYPED: Final = "torch.storage.UntypedStorage"
+
+#: Tensors that aren't their elements alone, by what makes them.
+_OTHER_TENSORS: Final = {
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_qtensor": "a quantized tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+    "torch._utils._rebuild_wrapper_subclass": "a kind of tensor of its own",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor without contents",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device that torch.save can't write",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that torch.save can't write",
+}
+_DENSE: Final = "Save its parts as dense tensors."
+_PARAMETERS: Final = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_TENSOR: Final = "torch._utils._rebuild_tensor"
+_TENSOR_V2: Final = "torch._utils._rebuild_tensor_v2"
+_TENSOR_V3: Final = "torch._utils._rebuild_tensor_v3"
+_WITH_ATTRIBUTES: Final = "torch._tensor._rebuild_from_type_v2"
+_PLAIN_TENSORS: Final = ("torch.Tensor", "torch.nn.parameter.Parameter")
+TENSORS: Final = frozenset({_TENSOR, _TENSOR_V2, _TENSOR_V3, _WITH_ATTRIBUTES, *_PARAMETERS, *_OTHER_TENSORS})
+
+#: Names that a file may refer to: those of ``torch.load(weights_only=True)``, as far as they have a meaning here.
+_PERMITTED: Final = frozenset(
+    {
+        *TENSORS,
+        *_STORAGES,
+        *DTYPE_NAMES,
+        *_PLAIN_TENSORS,
+        _UNTYPED,
+        *(f"torch.{name}Storage" for name in ("QInt8", "QUInt8", "QInt32", "QUInt4x2", "QUInt2x4")),
+        *(f"torch.{name}" for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "strided")),
+        *(f"torch.per_{name}" for name in ("tensor_affine", "channel_affine", "channel_affine_float_qparams")),
+        "torch.serialization._get_layout",
+        "torch.Size",
+        "torch.device",
+        "_codecs.encode",
+        "builtins.bytearray",
+        "builtins.complex",
+        SET,
+        COUNTER,
+        ORDERED_DICT,
+    }
+)
+
+
+@contextlib.contextmanager
+def damaged(where: str) -> Iterator[None]:
+    """Turn what a damaged archive raises in foreign code, which may be anything, into a named error.
+
+    Raises: IntegrityError(FILE_NBYTES).
+    """
+    try:
+        yield
+    except (CkptError, OSError):
+        raise
+    except Exception as error:
+        detail = f"it isn't whole: {type(error).__name__}: {str(error)[:200]}"
+        raise err(Code.FILE_NBYTES, detail, where=where, remedy="Copy it again.") from error
+
+
+# --- the archive ------------------------------------------------------------------------------------------------------
+
+
+class Archive:
+    """A zip file of torch.save, which may be a piece of a larger file.
+
+    Args:
+        path: of the file.
+        begin: its first byte there.
+        nbytes: its size; None for the rest of the file.
+        where: the name for messages, if not the path.
+
+    Raises: StateError(ARGUMENT, STATE_UNSUPPORTED); IntegrityError(FILE_NBYTES).
+    """
+
+    def __init__(self, path: str, begin: int = 0, nbytes: int | None = None, *, where: str | None = None) -> None:
+        self.path = path
+        self.where = where or path
+        self._records: dict[str, tuple[int, int]] = {}
+        nbytes = Path(path).stat().st_size - begin if nbytes is None else nbytes
+        with _Window(path, begin, nbytes) as window:
+            for record in self._list(window):
+                self._add(record, window, begin)
+        pickles = [name for name in self._records if name.endswith("/data.pkl")]
+        if len(pickles) != 1 or any(name.endswith("/constants.pkl") for name in self._records):
+            remedy = "Give a file that torch.save made of a state_dict; a script of TorchScript isn't one."
+            raise err(Code.ARGUMENT, "it is an archive, but not of torch.save", where=self.where, remedy=remedy)
+        self._prefix = pickles[0].removesuffix("data.pkl")
+        self.pickle_nbytes = self._records[pickles[0]][1]
+        if f"{self._prefix}byteorder" in self._records and self._read("byteorder", 16) != b"little":
+            raise err(Code.STATE_UNSUPPORTED, "it was saved by a machine of another byte order", where=self.where)
+
+    def _list(self, window: _Window) -> list[zipfile.ZipInfo]:
+        try:
+            with zipfile.ZipFile(window) as archive:
+                return archive.infolist()
+        except zipfile.BadZipFile as error:
+            window.seek(0)
+            if window.read(4) == b"PK\x03\x04":
+                detail = f"the archive isn't whole: {error}"
+                raise err(Code.FILE_NBYTES, detail, where=self.where, remedy="Copy the file again.") from None
+            raise err(
+                Code.ARGUMENT,
+                "it isn't a torch.save file in the zip format",
+                where=self.where,
+                remedy="If torch.load reads it, save what it returns with torch.save of a newer torch.",
+            ) from None
+
+    def _add(self, record: zipfile.ZipInfo, window: _Window, begin: int) -> None:
+        name = record.filename
+        if name in self._records:
+            detail = f"the archive has two records called {name[:200]!r}"
+            raise err(Code.STATE_UNSUPPORTED, detail, where=self.where, remedy="Save it anew with torch.save.")
+        if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1:
+            detail = f"the record {name[:200]!r} is compressed or encrypted, as torch.save doesn't write it"
+            remedy = "Unpack the archive and pack it anew without compression (zip -0)."
+            raise err(Code.STATE_UNSUPPORTED, detail, where=self.where, remedy=remedy)
+        at = begin_of(record, window)
+        if at + record.file_size > window.nbytes:
+            raise err(Code.FILE_NBYTES, f"it ends within {name[:200]!r}", where=self.where, remedy="Copy it again.")
+        self._records[name] = (begin + at, record.file_size)
+
+    def root(self) -> Any:  # noqa: ANN401 - what the pickle holds
+        """Return what the pickle holds. Raises: as `parse_pickle`."""
+        return parse_pickle(self._read("data.pkl"), permitted=_PERMITTED, where=self.where)
+
+    def _read(self, name: str, limit_nbytes: int | None = None) -> bytes:
+        begin, nbytes = self._records[f"{self._prefix}{name}"]
+        with Path(self.path).open("rb") as file:
+            file.seek(begin)
+            return file.read(nbytes if limit_nbytes is None else min(nbytes, limit_nbytes))
+
+    def tensor(self, made: object, *, where: str) -> StoredTensor:
+        """Return a tensor that the pickle describes. Raises: StateError(STATE_UNSUPPORTED)."""
+        if type(made) is not Made or made.kind not in TENSORS:
+            raise err(Code.STATE_UNSUPPORTED, "it is no tensor", where=where)
+        if made.kind in _OTHER_TENSORS:
+            raise err(
+                Code.STATE_UNSUPPORTED,
+                _OTHER_TENSORS[made.kind],
+                where=where,
+                remedy=_DENSE,
+            )
+        if made.kind in _PARAMETERS:
+            inner = self.tensor(only(made.args[0], Made), where=where)
+            state = made.args[3] if len(made.args) > 3 else None
+            return dataclasses.replace(inner, requires_grad=made.args[1] is True, attributes=inner.attributes or state)
+        if made.kind == _WITH_ATTRIBUTES:
+            maker, kind, args, state = made.args
+            if only(kind, Named).name not in _PLAIN_TENSORS or only(maker, Named).name == _WITH_ATTRIBUTES:
+                raise err(Code.STATE_UNSUPPORTED, "a kind of tensor of its own", where=where, remedy=_DENSE)
+            inner = self.tensor(Made(maker.name, only(args, tuple)), where=where)
+            return dataclasses.replace(inner, attributes=inner.attributes or state)
+        return self._plain(made, where)
+
+    def _plain(self, made: Made, where: str) -> StoredTensor:
+        storage, offset, shape, strides, *rest = made.args
+        named = rest[2] if made.kind == _TENSOR_V3 else None
+        lazy = rest[3] if made.kind == _TENSOR_V3 and len(rest) > 3 else None
+        lazy = rest[2] if made.kind == _TENSOR_V2 and len(rest) > 2 else lazy
+        kind, record = self._storage(storage, where)
+        dtype = kind if named is None else DTYPE_NAMES.get(only(named, Named).name)
+        if dtype is None:
+            of = only(named, Named).name if named is not None else kind
+            raise err(Code.STATE_UNSUPPORTED, f"the format has no dtype like {of}", where=where)
+        begin, nbytes = self._records[record]
+        bits = _flags(lazy)
+        tensor = StoredTensor(
+            path=self.path,
+            where=where,
+            record=record,
+            dtype=dtype,
+            begin=begin + size_of(offset) * DTYPES[dtype].nbytes,
+            shape=shape_of(shape),
+            strides=shape_of(strides),
+            conj=bits.get("conj") is True,
+            neg=bits.get("neg") is True,
+            requires_grad=bool(rest and rest[0] is True),
+        )
+        tensor.check(begin + nbytes)
+        return tensor
+
+    def _storage(self, storage: object, where: str) -> tuple[str | None, str]:
+        """Return the dtype that a storage's class says, and its record."""
+        made = only(storage, Made)
+        tag, kind, key, _location, _count = only(made.args[0], tuple) if made.kind == PERSISTENT else (None,) * 5
+        if tag != "storage" or type(key) is not str or type(kind) is not Named:
+            raise TypeError("an id that isn't a storage's")
+        if kind.name != _UNTYPED and kind.name not in _STORAGES:
+            raise err(Code.STATE_UNSUPPORTED, f"a tensor of {kind.name}", where=where)
+        record = f"{self._prefix}data/{key}"
+        if record not in self._records:
+            raise err(Code.FILE_NBYTES, f"the archive has no record {record[:200]!r}", where=where)
+        return _STORAGES.get(kind.name), record
+
+
+def begin_of(record: zipfile.ZipInfo, file: Any) -> int:  # noqa: ANN401 - a file, or a piece of one
+    """Return the first byte of a record's contents: behind its own header, whose length only that header says."""
+    if record.header_offset < 0:
+        raise ValueError("a record that begins before the file")
+    file.seek(record.header_offset)
+    name_nbytes, extra_nbytes = struct.unpack("<HH", file.read(30)[26:])
+    return record.header_offset + 30 + int(name_nbytes) + int(extra_nbytes)
+
+
+def only(value: Any, kind: type) -> Any:  # noqa: ANN401 - of just this type
+    """Return a value that is of just this type. Raises: TypeError."""
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
+    return value
+
+
+def size_of(value: object) -> int:
+    """Return a size or an offset. Raises: ValueError."""
+    if type(value) is not int or not 0 <= value <= limits.ELEMENTS:
+        raise ValueError("a size out of range")
+    return value
+
+
+def shape_of(value: object) -> tuple[int, ...]:
+    """Return sizes that a pickle gives as a tuple, or as a torch.Size. Raises: TypeError, ValueError."""
+    if type(value) is Made and value.kind == "torch.Size":
+        (value,) = value.args
+    sizes = only(value, tuple)
+    if len(sizes) > limits.NDIM:
+        raise err(Code.LIMIT_EXCEEDED, f"more than {limits.NDIM} dimensions", requirement="REQ-LIM-001")
+    return tuple(map(size_of, sizes))
+
+
+def _flags(value: object) -> dict[object, object]:
+    """Return the bits that a tensor has beside its elements, by name."""
+    if value is None:
+        return {}
+    items = only(value, Made).items or []
+    if only(value, Made).kind != DICT or len(items) > 16:
+        raise TypeError("bits of a tensor that are no dict")
+    return {key: item for key, item in zip(items[::2], items[1::2], strict=True) if type(key) is str}
+
+
+class _Window(io.RawIOBase):
+    """A piece of a file, as a file."""
+
+    def __init__(self, path: str, begin: int, nbytes: int) -> None:
+        self._file = Path(path).open("rb", buffering=0)  # noqa: SIM115 - closed by close()
+        self.nbytes = nbytes
+        self._begin, self._at = begin, 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position."""
+        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence])
+        return self._at
+
+    def readinto(self, out: Any) -> int:  # noqa: ANN401 - a buffer
+        """Read up to the piece's end."""
+        view = memoryview(out).cast("B")[: max(0, self.nbytes - self._at)]
+        self._file.seek(self._begin + self._at)
+        count = self._file.readinto(view) or 0
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+#: Dtypes whose highest bit is a sign, with an integer of that size; of complex ones, that of a part.
+_SIGNED: Final = {
+    "float16": "<u2",
+    "bfloat16": "<u2",
+    "float32": "<u4",
+    "float64": "<u8",
+    "complex32": "<u2",
+    "complex64": "<u4",
+    "complex128": "<u8",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor as a file holds it: a view of a storage.
+
+    Attributes:
+        path: of the file.
+        where: for messages.
+        record: of its storage.
+        begin: first byte of its first element in the file.
+        shape, strides: in elements.
+        conj, neg: what is to be done to the elements: complex conjugates, negatives.
+        requires_grad, attributes: what it is beside its elements.
+    """
+
+    path: str
+    where: str
+    record: str
+    dtype: str
+    begin: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    conj: bool
+    neg: bool
+    requires_grad: bool
+    attributes: Any = None
+
+    @property
+    def memory(self) -> tuple[object, ...] | None:
+        """What is equal only for two tensors that are the same elements of the same memory; None for no elements."""
+        if 0 in self.shape:
+            return None
+        return self.record, self.begin, self.dtype, self.shape, self.strides, self.conj, self.neg
+
+    @property
+    def end(self) -> int:
+        """The first byte behind its last element in the file."""
+        reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.begin + (reach + 1) * DTYPES[self.dtype].nbytes
+
+    def check(self, storage_end: int) -> None:
+        """Check that a tensor lies within its storage, and can be read.
+
+        Raises: IntegrityError(FILE_NBYTES); StateError(STATE_UNSUPPORTED).
+        """
+        if len(self.shape) != len(self.strides):
+            raise ValueError("a shape and strides of different lengths")
+        if (0 not in self.shape and self.end > storage_end) or self.begin > storage_end:
+            raise err(Code.FILE_NBYTES, "it reaches beyond its storage", where=self.where, remedy="Copy it again.")
+        is_complex = self.dtype.startswith("complex")
+        if (self.conj and not is_complex) or (self.neg and self.dtype not in _SIGNED and "int" not in self.dtype):
+            detail = f"a tensor of {self.dtype} that is to be read as its negative or conjugate"
+            raise err(Code.STATE_UNSUPPORTED, detail, where=self.where, remedy="Save a clone() of it.")
+
+    def read(self, box: Box, out: memoryview) -> None:
+        """Fill memory with the bytes of a box. Raises: IntegrityError(FILE_NBYTES)."""
+        element = np.dtype((np.void, DTYPES[self.dtype].nbytes))
+        with damaged(self.where):
+            held = np.memmap(self.path, np.uint8, mode="r", offset=self.begin, shape=(self.end - self.begin,))
+            flat: Any = held.view(element)
+        strides = [stride * element.itemsize for stride in self.strides]
+        view: Any = np.lib.stride_tricks.as_strided(flat, self.shape, strides, writeable=False)
+        made: Any = np.frombuffer(out, element).reshape(box.shape)
+        made[...] = view[(*box.relative_to(Box.whole(self.shape)), ...)]
+        if self.conj or self.neg:
+            self._resolve(np.frombuffer(out, np.uint8))
+
+    def _resolve(self, content: NDArray[np.uint8]) -> None:
+        """Do to the elements what is to be done to them, in place: a sign is one bit, of a NaN too."""
+        if self.dtype not in _SIGNED:
+            integers = content.view(self.dtype)
+            np.negative(integers, out=integers)
+            return
+        parts = content.view(_SIGNED[self.dtype])
+        sign = parts.dtype.type(1 << (8 * parts.itemsize - 1))
+        if self.neg:
+            parts ^= sign
+        if self.conj:
+            parts[1::2] ^= sign
