@@ -69,7 +69,7 @@ def _check_name(kind: str, name: str) -> None:
             Code.STATE_NAME,
             f"{kind} has a name with a lone surrogate",
             where=name,
-            requirement="REQ-DOC-020",
+            requirement="REQ-IDX-003",
             remedy="Rename it: a name is Unicode text.",
         ) from None
     if nbytes > limits.NAME_NBYTES:
