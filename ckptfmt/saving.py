@@ -16,8 +16,8 @@ from ckptfmt.documents.structure import Structure
 from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import decide
 from ckptfmt.engines.image import Image, plan_image
-from ckptfmt.engines.writer import as_ckpt_error, check_snapshot, structure_of, tell_failure, write_part
-from ckptfmt.errors import Code, err
+from ckptfmt.engines.writer import as_ckpt_error, check_snapshot, for_saving, structure_of, tell_failure, write_part
+from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -167,8 +167,11 @@ def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints
 
 @collector_paused()
 def _take(state: State, group: Group, ownership: Ownership) -> Snapshot:
-    snapshot = capture(state, worker=group.writer, worker_count=group.writer_count)
-    _look_at(snapshot, ownership)
+    try:
+        snapshot = capture(state, worker=group.writer, worker_count=group.writer_count)
+        _look_at(snapshot, ownership)
+    except CkptError as error:
+        raise for_saving(error) from error
     return snapshot
 
 
@@ -242,5 +245,8 @@ def write_and_commit(
         )
         return decide(store, origin, writer=group.writer, deadline_s=deadline_s)
     except Exception as error:
-        tell_failure(store, origin, group.writer, as_ckpt_error(error))
+        known = as_ckpt_error(error)
+        tell_failure(store, origin, group.writer, known)
+        if isinstance(error, CkptError) and known is not error:
+            raise known from error
         raise

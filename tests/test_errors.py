@@ -99,3 +99,48 @@ def test_commands_print_a_path_that_is_not_utf_8(tmp_path: Path, command: str, e
             assert "Traceback" not in said
             assert "bug of ckptfmt" not in said
             assert "\\udcff" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "mentions"),
+    [
+        ({"weights": {"w": np.zeros((1,) * 33)}}, Code.LIMIT_EXCEEDED, ["weights:w", "33", "32", "another shape"]),
+        ({"weights": {"w" * 5000: np.zeros(1)}}, Code.STATE_NAME, ["www", "5000", "4096", "Rename"]),
+        ({"config": {"seen": ["x"] * 11_000}}, Code.LIMIT_EXCEEDED, ["config", "10000", "numpy array"]),
+        ({"config": {"seen": {"b": b"x" * 190_000}}}, Code.LIMIT_EXCEEDED, ["config", "190", "tensors or arrays"]),
+    ],
+)
+def test_a_limit_that_a_save_meets_tells_whoever_saves_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], code: Code, mentions: list[str]
+) -> None:
+    """REQ-LIM-001: what is too large, where, what the limit is; and not that the writer of a file is at fault."""
+    monkeypatch.setattr("ckptfmt.limits.TREE_ITEMS", 10_000)
+    monkeypatch.setattr("ckptfmt.limits.TREE_NBYTES", 100_000)
+    with pytest.raises(CkptError) as caught:
+        ckptfmt.save(tmp_path / "ckpt", ckptfmt.State(**given), step=1)
+    assert caught.value.code == code
+    assert [text for text in mentions if text not in str(caught.value)] == []
+    assert "writer" not in caught.value.remedy
+    checkpointer = ckptfmt.Checkpointer(tmp_path / "run", ckptfmt.State(**given), saver="inline")
+    with checkpointer, pytest.raises(CkptError) as again:
+        checkpointer.prepare()
+    assert str(again.value) == str(caught.value)
+
+
+def test_a_limit_that_shows_at_the_commit_tells_whoever_saves_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptfmt.limits.MANIFEST_NBYTES", 500)
+    with pytest.raises(CkptError) as caught:
+        ckptfmt.save(tmp_path / "ckpt", ckptfmt.State(weights={"w": np.zeros(2)}), step=1)
+    assert (caught.value.code, "Save fewer" in caught.value.remedy) == (Code.LIMIT_EXCEEDED, True)
+
+
+@pytest.mark.parametrize(("clock_s", "saved_unix_s"), [(-5.5, 0), (-4e9, 0), (2.0**60, (1 << 53) - 1)])
+def test_a_clock_that_is_wrong_is_no_reason_not_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock_s: float, saved_unix_s: int
+) -> None:
+    monkeypatch.setattr("ckptfmt.engines.writer.time.time", lambda: clock_s)
+    ckptfmt.save(tmp_path / "ckpt", ckptfmt.State(weights={"w": np.zeros(2)}), step=1)
+    with ckptfmt.open(tmp_path / "ckpt") as checkpoint:
+        assert checkpoint.manifest.saved_unix_s == saved_unix_s

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ckptfmt import limits
 from ckptfmt.digest import block_digests
@@ -19,14 +19,14 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.image import Image, Piece, key_of, plan_image
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CODES, CkptError, Code, err
 from ckptfmt.store.protocol import SizedChunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckptfmt.box import Box
-    from ckptfmt.engines.snapshot import Snapshot
+    from ckptfmt.engines.snapshot import Snapshot, TensorSource
     from ckptfmt.store.protocol import Buffer, Store
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "LiveContents",
     "as_ckpt_error",
     "check_snapshot",
+    "for_saving",
     "structure_of",
     "tell_failure",
     "write_failure",
@@ -42,6 +43,18 @@ __all__ = [
     "write_part",
     "write_part_file",
 ]
+
+#: What to do about a limit that a save meets, by the clause that it breaks, and otherwise.
+_REMEDIES: Final = {
+    "REQ-DOC-023": "Save fewer plain values there: a long history or table belongs in a tensor, a numpy array or a log"
+    " of its own.",
+    "REQ-SHD-001": "Save fewer, larger tensors: stack small ones, or divide them among more processes.",
+    "REQ-MAN-004": "Save fewer references: pass delta='off', or a smaller full_every.",
+}
+_REMEDY: Final = (
+    "Save less there: large data as tensors or arrays, in fewer pieces; or leave it out of the state."
+    " spec/90-limits.md has the limits."
+)
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
@@ -59,6 +72,8 @@ def check_snapshot(snapshot: Snapshot) -> None:
             raise err(Code.STATE_NAME, f"{row[0]} has {row[1]!r} twice", where=row[1], requirement="REQ-IDX-003")
         _check_name(*row[:2])
         seen.add(row)
+    for source in snapshot.tensors:
+        _check_shape(source)
 
 
 def _check_name(kind: str, name: str) -> None:
@@ -80,6 +95,30 @@ def _check_name(kind: str, name: str) -> None:
             requirement="REQ-LIM-001",
             remedy="Rename it; names of nested modules and mappings are joined by dots, so flatten them.",
         )
+
+
+def _check_shape(source: TensorSource) -> None:
+    shape = tuple(source.global_shape)
+    if len(shape) > limits.NDIM or max(shape, default=0) > limits.DIM:
+        raise err(
+            Code.LIMIT_EXCEEDED,
+            f"a tensor of {len(shape)} dimensions, the largest of {max(shape)} elements; {limits.NDIM} dimensions of"
+            f" {limits.DIM} elements are the limit",
+            where=f"{source.field}:{source.name}",
+            requirement="REQ-LIM-001",
+            remedy="Save it in another shape, with dimensions joined: tensor.flatten(), or a view of it.",
+        )
+
+
+def for_saving(error: CkptError) -> CkptError:
+    """Return an error of a limit with a remedy for whoever saves.
+
+    The table's remedy is for whoever reads: it blames the writer of a file, and that is the caller of a save.
+    """
+    if error.code not in (Code.LIMIT_EXCEEDED, Code.DOC_DEPTH) or error.remedy != CODES[error.code].remedy:
+        return error
+    remedy = _REMEDIES.get(error.requirement or "", _REMEDY)
+    return type(error)(error.code, error.detail, where=error.where, requirement=error.requirement, remedy=remedy)
 
 
 def structure_of(snapshot: Snapshot) -> Structure:
@@ -141,7 +180,7 @@ class Context:
     """What a writer gives to a save beside its tensors.
 
     Attributes:
-        saved_unix_s: when it took the state, by its own clock.
+        saved_unix_s: when it took the state, by its own clock; 0 if that is before 1970.
     """
 
     saved_unix_s: int
@@ -153,7 +192,8 @@ class Context:
     def of(cls, snapshot: Snapshot) -> Context:
         """Return what a snapshot taken now gives."""
         return cls(
-            saved_unix_s=int(time.time()),
+            # Information only: a clock that is wrong by decades is no reason not to save.
+            saved_unix_s=min(max(int(time.time()), 0), limits.JSON_INTEGER),
             streams=snapshot.streams,
             leaves=snapshot.leaves,
             absent=dict(snapshot.absent),
@@ -215,8 +255,10 @@ def tell_failure(store: Store, origin: Origin, writer: int, error: CkptError) ->
 
 
 def as_ckpt_error(error: Exception) -> CkptError:
-    """Return an error of the program's own objects, or a bug, as one of ckptfmt's."""
-    return error if isinstance(error, CkptError) else err(Code.PEER_FAILED, f"{type(error).__qualname__}: {error}")
+    """Return an error of the program's own objects, or a bug, as one of ckptfmt's; of a limit as `for_saving`."""
+    if isinstance(error, CkptError):
+        return for_saving(error)
+    return err(Code.PEER_FAILED, f"{type(error).__qualname__}: {error}")
 
 
 def _write_shards(store: Store, image: Image, contents: Contents, names: list[str]) -> list[bytes]:
