@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from ckptfmt.api import DEADLINE_S
+from ckptfmt.counting import StepCount
 from ckptfmt.documents.run import Launch, ResumeFrom, Run
 from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.policy import DeltaOptions
@@ -23,9 +25,7 @@ from ckptfmt.group import Agree, Group, make_group
 from ckptfmt.handle import SaveHandle
 from ckptfmt.loading import load_once
 from ckptfmt.restore import LoadReport, restore_streams
-from ckptfmt.sampler import Sampler
 from ckptfmt.saves import SaveOptions, Saves
-from ckptfmt.state import PerWorker
 from ckptfmt.stopping import StopSignals
 from ckptfmt.store import open_store
 
@@ -50,6 +50,11 @@ class Checkpointer:
 
     Every process of the job makes one, with the same arguments, and runs the same loop. What must be the same on all
     (what to resume from, when to save) writer 0 decides and tells; no process decides by its own clock.
+
+    The loop is one of three. `steps` is a whole one. `training_step` is a context around each step of a loop of one's
+    own. `end_step` is called after each step by who has a step count of their own, such as a framework's callback; and
+    `save` with ``step=`` saves at once. Random-number streams are put back when the first step begins, or when
+    `restore_rng` is called; until then nothing may be counted, and T1 isn't claimed.
 
     Args:
         run: directory of the run, made if missing; or a store rooted there.
@@ -77,16 +82,18 @@ class Checkpointer:
             ``restore_budget``: how much longer a restore may take than that of a full checkpoint, as a factor (1.5);
             ``fields``: those whose changes are encoded, where changes of others are written as they are.
         check_replicas: whether processes that hold the same tensor of a mesh compare it, by digest, at each save.
-        stop_on: signals, such as ``signal.SIGTERM``, after which `steps` saves and ends.
+        stop_on: signals, such as ``signal.SIGTERM``, after which the run is saved at the end of the step, `steps` ends,
+            and `stopped` is true.
         stop_deadline_s: how long that may take, in seconds.
 
     Attributes:
-        step: training steps done.
+        step: training steps done. To assign it says so, as `end_step` does, and saves nothing.
         launch: this start's record; None before `restore`.
-        load_report: what restoring found; None after a fresh start.
+        load_report: what restoring found; None after a fresh start. It claims T1 once the random-number streams are put
+            back, at the earliest.
         passed_over: what is newer than the checkpoint that was restored and wasn't taken, a sentence each: checkpoints
             that aren't valid, and saves that a living saver hadn't committed by the deadline.
-        stopped: whether `steps` ended because of a signal.
+        stopped: whether the run is saved and ends because of a signal.
 
     Raises: StateError(ARGUMENT).
     """
@@ -144,13 +151,12 @@ class Checkpointer:
         self._handle: SaveHandle | None = None
         self._saved_step: int | None = None
         self._clock = time.monotonic
-        self._timer = _Timer()
-        self._restored = self._in_body = self._requested = self.stopped = False
-        self.step = 0
+        self._timer, self._stop_s = _Timer(), 0.0
+        self._restored = self._requested = self._has_begun = self._is_prepared = self.stopped = False
+        self._count = StepCount(state)
         self.launch: Launch | None = None
         self.load_report: LoadReport | None = None
         self.passed_over: list[str] = []
-        self._stop_s = 0.0
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -215,6 +221,36 @@ class Checkpointer:
         self._restored = True
         return self.load_report
 
+    @property
+    def step(self) -> int:
+        """Training steps done. To assign it says so, as `end_step` does, and saves nothing."""
+        return self._count.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.restore()
+        self._count.tell(step)
+
+    def restore_rng(self) -> None:
+        """Put the random-number streams back: now, and not when the first step begins. Every process calls it.
+
+        Making an iterator draws from the streams, and so may fetching its first batch. Call this between the two, if
+        the first batch is fetched outside of `training_step`. It also makes ready for saves, since to ask an object
+        for its state may draw, and catches `stop_on`. A second call does nothing.
+
+        Raises: as `restore` and `prepare`; StateError(STREAM_MISSING, STREAM_UNEXPECTED).
+        """
+        self.restore()
+        if self._has_begun:
+            return
+        # What a fresh optimizer will hold isn't known before its first step: its slots are made then.
+        self._is_prepared = self.load_report is not None
+        self._saves.prepare() if self._is_prepared else self._saves.check()
+        if self._pending_streams is not None:
+            self._restore_streams(self._pending_streams)
+        self._signals.install()
+        self._has_begun = True
+
     def steps(self, total: int) -> Iterator[int]:
         """Yield the number of each step still to do, from the steps done up to `total`; save after the loop's body.
 
@@ -223,75 +259,127 @@ class Checkpointer:
 
         Raises: as `restore` and `save`.
         """
-        self.restore()
-        # What a fresh optimizer will hold isn't known before its first step: its slots are made then.
-        is_prepared = self.load_report is not None
-        self._saves.prepare() if is_prepared else self._saves.check()
-        if self._pending_streams is not None:
-            self._restore_streams(self._pending_streams)
-        self._signals.install()
-        while self.step < total and not self._is_stopping():
-            self._in_body, self._requested = True, False
-            try:
+        self.restore_rng()
+        while self.step < total and not self.stopped:
+            with self._count.body():
                 yield self.step
-            finally:
-                self._in_body = False
-            self.step += 1
-            for sampler in _find_samplers((self._state.data, self._state.extra)):
-                sampler.commit(self.step)
-            if not is_prepared and self.step < total:
-                self._saves.prepare()
-                is_prepared = True
-            is_due = self._is_due()
-            if self._is_stopping():
-                self._save_and_stop()
-            elif is_due or self._requested or self.step == total:
-                self._save(must=self.step == total)
+            self._end_step(self.step + 1, total)
         self._signals.remove()
+
+    @contextlib.contextmanager
+    def training_step(self) -> Iterator[int]:
+        """Hold one step of a loop of one's own; on the way out the step is done, and is saved if that is due.
+
+        The context's value is the number of the step. The first one prepares what `steps` prepares, and puts the
+        random-number streams back: let what a step draws, its batch included, be drawn within. A step that an exception
+        ends isn't done; Python can't tell one that ``break`` ends from others, so that one is. After the loop, `save`
+        saves the last step; `stopped` says when to leave early.
+
+        Raises: as `restore` and `save`.
+        """
+        self.restore_rng()
+        with self._count.body():
+            yield self.step
+        self._end_step(self.step + 1)
+
+    def end_step(self, step: int) -> SaveHandle | None:
+        """Say that so many steps are done, over the whole run: for loops that count them, such as a framework's.
+
+        Samplers in the state commit; the run is saved if that is due or if it is to stop; then `stopped` says so. To
+        say a number again does nothing. Call `restore_rng` before the first step.
+
+        Returns: the save, if there is one.
+        Raises: as `save`.
+        """
+        self.restore()
+        self._count.check(step)
+        if step == self.step:
+            return None
+        self.restore_rng()
+        return self._end_step(step)
 
     def prepare(self) -> None:
         """Make ready for saves: check the state, make and touch slots, start the saver.
 
-        `steps` and the first save do it; call it to choose the moment. Every process calls it.
+        The first step and the first save do it; call it to choose the moment. Every process calls it.
 
         Raises: StateError; LayoutError; CommitError(SAVER_LOST).
         """
         self.restore()
         self._saves.prepare()
 
-    def save(self) -> SaveHandle | None:
+    def save(self, step: int | None = None) -> SaveHandle | None:
         """Begin a save; every process calls it at the same step. None if this step is saved already.
 
         What the optimizers' steps change is copied beside the training where that was seen to be safe; all else when
         this returns. Writing goes on beside the training: the handle tells how far it is, and waits for it.
 
-        Within the body of `steps` the step isn't over: there the save is taken as soon as the body ends, and this
-        returns None. A body that is left by ``break`` or an exception is no step, and isn't saved.
+        Within the body of `steps` or `training_step` the step isn't over: there the save is taken as soon as the body
+        ends, and this returns None. A body that is left by an exception, or that of `steps` by ``break``, is no step,
+        and isn't saved.
 
-        Raises: what an earlier save failed with, if it wasn't raised yet, such as FencedError(FENCED) when a newer
-            launch owns the run; CommitError(SLOTS_BUSY); others as `ckptfmt.save`.
+        Args:
+            step: training steps done, over the whole run; samplers in the state commit. Left out where they are counted
+                here already.
+
+        Raises: StateError(ARGUMENT) for a step before those that are done; without a step, where nobody counts them or
+            the last one was left half-way; and after a resume whose random-number streams weren't put back;
+            LayoutError(WRITERS_DIVERGED) if the processes save different steps. What an earlier save failed with, if it
+            wasn't raised yet, such as FencedError(FENCED) when a newer launch owns the run; CommitError(SLOTS_BUSY);
+            others as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
         """
-        return self._save(must=False)
-
-    def _save(self, *, must: bool, deadline_s: float | None = None) -> SaveHandle | None:
-        if self._in_body:
+        if self._count.is_under_way and step is None:
             self._requested = True
             return None
         self.restore()
+        return self._save(step=step, must=False)
+
+    def _end_step(self, step: int, total: int | None = None) -> SaveHandle | None:
+        more = self._count.tell(step)
+        if not self._is_prepared:
+            self._saves.prepare()
+            self._is_prepared = True
+        is_over, is_last = self.stopped, self.step == total
+        # Who goes on after a stop has a checkpoint of it, and asks for any other.
+        is_due = not is_over and self._is_due(more)
+        requested, self._requested = self._requested, False
+        if self.stopped and not is_over:
+            self._save_and_stop()
+            return self._handle
+        return self._save(must=is_last) if is_due or requested or is_last else None
+
+    def _agree(self, step: int | None) -> bool:
+        """Count on all processes alike, and return whether the step is still to be saved.
+
+        Raises: StateError(ARGUMENT) as `save`, on all processes; LayoutError(WRITERS_DIVERGED).
+        """
+        error: CkptError | None = None
+        try:
+            self._count.check_known() if step is None else self._count.tell(step)
+        except CkptError as caught:
+            error = caught
+        has_failed = self._handle is not None and self._handle.state == "FAILED"
+        answer = {"step": self.step, "done": self._saved_step == self.step, "failed": has_failed}
+        told = self._group.raise_together(error, value=answer)
+        if any(not isinstance(theirs, dict) or theirs.keys() != answer.keys() for theirs in told):
+            raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
+        steps = sorted({theirs["step"] for theirs in told})
+        if len(steps) > 1:
+            raise err(Code.WRITERS_DIVERGED, f"the writers save steps {steps}", requirement="REQ-CMT-001")
+        # A step whose save failed, on any process, may be saved again, by all.
+        return any(theirs["failed"] or not theirs["done"] for theirs in told)
+
+    def _save(self, *, must: bool, step: int | None = None, deadline_s: float | None = None) -> SaveHandle | None:
         assert self.launch is not None  # noqa: S101 - restore() sets both
         assert self._run is not None  # noqa: S101
-        if self._saved_step == self.step and not self._has_failed():
+        if not self._agree(step):
             return None
         handle = self._saves.save(self.step, self._run, self.launch, must=must, deadline_s=deadline_s)
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
         self._timer = _Timer(last_s=self._clock(), next_step=self.step + 1)
         return handle
-
-    def _has_failed(self) -> bool:
-        """Tell whether the last save failed, on any process: then its step may be saved again, by all."""
-        return any(self._group.all_gather(self._handle is not None and self._handle.state == "FAILED"))
 
     def _save_and_stop(self) -> None:
         """Save within the deadline of a stop; what isn't committed by then is left to the saver."""
@@ -354,34 +442,38 @@ class Checkpointer:
             share=self._share,
         )
         self._pending_streams = checkpoint
-        self.step = self._saved_step = checkpoint.step
-        _LOG.info("step %d restored from %s: claim %s", self.step, resume.name, self.load_report.claim)
+        self._count.is_streamless = True
+        self._count.step = self._saved_step = checkpoint.step
+        _LOG.info("step %d restored from %s; random-number streams come last", self.step, resume.name)
         for sentence in self.load_report.downgrades:
             _LOG.warning("restored in another way than saved: %s", sentence)
 
     def _restore_streams(self, checkpoint: Checkpoint) -> None:
-        restore_streams(
-            self._state,
-            checkpoint,
-            worker=self._group.writer,
-            worker_count=self._group.writer_count,
-            allow=self._allow,
-            strict=self._strict,
+        self._group.together(
+            lambda: restore_streams(
+                self._state,
+                checkpoint,
+                worker=self._group.writer,
+                worker_count=self._group.writer_count,
+                allow=self._allow,
+                strict=self._strict,
+            )
         )
         checkpoint.close()
         self._pending_streams = None
+        self._count.is_streamless = False
+        assert self.load_report is not None  # noqa: S101 - what has streams to put back was loaded
+        self.load_report = self.load_report.with_streams()
+        _LOG.info("step %d: random-number streams put back: claim %s", self.step, self.load_report.claim)
 
-    def _is_stopping(self) -> bool:
-        return self.stopped
-
-    def _is_due(self) -> bool:
-        """Tell whether to save now, and find out whether to stop."""
-        self._timer.steps_since += 1
-        by_time = isinstance(self._cadence, float)
-        if (by_time or self._signals) and self.step >= self._timer.next_step:
-            is_due = self._ask()
-            return is_due or (isinstance(self._cadence, int) and self.step % self._cadence == 0)
-        return isinstance(self._cadence, int) and self.step % self._cadence == 0
+    def _is_due(self, more: int) -> bool:
+        """Tell whether to save now, `more` steps after the last question, and find out whether to stop."""
+        self._timer.steps_since += more
+        cadence = self._cadence
+        by_step = isinstance(cadence, int) and self.step // cadence > (self.step - more) // cadence
+        if (isinstance(cadence, float) or self._signals) and self.step >= self._timer.next_step:
+            return self._ask() or by_step
+        return by_step
 
     def _ask(self) -> bool:
         """Ask the others whether the time has come; writer 0 alone looks at its clock, anyone may have got a signal.
@@ -396,6 +488,7 @@ class Checkpointer:
         if self._signals:
             ahead = min(ahead, _ASK_S / per_step_s) if self._group.writer_count > 1 else 1
         answer = {
+            "step": self.step,
             "due": elapsed_s >= every_s,
             "next_step": self.step + max(1, int(ahead)),
             "stop": self._signals.first_s is not None,
@@ -403,6 +496,9 @@ class Checkpointer:
         told = self._group.raise_together(None, value=answer)
         if any(not isinstance(theirs, dict) or theirs.keys() != answer.keys() for theirs in told):
             raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
+        steps = sorted({theirs["step"] for theirs in told})
+        if len(steps) > 1:
+            raise err(Code.WRITERS_DIVERGED, f"the writers are at steps {steps}", requirement="REQ-CMT-001")
         self._timer.next_step = told[0]["next_step"]
         self.stopped = any(theirs["stop"] for theirs in told)
         # From the signal on; for who got none, from now.
@@ -422,19 +518,6 @@ class _Timer:
 def _say_waiting(wait_s: float, names: list[str]) -> None:
     """Say why this launch stands still, and for how long at most, before it does."""
     _LOG.warning("waiting at most %g s for the saves that %s has in hand", wait_s, describe_savers(names))
-
-
-def _find_samplers(value: object) -> Iterator[Sampler]:
-    """Yield the samplers in a part of a state."""
-    if isinstance(value, Sampler):
-        yield value
-    elif isinstance(value, PerWorker):
-        yield from _find_samplers(value.value)
-    elif isinstance(value, Mapping):
-        yield from _find_samplers(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _find_samplers(item)
 
 
 def _parse_every(every: int | str | None) -> int | float | None:

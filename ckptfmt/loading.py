@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Final
 
 from ckptfmt.engines.sharing import refuse_sharing
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
-from ckptfmt.restore import LoadReport, plan_restore
+from ckptfmt.restore import CLAIMS, LoadReport, plan_restore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from ckptfmt.interop.choice import Patterns, Rename
     from ckptfmt.state import State
 
-__all__ = ["load_once"]
+__all__ = ["claim_of_all", "load_once"]
+
+#: How many reasons a process tells the others.
+_TOLD: Final = 32
 
 
 def load_once(
@@ -74,7 +78,26 @@ def load_once(
     with contextlib.ExitStack() as stack:
         if share and count > 1:
             reading.share(stack.enter_context(_open_peers(group)))
-        return group.together(lambda: restoration.apply(reading, streams=streams))
+        report = group.together(lambda: restoration.apply(reading, streams=streams))
+    return claim_of_all(report, group)
+
+
+def claim_of_all(report: LoadReport, group: Group) -> LoadReport:
+    """Return a report with what lowers the claim on any process: a run is no more than the least of them.
+
+    What another process says, and this one doesn't, comes last, with its number.
+    """
+    if group.writer_count == 1:
+        return report
+    told = group.all_gather({"claim": report.claim, "lowered_by": report.lowered_by[:_TOLD]})
+    others = {
+        reason: f"process {number}: {reason}"
+        for number, theirs in reversed(list(enumerate(told)))
+        for reason in theirs["lowered_by"]
+        if reason not in report.lowered_by
+    }
+    claim = min((theirs["claim"] for theirs in told), key=CLAIMS.index)
+    return dataclasses.replace(report, claim=claim, lowered_by=(*report.lowered_by, *others.values()))
 
 
 def _open_peers(group: Group) -> AbstractContextManager[Peers]:

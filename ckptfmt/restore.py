@@ -31,11 +31,15 @@ from ckptfmt.interop.trees import Encoder, fingerprint
 from ckptfmt.interop.walk import Kind, Unit
 from ckptfmt.state import State
 
-__all__ = ["LoadReport", "Restoration", "load_trees", "plan_restore", "restore", "restore_streams"]
+__all__ = ["CLAIMS", "LoadReport", "Restoration", "load_trees", "plan_restore", "restore", "restore_streams"]
 
+#: The levels of claims, from the least on.
+CLAIMS: Final = ("S0", "S1", "T1")
 #: Fields that are loaded; the others are compared, or put back as streams.
 _LOADED: Final = ("weights", "optimizer", "data")
 _CURSOR_KIND: Final = "ckptfmt.data_cursor"
+#: What lowers the claim of a load as long as the random-number streams stand elsewhere.
+_STREAMS_PENDING: Final = "the random-number streams aren't put back yet"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,11 @@ class LoadReport:
     reads: ReadReport
     renamed: tuple[tuple[str, str], ...]
     left_count: int
+
+    def with_streams(self) -> LoadReport:
+        """Return the report once the random-number streams are put back, too."""
+        lowered = tuple(reason for reason in self.lowered_by if reason != _STREAMS_PENDING)
+        return dataclasses.replace(self, claim=self.claim if lowered else "T1", lowered_by=lowered)
 
 
 def restore(
@@ -229,6 +238,8 @@ class Restoration:
         lowered = (*self._lowered_by, *plan.downgrades)
         if plan.is_partial:
             lowered += (f"only= was given: {plan.left_count} tensors and values here are left as they were",)
+        if not streams:
+            lowered += (_STREAMS_PENDING,)
         manifest = plan.checkpoint.manifest
         return LoadReport(
             step=manifest.origin.step,

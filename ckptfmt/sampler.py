@@ -38,6 +38,8 @@ __all__ = ["Sampler", "distributed_worker"]
 _LEDGER_LAG: Final = 1 << 16
 #: More batches than any loader fetches ahead: who fetched as many and never said that a step is done has forgotten to.
 _AHEAD_MAX: Final = 512
+#: Where a wrong number of steps is said.
+_STEPS: Final = "Sampler"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class _Progress:
     steps_fetched: int = 0
     #: Whether `advance` or `commit` was ever called.
     told: bool = False
+    #: How far ahead of the steps done the batches were fetched when that was first looked at; None before.
+    first_ahead: int | None = None
     #: The ledger of the positions before `counted_to`.
     counted: Ledger = EMPTY
     counted_to: int = 0
@@ -260,6 +264,33 @@ class Sampler:
         self._progress.steps_done = step
         if self.position - self._progress.counted_to >= _LEDGER_LAG:
             self._count()
+
+    def check_fetched(self, step: int) -> None:
+        """Refuse a number of steps done that contradicts the batches fetched by iterating; `indices` isn't looked at.
+
+        A `Checkpointer` asks it before it commits.
+
+        Raises: StateError(ARGUMENT) when the batches of fewer steps were fetched; when they are fetched ever further
+            ahead, as where each step takes several.
+        """
+        progress = self._progress
+        ahead = progress.steps_fetched - step
+        if ahead < 0 and progress.steps_fetched > progress.first_step:
+            raise err(
+                Code.ARGUMENT,
+                f"{step} steps are said to be done, and the batches of {progress.steps_fetched} were fetched",
+                where=_STEPS,
+                remedy="Each step takes one batch of the sampler: keep a sampler that isn't trained with out of State.",
+            )
+        if progress.first_ahead is None:
+            progress.first_ahead = ahead
+        if ahead - progress.first_ahead > _AHEAD_MAX:
+            raise err(
+                Code.ARGUMENT,
+                f"{progress.steps_fetched} batches were fetched for {step} steps: the cursor would be in arrears",
+                where=_STEPS,
+                remedy="Let global_batch be what a whole step takes, and split it into micro-batches.",
+            )
 
     def skip(
         self,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckptfmt.state import State
     from ckptfmt.store.protocol import Store
 
-__all__ = ["Agreed", "Ownership", "agree_on_save", "prepare_once", "save_once", "write_and_commit"]
+__all__ = ["Agreed", "Ownership", "agree_on_save", "check_step", "prepare_once", "save_once", "write_and_commit"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -179,7 +179,7 @@ def _capture(
     state: State, group: Group, step: int, ownership: Ownership, check: Callable[[], None] | None
 ) -> tuple[Snapshot | None, Exception | None]:
     try:
-        _check_step(step)
+        check_step(step)
         if check is not None and group.writer == 0:
             check()
         return _take(state, group, ownership), None
@@ -187,7 +187,8 @@ def _capture(
         return None, error
 
 
-def _check_step(step: object) -> None:
+def check_step(step: object) -> None:
+    """Refuse what isn't a number of steps. Raises: StateError(ARGUMENT)."""
     if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= operator.index(step) <= limits.JSON_INTEGER:
         raise err(Code.ARGUMENT, f"step={step!r} isn't a number of steps", where="step=")
 

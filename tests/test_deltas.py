@@ -310,6 +310,7 @@ def test_a_process_saves_deltas_and_the_run_goes_on_from_one(tmp_path):
     with Checkpointer(tmp_path / "run", again.state, delta=DELTA, saver="process") as ck:
         assert ck.step == 3
         assert again.held() == held[-1]
+        ck.restore_rng()
         ck.step = 4
         again.step(4)
         assert save(ck).profile == "full"

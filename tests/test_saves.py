@@ -125,7 +125,7 @@ def test_checkpoints_of_a_training_are_equal_whoever_writes_them(tmp_path: Path)
         store = open_store(tmp_path / saver, writable=True)
         state = ckptfmt.State(weights=model, optimizer=optimizer)
         with Checkpointer(store, state, every=1, saver=saver, deadline_s=WAIT_S) as checkpointer:
-            checkpointer.save()
+            checkpointer.save(step=0)
             for _ in checkpointer.steps(4):
                 optimizer.zero_grad()
                 model(torch.randn(6, 40)).square().sum().backward()

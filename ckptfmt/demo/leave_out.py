@@ -46,7 +46,7 @@ def leave_out(
         "numpy": _keep_numpy,
         "torch.cpu": _keep_torch,
         "scheduler": lambda: _keep_stateful(scheduler),
-        "cursor": lambda: _keep_stateful(sampler),
+        "cursor": lambda: _keep_cursor(sampler),
         "buffer": lambda: _keep_buffers(model),
         "trainer": lambda: _keep_stateful(trainer),
     }[item]()
@@ -71,7 +71,18 @@ def _keep_torch() -> Callable[[], None]:
     return put_back
 
 
-def _keep_stateful(stateful: LRScheduler | Sampler | Trainer) -> Callable[[], None]:
+def _keep_cursor(sampler: Sampler) -> Callable[[], None]:
+    before = copy.deepcopy(sampler.state_dict())
+
+    def put_back() -> None:
+        # With the steps done, which the checkpointer counts as well: it would refuse a cursor that disagrees.
+        before["commit"]["step"] = sampler.steps_done
+        sampler.load_state_dict(before)
+
+    return put_back
+
+
+def _keep_stateful(stateful: LRScheduler | Trainer) -> Callable[[], None]:
     before = copy.deepcopy(stateful.state_dict())
     return lambda: stateful.load_state_dict(before)
 

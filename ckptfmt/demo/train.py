@@ -70,6 +70,7 @@ def train(
     )
     ledger = LedgerWriter(ledger_path(ledgers, name, rank))
     with Checkpointer(run, state, every=settings.every, keep=4, resume=resume) as checkpointer:
+        checkpointer.restore_rng()  # before the first step, since what the load claims goes into the ledger
         ledger.write(describe(checkpointer, model, text, rank, world_size))
         samples, loss = None, None
         for step in checkpointer.steps(settings.steps):

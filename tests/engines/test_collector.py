@@ -167,4 +167,4 @@ def save_next(checkpointer, arrays):
     for array in arrays.values():
         array[:3] += 1
     checkpointer.step += 1
-    checkpointer.save().wait()
+    checkpointer.save(step=0).wait()

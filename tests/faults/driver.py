@@ -94,8 +94,7 @@ class Toy:
     def save(self, checkpointer: Checkpointer) -> SaveHandle:
         """Do a step, and begin its save."""
         self.train()
-        checkpointer.step = self.data["step"]
-        handle = checkpointer.save()
+        handle = checkpointer.save(step=self.data["step"])
         assert handle is not None
         return handle
 

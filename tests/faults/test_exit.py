@@ -50,7 +50,7 @@ checkpointer = Checkpointer(run, ckptfmt.State(weights=weights))
 checkpointer.prepare()
 (pid,) = savers()
 send(pid, signal.SIGSTOP)
-checkpointer.save()
+checkpointer.save(step=0)
 tell(pid)
 """
     with start(script, run) as process:

@@ -29,8 +29,7 @@ def save_deltas(stage: Stage) -> Any:
     with Checkpointer(stage.path("deltas"), state, delta=DELTA, saver="thread") as ck:
         for step in range(STEPS):
             train(module, optimizer, range(step, step + 1), stage.rank)
-            ck.step = step + 1
-            handle = ck.save()
+            handle = ck.save(step=step + 1)
             assert handle is not None
             report = handle.wait()
             assert report is not None
@@ -60,10 +59,10 @@ def go_on_with_deltas(stage: Stage) -> Any:
     with Checkpointer(stage.path("deltas"), State(weights=module, optimizer=optimizer, data={}), delta=DELTA, keep=1,
                       saver="thread") as ck:  # fmt: skip
         resumed = ck.step
+        ck.restore_rng()
         for step in range(ck.step, ck.step + 2):
             train(module, optimizer, range(step, step + 1), stage.rank)
-            ck.step = step + 1
-            handle = ck.save()
+            handle = ck.save(step=step + 1)
             assert handle is not None
             report = handle.wait()
             assert report is not None

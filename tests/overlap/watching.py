@@ -159,9 +159,8 @@ class Trainer:
 
     def save(self) -> SaveHandle:
         """Ask for a save, and note what was live right then."""
-        self.checkpointer.step += 1
         wanted = live_contents(self.state, worker=self._writer[0], worker_count=self._writer[1])
-        handle = self.checkpointer.save()
+        handle = self.checkpointer.save(step=self.checkpointer.step + 1)
         assert handle is not None
         self.saves.append((handle, wanted))
         return handle

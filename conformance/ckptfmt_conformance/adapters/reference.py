@@ -278,14 +278,12 @@ class Run:
         self, path: str, state: Mapping[str, object], *, delta: str | Mapping[str, Any] = "off", saver: str = "process"
     ) -> None:
         self._checkpointer = ckptfmt.Checkpointer(path, _state_of(state), keep=2, saver=saver, delta=delta)
-        for _ in self._checkpointer.steps(sys.maxsize):
-            break  # it began, so random-number streams are put back; what is left like this is no step
+        self._checkpointer.restore_rng()
         self.step = self._checkpointer.step
 
     def save(self, step: int) -> Save:
         """Begin a save."""
-        self._checkpointer.step = step
-        handle = self._checkpointer.save()
+        handle = self._checkpointer.save(step=step)
         assert handle is not None
         return Save(handle)
 

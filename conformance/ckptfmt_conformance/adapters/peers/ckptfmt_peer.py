@@ -54,8 +54,7 @@ class Ckptfmt:
         """Begin a save in a run of its own."""
         checkpointer = ckptfmt.Checkpointer(path, _state(state))
         checkpointer.restore()
-        checkpointer.step = step
-        handle = checkpointer.save()
+        handle = checkpointer.save(step=step)
         assert handle is not None
         return _Waiting(handle, checkpointer)
 
