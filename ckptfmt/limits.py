@@ -23,9 +23,19 @@ JSON_STRING_NBYTES: Final = 4096
 #: Largest index or part, as stored and as inflated: columns for 10^7 boxes and their digests.
 MSGPACK_NBYTES: Final = 4 << 30
 #: Largest content of an index or part, inflated, whatever its ratio.
-INFLATED_NBYTES: Final = 64 << 20
+INFLATED_NBYTES: Final = 64 << 10
 #: Most bytes of a larger content for each byte of `signed`.
-INFLATED_RATIO: Final = 64
+INFLATED_RATIO: Final = 32
+#: Fewest bytes of `signed` for each row of the tables of an index or part, and for each value of its msgpack.
+ROW_NBYTES: Final = 2
+#: Most extents of the tensors, boxes and shardings of an index or part for each byte of `signed`.
+EXTENT_RATIO: Final = 2
+#: Values of an index or part that `signed` needn't have bytes for.
+FREE_ITEMS: Final = 1000
+#: Most bytes of all trees of a part, whatever their ratio.
+TREES_NBYTES: Final = 64 << 10
+#: Most bytes of more trees for each byte of `signed`.
+TREES_RATIO: Final = 3
 #: Deepest nesting of a msgpack document; trees inside leaves count on their own.
 MSGPACK_DEPTH: Final = 32
 #: Most values in one msgpack document or tree, each scalar and each container counting as one.

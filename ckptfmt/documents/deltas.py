@@ -155,6 +155,8 @@ def parse_groups(table: Columns, *, box_nbytes: Integers, element_nbytes: Intege
     rules = table.blobs("rule", count=len(kinds))
     reference = table.packed("reference", count=len(kinds), below=references + 1).tolist()
     member_count = table.packed("member_count", count=len(kinds), below=limits.BOXES).tolist()
+    if sum(member_count) > len(box_nbytes):
+        raise table.broken("member_count", "more members than the part has boxes", "REQ-DEL-009")
     steps = table.packed("box", count=sum(member_count), below=2 * limits.BOXES)
     boxes = np.cumsum(unfold(steps))
     if len(boxes) and not 0 <= int(boxes.min()) <= int(boxes.max()) < len(box_nbytes):

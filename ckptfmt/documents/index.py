@@ -15,8 +15,8 @@ from ckptfmt import limits
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.canonical import check_version
 from ckptfmt.documents.manifest import Origin
-from ckptfmt.documents.msgpk import dump_packed_document, parse_packed_document
-from ckptfmt.documents.packed import Columns, Integers, dump_packed
+from ckptfmt.documents.msgpk import Weight, dump_packed_document, parse_packed_document
+from ckptfmt.documents.packed import Budget, Columns, Integers, dump_packed
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.sharding_columns import parse_shardings, sharding_columns
 from ckptfmt.documents.tables import (
@@ -111,7 +111,16 @@ class Index:
 
     def dump(self) -> tuple[bytes, bytes]:
         """Return the bytes of the index file, and the digest that names them."""
-        return dump_packed_document(self._signed())
+        return dump_packed_document(self._signed(), self._weigh())
+
+    def _weigh(self) -> Weight:
+        shardings = {tensor.sharding for tensor in self.tensors}
+        rows = len(self.parts) + len(shardings) + len(self.streams) + len(self.leaves)
+        return Weight(
+            rows=rows + sum(1 + len(tensor.aliases) for tensor in self.tensors),
+            extents=sum(len(tensor.global_shape) for tensor in self.tensors)
+            + sum(len(sharding.extents or ()) for sharding in shardings),
+        )
 
     def _signed(self) -> dict[str, Any]:
         table = TensorTable.of(self.tensors)
@@ -150,8 +159,8 @@ class Index:
         Raises: FormatError, IntegrityError(DOC_DIGEST), UnsupportedError.
         Spec: REQ-IDX-002, REQ-IDX-003, REQ-IDX-006.
         """
-        signed, _ = parse_packed_document(content, where=where, digest=digest)
-        return _parse_index(signed, where)
+        signed, _, stored_nbytes = parse_packed_document(content, where=where, digest=digest)
+        return _parse_index(signed, where, Budget(Weight.most(stored_nbytes)))
 
 
 _INDEX_KEYS: Final = (
@@ -160,9 +169,9 @@ _INDEX_KEYS: Final = (
 )  # fmt: skip
 
 
-def _parse_index(signed: dict[str, Any], where: str) -> Index:
+def _parse_index(signed: dict[str, Any], where: str, budget: Budget) -> Index:
     check_version(signed, where)
-    columns = Columns(signed, _INDEX_KEYS, where)
+    columns = Columns(signed, _INDEX_KEYS, where, budget=budget)
     if columns.any("type") != "index":
         raise err(Code.DOC_SCHEMA, "not an index", where=columns.place("type"), requirement="REQ-DOC-011")
     origin = parse_origin(columns)
@@ -170,6 +179,7 @@ def _parse_index(signed: dict[str, Any], where: str) -> Index:
     writers = origin.writer_count
     scopes = check_scopes(columns)
     part_table = columns.columns("parts", ("nbytes", "digest"))
+    part_table.take("nbytes", rows=writers)
     nbytes = part_table.packed("nbytes", count=writers, below=limits.MSGPACK_NBYTES + 1).tolist()
     digests = part_table.fixed("digest", count=writers, nbytes=DIGEST_NBYTES)
     tensors, table = _parse_tensors(columns, scopes, writers)

@@ -1,4 +1,4 @@
-"""msgpack documents: a strict profile, canonical, compressed, under a digest. Spec: REQ-DOC-020 to REQ-DOC-028.
+"""msgpack documents: a strict profile, canonical, compressed, under a digest. Spec: REQ-DOC-020 to REQ-DOC-030.
 
 Everything is counted before anything is built: ten megabytes of empty arrays would become hundreds of megabytes of
 Python objects otherwise.
@@ -6,6 +6,8 @@ Python objects otherwise.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import zlib
 from typing import Any, Final
 
@@ -16,10 +18,12 @@ from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import CkptError, Code, err
 
 __all__ = [
+    "Weight",
     "check_msgpack",
     "dump_mapless",
     "dump_msgpack",
     "dump_packed_document",
+    "most_inflated_nbytes",
     "open_packed_document",
     "parse_msgpack",
     "parse_packed_document",
@@ -47,10 +51,14 @@ def _form_of(first: int) -> _Form | None:
     return (first & 0x1F, -1, 0, 0) if first < 0xC0 else _LENGTHS.get(first)
 
 
+#: Values without anything behind their first byte, so that many are found at once: integers, nil, booleans.
+_ONE_BYTE_VALUES: Final = re.compile(rb"[\x00-\x7f\xc0\xc2\xc3\xe0-\xff]+")
 _FORMS: Final = tuple(map(_form_of, range(256)))
 _ENVELOPE_KEYS: Final = {"digest", "nbytes", "signed"}
 #: How hard zlib tries. Columns gain little from more, and the index is compressed while all writers wait for it.
 _ZLIB_LEVEL: Final = 4
+#: What is tried, level and strategy: Huffman codes alone take an eighth of the content at least, no compression all.
+_COMPRESSIONS: Final = ((_ZLIB_LEVEL, zlib.Z_DEFAULT_STRATEGY), (_ZLIB_LEVEL, zlib.Z_HUFFMAN_ONLY), (0, 0))
 
 
 def dump_msgpack(value: object) -> bytes:
@@ -81,16 +89,67 @@ def _sort_maps(value: object) -> object:
     return value
 
 
-def dump_packed_document(signed: dict[str, Any]) -> tuple[bytes, bytes]:
-    """Return the file of a msgpack document and the digest that its envelope holds. Spec: REQ-DOC-025, REQ-DOC-027."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """What the objects of a document cost whoever reads it, which what is stored has to be worth.
+
+    Attributes:
+        rows: of its tables together.
+        extents: of its tensors, boxes and shardings together.
+        tree_nbytes: of its trees together.
+    """
+
+    rows: int = 0
+    extents: int = 0
+    tree_nbytes: int = 0
+
+    @classmethod
+    def most(cls, stored_nbytes: int) -> Weight:
+        """Return what a document may have of which so many bytes are stored. Spec: REQ-DOC-029, REQ-DOC-030."""
+        return cls(
+            rows=stored_nbytes // limits.ROW_NBYTES,
+            extents=stored_nbytes * limits.EXTENT_RATIO,
+            tree_nbytes=max(limits.TREES_NBYTES, stored_nbytes * limits.TREES_RATIO),
+        )
+
+    def fits(self, most: Weight) -> bool:
+        """Tell whether none of it is more than in `most`."""
+        return self.rows <= most.rows and self.extents <= most.extents and self.tree_nbytes <= most.tree_nbytes
+
+
+_NO_WEIGHT: Final = Weight()
+
+
+def dump_packed_document(signed: dict[str, Any], weight: Weight = _NO_WEIGHT) -> tuple[bytes, bytes]:
+    """Return the file of a msgpack document and the digest that its envelope holds.
+
+    Spec: REQ-DOC-025, REQ-DOC-027 to REQ-DOC-030.
+    """
     content = dump_msgpack(signed)
-    stored = zlib.compress(content, _ZLIB_LEVEL)
+    stored = _deflate(content, weight)
     digest = digest_bytes(stored)
     return dump_msgpack({"digest": digest, "nbytes": len(content), "signed": stored}), digest
 
 
-def open_packed_document(content: bytes, *, where: str, digest: bytes | None = None) -> tuple[bytes, bytes]:
-    """Return what is signed, inflated and not yet parsed, and the digest that names the document.
+def _deflate(content: bytes, weight: Weight) -> bytes:
+    """Return a zlib stream of a content that a reader takes: one that is very regular is compressed less."""
+    stored = b""
+    for level, strategy in _COMPRESSIONS:
+        stream = zlib.compressobj(level, strategy=strategy)
+        stored = stream.compress(content) + stream.flush()
+        if len(content) <= most_inflated_nbytes(len(stored)) and weight.fits(Weight.most(len(stored))):
+            break
+    return stored
+
+
+def most_inflated_nbytes(stored_nbytes: int) -> int:
+    """Return how many bytes a `signed` of so many may inflate to. Spec: REQ-DOC-028."""
+    most = max(limits.INFLATED_NBYTES, limits.INFLATED_RATIO * stored_nbytes)
+    return min(most, limits.MSGPACK_NBYTES)
+
+
+def open_packed_document(content: bytes, *, where: str, digest: bytes | None = None) -> tuple[bytes, bytes, int]:
+    """Return what is signed, inflated and not yet parsed, the digest that names the document, and the stored size.
 
     Args:
         where: name of the file, for messages.
@@ -117,11 +176,14 @@ def open_packed_document(content: bytes, *, where: str, digest: bytes | None = N
         raise err(
             Code.DOC_DIGEST, f"its contents have the digest {actual.hex()}", where=where, requirement="REQ-DOC-025"
         )
-    return _inflate(envelope["signed"], envelope["nbytes"], where), actual
+    stored = envelope["signed"]
+    return _inflate(stored, envelope["nbytes"], where), actual, len(stored)
 
 
-def parse_packed_document(content: bytes, *, where: str, digest: bytes | None = None) -> tuple[dict[str, Any], bytes]:
-    """Return what a msgpack document's digest covers, and that digest.
+def parse_packed_document(
+    content: bytes, *, where: str, digest: bytes | None = None
+) -> tuple[dict[str, Any], bytes, int]:
+    """Return what a msgpack document's digest covers, that digest, and how many bytes are stored of it.
 
     Args:
         where: name of the file, for messages.
@@ -130,22 +192,21 @@ def parse_packed_document(content: bytes, *, where: str, digest: bytes | None = 
     Raises: FormatError; IntegrityError(DOC_DIGEST).
     Spec: REQ-DOC-020 to REQ-DOC-028.
     """
-    inflated, actual = open_packed_document(content, where=where, digest=digest)
+    inflated, actual, stored_nbytes = open_packed_document(content, where=where, digest=digest)
     signed = parse_msgpack(
         inflated,
         where=where,
-        limit_items=limits.MSGPACK_ITEMS,
+        limit_items=min(limits.MSGPACK_ITEMS, limits.FREE_ITEMS + Weight.most(stored_nbytes).rows),
         limit_containers=limits.MSGPACK_CONTAINERS,
     )
     if not isinstance(signed, dict):
         raise err(Code.DOC_SCHEMA, "what is signed isn't a map", where=where, requirement="REQ-DOC-025")
-    return signed, actual
+    return signed, actual, stored_nbytes
 
 
 def _inflate(stored: bytes, nbytes: int, where: str) -> bytes:
     """Return the `nbytes` bytes of a zlib stream, which has no more and nothing behind it."""
-    most = max(limits.INFLATED_NBYTES, limits.INFLATED_RATIO * len(stored))
-    if nbytes > min(most, limits.MSGPACK_NBYTES):
+    if nbytes > most_inflated_nbytes(len(stored)):
         raise err(
             Code.LIMIT_EXCEEDED,
             f"{nbytes} bytes out of {len(stored)}",
@@ -206,39 +267,47 @@ def parse_msgpack(content: bytes, *, where: str, limit_items: int, limit_contain
 def check_msgpack(content: bytes, *, where: str, limit_items: int, limit_containers: int | None = None) -> None:
     """Walk the values of `content` without building any. Spec: REQ-DOC-020, REQ-DOC-021, REQ-DOC-023."""
     at = items = containers = 0
-    open_counts = [1]
-    while open_counts:
-        if open_counts[-1] == 0:
-            open_counts.pop()
+    left, open_counts = 1, list[int]()  # how many values the innermost container still has, and those around it
+    while left or open_counts:
+        if not left:
+            left = open_counts.pop()
             continue
-        open_counts[-1] -= 1
+        if (run := _ONE_BYTE_VALUES.match(content, at, at + left)) is not None:
+            items += run.end() - at
+            left -= run.end() - at
+            at = run.end()
+            if items > limit_items:
+                raise _too_many(limit_items, "values", where)
+            continue
+        left -= 1
         items += 1
         if items > limit_items:
-            raise err(Code.LIMIT_EXCEEDED, f"more than {limit_items} values", where=where, requirement="REQ-DOC-023")
+            raise _too_many(limit_items, "values", where)
         at, children = _step(content, at, where)
+        if children < 0:
+            continue
         # Each value still to come takes a byte at least: a greater count is a lie.
         if children > len(content) - at:
             raise err(
                 Code.MSGPACK_SYNTAX, "a container is longer than the file", where=where, requirement="REQ-DOC-023"
             )
-        if children >= 0:
-            containers += 1
-            if limit_containers is not None and containers > limit_containers:
-                raise err(
-                    Code.LIMIT_EXCEEDED,
-                    f"more than {limit_containers} arrays and maps",
-                    where=where,
-                    requirement="REQ-DOC-023",
-                )
-            open_counts.append(children)
-            if len(open_counts) - 1 > limits.MSGPACK_DEPTH:
-                raise err(
-                    Code.DOC_DEPTH, f"nests deeper than {limits.MSGPACK_DEPTH}", where=where, requirement="REQ-DOC-023"
-                )
+        containers += 1
+        if limit_containers is not None and containers > limit_containers:
+            raise _too_many(limit_containers, "arrays and maps", where)
+        open_counts.append(left)
+        left = children
+        if len(open_counts) > limits.MSGPACK_DEPTH:
+            raise err(
+                Code.DOC_DEPTH, f"nests deeper than {limits.MSGPACK_DEPTH}", where=where, requirement="REQ-DOC-023"
+            )
     if at != len(content):
         raise err(
             Code.MSGPACK_SYNTAX, f"{len(content) - at} bytes after the value", where=where, requirement="REQ-DOC-021"
         )
+
+
+def _too_many(most: int, what: str, where: str) -> CkptError:
+    return err(Code.LIMIT_EXCEEDED, f"more than {most} {what}", where=where, requirement="REQ-DOC-023")
 
 
 def _step(content: bytes, at: int, where: str) -> tuple[int, int]:

@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ckptfmt import limits
+from ckptfmt.documents.msgpk import Weight
 from ckptfmt.errors import CkptError, Code, err
 
 __all__ = [
+    "Budget",
     "Columns",
     "Integers",
     "Strings",
@@ -145,6 +147,26 @@ def dump_strings(strings: Sequence[str]) -> list[object]:
     return [dump_packed(nbytes), text]
 
 
+class Budget:
+    """How many rows and extents the tables of a document may still have, for the bytes that are stored of it.
+
+    Spec: REQ-DOC-029.
+    """
+
+    __slots__ = ("_extents", "_rows")
+
+    def __init__(self, most: Weight) -> None:
+        self._rows, self._extents = most.rows, most.extents
+
+    def take(self, where: str, *, rows: int = 0, extents: int = 0) -> None:
+        """Count what is about to be made. Raises: FormatError(LIMIT_EXCEEDED)."""
+        self._rows -= rows
+        self._extents -= extents
+        if self._rows < 0 or self._extents < 0:
+            detail = "more rows, or extents, than a document may have of which so few bytes are stored"
+            raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-DOC-029")
+
+
 class Columns:
     """Typed access to one map of columns; every complaint names the place.
 
@@ -152,11 +174,12 @@ class Columns:
         value: what stands there.
         keys: exactly the keys that the map has.
         where: file and JSON pointer of the map, for messages.
+        budget: what the tables of the document may still have; None if nothing bounds it.
     """
 
-    __slots__ = ("_value", "_where")
+    __slots__ = ("_budget", "_value", "_where")
 
-    def __init__(self, value: object, keys: tuple[str, ...], where: str) -> None:
+    def __init__(self, value: object, keys: tuple[str, ...], where: str, *, budget: Budget | None = None) -> None:
         if not isinstance(value, dict) or value.keys() != set(keys):
             found = ", ".join(sorted(value)) if isinstance(value, dict) else type(value).__name__
             raise err(
@@ -167,6 +190,7 @@ class Columns:
             )
         self._value: dict[str, Any] = value
         self._where = where
+        self._budget = budget
 
     def place(self, key: str) -> str:
         """Return the place of a member, for messages."""
@@ -178,19 +202,31 @@ class Columns:
 
     def columns(self, key: str, keys: tuple[str, ...]) -> Columns:
         """Return a member that is a map of columns itself."""
-        return Columns(self._value[key], keys, self.place(key))
+        return Columns(self._value[key], keys, self.place(key), budget=self._budget)
+
+    def take(self, key: str, *, rows: int = 0, extents: int = 0) -> None:
+        """Count rows and extents, before anything is made of them. Raises: FormatError(LIMIT_EXCEEDED)."""
+        if self._budget is not None:
+            self._budget.take(self.place(key), rows=rows, extents=extents)
 
     def packed(self, key: str, *, count: int | None = None, below: int = limits.ELEMENTS + 1) -> Integers:
-        """Return a packed column of `count` entries, each less than `below`."""
+        """Return a packed column of `count` entries, each less than `below`; without a count, its rows are counted."""
+        if count is None:
+            self.take(key, rows=_entry_count(self._value[key]))
         array = parse_packed(self._value[key], self.place(key), count=count)
         if len(array) and int(array.max()) >= below:
             raise self.broken(key, f"an entry of {array.max()}, not below {below}")
         return array
 
     def strings(self, key: str, *, count: int | None = None, limit_nbytes: int = limits.NAME_NBYTES) -> Strings:
-        """Return a column of `count` strings, each of at most `limit_nbytes` bytes. Spec: REQ-DOC-026."""
+        """Return a column of `count` strings, each of at most `limit_nbytes` bytes; without a count, rows are counted.
+
+        Spec: REQ-DOC-026, REQ-DOC-029.
+        """
         match self._value[key]:
             case [lengths, str() as text]:
+                if count is None:
+                    self.take(key, rows=_entry_count(lengths))
                 nbytes = parse_packed(lengths, self.place(key), count=count)
             case _:
                 raise self.broken(key, "not [lengths, text]")
@@ -241,6 +277,14 @@ class Columns:
     ) -> CkptError:
         """Return the error for rows that aren't in their one order."""
         return err(Code.COLUMN_ORDER, detail, where=self.place(key), requirement=requirement)
+
+
+def _entry_count(value: object) -> int:
+    """Return how many entries a packed array has; 0 of what isn't one, which is refused when it is parsed."""
+    match value:
+        case [int() as width, bytes() as content] if width in _WIDTHS:
+            return len(content) // width
+    return 0
 
 
 def _cuts_characters(nbytes: Integers, content: bytes) -> bool:

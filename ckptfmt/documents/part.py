@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ from ckptfmt.documents.deltas import (
     parse_groups,
     parse_references,
 )
+from ckptfmt.documents.extents import total_of
 from ckptfmt.documents.holdings import (
     Extent,
     Files,
@@ -31,8 +33,13 @@ from ckptfmt.documents.holdings import (
     parse_holdings,
 )
 from ckptfmt.documents.manifest import Origin, Reference
-from ckptfmt.documents.msgpk import dump_mapless, dump_packed_document, parse_packed_document
-from ckptfmt.documents.packed import Columns, dump_packed, dump_strings
+from ckptfmt.documents.msgpk import (
+    Weight,
+    dump_mapless,
+    dump_packed_document,
+    parse_packed_document,
+)
+from ckptfmt.documents.packed import Budget, Columns, dump_packed, dump_strings
 from ckptfmt.documents.tables import (
     ORIGIN_KEYS,
     TENSOR_KEYS,
@@ -142,7 +149,16 @@ class Part:
 
     def dump(self) -> tuple[bytes, bytes]:
         """Return the bytes of the part's file, and the digest that names them."""
-        return dump_packed_document(self._signed())
+        return dump_packed_document(self._signed(), self._weigh())
+
+    def _weigh(self) -> Weight:
+        held = self.holdings
+        rows = len(held) + len(held.replica) + len(held.extents.box) + sum(map(len, held.table.aliases))
+        return Weight(
+            rows=rows + len(self.files) + len(self.groups) + len(self.streams) + len(self.leaves),
+            extents=len(held.table.extents) + len(held.begin),
+            tree_nbytes=_tree_nbytes(self.streams, self.leaves, self.groups),
+        )
 
     @property
     def holdings(self) -> Holdings:
@@ -214,8 +230,9 @@ class Part:
         Raises: FormatError, IntegrityError(DOC_DIGEST), UnsupportedError.
         Spec: REQ-PRT-001 to REQ-PRT-010.
         """
-        signed, actual = parse_packed_document(content, where=where, digest=digest)
-        return _parse_part(signed, where, {} if known is None else known), actual
+        signed, actual, stored_nbytes = parse_packed_document(content, where=where, digest=digest)
+        part = _parse_part(signed, where, {} if known is None else known, Weight.most(stored_nbytes))
+        return part, actual
 
 
 def dump_failure(origin: Origin, writer: int, error: CkptError) -> bytes:
@@ -245,10 +262,10 @@ _PART_KEYS: Final = (
 _DELTA_KEYS: Final = (*_PART_KEYS, "stored", "groups")
 
 
-def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTable]) -> Part:
+def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTable], most: Weight) -> Part:
     check_version(signed, where)
     is_delta = bool(signed["features"]["reader"])
-    columns = Columns(signed, _DELTA_KEYS if is_delta else _PART_KEYS, where)
+    columns = Columns(signed, _DELTA_KEYS if is_delta else _PART_KEYS, where, budget=Budget(most))
     if columns.any("type") != "part":
         raise err(Code.DOC_SCHEMA, "not a part", where=columns.place("type"), requirement="REQ-DOC-011")
     if not is_delta and (columns.any("references"), columns.any("encodings")) != ([], ["raw"]):
@@ -269,6 +286,10 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     streams = _parse_streams(columns.columns("streams", ("name", "scope", "kind", "state")), scopes)
     leaves = _parse_leaves(columns.columns("leaves", ("field", "name", "scope", "value")), scopes)
     check_scopes_used(columns, held.table, (*streams, *leaves))
+    tree_nbytes = _tree_nbytes(streams, leaves, groups)
+    if tree_nbytes > most.tree_nbytes:
+        detail = f"{tree_nbytes} bytes of trees, where {most.tree_nbytes} go with what is stored"
+        raise err(Code.LIMIT_EXCEEDED, detail, where=where, requirement="REQ-DOC-030")
     return Part(
         origin=origin,
         writer=writer,
@@ -281,6 +302,14 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
         references=references,
         groups=groups,
     )
+
+
+def _tree_nbytes(streams: Sequence[Stream], leaves: Sequence[Leaf], groups: Sequence[Group]) -> int:
+    """Return how many bytes all trees of a part have."""
+    trees = itertools.chain(
+        (stream.state for stream in streams), (leaf.value for leaf in leaves), (group.rule for group in groups)
+    )
+    return sum(map(len, trees))
 
 
 def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tuple[Group, ...]:
@@ -364,10 +393,10 @@ def _parse_holdings(
     rows = columns.columns("tensors", (*TENSOR_KEYS, "box_count"))
     table = _parse_table(columns, rows, scopes, known)
     counts = rows.packed("box_count", count=len(table.keys), below=limits.BOXES + 1)
-    if int(counts.sum()) > limits.BOXES:
-        raise err(
-            Code.LIMIT_EXCEEDED, f"{counts.sum()} boxes", where=rows.place("box_count"), requirement="REQ-LIM-001"
-        )
+    box_count = total_of(counts)
+    if box_count > limits.BOXES:
+        raise err(Code.LIMIT_EXCEEDED, f"{box_count} boxes", where=rows.place("box_count"), requirement="REQ-LIM-001")
+    rows.take("box_count", rows=box_count, extents=int((table.ndim * counts).sum()))
     return parse_holdings(
         columns,
         table,
@@ -389,7 +418,10 @@ def _parse_table(columns: Columns, rows: Columns, scopes: list[str], known: dict
     columns_of_all = (aliases.any("tensor"), aliases.any("name"), *(rows.any(key) for key in TENSOR_KEYS))
     same = dump_mapless([scopes, columns.any("dtypes"), columns_of_all])
     table = known.get(same)
-    if table is None:
+    if table is not None:
+        row_count = len(table.keys) + sum(map(len, table.aliases))
+        rows.take("name", rows=row_count, extents=len(table.extents))
+    else:
         table = known[same] = parse_tensor_table(rows, aliases, scopes, columns)
     return table
 

@@ -54,7 +54,7 @@ def parse_shardings(columns: Columns, part_count: int) -> list[Sharding]:
     # Before there is anything that has as many entries as there are boxes: compressed, they may be few bytes.
     if total > limits.BOXES:
         raise err(Code.LIMIT_EXCEEDED, f"{total} boxes", where=table.place("box_count"), requirement="REQ-LIM-001")
-    parts = (np.cumsum(table.packed("part", count=total, below=part_count) + 1) - 1) % part_count
+    parts = _parse_parts(table, total, part_count)
     is_grid = forms == _GRID
     grids = _iter_grids(table, ndim[is_grid].tolist(), counts[is_grid].tolist())
     boxes = _iter_boxes(table, ndim[~is_grid].tolist(), counts[~is_grid].tolist())
@@ -70,8 +70,19 @@ def parse_shardings(columns: Columns, part_count: int) -> list[Sharding]:
     return shardings
 
 
+def _parse_parts(table: Columns, count: int, part_count: int) -> Integers:
+    """Return the part of each box; in place, since there may be ten million."""
+    parts = table.packed("part", count=count, below=part_count)
+    parts += 1
+    np.cumsum(parts, out=parts)
+    parts -= 1
+    parts %= part_count
+    return parts
+
+
 def _iter_grids(table: Columns, ndim: list[int], counts: list[int]) -> Iterator[list[Integers]]:
     """Yield the intervals of each dimension of each grid; all are checked before the first."""
+    table.take("grid_shape", extents=sum(ndim))
     lengths = table.packed("grid_shape", count=sum(ndim), below=limits.BOXES + 1)
     extents = table.packed("extent", count=int(lengths.sum()), below=limits.DIM + 1)
     if not lengths.all() or not extents.all():

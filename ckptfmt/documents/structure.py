@@ -74,7 +74,7 @@ class Structure:
     @classmethod
     def parse(cls, content: bytes) -> Structure:
         """Return the structure of `dump`. Raises: FormatError; IntegrityError(DOC_DIGEST)."""
-        signed, _ = parse_packed_document(content, where=_WHERE)
+        signed, _, _ = parse_packed_document(content, where=_WHERE)
         columns = Columns(signed, _KEYS, _WHERE)
         rows = columns.columns("tensors", (*TENSOR_KEYS, "declared_by", "replica", "box_count"))
         table = parse_tensor_table(rows, columns.columns("aliases", ("tensor", "name")), check_scopes(columns), columns)

@@ -186,6 +186,7 @@ def parse_tensor_table(table: Columns, aliases: Columns, scopes: list[str], dtyp
     scope = table.packed("scope", count=count, below=len(scopes)).tolist()
     dtype = table.packed("dtype", count=count, below=len(known)).tolist()
     ndim = table.packed("ndim", count=count, below=limits.NDIM + 1)
+    table.take("ndim", extents=int(ndim.sum()))
     extents = table.packed("global_shape", count=int(ndim.sum()), below=limits.DIM + 1)
     storage = table.packed("storage", count=count, below=len(STORAGE)).tolist()
     numbers = iter(extents.tolist())

@@ -81,6 +81,9 @@ _UINT64_MAX: Final = (1 << 64) - 1
 #: Types whose values stand as themselves, whichever they are.
 _UNCHANGED: Final[frozenset[type]] = frozenset({type(None), bool, bytes})
 
+#: What msgpack makes of arrays and maps: everything else stands as itself.
+_CONTAINERS: Final[frozenset[type]] = frozenset({list, dict})
+
 #: Where a value lies: the place of what holds it, and its key there. Only messages need it as text.
 _Where: TypeAlias = "str | tuple[_Where, object]"
 
@@ -145,13 +148,17 @@ def find_difference(left: object, right: object, path: str = "") -> str | None:
 
 def iter_values(value: object) -> Iterator[object]:
     """Yield every value of a tree that isn't a container, keys of dicts left out."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        for item in value:
-            yield from iter_values(item)
-    else:
-        yield value
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += reversed(value.values())
+        elif isinstance(value, list | tuple | deque):
+            waiting += reversed(value)
+        elif isinstance(value, set | frozenset):
+            waiting += value
+        else:
+            yield value
 
 
 def _below(where: str, key: object) -> str:
@@ -336,9 +343,9 @@ _ENCODERS: Final[dict[type, _Encoder]] = {
 # --- decode ---------------------------------------------------------------------------------------------------------
 
 
-def _decode(value: object, where: str) -> Any:  # noqa: ANN401 - any value of the closed set
+def _decode(value: object, where: _Where) -> Any:  # noqa: ANN401 - any value of the closed set
     if isinstance(value, dict):
-        raise err(Code.TREE_TAG, "a map stands in a tree", where=where, requirement="REQ-TRE-001")
+        raise err(Code.TREE_TAG, "a map stands in a tree", where=_place(where), requirement="REQ-TRE-001")
     if not isinstance(value, list):
         return value
     decoder = _DECODERS.get(value[0]) if value and isinstance(value[0], str) else None
@@ -350,27 +357,36 @@ def _decode(value: object, where: str) -> Any:  # noqa: ANN401 - any value of th
     raise err(
         Code.TREE_TAG,
         f"{str(value[:1])[:64]} is no tag, or holds the wrong things",
-        where=where,
+        where=_place(where),
         requirement="REQ-TRE-001",
     )
 
 
-def _decode_items(items: list[object], where: str) -> list[Any]:
-    return [_decode(item, f"{where}/{index}") for index, item in enumerate(items)]
+def _decode_items(items: list[object], where: _Where) -> list[Any]:
+    if _CONTAINERS.isdisjoint(map(type, items)):
+        return items
+    return [_decode(item, (where, index)) if type(item) in _CONTAINERS else item for index, item in enumerate(items)]
 
 
-def _decode_pairs(items: list[object], where: str) -> list[tuple[Any, Any]]:
+def _decode_pairs(items: list[object], where: _Where) -> list[tuple[Any, Any]]:
     if len(items) % 2:
         raise ValueError
-    keys = _decode_items(items[::2], where)
-    if not all(map(_is_key, keys)):
-        raise TypeError
-    if len(set(keys)) != len(keys) or len({dump_msgpack(key) for key in items[::2]}) != len(keys):
-        raise err(Code.DOC_DUPLICATE_KEY, "a dict has one key twice", where=where, requirement="REQ-TRE-002")
-    return [(key, _decode(item, _below(where, key))) for key, item in zip(keys, items[1::2], strict=True)]
+    keys, values = items[::2], items[1::2]
+    if set(map(type, keys)) <= {str}:  # as most are: equal as trees is equal as values
+        are_unique = len(set(keys)) == len(keys)
+    else:
+        trees, keys = keys, _decode_items(keys, where)
+        if not all(map(_is_key, keys)):
+            raise TypeError
+        are_unique = len(set(keys)) == len(keys) == len({dump_msgpack(key) for key in trees})
+    if not are_unique:
+        raise err(Code.DOC_DUPLICATE_KEY, "a dict has one key twice", where=_place(where), requirement="REQ-TRE-002")
+    if _CONTAINERS.isdisjoint(map(type, values)):
+        return list(zip(keys, values, strict=True))
+    return [(key, _decode(item, (where, key))) for key, item in zip(keys, values, strict=True)]
 
 
-def _decode_set(items: list[object], where: str) -> list[Any]:
+def _decode_set(items: list[object], where: _Where) -> list[Any]:
     encoded = [dump_msgpack(item) for item in items]
     if any(a >= b for a, b in itertools.pairwise(encoded)):
         raise ValueError
@@ -380,23 +396,23 @@ def _decode_set(items: list[object], where: str) -> list[Any]:
     return decoded
 
 
-def _decode_counter(items: list[object], where: str) -> Counter[Any]:
+def _decode_counter(items: list[object], where: _Where) -> Counter[Any]:
     counter: Counter[Any] = Counter()
     counter.update(dict(_decode_pairs(items, where)))
     return counter
 
 
-def _decode_float(items: list[object], _where: str) -> float:
+def _decode_float(items: list[object], _where: _Where) -> float:
     (bits,) = items
     return float(struct.unpack("<d", _exactly(bytes, bits))[0])
 
 
-def _decode_complex(items: list[object], _where: str) -> complex:
+def _decode_complex(items: list[object], _where: _Where) -> complex:
     (bits,) = items
     return complex(*struct.unpack("<dd", _exactly(bytes, bits)))
 
 
-def _decode_big_int(items: list[object], _where: str) -> int:
+def _decode_big_int(items: list[object], _where: _Where) -> int:
     (content,) = items
     value = int.from_bytes(_exactly(bytes, content), "little", signed=True)
     if _INT64_MIN <= value <= _UINT64_MAX or _big_int(value) != content:
@@ -404,14 +420,14 @@ def _decode_big_int(items: list[object], _where: str) -> int:
     return value
 
 
-def _decode_deque(items: list[object], where: str) -> deque[Any]:
+def _decode_deque(items: list[object], where: _Where) -> deque[Any]:
     maxlen = None if items[0] is None else _exactly(int, items[0])
     if maxlen is not None and maxlen < len(items) - 1:
         raise ValueError
     return deque(_decode_items(items[1:], where), maxlen)
 
 
-def _decode_array(items: list[object], _where: str) -> InlineArray:
+def _decode_array(items: list[object], _where: _Where) -> InlineArray:
     dtype, shape, content = items
     extents = _shape(shape)
     count = 1
@@ -422,31 +438,31 @@ def _decode_array(items: list[object], _where: str) -> InlineArray:
     return InlineArray(_dtype(dtype), extents, _exactly(bytes, content))
 
 
-def _decode_scalar(items: list[object], _where: str) -> InlineArray:
+def _decode_scalar(items: list[object], _where: _Where) -> InlineArray:
     dtype, content = items
     if len(_exactly(bytes, content)) != DTYPES[_dtype(dtype)].nbytes:
         raise ValueError
     return InlineArray(_dtype(dtype), (), _exactly(bytes, content), scalar=True)
 
 
-def _decode_tensor(items: list[object], _where: str) -> TensorRef:
+def _decode_tensor(items: list[object], _where: _Where) -> TensorRef:
     name, kind = items
     if kind not in ("torch", "numpy"):
         raise ValueError
     return TensorRef(_exactly(str, name), _exactly(str, kind))
 
 
-def _decode_dtype(items: list[object], _where: str) -> DtypeName:
+def _decode_dtype(items: list[object], _where: _Where) -> DtypeName:
     (name,) = items
     return DtypeName(_dtype(name))
 
 
-def _decode_device(items: list[object], _where: str) -> DeviceName:
+def _decode_device(items: list[object], _where: _Where) -> DeviceName:
     (name,) = items
     return DeviceName(_exactly(str, name))
 
 
-def _decode_size(items: list[object], _where: str) -> Size:
+def _decode_size(items: list[object], _where: _Where) -> Size:
     (shape,) = items
     return Size(_shape(shape))
 
@@ -470,7 +486,7 @@ def _shape(value: object) -> tuple[int, ...]:
     return extents
 
 
-_DECODERS: Final[dict[str, Callable[[list[object], str], Any]]] = {
+_DECODERS: Final[dict[str, Callable[[list[object], _Where], Any]]] = {
     "f": _decode_float,
     "c": _decode_complex,
     "i": _decode_big_int,

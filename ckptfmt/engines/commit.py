@@ -398,7 +398,7 @@ def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, byt
     """Return size and digest of an index that says what `content` says. Raises: CommitError(COMMIT_CONFLICT)."""
     found = store.read(path, limit_nbytes=limits.MSGPACK_NBYTES)
     try:
-        said, digest = open_packed_document(found, where=path)
+        said, digest, _ = open_packed_document(found, where=path)
     except (FormatError, IntegrityError):
         said, digest = b"", b""
     if said != open_packed_document(content, where=path)[0]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+from blake3 import blake3
+
 from conformance.generate.bases import alter, set_at, small
 from conformance.generate.cases import Page
 from conformance.generate.deflate import deflate_literals, deflate_run, deflate_stored
-from conformance.generate.plans import Plan, Tensor
+from conformance.generate.model import Checkpoint
+from conformance.generate.plans import Leaf, Plan, Tensor
 from conformance.generate.wire import Raw, packed
 
 __all__ = ["page"]
@@ -21,6 +24,7 @@ def page() -> Page:
     _values(made)
     _documents(made)
     _streams(made)
+    _costs(made)
     _columns(made)
     return made
 
@@ -182,10 +186,10 @@ def _streams(made: Page) -> None:
     made.reject(
         "nbytes-beyond",
         "small",
-        alter("index", envelope=lambda m: m | {"nbytes": 2**26 + 1}),
+        alter("index", envelope=lambda m: m | {"nbytes": 2**16 + 1}),
         "DOC-028 LIM-001",
         "LIMIT_EXCEEDED",
-        "the index says that it inflates to 64 MiB and a byte",
+        "the index says that it inflates to 64 KiB and a byte, of a few hundred bytes",
         why=why,
         bug="RESOURCE",
     )
@@ -204,15 +208,66 @@ def _streams(made: Page) -> None:
         "small",
         alter(
             "index",
-            stream=lambda _: deflate_run(0x90, 2_000_000, head=b"\xdd\x00\x1e\x84\x7b"),
-            envelope=lambda m: m | {"nbytes": 2_000_000},
+            stream=lambda _: deflate_run(0x90, 60_000, head=b"\xdd\x00\x00\xea\x5b"),
+            envelope=lambda m: m | {"nbytes": 60_000},
         ),
         "DOC-023 LIM-001",
         "LIMIT_EXCEEDED",
-        "the index is an array of almost two million empty arrays",
+        "the index is an array of almost 60000 empty arrays",
         why=why,
         bug="RESOURCE",
     )
+
+
+def _costs(made: Page) -> None:
+    """What is stored has to be worth what it costs to read."""
+    why = "what costs a bit of a stream must not cost hundreds of bytes, and microseconds, of memory and time"
+    deep = Plan(tensors=[Tensor(name=f"{n:03d}", dtype="int8", shape=(1,) * 32) for n in range(90)])
+    # Of each byte, a third: bytes that no compressor makes less of, and zeros.
+    loud = b"".join(blake3(number.to_bytes(2, "big")).digest() for number in range(300))
+    tree = Plan(
+        tensors=[Tensor(name="w", shape=(2,))],
+        leaves=[Leaf(field="config", value=loud + bytes(3 * len(loud) + 40_000))],
+    )
+    for slug, plan, document, clause, says in (
+        ("extents", deep, "index", "DOC-029", "90 tensors of 32 dimensions, 2880 extents"),
+        ("trees", tree, "part/0", "DOC-030", "a leaf of 78 KB, most of them zeros"),
+    ):
+        made.accept(
+            f"{slug}-stored",
+            plan,
+            f"{clause} LIM-002",
+            f"{says}, in streams that don't compress",
+            edit=_uncompressed,
+            why="what is regular may be stored in a stream that compresses less",
+        )
+        made.reject(
+            f"{slug}-compressed",
+            f"{slug}-stored",
+            alter(document, stream=bytes),
+            clause,
+            "LIMIT_EXCEEDED",
+            f"{says}, in {'an index' if document == 'index' else 'a part'} of few bytes",
+            why=why,
+            bug="RESOURCE",
+            phase="open" if document == "index" else "read",
+        )
+    none = [packed([0] * 3000), ""]
+    made.reject(
+        "rows-compressed",
+        "small",
+        set_at("index", "aliases", value={"tensor": packed([0] * 3000), "name": none}),
+        "DOC-029 LIM-001",
+        "LIMIT_EXCEEDED",
+        "the index has 3000 aliases, all without a name",
+        why=why,
+        bug="RESOURCE",
+    )
+
+
+def _uncompressed(made: Checkpoint) -> None:
+    for document in ("index", "part/0"):
+        made.bend(document, stream=lambda c: deflate_stored(zlib.decompress(c)))
 
 
 def _columns(made: Page) -> None:

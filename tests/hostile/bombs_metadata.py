@@ -1,0 +1,331 @@
+"""Small checkpoints under valid digests that would cost whoever reads them gigabytes or minutes: builders, by name."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from ckptfmt.digest import digest_bytes, digest_text
+from ckptfmt.documents.canonical import dump_document
+from ckptfmt.documents.manifest import MANIFEST_NAME
+from ckptfmt.documents.msgpk import dump_msgpack
+from ckptfmt.documents.packed import dump_packed, dump_strings
+from tests.builders import Forgery, small_files
+
+__all__ = ["BOMBS", "build"]
+
+#: Rows that cost a byte or two of a stream each at most, and hundreds of bytes as objects.
+MANY: Final = 16_000_000
+
+#: How large documents get that are padded.
+PADDED_NBYTES: Final = 1_000_000
+
+
+class Bomb(Forgery):
+    """A forgery, and which documents are padded: None for the index, numbers for parts."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(files)
+        self.padded: tuple[int | None, ...] = ()
+
+    def size_of(self, document: int | None) -> int:
+        """Return how large the stream of a document shall be at least."""
+        return PADDED_NBYTES // len(self.padded) if document in self.padded else 0
+
+
+Edit = Callable[[Bomb], None]
+
+
+def build(edit: Edit) -> dict[str, bytes]:
+    """Return the files of a bomb: each document compressed as well as zlib can, digests and sizes made to fit."""
+    forgery = Bomb(small_files())
+    edit(forgery)
+    files = dict(forgery.files)
+    parts = [seal(part, nbytes=forgery.size_of(number)) for number, part in enumerate(forgery.parts)]
+    files |= {path: content for path, (content, _) in zip(forgery.part_paths, parts, strict=True)}
+    index = copy.copy(forgery.index)
+    if len(index["parts"]["digest"]) == len(parts) * 32:
+        index["parts"] = {
+            "nbytes": dump_packed([len(content) for content, _ in parts]),
+            "digest": b"".join(digest for _, digest in parts),
+        }
+    content, digest = seal(index, nbytes=forgery.size_of(None))
+    files[forgery.index_path] = content
+    forgery.manifest["index"] |= {"nbytes": len(content), "digest": digest_text(digest)}
+    files[MANIFEST_NAME] = dump_document(forgery.manifest)
+    assert sum(map(len, files.values())) < 1 << 20
+    return files
+
+
+def seal(signed: dict[str, Any], *, nbytes: int = 0) -> tuple[bytes, bytes]:
+    """Return the file of a document and its digest.
+
+    Args:
+        signed: what it says.
+        nbytes: of the stream, which gets empty blocks until it has as many: limits that go by stored bytes are met so.
+    """
+    content = dump_msgpack(signed)
+    stream = zlib.compressobj(9, wbits=-15)
+    deflated = stream.compress(content) + stream.flush(zlib.Z_FULL_FLUSH)
+    deflated += b"\0\0\0\xff\xff" * ((nbytes - len(deflated)) // 5) + b"\1\0\0\xff\xff"
+    stored = b"\x78\x01" + deflated + zlib.adler32(content).to_bytes(4, "big")
+    digest = digest_bytes(stored)
+    return dump_msgpack({"digest": digest, "nbytes": len(content), "signed": stored}), digest
+
+
+def zeros(count: int = MANY) -> list[object]:
+    """Return a packed array of zeros."""
+    return [1, bytes(count)]
+
+
+def empties(count: int = MANY) -> list[object]:
+    """Return a column of empty strings."""
+    return [zeros(count), ""]
+
+
+def _fill(table: dict[str, Any], *keys: str, strings: tuple[str, ...] = ("name",), count: int = MANY) -> None:
+    table.update({key: zeros(count) for key in keys})
+    table.update({key: empties(count) for key in strings})
+
+
+def _leaves(forgery: Bomb) -> None:
+    _fill(forgery.index["leaves"], "field", "scope", "part")
+
+
+def _streams(forgery: Bomb) -> None:
+    _fill(forgery.index["streams"], "scope", "part", strings=("name", "kind"))
+
+
+def _aliases(forgery: Bomb) -> None:
+    _fill(forgery.index["aliases"], "tensor")
+
+
+def _tensors(forgery: Bomb) -> None:
+    keys = ("field", "scope", "dtype", "ndim", "storage", "sharding")
+    _fill(forgery.index["tensors"], *keys, count=MANY // 2)
+    forgery.index["tensors"]["global_shape"] = zeros(0)
+
+
+def _extents_of_tensors(forgery: Bomb) -> None:
+    """Tensors of 32 dimensions each."""
+    count = MANY // 40
+    table = forgery.index["tensors"]
+    _fill(table, "field", "scope", "dtype", "storage", "sharding", count=count)
+    table["name"] = dump_strings([f"{number:x}" for number in range(count)])
+    table["ndim"] = [1, bytes([32]) * count]
+    table["global_shape"] = [1, bytes([1]) * (32 * count)]
+
+
+def _files(forgery: Bomb) -> None:
+    _fill(forgery.parts[0]["files"], "nbytes", "header_nbytes", strings=("name", "kind"), count=MANY // 32)
+    forgery.parts[0]["files"]["header_digest"] = bytes(32 * (MANY // 32))
+
+
+def _list(document: str, member: str) -> Edit:
+    def edit(forgery: Bomb) -> None:
+        signed = forgery.index if document == "index" else forgery.parts[0]
+        signed[member] = [""] * MANY
+
+    return edit
+
+
+def _parts(forgery: Bomb) -> None:
+    count = 1_000_000
+    forgery.manifest["writer_count"] = forgery.index["writer_count"] = count
+    forgery.index["parts"] = {"nbytes": zeros(count), "digest": bytes(32 * count)}
+
+
+def _shardings(forgery: Bomb) -> None:
+    _fill(forgery.index["shardings"], "ndim", "form", "box_count", strings=())
+
+
+def _cuts(forgery: Bomb) -> None:
+    """Grids of 32 dimensions."""
+    count = 300_000
+    table = forgery.index["shardings"]
+    table["ndim"], table["form"], table["box_count"] = ([1, bytes([each]) * count] for each in (32, 1, 1))
+    table["grid_shape"] = table["extent"] = [1, bytes([1]) * (32 * count)]
+    table["part"] = zeros(count)
+
+
+def _boxes(forgery: Bomb) -> None:
+    """Boxes of a scalar, in a part."""
+    part = forgery.parts[0]
+    counts = [0] * (len(part["tensors"]["ndim"][1]))
+    counts[-1] = 9_000_000
+    part["tensors"]["box_count"] = dump_packed(counts)
+    part["boxes"] |= {"replica": [1, bytes([1]) * 9_000_000], "digest_count": zeros(9_000_000)}
+
+
+def _extents(forgery: Bomb) -> None:
+    keys = ("box", "block_begin", "block_count", "file", "gap_nbytes", "encoding")
+    _fill(forgery.parts[0]["extents"], *keys, strings=("key",), count=MANY // 4)
+
+
+def _corners(forgery: Bomb) -> None:
+    """Boxes that are no grid, in as many dimensions as may be cut."""
+    count, ndim = 250_000, 8
+    table = forgery.index["shardings"]
+    table["ndim"], table["form"], table["box_count"] = [1, bytes([ndim])], zeros(1), dump_packed([count])
+    table["grid_shape"] = table["extent"] = zeros(0)
+    begin = np.zeros((ndim, count), np.int64)
+    begin[-1] = 2
+    table["begin"] = dump_packed(begin.reshape(-1))
+    table["box_shape"] = [1, bytes([1]) * (ndim * count)]
+    table["part"] = zeros(count)
+    _reshape(forgery, (2,) * (ndim - 1) + (1 << 20,))
+
+
+def _begins(forgery: Bomb) -> None:
+    """Boxes of 32 dimensions that are no grid."""
+    count, ndim = 300_000, 32
+    _corners(forgery)
+    table = forgery.index["shardings"]
+    table["ndim"], table["box_count"] = [1, bytes([ndim])], dump_packed([count])
+    begin = np.zeros((ndim, count), np.int64)
+    begin[-1] = 2
+    table["begin"] = dump_packed(begin.reshape(-1))
+    table["box_shape"] = [1, bytes([1]) * (ndim * count)]
+    table["part"] = zeros(count)
+    _reshape(forgery, (2,) * (ndim - 1) + (1 << 20,))
+
+
+def _reshape(forgery: Bomb, shape: tuple[int, ...]) -> None:
+    """Give all tensors one shape, and the first sharding."""
+    tensors = forgery.index["tensors"]
+    count = len(tensors["sharding"][1])
+    tensors["sharding"], tensors["ndim"] = zeros(count), [1, bytes([len(shape)]) * count]
+    tensors["global_shape"] = dump_packed(shape * count)
+
+
+def _values(content: bytes) -> Edit:
+    """Return an edit that makes all leaves of the first part hold a tree."""
+
+    def edit(forgery: Bomb) -> None:
+        for part in forgery.parts:
+            part["leaves"]["value"] = [content for _ in part["leaves"]["value"]]
+
+    return edit
+
+
+def _array(count: int, entry: bytes, tag: bytes = b"\xa1l") -> bytes:
+    return b"\xdd" + (count + 1).to_bytes(4, "big") + tag + entry * count
+
+
+def _at_the_limit(content: bytes) -> Edit:
+    """Return an edit that makes all leaves hold a tree, and pads the parts until they may."""
+
+    def edit(forgery: Bomb) -> None:
+        _values(content)(forgery)
+        forgery.padded = (0, 1)
+
+    return edit
+
+
+def _names(count: int) -> list[object]:
+    """Return a column of different names, sorted, that compress well."""
+    return [
+        [1, bytes([4]) * count],
+        "".join(
+            chr(97 + n // 17576) + chr(97 + n // 676 % 26) + chr(97 + n // 26 % 26) + chr(97 + n % 26)
+            for n in range(count)
+        ),
+    ]
+
+
+def _leaves_at_the_limit(forgery: Bomb) -> None:
+    """As many leaves as may be, all of them different: nothing is wrong but that no part has them."""
+    _fill(forgery.index["leaves"], "field", "scope", "part", strings=(), count=400_000)
+    forgery.index["leaves"]["name"] = _names(400_000)
+    forgery.padded = (None,)
+
+
+def _tensors_at_the_limit(forgery: Bomb) -> None:
+    count, table = 390_000, forgery.index["tensors"]
+    _fill(table, "field", "scope", "dtype", "storage", "sharding", strings=(), count=count)
+    table["name"], table["ndim"] = _names(count), [1, bytes([4]) * count]
+    table["global_shape"] = dump_packed([300 + number % 256 for number in range(4 * count)])
+    forgery.padded = (None,)
+
+
+def _boxes_at_the_limit(forgery: Bomb) -> None:
+    count, part = 400_000, forgery.parts[0]
+    counts = [0] * (len(part["tensors"]["ndim"][1]))
+    counts[-1] = count
+    part["tensors"]["box_count"] = dump_packed(counts)
+    part["boxes"] |= {
+        "begin": zeros(0),
+        "cut_shape": zeros(0),
+        "replica": [1, b"\1" * count],
+        "digest_count": zeros(count),
+    }
+    _fill(
+        part["extents"],
+        "box",
+        "block_begin",
+        "block_count",
+        "file",
+        "gap_nbytes",
+        "encoding",
+        strings=("key",),
+        count=0,
+    )
+    forgery.padded = (0,)
+
+
+def _corners_at_the_limit(forgery: Bomb) -> None:
+    _corners(forgery)
+    forgery.padded = (None,)
+
+
+def _begins_at_the_limit(forgery: Bomb) -> None:
+    _begins(forgery)
+    forgery.padded = (None,)
+
+
+def _columns_at_the_limit(forgery: Bomb) -> None:
+    """Ten million boxes of a grid."""
+    count, table = 10_000_000, forgery.index["shardings"]
+    table["ndim"], table["form"], table["box_count"] = [1, b"\1"], [1, b"\1"], dump_packed([count])
+    table["grid_shape"], table["extent"] = dump_packed([count]), [1, b"\1" * count]
+    table["begin"] = table["box_shape"] = zeros(0)
+    table["part"] = zeros(count)
+    _reshape(forgery, (count + 1,))
+    forgery.padded = (None,)
+
+
+BOMBS: Final[dict[str, Edit]] = {
+    "leaves without names": _leaves,
+    "streams without names": _streams,
+    "aliases without names": _aliases,
+    "tensors without names": _tensors,
+    "tensors of 32 dimensions": _extents_of_tensors,
+    "files without names": _files,
+    "dtypes of the index": _list("index", "dtypes"),
+    "scopes of the index": _list("index", "scopes"),
+    "dtypes of a part": _list("part", "dtypes"),
+    "encodings of a part": _list("part", "encodings"),
+    "a million parts": _parts,
+    "shardings without dimensions": _shardings,
+    "cuts of grids": _cuts,
+    "boxes of a scalar": _boxes,
+    "extents without blocks": _extents,
+    "corners of boxes": _corners,
+    "boxes of 32 dimensions": _begins,
+    "a tree of Nones": _values(_array(999_000, b"\xc0")),
+    "a tree of empty lists": _values(_array(490_000, b"\x91\xa1l")),
+    "a tree of one pair a dict": _values(_array(240_000, b"\x93\xa1d\xc0\xc0")),
+    "padded: leaves": _leaves_at_the_limit,
+    "padded: tensors": _tensors_at_the_limit,
+    "padded: boxes of a scalar": _boxes_at_the_limit,
+    "padded: corners of boxes": _corners_at_the_limit,
+    "padded: boxes of 32 dimensions": _begins_at_the_limit,
+    "padded: boxes of a grid": _columns_at_the_limit,
+    "padded: trees of Nones": _at_the_limit(_array(620_000, b"\xc0")),
+    "padded: trees of empty lists": _at_the_limit(_array(205_000, b"\x91\xa1l")),
+    "padded: trees of dicts": _at_the_limit(_array(122_000, b"\x93\xa1d\xc0\xc0")),
+}
