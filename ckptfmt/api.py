@@ -189,7 +189,7 @@ def open_checkpoint(
     Returns: a `Checkpoint`; ``checkpoint.weights["layers.0.w"][0:128]`` reads those rows and nothing else; of a delta,
         also what its blocks are decoded with: see `load`.
     Raises: IntegrityError(NOT_COMMITTED and others), FormatError, UnsupportedError, StoreError.
-    Spec: REQ-OPN-001 to REQ-OPN-004, REQ-RUN-022.
+    Spec: REQ-OPN-001 to REQ-OPN-004, REQ-RUN-019.
     """
     store = open_store(path, writable=False)
     checkpoint = _open(path, store, digest=digest, bases=_open_bases(bases), wait_s=wait_s)

@@ -282,7 +282,7 @@ def test_every_error_is_picklable_and_has_a_remedy() -> None:
 
 
 def test_opening_a_run_says_that_a_saver_has_a_save_in_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """REQ-RUN-022: who peeks while a newer checkpoint is being saved doesn't go back to an older one unknowingly."""
+    """REQ-RUN-019: who peeks while a newer checkpoint is being saved doesn't go back to an older one unknowingly."""
     store, trainer = open_store(tmp_path, writable=True), Trainer()
     run(store, 2, saver="inline")
     with store.hold("savers/0001-00000-0123456789abcdef"):
@@ -301,7 +301,7 @@ def test_opening_a_run_says_that_a_saver_has_a_save_in_hand(tmp_path: Path, capl
 
 
 def test_opening_a_run_waits_for_saves_in_hand_if_asked_to(tmp_path: Path) -> None:
-    """REQ-RUN-022."""
+    """REQ-RUN-019."""
     store = open_store(tmp_path, writable=True)
     run(store, 2, saver="inline")
     with ckptfmt.open(SavingStore(store), wait_s=60) as checkpoint:
@@ -309,7 +309,7 @@ def test_opening_a_run_waits_for_saves_in_hand_if_asked_to(tmp_path: Path) -> No
 
 
 def test_a_run_without_a_checkpoint_says_that_the_first_is_being_saved(tmp_path: Path) -> None:
-    """REQ-RUN-022."""
+    """REQ-RUN-019."""
     store = open_store(tmp_path, writable=True)
     open_run(store)
     with store.hold("savers/0001-00000-0123456789abcdef"), pytest.raises(CkptError) as caught:

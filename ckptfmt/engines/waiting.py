@@ -1,6 +1,6 @@
 """Saves that other processes still have in their hands: who has some, and when they are decided.
 
-Spec: REQ-RUN-017, REQ-RUN-018, REQ-RUN-022.
+Spec: REQ-RUN-017, REQ-RUN-018, REQ-RUN-019.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ def test_commands_say_what_they_have_checked(call, call_json, run, tmp_path):
 
 
 def test_a_run_is_shown_with_the_saves_that_savers_have_in_hand(call, call_json, run):
-    """REQ-RUN-022."""
+    """REQ-RUN-019."""
     name = "0001-00000-0123456789abcdef"
     with LocalStore(run, writable=True).hold(f"savers/{name}"):
         for command in ("log", "inspect"):

@@ -111,7 +111,7 @@ MUTANTS = {
         tests=("engines/test_compact.py::test_somebody_who_is_saving_is_not_fenced_off",),
     ),
     "run_opened_without_a_word_of_saves_in_hand": Mutant(
-        clauses=("REQ-RUN-022",),
+        clauses=("REQ-RUN-019",),
         fault="opens the newest committed checkpoint of a run without a word of the save that a saver has in hand",
         patch=replaced(api, "wait_for_savers", lambda *_, **__: []),
         tests=("test_api.py::test_opening_a_run_says_that_a_saver_has_a_save_in_hand",),
