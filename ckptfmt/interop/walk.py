@@ -83,6 +83,8 @@ class _Walker:
             return
         if len(path) > limits.MSGPACK_DEPTH:
             raise _too_deep(field, path)
+        side = torch_side()
+        value = value if side is None else side.unwrap_optimizer(value)
         kind = _kind_of(value)
         if kind is Kind.TREE and type(value) in _WALKED and not _is_plain(value):
             for key, item in _items(value):

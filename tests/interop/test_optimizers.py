@@ -275,6 +275,69 @@ def test_several_optimizers_keep_their_own_state():
     assert all(bits(again[key].state_dict()) == bits(optimizers[key].state_dict()) for key in nets)
 
 
+class Wrapped(torch.optim.Optimizer):
+    """As accelerate's AcceleratedOptimizer: made without torch's own __init__, everything handed on."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_wrapped_optimizer_was_saved_by_position(depth):
+    def made(seed):
+        torch.manual_seed(seed)
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        net(torch.ones(2)).sum().backward()
+        optimizer.step()
+        wrapper: torch.optim.Optimizer = optimizer
+        for _ in range(depth):
+            wrapper = Wrapped(wrapper)
+        return net, optimizer, wrapper
+
+    net, optimizer, wrapper = made(0)
+    checkpoint = save(State(weights=net, optimizer=wrapper, extra={"again": {"deep": Wrapped(optimizer)}}))
+    names = {name for field, name, _ in checkpoint.tensors if field == "optimizer"}
+    assert {"weight/exp_avg", "extra/again/deep/weight/exp_avg"} <= names
+    assert not any(name.startswith("state/") for name in names)
+
+    again, plain, other = made(1)
+    load(State(weights=again, optimizer=other, extra={"again": {"deep": Wrapped(plain)}}), checkpoint)
+    assert bits(plain.state_dict()) == bits(optimizer.state_dict())
+    again, plain, _ = made(2)
+    load(State(weights=again, optimizer=plain, extra={"again": {"deep": plain}}), checkpoint)
+    assert bits(plain.state_dict()) == bits(optimizer.state_dict())
+
+
+def test_wrapper_with_state_of_its_own_goes_by_its_protocol():
+    class Counting(Wrapped):
+        calls = 5
+
+        def state_dict(self):
+            return {**super().state_dict(), "calls": self.calls}
+
+        def load_state_dict(self, state_dict):
+            self.calls = state_dict["calls"]
+            super().load_state_dict({key: value for key, value in state_dict.items() if key != "calls"})
+
+    net = nn.Linear(2, 2)
+    checkpoint = save(State(weights=net, optimizer=Counting(torch.optim.SGD(net.parameters(), lr=0.1))))
+    again = Counting(torch.optim.SGD(net.parameters(), lr=0.2))
+    again.calls = 0
+    load(State(weights=net, optimizer=again), checkpoint)
+
+    assert (again.calls, again.param_groups[0]["lr"]) == (5, 0.1)
+
+
 def test_an_optimizer_with_its_own_protocol_goes_by_it():
     class Counting(torch.optim.SGD):
         calls = 0

@@ -12,7 +12,7 @@ from ckptfmt.interop.torch.arrivals import plan_arrivals
 from ckptfmt.interop.torch.devices import Devices
 from ckptfmt.interop.torch.guard import Guard
 from ckptfmt.interop.torch.modules import find_claim_limits, merge_tied, view_module
-from ckptfmt.interop.torch.optimizers import capture_optimizer, is_plain_optimizer, plan_optimizer
+from ckptfmt.interop.torch.optimizers import capture_optimizer, is_plain_optimizer, plan_optimizer, unwrap_optimizer
 from ckptfmt.interop.torch.peers import open_peers
 from ckptfmt.interop.torch.restoring import plan_entry, plan_module
 from ckptfmt.interop.torch.saving import capture_entries, capture_module
@@ -66,6 +66,7 @@ __all__ = [
     "plan_optimizer",
     "register_flatten",
     "sink_of",
+    "unwrap_optimizer",
     "versions",
     "view_module",
     "world_size",

@@ -24,7 +24,7 @@ from ckptfmt.interop.torch.subclasses import is_registered
 from ckptfmt.interop.torch.tensors import DTYPE_NAMES, allocate, dtype_name, is_distributed, local_of
 from ckptfmt.interop.trees import Encoder
 
-__all__ = ["Names", "capture_optimizer", "is_plain_optimizer", "plan_optimizer"]
+__all__ = ["Names", "capture_optimizer", "is_plain_optimizer", "plan_optimizer", "unwrap_optimizer"]
 
 #: All names of each parameter, by its id; the first is the one to save under.
 Names = Mapping[int, tuple[str, ...]]
@@ -48,6 +48,30 @@ def is_plain_optimizer(value: object) -> bool:
     own = type(value).state_dict is not torch.optim.Optimizer.state_dict
     own = own or type(value).load_state_dict is not torch.optim.Optimizer.load_state_dict
     return not own and not any(getattr(value, hooks, None) for hooks in _HOOKS)
+
+
+def unwrap_optimizer(value: Any) -> Any:  # noqa: ANN401 - anything
+    """Return the optimizer that a wrapper stands for, such as accelerate's; anything else as it is.
+
+    A wrapper holds an optimizer as ``optimizer``, shows that one's groups and state as its own, and has nothing else in
+    its state_dict. Saved by its own protocol, its state would be numbered, where parameters have names.
+    """
+    inner = getattr(value, "__dict__", {}).get("optimizer")
+    if not isinstance(inner, torch.optim.Optimizer) or isinstance(value, torch.nn.Module | type):
+        return value
+    same = getattr(value, "param_groups", None) is inner.param_groups and getattr(value, "state", None) is inner.state
+    return unwrap_optimizer(inner) if same and _adds_nothing(value, inner) else value
+
+
+def _adds_nothing(wrapper: Any, inner: torch.optim.Optimizer) -> bool:  # noqa: ANN401 - has groups and state
+    """Tell whether a wrapper's state_dict is that of its optimizer: the same entries, the same state."""
+    if not callable(getattr(wrapper, "state_dict", None)):
+        return False
+    own, held = wrapper.state_dict(), inner.state_dict()
+    if not isinstance(own, dict) or own.keys() != held.keys() or held.keys() != {"state", "param_groups"}:
+        return False
+    own_state, held_state = own["state"], held["state"]
+    return own_state.keys() == held_state.keys() and all(own_state[key] is held_state[key] for key in held_state)
 
 
 def capture_optimizer(optimizer: torch.optim.Optimizer, names: Names, *, prefix: str, encoder: Encoder) -> list[Leaf]:
