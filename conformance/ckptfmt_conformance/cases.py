@@ -15,7 +15,7 @@ from ckptfmt_conformance.errors import SuiteError
 __all__ = ["KINDS", "PHASES", "Case", "Expectation", "load_cases", "select_cases", "vectors_root"]
 
 #: What an adapter can be asked.
-KINDS: Final = ("open", "read", "reshard", "write", "context", "trajectory")
+KINDS: Final = ("open", "read", "reshard", "write", "context", "parse", "trajectory")
 #: When a reader may find what is wrong, in this order.
 PHASES: Final = ("open", "read", "validate")
 

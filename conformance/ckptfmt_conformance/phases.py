@@ -33,15 +33,17 @@ def ask_in_phases(case: Case, expect: Expectation, ask: Ask, judge: Callable[[An
     """Ask a case, and what its phase can't have known; return what the answers are worth.
 
     Args:
-        expect: what is due; where that is no refusal in a phase before the last, the case is asked once, as it is.
+        expect: what is due; what isn't refused in a phase before the last is asked as it is.
         ask: asks the case's question about a directory, by a request.
         judge: says what an answer is worth.
     """
-    last = PHASES[-1]
-    due = expect.phase if expect.outcome == "reject" and expect.phase else last
+    if expect.outcome != "reject" or not expect.phase or case.kind == "parse" or "launch" in (case.request or {}):
+        # What is accepted shows all of it; a document by itself has no tensors; and a launch asks which are whole.
+        return judge(ask(case.input, case.request))
+    due = expect.phase
     answer = _ask_until(due, case, ask)
     verdict = judge(answer)
-    if verdict.status is Status.FAIL and due != last:
+    if verdict.status is Status.FAIL and due != PHASES[-1]:
         return _explain(verdict, due, judge(ask(case.input, case.request)))
     if verdict.status is not Status.PASS or answer.outcome != "rejected":
         return verdict

@@ -48,7 +48,7 @@ EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 
 #: What can be asked of an adapter with a directory; the methods of a class have these names.
-METHODS: Final = ("open", "read", "reshard", "write", "context")
+METHODS: Final = ("open", "read", "reshard", "write", "context", "parse")
 
 
 class Rejected(Exception):  # noqa: N818 - an answer, and no error of the adapter's
@@ -102,6 +102,9 @@ class Adapter(Protocol):
 
     def context(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Return a tree as tagged JSON; or, as the request says, the samples that come next, or a loader's state."""
+
+    def parse(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Parse one document or value that stands alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

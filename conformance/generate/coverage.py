@@ -68,9 +68,9 @@ def _rows(cases: Sequence[Case]) -> list[Row]:
 
 
 def _cases_of(cases: Sequence[Case], outcome: str) -> dict[str, list[str]]:
-    """Return the ids of the cases of an outcome, by the labels that they test."""
+    """Return the ids of the cases of an outcome, by the labels that they test; those of whole checkpoints first."""
     found: dict[str, list[str]] = {}
-    for case in cases:
+    for case in sorted(cases, key=lambda case: case.members["kind"] == "parse"):
         if case.members["expect"]["outcome"] == outcome:
             for label in case.members["requirements"]:
                 found.setdefault(label, []).append(case.id)

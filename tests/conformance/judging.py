@@ -17,6 +17,8 @@ from ckptfmt.errors import CkptError
 from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.restore import restore
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt_conformance.adapters.reference import Reference
+from ckptfmt_conformance.protocol import Rejected
 from conformance.generate.tagged import tagged
 from tests.stranger_reader import read_checkpoint
 
@@ -242,4 +244,18 @@ def answer_write(request, folder):
     return {"tensors": tensors, "step": read["manifest"]["step"]}
 
 
-ANSWERS = {"open": answer_open, "read": answer_read, "reshard": answer_reshard, "context": answer_context}
+def answer_parse(path, request):
+    """The reference adapter's own table is the one place where forms and parsers stand side by side."""
+    try:
+        return dict(Reference().parse(path, request))
+    except Rejected as answer:
+        raise RefusedError(SimpleNamespace(code=answer.code), answer.phase) from answer
+
+
+ANSWERS = {
+    "open": answer_open,
+    "read": answer_read,
+    "reshard": answer_reshard,
+    "context": answer_context,
+    "parse": answer_parse,
+}

@@ -81,6 +81,17 @@ def test_a_broken_adapter_is_convicted_by_the_cases_that_it_names_and_by_no_othe
     assert str(module.__doc__).startswith(("It ", "Its ", "Of "))
 
 
+def test_each_example_of_the_pages_convicts_who_takes_or_refuses_everything():
+    examples = [case for case in CASES.values() if case.id.startswith("examples/")]
+    passed = [
+        {result.case.id for result in run.results if result.status is Status.PASS}
+        for run in (run_cases(find_target(f"broken/{name}"), examples) for name in ("accepting", "refusing"))
+    ]
+
+    assert len(examples) > 300
+    assert not passed[0] & passed[1]
+
+
 def test_who_has_no_sampler_says_so_and_is_not_convicted():
     class Reader(Reference):
         def describe(self):

@@ -1,6 +1,7 @@
 """The runner: what answers mean, what a crash is, strict lists, reports, badges, exit codes."""
 
 import contextlib
+import dataclasses
 import doctest
 import importlib
 import io
@@ -22,7 +23,7 @@ from ckptfmt_conformance import callers, cells
 from ckptfmt_conformance.__main__ import main
 from ckptfmt_conformance.badge import badge_svg, badge_text, claim_of
 from ckptfmt_conformance.callers import Target, describe, find_target
-from ckptfmt_conformance.cases import Case, Expectation, load_cases, select_cases
+from ckptfmt_conformance.cases import KINDS, Case, Expectation, load_cases, select_cases, vectors_root
 from ckptfmt_conformance.errors import SuiteError
 from ckptfmt_conformance.judge import Status
 from ckptfmt_conformance.page import dump_html
@@ -900,3 +901,61 @@ def test_the_examples_hold(name):
 
     assert tried
     assert not failed
+
+
+# The README
+
+
+README = (ROOT / "conformance" / "README.md").read_text("utf-8")
+
+
+def test_the_exchange_in_the_readme_is_what_is_said():
+    (exchange,) = re.findall(r"^```serve\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    lines = exchange.replace("/vectors/", f"{vectors_root()}/").splitlines()
+    asked = "".join(f"{line[2:]}\n" for line in lines if line.startswith("> "))
+    command = [sys.executable, "-m", "ckptfmt_conformance.adapters.reference", "serve"]
+
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=True, cwd=ROOT)
+
+    said = [json.loads(line[2:]) for line in lines if line.startswith("< ")]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == said
+    assert len(said) == 1 + asked.count("\n")
+    assert {line.get("exit") for line in said} == {None, 0, 10, 11}
+
+
+def members_of(value):
+    """Names of members, at any depth; those of a map of tensors are names of tensors, and of `config` anything."""
+    if not isinstance(value, dict):
+        return set()
+    found = set(value)
+    for name, inner in value.items():
+        if name == "tensors":
+            found |= set().union(*map(members_of, inner.values()))
+        elif name not in ("config", "tree", "value", "state", "commit", "ledger"):
+            found |= members_of(inner)
+    return found
+
+
+def test_every_member_of_the_protocol_is_in_the_readme():
+    """What a case asks and expects, what a question and an answer are made of, and what `describe` says."""
+    cases = load_cases(vectors_root())
+    used = set().union(
+        *(members_of(dict(case.request or {})) | members_of(dict(case.expect.members)) for case in cases)
+    )
+    used |= {"id", "kind", "input", "request", "output", "exit", "answer", "message", "ready"}
+    used |= {"error", "where", "phase", "feature"} | {field.name for field in dataclasses.fields(Description)}
+    named = set(re.findall(r"[`\"]([a-z_0-9]+)[`\"]", README))
+
+    assert {"verify", "digest", "bases", "launch", "samples", "loader", "form", "file", "box", "fetched"} <= used
+    assert used <= named, used - named
+    assert set(KINDS) - {"trajectory"} <= named
+    assert {(case.request or {})["form"] for case in cases if case.kind == "parse"} <= named
+
+
+def test_every_option_of_run_is_in_the_readme(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+
+    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help", "--verbose"}
+    assert "--seed" in options
+    assert options <= set(re.findall(r"--[a-z-]+", README))

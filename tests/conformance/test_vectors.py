@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ from conformance.generate.kept import KEPT, edited_versions, is_kept
 from conformance.generate.pages import all_cases
 from conformance.generate.wire import FORMAT_VERSION
 from tests.conformance.judging import PHASES, judge
-from tests.spec.pages import ROOT, clauses, page, table
+from tests.spec.pages import ROOT, clauses, fences, page, table
 
 VECTORS = ROOT / "conformance" / "vectors"
-KINDS = {"open", "read", "reshard", "write", "context"}
+KINDS = {"open", "read", "reshard", "write", "context", "parse"}
 MEMBERS = {
     "id": str, "description": str, "requirements": list, "kind": str, "roles": list, "spec": str, "features": list,
     "derived_from": str | None, "edit": str | None, "path": str, "request": dict, "expect": dict, "bug_class": str,
@@ -38,6 +39,8 @@ RESULTS = {
     "context samples": {"steps"},
     "context samples ahead": {"steps", "commit", "ledger"},
     "context loader": {"state", "reported"},
+    "parse document": set(),
+    "parse value": {"value"},
 }
 
 #: Cases that ckptfmt doesn't pass yet, each with what is wrong there.
@@ -134,6 +137,8 @@ def test_requirements_are_clauses_that_a_test_can_check():
 def what_is_asked(case):
     if "launch" in case.get("request", {}):
         return "open launch"
+    if case["kind"] == "parse":
+        return f"parse {'value' if case['request']['form'] in ('tree', 'msgpack', 'packed', 'strings') else 'document'}"
     if case["kind"] != "context" or "request" not in case:
         return case["kind"]
     ((asked, members),) = case["request"].items()
@@ -144,6 +149,41 @@ def test_a_case_of_context_or_launch_needs_what_its_request_is_called():
     for name, case in cases().items():
         if case["kind"] == "context" or "launch" in case.get("request", {}):
             assert case["features"] == list(case.get("request", {})), name
+
+
+def test_a_parse_case_needs_its_form():
+    asked = {name: case for name, case in cases().items() if case["kind"] == "parse"}
+
+    for name, case in asked.items():
+        assert case["request"].keys() == {"form", "file"}, name
+        assert case["features"][0] == f"parse-{case['request']['form']}", name
+        assert [
+            path.relative_to(VECTORS / name / "input").as_posix() for path in files_of(VECTORS / name / "input")
+        ] == [case["request"]["file"]], name
+    assert asked
+
+
+def files_of(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_every_example_of_the_pages_is_a_case():
+    """A document and each line of examples; what no reader can be asked is a picture or a session in Python."""
+    counted = Counter(
+        (fence.page.partition("-")[0], "->" in line)
+        for fence in fences()
+        if fence.language in ("json", "edits", "rejects", "hex")
+        for _, line in (fence.numbered_lines() if fence.language != "json" else [(0, "")])
+    )
+    made = Counter(
+        (case["description"].split()[1].rstrip(":"), name in refused())
+        for name, case in cases().items()
+        if case["kind"] == "parse"
+    )
+
+    assert {fence.language for fence in fences()} == {"text", "python", "json", "edits", "rejects", "hex"}
+    assert made == counted
+    assert made.total() > 300
 
 
 def test_every_case_says_what_to_expect():

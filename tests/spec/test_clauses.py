@@ -8,9 +8,9 @@ import pytest
 from ckptfmt import limits
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CODES
+from conformance.generate.fences import REFUSAL
 from tests.house.sources import python_files, repository_files
 from tests.spec.pages import LABEL, ROOT, SCHEMA, SPEC, STRENGTH, clauses, fences, page, pages, table
-from tests.spec.test_examples import REFUSAL
 from tests.spec.uncited import cited_labels, listed_labels, uncited_labels
 from tests.spec.views import load_schema
 

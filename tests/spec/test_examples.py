@@ -1,9 +1,7 @@
 """Every fenced example of the specification is executed, as its tags say (00-overview.md, Notation)."""
 
-import copy
 import doctest
 import json
-import re
 import struct
 import zlib
 from collections import Counter, OrderedDict, deque
@@ -32,6 +30,7 @@ from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint
 from ckptfmt.errors import CkptError
 from ckptfmt.store.memory import MemoryStore
+from conformance.generate.fences import REFUSAL, edited
 from tests.spec.pages import SCHEMA, fences, page
 from tests.spec.views import document_of, load_schema, view_of
 
@@ -48,9 +47,6 @@ TAGS = {
     "hex": ({"parse", "shows"}, {"parse"}),
 }
 
-#: What a line of examples ends with: the code and the clause of the refusal, and other clauses that it shows.
-REFUSAL = re.compile(r"(.*) -> ([A-Z_0-9]+) (REQ-[A-Z]{3}-[0-9]{3})((?: REQ-[A-Z]{3}-[0-9]{3})*)")
-EDIT = re.compile(r"(add|replace|remove) (/\S+)(?: (.+))?")
 
 # The names in which the values of trees are written.
 VALUES = {
@@ -191,30 +187,8 @@ def test_an_edited_example_is_refused(fence):
     for number, line in fence.numbered_lines():
         match = REFUSAL.fullmatch(line)
         assert match, f"line {number}: {line}"
-        edited = edit(json.loads(source.content), match[1])
-        assert edited != json.loads(source.content), f"line {number} changes nothing"
-        check_refused(lambda edited=edited: accept(source, edited), line)
-
-
-def edit(value, text):
-    """One edit: `add`, `replace` or `remove`, a JSON pointer, and the new value."""
-    match = EDIT.fullmatch(text)
-    assert match, text
-    operation, pointer, new = match.groups()
-    value = copy.deepcopy(value)
-    *path, last = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
-    place = value
-    for step in path:
-        place = place[int(step) if isinstance(place, list) else step]
-    if isinstance(place, list):
-        at = int(last)
-        place[at : at + (operation != "add")] = [] if operation == "remove" else [json.loads(new)]
-    elif operation == "remove":
-        del place[last]
-    else:
-        assert (last in place) == (operation == "replace"), f"{text}: wrong operation"
-        place[last] = json.loads(new)
-    return value
+        value = edited(json.loads(source.content), match[1])
+        check_refused(lambda value=value: accept(source, value), line)
 
 
 @only("rejects")

@@ -24,6 +24,17 @@ from blake3 import blake3
 
 import ckptfmt
 from ckptfmt import Box, CkptError, PerWorker, Sampler, State
+from ckptfmt.documents.canonical import parse_document
+from ckptfmt.documents.cursor import parse_cursor
+from ckptfmt.documents.index import Index
+from ckptfmt.documents.manifest import parse_register
+from ckptfmt.documents.msgpk import open_packed_document, parse_msgpack
+from ckptfmt.documents.packed import Columns, parse_packed
+from ckptfmt.documents.part import Part
+from ckptfmt.documents.pins import Pins
+from ckptfmt.documents.run import Launch
+from ckptfmt.documents.run import Run as RunDocument
+from ckptfmt.documents.shard import parse_shard_header
 from ckptfmt.documents.tree import (
     DeviceName,
     DtypeName,
@@ -78,7 +89,9 @@ class Reference:
             "version": ckptfmt.__version__,
             "spec": FORMAT_VERSION,
             "roles": ["reader", "writer", "committer"],
-            "features": sorted({*READER_FEATURES, "launch", "loader", "samples"}),
+            "features": sorted(
+                {*READER_FEATURES, "launch", "loader", "samples", *(f"parse-{form}" for form in _FORMS)}
+            ),
             "kinds": [*METHODS, "trajectory"],
         }
 
@@ -139,6 +152,15 @@ class Reference:
                     with self._open(path, {}) as checkpoint:
                         return _loader(checkpoint, asked)
             return {"tree": self.tree_of((path / "tree.msgpack").read_bytes())}
+
+    def parse(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Parse one document, or one value, by itself; return the value."""
+        form, name = request["form"], request["file"]
+        if form not in _FORMS:
+            raise Unsupported(f"parse-{form}")
+        with self._broken_as_said(), _phase("open"):
+            value = _FORMS[form]((path / name).read_bytes(), name)
+        return {"value": value} if form in _VALUES else {}
 
     def checkpointing(self) -> Checkpointing:
         """Return what trajectories save and load by."""
@@ -482,6 +504,36 @@ _TAGGED: dict[type, Callable[[Any], Any]] = {
     DeviceName: lambda value: {"device": value.name},
     Size: lambda value: {"size": list(value.shape)},
 }
+
+
+def _unpack(content: bytes, where: str) -> Any:  # noqa: ANN401 - any value of the profile
+    return parse_msgpack(content, where=where, limit_items=99)
+
+
+def _strings(content: bytes, where: str) -> list[str]:
+    found: list[str] = Columns({"column": _unpack(content, where)}, ("column",), where).strings("column").tolist()
+    return found
+
+
+#: What one document or value is parsed by that stands alone, given its bytes and the name of its file.
+_FORMS: dict[str, Callable[[bytes, str], Any]] = {
+    "run": lambda content, where: RunDocument.parse(content, where=where),
+    "launch": lambda content, where: Launch.parse(content, where=where),
+    "pins": lambda content, where: Pins.parse(content, where=where),
+    "failure": lambda content, where: parse_document(content, where=where, types=("failure",)),
+    **dict.fromkeys(("manifest", "abort", "tombstone"), lambda content, where: parse_register(content, where=where)),
+    "index": lambda content, where: Index.parse(content, where=where),
+    "part": lambda content, where: Part.parse(content, where=where),
+    "shard": lambda content, where: parse_shard_header(content, file_nbytes=len(content), where=where),
+    "cursor": lambda content, where: parse_cursor(parse_tree(content, where=where)),
+    "tree": lambda content, where: tagged(parse_tree(content, where=where)),
+    "msgpack": lambda content, where: tagged(_unpack(content, where)),
+    "packed": lambda content, where: tagged(parse_packed(_unpack(content, where), where).tolist()),
+    "strings": lambda content, where: tagged(_strings(content, where)),
+    "packed_document": lambda content, where: open_packed_document(content, where=where),
+}
+#: Of these the value is asked for, too.
+_VALUES = ("tree", "msgpack", "packed", "strings")
 
 
 if __name__ == "__main__":

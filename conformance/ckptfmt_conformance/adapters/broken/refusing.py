@@ -20,3 +20,8 @@ class Broken(Reference):
         """Refuse it."""
         del path, request
         raise Rejected("DOC_SYNTAX", None, "open")
+
+    def parse(self, path: Path, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Refuse it."""
+        del path, request
+        raise Rejected("DOC_SYNTAX", None, "open")

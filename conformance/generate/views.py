@@ -1,0 +1,61 @@
+"""The JSON view of msgpack documents (spec/40-index-and-parts.md): byte strings stand in it as hex."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+from conformance.generate.clauses import ROOT
+
+__all__ = ["document_of", "load_schema", "resolve"]
+
+SCHEMA = ROOT / "spec" / "schema"
+
+_HEX = re.compile(r"([0-9a-f]{2})*")
+
+Schema = dict[str, Any]
+
+
+@functools.cache
+def load_schema(name: str) -> Schema:
+    """Return a schema of the specification, by the name of its document."""
+    found: Schema = json.loads((SCHEMA / f"{name}.schema.json").read_text("utf-8"))
+    return found
+
+
+def resolve(schema: Schema) -> Schema:
+    """Return what a schema says after its references: all of it in one map."""
+    while "$ref" in schema:
+        file, pointer = schema["$ref"].split("#")
+        target = load_schema(file.removesuffix(".schema.json"))
+        for step in pointer.strip("/").split("/"):
+            target = target[step]
+        schema = target | {key: value for key, value in schema.items() if key not in {"$ref", "$comment"}}
+    return schema
+
+
+def _properties_of(schema: Schema) -> dict[str, Schema]:
+    """Return what a schema says of members; of alternatives all that any has, the last one's where they differ."""
+    known = dict(schema.get("properties", {}))
+    for one in schema.get("oneOf", []):
+        known |= _properties_of(resolve(one))
+    return known
+
+
+def document_of(view: Any, schema: Schema) -> Any:  # noqa: ANN401 - any value of JSON
+    """Return the signed map of a view; the schema says which strings are bytes. What it doesn't know stays as it is."""
+    schema = resolve(schema)
+    if isinstance(view, str):
+        # An edit may put something else there.
+        is_hex = schema.get("contentEncoding") == "base16" and _HEX.fullmatch(view)
+        return bytes.fromhex(view) if is_hex else view
+    if isinstance(view, dict):
+        known = _properties_of(schema)
+        return {key: document_of(member, known.get(key, {})) for key, member in view.items()}
+    if isinstance(view, list):
+        prefix = schema.get("prefixItems", [])
+        rest = schema.get("items") or {}
+        return [document_of(member, prefix[at] if at < len(prefix) else rest) for at, member in enumerate(view)]
+    return view
