@@ -31,7 +31,7 @@ from ckptfmt.store import open_store
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ckptfmt.state import State
     from ckptfmt.store.protocol import Store
@@ -42,6 +42,8 @@ _LOG: Final = logging.getLogger("ckptfmt")
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")
 #: How often the processes ask each other whether one of them got a signal, in seconds.
 _ASK_S: Final = 1.0
+#: How many sentences of a load are logged one by one.
+_TOLD: Final = 20
 _UNIT_S: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -66,6 +68,9 @@ class Checkpointer:
         resume: "auto" to follow the run's lineage; "fresh" to start anew; else name or manifest digest of a checkpoint,
             which rolls the run back to it.
         allow, strict: as for `ckptfmt.load`.
+        override: what is left as it is here, though something else was saved; the claim falls, and the log has both.
+            Names as in the checkpoint, or patterns of them: ``"optimizer:group/lr"`` for an option of an optimizer's
+            parameter groups, ``"optimizer:extra/scheduler"`` for a value. By default the saved one is taken.
         writer, agree: as for `ckptfmt.save`.
         share: as for `ckptfmt.load`.
         deadline_s: how long the processes wait for each other, for a free slot, and for saves at the end, in seconds.
@@ -109,6 +114,7 @@ class Checkpointer:
         resume: str = "auto",
         allow: Iterable[str] = (),
         strict: bool = False,
+        override: Iterable[str] = (),
         writer: tuple[int, int] | None = None,
         agree: Agree = None,
         share: bool = False,
@@ -123,7 +129,7 @@ class Checkpointer:
         stop_on: Iterable[int] = (),
         stop_deadline_s: float = 30.0,
     ) -> None:
-        self._cadence = _parse_every(every)
+        self._cadence, self._resume = _parse_every(every), resume
         options = SaveOptions(
             saver=saver,
             overlap=overlap,
@@ -140,8 +146,8 @@ class Checkpointer:
         self._signals = StopSignals(stop_on, deadline_s=stop_deadline_s)
         self._store = open_store(run, writable=True)
         self._state = state
-        self._resume = resume
-        self._allow, self._strict = frozenset((allow,) if isinstance(allow, str) else allow), strict
+        allow = frozenset((allow,) if isinstance(allow, str) else allow)
+        self._choices: dict[str, Any] = {"allow": allow, "strict": strict, "override": override}
         self._share = share
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
         self._deadline_s = deadline_s
@@ -436,8 +442,7 @@ class Checkpointer:
             self._state,
             checkpoint,
             self._group,
-            allow=self._allow,
-            strict=self._strict,
+            **self._choices,
             streams=False,
             share=self._share,
         )
@@ -445,8 +450,9 @@ class Checkpointer:
         self._count.is_streamless = True
         self._count.step = self._saved_step = checkpoint.step
         _LOG.info("step %d restored from %s; random-number streams come last", self.step, resume.name)
-        for sentence in self.load_report.downgrades:
-            _LOG.warning("restored in another way than saved: %s", sentence)
+        if self._group.writer == 0:
+            _tell("lowers the claim", self.load_report.with_streams().lowered_by)
+            _tell("changed by the load", self.load_report.notes)
 
     def _restore_streams(self, checkpoint: Checkpoint) -> None:
         self._group.together(
@@ -455,8 +461,7 @@ class Checkpointer:
                 checkpoint,
                 worker=self._group.writer,
                 worker_count=self._group.writer_count,
-                allow=self._allow,
-                strict=self._strict,
+                **self._choices,
             )
         )
         checkpoint.close()
@@ -518,6 +523,13 @@ class _Timer:
 def _say_waiting(wait_s: float, names: list[str]) -> None:
     """Say why this launch stands still, and for how long at most, before it does."""
     _LOG.warning("waiting at most %g s for the saves that %s has in hand", wait_s, describe_savers(names))
+
+
+def _tell(what: str, sentences: Sequence[str]) -> None:
+    for sentence in sentences[:_TOLD]:
+        _LOG.warning("%s: %s", what, sentence)
+    if len(sentences) > _TOLD:
+        _LOG.warning("%s: %d more, in load_report", what, len(sentences) - _TOLD)
 
 
 def _parse_every(every: int | str | None) -> int | float | None:

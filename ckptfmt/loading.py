@@ -37,6 +37,7 @@ def load_once(
     streams: bool = True,
     only: Patterns = None,
     rename: Rename = None,
+    override: Patterns = (),
     share: bool = False,
 ) -> LoadReport:
     """Load a checkpoint into a state on every process of the group.
@@ -53,6 +54,7 @@ def load_once(
     worker, count = group.writer, group.writer_count
     allow = (allow,) if isinstance(allow, str) else tuple(allow)
     only = tuple(only) if only is not None and not isinstance(only, str) else only
+    override = (override,) if isinstance(override, str) else tuple(override or ())
     restoration = group.together(
         lambda: plan_restore(
             state,
@@ -63,6 +65,7 @@ def load_once(
             strict=strict,
             only=only,
             rename=rename,
+            override=override,
         )
     )
     mine = {"leftover": sorted(restoration.leftover()), "unused": sorted(restoration.unused_renames())}

@@ -37,6 +37,8 @@ __all__ = ["CLAIMS", "LoadReport", "Restoration", "load_trees", "plan_restore", 
 CLAIMS: Final = ("S0", "S1", "T1")
 #: Fields that are loaded; the others are compared, or put back as streams.
 _LOADED: Final = ("weights", "optimizer", "data")
+#: How many differences of the configuration are told one by one.
+_SHOWN: Final = 20
 _CURSOR_KIND: Final = "ckptfmt.data_cursor"
 #: What lowers the claim of a load as long as the random-number streams stand elsewhere.
 _STREAMS_PENDING: Final = "the random-number streams aren't put back yet"
@@ -134,13 +136,14 @@ def restore_streams(
     worker_count: int,
     allow: Iterable[str] = frozenset(),
     strict: bool = False,
+    override: Patterns = (),
 ) -> tuple[str, ...]:
     """Put the random-number streams back, and return what couldn't be: the last thing to do before the first step.
 
     Raises: StateError(STREAM_MISSING, STREAM_UNEXPECTED).
     """
     live = Live.of(state, worker=worker, worker_count=worker_count)
-    plan = Plan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow))
+    plan = Plan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow), override=override)
     actions = plan_streams(plan, live_streams(state.rng, live.devices), strict=strict)
     plan.check()
     for action in actions:
@@ -159,10 +162,19 @@ def plan_restore(
     strict: bool = False,
     only: Patterns = None,
     rename: Rename = None,
+    override: Patterns = (),
 ) -> Restoration:
     """Return what a load would do; nothing live is changed. Arguments and errors are those of `restore`."""
     live = Live.of(state, worker=worker, worker_count=worker_count)
-    plan = Plan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow), only=only, rename=rename)
+    plan = Plan(
+        checkpoint,
+        worker=worker,
+        worker_count=worker_count,
+        allow=frozenset(allow),
+        only=only,
+        rename=rename,
+        override=override,
+    )
     side = torch_side()
     for field, entries in live.entries.items():
         for entry in entries:
@@ -172,7 +184,12 @@ def plan_restore(
         _PLANS[unit.kind](plan, unit, live, number)
     stream_actions = plan_streams(plan, live_streams(state.rng, live.devices), strict=strict)
     differences = _compare_config(plan, state)
-    lowered = (*_missing_fields(plan, state), *_compare_topology(plan, live), *_find_limits(live))
+    lowered = (
+        *_missing_fields(plan, state),
+        *_list_decisive(plan, state, differences),
+        *_compare_topology(plan, live),
+        *_find_limits(live),
+    )
     return Restoration(plan, state, stream_actions, tuple(differences), lowered)
 
 
@@ -259,7 +276,7 @@ class Restoration:
         if not lowered:
             return "T1"
         checkpoint = self._plan.checkpoint
-        if self._plan.is_partial or ("data", "", GLOBAL) not in self._plan.taken_leaves:
+        if self._plan.is_partial or self._plan.reorders or ("data", "", GLOBAL) not in self._plan.taken_leaves:
             return "S0"
         cursor = checkpoint.leaf("data", "", GLOBAL)
         return "S1" if isinstance(cursor, dict) and cursor.get("kind") == _CURSOR_KIND else "S0"
@@ -293,8 +310,21 @@ def _plan_stateful(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
         return
     if not may_load(plan, saved, unit.value, where):
         return
-    value = Placer(plan, field=unit.field, scope=at).fresh(saved, name, unit.value.state_dict())
+    now = unit.value.state_dict()
+    _compare_cursors(plan, saved, now, where)
+    value = Placer(plan, field=unit.field, scope=at).fresh(saved, name, now)
     plan.actions.append(functools.partial(_load_stateful, unit.value, value, where))
+
+
+def _compare_cursors(plan: Plan, saved: object, now: object, where: str) -> None:
+    """Report what a cursor allows to be another from here on, and what makes another training of the run."""
+    if not all(isinstance(cursor, dict) and cursor.get("kind") == _CURSOR_KIND for cursor in (saved, now)):
+        return
+    cursors: tuple[Any, Any] = (saved, now)
+    for part in ("plan", "mixture"):
+        for path, before, after in find_differences(*(cursor.get(part) for cursor in cursors)):
+            plan.downgrades.append(f"{where}: {part}/{path}: saved {before!r}, here {after!r}")
+            plan.reorders |= part == "mixture"
 
 
 def _load_stateful(live: Any, value: object, where: str) -> None:  # noqa: ANN401 - has the two methods
@@ -378,6 +408,19 @@ def _compare_config(plan: Plan, state: State) -> list[tuple[str, object, object]
             if _lies_under(path, identity):
                 plan.problem(Code.CONFIG_IDENTITY, f"config:{path}", f"saved {before!r}, here {now!r}")
     return differences
+
+
+def _list_decisive(plan: Plan, state: State, differences: list[tuple[str, object, object]]) -> list[str]:
+    """Return what the configuration lowers the claim by: whatever the caller doesn't call harmless."""
+    if state.config is None:
+        return [] if plan.checkpoint.manifest.fields["config"].reason is not None else ["config isn't compared"]
+    decisive = [
+        f"config:{path}: saved {before!r}, here {now!r}"
+        for path, before, now in differences
+        if not any(_lies_under(path, key) for key in state.harmless)
+    ]
+    more = len(decisive) - _SHOWN
+    return decisive if more <= 0 else [*decisive[:_SHOWN], f"config: {more} more values differ"]
 
 
 def _lies_under(path: str, key: str) -> bool:

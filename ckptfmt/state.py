@@ -45,6 +45,8 @@ class State:
         rng: the caller's own generators, by name, besides those of Python, numpy and torch.
         provenance: what the caller says of where the run comes from; a tree.
         identity: keys of `config`, such as ``"model/width"``, that must be equal on load.
+        harmless: keys of `config`, such as ``"out_dir"``, that don't decide what is trained: one that differs is
+            reported, and lowers no claim.
         absent: reasons for fields that are left out on purpose.
 
     Raises: StateError(ARGUMENT).
@@ -61,12 +63,13 @@ class State:
     rng: Mapping[str, object] | None = None
     provenance: Mapping[str, object] | None = None
     identity: tuple[str, ...] = ()
+    harmless: tuple[str, ...] = ()
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        identity: object = self.identity
-        if isinstance(identity, str):
-            raise err(Code.ARGUMENT, "identity is a tuple of keys, not one string", where="State(identity=...)")
+        for name in ("identity", "harmless"):
+            if isinstance(getattr(self, name), str):
+                raise err(Code.ARGUMENT, f"{name} is a tuple of keys, not one string", where=f"State({name}=...)")
         for name in ("extra", "rng", "provenance"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):

@@ -36,6 +36,8 @@ class Only:
 
     Args:
         patterns: one, or several of which one has to fit; None for everything.
+        override: patterns of what is left as it is live, of which none may fit. An option of an optimizer's groups is
+            called ``group/`` and its key.
 
     Raises: StateError(ARGUMENT).
 
@@ -44,7 +46,8 @@ class Only:
     (True, False, True)
     """
 
-    def __init__(self, patterns: Patterns) -> None:
+    def __init__(self, patterns: Patterns, *, override: Patterns = ()) -> None:
+        self.override: Only | None = None if override is None or not tuple(override) else Only(override)
         self.patterns: tuple[str, ...] | None = None
         if patterns is None:
             return
@@ -56,7 +59,13 @@ class Only:
 
     def fits(self, field: str, name: str) -> bool:
         """Tell whether this is to be loaded."""
+        if self.is_overridden(field, name):
+            return False
         return self.patterns is None or self._expressions[field].match(name) is not None
+
+    def is_overridden(self, field: str, name: str) -> bool:
+        """Tell whether the live one stands, by the caller's word."""
+        return self.override is not None and self.override.fits(field, name)
 
     def fits_leaf(self, field: str, name: str, value: Callable[[], Any]) -> bool:
         """Tell whether a saved leaf is to be loaded: an optimizer's by its parameters, a group by all of them.
@@ -66,6 +75,8 @@ class Only:
             name: of the leaf.
             value: returns what was saved, if it is needed.
         """
+        if self.override is not None and self.override.fits_leaf(field, name, value):
+            return False
         if self.patterns is None or self.fits(field, name):
             return True
         group = _GROUP.match(name)
@@ -80,6 +91,20 @@ class Only:
         for pattern in self.patterns or ():
             alone = Only(pattern)
             if not any(alone.fits(field, name) for field, name in iter_saved(checkpoint)):
+                yield pattern
+
+    def iter_idle_overrides(self, checkpoint: Readable) -> Iterator[str]:
+        """Yield the patterns of `override` that fit nothing in a checkpoint, and no option of an optimizer's groups."""
+        if self.override is None:
+            return
+        options = [
+            (key[0], f"{group[1]}group/{option}")
+            for key in checkpoint.leaves
+            if (group := _GROUP.match(key[1])) is not None
+            for option in checkpoint.leaf(*key).get("options", ())
+        ]
+        for pattern in self.override.iter_idle(checkpoint):
+            if not any(Only(pattern).fits(*option) for option in options):
                 yield pattern
 
 

@@ -108,6 +108,7 @@ class Plan:
             ``loader``.
         only: patterns of the saved names that the load is about; see `ckptfmt.interop.choice.Only`.
         rename: saved names of live ones; see `ckptfmt.interop.choice.Renaming`.
+        override: patterns of what stays as it is live, though it was saved; see `ckptfmt.interop.choice.Only`.
 
     Attributes:
         renaming: what the live names were called.
@@ -116,6 +117,7 @@ class Plan:
         problems: why the load is refused.
         downgrades: what is done in another way than asked for; lowers the claim.
         notes: what changed and is worth a line; doesn't lower the claim.
+        reorders: whether the run sees its data from here on in another order than it would have.
         values: values that could not be put back into an immutable place, by name.
         renamed: field and live name, and the saved name where that is another.
         left_count: how many live tensors and values stay as they are because of `only`.
@@ -130,6 +132,7 @@ class Plan:
         allow: frozenset[str],
         only: Patterns = None,
         rename: Rename = None,
+        override: Patterns = (),
     ) -> None:
         unknown = set(allow) - set(_ALLOWED_BY.values())
         if unknown:
@@ -144,18 +147,21 @@ class Plan:
         self.problems: list[Problem] = []
         self.downgrades: list[str] = []
         self.notes: list[str] = []
+        self.reorders = False
         self.values: dict[str, object] = {}
         self.taken_tensors: set[TensorKey] = set()
         self.taken_leaves: set[TensorKey] = set()
         self.renaming = Renaming(rename)
         self.renamed: dict[tuple[str, str], str] = {}
         self.left_count = 0
-        self._only = Only(only)
+        self._only = Only(only, override=override)
         #: By saved tensor, the live name and the saved one that it was first taken for.
         self._destinations: dict[TensorKey, tuple[str, str]] = {}
         for pattern in self._only.iter_idle(checkpoint):
             hint = f"; the field is '{pattern}:*'" if pattern in FIELDS else ""
             self.problem(Code.TENSOR_MISSING, f"only={pattern!r}", f"nothing of this name was saved{hint}")
+        for pattern in self._only.iter_idle_overrides(checkpoint):
+            self.problem(Code.LEAF_MISSING, f"override={pattern!r}", "nothing of this name was saved")
 
     # --- choose -------------------------------------------------------------------------------------------------------
 
@@ -167,6 +173,10 @@ class Plan:
     def fits(self, field: str, name: str) -> bool:
         """Tell whether what was saved under this name is to be loaded."""
         return self._only.fits(field, name)
+
+    def is_overridden(self, field: str, name: str) -> bool:
+        """Tell whether the live one stands, by the caller's word."""
+        return self._only.is_overridden(field, name)
 
     def fits_leaf(self, key: TensorKey, value: Callable[[], Any]) -> bool:
         """Tell whether a saved leaf is to be loaded; `value` returns what was saved."""
@@ -183,6 +193,8 @@ class Plan:
         saved = tuple(self.renaming.saved_name(name) for name in names)
         if not any(self.fits(field, prefix + name) for name in saved):
             self.left_count += 1
+            if self.is_overridden(field, prefix + saved[0]):
+                self.downgrades.append(f"{field}:{names[0]} stays as it is here: override=")
             return ()
         pairs = zip(names, saved, strict=True)
         self.renamed |= {(field, name): other for name, other in pairs if name != other}

@@ -86,6 +86,8 @@ def plan_streams(plan: Plan, streams: list[LiveStream], *, strict: bool) -> list
     Problems: STREAM_MISSING, STREAM_UNEXPECTED. With another number of workers these are only reported, and new
     workers keep their fresh streams, unless `strict`.
     """
+    left = [stream.name for stream in streams if plan.is_overridden("rng", stream.name)]
+    plan.downgrades += [f"rng:{name} stays as it is here: override=" for name in left]
     streams = [stream for stream in streams if plan.fits("rng", stream.name)]
     saved_streams = {key: stream for key, stream in plan.checkpoint.streams.items() if plan.fits("rng", key[0])}
     if plan.is_partial and not streams and not saved_streams:

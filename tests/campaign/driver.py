@@ -117,7 +117,7 @@ def _warm_up(frameworks: Sequence[str], directory: str | None) -> None:
         with tempfile.TemporaryDirectory(dir=directory, prefix="ckptfmt-campaign-") as place:
             held = hold(make_specs(random.Random(0), 1000, elastic=True), worker=0, worker_count=1, framework=framework)
             with Checkpointer(place, held.state, saver="inline") as checkpointer:
-                checkpointer.save()
+                checkpointer.save(step=0)
             look_at(pathlib.Path(place) / "step-00000000-l0001", {}, framework="numpy")
             problems_of(place)
 

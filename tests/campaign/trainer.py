@@ -138,6 +138,7 @@ class _Trainer:
 
     def _save_by_hand(self) -> None:
         failure_count = 0
+        self._checkpointer.restore_rng()
         for _ in range(self._life.step_count):
             self._train()
             try:
@@ -152,9 +153,8 @@ class _Trainer:
 
     def _save(self) -> None:
         self._hand_over()
-        self._checkpointer.step = self._held.step
         with self._timed("save", 3):
-            handle = self._checkpointer.save()
+            handle = self._checkpointer.save(step=self._held.step)
         if handle is None:
             return
         self._pending[handle] = "STAGING"

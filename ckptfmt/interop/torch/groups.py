@@ -21,6 +21,9 @@ __all__ = ["contents_of", "plan_groups"]
 _NOT_OPTIONS: Final = ("params", "param_names")
 #: What tells AdamW from Adam, which share everything else.
 _ALGORITHM: Final = "decoupled_weight_decay"
+#: What a scheduler leaves in a group, and what schedulers change there.
+_SCHEDULED_BY: Final = "initial_lr"
+_SCHEDULED: Final = ("lr", "momentum", "betas")
 #: Options that choose another kernel, and with it other bits.
 _FLAGS: Final = ("foreach", "fused", "capturable", "maximize", "differentiable")
 
@@ -73,11 +76,13 @@ def plan_groups(
         for saved in found:
             plan.taken_leaves.add((field, saved.name, saved.scope))
             Placer(plan, field=field, scope=saved.scope).take(saved.options)
-        options = found[0].options if found else {}
+        options = {**found[0].options} if found else {}
         if any(not _same_options(plan, field, found[0], other) for other in found[1:]):
             plan.problem(Code.GROUP_MISMATCH, where, "its parameters were saved with different options")
         elif found:
-            _plan_options(plan, group, found[0], field, where)
+            kept = {key for key in group if plan.is_overridden(field, f"{prefix}group/{key}")}
+            _plan_options(plan, group, found[0], field, where, kept)
+            options |= {key: group[key] for key in kept}
         chosen.append(options)
     return chosen
 
@@ -143,10 +148,15 @@ def contents_of(plan: Plan, field: str, scope: str, value: Any) -> object:  # no
     return value
 
 
-def _plan_options(plan: Plan, group: dict[str, Any], saved: _Saved, field: str, where: str) -> None:
-    options = saved.options
+def _plan_options(  # noqa: PLR0917 - all of it is what a group is
+    plan: Plan, group: dict[str, Any], saved: _Saved, field: str, where: str, kept: set[str]
+) -> None:
+    for key in sorted(kept & saved.options.keys()):
+        plan.downgrades.append(f"{where}: {key}: saved {saved.options[key]!r}, here {group[key]!r} stays: override=")
+    options = {key: value for key, value in saved.options.items() if key not in kept}
+    is_scheduled = _SCHEDULED_BY in group and _SCHEDULED_BY in saved.options
     for key in group:
-        if key not in options and key not in _NOT_OPTIONS:
+        if key not in options and key not in _NOT_OPTIONS and key not in kept:
             plan.problem(Code.LEAF_MISSING, f"{where}/{key}", "the live group has this option")
     on_device = (options.get("capturable") or options.get("fused")) and group["params"]
     device = local_of(group["params"][0]).device if on_device else None
@@ -155,13 +165,23 @@ def _plan_options(plan: Plan, group: dict[str, Any], saved: _Saved, field: str, 
         live = group.get(key)
         if key == _ALGORITHM and key in group and live != value:
             plan.problem(Code.GROUP_MISMATCH, where, f"{key}={value!r} as saved, {live!r} here: Adam isn't AdamW")
-        if key in _FLAGS and key in group and live != value:
-            plan.notes.append(f"{where}: {key}={value!r} as saved, instead of {live!r}")
+        if _is_told(key, is_scheduled=is_scheduled) and key in group and _differs(live, value):
+            plan.notes.append(f"{where}: {key}: {live!r} here, {value!r} as saved, which is taken; see override=")
         if isinstance(live, torch.Tensor) and isinstance(value, int | float):
             plan.actions.append(functools.partial(_fill, live, value))
         else:
             placed = placer.place(live, value, f"{saved.name}/{key}")
             plan.actions.append(functools.partial(group.__setitem__, key, placed))
+
+
+def _is_told(key: str, *, is_scheduled: bool) -> bool:
+    """Tell whether another value than the saved one is worth a word: a scheduler has it change from step to step."""
+    return key in _FLAGS or not (is_scheduled and key in _SCHEDULED)
+
+
+def _differs(live: object, saved: object) -> bool:
+    plain = all(isinstance(value, bool | int | float | str | tuple | list | None) for value in (live, saved))
+    return plain and live != saved
 
 
 def _fill(live: torch.Tensor, value: float) -> None:
