@@ -210,7 +210,8 @@ class _Run:
         self._watch(life, children, progress, list(plan))
         told = f"{life.framework} x{life.worker_count} {life.options}, {plan}: {time.monotonic() - begin_s:.1f} s"
         sys.stderr.write(f"run {self._seed} life {number}: {told}\n")
-        excused = EXCUSED if self._was_disturbed else frozenset()
+        # Who has little time may run out of it, whatever happens to him: others have the processors, too.
+        excused = EXCUSED if self._was_disturbed or disturbed else frozenset()
         self._oracle.listen(excused=excused | {"STATE_CHANGED"} if life.meddles else excused)
 
     def _make_life(self, number: int, *, disturbed: bool) -> Life:
