@@ -138,7 +138,8 @@ class _Trainer:
 
     def _save_by_hand(self) -> None:
         failure_count = 0
-        self._checkpointer.restore_rng()
+        with self._timed("restore_rng", 3):
+            self._checkpointer.restore_rng()
         for _ in range(self._life.step_count):
             self._train()
             try:
