@@ -8,17 +8,16 @@ import dataclasses
 import functools
 import logging
 import os
-import queue
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.engines.saver import SaveRequest
 from ckptfmt.engines.staging import Copy, Seen, Staging
-from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.handle import SaveHandle, SaveReport
-from ckptfmt.links import Link, ProcessLink, ThreadLink
-from ckptfmt.stage.memory import available_nbytes, plan_slots
+from ckptfmt.errors import CkptError, Code, encodable, err
+from ckptfmt.handle import NAP_S, SaveHandle, SaveReport
+from ckptfmt.links import Link, Lost, ProcessLink, ThreadLink, error_of
+from ckptfmt.stage.memory import available_nbytes, is_shortage, plan_slots
 from ckptfmt.stage.slot import Slot
 
 if TYPE_CHECKING:
@@ -39,11 +38,18 @@ def staging_thread_count() -> int:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Place:
-    """A slot, and the save that it holds."""
+    """A slot, and the save that it holds.
+
+    Attributes:
+        release: takes back what pins its memory.
+        given_to: the link that was told of it.
+        ready_for: number of the link whose saver has it.
+    """
 
     slot: Slot
     release: Callable[[], None]
-    is_ready: bool = False
+    given_to: Link | None = None
+    ready_for: int = 0
     handle: SaveHandle | None = None
     was_written: bool = False
     last_save: int = 0
@@ -57,6 +63,34 @@ class _Place:
         if self.handle is None or self.handle.is_copied:
             self.release()
         self.slot.close()
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class _Save:
+    """A save that was begun.
+
+    Attributes:
+        number: in this trainer; the saver knows it by this.
+        link: to the saver that has it.
+        thread: that called `save`.
+        later: the copies beside the training, once they were handed to the stager.
+        is_complete: whether all is copied, so that the saver may go on to the end.
+    """
+
+    number: int
+    request: SaveRequest
+    handle: SaveHandle
+    link: Link
+    thread: int
+    later: concurrent.futures.Future[None] | None = None
+    is_complete: bool = False
+
+    def is_left(self) -> bool:
+        """Tell whether nobody copies any more what isn't copied yet."""
+        if self.handle.is_copied:
+            return False
+        # Who copies in the thread that asks isn't at it any more, or couldn't ask.
+        return threading.get_ident() == self.thread if self.later is None else self.later.done()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +111,9 @@ class Lent:
 class Background:
     """The slots and the saver of one trainer. All calls come from the trainer's own thread.
 
+    Whatever ends the way to the saver comes to `_lose`, which fails the saves that the saver has, by name. The next
+    save starts another saver.
+
     Args:
         store: rooted at the run.
         in_process: whether the saver is a process of its own, else a thread; it must be a local store then.
@@ -91,23 +128,28 @@ class Background:
         self._slot_count = slot_count
         self._nice = nice
         self._deadline_s = deadline_s
-        self._link: Link | None = None
-        self._link_count = 0
-        self._places: list[_Place] = []
-        self._image: Image | None = None
-        self._sent_image: Image | None = None
-        self._saves: dict[int, tuple[SaveRequest, SaveHandle]] = {}
-        self._changed = threading.Condition()
-        self._broken: CkptError | None = None
-        self._is_closing = False
         self._pid = os.getpid()
+        self._image: Image | None = None
+        # Entered itself, and not by way of the condition: an interrupt can't come between its being taken and `with`.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        # All below changes under the lock.
+        self._link: Link | None = None
+        self._link_number = 0
+        #: Why the link of this number was lost, if it was.
+        self._lost: CkptError | None = None
+        self._sent_image: Image | None = None
+        self._places: list[_Place] = []
+        #: Whether slots have to be made, since there are none yet, or somebody may still read or fill those there are.
+        self._wants_slots = True
+        self._saves: dict[int, _Save] = {}
+        self._count = 0
+        self._is_closing = False
         self._failures: list[tuple[str, CkptError]] = []
         self._told: set[str] = set()
-        self._count = 0
         self.thread_count = staging_thread_count()
         self._threads = concurrent.futures.ThreadPoolExecutor(max(1, self.thread_count - 1), "ckptfmt-copy")
-        self._later: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._stager: threading.Thread | None = None
+        self._stager = concurrent.futures.ThreadPoolExecutor(1, "ckptfmt-stager")
 
     # --- getting ready ------------------------------------------------------------------------------------------------
 
@@ -121,201 +163,256 @@ class Background:
             pin: called with each new slot; what it returns is called before the slot is closed.
 
         Returns: a sentence if there are fewer slots than wanted; with none at all, nothing can be saved from here.
-        Raises: StateError(SLOT_MEMORY); CommitError(SAVER_LOST); what opening the run raises in the saver.
+        Raises: CommitError(SAVER_LOST, SLOTS_BUSY); what opening the run raises in the saver.
         """
+        self._check_process()
         self._image = image
-        self._ensure_link()
-        problem = ""
-        if not self._places or any(place.slot.nbytes < image.nbytes for place in self._places):
-            problem = self._make_slots(image.nbytes, shared_by, pin)
-        self._wait_for(lambda: all(place.is_ready for place in self._places), self._deadline_s, "the saver isn't ready")
-        return problem
-
-    def _make_slots(self, image_nbytes: int, shared_by: int, pin: Callable[[Slot], Callable[[], None]]) -> str:
-        self._wait_for(lambda: all(place.is_free() for place in self._places), self._deadline_s, "slots are in use")
-        for place in self._places:
-            place.close()
-        self._places = []
+        if self._places and not self._wants_slots and all(place.slot.nbytes >= image.nbytes for place in self._places):
+            self._ready_link()
+            return ""
         room_nbytes = available_nbytes()
-        count = plan_slots(image_nbytes, self._slot_count, room_nbytes, shared_by)
-        for number in range(count):
-            slot = Slot.make(image_nbytes)
-            slot.touch()
-            self._places.append(_Place(slot, pin(slot)))
-            self._give_slot(number)
+        count = plan_slots(image.nbytes, self._slot_count, room_nbytes, shared_by)
+        reason = f"{image.nbytes} bytes each, and {room_nbytes} are left for {shared_by} trainers of this machine"
+        while True:
+            try:
+                self._make_slots(count, image.nbytes, pin)
+                break
+            except Exception as error:
+                # What was counted may still be refused, to this process or to the saver: by a limit of theirs, say.
+                if not (count and is_shortage(error)):
+                    raise
+                count, reason = count - 1, error.detail if isinstance(error, CkptError) else repr(error)
         if count == self._slot_count:
             return ""
-        detail = f"{image_nbytes} bytes each, and {room_nbytes} are left for {shared_by} trainers of this machine"
-        return f"SLOTS_REDUCED: {count} of {self._slot_count} slots: {detail}"
+        return f"SLOTS_REDUCED: {count} of {self._slot_count} slots: {reason}"
 
-    def _ensure_link(self) -> None:
+    def _make_slots(self, count: int, nbytes: int, pin: Callable[[Slot], Callable[[], None]]) -> None:
+        """Let the slots go when they are free, make others, and hand them to the saver."""
+        if not self._wait(lambda: all(place.is_free() for place in self._places)):
+            raise self._busy_error(self._deadline_s)
+        if count < len(self._places):
+            self._end_idle_link()
+        with self._lock:
+            self._wants_slots = True
+            places, self._places = self._places, []
+        for place in places:
+            place.close()
+        for _ in range(count):
+            slot = Slot.make(nbytes)
+            slot.touch()
+            self._places.append(_Place(slot, pin(slot)))
+        if count:
+            self._ready_link()
+        self._wants_slots = False
+
+    def _end_idle_link(self) -> None:
+        """Let the saver end when its saves are over: it would keep the memory of slots that are gone."""
+        with self._lock:
+            handles = [save.handle for save in self._saves.values()]
+        if all(handle.wait_over(self._deadline_s) for handle in handles):
+            self._drop(err(Code.SAVER_LOST, "it isn't needed any more", where=self._store.name))
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             remedy = "Save from the process that made the checkpointer."
             raise err(
                 Code.SAVER_LOST, "this process was forked from the trainer", where=self._store.name, remedy=remedy
             )
-        if self._link is not None:
-            return
-        with self._changed:
-            self._broken = None
-            self._sent_image = None
-            self._link_count += 1
-            on_lost = functools.partial(self._on_lost, self._link_count)
-        if self._in_process:
-            self._link = ProcessLink(self._store.name, nice=self._nice, on_message=self._on_message, on_lost=on_lost)
-        else:
-            self._link = ThreadLink(self._store, on_message=self._on_message)
-        for number in range(len(self._places)):
-            self._give_slot(number)
 
-    def _give_slot(self, number: int) -> None:
-        assert self._link is not None  # noqa: S101 - _ensure_link made it
-        self._places[number].is_ready = False
-        self._link.add_slot(number, self._places[number].slot)
+    def _ready_link(self) -> Link:
+        """Return the way to a saver that has all slots, one that is started now if need be.
+
+        Raises: CommitError(SAVER_LOST); what the saver raised.
+        """
+        self.look()
+        link = self._link or self._start_link()
+        for number, place in enumerate(self._places):
+            if place.given_to is not link:
+                link.add_slot(number, place.slot)
+                place.given_to = link
+        number = self._link_number
+        if not self._wait(lambda: self._link is not link or all(place.ready_for == number for place in self._places)):
+            self._drop(err(Code.SAVER_LOST, f"it isn't ready after {self._deadline_s:g} s", where=self._store.name))
+        with self._lock:
+            if self._link is not link:
+                raise self._lost or err(Code.SAVER_LOST, "it ended just now", where=self._store.name)
+        return link
+
+    def _start_link(self) -> Link:
+        number = self._number_link()
+        link: Link | None = None
+        on_message, on_lost = functools.partial(self._on_message, number), functools.partial(self._on_lost, number)
+        try:
+            link = self._make_link(on_message, on_lost)
+            with self._lock:
+                lost = self._lost
+                self._link = link if lost is None else None
+        finally:
+            if link is not None and self._link is not link:
+                link.drop()
+        if lost is not None:  # already
+            raise lost
+        return link
+
+    def _number_link(self) -> int:
+        with self._lock:
+            self._link_number += 1
+            self._lost = self._sent_image = None
+            return self._link_number
+
+    def _make_link(self, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[Lost], None]) -> Link:
+        if self._in_process:
+            return ProcessLink(self._store.name, nice=self._nice, on_message=on_message, on_lost=on_lost)
+        return ThreadLink(self._store, on_message=on_message, on_lost=on_lost)
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
     @property
     def has_slots(self) -> bool:
-        """Whether anything can be saved from here."""
-        return bool(self._places)
+        """Whether anything can be saved from here, as far as that is known."""
+        return bool(self._places) or self._wants_slots
 
     def is_busy(self) -> bool:
         """Tell whether every slot holds a save that isn't written."""
-        with self._changed:
-            return not any(place.is_free() for place in self._places)
+        with self._lock:
+            return bool(self._places) and not any(place.is_free() for place in self._places)
 
     def wait_free(self, timeout_s: float) -> None:
         """Wait until a slot is free. Raises: CommitError(SLOTS_BUSY) at the timeout."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: any(place.is_free() for place in self._places), timeout_s):
-                saves = ", ".join(str(handle) for _, handle in self._saves.values())
-                raise err(Code.SLOTS_BUSY, f"no slot is free after {timeout_s:g} s: {saves}")
+        if not self._wait(lambda: not self.is_busy(), timeout_s):
+            raise self._busy_error(timeout_s)
+
+    def _busy_error(self, timeout_s: float) -> CkptError:
+        with self._lock:
+            saves = ", ".join(str(save.handle) for save in self._saves.values() if not save.handle.is_over)
+        return err(Code.SLOTS_BUSY, f"no slot is free after {timeout_s:g} s: {saves}")
 
     def begin(self, request: SaveRequest, handle: SaveHandle) -> Lent:
-        """Begin a save into a free slot, which is returned; the saver follows the copies from now on."""
+        """Begin a save into a free slot, which is returned; the saver follows the copies from now on.
+
+        Whatever happens from here on until `stage` returns, `abandon` ends the save.
+        """
         assert self._image is not None  # noqa: S101 - see prepare
-        self._ensure_link()
-        self._wait_for(lambda: all(place.is_ready for place in self._places), self._deadline_s, "the saver isn't ready")
-        with self._changed:
-            link = self._link
-            if link is None:
+        self._check_process()
+        link = self._ready_link()
+        with self._lock:
+            if self._link is not link or self._wants_slots:
                 raise err(Code.SAVER_LOST, "it ended just now", where=handle.path)
+            free = [number for number, place in enumerate(self._places) if place.is_free()]
+            if not free:
+                raise self._busy_error(0.0)
             # The one that was filled longest ago, so that the newest snapshot stays for as long as it can.
-            number = min((n for n, place in enumerate(self._places) if place.is_free()), key=self._last_use)
+            number = min(free, key=lambda number: self._places[number].last_save)
             place = self._places[number]
             self._count += 1
+            request = dataclasses.replace(request, number=self._count, slot=number)
+            save = _Save(number=self._count, request=request, handle=handle, link=link, thread=threading.get_ident())
+            self._saves = {known.number: known for known in self._saves.values() if not known.handle.is_over}
+            self._saves[save.number] = save
+            handle.tell_begun(self.look)
             lent = Lent(number=number, view=place.slot.view, was_written=place.was_written)
             place.handle, place.last_save, place.was_written = handle, self._count, False
-            request = dataclasses.replace(request, number=self._count, slot=number)
-            self._saves = {n: save for n, save in self._saves.items() if not save[1].is_over}
-            self._saves[request.number] = (request, handle)
         if self._sent_image is not self._image:
             link.send({"type": "image", "image": self._image.as_dict()})
             self._sent_image = self._image
         link.send({"type": "save", "request": request.as_dict()})
         return lent
 
-    def _last_use(self, number: int) -> int:
-        return self._places[number].last_save
-
     def stage(self, handle: SaveHandle, now: Sequence[Copy], later: Sequence[Copy], view: memoryview) -> None:
         """Do the copies of a save: those of `now` before this returns, those of `later` in a thread.
 
-        Raises: what a copy of `now` raises; then the save is abandoned.
+        Raises: what a copy of `now` raises; then the save is to be abandoned.
         """
         assert self._image is not None  # noqa: S101 - see prepare
-        number = self._number_of(handle)
-        link = self._link
+        save = self._save_of(handle)
+        assert save is not None  # noqa: S101 - see begin
 
         def tell(nbytes: int, seen: Sequence[Seen]) -> None:
-            if link is not None:
-                rows = [[one.begin, one.digests, one.kept] for one in seen]
-                link.send({"type": "staged", "number": number, "nbytes": nbytes, "seen": rows})
+            rows = [[one.begin, one.digests, one.kept] for one in seen]
+            save.link.send({"type": "staged", "number": save.number, "nbytes": nbytes, "seen": rows})
 
         copies = sorted((*now, *later), key=lambda copy: copy.begin)
         staging = Staging(self._image, copies, view, tell)
-        try:
-            for copy in copies:
-                copy.start()
-            staging.run(now, threads=self._threads, thread_count=self.thread_count)
-        except BaseException as error:
-            self._end_copies(number, handle, error)
-            raise
-        if not later:
-            self._end_copies(number, handle, None)
-            return
-
-        def run_later() -> None:
-            problem: BaseException | None = None
-            try:
-                staging.run(later)
-            except Exception as error:  # noqa: BLE001 - told by the handle
-                problem = error
-            self._end_copies(number, handle, problem)
-
-        if self._stager is None:
-            self._stager = threading.Thread(target=self._stage_later, name="ckptfmt-stager", daemon=True)
-            self._stager.start()
-        self._later.put(run_later)
+        for copy in copies:
+            copy.start()
+        staging.run(now, threads=self._threads, thread_count=self.thread_count)
+        if later:
+            save.later = self._stager.submit(self._stage_later, save, staging, later)
+        else:
+            self._end_copies(save, None)
 
     def abandon(self, handle: SaveHandle, problem: BaseException) -> None:
-        """Give up a save that was begun, and of which nothing is copied."""
-        self._end_copies(self._number_of(handle), handle, problem)
+        """Give up a save that was begun, unless all of it is copied."""
+        if not isinstance(problem, Exception):
+            # Where an interrupt struck nobody knows; a thread that fills the slot may have been forgotten.
+            self._wants_slots = True
+        save = self._save_of(handle)
+        if save is not None:
+            self._end_copies(save, None if save.is_complete else problem)
 
-    def _number_of(self, handle: SaveHandle) -> int:
-        return next(number for number, (_, known) in self._saves.items() if known is handle)
+    def _save_of(self, handle: SaveHandle) -> _Save | None:
+        with self._lock:
+            return next((save for save in self._saves.values() if save.handle is handle), None)
 
-    def _stage_later(self) -> None:
-        while (task := self._later.get()) is not None:
-            task()
+    def _stage_later(self, save: _Save, staging: Staging, later: Sequence[Copy]) -> None:
+        try:
+            if save.handle.is_copied:
+                return  # it was given up
+            staging.run(later)
+            self._end_copies(save, None)
+        except BaseException as error:  # noqa: BLE001 - told by the handle
+            self._end_copies(save, None if save.is_complete else error)
 
-    def _end_copies(self, number: int, handle: SaveHandle, problem: BaseException | None) -> None:
-        """Say that a save's snapshot is complete, or that it never will be."""
-        link = self._link
-        if problem is not None:
-            known = problem if isinstance(problem, CkptError) else None
-            self._fail(number, known or err(Code.STATE_CHANGED, f"the copy failed: {problem}", remedy=""))
-        if link is not None:
-            detail = {} if problem is None else {"detail": str(problem)}
-            link.send({"type": "complete" if problem is None else "abandon", "number": number, **detail})
-        with self._changed:
-            handle.tell_copied()
+    def _end_copies(self, save: _Save, problem: BaseException | None) -> None:
+        """Say that a save's snapshot is complete, or that it never will be. May be done again, if it broke off."""
+        if problem is None:
+            save.is_complete = True
+            save.link.send({"type": "complete", "number": save.number})
+        else:
+            self._fail(save, _copy_error(problem))
+            save.link.send({"type": "abandon", "number": save.number, "detail": encodable(str(problem))})
+        with self._lock:
+            if save.later is None or save.later.done() or threading.get_ident() != save.thread:
+                save.handle.tell_copied()  # else the stager does, when it has
             self._free_slots()
 
     # --- what the saver tells -----------------------------------------------------------------------------------------
 
-    def _on_message(self, message: dict[str, Any]) -> None:
+    def _on_message(self, link_number: int, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "ready":
-            with self._changed:
-                self._places[message["slot"]].is_ready = True
+            with self._lock:
+                for place in self._places[message["slot"] : message["slot"] + 1]:
+                    place.ready_for = max(place.ready_for, link_number)
                 self._changed.notify_all()
         elif kind == "broken":
-            self._lose(error_of(message["error"]))
+            # It is told last: the saver uses no slot any more.
+            self._lose(link_number, Lost(error=error_of(message["error"]), has_ended=True))
         else:
             self._on_state(message)
 
     def _on_state(self, message: dict[str, Any]) -> None:
-        number, state = message["number"], message["state"]
-        save = self._saves.get(number)
+        state = message["state"]
+        with self._lock:
+            save = self._saves.get(message["number"])
         if save is None:
             return  # it is over, and forgotten
-        request, handle = save
+        handle = save.handle
         if state == "FAILED":
-            self._fail(number, error_of(message))
+            self._fail(save, error_of(message))
             return
         if state == "DONE":
             if message["problem"]:
                 _LOG.warning("clean-up stopped: %s", message["problem"])
             handle.tell_over(tuple(message["removed"]))
         elif state == "COMMITTED":
+            origin = save.request.origin
             report = SaveReport(
                 path=handle.path,
                 digest=message["digest"],
-                step=request.origin.step,
+                step=origin.step,
                 nbytes=message["nbytes"],
-                writer_count=request.origin.writer_count,
+                writer_count=origin.writer_count,
                 profile=message["profile"],
                 stored_nbytes=message["stored_nbytes"],
                 reason=message["reason"],
@@ -324,35 +421,58 @@ class Background:
             _LOG.info("step %d COMMITTED in %.2f s: %s", handle.step, handle.times.get(state, 0.0), handle.path)
         else:
             handle.tell_state(state)
-        with self._changed:
+        with self._lock:
             self._free_slots()
 
-    def _on_lost(self, link_number: int) -> None:
-        """Take note that the saver's process is gone."""
-        with self._changed:
-            # When we close, it finishes what it has. If there is another by now, the loss of this one is known.
-            if not self._is_closing and link_number == self._link_count:
-                self._lose(err(Code.SAVER_LOST, "it ended", where=self._store.name))
+    def _on_lost(self, link_number: int, lost: Lost) -> None:
+        if not self._is_closing:  # else it finishes what it has
+            self._lose(link_number, lost)
 
-    def _lose(self, error: CkptError) -> None:
-        """Let go of the saver: whatever it has in its hands isn't known to be committed."""
+    def _drop(self, error: CkptError) -> None:
+        """Have nothing to do with the present saver any more."""
+        self._lose(self._link_number, Lost(error=error, has_ended=False))
+
+    def _lose(self, link_number: int, lost: Lost) -> None:
+        """Let go of a saver: whatever it has in its hands isn't known to be committed."""
         # All at once: who learns of it from a handle may start the next saver, to which this is nothing.
-        with self._changed:
-            self._link = None
-            self._broken = error
-            for number, (_, handle) in list(self._saves.items()):
-                if not handle.is_over:
-                    self._fail(number, error_of({**error.as_json(), "where": handle.path}))
+        with self._lock:
+            if link_number != self._link_number or self._lost is not None:
+                return  # it is known already
+            link, self._link = self._link, None
+            self._lost = lost.error
+            # A saver that goes on with what is staged reads the slots that it has; we make others.
+            self._wants_slots |= not lost.has_ended and link is not None
+            for save in self._saves.values():
+                if not save.handle.is_over:
+                    self._fail(save, _at(save, lost.error))
             self._changed.notify_all()
+        if link is not None:
+            link.drop()
 
-    def _fail(self, number: int, error: CkptError) -> None:
-        request, handle = self._saves[number]
-        with self._changed:
+    def look(self) -> None:
+        """Find what ended without a word, so that nobody waits for it: who waits calls this now and then."""
+        with self._lock:
+            saves = [save for save in self._saves.values() if not save.handle.is_over]
+            link, number = self._link, self._link_number
+        for save in saves:
+            if save.is_left():
+                self._end_copies(save, None if save.is_complete else RuntimeError("whoever copied it has ended"))
+        failure = None if link is None else link.failure()
+        if failure is not None:
+            self._lose(number, Lost(error=failure, has_ended=False))
+        for save in saves if link is None else ():  # of a saver that finishes what it has
+            failure = save.link.failure()
+            if failure is not None:
+                self._fail(save, _at(save, failure))
+
+    def _fail(self, save: _Save, error: CkptError) -> None:
+        with self._lock:
             # Together: who learns of it from the handle finds it here too.
-            if handle.tell_failed(error):
-                _LOG.error("step %d FAILED: %s", handle.step, error)
-                if request.origin.attempt not in self._told:
-                    self._failures.append((request.origin.attempt, error))
+            if save.handle.tell_failed(error):
+                _LOG.error("step %d FAILED: %s", save.handle.step, error)
+                attempt = save.request.origin.attempt
+                if attempt not in self._told:
+                    self._failures.append((attempt, error))
             self._free_slots()
 
     def _free_slots(self) -> None:
@@ -366,12 +486,12 @@ class Background:
 
     def next_failure(self) -> tuple[str, CkptError] | None:
         """Return attempt and error of a save that failed and of which nobody was told yet."""
-        with self._changed:
+        with self._lock:
             return self._failures[0] if self._failures else None
 
     def tell_failure(self, attempt: str) -> None:
         """Take note that the failure of an attempt was raised here: not again, even if it is still to come."""
-        with self._changed:
+        with self._lock:
             self._told.add(attempt)
             self._failures = [failure for failure in self._failures if failure[0] not in self._told]
 
@@ -383,11 +503,9 @@ class Background:
         if os.getpid() != self._pid:
             return []  # a fork of the trainer leaves its `with`, and has none of it
         end_s = time.monotonic() + timeout_s
-        rest = [
-            handle
-            for _, handle in list(self._saves.values())
-            if not handle.wait_over(max(0.0, end_s - time.monotonic()))
-        ]
+        with self._lock:
+            handles = [save.handle for save in self._saves.values()]
+        rest = [handle for handle in handles if not handle.wait_over(max(0.0, end_s - time.monotonic()))]
         for handle in rest if self._in_process else ():
             # Nobody will tell it anything any more, and somebody may wait for it.
             handle.tell_failed(err(Code.SAVER_LOST, "the checkpointer was closed meanwhile", where=handle.path))
@@ -401,7 +519,9 @@ class Background:
         if os.getpid() != self._pid:
             return  # a fork of the trainer ends, and has none of it
         end_s = time.monotonic() + timeout_s
-        for _, handle in self._saves.values():
+        with self._lock:
+            handles = [save.handle for save in self._saves.values()]
+        for handle in handles:
             rest_s = max(0.0, end_s - time.monotonic())
             if self._in_process:
                 with contextlib.suppress(CkptError):
@@ -414,37 +534,49 @@ class Background:
 
     def _end_staging(self) -> None:
         """Let slots and stager go, as soon as the copies that they still have in their hands are done."""
-        self._later.put(None)
-        for place in self._places:
+        self._stager.shutdown(wait=False)
+        with self._lock:
+            places, self._places = self._places, []
+        for place in places:
             place.close()
-        self._places = []
 
     def _end_link(self, timeout_s: float, *, drain_s: float = 0.0) -> None:
-        self._is_closing = True
-        link, self._link = self._link, None
+        with self._lock:
+            self._is_closing = True
+            link, self._link = self._link, None
         if link is not None:
             link.close(timeout_s, drain_s=drain_s)
 
-    def _wait_for(self, is_there: Callable[[], bool], timeout_s: float, detail: str) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._broken is not None or is_there(), timeout_s)
-            if self._broken is not None:
-                broken, self._broken, self._link = self._broken, None, None
-                raise broken
-            if not is_there():
-                raise err(Code.SAVER_LOST, f"{detail} after {timeout_s:g} s", where=self._store.name)
+    def _wait(self, is_there: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until something holds, and say whether it does."""
+        end_s = time.monotonic() + (self._deadline_s if timeout_s is None else timeout_s)
+        while True:
+            with self._lock:
+                if is_there():
+                    return True
+                rest_s = end_s - time.monotonic()
+                if rest_s <= 0:
+                    return False
+                self._changed.wait(min(rest_s, NAP_S))
+                if is_there():
+                    return True
+            self.look()
 
 
 def _nothing() -> None:
     """Release what was never pinned."""
 
 
-def error_of(told: dict[str, Any]) -> CkptError:
-    """Return the error that another process told of."""
-    return err(
-        Code(told["code"]),
-        told["detail"],
-        where=told["where"],
-        requirement=told["requirement"],
-        remedy=told["remedy"],
-    )
+def _at(save: _Save, error: CkptError) -> CkptError:
+    """Return an error of the saver as that of one save."""
+    found = error_of({**error.as_json(), "where": save.handle.path})
+    found.__cause__ = error.__cause__
+    return found
+
+
+def _copy_error(problem: BaseException) -> CkptError:
+    if isinstance(problem, CkptError):
+        return problem
+    error = err(Code.STATE_CHANGED, f"the copy failed: {type(problem).__qualname__}: {problem}", remedy="")
+    error.__cause__ = problem
+    return error

@@ -11,12 +11,12 @@ from typing import Final
 
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["STATES", "SaveHandle", "SaveReport"]
+__all__ = ["NAP_S", "STATES", "SaveHandle", "SaveReport"]
 
 #: The states of a save, in this order. FAILED and SKIPPED are the other ends.
 STATES: Final = ("STAGING", "STAGED", "WRITTEN", "COMMITTED")
-#: After how many seconds of waiting a signal is noticed at the latest.
-_NAP_S: Final = 0.5
+#: After how many seconds of waiting a signal, or a thread that ended without a word, is noticed at the latest.
+NAP_S: Final = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,10 @@ class SaveHandle:
         self._begin_s = begin_s
         self._state = state
         self._is_copied = self._is_over = state == "SKIPPED"
-        self._changed = threading.Condition()
+        self._look: Callable[[], None] = _nothing
+        # Entered itself, and not by way of the condition: an interrupt can't come between its being taken and `with`.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     def __repr__(self) -> str:
         return f"SaveHandle(step={self.step}, state={self.state!r}, path={self.path!r})"
@@ -122,39 +125,51 @@ class SaveHandle:
 
     def wait_over(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is done for this save any more, clean-up included; say whether that is so."""
-        with self._changed:
-            return self._holds_in_time(lambda: self.is_over, timeout_s)
+        return self._holds_in_time(lambda: self.is_over, timeout_s)
 
     def _wait_for(self, is_there: Callable[[], bool], state: str, timeout_s: float | None) -> None:
-        with self._changed:
-            if not self._holds_in_time(lambda: self._state in ("FAILED", "SKIPPED") or is_there(), timeout_s):
-                detail = f"{self._state}, and not {state} after {timeout_s:g} s"
-                raise err(Code.SAVE_PENDING, detail, where=self.path)
-            if self.error is not None:
-                raise self.error
+        if not self._holds_in_time(lambda: self._state in ("FAILED", "SKIPPED") or is_there(), timeout_s):
+            detail = f"{self._state}, and not {state} after {timeout_s:g} s"
+            raise err(Code.SAVE_PENDING, detail, where=self.path)
+        if self.error is not None:
+            raise self.error
 
     def _holds_in_time(self, is_there: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait until something holds, and say whether it does. Call it with the lock held."""
+        """Wait until something holds, and say whether it does."""
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        # Looking up now and then: the system may give a signal to another thread, and then it wakes nobody here.
-        while not is_there() and (rest_s := end_s - time.monotonic()) > 0:
-            self._changed.wait(min(rest_s, _NAP_S))
-        return is_there()
+        # Looking up now and then: the system may give a signal to another thread, and then it wakes nobody here; and
+        # whoever should tell that it holds may have ended.
+        while True:
+            with self._lock:
+                if is_there():
+                    return True
+                rest_s = end_s - time.monotonic()
+                if rest_s <= 0:
+                    return False
+                self._changed.wait(min(rest_s, NAP_S))
+                if is_there():
+                    return True
+            self._look()
 
     def _has_reached(self, state: str) -> bool:
         return self._state in STATES and STATES.index(self._state) >= STATES.index(state)
 
     # What the checkpointer and its saver tell, from any thread. What comes late, or after a failure, changes nothing.
 
+    def tell_begun(self, look: Callable[[], None]) -> None:
+        """Take note of what finds that those have ended who do this save; who waits for it calls that now and then."""
+        self._look = look
+
     def tell_copied(self) -> None:
         """Take note that no tensor is read any more, whether or not the snapshot is complete."""
-        with self._changed:
+        with self._lock:
             self._is_copied = True
+            self._note_end()
             self._changed.notify_all()
 
     def tell_state(self, state: str, report: SaveReport | None = None) -> None:
         """Take note of a state."""
-        with self._changed:
+        with self._lock:
             if self._state in STATES and not self._has_reached(state):
                 self._state = state
                 self.times[state] = time.monotonic() - self._begin_s
@@ -163,18 +178,28 @@ class SaveHandle:
 
     def tell_over(self, removed: tuple[str, ...] = ()) -> None:
         """Take note that all is done, and what retention let go."""
-        with self._changed:
+        with self._lock:
             self._is_over = True
+            self._note_end()
             if self.report is not None:
                 self.report = dataclasses.replace(self.report, removed=removed)
             self._changed.notify_all()
 
     def tell_failed(self, error: CkptError) -> bool:
         """Take note of a failure; False if the save was over before, or is committed."""
-        with self._changed:
+        with self._lock:
             changes = self._state in STATES and self._state != "COMMITTED"
             if changes:
                 self._state, self.error = "FAILED", error
             self._is_over = True
+            self._note_end()
             self._changed.notify_all()
             return changes
+
+    def _note_end(self) -> None:
+        if self.is_over:
+            self._look = _nothing  # and keep nobody alive
+
+
+def _nothing() -> None:
+    """Look at nothing."""

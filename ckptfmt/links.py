@@ -1,26 +1,50 @@
-"""The trainer's way to its saver: a process of its own, or a thread here. Neither ever makes the caller wait."""
+"""The trainer's way to its saver: a process of its own, or a thread here. Neither ever makes the caller wait.
+
+Whatever ends a link, an error in one of its threads included, is told once by `on_lost`. A thread that died without a
+word is found by `Link.failure`, which every wait for a save asks now and then.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import queue
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from ckptfmt.engines.saver import Saver
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.stage.process import start_helper
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ckptfmt.stage.slot import Slot
     from ckptfmt.store.protocol import Store
 
-__all__ = ["Link", "ProcessLink", "ThreadLink"]
+__all__ = ["Link", "Lost", "ProcessLink", "ThreadLink", "error_of"]
+
+#: How long the end of a saver's process may come after that of its channel, in seconds.
+_END_S: Final = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """How a link ended.
+
+    Attributes:
+        error: why.
+        has_ended: whether the saver is known to have ended. If not, it may still read its slots.
+    """
+
+    error: CkptError
+    has_ended: bool
+
+
+_OnMessage: TypeAlias = "Callable[[dict[str, Any]], None]"
+_OnLost: TypeAlias = Callable[[Lost], None]
 
 
 class Link(Protocol):
@@ -31,6 +55,15 @@ class Link(Protocol):
 
     def send(self, message: dict[str, Any]) -> None:
         """Put a message on its way. It is lost if the saver is."""
+
+    def failure(self) -> CkptError | None:
+        """Return why no message can go to or come from the saver any more; None as long as the threads live."""
+
+    def drop(self) -> None:
+        """Have nothing to do with the saver any more, without waiting for its end.
+
+        The saver finishes the saves whose snapshot is complete, gives up the others, and ends.
+        """
 
     def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
         """Let the saver end when it has nothing to do any more.
@@ -50,29 +83,34 @@ class ProcessLink:
         path: of the run.
         nice: what to add to its niceness.
         on_message: called with each of its messages, in a thread.
-        on_lost: called once when it is gone, in a thread.
+        on_lost: called once when it is gone, or can't be talked to any more, in a thread.
 
     Raises: CommitError(SAVER_LOST) if it can't be started.
     """
 
-    def __init__(
-        self, path: str, *, nice: int, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[], None]
-    ) -> None:
+    def __init__(self, path: str, *, nice: int, on_message: _OnMessage, on_lost: _OnLost) -> None:
         try:
             self._process, self._channel = start_helper("ckptfmt.saver")
         except OSError as error:
-            remedy = "Pass saver='thread' where no process can be started."
-            raise err(Code.SAVER_LOST, f"it can't be started: {error}", where=sys.executable, remedy=remedy) from error
+            raise _not_started(error) from error
         self._on_message, self._on_lost = on_message, on_lost
         self._is_closing = False
+        #: What ended a thread of this link.
+        self._problem: BaseException | None = None
         self._outgoing: queue.SimpleQueue[tuple[dict[str, Any], Slot | None] | None] = queue.SimpleQueue()
-        self._outgoing.put(({"type": "open", "path": path, "nice": nice, "trainer_pid": os.getpid()}, None))
-        self._threads = [
-            threading.Thread(target=target, name=name, daemon=True)
-            for target, name in ((self._send_all, "ckptfmt-send"), (self._receive_all, "ckptfmt-receive"))
-        ]
-        for thread in self._threads:
-            thread.start()
+        # As bytes: a path needn't be text.
+        opening = {"type": "open", "path": os.fsencode(path), "nice": nice, "trainer_pid": os.getpid()}
+        self._outgoing.put((opening, None))
+        self._sender = threading.Thread(target=self._send_all, name="ckptfmt-send", daemon=True)
+        self._receiver = threading.Thread(target=self._receive_all, name="ckptfmt-receive", daemon=True)
+        try:
+            self._sender.start()
+            self._receiver.start()
+        except BaseException as error:
+            self._is_closing = True
+            self._outgoing.put(None)
+            self._channel.shut_down()
+            raise (_not_started(error) if isinstance(error, RuntimeError) else error) from error
 
     @property
     def pid(self) -> int:
@@ -87,55 +125,113 @@ class ProcessLink:
         """Put a message on its way; see `Link.send`."""
         self._outgoing.put((message, None))
 
+    def failure(self) -> CkptError | None:
+        """Return why the saver can't be talked to any more; see `Link.failure`."""
+        if self._is_closing or (self._sender.is_alive() and self._receiver.is_alive()):
+            return None
+        if self._problem is None and self._process.poll() is None:
+            return err(Code.SAVER_LOST, f"a thread of the way to it (pid {self.pid}) ended without a word")
+        return self._why()
+
+    def drop(self) -> None:
+        """Have nothing to do with the saver any more; see `Link.drop`."""
+        self._outgoing.put(None)
+        self._channel.shut_down()
+        if not self._receiver.is_alive():  # which cleans up otherwise
+            self._reap()
+
     def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
         """Let the saver end; see `Link.close`."""
         self._is_closing = True
         self._outgoing.put(None)
-        self._threads[0].join(max(timeout_s, drain_s))
+        self._sender.join(max(timeout_s, drain_s))
         self._channel.shut_down()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
-        for thread in self._threads:
+        for thread in (self._sender, self._receiver):
             thread.join(timeout_s)
-        if not any(thread.is_alive() for thread in self._threads):
+        if not self._sender.is_alive() and not self._receiver.is_alive():
             self._channel.close()
         if self._process.returncode is None:
-            # It goes on without us; somebody has to take note of its end.
-            threading.Thread(target=self._process.wait, name="ckptfmt-reap", daemon=True).start()
+            self._reap()
             return False
         return True
 
     def _send_all(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while (item := self._outgoing.get()) is not None:
                 message, slot = item
                 self._channel.send(message, fd=None if slot is None else slot.fd)
+        except BaseException as error:  # noqa: BLE001 - told by the receiver, whatever it is
+            self._problem = self._problem or error
+            self._channel.shut_down()  # what the saver has said already is still received
 
     def _receive_all(self) -> None:
-        while (received := self._channel.receive()) is not None:
-            self._on_message(received[0])
-        self._on_lost()
+        try:
+            while (received := self._channel.receive()) is not None:
+                self._on_message(received[0])
+        except BaseException as error:  # noqa: BLE001 - told below, whatever it is
+            self._problem = self._problem or error
+            self._channel.shut_down()
+        # Where it was the saver that ended the talk, its process is about to end.
+        has_ended = self._has_ended(0.0 if self._problem is not None or self._is_closing else _END_S)
+        self._on_lost(Lost(error=self._why(), has_ended=has_ended))
         if not self._is_closing:
             self._clean_up()
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self._process.returncode is not None
+
+    def _why(self) -> CkptError:
+        problem, code, pid = self._problem, self._process.returncode, self._process.pid
+        if problem is not None and not isinstance(problem, ConnectionError):
+            error = err(Code.SAVER_LOST, f"the way to it (pid {pid}) broke: {type(problem).__qualname__}: {problem}")
+            error.__cause__ = problem
+            return error
+        return err(
+            Code.SAVER_LOST, f"its process (pid {pid}) " + ("ended" if code is None else f"ended with code {code}")
+        )
 
     def _clean_up(self) -> None:
         """Leave neither thread nor descriptor nor dead child of a saver that ended by itself."""
         self._outgoing.put(None)
         self._channel.shut_down()
-        self._threads[0].join()
+        self._sender.join()
         self._process.wait()
         self._channel.close()
 
+    def _reap(self) -> None:
+        """Let somebody take note of the end of a process that goes on without us."""
+        threading.Thread(target=self._process.wait, name="ckptfmt-reap", daemon=True).start()
+
+
+def _not_started(error: BaseException) -> CkptError:
+    remedy = "Pass saver='thread' where no process can be started."
+    return err(Code.SAVER_LOST, f"it can't be started: {error}", where=sys.executable, remedy=remedy)
+
 
 class ThreadLink:
-    """A saver in a thread of this process; it ends with it."""
+    """A saver in a thread of this process; it ends with it.
 
-    def __init__(self, store: Store, *, on_message: Callable[[dict[str, Any]], None]) -> None:
-        self._saver = Saver(store, on_message)
-        self._on_message = on_message
+    Args:
+        store: rooted at the run.
+        on_message: called with each of the saver's messages, in a thread.
+        on_lost: called once when the saver can't be told anything any more, in a thread.
+    """
+
+    def __init__(self, store: Store, *, on_message: _OnMessage, on_lost: _OnLost) -> None:
+        self._on_message, self._on_lost = on_message, on_lost
+        self._is_closing = False
         self._incoming: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._handle_all, name="ckptfmt-messages", daemon=True)
-        self._thread.start()
+        self._saver = Saver(store, on_message)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._saver.finish(0.0)
+            raise
 
     def add_slot(self, number: int, slot: Slot) -> None:
         """Hand over a slot; see `Link.add_slot`."""
@@ -146,12 +242,42 @@ class ThreadLink:
         """Put a message on its way; see `Link.send`."""
         self._incoming.put(message)
 
+    def failure(self) -> CkptError | None:
+        """Return why the saver can't be talked to any more; see `Link.failure`."""
+        # Once closed, what was on its way is done, and only the saver itself is still at work.
+        is_well = self._saver.is_alive() and (self._is_closing or self._thread.is_alive())
+        return None if is_well else err(Code.SAVER_LOST, "a thread of it ended without a word")
+
+    def drop(self) -> None:
+        """Have nothing to do with the saver any more; see `Link.drop`."""
+        self._incoming.put(None)
+        self._saver.give_up(err(Code.SAVER_LOST, "the trainer has dropped it"))
+        self._saver.finish(0.0)
+
     def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
         """Let the saver end; see `Link.close`."""
+        self._is_closing = True
         self._incoming.put(None)
         self._thread.join(max(timeout_s, drain_s))
         return self._saver.finish(timeout_s)
 
     def _handle_all(self) -> None:
-        while (message := self._incoming.get()) is not None:
-            self._saver.handle(message)
+        try:
+            while (message := self._incoming.get()) is not None:
+                self._saver.handle(message)
+        except BaseException as problem:  # noqa: BLE001 - told, whatever it is
+            error = err(Code.SAVER_LOST, f"it failed at a message: {type(problem).__qualname__}: {problem}")
+            error.__cause__ = problem
+            self._saver.give_up(error)
+            self._on_lost(Lost(error=error, has_ended=False))
+
+
+def error_of(told: dict[str, Any]) -> CkptError:
+    """Return the error that another process told of."""
+    return err(
+        Code(told["code"]),
+        told["detail"],
+        where=told["where"],
+        requirement=told["requirement"],
+        remedy=told["remedy"],
+    )

@@ -47,7 +47,7 @@ def main(fd: int) -> None:
     try:
         # Garbage has time until a save is over; to look for it takes milliseconds, and somebody waits for those.
         gc.disable()
-        saver = Saver(LocalStore(opening["path"], writable=True), send, rest=gc.collect)
+        saver = Saver(LocalStore(os.fsdecode(opening["path"]), writable=True), send, rest=gc.collect)
         _serve(channel, saver, send)
     except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
         problem = as_ckpt_error(error)

@@ -11,7 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt import limits
-from ckptfmt.background import Background, error_of, staging_thread_count
+from ckptfmt.background import Background, staging_thread_count
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.engines.commit import check_vacant
 from ckptfmt.engines.fillings import Fillings
@@ -24,6 +24,7 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.handle import SaveHandle, SaveReport
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.copies import plan_copies
+from ckptfmt.links import error_of
 from ckptfmt.saving import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.store import LocalStore
 
@@ -205,12 +206,8 @@ class Saves:
             _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
             return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
         handle = SaveHandle(step=step, path=path, begin_s=begin_s)
-        if background is not None:
-            self._prepare_slots(self._trainers_here)  # the structure may have grown
-        if background is None or not background.has_slots:
+        if background is None or not self._save_beside(background, agreed, handle, run):
             self._save_inline(agreed, handle, run, launch)
-        else:
-            self._save_beside(background, agreed, handle, run)
         handle.blocked_s = time.monotonic() - begin_s
         return handle
 
@@ -251,7 +248,8 @@ class Saves:
                 _LOG.warning("clean-up stopped: %s", problem)
         handle.tell_over(tuple(removed))
 
-    def _save_beside(self, background: Background, agreed: Agreed, handle: SaveHandle, run: Run) -> None:
+    def _save_beside(self, background: Background, agreed: Agreed, handle: SaveHandle, run: Run) -> bool:
+        """Begin a save beside the training; False if there is no memory for that any more, and nothing was begun."""
         request = SaveRequest(
             number=0,
             slot=0,
@@ -265,13 +263,19 @@ class Saves:
             delta=self._options.delta,
         )
         try:
+            self._prepare_slots(self._trainers_here)  # the structure may have grown
+            if not background.has_slots:
+                return False
             self._stage(background, agreed, handle, request)
-        except Exception as error:
-            # Raised here and now: the others learn of it from the store, and nobody a second time.
+        except BaseException as error:
+            # An interrupt among them. Raised here and now: the others learn of it from the store, and nobody a second
+            # time.
+            background.abandon(handle, error)
+            background.tell_failure(agreed.origin.attempt)
             place = self._store.at(checkpoint_name(handle.step, agreed.origin.launch or 0))
             tell_failure(place, agreed.origin, self._group.writer, as_ckpt_error(error))
-            background.tell_failure(agreed.origin.attempt)
             raise
+        return True
 
     def _stage(self, background: Background, agreed: Agreed, handle: SaveHandle, request: SaveRequest) -> None:
         image = self._ownership.image
@@ -281,29 +285,25 @@ class Saves:
             guard.end_probation()
         lent = background.begin(request, handle)
         view = lent.view
-        try:
-            constant = frozenset() if guard is None else guard.find_constant(sources)
-            # What has changed is looked for by whoever holds it, if somebody asked for deltas.
-            blocks = filling = None
-            if request.delta.mode != "off":
-                filling = self._fillings.begin(lent.number, image, is_known=lent.was_written)
-                if self._devices is not None:
-                    blocks = self._devices.blocks_of(lent.number, image, is_known=lent.was_written)
-            now, later = plan_copies(
-                agreed.snapshot,
-                image,
-                view,
-                later=constant,
-                devices=self._devices,
-                blocks=blocks,
-                filling=filling,
-            )
-            if guard is not None:
-                later = guard.hold(later, sources, handle)
-                guard.begin_probation(sources, image, view)
-        except BaseException as error:
-            background.abandon(handle, error)
-            raise
+        constant = frozenset() if guard is None else guard.find_constant(sources)
+        # What has changed is looked for by whoever holds it, if somebody asked for deltas.
+        blocks = filling = None
+        if request.delta.mode != "off":
+            filling = self._fillings.begin(lent.number, image, is_known=lent.was_written)
+            if self._devices is not None:
+                blocks = self._devices.blocks_of(lent.number, image, is_known=lent.was_written)
+        now, later = plan_copies(
+            agreed.snapshot,
+            image,
+            view,
+            later=constant,
+            devices=self._devices,
+            blocks=blocks,
+            filling=filling,
+        )
+        if guard is not None:
+            later = guard.hold(later, sources, handle)
+            guard.begin_probation(sources, image, view)
         background.stage(handle, now, later, view)
 
     # --- failures, and the end ----------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 import logging
 import os
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 import ckptfmt
 from ckptfmt import Checkpointer, State
@@ -14,6 +16,7 @@ from ckptfmt.digest import digest_bytes
 from ckptfmt.engines import coding, saver
 from ckptfmt.engines.chain import Chain
 from ckptfmt.engines.coders import Coders
+from ckptfmt.engines.fillings import Fillings
 from ckptfmt.errors import Code
 from ckptfmt.interop.torch.tensors import TorchSource
 from tests.builders import code_of, error_of
@@ -291,6 +294,51 @@ def test_a_slot_that_somebody_else_has_written_to_fails_the_next_save_in_full(tm
     assert [report.profile for report, _ in saved].count("full") >= 2
     for report, held in saved:
         check_loads(report, held)
+
+
+#: The first words of the secret that XXH3 is published with.
+XXH3_SECRET = bytes.fromhex("b8fe6c3923a44bbe7c01812cf721ad1c")
+
+
+def colliding(seed):
+    """Return two contents that differ in two bytes, and have one checksum under every seed that ends in these 32 bits.
+
+    A word whose one half is that of the secret adds nothing to the products, whatever its other half is; two of them
+    add up to the same, one greater and one smaller.
+    """
+    halves = [int.from_bytes(XXH3_SECRET[at : at + 8], "little") + sign * seed for at, sign in ((0, 1), (8, -1))]
+    made = []
+    for others in ((5, 5), (6, 4)):
+        content = np.zeros(MIB, np.uint8)
+        for at, half, other in zip((0, 64), halves, others, strict=True):
+            content[at : at + 8] = np.frombuffer((half % 2**32 + (other << 32)).to_bytes(8, "little"), np.uint8)
+        made.append(content)
+    return made
+
+
+def test_contents_that_collide_under_a_known_seed_are_told_apart(tmp_path):
+    """What a slot has is known by checksums: with the seed that everybody knows, the older content was committed."""
+    old, new = colliding(0)
+    assert np.count_nonzero(old != new) == 2
+    assert xxhash.xxh3_128_digest(old) == xxhash.xxh3_128_digest(new)
+    held = old.copy()
+    with Checkpointer(tmp_path / "run", State(weights={"w": held}), delta=DELTA, slots=1, saver="thread") as ck:
+        for content in (old, new):
+            held[:] = content
+            ck.step += 1
+            save(ck)
+    loaded: Any = ckptfmt.load(tmp_path / "run", framework="numpy")
+    assert np.array_equal(loaded["weights"]["w"], new)
+
+
+def test_the_seed_of_checksums_is_nobody_elses():
+    """Of another trainer neither: contents that collide there don't here."""
+    checksums: list[Any] = [Fillings()._checksum for _ in range(8)]
+    seeds = {checksum.keywords["seed"] for checksum in checksums}
+    assert len(seeds) == 8
+    old, new = colliding(min(seeds) % 2**32)
+    digests = [[xxhash.xxh3_128_digest(content, seed=seed) for content in (old, new)] for seed in sorted(seeds)]
+    assert [one == other for one, other in digests] == [True, *[False] * 7]
 
 
 def background_of(checkpointer):

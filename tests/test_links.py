@@ -15,7 +15,7 @@ from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.saver import SaveRequest
 from ckptfmt.engines.writer import Context
 from ckptfmt.errors import Code, CommitError
-from ckptfmt.links import ProcessLink, ThreadLink
+from ckptfmt.links import Lost, ProcessLink, ThreadLink
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
@@ -29,14 +29,14 @@ class Told:
 
     def __init__(self) -> None:
         self.messages: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.lost: queue.Queue[None] = queue.Queue()
+        self.lost: queue.Queue[Lost] = queue.Queue()
         self.slots: list[Slot] = []
 
     def next(self) -> dict[str, Any]:
         return self.messages.get(timeout=WAIT_S)
 
-    def lose(self) -> None:
-        self.lost.put(None)
+    def lose(self, lost: Lost) -> None:
+        self.lost.put(lost)
 
 
 def start(path, told, **options) -> ProcessLink:
@@ -119,7 +119,7 @@ def test_process_saves_what_is_in_a_slot_and_ends(tmp_path) -> None:
 
 def test_thread_saves_what_is_in_a_slot_and_ends() -> None:
     store, told = MemoryStore(), Told()
-    link = ThreadLink(store, on_message=told.messages.put)
+    link = ThreadLink(store, on_message=told.messages.put, on_lost=told.lose)
     send_save(link, told, store)
     assert states(told) == ["STAGED", "WRITTEN", "COMMITTED", "DONE"]
     assert link.close(WAIT_S, drain_s=WAIT_S)
@@ -208,7 +208,7 @@ def test_close_waits_until_the_saver_has_all_that_it_was_told(tmp_path) -> None:
 def test_thread_that_takes_too_long_is_left() -> None:
     inner, told = MemoryStore(), Told()
     store = GateStore(inner)
-    link = ThreadLink(store, on_message=told.messages.put)
+    link = ThreadLink(store, on_message=told.messages.put, on_lost=told.lose)
     send_save(link, told, inner)
     assert store.begun.wait(WAIT_S)
     assert not link.close(0.5, drain_s=0.05)
@@ -246,7 +246,10 @@ def test_saver_that_ends_by_itself_is_told_once_and_leaves_nothing(tmp_path) -> 
     assert told.next() == {"type": "ready", "slot": 0}
     slot.close()
     os.kill(link.pid, signal.SIGKILL)
-    told.lost.get(timeout=WAIT_S)
+    lost = told.lost.get(timeout=WAIT_S)
+    assert (lost.error.code, lost.has_ended) == (Code.SAVER_LOST, True)
+    assert f"{link.pid}" in lost.error.detail
+    assert "-9" in lost.error.detail
     link.send({"type": "staged", "number": 1, "nbytes": 5})  # is lost, and no error
     assert any(open_fds() == before for _ in poll(WAIT_S))
     assert link.close(WAIT_S, drain_s=WAIT_S)

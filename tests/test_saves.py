@@ -514,10 +514,10 @@ def test_writer_without_a_slot_saves_with_those_that_have_some(monkeypatch: pyte
     store, allgather = MemoryStore(), Allgather(2)
     make_slots = Background._make_slots
 
-    def make(background: Background, *args: Any) -> str:
-        if background is poor_one[0]:
-            return "SLOTS_REDUCED: 0 of 2 slots"
-        return make_slots(background, *args)
+    def make(background: Background, count: int, *args: Any) -> None:
+        if count and background is poor_one[0]:
+            raise MemoryError
+        make_slots(background, count, *args)
 
     poor_one: list[Any] = [None]
     monkeypatch.setattr(Background, "_make_slots", make)

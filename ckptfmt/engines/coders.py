@@ -27,6 +27,9 @@ __all__ = ["Coders", "coder_count"]
 
 #: A coder makes and drops arrays of a block's size all the time: the C library shall keep their memory.
 _ENVIRONMENT: Final = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
+#: How long a process may take for a few blocks, in seconds, a thousand times as long as it does. Then the saver does
+#: them itself.
+_PATIENCE_S: Final = 60.0
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -77,6 +80,7 @@ class Coders:
                 process, channel = start_helper("ckptfmt.coder", environment=_ENVIRONMENT)
                 coder = _Coder(process=process, channel=channel, slots={})
                 self._all.append(coder)
+                channel.limit_waits(_PATIENCE_S)
                 self._send_slots(coder, *self._slots)
 
     def begin(
@@ -112,14 +116,21 @@ class Coders:
             "among": list(among),
         }
         for coder in self._all:
-            with contextlib.suppress(OSError):  # it is gone
+            is_told = False
+            try:
                 self._send_slots(coder, slot, base_slot)
                 if coder.image is not image:
                     coder.channel.send({"type": "image", "image": image.as_dict()})
                     coder.image = image
                 coder.channel.send(message)
-                self._idle.append(coder)
-                self._alive_count += 1
+                is_told = True
+            except OSError:
+                continue  # it is gone
+            finally:
+                if not is_told:
+                    coder.channel.shut_down()  # half a message may have been sent
+            self._idle.append(coder)
+            self._alive_count += 1
 
     def code(self, blocks: Sequence[tuple[int, int]], nbytes: int) -> list[Coded | None]:
         """Return what becomes of blocks; None of one that is for the caller to code. Waits for a process.
@@ -128,20 +139,14 @@ class Coders:
             blocks: number of piece and block of each.
             nbytes: size of their content, all together: what is stored of them is no more.
         """
-        nothing: list[Coded | None] = [None] * len(blocks)
-        coder = self._take()
-        if coder is None:
-            return nothing
-        try:
-            coded = self._ask(coder, blocks, nbytes)
-        except BaseException:
-            self._lose_one()
-            raise
-        if coded is None:
-            self._lose_one()
-            return nothing
-        self._give_back(coder)
-        return coded
+        coder, coded = self._take(), None
+        if coder is not None:
+            try:
+                coded = self._ask(coder, blocks, nbytes)
+            finally:
+                # After an error nobody knows what it says next, and to which question.
+                self._lose(coder) if coded is None else self._give_back(coder)
+        return coded or [None] * len(blocks)
 
     def _ask(self, coder: _Coder, blocks: Sequence[tuple[int, int]], nbytes: int) -> list[Coded | None] | None:
         """Return what a process made of blocks; None if it is gone."""
@@ -164,7 +169,12 @@ class Coders:
         for coder in self._all:
             coder.channel.shut_down()
             coder.channel.close()
-            coder.process.wait()
+        for coder in self._all:
+            try:
+                coder.process.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:  # it is stopped, say
+                coder.process.kill()
+                coder.process.wait()
         self._all = []
 
     def _take(self) -> _Coder | None:
@@ -174,7 +184,11 @@ class Coders:
                 return self._idle.pop() if self._idle else None
             place: queue.SimpleQueue[_Coder | None] = queue.SimpleQueue()
             self._waiting.append(place)
-        return place.get()
+        with contextlib.suppress(queue.Empty):
+            return place.get(timeout=_PATIENCE_S)
+        with self._lock, contextlib.suppress(ValueError):
+            self._waiting.remove(place)
+        return None if place.empty() else place.get()  # it came just now
 
     def _give_back(self, coder: _Coder) -> None:
         """Hand a process to who has waited longest."""
@@ -184,8 +198,9 @@ class Coders:
             else:
                 self._idle.append(coder)
 
-    def _lose_one(self) -> None:
-        """Take note that a process is gone; with the last one nobody has to wait any more."""
+    def _lose(self, coder: _Coder) -> None:
+        """Have nothing to do with a process any more; with the last one nobody has to wait any more."""
+        coder.channel.shut_down()
         with self._lock:
             self._alive_count -= 1
             while self._waiting and not self._alive_count:

@@ -6,12 +6,16 @@ else, to find that it is the same. A block whose first bytes aren't those of the
 Where all blocks of a tensor have, it is copied without more ado: training that changes everything at every step pays
 next to nothing.
 
-The checksums are XXH3's of 128 bits, at the rate at which memory is read; they leave the process nowhere. What is
-stored has BLAKE3's digests, as ever. See ``spec/decisions/2026-11-22-slot-digests.md``.
+The checksums are XXH3's of 128 bits, at the rate at which memory is read. XXH3 isn't cryptographic: given its seed,
+anybody can make two contents with one checksum. The seed is random, drawn for each trainer and kept in its memory; the
+checksums leave the process nowhere. What is stored has BLAKE3's digests, as ever. See
+``spec/decisions/2026-11-22-slot-digests.md``.
 """
 
 from __future__ import annotations
 
+import functools
+import secrets
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -44,11 +48,20 @@ class Filling:
             known.
         samples: by first byte, the checksums of the first bytes of its blocks at the last save, into whichever slot.
 
+        checksum: of bytes; the same for all fillings that share slots and samples.
+
     Attributes:
         found: as `before`, of what the slot holds now.
     """
 
-    def __init__(self, block_nbytes: int, before: dict[int, list[bytes]], samples: dict[int, list[bytes]]) -> None:
+    def __init__(
+        self,
+        block_nbytes: int,
+        before: dict[int, list[bytes]],
+        samples: dict[int, list[bytes]],
+        checksum: Callable[[memoryview], bytes],
+    ) -> None:
+        self._checksum = checksum
         self._block_nbytes = block_nbytes
         self._before = before
         self._samples = samples
@@ -71,7 +84,7 @@ class Filling:
             raise ValueError(f"{content.nbytes} bytes don't fill {place.nbytes}")
         source, slot = content.data, place.data
         blocks = list(iter_blocks(content.nbytes, self._block_nbytes))
-        samples = [xxh3_128_digest(source[first : min(end, first + _SAMPLE_NBYTES)]) for first, end in blocks]
+        samples = [self._checksum(source[first : min(end, first + _SAMPLE_NBYTES)]) for first, end in blocks]
         last, self._samples[begin] = self._samples.get(begin, samples), samples
         moved = [one != other for one, other in zip(samples, last, strict=True)]
         if all(moved):
@@ -81,14 +94,14 @@ class Filling:
         found: list[bytes] = []
         kept = bytearray()
         for (first, end), has_moved, known in zip(blocks, moved, held, strict=True):
-            if known is not None and not has_moved and xxh3_128_digest(source[first:end]) == known:
+            if known is not None and not has_moved and self._checksum(source[first:end]) == known:
                 kept.append(1)
                 found.append(known)
                 continue
             np.copyto(place[first:end], content[first:end])
             kept.append(0)
             # Of what is there now, whatever was written to the tensor meanwhile.
-            found.append(xxh3_128_digest(slot[first:end]))
+            found.append(self._checksum(slot[first:end]))
         self.found[begin] = found
         return bytes(kept)
 
@@ -100,6 +113,7 @@ class Fillings:
         self._image: Image | None = None
         self._samples: dict[int, list[bytes]] = {}
         self._fillings: dict[int, Filling] = {}
+        self._checksum: Callable[[memoryview], bytes] = functools.partial(xxh3_128_digest, seed=secrets.randbits(64))
 
     def begin(self, slot: int, image: Image, *, is_known: bool) -> Filling:
         """Return the next filling of a slot.
@@ -112,6 +126,8 @@ class Fillings:
         if image is not self._image:
             self._image, self._samples, self._fillings = image, {}, {}
         before = self._fillings.get(slot)
-        filling = Filling(image.block_nbytes, before.found if before and is_known else {}, self._samples)
+        filling = Filling(
+            image.block_nbytes, before.found if before and is_known else {}, self._samples, self._checksum
+        )
         self._fillings[slot] = filling
         return filling

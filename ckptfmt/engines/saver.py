@@ -34,7 +34,7 @@ from ckptfmt.engines.policy import DeltaOptions, Plan
 from ckptfmt.engines.retention import tidy_up
 from ckptfmt.engines.staging import Seen, check_kept, check_seen
 from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, encodable, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -200,7 +200,7 @@ class _SlotContents:
         ]
         self._digests = [b""] * len(self._spans)
         self._found: list[bytes] | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._rest = iter(range(len(self._spans)))  # shared by the threads: one step of it is atomic
         self._threads = [
             threading.Thread(target=self._hash_rest, name="ckptfmt-hash", daemon=True)
@@ -250,7 +250,7 @@ class _SlotContents:
                 _, begin, end = self._spans[span]
                 self._progress.wait(end)
                 self._digests[span] = block_digests(self._view[begin:end], self._image.block_nbytes)
-        except Exception as error:  # noqa: BLE001 - raised by `digests`
+        except BaseException as error:  # noqa: BLE001 - raised by `digests`
             self._error = error
 
 
@@ -289,12 +289,14 @@ def save_image(
         plan = _write(store, request, image, view, progress=progress, chain=chain)
         report("WRITTEN", {})
         manifest = decide(store, origin, writer=request.writer, deadline_s=request.deadline_s)
-        chain.commit(manifest)
-        told = {name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes")}
-        report("COMMITTED", {**told, "reason": plan.reason})
-        report("DONE", _tidy_up(run_store, request))
     except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
         fail(run_store, request, error, report)
+        return
+    # From here on there is a checkpoint, whatever comes.
+    told = {name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes")}
+    report("COMMITTED", {**told, "reason": plan.reason})
+    chain.commit(manifest)
+    report("DONE", _tidy_up(run_store, request))
 
 
 def fail(
@@ -348,8 +350,12 @@ def _tidy_up(run_store: Store, request: SaveRequest) -> dict[str, Any]:
     assert origin.run_id is not None  # noqa: S101 - see save_image
     assert origin.launch is not None  # noqa: S101
     run = Run(run_id=origin.run_id, writer_features=request.writer_features)
-    removed, problem = tidy_up(run_store, run, launch=origin.launch, keep=request.keep, keep_every=request.keep_every)
-    return {"removed": removed, "problem": problem}
+    keep, keep_every = request.keep, request.keep_every
+    try:
+        removed, problem = tidy_up(run_store, run, launch=origin.launch, keep=keep, keep_every=keep_every)
+    except Exception as error:  # noqa: BLE001 - it is the next save's to try again, and this one is committed
+        removed, problem = [], str(as_ckpt_error(error))
+    return {"removed": removed, "problem": encodable(problem)}
 
 
 class Saver:
@@ -414,8 +420,13 @@ class Saver:
     def finish(self, timeout_s: float | None = None) -> bool:
         """Do what is still to do, then end; False if that takes longer than `timeout_s` seconds."""
         self._tasks.put(None)
-        self._thread.join(timeout_s)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def is_alive(self) -> bool:
+        """Tell whether anybody would do what is asked."""
+        return self._thread.is_alive()
 
     def _begin(self, request: SaveRequest) -> None:
         image, view, progress = self._image, self._views[request.slot], Progress()
@@ -455,8 +466,20 @@ class Saver:
         self._send({"type": "state", "number": number, "state": state, **told})
 
     def _work(self) -> None:
-        with remembered():
-            while (task := self._tasks.get()) is not None:
-                task()
-                self._rest()
-        self._coders.close()
+        try:
+            with remembered():
+                while (task := self._tasks.get()) is not None:
+                    task()
+                    self._rest()
+        except BaseException as error:  # noqa: BLE001 - told to the trainer, whatever it is
+            self._break(error)
+        finally:
+            self._coders.close()
+            with contextlib.suppress(CkptError):
+                self._held.close()
+
+    def _break(self, error: BaseException) -> None:
+        """Say that nothing is saved from here any more: what failed isn't a save, or telling of one."""
+        known = as_ckpt_error(error)
+        self.give_up(known)
+        self._send({"type": "broken", "error": known.as_json()})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
 import threading
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -14,8 +16,8 @@ from ckptfmt.digest import digest_at
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from concurrent.futures import Executor
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Executor, Future
 
     from ckptfmt.box import Box
     from ckptfmt.documents.tables import TensorKey
@@ -150,21 +152,36 @@ class Staging:
             threads: that help; None to do everything in this thread.
             thread_count: how many do it, this one included.
 
-        Raises: what a copy raises.
+        Raises: what a copy raises; then no other copy is begun.
         """
-        rest = iter(copies)
+        rest = collections.deque(copies)
         taking = threading.Lock()
 
-        def work() -> None:
-            for copy in _take_from(rest, taking):
-                copy.finish()
-                self._finished(copy)
+        def take() -> Copy | None:
+            with taking:
+                return rest.popleft() if rest else None
 
-        helpers = [] if threads is None else [threads.submit(work) for _ in range(min(thread_count, len(copies)) - 1)]
-        with contextlib.ExitStack() as waiting:
-            for helper in helpers:
-                waiting.callback(helper.result)
+        def work() -> None:
+            try:
+                while (copy := take()) is not None:
+                    copy.finish()
+                    self._finished(copy)
+            except BaseException:
+                with taking:
+                    rest.clear()  # nobody needs the others
+                raise
+
+        helpers: list[Future[None]] = []
+        try:
+            if threads is not None:
+                with contextlib.suppress(RuntimeError):  # no thread can be started: fewer do it
+                    for _ in range(min(thread_count, len(copies)) - 1):
+                        helpers.append(threads.submit(work))  # noqa: PERF401 - those that began count, if one can't
             work()
+        finally:
+            wait(helpers)  # after an error, too: they fill the slot
+        for helper in helpers:
+            helper.result()
 
     def _finished(self, copy: Copy) -> None:
         with self._lock:
@@ -224,13 +241,3 @@ def check_kept(
                     requirement="REQ-CMT-028",
                     remedy="The next save copies all anew. If it happens again, something writes where it shouldn't.",
                 )
-
-
-def _take_from(copies: Iterable[Copy], lock: threading.Lock) -> Iterable[Copy]:
-    """Yield items of an iterator that several threads share."""
-    while True:
-        with lock:
-            found = list(itertools.islice(copies, 1))
-        if not found:
-            return
-        yield found[0]

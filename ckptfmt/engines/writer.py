@@ -254,7 +254,7 @@ def tell_failure(store: Store, origin: Origin, writer: int, error: CkptError) ->
             write_failure(store, origin, writer, error)
 
 
-def as_ckpt_error(error: Exception) -> CkptError:
+def as_ckpt_error(error: BaseException) -> CkptError:
     """Return an error of the program's own objects, or a bug, as one of ckptfmt's; of a limit as `for_saving`."""
     if isinstance(error, CkptError):
         return for_saving(error)

@@ -37,6 +37,10 @@ class Channel:
         ours, theirs = socket.socketpair()
         return cls(ours), theirs
 
+    def limit_waits(self, timeout_s: float) -> None:
+        """Let `send` and `receive` raise OSError when nothing moves for so long, in seconds; then the talk is over."""
+        self._socket.settimeout(timeout_s)
+
     def send(self, message: dict[str, Any], *, fd: int | None = None) -> None:
         """Send a message, and with it a copy of a descriptor. Raises: OSError if the other end is gone."""
         content = dump_msgpack(message)

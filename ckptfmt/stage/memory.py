@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import pathlib
 from collections.abc import Iterator
 from typing import Final
 
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.stage.slot import slot_nbytes
 
-__all__ = ["available_nbytes", "margin_nbytes", "plan_slots"]
+__all__ = ["available_nbytes", "is_shortage", "margin_nbytes", "plan_slots"]
 
 #: The process that writes takes some 100 MiB of its own, and page tables take 0.2 % of a slot in each of two processes.
 _MARGIN_NBYTES: Final = 256 * 2**20
 #: "Available" is the kernel's estimate, and the trainer and its data loaders go on allocating: 5 % stay.
 _MARGIN_DIVISOR: Final = 20
+#: What the system says where memory, processes, threads or descriptors are short.
+_SHORT: Final = frozenset({errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE})
 #: A limit of version 1 from which on it means "none": the kernel says the greatest multiple of a page.
 _NO_LIMIT_NBYTES: Final = 2**62
 
@@ -93,6 +96,14 @@ def plan_slots(image_nbytes: int, wanted: int, available_nbytes: int, shared_by:
 def margin_nbytes(share_nbytes: int) -> int:
     """Return what of one trainer's share stays free: 5 %, and 256 MiB at least."""
     return max(_MARGIN_NBYTES, share_nbytes // _MARGIN_DIVISOR)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Tell whether an error says that memory, threads or descriptors are short."""
+    known = isinstance(error, CkptError) and error.code == Code.SLOT_MEMORY
+    known |= isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SHORT)
+    known |= isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    return known or (error.__cause__ is not None and is_shortage(error.__cause__))
 
 
 def _iter_levels(base: pathlib.Path) -> Iterator[tuple[pathlib.Path, _Names]]:

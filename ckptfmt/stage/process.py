@@ -61,7 +61,13 @@ def be_helper(fd: int) -> Channel:
         signal.signal(number, signal.SIG_IGN)
     # What was imported stays; to look at it again and again takes a collection 10 ms, in the middle of a save.
     gc.freeze()
+    threading.excepthook = _end_process
     return Channel(socket.socket(fileno=fd))
+
+
+def _end_process(_: threading.ExceptHookArgs) -> None:
+    """End this process: a thread died of what nobody expected, and others may wait for it. The other end notices."""
+    os._exit(1)
 
 
 def watch(pid: int, channel: Channel) -> None:
@@ -72,9 +78,11 @@ def watch(pid: int, channel: Channel) -> None:
 def _watch(pid: int, channel: Channel) -> None:
     try:
         other = os.pidfd_open(pid)
-    except OSError:
+    except ProcessLookupError:
         channel.shut_down()  # it is gone already
         return
+    except OSError:
+        return  # no such call, or no descriptor left: then the end of the channel has to say it
     watched = select.poll()
     watched.register(other, select.POLLIN)
     watched.poll()

@@ -106,9 +106,9 @@ def computed(monkeypatch) -> list[int]:
     """Of how many bytes checksums were computed."""
     found: list[int] = []
 
-    def checksum(content: memoryview) -> bytes:
+    def checksum(content: memoryview, *, seed: int) -> bytes:
         found.append(content.nbytes)
-        return xxhash.xxh3_128_digest(content)
+        return xxhash.xxh3_128_digest(content, seed=seed)
 
     monkeypatch.setattr(fillings, "xxh3_128_digest", checksum)
     return found

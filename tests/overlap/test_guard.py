@@ -460,7 +460,7 @@ def test_a_write_that_was_under_way_at_the_check_is_found_when_it_is_counted(tra
     version, looked = guards._version, list[Any]()
 
     def delayed(source: Any) -> int:
-        if threading.current_thread().name == "ckptfmt-stager" and source.data_ptr() == first:
+        if threading.current_thread().name.startswith("ckptfmt-stager") and source.data_ptr() == first:
             looked.append(source)
             return version(source) + (len(looked) > 1)
         return version(source)

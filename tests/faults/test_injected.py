@@ -1,0 +1,45 @@
+"""An exception at any message, and at any line of the threads that save: every call ends, and a later save works."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.explorer.telling import tell
+from tests.store.helpers import ROOT
+
+#: What is raised, by whose saver, and how many places of it the usual suite tries.
+CASES = [("lines", "thread", 12), ("interrupts", "thread", 20), ("messages", "thread", 20), ("remote", "process", 3)]
+
+
+def inject(what, saver, *options):
+    """Run the injections in a process of their own, and return its report."""
+    command = [sys.executable, "-m", "tests.faults.injecting", what, "--saver", saver, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    tell(f"{what}, {saver}: {report['injections']} injections, {report['raised']} raised, {len(report['hangs'])} hangs")
+    tell(f"the longest call took {report['longest_s']:.1f} s: {report['longest_at']}; {report['outcomes']}")
+    return report
+
+
+def check(report):
+    assert report["hangs"] == []
+    assert report["problems"] == []
+    assert report["raised"] > report["injections"] / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "saver", "sample"), CASES)
+def test_whatever_is_raised_wherever_every_call_ends_and_a_later_save_works(what, saver, sample):
+    check(inject(what, saver, "--seed", "17", "--sample", str(sample)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize(
+    ("what", "saver"), [*[(what, saver) for what, saver, _ in CASES], ("messages", "process"), ("lines", "process")]
+)
+def test_whatever_is_raised_anywhere_every_call_ends_and_a_later_save_works(what, saver):
+    check(inject(what, saver))
