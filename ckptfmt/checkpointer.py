@@ -23,7 +23,7 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import REFERENCED
 from ckptfmt.group import Agree, Group, make_group
 from ckptfmt.handle import SaveHandle
-from ckptfmt.loading import load_once
+from ckptfmt.loading import claim_of_all, load_once
 from ckptfmt.restore import LoadReport, restore_streams
 from ckptfmt.saves import SaveOptions, Saves
 from ckptfmt.stopping import StopSignals
@@ -455,7 +455,7 @@ class Checkpointer:
             _tell("changed by the load", self.load_report.notes)
 
     def _restore_streams(self, checkpoint: Checkpoint) -> None:
-        self._group.together(
+        found = self._group.together(
             lambda: restore_streams(
                 self._state,
                 checkpoint,
@@ -468,8 +468,11 @@ class Checkpointer:
         self._pending_streams = None
         self._count.is_streamless = False
         assert self.load_report is not None  # noqa: S101 - what has streams to put back was loaded
-        self.load_report = self.load_report.with_streams()
-        _LOG.info("step %d: random-number streams put back: claim %s", self.step, self.load_report.claim)
+        known = self.load_report.lowered_by
+        self.load_report = report = claim_of_all(self.load_report.with_streams(found), self._group)
+        if self._group.writer == 0:
+            _tell("lowers the claim", [reason for reason in report.lowered_by if reason not in known])
+        _LOG.info("step %d: random-number streams put back: claim %s, of what is looked at", self.step, report.claim)
 
     def _is_due(self, more: int) -> bool:
         """Tell whether to save now, `more` steps after the last question, and find out whether to stop."""

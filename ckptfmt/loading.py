@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["claim_of_all", "load_once"]
 
+#: What a reason of another process begins with.
+_OTHER: Final = "process "
 #: How many reasons a process tells the others.
 _TOLD: Final = 32
 
@@ -92,15 +94,18 @@ def claim_of_all(report: LoadReport, group: Group) -> LoadReport:
     """
     if group.writer_count == 1:
         return report
-    told = group.all_gather({"claim": report.claim, "lowered_by": report.lowered_by[:_TOLD]})
+    own = [reason for reason in report.lowered_by if not reason.startswith(_OTHER)]
+    told = group.all_gather({"claim": report.claim, "lowered_by": own[:_TOLD]})
     others = {
-        reason: f"process {number}: {reason}"
+        reason: f"{_OTHER}{number}: {reason}"
         for number, theirs in reversed(list(enumerate(told)))
         for reason in theirs["lowered_by"]
         if reason not in report.lowered_by
     }
     claim = min((theirs["claim"] for theirs in told), key=CLAIMS.index)
-    return dataclasses.replace(report, claim=claim, lowered_by=(*report.lowered_by, *others.values()))
+    return dataclasses.replace(
+        report, claim=claim, lowered_by=tuple(dict.fromkeys((*report.lowered_by, *others.values())))
+    )
 
 
 def _open_peers(group: Group) -> AbstractContextManager[Peers]:

@@ -74,9 +74,10 @@ class LoadReport:
     renamed: tuple[tuple[str, str], ...]
     left_count: int
 
-    def with_streams(self) -> LoadReport:
-        """Return the report once the random-number streams are put back, too."""
-        lowered = tuple(reason for reason in self.lowered_by if reason != _STREAMS_PENDING)
+    def with_streams(self, found: Iterable[str] = ()) -> LoadReport:
+        """Return the report once the random-number streams are put back, too, and what was found to differ then."""
+        known = (reason for reason in self.lowered_by if reason != _STREAMS_PENDING)
+        lowered = tuple(dict.fromkeys((*known, *found)))
         return dataclasses.replace(self, claim=self.claim if lowered else "T1", lowered_by=lowered)
 
 
@@ -138,7 +139,10 @@ def restore_streams(
     strict: bool = False,
     override: Patterns = (),
 ) -> tuple[str, ...]:
-    """Put the random-number streams back, and return what couldn't be: the last thing to do before the first step.
+    """Put the random-number streams back: the last thing to do before the first step.
+
+    Returns: what lowers the claim now: streams that couldn't be put back, and what of the topology isn't as it was;
+        since the load, flags may have been set, or something compiled.
 
     Raises: StateError(STREAM_MISSING, STREAM_UNEXPECTED).
     """
@@ -148,7 +152,7 @@ def restore_streams(
     plan.check()
     for action in actions:
         action()
-    return tuple(plan.downgrades)
+    return (*plan.downgrades, *_compare_topology(plan, live))
 
 
 @collector_paused()

@@ -57,7 +57,9 @@ class ForeignLoader(_Adapter):
     """Another library's loader, such as torchdata's StatefulDataLoader, as the field `data` of one worker.
 
     Iterate over this, not over the loader, and save between a step and the next batch: what the loader has handed out
-    then is what was consumed. Whether it counts what it fetched ahead is the library's affair.
+    then is what was consumed. Whether it counts what it fetched ahead is the library's affair. A load asks the loader
+    for its iterator, since making one draws random numbers, and the streams are put back last; a loader that draws them
+    later, with its first batch, goes on with other numbers than it would have.
 
     Args:
         loader: has ``state_dict`` and ``load_state_dict``, and is iterable.
@@ -68,11 +70,16 @@ class ForeignLoader(_Adapter):
 
     def __init__(self, loader: _Stateful, *, lib: str, version: str = "", worker_count: int | None = None) -> None:
         super().__init__(lib, version, worker_count)
-        self._loader = loader
+        self._loader: Any = loader
+        #: Of the loader, from the position that was loaded last; None once it was handed out.
+        self._begun: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches, from where it stands."""
-        batches: Any = self._loader
+        batches, self._begun = iter(self._loader) if self._begun is None else self._begun, None
+        return self._batches(batches)
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._loaded = None
             yield batch
@@ -97,6 +104,7 @@ class ForeignLoader(_Adapter):
             )
         self._loader.load_state_dict(foreign.state)
         self._loaded = dict(state_dict)
+        self._begun = iter(self._loader)
 
 
 class ConsumedSamples(_Adapter):

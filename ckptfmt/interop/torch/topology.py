@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -67,7 +68,25 @@ def local_facts(devices: Iterable[str]) -> dict[str, object]:
         "num_threads": torch.get_num_threads(),
         "num_interop_threads": torch.get_num_interop_threads(),
         "cpu_capability": _probe("backends.cpu.get_cpu_capability"),
+        "compile": _compilers(),
     }
+
+
+def _compilers() -> list[str]:
+    """Return what torch.compile was called with in this process so far; of what it compiled torch keeps no list.
+
+    A compiled module and a plain one round differently, and draw other random numbers for dropout.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    backends = list(getattr(frames, "cached_backends", {}).values())
+    return sorted({_describe(backend) for backend in backends if callable(backend)})
+
+
+def _describe(backend: Any) -> str:  # noqa: ANN401 - whatever torch.compile takes
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__qualname__", type(backend).__qualname__)
+    options = getattr(backend, "config", None) or getattr(backend, "kwargs", None) or {}
+    told = {"dynamic": getattr(backend, "dynamic", None), **(options if isinstance(options, dict) else {})}
+    return ", ".join([str(name), *(f"{key}={value}" for key, value in sorted(told.items()) if value is not None)])
 
 
 def _probe(path: str) -> object:
