@@ -36,6 +36,7 @@ __all__ = [
     "check_records",
     "check_surroundings",
     "find_head",
+    "is_overtaken",
     "iter_lineage",
     "list_checkpoints",
     "list_launches",
@@ -202,7 +203,7 @@ def iter_lineage(launches: list[Launch], entries: list[RunEntry]) -> Iterator[Ru
     """
     by_number = {launch.launch: launch for launch in launches}
     registers = {entry.name: entry.register for entry in entries}
-    number = max((launch.launch for launch in launches if not _is_overtaken(launch, entries)), default=None)
+    number = max((launch.launch for launch in launches if not is_overtaken(launch, entries)), default=None)
     bound: int | None = None
     seen: set[int] = set()
     while number is not None and number not in seen:
@@ -240,7 +241,7 @@ def _find_replacement(
     return err(code, what, where=resume.name, requirement="REQ-RUN-022")
 
 
-def _is_overtaken(launch: Launch, entries: list[RunEntry]) -> bool:
+def is_overtaken(launch: Launch, entries: list[RunEntry]) -> bool:
     """Say whether a launch never saved, and what it was to resume from is gone.
 
     Only a clean-up that didn't see its record yet retires that; the lineage which the clean-up went by goes on. What

@@ -6,14 +6,23 @@ import secrets
 from typing import TYPE_CHECKING
 
 from ckptfmt import limits
-from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone
+from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_checkpoint_name
 from ckptfmt.documents.pins import Pins
 from ckptfmt.engines.commit import CONDEMNED, abort, retire, sweep
-from ckptfmt.engines.lineage import RunEntry, check_not_fenced, iter_lineage, list_checkpoints, list_launches
+from ckptfmt.engines.lineage import (
+    RunEntry,
+    check_not_fenced,
+    is_overtaken,
+    iter_lineage,
+    list_checkpoints,
+    list_launches,
+)
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.features import REFERENCED, WRITER_FEATURES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ckptfmt.documents.run import Launch, Run
     from ckptfmt.store.protocol import Store
 
@@ -25,8 +34,10 @@ def plan_retention(
 ) -> list[RunEntry]:
     """Return the committed checkpoints that may go, oldest first. Pure.
 
-    Only those on the way that led to the newest launch are counted, and only those may go: what a rollback left
-    beside it is somebody's to look at. What the newest launch resumes from stays until it has a commit of its own.
+    Those on the way that led to the newest launch are counted, and may go. Beside it, what a fenced launch committed
+    late may go, too, once the newest launch has a commit of its own: no launch passed over it, and none goes on from
+    it. What a rollback left beside the lineage, or a launch that fell back to an older checkpoint, is somebody's to
+    look at. What the newest launch resumes from stays until that launch has a commit of its own.
 
     Args:
         keep: how many of the newest stay; None for all.
@@ -41,14 +52,40 @@ def plan_retention(
     protected = {entry.name for entry in lineage[: max(1, keep)]}
     if not own and launches and launches[-1].resume_from is not None:
         protected.add(launches[-1].resume_from.name)
+    late = list(_iter_late(launches, entries, lineage)) if own else []
     going = {
         entry.name
-        for entry in lineage
+        for entry in (*lineage, *late)
         if entry.name not in protected and not (keep_every and entry.step % keep_every == 0)
     }
     # What stays reads from these, wherever it lies: beside the lineage, too.
     going -= {one.name for entry in entries if entry.name not in going for one in entry.references}
-    return [entry for entry in reversed(lineage) if entry.name in going]
+    # What reads comes behind what it reads from, which is of its launch and of a smaller step.
+    return sorted(
+        (entry for entry in (*lineage, *late) if entry.name in going), key=lambda entry: (entry.step, entry.launch)
+    )
+
+
+def _iter_late(launches: list[Launch], entries: list[RunEntry], lineage: list[RunEntry]) -> Iterator[RunEntry]:
+    """Yield the checkpoints that were committed when the next launch had already chosen what to resume from.
+
+    That launch followed the lineage, on which the checkpoint would have come before what it took. Nobody gave it up by
+    hand or for damage, then; and nobody resumed from it by hand since.
+
+    Spec: REQ-CMT-026.
+    """
+    known = {entry.name for entry in lineage} | {one.resume_from.name for one in launches if one.resume_from}
+    standing = [launch for launch in launches if not is_overtaken(launch, entries)]
+    for entry in entries:
+        successor = next((launch for launch in standing if launch.launch > entry.launch), None)
+        if entry.manifest is None or entry.name in known or successor is None or successor.chosen_by != "lineage":
+            continue
+        between = [launch for launch in launches if entry.launch < launch.launch <= successor.launch]
+        if len(between) < successor.launch - entry.launch:
+            continue  # a record is lost, which may have been that of a rollback
+        chosen = None if successor.resume_from is None else parse_checkpoint_name(successor.resume_from.name)
+        if chosen is None or chosen[::-1] < (entry.launch, entry.step):
+            yield entry
 
 
 def clean_up(

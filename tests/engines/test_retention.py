@@ -7,16 +7,17 @@ import pytest
 
 from ckptfmt.documents.manifest import Abort, Tombstone, checkpoint_name
 from ckptfmt.documents.run import Run
-from ckptfmt.engines.commit import read_register
-from ckptfmt.engines.lineage import list_checkpoints, list_launches
+from ckptfmt.engines.commit import read_register, retire
+from ckptfmt.engines.lineage import begin_launch, list_checkpoints, list_launches
 from ckptfmt.engines.retention import clean_up, plan_retention
 from ckptfmt.engines.writer import write_part
 from ckptfmt.errors import CkptError, Code, UnsupportedError
 from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.recorder import Recorder
-from tests.builders import error_of, origin, snapshot, tensor, verify
-from tests.engines.test_lineage import RunOfSteps
+from tests.builders import error_of, origin, save, snapshot, tensor, verify
+from tests.chains import Saving
+from tests.engines.test_lineage import RunOfSteps, manifests
 
 
 def planned(made, **options):
@@ -79,6 +80,126 @@ def test_what_a_rollback_left_beside_is_left_alone(ten):
     assert committed(ten) == [(step, 1) for step in range(40, 110, 10) if step < 45] + [(45, 2)] + [
         (step, 1) for step in range(50, 110, 10)
     ]
+
+
+def late_run():
+    """Launch 1 saved 10 and 20, launch 2 resumes from 20, and launch 1 then commits 30 and 40."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(10, 20)
+    assert made.begin().resume_from.name == "step-00000020-l0001"
+    return made.save(30, 40, launch=1)
+
+
+def test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved():
+    """REQ-CMT-026: it is no candidate, and nobody left it there."""
+    made = late_run()
+    assert planned(made, keep=1) == [(10, 1)]
+    made.save(25)
+    assert planned(made, keep=1) == [(10, 1), (20, 1), (30, 1), (40, 1)]
+    assert planned(made, keep=2) == [(10, 1), (30, 1), (40, 1)]
+    assert planned(made, keep=1, keep_every=20) == [(10, 1), (30, 1)]
+    assert planned(made) == []
+    clean_up(made.store, made.run, launch=2, keep=1)
+    assert committed(made) == [(25, 2)]
+    assert made.head() == "step-00000025-l0002"
+
+
+def test_late_commits_of_many_launches_do_not_pile_up():
+    """REQ-CMT-026: each launch is taken over while it saves, as by a scheduler that restarts a job too soon."""
+    made = RunOfSteps()
+    for number in range(1, 14):
+        made.begin()
+        made.save(10 * number)
+        if number > 1:
+            made.save(10 * number + 1, launch=number - 1)
+        clean_up(made.store, made.run, launch=number, keep=1)
+    assert committed(made) == [(130, 13)]
+
+
+def test_the_first_save_of_a_launch_that_was_taken_over_is_late_too():
+    """REQ-CMT-026: its successor resumed from nothing, or from what came before both."""
+    made = RunOfSteps()
+    made.begin()
+    assert made.begin().resume_from is None
+    made.save(5, launch=1).save(7)
+    assert planned(made, keep=1) == [(5, 1)]
+    made.begin()
+    made.begin()
+    made.save(9, launch=3).save(8)
+    assert planned(made, keep=1) == [(5, 1), (7, 2), (9, 3)]
+
+
+def test_what_a_rollback_left_is_not_late_for_launches_that_follow_it(ten):
+    """REQ-CMT-026: the launch after the rollback follows the lineage, but who rolled back gave the others up."""
+    ten.begin(choose="step-00000030-l0001")
+    assert ten.begin().chosen_by == "lineage"
+    ten.save(35)
+    assert planned(ten, keep=1) == [(10, 1), (20, 1), (30, 1)]
+    ten.begin(fresh=True)
+    ten.save(1)
+    assert planned(ten, keep=1) == []
+
+
+def test_a_lost_record_makes_nothing_late(ten):
+    """REQ-CMT-026: it may have been that of a rollback, which is gone with it."""
+    ten.begin(choose="step-00000030-l0001")
+    ten.begin()
+    ten.save(35)
+    ten.store.delete("launches/0002.json")
+    assert planned(ten, keep=1) == [(10, 1), (20, 1), (30, 1)]
+
+
+def test_what_a_launch_fell_back_from_is_not_late(ten):
+    """REQ-CMT-026: it is damaged, perhaps not beyond repair."""
+    ten.damage(100, 1)
+    assert ten.begin().chosen_by == "fallback"
+    ten.save(95)
+    assert (100, 1) not in planned(ten, keep=1)
+
+
+def test_a_late_one_that_somebody_went_on_from_is_not_late_any_more():
+    """REQ-CMT-026: a record names it."""
+    made = late_run()
+    made.save(25)
+    made.begin(choose="step-00000040-l0001")
+    made.save(45)
+    made.begin(choose="step-00000025-l0002")
+    made.save(26)
+    assert planned(made, keep=1) == [(10, 1), (20, 1), (25, 2), (30, 1)]
+
+
+def test_a_launch_that_was_overtaken_makes_nothing_late():
+    """REQ-CMT-026: launch 2 named 10, which launch 1 retired behind its 20; launch 3 goes on from that."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(10)
+    made.begin()
+    made.save(20, launch=1)
+    retire(made.place(10, 1), manifests(made)[0])
+    assert made.begin().resume_from.name == "step-00000020-l0001"
+    assert planned(made, keep=1) == []
+    made.begin(choose="step-00000020-l0001")
+    made.save(30, launch=1)
+    made.save(25)
+    assert planned(made, keep=1) == [(20, 1), (30, 1)]
+
+
+def test_bases_of_a_late_delta_go_with_it():
+    """REQ-CMT-026: they stay as long as it does."""
+    array = np.arange(4096, dtype=np.float32)
+    saving = Saving(snapshot(tensor("w", array)))
+    for step in (1, 2):
+        saving.save(step, snapshot(tensor("w", array + step)))
+    second = begin_launch(saving.store, saving.run)
+    manifest = saving.save(3, snapshot(tensor("w", array + 3)))  # launch 1 is taken over, and doesn't know it yet
+    assert {one.name for one in manifest.references} >= {checkpoint_name(1, 1), checkpoint_name(2, 1)}
+    place = saving.store.at(checkpoint_name(3, 2))
+    save(place, snapshot(tensor("w", array)), step=3, launch=2, run_id=saving.run.run_id, attempt="b" * 16)
+    assert second.launch == 2
+    removed = clean_up(saving.store, saving.run, launch=2, keep=1)
+    assert sorted(removed) == [checkpoint_name(step, 1) for step in (1, 2, 3)]
+    assert verify(place).valid
 
 
 def test_a_cleaned_run_resumes_where_it_was(ten):
@@ -186,7 +307,7 @@ def test_random_histories_never_lose_what_comes_next():
         made.begin()
         step = 0
         for _ in range(12):
-            action = rng.randrange(5)
+            action = rng.randrange(6)
             if action <= 1:
                 step += rng.randrange(1, 9)
                 made.save(step)
@@ -195,6 +316,10 @@ def test_random_histories_never_lose_what_comes_next():
             elif action == 3 and committed(made):
                 back = rng.choice(committed(made))
                 made.begin(choose=checkpoint_name(*back))
+            elif action == 4 and made.launch.launch > 1:
+                late = (step + rng.randrange(1, 9), rng.randrange(1, made.launch.launch))
+                if checkpoint_name(*late) not in {entry.name for entry in list_checkpoints(made.store, made.run)}:
+                    made.save(late[0], launch=late[1])
             else:
                 before = made.begin().resume_from
                 clean_up(

@@ -92,6 +92,21 @@ MUTANTS = {
         ),
         tests=("engines/test_retention.py::test_what_a_rollback_left_beside_is_left_alone",),
     ),
+    "late_retired_too_soon": Mutant(
+        clauses=("REQ-CMT-026",),
+        fault="retires what was committed late before the newest launch has a commit of its own",
+        patch=rewritten(retention.plan_retention, "if own else []", ""),
+        tests=("engines/test_retention.py::test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved",),
+    ),
+    "given_up_taken_for_late": Mutant(
+        clauses=("REQ-CMT-026",),
+        fault="retires what a rollback left beside the lineage as if it had been committed late",
+        patch=rewritten(retention._iter_late, 'successor.chosen_by != "lineage"', "False"),
+        tests=(
+            "engines/test_retention.py::test_what_a_rollback_left_beside_is_left_alone",
+            "engines/test_retention.py::test_what_a_launch_fell_back_from_is_not_late",
+        ),
+    ),
     "unknown_files_swept": Mutant(
         clauses=("REQ-CMT-027",),
         fault="deletes what has no attempt in its name, too",
