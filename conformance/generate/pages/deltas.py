@@ -56,7 +56,7 @@ def _valid(made: Page, link: Chain) -> None:
         made,
         "example",
         "DEL-001 DEL-002 DEL-003 DEL-004 DEL-005 DEL-006 DEL-007 DEL-008 DEL-009 DEL-010 DEL-012 DEL-020 "
-        "DEL-021 DEL-022 DEL-023 CMT-031 MAN-005 MAN-006 PRT-003 ENC-002 VER-007",
+        "DEL-021 DEL-022 DEL-023 DEL-026 CMT-031 MAN-005 MAN-006 PRT-003 ENC-002 VER-007",
         "a block as it was, one that changed, and one that is predicted",
         link,
         why,
@@ -235,6 +235,8 @@ def _members(made: Page, link: Chain) -> None:
         ("reference-other", "IDX-001 DEL-021", "DOC_MISMATCH", "a reference that the manifest doesn't list",
          "references",
          [{"name": BASE, "digest": blake3(b"another").digest()}]),
+        ("reference-renamed", "DEL-026 IDX-001", "DOC_MISMATCH", "the reference with another name than in the manifest",
+         "references", [{"name": SECOND, "digest": digest}]),
         ("encodings-unsorted", "IDX-003 DEL-003", "COLUMN_ORDER", "encodings out of the registry's order", "encodings",
          ["sparse", "same"]),
         ("encoding-unknown", "DEL-003 ENC-001", "COLUMN_FORM FEATURE_UNSUPPORTED", "the encoding wavelets", "encodings",

@@ -188,6 +188,12 @@ def _forms(made: Page) -> None:
         ("one-byte", "ENC-008 ENC-012", "a plane of one byte", "planes", base, b"\3" * 60, b"\1\3"),
         ("zstd", "ENC-008 ENC-009 ENC-012", "a plane in a zstd frame of two runs", "planes", base, runs,
          zstd_string(runs)),
+        ("frame-checksum", "ENC-009 ENC-024", "a plane in a zstd frame with a checksum", "planes", base, runs,
+         zstd_string(b"", _checked(frame(runs)))),
+        ("frame-dictionary-0", "ENC-009 ENC-024", "a plane in a zstd frame that states the dictionary id 0", "planes",
+         base, runs, zstd_string(b"", b"\x28\xb5\x2f\xfd\x21\0" + frame(runs)[5:])),
+        ("sparse-plane-zero", "ENC-012 ENC-011", "a plane as a set of three places, at one of which is a zero",
+         "planes", base, few, b"\3" + set_bytes([20, 30, 51], 60) + string(b"\7\0\5")),
         ("zstd-of-700", "ENC-008 ENC-009", "a frame whose size takes two bytes", "planes", long,
          b"\4" * 300 + b"\6" * 400,
          zstd_string(b"\4" * 300 + b"\6" * 400)),
@@ -268,6 +274,15 @@ def _strings(made: Page) -> None:
     )
 
 
+#: The lower half of XXH64 of 24 sevens and 36 nines, little-endian.
+CHECKSUM = bytes.fromhex("2d3b7a3c")
+
+
+def _checked(content: bytes) -> bytes:
+    """Return the frame of 24 sevens and 36 nines with a checksum."""
+    return content[:4] + bytes([content[4] | 4]) + content[5:] + CHECKSUM
+
+
 def _frames(made: Page) -> None:
     good = frame(b"\7" * 24 + b"\x09" * 36)
     body = good[6:]
@@ -282,6 +297,7 @@ def _frames(made: Page) -> None:
         ("frame-without-size", "a frame that states no size", no_size),
         ("frame-window", "a frame with a window of 128 MiB", window),
         ("frame-dictionary", "a frame that names a dictionary", dictionary),
+        ("frame-checksum-wrong", "a frame whose checksum is another", _checked(good)[:-1] + b"\0"),
         ("frame-twice", "two frames", frame(b"\7" * 60) + frame(b"")),
         ("frame-skippable", "a skippable frame before the frame", b"\x50\x2a\x4d\x18\1\0\0\0x" + good),
         ("frame-cut", "a frame without its last byte", good[:-1]),
@@ -291,7 +307,7 @@ def _frames(made: Page) -> None:
             made,
             slug,
             "zstd",
-            "ENC-009",
+            "ENC-009" + (" ENC-024" if "checksum" in slug else ""),
             f"the string has {says}",
             "planes",
             zstd_string(b"", content),

@@ -72,8 +72,9 @@ def _roles(rule: Rule) -> list[str]:
 
 
 def group(
-    rule: Rule, *, first: str = "gradient", how: int = 0, missed: bool = False, nan: bool = False, odd: str = ""
-) -> Chain:
+    rule: Rule, *, first: str = "gradient", how: int = 0, missed: bool = False, nan: bool = False, odd: str = "",
+    without: str = "",
+) -> Chain:  # fmt: skip
     """Return a delta of an optimizer's state, one step after its base.
 
     Args:
@@ -83,6 +84,7 @@ def group(
         nan: whether one second moment is a NaN.
         odd: what is odd about the first moment: "corrected" if one isn't what its stored gradient leads to, "nan" if
             one's gradient is a NaN, "uneven" if they have digits up to the last.
+        without: a role that the base doesn't have.
     """
     before, roles = _start(), _roles(rule)
     if odd == "uneven":
@@ -122,7 +124,7 @@ def group(
     else:
         decayed = _pack([first_moment(rule, 0.0, m) for m in before[roles[0]]])
         blocks[roles[0]] = changes(steps_between(_pack(moments), decayed, "float32"), 4, levels=0)
-    return _assemble(rule, roles, bases, after, blocks, first)
+    return _assemble(rule, roles, bases, after, blocks, first, without)
 
 
 def _moments(rule: Rule, gradients: list[float], before: list[float]) -> list[float]:
@@ -152,6 +154,7 @@ def _assemble(  # noqa: PLR0917 - a row of a table of cases
     after: dict[str, bytes],
     blocks: dict[str, bytes],
     first: str,
+    without: str,
 ) -> Chain:
     bases, tensors = [], []
     for role in roles:
@@ -180,7 +183,7 @@ def _assemble(  # noqa: PLR0917 - a row of a table of cases
             )
         )
         members.append("copy")
-    base = build(base_plan(*bases))
+    base = build(base_plan(*(one for one in bases if one.name != without)))
     own = Group(kind=rule["kind"], rule=rule_tree(rule), members=members, reference=BASE)
     return Chain(build(later(base, tensors=tensors, groups=[own])), placed(base))
 
@@ -203,6 +206,16 @@ def _valid(made: Page) -> None:
          group(ADAM | {"gain": 0.75, "decay": 0.25})),
         ("adam-large-gain-uneven", "the same, of moments with so many digits that it matters from which end",
          group(ADAM | {"gain": 0.75, "decay": 0.25}, odd="uneven")),
+        ("adam-gain-half", "a gain of 0.5, as of beta1 = 0.5, at which lerp starts from the other end",
+         group(ADAM | {"gain": 0.5, "decay": 0.5}, odd="uneven")),
+        ("adam-gain-nearly-half", "a gain that is 0.5 when it is rounded to binary32",
+         group(ADAM | {"gain": 0.5 - 2**-40, "decay": 0.5}, odd="uneven")),
+        ("adam-gain-nearly-half-double", "the same, which stays below 0.5 in binary64",
+         group(ADAM | {"gain": 0.5 - 2**-40, "decay": 0.5, "arithmetic": "double"}, odd="uneven")),
+        ("adam-decayed-l2", "the same, with weight decay in the gradient: it starts at g = 0 all the same",
+         group(ADAM | {"l2": 3e-9, "shrink": 1.0}, first="sparse")),
+        ("adam-base-without-copy", "a copy of the weights that the base doesn't have",
+         group(ADAM | {"copy": "bfloat16"}, without="copy")),
         ("adam-first-raw", "the first moment raw, and the gradient read off it", group(ADAM, first="raw")),
         ("adam-float32", "a gradient of binary32: the first moment as what it differs in from the decayed one",
          group(ADAM | {"gradient": "float32"}, first="sparse")),
@@ -221,6 +234,8 @@ def _valid(made: Page) -> None:
             "adam-first-raw": "",
             "adam-float32": " PRE-017",
             "adam-decayed": " PRE-017",
+            "adam-decayed-l2": " PRE-017",
+            "adam-base-without-copy": " PRE-013 PRE-015 DEL-025",
             "adam-nan": " PRE-005 PRE-013",
             "adam-nan-gradient": " PRE-005 PRE-013",
         }.get(slug, " PRE-013 PRE-015")
@@ -400,6 +415,19 @@ def _others(made: Page, link: Chain) -> None:
         )
         c.part["extents"]["encoding"][row] = c.part["encodings"].index("gradient")
 
+    bare = group(ADAM, without="weight")
+    made.reject(
+        "base-without-weight",
+        "adam",
+        None,
+        "DEL-025 DEL-022",
+        "BASE_BLOCK",
+        "the base doesn't have the weight, which is predicted from its old elements",
+        why=WHY,
+        phase="read",
+        files={f"{DELTA}/{path}": content for path, content in bare.delta.seal().items()} | bare.beside,
+        path=DELTA,
+    )
     _reject(
         made,
         "gradient-of-32-bits",

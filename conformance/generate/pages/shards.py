@@ -80,7 +80,7 @@ def _valid(made: Page) -> None:
     made.accept(
         "pair",
         pair(),
-        "SHD-001 SHD-004 SHD-005 SHD-006 SHD-007 SHD-008 SHD-010 TEN-001 TEN-002 PRT-008 OPN-011",
+        "SHD-001 SHD-004 SHD-005 SHD-006 SHD-007 SHD-008 SHD-010 SHD-011 TEN-001 TEN-002 PRT-008 OPN-011",
         "two tensors in one shard",
         why="it is what the invalid shards differ from",
     )
@@ -232,6 +232,8 @@ def _texts(made: Page) -> None:
         ("padding-tab", "padding of tabs", text(lambda t: t, pad=b"\t")),
         ("two-objects", "a second object behind the first", text(lambda t: t + b"{}")),
         ("array", "an array and no object", text(lambda t: b"[" + t + b"]")),
+        ("minus-zero", "an offset of -0", text(lambda t: t.replace(b"[0,12]", b"[-0,12]"))),
+        ("digits-21", "an offset of 21 digits", text(lambda t: t.replace(b"[0,12]", b"[0," + b"1" * 21 + b"]"))),
         ("fraction", "an offset of 0.0", text(lambda t: t.replace(b"[0,12]", b"[0.0,12]"))),
         ("not-utf-8", "a key that isn't UTF-8", text(lambda t: t.replace(b"bias", b"b\xffas"))),
         ("surrogate", "a key with half a surrogate", text(lambda t: t.replace(b"bias", b"\\ud800"))),
@@ -278,6 +280,13 @@ def _entries(made: Page) -> None:
     for slug, clauses, error, says, change in (
         ("member-unknown", "SHD-006", "SHARD_HEADER_SCHEMA", "a member strides",
          lambda e: e["bias"].update(strides=[1])),
+        ("extent-true", "SHD-011 SHD-007", "SHARD_SHAPE", "an extent of true",
+         lambda e: e["bias"].update(shape=[3, True])),
+        ("shape-null", "SHD-011 SHD-007", "SHARD_SHAPE", "a shape of null", lambda e: e["bias"].update(shape=None)),
+        ("tag-null", "SHD-011 SHD-006", "SHARD_DTYPE", "the tag null", lambda e: e["bias"].update(dtype=None)),
+        ("offset-false", "SHD-011 SHD-006", "SHARD_HEADER_SCHEMA", "the offsets false and 12",
+         lambda e: e["bias"].update(data_offsets=[False, 12])),
+        ("box-null", "SHD-011 SHD-006", "SHARD_HEADER_SCHEMA", "null for a box", lambda e: e.update(bias=None)),
         ("one-offset", "SHD-006", "SHARD_HEADER_SCHEMA", "one offset", lambda e: e["bias"].update(data_offsets=[0])),
         ("offsets-reversed", "SHD-006 SHD-008", "SHARD_HEADER_SCHEMA SHARD_OFFSETS", "offsets in the wrong order",
          lambda e: e["bias"].update(data_offsets=[12, 0])),
