@@ -80,8 +80,8 @@ STEPS: Final = (
             *("-m", "benchmarks", "stall", "--device", "{device}", "--nbytes", "{nbytes}", "--rounds", "3"),
             *("--directory", "{scratch}", "--out", "{out}/stall.json"),
         ),
-        limit_s=150,
-        nbytes=(1_600_000_000, 8_000_000),
+        limit_s=220,
+        nbytes=(800_000_000, 8_000_000),
     ),
     Step(
         name="trajectories",
