@@ -14,7 +14,7 @@ from tests.house.sources import ROOT
 
 def run_gpu(out, *arguments):
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--wheels", str(out / "none"), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
     records = (out / "records.jsonl").read_text().splitlines() if (out / "records.jsonl").exists() else []
     return done, [json.loads(record) for record in records]
 

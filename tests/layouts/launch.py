@@ -53,7 +53,7 @@ def launch(
     world_size: int,
     scratch: Path,
     rendezvous: str = "store",
-    timeout_s: float = 240,
+    timeout_s: float = 900,
 ) -> Launch:
     """Play scenes of a module on `world_size` processes.
 
@@ -64,7 +64,7 @@ def launch(
         scratch: directory that all launches of a test module share.
         rendezvous: how they meet: ``store``, a key-value store in this process that outlives all of them; ``env``, one
             in rank 0; ``file``, a file.
-        timeout_s: after which all of them are killed.
+        timeout_s: after which all of them are killed: they hang. On a busy machine a minute's work takes ten.
     """
     here = scratch / f"launch-{time.monotonic_ns()}"
     here.mkdir(parents=True)

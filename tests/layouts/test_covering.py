@@ -23,7 +23,7 @@ def covered(scratch):
 
 @pytest.fixture(scope="module")
 def covered_more(scratch):
-    return launch(MODULE, ["cover_more"], world_size=8, scratch=scratch, timeout_s=540).of("cover_more")
+    return launch(MODULE, ["cover_more"], world_size=8, scratch=scratch, timeout_s=1800).of("cover_more")
 
 
 def assert_taken(said, source, target):
@@ -55,7 +55,7 @@ def test_each_source_is_valid(covered, scratch, node):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2000)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("pair", MORE_PAIRS, ids=lambda pair: pair_name(*pair))
 def test_pair_of_more(covered_more, pair):
