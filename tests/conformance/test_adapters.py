@@ -44,7 +44,6 @@ def test_the_reference_passes_everything():
 
     assert [result.case.id for result in run.results if result.status is not Status.PASS] == []
     assert run.is_green
-    assert run.seconds / len(CASES) < 0.1  # seven thousandths of a second on an idle machine
 
 
 @pytest.mark.parametrize("may_serve", [True, False], ids=["server", "command"])

@@ -100,13 +100,13 @@ def test_only_three_exit_codes_are_answers(exit_code, stdout, outcome):
 @pytest.mark.parametrize("adapter", [CLASS, COMMAND], ids=["class", "server"])
 def test_a_server_goes_on_after_a_crash_and_says_what_it_was(adapter, tmp_path):
     vectors = write_vectors(tmp_path, "crash-is-no-refusal", "exit-1", "hang", "segfault", "tensors")
-    run = run_of(vectors, adapter, timeout_s=1.5)
+    run = run_of(vectors, adapter, timeout_s=4)
     messages = {result.case.id: result.message for result in run.results}
 
     assert "RuntimeError: TILING_GAP" in messages["page/crash-is-no-refusal"]
     assert "exit code 1" in messages["page/exit-1"]
     assert "signal 11" in messages["page/segfault"]
-    assert "no answer within 1.5 s" in messages["page/hang"]
+    assert "no answer within 4 s" in messages["page/hang"]
     assert statuses(run)["tensors"] == "PASS"
 
 
@@ -277,16 +277,17 @@ def write_questions(root, *asked):
         ("print('[1]', flush=True)", "isn't one JSON object"),
         ("os.write(1, b'{}\\n{}\\n')", "it answered the question None"),
         ("os.write(1, b'x' * 5000 + b'\\n')", "more than 4096 bytes of output"),
-        ("time.sleep(60)", "no answer within 2 s"),
+        ("time.sleep(60)", "no answer within 4 s"),
         ("print('the reason', file=sys.stderr, flush=True); os._exit(1)", "exit code 1\nthe reason"),
     ],
 )
 def test_what_a_server_does_wrong_costs_that_case_alone(act, message, tmp_path, monkeypatch):
+    # Short waits are only for what is waited for in vain: on a busy machine, all else takes its time.
     monkeypatch.setattr(callers, "OUTPUT_NBYTES", 4096)
-    monkeypatch.setattr(callers, "END_S", 0.5)
+    monkeypatch.setattr(callers, "END_S", 0.5 if "closed" in message else 60)
     command, log = write_server(tmp_path, None, after=f"if asked:\n    {act}\n    continue")
 
-    run = run_of(write_questions(tmp_path / "vectors", 0, 1, 0), command, timeout_s=2)
+    run = run_of(write_questions(tmp_path / "vectors", 0, 1, 0), command, timeout_s=4 if "within" in message else 60)
 
     assert statuses(run) == {"0": "PASS", "1": "ERROR", "2": "PASS"}
     assert message in run.results[1].message
@@ -315,8 +316,8 @@ def test_two_lines_for_one_question_cost_the_question_that_they_answer(tmp_path)
     ],
 )
 def test_a_server_that_never_begins_is_waited_for_once(body, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(callers, "START_S", 1.0)
-    monkeypatch.setattr(callers, "END_S", 0.5)
+    monkeypatch.setattr(callers, "START_S", 1.0 if "within" in message else 60)
+    monkeypatch.setattr(callers, "END_S", 60)
     command, log = write_server(tmp_path, body)
     caller = find_target(command).open(is_serving=True)
 
@@ -325,7 +326,7 @@ def test_a_server_that_never_begins_is_waited_for_once(body, message, tmp_path, 
 
     assert [answer.outcome for answer in answers] == ["error"] * 3
     assert message in answers[0].message
-    assert log.read_text().split() == ["serve"]
+    assert log.read_text().split() in (["serve"], [] if "within" in message else ["serve"])
 
 
 def test_a_server_ends_with_its_input_and_is_killed_if_it_does_not(tmp_path, monkeypatch):
