@@ -15,6 +15,7 @@ from typing import Any, Final
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import Code, err
+from ckptfmt.interop import check_torch
 from ckptfmt.interop.convert import dcp_source, hf, native, torch_trees
 from ckptfmt.interop.convert.content import Content, LeftOut, Tensor, map_tree
 from ckptfmt.interop.convert.fields import assemble, parse_rules, sort_fields
@@ -150,6 +151,7 @@ def _read_foreign(source: str, kind: str, rules: dict[str, str]) -> Content:
 
 def _torch_side(name: str) -> ModuleType:
     try:
+        check_torch(importlib.import_module("torch"))
         return importlib.import_module(f"ckptfmt.interop.torch.{name}")
     except ModuleNotFoundError as error:
         if error.name != "torch":
