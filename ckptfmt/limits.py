@@ -46,6 +46,8 @@ MSGPACK_CONTAINERS: Final = 1000
 TREE_NBYTES: Final = 256 << 20
 #: Most values in one tree.
 TREE_ITEMS: Final = 1_000_000
+#: From how many entries on a list of numbers, or of strings, is one array of bytes in a tree.
+COMPACT_ITEMS: Final = 16
 
 #: Longest name of a tensor, leaf or stream, in UTF-8.
 NAME_NBYTES: Final = 4096

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptfmt import limits
 from ckptfmt.background import Background, staging_thread_count
 from ckptfmt.documents.manifest import checkpoint_name
+from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.engines.commit import check_vacant
 from ckptfmt.engines.fillings import Fillings
 from ckptfmt.engines.lineage import check_not_fenced
@@ -29,6 +30,9 @@ from ckptfmt.saving import Agreed, Ownership, agree_on_save, prepare_once, write
 from ckptfmt.store import LocalStore
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ckptfmt.documents.part import Leaf
     from ckptfmt.documents.run import Launch, Run
     from ckptfmt.group import Group
     from ckptfmt.state import State
@@ -93,6 +97,7 @@ class Saves:
 
     def __init__(self, store: Store, group: Group, state: State, options: SaveOptions) -> None:
         self.reports: list[str] = []
+        self._near_limit: set[tuple[str, str]] = set()
         self._store = store
         self._group = group
         self._state = state
@@ -165,6 +170,18 @@ class Saves:
             _LOG.warning("%s", sentence)
             self.reports.append(sentence)
 
+    def _warn_of_limits(self, leaves: Iterable[Leaf]) -> None:
+        """Report each value that grows towards what ends a save, long before it does."""
+        for leaf in leaves:
+            key = leaf.field, leaf.name
+            if key not in self._near_limit and is_near_limit(leaf.value):
+                self._near_limit.add(key)
+                title = f"{leaf.field}:{leaf.name}"
+                self._report(
+                    f"LIMIT_NEAR: {title} has more than half of the {limits.TREE_ITEMS} values, or of the"
+                    f" {limits.TREE_NBYTES} bytes, that a plain value may have; put large data into tensors or arrays"
+                )
+
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def save(
@@ -200,6 +217,7 @@ class Saves:
             },
         )
         self._raise_failure(agreed.told)
+        self._warn_of_limits(agreed.snapshot.leaves)
         if any(theirs["busy"] for theirs in agreed.told):
             if waits:
                 raise problem or err(Code.SLOTS_BUSY, "another writer has no free slot", where=path)

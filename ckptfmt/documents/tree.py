@@ -12,10 +12,13 @@ import struct
 from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
+import numpy as np
+
 from ckptfmt import limits
 from ckptfmt.documents.msgpk import check_msgpack, dump_mapless, dump_msgpack, parse_msgpack
+from ckptfmt.documents.packed import Columns, dump_strings
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import Code, FormatError, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -28,6 +31,7 @@ __all__ = [
     "TensorRef",
     "dump_tree",
     "find_difference",
+    "is_near_limit",
     "iter_values",
     "parse_tree",
 ]
@@ -81,6 +85,15 @@ _UINT64_MAX: Final = (1 << 64) - 1
 #: Types whose values stand as themselves, whichever they are.
 _UNCHANGED: Final[frozenset[type]] = frozenset({type(None), bool, bytes})
 
+#: How numbers lie in the bytes of a list of numbers.
+_NUMBERS: Final = {
+    "bool": "?",
+    "float64": "<f8",
+    **{f"uint{bits}": f"<u{bits // 8}" for bits in (8, 16, 32, 64)},
+    **{f"int{bits}": f"<i{bits // 8}" for bits in (8, 16, 32, 64)},
+}
+_BITS: Final = (8, 16, 32, 64)
+
 #: What msgpack makes of arrays and maps: everything else stands as itself.
 _CONTAINERS: Final[frozenset[type]] = frozenset({list, dict})
 
@@ -126,6 +139,17 @@ def parse_tree(content: bytes, *, where: str) -> Any:  # noqa: ANN401 - any valu
     if len(content) > limits.TREE_NBYTES:
         raise err(Code.LIMIT_EXCEEDED, f"a tree of {len(content)} bytes", where=where, requirement="REQ-LIM-001")
     return _decode(parse_msgpack(content, where=where, limit_items=limits.TREE_ITEMS), where)
+
+
+def is_near_limit(content: bytes) -> bool:
+    """Tell whether a tree that was dumped has more than half of the bytes, or of the values, that it may have."""
+    if len(content) <= limits.TREE_ITEMS // 2:  # a value takes a byte at least
+        return len(content) > limits.TREE_NBYTES // 2
+    try:
+        check_msgpack(content, where="", limit_items=limits.TREE_ITEMS // 2)
+    except FormatError:
+        return True
+    return len(content) > limits.TREE_NBYTES // 2
 
 
 def find_difference(left: object, right: object, path: str = "") -> str | None:
@@ -236,13 +260,25 @@ def _big_int(value: int) -> bytes:
     return value.to_bytes((value if value >= 0 else ~value).bit_length() // 8 + 1, "little", signed=True)
 
 
-def _encode_items(tag: str) -> _Encoder:
+def _encode_items(tag: str, compact_tag: str) -> _Encoder:
     def encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - list or tuple
+        packed = pack_items(value)
+        if packed is not None:
+            _check_depth(depth + (packed[0] == "str"), where)
+            return [compact_tag, *packed]
         if _are_unchanged(value):
             return [tag, *value]
         return [tag, *[_encode(item, (where, index), depth) for index, item in enumerate(value)]]
 
     return encode
+
+
+def _encode_deque(value: deque[Any], where: _Where, depth: int) -> object:
+    packed = pack_items(value)
+    if packed is not None:
+        _check_depth(depth + (packed[0] == "str"), where)
+        return ["Q", value.maxlen, *packed]
+    return ["q", value.maxlen, *(_encode(item, (where, index), depth) for index, item in enumerate(value))]
 
 
 def _encode_set(tag: str) -> _Encoder:
@@ -320,24 +356,79 @@ _ENCODERS: Final[dict[type, _Encoder]] = {
     int: lambda value, _where, _depth: ["i", _big_int(value)],  # those that msgpack has no form for
     float: lambda value, _where, _depth: ["f", struct.pack("<d", value)],
     complex: lambda value, _where, _depth: ["c", struct.pack("<dd", value.real, value.imag)],
-    list: _encode_items("l"),
-    tuple: _encode_items("t"),
+    list: _encode_items("l", "L"),
+    tuple: _encode_items("t", "U"),
     set: _encode_set("s"),
     frozenset: _encode_set("z"),
     dict: _encode_pairs("d"),
     OrderedDict: _encode_pairs("O"),
     Counter: _encode_pairs("C"),
-    deque: lambda value, where, depth: [
-        "q",
-        value.maxlen,
-        *(_encode(item, (where, index), depth) for index, item in enumerate(value)),
-    ],
+    deque: _encode_deque,
     InlineArray: _encode_inline,
     TensorRef: lambda value, _where, _depth: ["T", value.name, value.kind],
     DtypeName: lambda value, _where, _depth: ["D", value.name],
     DeviceName: lambda value, _where, _depth: ["V", value.name],
     Size: _encode_size,
 }
+
+
+# --- many of a kind ---------------------------------------------------------------------------------------------------
+
+
+def pack_items(values: Collection[Any]) -> list[object] | None:
+    r"""Return the entries of a list of numbers or strings as their kind and bytes; None where they stand one by one.
+
+    >>> pack_items([True, False] * 8)
+    ['bool', b'\x01\x00\x01\x00\x01\x00\x01\x00\x01\x00\x01\x00\x01\x00\x01\x00']
+    """
+    kinds = set(map(type, values)) if len(values) >= limits.COMPACT_ITEMS else set()
+    if len(kinds) != 1:
+        return None
+    (kind,) = kinds
+    if kind is str:
+        try:
+            return ["str", *dump_strings(list(values))]
+        except UnicodeEncodeError:
+            return None  # refused by name, one by one
+    name = _number_kind(kind, values)
+    return None if name is None else [name, np.array(list(values), _NUMBERS[name]).tobytes()]
+
+
+def _number_kind(kind: type, values: Collection[Any]) -> str | None:
+    """Return the name of the dtype that holds values of one type in the fewest bytes, the unsigned one if it can."""
+    if kind is bool:
+        return "bool"
+    if kind is float:
+        return "float64"
+    if kind is not int:
+        return None
+    least, most = min(values), max(values)
+    if least >= 0:
+        return next((f"uint{bits}" for bits in _BITS if most < 1 << bits), None)
+    return next((f"int{bits}" for bits in _BITS if -1 << bits - 1 <= least and most < 1 << bits - 1), None)
+
+
+def _unpack_items(items: list[Any], where: _Where) -> list[Any]:
+    """Return the entries that were packed, kind and bytes as they stand behind the tag."""
+    kind, content = items[0], items[1:]
+    if kind == "str":
+        values: list[Any] = (
+            Columns({"": content}, ("",), _place(where)).strings("", limit_nbytes=len(content[1])).tolist()
+        )
+    else:
+        (numbers,) = content
+        values = np.frombuffer(_exactly(bytes, numbers), _NUMBERS[_exactly(str, kind)]).tolist()
+    if pack_items(values) != items:
+        raise ValueError
+    return values
+
+
+def _one_by_one(items: list[Any], where: _Where) -> list[Any]:
+    """Return the entries of a list that stand one by one, as they may."""
+    values = _decode_items(items, where)
+    if len(values) >= limits.COMPACT_ITEMS and pack_items(values) is not None:
+        raise ValueError
+    return values
 
 
 # --- decode ---------------------------------------------------------------------------------------------------------
@@ -352,8 +443,11 @@ def _decode(value: object, where: _Where) -> Any:  # noqa: ANN401 - any value of
     try:
         if decoder is not None:
             return decoder(value[1:], where)
-    except (ValueError, TypeError, IndexError, OverflowError, struct.error):
+    except (ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error):
         pass
+    except FormatError as error:
+        if error.code not in (Code.COLUMN_FORM, Code.PACKED_FORM, Code.LIMIT_EXCEEDED):
+            raise
     raise err(
         Code.TREE_TAG,
         f"{str(value[:1])[:64]} is no tag, or holds the wrong things",
@@ -424,7 +518,15 @@ def _decode_deque(items: list[object], where: _Where) -> deque[Any]:
     maxlen = None if items[0] is None else _exactly(int, items[0])
     if maxlen is not None and maxlen < len(items) - 1:
         raise ValueError
-    return deque(_decode_items(items[1:], where), maxlen)
+    return deque(_one_by_one(items[1:], where), maxlen)
+
+
+def _decode_compact_deque(items: list[object], where: _Where) -> deque[Any]:
+    values = _unpack_items(items[1:], where)
+    maxlen = None if items[0] is None else _exactly(int, items[0])
+    if maxlen is not None and maxlen < len(values):
+        raise ValueError
+    return deque(values, maxlen)
 
 
 def _decode_array(items: list[object], _where: _Where) -> InlineArray:
@@ -490,8 +592,11 @@ _DECODERS: Final[dict[str, Callable[[list[object], _Where], Any]]] = {
     "f": _decode_float,
     "c": _decode_complex,
     "i": _decode_big_int,
-    "l": _decode_items,
-    "t": lambda items, where: tuple(_decode_items(items, where)),
+    "l": _one_by_one,
+    "t": lambda items, where: tuple(_one_by_one(items, where)),
+    "L": _unpack_items,
+    "U": lambda items, where: tuple(_unpack_items(items, where)),
+    "Q": _decode_compact_deque,
     "s": lambda items, where: set(_decode_set(items, where)),
     "z": lambda items, where: frozenset(_decode_set(items, where)),
     "d": lambda items, where: dict(_decode_pairs(items, where)),

@@ -38,6 +38,10 @@ def from_tree(tree: object) -> Any:  # noqa: ANN401, PLR0911 - any value of JSON
     if tag in _MAPPINGS:
         pairs = zip(items[::2], items[1::2], strict=True)
         return {_MAPPINGS[tag]: [[from_tree(key), from_tree(value)] for key, value in pairs]}
+    if tag in ("L", "U") and items:
+        return {"list" if tag == "L" else "tuple": [from_tree(item) for item in _unpacked(items[0], items[1:])]}
+    if tag == "Q" and len(items) > 1:
+        return {"deque": [from_tree(item) for item in _unpacked(items[1], items[2:])], "maxlen": items[0]}
     if tag == "q" and items:
         return {"deque": [from_tree(item) for item in items[1:]], "maxlen": items[0]}
     return _from_atom(tag, items)
@@ -63,3 +67,22 @@ def _from_atom(tag: str, items: list[Any]) -> dict[str, Any]:  # noqa: PLR0911 -
         case "S", [list(shape)]:
             return {"size": shape}
     raise ValueError(f"{tag!r} is no tag, or holds the wrong things")
+
+
+def _unpacked(kind: str, content: list[Any]) -> list[Any]:
+    """Return packed entries one by one, each as a tree."""
+    if kind == "str":
+        (width, lengths), text = content
+        count, whole, entries, at = len(lengths) // width, text.encode(), list[Any](), 0
+        for row in range(count):
+            nbytes = sum(lengths[plane * count + row] << 8 * plane for plane in range(width))
+            entries.append(whole[at : at + nbytes].decode())
+            at += nbytes
+        return entries
+    (numbers,) = content
+    width = 1 if kind == "bool" else int(kind.lstrip("uintfloa")) // 8
+    cut = [numbers[at : at + width] for at in range(0, len(numbers), width)]
+    if kind == "float64":
+        return [["f", one] for one in cut]
+    integers = [int.from_bytes(one, "little", signed=kind.startswith("int")) for one in cut]
+    return [one == 1 for one in integers] if kind == "bool" else integers

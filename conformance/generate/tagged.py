@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["tagged"]
 
-_ROWS = {"l": "list", "t": "tuple", "s": "set", "z": "frozenset"}
+_ROWS = {"l": "list", "t": "tuple", "s": "set", "z": "frozenset", "L": "list", "U": "tuple"}
 _PAIRS = {"d": "dict", "O": "ordered_dict", "C": "counter"}
 
 
@@ -39,6 +39,10 @@ def tagged(tree: Any) -> Any:  # noqa: ANN401, PLR0911 - any tree, as msgpack ha
             return {_PAIRS[tag]: [[tagged(k), tagged(v)] for k, v in zip(items[::2], items[1::2], strict=True)]}
         case ["q", most, *items]:
             return {"deque": [tagged(item) for item in items], "maxlen": most}
+        case ["L" | "U" as tag, kind, *content]:
+            return {_ROWS[tag]: [tagged(item) for item in _unpacked(kind, content)]}
+        case ["Q", most, kind, *content]:
+            return {"deque": [tagged(item) for item in _unpacked(kind, content)], "maxlen": most}
     return _leaf(tree)
 
 
@@ -57,3 +61,22 @@ def _leaf(tree: list[Any]) -> dict[str, Any]:
         case ["S", extents]:
             return {"size": extents}
     raise ValueError(f"no tree: {tree!r}")
+
+
+def _unpacked(kind: str, content: list[Any]) -> list[Any]:
+    """Return packed entries one by one, each as a tree."""
+    if kind == "str":
+        (width, lengths), text = content
+        count, whole, entries, at = len(lengths) // width, text.encode(), list[Any](), 0
+        for row in range(count):
+            nbytes = sum(lengths[plane * count + row] << 8 * plane for plane in range(width))
+            entries.append(whole[at : at + nbytes].decode())
+            at += nbytes
+        return entries
+    (numbers,) = content
+    width = 1 if kind == "bool" else int(kind.lstrip("uintfloa")) // 8
+    cut = [numbers[at : at + width] for at in range(0, len(numbers), width)]
+    if kind == "float64":
+        return [["f", one] for one in cut]
+    integers = [int.from_bytes(one, "little", signed=kind.startswith("int")) for one in cut]
+    return [one == 1 for one in integers] if kind == "bool" else integers

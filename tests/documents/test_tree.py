@@ -259,9 +259,60 @@ def test_a_cycle_is_refused():
 def test_more_values_than_can_be_read_are_not_written(monkeypatch):
     """REQ-TRE-007: a float counts as three."""
     monkeypatch.setattr(limits, "TREE_ITEMS", 100)
-    assert again([0.5] * 32) == [0.5] * 32
-    error = error_of(lambda: dump_tree([0.5] * 33, where="config"))
+    assert again([[0.5]] * 19) == [[0.5]] * 19
+    error = error_of(lambda: dump_tree([[0.5]] * 20, where="config"))
     assert (error.code, error.where) == (Code.LIMIT_EXCEEDED, "config")
+
+
+def test_a_history_of_losses_may_grow_for_ten_million_steps():
+    """REQ-TRE-010: each float was an array of two, so that 333,000 of them were more than a tree may have."""
+    history = {"loss": [0.1 + step for step in range(400_000)], "step": deque(range(400_000))}
+    content = dump_tree(history, where="extra")
+    assert len(content) < 12 * 400_000 + 100
+    assert parse_tree(content, where="extra") == history
+
+
+PACKED: dict[str, Any] = {
+    "booleans": [True, False] * 8,
+    "bytes": tuple(range(240, 256)),
+    "64 bits": [2**64 - 1] * 16,
+    "negative": deque([-(2**63)] * 16, 20),
+    "minus zero": [-0.0] * 16,
+    "a NaN of its own": [struct.unpack("<d", bytes.fromhex("0100000000f0ff7f"))[0]] * 16,
+    "strings": ["a", "é", ""] * 6,
+}
+
+
+@pytest.mark.parametrize("value", PACKED.values(), ids=PACKED)
+def test_many_of_a_kind_are_one_array_of_bytes(value):
+    """REQ-TRE-010, REQ-TRE-011."""
+    content = dump_tree(value, where="x")
+    found = parse_tree(content, where="x")
+    assert type(found) is type(value)
+    assert list(map(type, found)) == list(map(type, value))
+    assert dump_tree(found, where="x") == content
+    assert content[1:3] in (b"\xa1L", b"\xa1U", b"\xa1Q")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[True] * 15, [1, True] * 8, [2**63, -1] * 8, [2**64] * 16, [None] * 16, [b""] * 16, [1, 1.0] * 8],
+    ids=repr,
+)
+def test_what_isnt_many_of_a_kind_stands_one_by_one(value):
+    """REQ-TRE-010."""
+    content = dump_tree(value, where="x")
+    assert b"\xa1l" in content[:6]
+    assert repr(parse_tree(content, where="x")) == repr(value)
+
+
+@given(st.lists(st.one_of(st.integers(-(2**65), 2**65), st.floats(), st.text(), st.booleans()), max_size=40))
+def test_any_list_comes_back_however_it_is_stored(value):
+    """REQ-TRE-010."""
+    content = dump_tree(value, where="x")
+    found = parse_tree(content, where="x")
+    assert dump_tree(found, where="x") == content
+    assert list(map(type, found)) == list(map(type, value))
 
 
 def test_a_large_tree_is_neither_written_nor_read(monkeypatch):

@@ -95,6 +95,8 @@ def tree_of(value: Any) -> Any:  # noqa: ANN401 - any plain value
     if isinstance(value, dict):
         return ["d", *(item for row in value.items() for item in (row[0], tree_of(row[1])))]
     if isinstance(value, list):
+        if len(value) >= 16 and all(type(entry) is int and 0 <= entry < 256 for entry in value):
+            return ["L", "uint8", bytes(value)]
         return ["l", *map(tree_of, value)]
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1 << 64:
         return ["i", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]

@@ -9,7 +9,7 @@ from conformance.generate.cases import Page
 from conformance.generate.model import Checkpoint, Edit
 from conformance.generate.plans import Leaf, Plan, Tensor
 from conformance.generate.tagged import tagged
-from conformance.generate.wire import Raw, msgpack
+from conformance.generate.wire import Raw, msgpack, packed
 
 __all__ = ["page"]
 
@@ -26,6 +26,7 @@ def page() -> Page:
     _checkpoint(made)
     _leaves(made)
     _tags(made)
+    _packed(made)
     _keys(made)
     _bytes(made)
     return made
@@ -61,6 +62,15 @@ def _valid(made: Page) -> None:
          ["l", ["D", "float32"], ["V", "cuda:0"], ["S", [2, 3]], ["S", []], ["T", "w", "torch"], ["T", "", "numpy"]]),
         ("deep", "TRE-007 LIM-002", "31 lists in each other around a tuple", _nested(31, ["t"])),
         ("list-of-tags", "TRE-001", "a list of strings that are tags", ["l", "l", "T", "f"]),
+        ("packed", "TRE-010 TRE-011", "16 entries of each kind, in lists, tuples and deques",
+         ["l", ["L", "bool", b"\1\0" * 8], ["U", "uint8", bytes(range(240, 256))], ["L", "uint16", b"\0\1" * 16],
+          ["L", "uint32", b"\0\0\1\0" * 16], ["U", "uint64", b"\xff" * 128], ["L", "int8", b"\x80\x7f" * 8],
+          ["L", "int16", b"\x7f\xff\1\0" * 8], ["L", "int32", b"\0\0\0\x80" * 16],
+          ["L", "int64", b"\xff\xff\xff\x7f\xff\xff\xff\xff" * 16], ["Q", 17, "float64", (NAN + MINUS_ZERO) * 8],
+          ["L", "str", packed([0, 2] * 8), "é" * 8], ["Q", None, "str", packed([0] * 16), ""]]),
+        ("not-packed", "TRE-010", "15 entries, 16 of two types, and 16 integers that no kind holds",
+         ["l", ["l", *([1] * 15)], ["l", *([1] * 15), True], ["t", *([-1, 2**63] * 8)], ["l", *([None] * 16)],
+          ["q", None, *([["i", (2**64).to_bytes(9, "little")]] * 16)]]),
     ):  # fmt: skip
         made.ask(
             slug,
@@ -242,6 +252,27 @@ def _tags(made: Page) -> None:
         ("reference-of-another-kind", "torch", "a reference of the kind jax", ["T", "w", "jax"]),
     ):  # fmt: skip
         _reject(made, slug, of, "TRE-001", "TREE_TAG", says, msgpack(tree), "AMBIGUITY")
+
+
+def _packed(made: Page) -> None:
+    for slug, clauses, says, tree in (
+        ("list-of-16-integers", "TRE-010", "16 integers one by one", ["l", *range(16)]),
+        ("tuple-of-16-floats", "TRE-010", "16 floats one by one", ["t", *([["f", ONE]] * 16)]),
+        ("deque-of-16-strings", "TRE-010", "16 strings one by one", ["q", None, *("a" * 16)]),
+        ("packed-15", "TRE-010", "15 packed booleans", ["L", "bool", bytes(15)]),
+        ("packed-none", "TRE-010", "no entry, packed", ["L", "uint8", b""]),
+        ("packed-too-wide", "TRE-011", "16 zeros in two bytes each", ["L", "uint16", bytes(32)]),
+        ("packed-signed", "TRE-011", "16 zeros as signed ones", ["L", "int8", bytes(16)]),
+        ("packed-bool-of-2", "TRE-011", "a boolean whose byte is 2", ["L", "bool", b"\2" * 16]),
+        ("packed-cut", "TRE-011", "16 floats and a byte", ["U", "float64", bytes(129)]),
+        ("packed-float32", "TRE-011", "floats of four bytes", ["L", "float32", bytes(64)]),
+        ("packed-short-text", "TRE-011", "strings whose lengths go beyond their text",
+         ["L", "str", packed([1] * 16), "a" * 15]),
+        ("packed-within-a-character", "TRE-011", "strings that are cut within a character",
+         ["L", "str", packed([1] * 16), "é" * 8]),
+        ("packed-deque-too-long", "TRE-001", "a deque of 16 whose maxlen is 15", ["Q", 15, "uint8", bytes(16)]),
+    ):  # fmt: skip
+        _reject(made, slug, "packed", clauses, "TREE_TAG", says, msgpack(tree), "AMBIGUITY")
 
 
 def _keys(made: Page) -> None:
