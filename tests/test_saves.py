@@ -644,3 +644,38 @@ def test_all_save_a_failed_step_again_or_none_does():
         return outcome
 
     run_writers(2, body)
+
+
+def test_slots_that_one_writer_cannot_make_for_what_has_grown_fail_the_save_on_all(monkeypatch):
+    """All had agreed on the save: the others waited for a part that never came, until the deadline."""
+    store, allgather = MemoryStore(), Allgather(2)
+    make_slots, refused = Background._make_slots, threading.local()
+
+    def make(background, *args):
+        if getattr(refused, "now", False):
+            refused.now = False
+            raise PermissionError("no slots for you")
+        make_slots(background, *args)
+
+    monkeypatch.setattr(Background, "_make_slots", make)
+
+    def body(writer):
+        with Run(store, writer=writer, allgather=allgather) as run:
+            run.save(1).wait(timeout_s=WAIT_S)
+            run.weights["m"] = np.zeros(200_000)
+            refused.now = writer == 1
+            if writer == 1:
+                with pytest.raises(PermissionError):
+                    run.save(2)
+                outcome = ""
+            else:
+                handle = run.save(2)
+                outcome = code_of(lambda: handle.wait(timeout_s=WAIT_S))
+            run.set(3)
+            again = code_of(run.checkpointer.save)
+            run.save(4).wait(timeout_s=WAIT_S)
+        return outcome, again
+
+    found = run_writers(2, body)
+    assert found == [(Code.WRITER_FAILED, Code.WRITER_FAILED), ("", Code.WRITER_FAILED)]
+    assert is_whole(store, 4)

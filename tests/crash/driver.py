@@ -30,7 +30,7 @@ __all__ = ["Report", "kill_many"]
 
 #: Kills in one run, before the next is begun: retired checkpoints leave their tombstones, and listing them takes time.
 _KILLS_PER_RUN: Final = 20
-_PATIENCE_S: Final = 10.0
+_PATIENCE_S: Final = 60.0
 _TARGETS: Final = ("resume", "save", "retirement")
 
 

@@ -237,7 +237,7 @@ def is_running(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123 - a line of the kernel's
             return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before it is opened, or before it is read
         return False
 
 

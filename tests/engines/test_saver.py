@@ -30,7 +30,7 @@ from ckptfmt.store.protocol import Buffer, Store
 from tests.builders import leaf, origin, snapshot, stream, tensor, two_writers, verify
 from tests.engines.test_image import fill
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 def made_of(step: int, *, nbytes: int = 50_000):

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.faults.driver import MARK, savers, until
+from tests.faults.driver import MARK, PATIENCE_S, savers, until
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ def _mark(monkeypatch):
     """Mark what the test starts; afterwards wait for its savers to end, and see that they do."""
     monkeypatch.setenv(MARK, secrets.token_hex(8))
     yield
-    ended = until(lambda: not savers(), timeout_s=20)
+    ended = until(lambda: not savers(), timeout_s=PATIENCE_S)
     for pid in savers():
         os.kill(pid, signal.SIGKILL)
     assert ended, "a saver is still there"

@@ -214,11 +214,17 @@ def savers() -> list[int]:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal; wait until a process that is to stop has stopped, thread by thread."""
+    """Send a signal; wait until a process that is to stop has stopped, thread by thread, or is gone."""
     os.kill(pid, number)
     if number == signal.SIGSTOP:
-        stats = pathlib.Path(f"/proc/{pid}/task")
-        assert until(lambda: all(_state_of(task) in "TtZ" for task in stats.iterdir()))
+        assert until(lambda: _has_stopped(pid))
+
+
+def _has_stopped(pid: int) -> bool:
+    try:
+        return all(_state_of(task) in "TtZ" for task in pathlib.Path(f"/proc/{pid}/task").iterdir())
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return True
 
 
 def _state_of(task: pathlib.Path) -> str:

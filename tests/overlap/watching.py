@@ -30,7 +30,7 @@ __all__ = ["PATIENCE_S", "Contents", "Late", "Spy", "Trainer", "differences", "l
 #: By kind, field, name, scope and box: the bytes of a tensor, the dumped tree of a leaf or stream.
 Contents = dict[tuple[Any, ...], bytes]
 #: After how many seconds a copy that nobody waits for is done all the same.
-PATIENCE_S: Final = 20.0
+PATIENCE_S: Final = 60.0
 
 
 def live_contents(state: State, *, worker: int = 0, worker_count: int = 1) -> Contents:
