@@ -325,7 +325,7 @@ BOMBS: Final[dict[str, Edit]] = {
     "padded: corners of boxes": _corners_at_the_limit,
     "padded: boxes of 32 dimensions": _begins_at_the_limit,
     "padded: boxes of a grid": _columns_at_the_limit,
-    "padded: trees of Nones": _at_the_limit(_array(620_000, b"\xc0")),
-    "padded: trees of empty lists": _at_the_limit(_array(205_000, b"\x91\xa1l")),
-    "padded: trees of dicts": _at_the_limit(_array(122_000, b"\x93\xa1d\xc0\xc0")),
+    "padded: trees of Nones": _at_the_limit(_array(490_000, b"\xc0")),
+    "padded: trees of empty lists": _at_the_limit(_array(162_000, b"\x91\xa1l")),
+    "padded: trees of dicts": _at_the_limit(_array(97_000, b"\x93\xa1d\xc0\xc0")),
 }
