@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from conformance.generate.bases import RUN_ID, pop_at, set_at, small, two_writers
@@ -52,6 +53,7 @@ def page() -> Page:
     _shardings(made)
     _uses(made)
     _tilings(made)
+    _cuts(made)
     _order(made)
     _scopes(made)
     _members(made)
@@ -382,6 +384,30 @@ def _tilings(made: Page) -> None:
 
 def _no_box(c: Checkpoint) -> None:
     c.index["shardings"] = sharding_tables([(tuple(((b, s), w) for b, s, w in CUT), 2), ((), 0)], 1)
+
+
+def _cuts(made: Page) -> None:
+    """Add a tensor that is cut in as many dimensions as may be, and in one more."""
+    corners = itertools.product((0, 1), repeat=8)
+    cut = [Piece(writer=0, begin=(*corner, 0), shape=(1,) * 9) for corner in corners]
+    made.accept(
+        "cut-in-8", Plan(tensors=[Tensor(name="w", dtype="int8", shape=(*(2,) * 8, 1), pieces=cut)]),
+        "LIM-001 LIM-002 IDX-004", "a tensor that is cut in eight of its nine dimensions",
+        why="a checkpoint within the limits has to be read",
+    )  # fmt: skip
+
+    def cut_once_more(c: Checkpoint) -> None:
+        c.index["tensors"]["global_shape"][-1] = 2
+        c.manifest["fields"]["weights"]["nbytes"] = 512
+        c.index["shardings"].update(
+            box_count=Packed([512]), grid_shape=Packed([2] * 9), extent=Packed([1] * 18), part=Packed([0] * 512)
+        )
+
+    made.reject(
+        "cut-in-9", "cut-in-8", cut_once_more, "LIM-001", "LIMIT_EXCEEDED",
+        "in the index, the tensor has two elements in its last dimension, and is cut there, too",
+        why="the corners of boxes double with each dimension that is cut", bug="RESOURCE",
+    )  # fmt: skip
 
 
 def _order(made: Page) -> None:

@@ -282,6 +282,16 @@ def _second_file(c: Checkpoint) -> None:
 
 
 def _extents(made: Page) -> None:
+    nothing = Plan(tensors=[Tensor(name=name, dtype="int8", shape=(0,)) for name in "ab"])
+    made.accept(
+        "no-bytes", nothing, "IDX-003 PRT-006 PRT-007", "two boxes without bytes in one file",
+        why="of extents that begin at the same byte the order of boxes decides",
+    )  # fmt: skip
+    made.reject(
+        "no-bytes-unsorted", "no-bytes", set_at("part/0", "extents", "box", value=Folded([1, -2])), "IDX-003",
+        "COLUMN_ORDER", "the extents of two boxes without bytes change places",
+        why="one content has one form", bug="AMBIGUITY",
+    )  # fmt: skip
     _reject(
         made,
         "gap",

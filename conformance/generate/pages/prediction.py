@@ -26,7 +26,7 @@ from conformance.generate.prediction import (
     predicted,
     rule_tree,
 )
-from conformance.generate.wire import msgpack
+from conformance.generate.wire import Folded, msgpack
 
 __all__ = ["page"]
 
@@ -265,6 +265,24 @@ def _narrowed(value: float, dtype: str) -> bytes:
         return b"\0\x7c" if value > 0 else b"\0\xfc"
 
 
+def _two_casts() -> Chain:
+    """Return a delta of two masters and the copies of each."""
+    shape, rule = (4,), rule_tree({"kind": "cast", "copy": "bfloat16"})
+    raw, rest = Stored(encoding="raw"), Stored(encoding="sparse", blocks=[b"\0"], predicted=True)
+    tensors, groups = [], []
+    for name in ("a", "b"):
+        content = struct.pack("<4f", 1, 2, 3, 4)
+        low = b"".join(narrow(value, "bfloat16") for value in (1, 2, 3, 4))
+        tensors += [
+            Tensor(name=name, shape=shape, content=content, pieces=[whole(shape, stored=[raw])]),
+            Tensor(
+                name=f"{name}.low", dtype="bfloat16", shape=shape, content=low, pieces=[whole(shape, stored=[rest])]
+            ),
+        ]
+        groups.append(Group(kind="cast", rule=rule, members=[name, f"{name}.low"]))
+    return Chain(build(later(tensors=tensors, groups=groups)), {})
+
+
 def _cast(dtype: str, content: bytes) -> Chain:
     shape = (len(content) // 4,)
     raw, rest = Stored(encoding="raw"), Stored(encoding="sparse", blocks=[b"\0"], predicted=True)
@@ -415,6 +433,16 @@ def _others(made: Page, link: Chain) -> None:
         )
         c.part["extents"]["encoding"][row] = c.part["encodings"].index("gradient")
 
+    two = _two_casts()
+    made.accept(
+        "two-groups", two.delta, "DEL-009 IDX-003", "two groups of one kind", why=WHY, bug="WRONG_BYTES", place=DELTA,
+        beside=two.beside,
+    )  # fmt: skip
+    made.reject(
+        "groups-unsorted", "two-groups", set_at("part/0", "groups", "box", value=Folded([2, 1, -3, 1])), "IDX-003",
+        "COLUMN_ORDER", "in groups, the two change places", why="one content has one form", bug="AMBIGUITY",
+        place=DELTA, beside=two.beside,
+    )  # fmt: skip
     bare = group(ADAM, without="weight")
     made.reject(
         "base-without-weight",
