@@ -198,7 +198,9 @@ def answer_loader(path, asked):
     saved = next(checkpoint.leaf(*key) for key in checkpoint.leaves if key[0] == "data")
     given: list[Any] = []
     is_of_run = saved["per"] == "run"
-    loader = SimpleNamespace(state_dict=lambda: given[-1] if given else None, load_state_dict=given.append)
+    loader = type("Loader", (SimpleNamespace,), {"__iter__": lambda _: iter(())})(
+        state_dict=lambda: given[-1] if given else None, load_state_dict=given.append
+    )
     counts = SimpleNamespace(**dict.fromkeys(saved["state"]))
     members = {"lib": saved["lib"], "worker_count": asked["worker_count"]}
     data = (

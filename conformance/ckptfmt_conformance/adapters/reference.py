@@ -362,6 +362,10 @@ class _Loader:
 
     given: object = None
 
+    def __iter__(self) -> Iterator[object]:
+        """Begin, as a loader does that is put back; there is nothing to load."""
+        return iter(())
+
     def state_dict(self) -> object:
         """Return what was given."""
         return self.given
