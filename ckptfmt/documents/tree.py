@@ -12,11 +12,9 @@ import struct
 from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
-import numpy as np
-
 from ckptfmt import limits
+from ckptfmt.documents.compact_lists import pack_items, unpack_items
 from ckptfmt.documents.msgpk import check_msgpack, dump_mapless, dump_msgpack, parse_msgpack
-from ckptfmt.documents.packed import Columns, dump_strings
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, FormatError, err
 
@@ -84,15 +82,6 @@ _INT64_MIN: Final = -(1 << 63)
 _UINT64_MAX: Final = (1 << 64) - 1
 #: Types whose values stand as themselves, whichever they are.
 _UNCHANGED: Final[frozenset[type]] = frozenset({type(None), bool, bytes})
-
-#: How numbers lie in the bytes of a list of numbers.
-_NUMBERS: Final = {
-    "bool": "?",
-    "float64": "<f8",
-    **{f"uint{bits}": f"<u{bits // 8}" for bits in (8, 16, 32, 64)},
-    **{f"int{bits}": f"<i{bits // 8}" for bits in (8, 16, 32, 64)},
-}
-_BITS: Final = (8, 16, 32, 64)
 
 #: What msgpack makes of arrays and maps: everything else stands as itself.
 _CONTAINERS: Final[frozenset[type]] = frozenset({list, dict})
@@ -372,57 +361,6 @@ _ENCODERS: Final[dict[type, _Encoder]] = {
 }
 
 
-# --- many of a kind ---------------------------------------------------------------------------------------------------
-
-
-def pack_items(values: Collection[Any]) -> list[object] | None:
-    r"""Return the entries of a list of numbers or strings as their kind and bytes; None where they stand one by one.
-
-    >>> pack_items([True, False] * 8)
-    ['bool', b'\x01\x00\x01\x00\x01\x00\x01\x00\x01\x00\x01\x00\x01\x00\x01\x00']
-    """
-    kinds = set(map(type, values)) if len(values) >= limits.COMPACT_ITEMS else set()
-    if len(kinds) != 1:
-        return None
-    (kind,) = kinds
-    if kind is str:
-        try:
-            return ["str", *dump_strings(list(values))]
-        except UnicodeEncodeError:
-            return None  # refused by name, one by one
-    name = _number_kind(kind, values)
-    return None if name is None else [name, np.array(list(values), _NUMBERS[name]).tobytes()]
-
-
-def _number_kind(kind: type, values: Collection[Any]) -> str | None:
-    """Return the name of the dtype that holds values of one type in the fewest bytes, the unsigned one if it can."""
-    if kind is bool:
-        return "bool"
-    if kind is float:
-        return "float64"
-    if kind is not int:
-        return None
-    least, most = min(values), max(values)
-    if least >= 0:
-        return next((f"uint{bits}" for bits in _BITS if most < 1 << bits), None)
-    return next((f"int{bits}" for bits in _BITS if -1 << bits - 1 <= least and most < 1 << bits - 1), None)
-
-
-def _unpack_items(items: list[Any], where: _Where) -> list[Any]:
-    """Return the entries that were packed, kind and bytes as they stand behind the tag."""
-    kind, content = items[0], items[1:]
-    if kind == "str":
-        values: list[Any] = (
-            Columns({"": content}, ("",), _place(where)).strings("", limit_nbytes=len(content[1])).tolist()
-        )
-    else:
-        (numbers,) = content
-        values = np.frombuffer(_exactly(bytes, numbers), _NUMBERS[_exactly(str, kind)]).tolist()
-    if pack_items(values) != items:
-        raise ValueError
-    return values
-
-
 def _one_by_one(items: list[Any], where: _Where) -> list[Any]:
     """Return the entries of a list that stand one by one, as they may."""
     values = _decode_items(items, where)
@@ -522,7 +460,7 @@ def _decode_deque(items: list[object], where: _Where) -> deque[Any]:
 
 
 def _decode_compact_deque(items: list[object], where: _Where) -> deque[Any]:
-    values = _unpack_items(items[1:], where)
+    values = unpack_items(items[1:], where=_place(where))
     maxlen = None if items[0] is None else _exactly(int, items[0])
     if maxlen is not None and maxlen < len(values):
         raise ValueError
@@ -594,8 +532,8 @@ _DECODERS: Final[dict[str, Callable[[list[object], _Where], Any]]] = {
     "i": _decode_big_int,
     "l": _one_by_one,
     "t": lambda items, where: tuple(_one_by_one(items, where)),
-    "L": _unpack_items,
-    "U": lambda items, where: tuple(_unpack_items(items, where)),
+    "L": lambda items, where: unpack_items(items, where=_place(where)),
+    "U": lambda items, where: tuple(unpack_items(items, where=_place(where))),
     "Q": _decode_compact_deque,
     "s": lambda items, where: set(_decode_set(items, where)),
     "z": lambda items, where: frozenset(_decode_set(items, where)),

@@ -56,6 +56,7 @@ def page() -> Page:
     _cuts(made)
     _order(made)
     _scopes(made)
+    _origin(made)
     _members(made)
     return made
 
@@ -436,7 +437,7 @@ def _scopes(made: Page) -> None:
         _reject(made, slug, set_at("index", "dtypes", value=value), clauses, error, f"dtypes are {', '.join(value)}")
 
 
-def _members(made: Page) -> None:
+def _origin(made: Page) -> None:
     why = "an index of another attempt speaks of other files"
     for key, value in (
         ("step", 4), ("nonce", "f" * 32), ("attempt", "f" * 16), ("block_nbytes", 8192), ("saved_unix_s", 1),
@@ -461,6 +462,9 @@ def _members(made: Page) -> None:
         why=why,
         bug="WRONG_BYTES",
     )
+
+
+def _members(made: Page) -> None:
     for slug, error, clauses, says, edit in (
         ("type-part", "DOC_SCHEMA", "DOC-011", "its type is part", set_at("index", "type", value="part")),
         ("member-unknown", "DOC_SCHEMA", "DOC-011", "a member colour", set_at("index", "colour", value=None)),

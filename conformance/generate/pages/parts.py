@@ -25,6 +25,7 @@ def page() -> Page:
     _valid(made)
     _valid_copies(made)
     _columns(made)
+    _forms(made)
     _files(made)
     _extents(made)
     _blocks(made)
@@ -193,6 +194,8 @@ def _columns(made: Page) -> None:
         "the scope lw/03",
     )
 
+
+def _forms(made: Page) -> None:
     for slug, clauses, error, says, edit in (
         ("boxes-no-map", "IDX-014 DOC-011", "DOC_SCHEMA", "boxes are no map", set_at("part/0", "boxes", value=[])),
         ("kind-no-column", "IDX-014 DOC-026", "COLUMN_FORM", "the kinds of files are a plain array",

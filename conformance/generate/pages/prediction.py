@@ -39,6 +39,7 @@ def page() -> Page:
     """Return the cases of prediction."""
     made = Page("prediction")
     _valid(made)
+    _valid_casts(made)
     link = group(ADAM)
     _rules(made, link)
     _members(made, link)
@@ -240,6 +241,9 @@ def _valid(made: Page) -> None:
             "adam-nan-gradient": " PRE-005 PRE-013",
         }.get(slug, " PRE-013 PRE-015")
         made.accept(slug, link.delta, own, says, why=WHY, bug="WRONG_BYTES", place=DELTA, beside=link.beside)
+
+
+def _valid_casts(made: Page) -> None:
     for slug, clauses, says, link in (
         ("cast-float16", "PRE-004 ", "a copy in float16 of a raw master that has NaN, infinity and ties",
          _cast("float16", ODD)),
