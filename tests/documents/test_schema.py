@@ -35,6 +35,9 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "writer": 0,
         "code": "NO_SPACE",
         "detail": "",
+        "where": None,
+        "requirement": "REQ-STO-001",
+        "remedy": "",
     },
     "manifest": {
         "type": "manifest",
@@ -105,6 +108,9 @@ def also_right(name, path):
         return [none]
     return {
         "detail": [nothing, bidi, letters],
+        "remedy": [nothing, bidi, letters],
+        "where": [none, nothing, bidi, letters],
+        "requirement": [none],
         "reason": [bidi, letters],
         "code": [letters],
         "references": [empty],

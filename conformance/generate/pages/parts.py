@@ -161,6 +161,9 @@ def _columns(made: Page) -> None:
                 c.part[table] = value
 
         _reject(made, slug, edit, clauses, error, f"in {table}, {says}")
+
+
+def _forms(made: Page) -> None:
     _reject(
         made,
         "column-missing",
@@ -194,8 +197,6 @@ def _columns(made: Page) -> None:
         "the scope lw/03",
     )
 
-
-def _forms(made: Page) -> None:
     for slug, clauses, error, says, edit in (
         ("boxes-no-map", "IDX-014 DOC-011", "DOC_SCHEMA", "boxes are no map", set_at("part/0", "boxes", value=[])),
         ("kind-no-column", "IDX-014 DOC-026", "COLUMN_FORM", "the kinds of files are a plain array",
