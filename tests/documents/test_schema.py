@@ -36,7 +36,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
         "code": "NO_SPACE",
         "detail": "",
         "where": None,
-        "requirement": "REQ-STO-001",
+        "requirement": "REQ-CMT-004",
         "remedy": "",
     },
     "manifest": {
