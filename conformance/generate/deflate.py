@@ -86,8 +86,12 @@ def deflate_literals(content: bytes) -> bytes:
     return _zlib_stream(bits, content)
 
 
-def deflate(content: bytes) -> bytes:
-    """Return a zlib stream of one block of fixed codes, with the last match that there is of three bytes or more."""
+def deflate(content: bytes, *, longest: int = _LONGEST) -> bytes:
+    """Return a zlib stream of one block of fixed codes, with the last match that there is of three bytes or more.
+
+    Args:
+        longest: bytes of a match at most; the fewer, the less is compressed.
+    """
     bits = _Bits()
     bits.add(0b011, 3)
     seen: dict[bytes, int] = {}
@@ -95,7 +99,7 @@ def deflate(content: bytes) -> bytes:
     while at < len(content):
         before = seen.get(content[at : at + 3], -1)
         length = 0
-        while before >= 0 and at + length < len(content) and length < _LONGEST:
+        while before >= 0 and at + length < len(content) and length < longest:
             if content[before + length] != content[at + length]:
                 break
             length += 1

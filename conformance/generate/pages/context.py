@@ -200,8 +200,12 @@ def _others(made: Page) -> None:
         "a count of samples of the whole run, kept by eight workers",
         why="it is the same on all workers, and only its order isn't",
     )
+    _names_of_loaders(made, counted)
     for slug, error, path, value in (
         ("version-2", "VERSION_UNSUPPORTED", "v", 2),
+        ("lib-none", "CURSOR_FORM", "lib", None),
+        ("lib-of-4097", "CURSOR_FORM", "lib", "x" * 4097),
+        ("version-number", "CURSOR_FORM", "version", 11),
         ("workers-0", "CURSOR_FORM", "worker_count", 0),
         ("per-host", "CURSOR_FORM", "per", "host"),
         ("elastic", "CURSOR_FORM", "elastic", 1),
@@ -212,10 +216,25 @@ def _others(made: Page) -> None:
             _put(counted, path, value),
             "CUR-022",
             error,
-            f"{path} is {value!r}",
+            f"{path} is {value!r}" if len(repr(value)) < 99 else f"{path} is of {len(value)} bytes",
             why="who goes by it on another number of workers repeats samples",
             bug="WRONG_RUN",
             phase="validate",
+        )
+
+
+def _names_of_loaders(made: Page, base: dict[str, Any]) -> None:
+    """Add what a library may be called."""
+    for slug, lib, version, says in (
+        ("nameless", "", "", "lib and version are empty"),
+        ("named", "e\u0301\u202e\n", "x" * 4096, "lib isn't for JSON documents, and version is of 4096 bytes"),
+    ):
+        made.accept(
+            f"loader-{slug}",
+            _plan(base | {"lib": lib, "version": version}),
+            "CUR-022 LIM-002",
+            says,
+            why="who saves somebody else's state doesn't choose its names",
         )
 
 

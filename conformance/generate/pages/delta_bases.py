@@ -8,7 +8,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from conformance.generate.bases import flip
+from conformance.generate.bases import flip, set_at
 from conformance.generate.cases import FileMap, Page
 from conformance.generate.chains import (
     BASE,
@@ -30,7 +30,7 @@ from conformance.generate.pages.delta_scenes import (
     WEIGHT,
     reject,
 )
-from conformance.generate.plans import Piece, Plan, Reference, Tensor
+from conformance.generate.plans import Leaf, Piece, Plan, Reference, Tensor
 from conformance.generate.wire import FORMAT_VERSION, json_document
 
 __all__ = ["add"]
@@ -42,6 +42,7 @@ def add(made: Page, link: Chain) -> None:
     _contents(made, link)
     _closures(made)
     _bytes(made, link)
+    _beyond(made)
     _stored(made, link)
 
 
@@ -282,6 +283,65 @@ def _bytes(made: Page, link: Chain) -> None:
         says="a stored block isn't of its encoding's form, under a digest that fits",
         why=why,
     )
+
+
+def _beyond(made: Page) -> None:
+    """Add what is wrong in a base and not read by the delta: who validates finds it, who reads needn't."""
+    spare = Tensor(name="spare", field="optimizer", shape=(4,))
+    plan = base_plan(BIAS, WEIGHT, spare, leaves=[Leaf(field="config", value=["d", "width", 3])])
+    link = chain(plan, stored_as("same", BIAS, BIAS.content))
+    shard = next(path for path in link.beside if "optimizer" in path)
+
+    def accept(slug: str, own: Chain, says: str, why: str, request: dict[str, Any] | None) -> None:
+        made.accept(slug, own.delta, "OPN-009 DEL-024", says, why=why, place=DELTA, beside=own.beside, request=request)
+
+    accept("base-whole", link, "a delta that reads one of three tensors of its base", "what isn't read is there", None)
+    no_tree = build(plan).edited(set_at("part/0", "leaves", "value", 0, value=b"\xc1"))
+    no_key = build(plan).edited(set_at("part/0", "extents", "key", 0, value="other"))
+    flipped = dict(link.beside)
+    flip(shard, -1)(flipped)
+    rows: tuple[tuple[str, str, Chain, str, str], ...] = (
+        ("bit", "BLOCK_DIGEST", Chain(link.delta, flipped), "one bit of a tensor of the base is another", ""),
+        (
+            "lost",
+            "FILE_MISSING",
+            Chain(link.delta, {path: content for path, content in link.beside.items() if path != shard}),
+            "a shard of the base isn't there",
+            "",
+        ),
+        (
+            "tree",
+            "MSGPACK_SYNTAX",
+            chain(no_tree, stored_as("same", BIAS, BIAS.content)),
+            "a leaf of the base is no tree",
+            "",
+        ),
+        (
+            "key",
+            "SHARD_MISMATCH",
+            chain(no_key, stored_as("same", BIAS, BIAS.content)),
+            "a shard's header in the base has another key than its part",
+            "SHD-010 ",
+        ),
+    )
+    for slug, error, own, wrong, more in rows:
+        says = f"{wrong}, which the delta doesn't read"
+        accept(f"base-beyond-{slug}", own, says, "damage in what isn't read is no reason to refuse what is", {})
+        made.reject(
+            f"base-beyond-{slug}",
+            "base-whole",
+            functools.partial(_take, own),
+            f"{more}OPN-009",
+            error,
+            says,
+            why="who validates a delta wants to know whether all that it stands on is whole",
+            phase="validate",
+            place=DELTA,
+            beside=own.beside,
+        )
+    beside = link.beside | {f"{BASE}/notes.txt": b"x", f"{BASE}/index-ffffffffffffffff.msgpack": b"x"}
+    says = "in the base's directory lie two files that it doesn't name"
+    accept("base-extra-files", Chain(link.delta, beside), says, "extra files are no damage", None)
 
 
 def _stored(made: Page, link: Chain) -> None:

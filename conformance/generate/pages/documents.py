@@ -45,6 +45,15 @@ def _valid(made: Page) -> None:
         why="a JSON library that escapes more, or normalises, makes other bytes and so another digest",
     )
     made.accept(
+        "string-normal-form",
+        # In the order of the description; U+0958 is never composed, U+FB01 is another form under NFKC alone.
+        small(absent=_reason("\u00e9 \uac01 \u0915\u093c \ufb01 x\u1dfa\u0301 \U0001e290")),
+        "DOC-006",
+        "a reason with a composed letter, a composed syllable, a letter that is only ever two code points, a ligature, "
+        "two marks in their order, and a letter that Unicode 14.0 was the first to have",
+        why="normal form C isn't the absence of marks, nor that of ligatures",
+    )
+    made.accept(
         "largest-integer",
         small(step=2**53 - 1, saved_unix_s=0),
         "DOC-005 LIM-002",
@@ -201,6 +210,10 @@ def _strings(made: Page) -> None:
         ("bidi", "the override U+202E", '"\u202e"'.encode()),
         ("surrogate", "an escaped surrogate alone", b'"\\ud800"'),
         ("not-nfc", "an e and a combining accent", '"e\u0301"'.encode()),
+        ("jamo", "a syllable in two pieces", '"\u1100\u1161"'.encode()),
+        ("singleton", "the sign for Angstrom, whose normal form is the letter", '"\u212b"'.encode()),
+        ("excluded", "a letter whose normal form is two code points", '"\u0958"'.encode()),
+        ("marks", "two marks out of their order, of which one is of Unicode 14.0", '"x\u0301\u1dfa"'.encode()),
         ("too-long", "4097 bytes", b'"' + b"x" * 4097 + b'"'),
     ):
         _document(
@@ -295,6 +308,22 @@ def _members(made: Page) -> None:
         why=why,
         bug="WRONG_BYTES",
     )
+    for slug, text, says in (
+        ("version-1-of-10", "0.1", "0.1, which is 0.10 as a number"),
+        ("version-longer", "0.100", "0.100, which is 0.10 as a number"),
+        ("version-zero", "00.10", "00.10, which is 0.10 as two numbers"),
+        ("version-space", "0.10 ", "0.10 and a space"),
+    ):
+        made.reject(
+            slug,
+            "small",
+            set_at("manifest", "format_version", value=text),
+            "VER-001 DOC-010",
+            "VERSION_UNSUPPORTED",
+            f"format_version is {says}",
+            why="a version is a text, and no fraction",
+            bug="WRONG_BYTES",
+        )
     made.reject(
         "version-first",
         "small",

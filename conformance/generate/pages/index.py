@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from typing import Any
 
 from conformance.generate.bases import RUN_ID, pop_at, set_at, small, two_writers
 from conformance.generate.cases import Page
+from conformance.generate.deflate import deflate
 from conformance.generate.model import Checkpoint, Edit
 from conformance.generate.plans import Box, Leaf, Piece, Plan, Stream, Tensor
 from conformance.generate.tables import sharding_tables
@@ -109,6 +111,13 @@ def _valid_names(made: Page) -> None:
         "IDX-003 IDX-011",
         "names that UTF-16 sorts otherwise than UTF-8",
         why="a reader that sorts by UTF-16 units refuses what is sorted by bytes",
+    )
+    made.accept(
+        "names-of-two-forms",
+        Plan(tensors=[Tensor(name=name, dtype="int8", shape=(1,)) for name in ("e\u0301", "\u00e9", "\u212b")]),
+        "IDX-011",
+        "a composed name, a decomposed one of the same letter, and one that isn't in a normal form",
+        why="names of tensors are bytes: only strings of JSON documents have a normal form",
     )
     made.accept(
         "empty-tensors",
@@ -408,6 +417,22 @@ def _cuts(made: Page) -> None:
         "cut-in-9", "cut-in-8", cut_once_more, "LIM-001", "LIMIT_EXCEEDED",
         "in the index, the tensor has two elements in its last dimension, and is cut there, too",
         why="the corners of boxes double with each dimension that is cut", bug="RESOURCE",
+    )  # fmt: skip
+
+    def cut_often(c: Checkpoint) -> None:
+        c.index["tensors"]["global_shape"][0] = 2049
+        c.manifest["fields"]["weights"]["nbytes"] = 2049 << 7
+        c.index["shardings"].update(
+            box_count=Packed([2049 << 7]), grid_shape=Packed([2049, *[2] * 7, 1]),
+            extent=Packed([1] * (2049 + 14 + 1)), part=Packed([0] * (2049 << 7)),
+        )  # fmt: skip
+        # Compressed as usual, the column of parts would be more than may be inflated from so little.
+        c.bend("index", stream=lambda stream: deflate(zlib.decompress(stream), longest=40))
+
+    made.reject(
+        "corners-beyond", "cut-in-8", cut_often, "LIM-001", "LIMIT_EXCEEDED",
+        "in the index, the tensor is of 2049 boxes by 128, which have 2^26 and 32768 corners",
+        why="who looks at each corner needs gigabytes for it", bug="RESOURCE",
     )  # fmt: skip
 
 

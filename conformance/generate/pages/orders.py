@@ -222,6 +222,28 @@ def _skips(made: Page) -> None:
         says = f"skips shorten the epochs, whose tail is {tail}"
         _ask(made, f"skips-{slug}", plain(tail, skips=some, steps=2), 0, 1, 4, clauses, says)
 
+    _fills(made)
+    for slug, end in (("left-out", 12), ("left-out-epoch", 16)):
+        tree = plain(skips=[skip_positions("shift", 8, end)], steps=2)
+        says = "what a shift left out counts in pos_in_epoch, and not in global_pos"
+        _ask(made, slug, tree, 0, 1, 2, "CUR-004 CUR-014 CUR-018", says)
+
+
+def _fills(made: Page) -> None:
+    """Add skips that meet positions 21 to 23, which only fill the batch of an epoch of 21 samples."""
+    nine, last = (sample_at(21, SEED, at) for at in (0, 17))
+    for slug, skip, says in (
+        ("hole", skip_positions("hole", 22, 23), "a position that only fills a batch is in a hole"),
+        ("hole-sample", skip_samples("hole", [nine], 17), "a sample that fills a batch is in a hole by then"),
+        ("mask", skip_samples("mask", [nine], 17), "a sample that fills a batch is masked"),
+        ("shift", skip_samples("shift", sorted((nine, last)), 16), "a batch is filled without what is removed by then"),
+        ("shift-step", skip_positions("shift", 8, 16), "a shift leaves out the end of the epoch, and what filled it"),
+    ):
+        tree = plain("pad_masked", skips=[skip], steps=2)
+        clauses = "CUR-016 CUR-018"
+        _ask(made, f"fill-{slug}", tree, 0, 1, 2, clauses, says)
+        _ask(made, f"fill-{slug}-2-of-3", tree, 2, 3, 2, clauses, says)
+
 
 def _ahead(made: Page) -> None:
     """Add workers that fetch more than they say is done, and save then."""
@@ -233,6 +255,8 @@ def _ahead(made: Page) -> None:
         ("pad", plain("pad_masked"), 0, 3, (3, 2)),
         ("mixed", mixed(), 0, 1, (4, 2)),
         ("skips", plain(skips=skips, steps=2), 0, 2, (4, 1)),
+        ("fill", plain("pad_masked", skips=[skip_positions("hole", 22, 23)], steps=2), 0, 1, (3, 1)),
+        ("left-out", plain(skips=[skip_positions("shift", 24, 32)], steps=2), 0, 1, (4, 2)),
     ):
         says = f"of {ahead[0]} steps fetched, {ahead[1] or 'none'} {'are' if ahead[1] != 1 else 'is'} done"
         _ask(made, f"ahead-{slug}", tree, worker, workers, 2, "CUR-005 CUR-008 CUR-021", says, ahead=ahead, why=why)
@@ -299,6 +323,10 @@ def _refused(made: Page) -> None:
     early[0]["from_pos"] = 0
     wrong = _checked(tree, 18, list(course(tree | {"skips": early}, 19))[18].sample)
     _refuse(made, "skip-early", "skips-later", wrong, "CUR-006 CUR-018", "the check is of a skip that begins at once")
+    left_out = plain(skips=[skip_positions("shift", 8, 12)], steps=2)
+    left_out["commit"]["pos_in_epoch"] = 16
+    says = "pos_in_epoch is 16, as if a shift had left nothing out"
+    _refuse(made, "stand-left-out", "left-out", left_out, "CUR-004 CUR-014", says)
     for slug, change in (("stand", {"pos_in_epoch": 15}), ("stand-epoch", {"epoch": 1, "pos_in_epoch": 0})):
         wrong = copy.deepcopy(shifted)
         if wrong["commit"] == wrong["commit"] | change:

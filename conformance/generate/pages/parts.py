@@ -285,7 +285,30 @@ def _second_file(c: Checkpoint) -> None:
         table[key] = table[key] * 2 if isinstance(table[key], bytes) else type(table[key])([*table[key], *table[key]])
 
 
+def _in_two(c: Checkpoint) -> None:
+    """Give the only box, of two blocks, an extent for each of them."""
+    c.part["extents"] |= {
+        "box": Folded([0, -1]), "block_begin": Packed([0, 1]), "block_count": Packed([1, 1]), "key": Strings(["", ""]),
+        "file": Packed([0, 0]), "gap_nbytes": Packed([0, 0]), "encoding": Packed([0, 0]),
+    }  # fmt: skip
+
+
+def _several(made: Page) -> None:
+    """Add a box with two extents in a safetensors file: elements are there, and the file's header can't say it."""
+    two = Plan(tensors=[Tensor(name="w", dtype="uint8", shape=(6000,))])
+    made.accept(
+        "two-extents", two, "PRT-006 OPN-005", "a box of two blocks with an extent for each, in a safetensors file",
+        why="who reads elements takes them from all extents of a box", edit=_in_two, request={},
+    )  # fmt: skip
+    made.reject(
+        "two-extents-checked", "two-extents", None, "SHD-010 PRT-010", "SHARD_MISMATCH",
+        "a box of two blocks with an extent for each, of which the shard's header has one",
+        why="other tools go by the header", phase="validate",
+    )  # fmt: skip
+
+
 def _extents(made: Page) -> None:
+    _several(made)
     nothing = Plan(tensors=[Tensor(name=name, dtype="int8", shape=(0,)) for name in "ab"])
     made.accept(
         "no-bytes", nothing, "IDX-003 PRT-006 PRT-007", "two boxes without bytes in one file",

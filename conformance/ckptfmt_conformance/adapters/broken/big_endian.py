@@ -7,7 +7,12 @@ import numpy as np
 from ckptfmt_conformance.adapters.reference import Box, Checkpoint, Reference
 
 BREAKS = ("REQ-TEN-002",)
-CONVICTED_BY = ("manifest/valid/small", "shards/valid/dtypes", "shards/valid/bits")
+CONVICTED_BY = (
+    "manifest/valid/small",
+    "shards/valid/dtypes",
+    "shards/valid/bits",
+    "prediction/valid/two-groups",
+)
 
 #: Bytes of a number, of the dtypes with more than one; a complex element is two numbers.
 _WIDTHS = {

@@ -10,7 +10,11 @@ from ckptfmt_conformance.adapters.reference import Reference
 from ckptfmt_conformance.protocol import Rejected
 
 BREAKS = ("REQ-OPN-002",)
-CONVICTED_BY = ("parts/invalid/block-digest", "shards/invalid/bit-in-last-byte")
+CONVICTED_BY = (
+    "parts/invalid/block-digest",
+    "shards/invalid/bit-in-last-byte",
+    "prediction/invalid/base-without-weight",
+)
 
 
 class Broken(Reference):

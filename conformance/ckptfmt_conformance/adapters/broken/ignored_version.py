@@ -6,7 +6,14 @@ from typing import Any
 
 from ckptfmt_conformance.adapters.reference import FORMAT_VERSION, Reference, original
 
-CONVICTED_BY = ("documents/invalid/version", "index/invalid/version", "parts/invalid/version")
+CONVICTED_BY = (
+    "documents/invalid/version",
+    "index/invalid/version",
+    "parts/invalid/version",
+    "0.9/context/valid/streams",
+    "0.9/run/valid/simple",
+    "documents/invalid/version-1-of-10",
+)
 
 _check_version = original("ckptfmt.documents.canonical:check_version")
 

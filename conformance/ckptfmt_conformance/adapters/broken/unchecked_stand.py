@@ -9,6 +9,7 @@ CONVICTED_BY = (
     "context/invalid/samples-stand",
     "context/invalid/samples-stand-epoch",
     "context/invalid/samples-stand-mixed",
+    "context/invalid/samples-stand-left-out",
 )
 
 

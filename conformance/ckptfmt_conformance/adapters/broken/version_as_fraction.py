@@ -1,0 +1,41 @@
+"""It reads the version of the format as a decimal fraction, so that 0.10 is 0.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptfmt_conformance.adapters.reference import FORMAT_VERSION, Reference, original
+
+BREAKS = ("REQ-VER-001",)
+CONVICTED_BY = (
+    "documents/invalid/version-1-of-10",
+    "documents/invalid/version-longer",
+    "documents/invalid/version-space",
+    "documents/invalid/version-zero",
+)
+
+_check_version = original("ckptfmt.documents.canonical:check_version")
+
+
+def _check_any(signed: dict[str, Any], where: str) -> None:
+    version = signed.get("format_version")
+    if isinstance(version, str) and _number(version) == float(FORMAT_VERSION):
+        signed["format_version"] = FORMAT_VERSION
+    _check_version(signed, where)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+class Broken(Reference):
+    """See above."""
+
+    replacements = (
+        ("ckptfmt.documents.canonical:check_version", _check_any),
+        ("ckptfmt.documents.index:check_version", _check_any),
+        ("ckptfmt.documents.part:check_version", _check_any),
+    )
