@@ -293,6 +293,11 @@ def _members(made: Page) -> None:
         bug="DAMAGE_UNSEEN",
         outer=lambda c: c[:-1] + b',"twin":1}',
     )
+    _versions(made)
+
+
+def _versions(made: Page) -> None:
+    """Add other versions."""
 
     def version_first(checkpoint: Checkpoint) -> None:
         checkpoint.manifest |= {"format_version": "9.0", "colour": "red", "step": "3"}

@@ -27,6 +27,7 @@ def page() -> Page:
     _columns(made)
     _forms(made)
     _files(made)
+    _several(made)
     _extents(made)
     _blocks(made)
     _members(made)
@@ -308,7 +309,6 @@ def _several(made: Page) -> None:
 
 
 def _extents(made: Page) -> None:
-    _several(made)
     nothing = Plan(tensors=[Tensor(name=name, dtype="int8", shape=(0,)) for name in "ab"])
     made.accept(
         "no-bytes", nothing, "IDX-003 PRT-006 PRT-007", "two boxes without bytes in one file",

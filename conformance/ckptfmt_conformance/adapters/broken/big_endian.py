@@ -12,6 +12,7 @@ CONVICTED_BY = (
     "shards/valid/dtypes",
     "shards/valid/bits",
     "prediction/valid/two-groups",
+    "deltas/valid/base-whole",
 )
 
 #: Bytes of a number, of the dtypes with more than one; a complex element is two numbers.

@@ -13,6 +13,8 @@ CONVICTED_BY = (
     "context/valid/samples-pad",
     "context/valid/samples-pad-3-of-5",
     "context/valid/samples-skips-pad",
+    "context/valid/samples-fill-mask",
+    "context/valid/samples-fill-mask-2-of-3",
 )
 
 _draws = original("ckptfmt.arithmetic.walk:Walk.draws")

@@ -14,6 +14,8 @@ CONVICTED_BY = (
     "context/valid/samples-ahead-pad",
     "context/valid/samples-ahead-mixed",
     "context/valid/samples-ahead-skips",
+    "context/valid/samples-ahead-fill",
+    "context/valid/samples-ahead-left-out",
 )
 
 _iterate = original("ckptfmt.sampler:Sampler.__iter__")

@@ -13,6 +13,7 @@ CONVICTED_BY = (
     "context/valid/samples-fill-hole",
     "context/valid/samples-fill-hole-2-of-3",
     "context/valid/samples-fill-hole-sample",
+    "context/valid/samples-fill-hole-sample-2-of-3",
 )
 
 _COUNTS = original("ckptfmt.arithmetic.course:COUNTS")

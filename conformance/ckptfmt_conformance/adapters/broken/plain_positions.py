@@ -13,6 +13,7 @@ CONVICTED_BY = (
     "context/valid/samples-fill-shift-step",
     "context/valid/samples-left-out",
     "context/valid/samples-left-out-epoch",
+    "context/valid/samples-fill-shift-step-2-of-3",
 )
 
 _check_epoch = original("ckptfmt.documents.cursor:_check_epoch")
