@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ckptfmt
-from ckptfmt_conformance.adapters.reference import Reference
+from ckptfmt_conformance.adapters.reference import Checkpoint, Reference, original
 from ckptfmt_conformance.protocol import Rejected
 
 BREAKS = ("REQ-DEL-007", "REQ-OPN-009")
@@ -19,6 +18,8 @@ CONVICTED_BY = (
     "deltas/valid/base-extra-files",
 )
 
+_validate = original("ckptfmt:validate")
+
 
 class Broken(Reference):
     """See above."""
@@ -26,8 +27,10 @@ class Broken(Reference):
     def open(self, path: Path, request: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Open it, once its bases are checked."""
         answer = super().open(path, request)
-        for reference in _references(path):
-            report = ckptfmt.validate(path.parent / reference)
+        with self._open(path, request or {}) as checkpoint:
+            names = _bases_beside(checkpoint, path)
+        for name in names:
+            report = _validate(path.parent / name)
             if report.violations:
                 raise Rejected(report.violations[0].code, None, "open")
             if report.warnings:
@@ -35,8 +38,5 @@ class Broken(Reference):
         return answer
 
 
-def _references(path: Path) -> list[str]:
-    if (path / "run.json").exists():
-        return []
-    with ckptfmt.open(path) as checkpoint:
-        return [one.name for one in checkpoint.manifest.references if (path.parent / one.name).is_dir()]
+def _bases_beside(checkpoint: Checkpoint, path: Path) -> list[str]:
+    return [one.name for one in checkpoint.manifest.references if (path.parent / one.name).is_dir()]
