@@ -194,9 +194,8 @@ def _parse_header(text: bytes, where: str) -> dict[str, Any]:
             parse_constant=lambda number: syntax_error(f"{number} isn't a number"),
             parse_int=parse_integer,
         )
-        for key, value in header.items():
-            # A lone surrogate can be escaped in JSON, and is no Unicode text.
-            json.dumps([key, value] if key == _METADATA_KEY else key, ensure_ascii=False).encode()
+        # A lone surrogate can be escaped in JSON, and is no Unicode text.
+        json.dumps([*header, header.get(_METADATA_KEY)], ensure_ascii=False).encode()
     except (UnicodeError, json.JSONDecodeError) as error:
         raise err(Code.SHARD_HEADER_SYNTAX, str(error)[:200], where=where, requirement="REQ-SHD-004") from None
     if not text.rstrip(b" ").endswith(b"}"):

@@ -128,7 +128,7 @@ class Sharding(Sequence[tuple[Box, int]]):
         return Box(tuple(map(int, begin)), tuple(map(int, shape))), int(self.part[row])
 
     def __iter__(self) -> Iterator[tuple[Box, int]]:
-        return iter(_pieces(self.begin, self.box_shape, self.part))
+        return iter((self._only(),) if self._is_whole() else _pieces(self.begin, self.box_shape, self.part))
 
     def find(self, wanted: Box) -> tuple[tuple[Box, int], ...]:
         """Return the pieces that have an element in common with `wanted`, in their order.
@@ -137,11 +137,22 @@ class Sharding(Sequence[tuple[Box, int]]):
         """
         if not len(self) or 0 in wanted.shape:
             return ()
+        if self._is_whole():
+            piece = self._only()
+            return (piece,) if piece[0].intersect(wanted) is not None else ()
         if self.extents is not None:
             return self._find_in_grid(wanted)
         low = np.maximum(self.begin, wanted.begin)
         rows = np.flatnonzero((low < np.minimum(self.begin + self.box_shape, wanted.end)).all(axis=1))
         return tuple(_pieces(self.begin[rows], self.box_shape[rows], self.part[rows]))
+
+    def _is_whole(self) -> bool:
+        """Tell whether the tensor isn't cut: of a million tensors most aren't, and arrays of one entry are slow."""
+        return self.extents is not None and len(self.part) == 1
+
+    def _only(self) -> tuple[Box, int]:
+        """Return the piece of a tensor that isn't cut."""
+        return Box.whole(tuple(int(extents[0]) for extents in self.extents or ())), int(self.part[0])
 
     def _find_in_grid(self, wanted: Box) -> tuple[tuple[Box, int], ...]:
         found: list[list[tuple[int, int, int]]] = []

@@ -23,6 +23,7 @@ from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, Run, launch_name, 
 from ckptfmt.documents.shard import ShardEntry, parse_shard_header
 from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
 from ckptfmt.dtypes import DTYPES
+from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.reader import Checkpoint, check_nbytes, read_header
 from ckptfmt.engines.report import ClosureMember, FoundReference, Report, is_violation
@@ -332,6 +333,7 @@ def _check_run_id(run_id: str | None, said: str | None, where: str) -> None:
         raise err(Code.RUN_MISMATCH, f"it belongs to run {said}", where=where, requirement="REQ-RUN-003")
 
 
+@collector_paused()
 def _verify_values(checkpoint: Checkpoint, part: Part, report: Report, directory: str) -> None:
     """Check every tree of a part."""
     where = part_path(part.origin.attempt, part.writer)
@@ -360,6 +362,7 @@ def _check_references(checkpoint: Checkpoint, field: str, scope: str, value: obj
             )
 
 
+@collector_paused()
 def _verify_header(store: Store, part: Part, number: int, file: PartFile) -> None:
     """Check that a file's header is the one digested and, of a shard, says what the part says."""
     header = read_header(store, file)
@@ -399,6 +402,7 @@ def _extents_of(part: Part, number: int) -> Iterator[tuple[PartTensor, PartBox, 
                     yield tensor, held, extent
 
 
+@collector_paused()
 def _check_merge(checkpoint: Checkpoint, entries: list[PartFileEntry]) -> None:
     """Raise unless index and manifest follow from the parts: they may leave out nothing that a part holds.
 
@@ -433,6 +437,7 @@ def _check_merge(checkpoint: Checkpoint, entries: list[PartFileEntry]) -> None:
         )
 
 
+@collector_paused()
 def _verify_holders(checkpoint: Checkpoint, sound: set[int], report: Report, directory: str) -> None:
     """Check that every part that is `sound` by itself has what the index says it has."""
     for tensor in checkpoint.index.tensors:

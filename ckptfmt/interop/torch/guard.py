@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
+from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.image import Image, Piece, key_of
 from ckptfmt.engines.snapshot import TensorSource
 from ckptfmt.engines.staging import Copy, HostCopy, Seen
@@ -168,23 +169,24 @@ class _Watched:
 
     key: TensorKey
     memory: StorageWeakRef
-    place: tuple[slice, ...]
+    local_box: Box
     content: memoryview
     version: int
 
     @classmethod
     def of(cls, source: TorchSource, piece: Piece, view: memoryview) -> _Watched:
         part = next(part for part in source.pieces if part.box == piece.box)
-        place = part.local_box.relative_to(Box.whole(tuple(source.local.shape)))
         content = view[piece.begin : piece.end]
         memory = StorageWeakRef(source.local.untyped_storage())
-        return cls(piece.key, memory, place, content, _version(source.local))
+        return cls(piece.key, memory, part.local_box, content, _version(source.local))
 
     def is_unchanged(self, tensor: torch.Tensor) -> bool:
         """Tell whether this tensor has the memory that was copied, and that still is the same."""
         local = local_of(tensor)
         is_this = not self.memory.expired() and self.memory == StorageWeakRef(local.untyped_storage())
-        return is_this and _version(local) == self.version and _holds(local[self.place], self.content)
+        if not is_this or _version(local) != self.version:
+            return False
+        return _holds(local[self.local_box.relative_to(Box.whole(tuple(local.shape)))], self.content)
 
 
 class Guard:
@@ -226,6 +228,7 @@ class Guard:
             if key in self._trusted
         )
 
+    @collector_paused()
     def hold(self, copies: Sequence[Copy], sources: Iterable[TensorSource], handle: Awaited) -> list[_CheckedCopy]:
         """Let no optimizer step before these copies are done; account what it waits to `handle`.
 
@@ -242,6 +245,7 @@ class Guard:
         self._in_flight += [(handle, checked)] if checked else []
         return checked
 
+    @collector_paused()
     def begin_probation(self, sources: Iterable[TensorSource], image: Image, view: memoryview) -> None:
         """Watch what is copied now, until the next step of its optimizer or until `end_probation`."""
         known = self._trusted | self._refused
@@ -358,7 +362,8 @@ def _is_capturing() -> bool:
 
 def _is_private(source: TorchSource) -> bool:
     """Tell whether other processes can't write to a tensor."""
-    return source.local.device.type != "cpu" or not source.local.is_shared()
+    # Asked of the storage: `Tensor.is_shared` makes a typed one first, at ten times the cost.
+    return source.local.device.type != "cpu" or not source.local.untyped_storage().is_shared()
 
 
 def _version(local: torch.Tensor) -> int:
