@@ -18,6 +18,7 @@ from benchmarks.save import measure_save
 from benchmarks.scenes import Sizes
 from benchmarks.stall import measure_stall
 from benchmarks.table import format_record
+from benchmarks.tensors import MOST, measure_tensors
 
 NBYTES = 1_600_000_000
 RANKS = TENSORS = 1024
@@ -28,24 +29,25 @@ MEASURE = {
     "reshard": measure_reshard,
     "gpu_digest": measure_gpu_digest,
 }
-PLAN, DELTA = "plan", "delta"  # those whose size isn't that of a state
+PLAN, DELTA, MANY = "plan", "delta", "tensors"  # those whose size isn't that of a state
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure ckptfmt beside its peers.")
-    parser.add_argument("command", choices=[*MEASURE, PLAN, DELTA], help="what to measure")
+    parser.add_argument("command", choices=[*MEASURE, PLAN, DELTA, MANY], help="what to measure")
     parser.add_argument("--nbytes", type=_count, default=NBYTES, help="about how large the state is (%(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="stall (cpu), gpu_digest (cuda): of the state")
     parser.add_argument("--ranks", type=_count, default=RANKS, help="plan: how many, a power of two (%(default)s)")
     parser.add_argument("--tensors", type=_count, default=TENSORS, help="plan: how many (%(default)s)")
+    parser.add_argument("--most", type=_count, default=MOST, help="tensors: how many at most (%(default)s)")
     sizes = Sizes()
     parser.add_argument("--width", type=_count, default=sizes.width, help="delta: of the model (%(default)s)")
     parser.add_argument("--steps", type=_count, default=sizes.steps, help="delta: of the first training (%(default)s)")
     parser.add_argument("--copies", type=_count, default=8, help="delta: of the model, to time saves (%(default)s)")
     parser.add_argument("--scratch", type=Path, help="delta: where to keep trained states (DIRECTORY/training)")
     parser.add_argument(
-        "--rounds", type=_count, help="of each experiment (11; lost seconds 7; first saves, plan 5; delta 3)"
+        "--rounds", type=_count, help="of each experiment (11; lost seconds 7; first saves, plan 5; delta 3; tensors 1)"
     )
     parser.add_argument("--directory", type=Path, default=Path("out"), help="where to write and delete (%(default)s)")
     parser.add_argument("--out", type=Path, help="file of the record (below out/benchmarks)")
@@ -80,6 +82,8 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
     rounds, progress = options.rounds, Progress()
     if options.command == PLAN:
         return measure_plan(options.ranks, options.tensors, rounds=rounds, place=place, progress=progress)
+    if options.command == MANY:
+        return measure_tensors(options.most, rounds=rounds, place=place, progress=progress)
     if options.command == DELTA:
         sizes = Sizes(width=options.width, steps=options.steps)
         scratch = options.scratch or options.directory / "training"
@@ -95,6 +99,7 @@ def _repeat(options: argparse.Namespace) -> str:
     rounds = f" --rounds {options.rounds}" if options.rounds else ""
     sizes = {
         PLAN: f"--ranks {options.ranks} --tensors {options.tensors}",
+        MANY: f"--most {options.most}",
         DELTA: f"--width {options.width} --steps {options.steps} --copies {options.copies}",
     }
     size = sizes.get(options.command, f"--nbytes {options.nbytes}")
