@@ -53,7 +53,7 @@ def _contents(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[
     states = [optimizer.state[parameter] for parameter in model.parameters()]
     rows = [list(model.parameters()), *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))]
     # Digests: what differs isn't printed bit by bit.
-    return [hashlib.sha256(torch.stack([one.detach() for one in row]).numpy()).digest() for row in rows]
+    return [hashlib.sha256(torch.stack([one.detach() for one in row]).numpy().tobytes()).digest() for row in rows]
 
 
 @pytest.mark.slow
