@@ -52,6 +52,7 @@ TORCH_TESTS := tests/interop tests/regressions tests/convert/test_round_trips.py
 test-torch: $(TORCH_VERSIONS:%=test-torch-%)  ## a subset on the oldest and the newest torch; downloads up to 14 GB
 
 test-torch-%:
+	@echo "setting up .venv-torch/$* (the first time it downloads torch $*: up to 7 GB where pip finds builds for CUDA)"
 	@test -x .venv-torch/$*/bin/python || $(PYTHON) -m venv .venv-torch/$*
 	@grep -vE '^(torch|sympy|networkx|fsspec|mypy|ruff)==' constraints.txt > .venv-torch/$*/constraints.txt
 	@.venv-torch/$*/bin/python -m pip --disable-pip-version-check --quiet install \

@@ -398,6 +398,8 @@ SCHEDULERS = {
 }
 
 
+# SequentialLR of torch 2.7 warns of what it does itself.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_go_on(name):
     def make_all():
@@ -415,6 +417,10 @@ def test_schedulers_go_on(name):
 
     net, optimizer, scheduler = make_all()
     rates(optimizer, scheduler, 3)
+    if any(map(callable, scheduler.state_dict().values())):
+        with pytest.raises(StateError, match=r"STATE_UNSUPPORTED at optimizer:extra/scheduler/anneal_func"):
+            save(State(weights=net, optimizer=optimizer, extra={"scheduler": scheduler}))
+        pytest.skip("this torch's SWALR has a function in its state_dict: it is refused by name")
     checkpoint = save(State(weights=net, optimizer=optimizer, extra={"scheduler": scheduler}))
     net, again, fresh = make_all()
 

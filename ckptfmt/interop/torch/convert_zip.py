@@ -6,17 +6,19 @@ bytes are put there, a chunk at a time. So no tensor is ever whole in memory.
 
 from __future__ import annotations
 
+import mmap
 import os
+import pickle  # for writing alone
 import struct
+import types
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size
 from ckptfmt.errors import Code, err
@@ -72,11 +74,10 @@ def iter_tensors(root: object) -> list[Tensor]:
 def write_file(root: dict[str, Any], path: Path, *, on_progress: Callable[[int], None]) -> None:
     """Write a torch.save file that isn't there yet; tied tensors share their storage.
 
-    Raises: OSError; what reading the source raises.
+    Raises: OSError; StateError(STATE_UNSUPPORTED); what reading the source raises.
     """
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(_placeholders(root), str(path))
-    places = _find_places(root, path)
+    tensors = [tensor for tensor in {id(tensor): tensor for tensor in iter_tensors(root)}.values() if tensor.nbytes]
+    places = _find_places(path, zip(tensors, _save_placeholders(root, tensors, path), strict=True))
     checksums: dict[str, int] = {}
     memory = Memory()
     with path.open("r+b", buffering=0) as file:
@@ -92,8 +93,18 @@ def write_file(root: dict[str, Any], path: Path, *, on_progress: Callable[[int],
         os.fsync(file.fileno())
 
 
-def _placeholders(root: dict[str, Any]) -> Any:  # noqa: ANN401 - the same tree, with tensors of torch
+def _save_placeholders(root: dict[str, Any], tensors: list[Tensor], path: Path) -> list[str]:
+    """Let torch save a tree without the bytes of its tensors, and return the key of each tensor's storage.
+
+    The placeholders lie in memory that is never touched: read-only, so that the system sets none aside for it.
+    """
+    held = mmap.mmap(-1, max(1, sum(map(_step, tensors))), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
     made: dict[int, torch.Tensor] = {}
+    at = 0
+    for tensor in tensors:
+        flat = torch.frombuffer(held, dtype=torch.uint8, count=tensor.nbytes, offset=at)
+        made[id(tensor)] = flat.view(TORCH_DTYPES[tensor.dtype]).reshape(tensor.global_shape)
+        at += _step(tensor)
 
     def placeholder(value: object, _: str) -> object:
         if not isinstance(value, Tensor):
@@ -102,37 +113,45 @@ def _placeholders(root: dict[str, Any]) -> Any:  # noqa: ANN401 - the same tree,
             made[id(value)] = torch.empty(value.global_shape, dtype=TORCH_DTYPES[value.dtype])
         return made[id(value)]
 
-    with FakeTensorMode():
-        return map_tree(root, placeholder)
+    keys: list[str] = []
+
+    class Pickler(pickle.Pickler):
+        """Torch derives its own from it, whose `persistent_id` gives storages their keys."""
+
+        def dump(self, obj: object, /) -> None:
+            super().dump(obj)
+            for tensor in tensors:
+                storage = made[id(tensor)].__reduce_ex__(2)[1][0]
+                keys.append(self.persistent_id(storage)[2])
+
+    module = types.SimpleNamespace(Pickler=Pickler, __name__=__name__)
+    with torch.serialization.skip_data():
+        torch.save(map_tree(root, placeholder), str(path), pickle_module=module)
+    return keys
 
 
-def _find_places(root: dict[str, Any], path: Path) -> list[tuple[Tensor, tuple[str, int]]]:
-    """Return each tensor that has elements, with its record in the archive and the record's first byte in the file.
+def _step(tensor: Tensor) -> int:
+    """Return how far the next placeholder is away, so that each begins where any dtype may."""
+    return -(-tensor.nbytes // 64) * 64
 
-    Torch maps the whole file: from where a tensor lies in memory follows where it lies in the file.
+
+def _find_places(path: Path, keys: Iterable[tuple[Tensor, str]]) -> list[tuple[Tensor, tuple[str, int]]]:
+    """Return each tensor with its record in the archive and the record's first byte in the file, in its order.
+
+    Raises: StateError(STATE_UNSUPPORTED) if torch didn't leave the room that a tensor takes.
     """
-    loaded: list[torch.Tensor] = []
-    map_tree(
-        torch.load(str(path), map_location="cpu", weights_only=True, mmap=True),
-        lambda value, _: loaded.append(value) if isinstance(value, torch.Tensor) else None,
-    )
-    addresses = {
-        id(tensor): (twin.data_ptr(), tensor)
-        for tensor, twin in zip(iter_tensors(root), loaded, strict=True)
-        if twin.numel()
-    }
-    ordered = sorted(addresses.values(), key=lambda row: row[0])
+    by_key = {key: tensor for tensor, key in keys}
+    places = []
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-        records = [
-            (record.filename, begin_of(record, file))
-            for record in archive.infolist()
-            if "/data/" in record.filename and record.file_size
-        ]
-    records.sort(key=lambda record: record[1])
-    places = [(tensor, record) for (_, tensor), record in zip(ordered, records, strict=True)]
-    base = {address - begin for (address, _), (_, begin) in zip(ordered, records, strict=True)}
-    if len(base) > 1:
-        raise err(Code.STATE_UNSUPPORTED, "this torch doesn't map a file as a whole", where=torch.__version__)
+        for record in archive.infolist():
+            if "/data/" not in record.filename or not record.file_size:
+                continue
+            tensor = by_key.pop(record.filename.rpartition("/")[2], None)
+            if tensor is None or tensor.nbytes != record.file_size:
+                raise err(Code.STATE_UNSUPPORTED, "this torch lays files out otherwise", where=torch.__version__)
+            places.append((tensor, (record.filename, begin_of(record, file))))
+    if by_key:
+        raise err(Code.STATE_UNSUPPORTED, "this torch lays files out otherwise", where=torch.__version__)
     return places
 
 
