@@ -35,7 +35,7 @@ FREE_ITEMS: Final = 1000
 #: Most bytes of all trees of a part, whatever their ratio.
 TREES_NBYTES: Final = 64 << 10
 #: Most bytes of more trees for each byte of `signed`.
-TREES_RATIO: Final = 3
+TREES_RATIO: Final = 2
 #: Deepest nesting of a msgpack document; trees inside leaves count on their own.
 MSGPACK_DEPTH: Final = 32
 #: Most values in one msgpack document or tree, each scalar and each container counting as one.
@@ -48,6 +48,8 @@ TREE_NBYTES: Final = 256 << 20
 TREE_ITEMS: Final = 1_000_000
 #: From how many entries on a list of numbers, or of strings, is one array of bytes in a tree.
 COMPACT_ITEMS: Final = 16
+#: Most keys of a dict, or members of a set, whose hashes are equal, where a reader counts them.
+EQUAL_HASHES: Final = 64
 
 #: Longest name of a tensor, leaf or stream, in UTF-8.
 NAME_NBYTES: Final = 4096

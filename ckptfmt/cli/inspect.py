@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
@@ -36,6 +37,8 @@ __all__ = ["run_inspect"]
 #: Fields whose values are small, and what people look for.
 _CONTEXT: Final = ("data", "config", "topology", "provenance")
 _LEAF_LINES: Final = 60
+#: Up to how many lines that aren't shown are counted.
+_COUNTED_LINES: Final = 1000
 _FILE_LINES: Final = 24
 
 
@@ -67,7 +70,7 @@ def run_inspect(path: str, *, bases: Sequence[str] = (), as_json: bool, pattern:
     return 2 if view.problems else 0
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class _View:
     """What was asked for, and what couldn't be read of it."""
 
@@ -137,8 +140,9 @@ class _View:
         value = self.attempt(absent, self.checkpoint.leaf, *key)
         return value is not absent, value
 
+    @functools.cached_property
     def cursor(self) -> dict[Any, Any] | None:
-        """Return the data cursor's tree, if the data field has one."""
+        """The data cursor's tree, if the data field has one."""
         for key in self.checkpoint.leaves:
             if key[0] == "data":
                 _, value = self.leaf(key)
@@ -152,7 +156,7 @@ class _View:
         lowered_by = [f"{field} is absent: {fields[field].reason}" for field in FIELDS if fields[field].reason]
         if not lowered_by:
             return "T1", lowered_by
-        if self.cursor() is not None:
+        if self.cursor is not None:
             return "S1", lowered_by
         if fields["data"].reason is None:
             lowered_by.append("data has no cursor")
@@ -337,7 +341,7 @@ def _print_facts(view: _View, console: Console) -> None:
     style = "green" if claim == "T1" else ""
     rows: list[list[Cell | str]] = [[("claim", "dim"), (f"{claim} at most: {meaning}", style)]]
     rows += [[("", ""), (clean(reason), "yellow")] for reason in lowered_by]
-    cursor = view.cursor()
+    cursor = view.cursor
     data = "no cursor: another number of workers can't take it over" if cursor is None else _cursor_text(cursor)
     if view.checkpoint.manifest.fields["data"].reason is None:
         rows.append([("data", "dim"), data])
@@ -417,6 +421,7 @@ def _print_leaf(view: _View, console: Console, key: tuple[str, str, str]) -> Non
     limit = _LEAF_LINES if view.field is None else None
     for depth, text, item in itertools.islice(lines, limit):
         console.line("  " * (depth + 1), (text, "cyan"), f"  {item}" if text else item)
-    rest = sum(1 for _ in lines)
+    rest = sum(1 for _ in itertools.islice(lines, _COUNTED_LINES + 1))
     if rest:
-        console.line((f"  ... and {count_text(rest, 'line')} more: --field {field} shows all", "dim"))
+        count = count_text(rest, "line") if rest <= _COUNTED_LINES else f"over {_COUNTED_LINES} lines"
+        console.line((f"  ... and {count} more: --field {field} shows all", "dim"))

@@ -29,13 +29,17 @@ from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, Ten
 from ckptfmt.errors import CkptError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["dump_view", "iter_lines"]
 
 #: Integers with more bits than this aren't printed in decimal, which takes quadratic time.
 _DECIMAL_BITS: Final = 4096
 _TEXT_WIDTH: Final = 72
+#: How much of a value is shown on a line, in characters.
+_SHOWN: Final = 4 * _TEXT_WIDTH
+#: What may take several lines.
+_LINED: Final = (dict, list, tuple, deque)
 #: Arrays with more elements than this are shown by dtype and shape alone.
 _ARRAY_ELEMENTS: Final = 8
 
@@ -99,11 +103,11 @@ def iter_lines(value: object, depth: int = 0) -> Iterator[tuple[int, str, str]]:
     width = min(max(map(len, keys)), 28)
     for key, (_, item) in zip(keys, pairs, strict=True):
         text = _text(item)
-        if _pairs(item) and (isinstance(item, dict) or len(text) > _TEXT_WIDTH):
+        if isinstance(item, _LINED) and item and (isinstance(item, dict) or len(text) > _TEXT_WIDTH):
             yield depth, key, ""
             yield from iter_lines(item, depth + 1)
         else:
-            yield depth, key.ljust(width), shorten(text, 4 * _TEXT_WIDTH)
+            yield depth, key.ljust(width), shorten(text, _SHOWN)
 
 
 def _pairs(value: object) -> list[tuple[Any, Any]]:
@@ -124,18 +128,27 @@ def _text(value: Any) -> str:  # noqa: ANN401, PLR0911 - any plain value; one li
     if isinstance(value, bytes):
         return f"{bytes_text(len(value))} of bytes" if len(value) > 16 else f"bytes {value.hex()}"
     if isinstance(value, tuple):
-        return f"({_texts(value)}{',' * (len(value) == 1)})"
+        return f"({_join(map(_text, value))}{',' * (len(value) == 1)})"
     if isinstance(value, list | deque):
-        return f"[{_texts(value)}]"
+        return f"[{_join(map(_text, value))}]"
     if isinstance(value, set | frozenset):
-        return f"{{{_texts(sorted(value, key=_text))}}}" if value else "set()"
+        return f"{{{_join(sorted(map(_text, value)))}}}" if value else "set()"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
+        return f"{{{_join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
     return _named_text(value)
 
 
-def _texts(values: Any) -> str:  # noqa: ANN401 - any iterable of plain values
-    return ", ".join(map(_text, values))
+def _join(texts: Iterable[str]) -> str:
+    """Return texts with commas between them, as far as a line shows them: of millions, a few are made."""
+    shown: list[str] = []
+    length = 0
+    for text in texts:
+        if length > _SHOWN:
+            shown.append("...")
+            break
+        shown.append(text)
+        length += len(text)
+    return ", ".join(shown)
 
 
 def _named_text(value: object) -> str:

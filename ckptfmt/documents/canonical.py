@@ -145,16 +145,19 @@ def check_string(text: str, where: str) -> None:
 
     Raises: FormatError(DOC_STRING). Spec: REQ-DOC-006.
     """
+    problem = _find_problem(text)
+    if problem is not None:
+        raise err(Code.DOC_STRING, problem, where=where, requirement="REQ-DOC-006")
+
+
+def _find_problem(text: str) -> str | None:
+    """Return what is wrong with a string of a JSON document, if anything is."""
     found = _FORBIDDEN.search(text)
     if found:
-        problem = f"character U+{ord(found.group()):04X} isn't allowed"
-    elif len(text.encode()) > limits.JSON_STRING_NBYTES:
-        problem = f"longer than {limits.JSON_STRING_NBYTES} bytes"
-    elif not unicodedata.is_normalized("NFC", text):
-        problem = "not in Unicode normal form C"
-    else:
-        return
-    raise err(Code.DOC_STRING, problem, where=where, requirement="REQ-DOC-006")
+        return f"character U+{ord(found.group()):04X} isn't allowed"
+    if len(text.encode()) > limits.JSON_STRING_NBYTES:
+        return f"longer than {limits.JSON_STRING_NBYTES} bytes"
+    return None if unicodedata.is_normalized("NFC", text) else "not in Unicode normal form C"
 
 
 def fit_string(text: str, length: int) -> str:
@@ -233,13 +236,24 @@ def nests_deeper(content: bytes, depth: int) -> bool:
     return False
 
 
-def _check_strings(value: object, where: str) -> None:
-    if isinstance(value, str):
-        check_string(value, where)
+def _check_strings(value: object, where: str, *keys: str) -> None:
+    """Check every string in a value; `keys` lead to it.
+
+    The place is made into text for an error alone: keys are long, and what stands below them may be many strings.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_string(key, where, keys)
+            _check_strings(item, where, *keys, key)
     elif isinstance(value, list):
         for item in value:
-            _check_strings(item, where)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            check_string(key, where)
-            _check_strings(item, f"{where}/{key}" if "#" in where else f"{where}#/{key}")
+            _check_strings(item, where, *keys)
+    elif isinstance(value, str):
+        _check_string(value, where, keys)
+
+
+def _check_string(text: str, where: str, keys: tuple[str, ...]) -> None:
+    problem = _find_problem(text)
+    if problem is not None:
+        place = f"{where}#/{'/'.join(keys)}" if keys else where
+        raise err(Code.DOC_STRING, problem, where=place, requirement="REQ-DOC-006")

@@ -43,7 +43,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias
 
 from ckptfmt import limits
-from ckptfmt.documents.cursor_map import CursorMap, check_ascending, refuse
+from ckptfmt.documents.cursor_map import CursorMap, check_ascending, refuse, show_value
 from ckptfmt.documents.skips import PosSkip, Skip, count_removed, dump_skip, parse_skips
 from ckptfmt.errors import Code, err
 
@@ -244,7 +244,7 @@ def parse_cursor(tree: object, *, where: str = "cursor") -> Cursor:
 
 def _check_header(top: CursorMap) -> None:
     if top.members.get("kind") != KIND:
-        refuse(f"not a cursor: {top.members.get('kind')!r}", f"{top.where}/kind", "REQ-CUR-001")
+        refuse(f"not a cursor: {show_value(top.members.get('kind'))}", f"{top.where}/kind", "REQ-CUR-001")
     version = top.integer("v", UINT64)
     if version != VERSION:
         detail = f"version {version} of the cursor; this reader knows {VERSION}"
@@ -292,7 +292,7 @@ def _parse_order(order: CursorMap, *, is_mixed: bool) -> Order:
 
 def _parse_sources(top: CursorMap, *, is_mixed: bool) -> tuple[Source, ...]:
     where = f"{top.where}/sources"
-    sources: list[Source] = []
+    sources: dict[str, Source] = {}
     for source in top.maps("sources"):
         source.check_names("id", "fingerprint", "n", *(("pos",) if is_mixed else ()))
         one = Source(
@@ -301,14 +301,14 @@ def _parse_sources(top: CursorMap, *, is_mixed: bool) -> tuple[Source, ...]:
             n=source.integer("n", limits.DIM, least=1),
             pos=source.integer("pos", UINT64) if is_mixed else None,
         )
-        if any(other.id == one.id for other in sources):
+        if one.id in sources:
             refuse(f"a second source is called {one.id!r}", f"{source.where}/id", "REQ-CUR-009")
-        sources.append(one)
+        sources[one.id] = one
     if not sources:
         refuse("a cursor has a source", where, "REQ-CUR-002")
     if len(sources) > 1 and not is_mixed:
         refuse("several sources, and no mixture of them", where, "REQ-CUR-009")
-    return tuple(sources)
+    return tuple(sources.values())
 
 
 def parse_mixture(mixture: CursorMap, lengths: Mapping[str, int]) -> Mixture:
@@ -376,8 +376,12 @@ def check_rules(
     if mixture is not None and plan.tail != "carry":
         detail = f"a mixture has no epochs that a batch could end with: {plan.tail!r}"
         refuse(detail, f"{where}/plan/tail", "REQ-CUR-015")
+    by_source: dict[str, list[Skip]] = {}
+    for skip in skips:
+        if not isinstance(skip, PosSkip):
+            by_source.setdefault(skip.source, []).append(skip)
     for source in sources:
-        removed = count_removed(skips, source.id)
+        removed = count_removed(by_source.get(source.id, ()), source.id)
         if removed > limits.SKIPPED:
             refuse(f"{removed} samples of {source.id!r} are removed", f"{where}/skips", "REQ-CUR-019")
         if plan.epoch_positions(source.n - removed) < 1:

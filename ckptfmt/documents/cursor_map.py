@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from ckptfmt import limits
 from ckptfmt.errors import Code, err
 
-__all__ = ["CursorMap", "check_ascending", "refuse"]
+__all__ = ["CursorMap", "check_ascending", "refuse", "show_value"]
+
+#: Integers with more bits than this aren't printed.
+_SHOWN_BITS: Final = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class CursorMap:
         if missing := [name for name in names if name not in self.members]:
             refuse(f"without {missing[0]!r}", self.where, self.clause)
         if unknown := [name for name in self.members if name not in names]:
-            refuse(f"the unknown member {unknown[0]!r}", self.where, self.clause)
+            refuse(f"the unknown member {show_value(unknown[0])}", self.where, self.clause)
 
     def known(self, name: str, *known: str) -> str:
         """Return one of the words that this reader knows. Raises: CURSOR_FORM, FEATURE_UNSUPPORTED."""
@@ -88,6 +91,18 @@ def refuse(detail: str, where: str, requirement: str) -> NoReturn:
     raise err(Code.CURSOR_FORM, detail, where=where, requirement=requirement)
 
 
+def show_value(value: object) -> str:
+    """Return a value as messages show it.
+
+    >>> show_value("a"), show_value(1 << 20_000)
+    ("'a'", 'a value of the type int')
+    """
+    if type(value) in (str, int, bool, type(None)) and not (type(value) is int and value.bit_length() > _SHOWN_BITS):
+        return f"{value!r:.80}"
+    # What a list or a map holds can be any number, and Python refuses to print long ones.
+    return f"a value of the type {type(value).__name__}"
+
+
 def check_ascending(values: Sequence[int], where: str, requirement: str) -> None:
     """Refuse integers of which one isn't greater than the one before. Raises: CURSOR_FORM."""
     for before, after in itertools.pairwise(values):
@@ -97,5 +112,5 @@ def check_ascending(values: Sequence[int], where: str, requirement: str) -> None
 
 def _integer(value: object, where: str, most: int, least: int, clause: str) -> int:
     if type(value) is not int or not least <= value <= most:
-        refuse(f"not an integer from {least} to {most}: {value!r:.80}", where, clause)
+        refuse(f"not an integer from {least} to {most}: {show_value(value)}", where, clause)
     return value

@@ -15,7 +15,7 @@ import dataclasses
 from typing import Any, Final, Literal, TypeAlias
 
 from ckptfmt import limits
-from ckptfmt.documents.cursor_map import CursorMap, refuse
+from ckptfmt.documents.cursor_map import CursorMap, refuse, show_value
 from ckptfmt.errors import Code, err
 
 __all__ = ["KIND", "Foreign", "Per", "dump_foreign", "is_foreign", "parse_foreign"]
@@ -58,7 +58,7 @@ def parse_foreign(tree: object, *, where: str = "loader") -> Foreign:
     """
     top = CursorMap.of(tree, where, clause="REQ-CUR-022")
     if top.members.get("kind") != KIND:
-        refuse(f"not a loader's position: {top.members.get('kind')!r}", f"{where}/kind", "REQ-CUR-022")
+        refuse(f"not a loader's position: {show_value(top.members.get('kind'))}", f"{where}/kind", "REQ-CUR-022")
     version = top.integer("v", limits.JSON_INTEGER)
     if version != VERSION:
         detail = f"version {version} of a loader's position; this reader knows {VERSION}"

@@ -119,7 +119,7 @@ class Index:
         return Weight(
             rows=rows + sum(1 + len(tensor.aliases) for tensor in self.tensors),
             extents=sum(len(tensor.global_shape) for tensor in self.tensors)
-            + sum(len(sharding.extents or ()) for sharding in shardings),
+            + sum(each.begin.size if each.extents is None else len(each.extents) for each in shardings),
         )
 
     def _signed(self) -> dict[str, Any]:

@@ -28,8 +28,18 @@ def schema_text(name: str) -> str:
 def _validator(name: str) -> Draft202012Validator:
     # Imported here: a tenth of a second that a program which only saves to a path needn't pay at import.
     from jsonschema import Draft202012Validator  # noqa: PLC0415
+    from jsonschema.validators import extend  # noqa: PLC0415
 
-    return Draft202012Validator(_inline(json.loads(schema_text(name)), json.loads(schema_text("defs"))["$defs"]))
+    whole = Draft202012Validator.VALIDATORS["items"]
+
+    def check_items(validator: Any, items: Any, instance: Any, schema: Any) -> Any:  # noqa: ANN401 - as jsonschema has it
+        """Look at the items of an array that isn't too long; of others, a wrong item more makes no difference."""
+        is_long = len(instance) > schema.get("maxItems", len(instance))
+        return () if is_long else whole(validator, items, instance, schema)
+
+    schema = _inline(json.loads(schema_text(name)), json.loads(schema_text("defs"))["$defs"])
+    with_items: type[Draft202012Validator] = extend(Draft202012Validator, {"items": check_items})  # type: ignore[no-untyped-call]
+    return with_items(schema)
 
 
 def _inline(schema: Any, definitions: dict[str, Any]) -> Any:  # noqa: ANN401 - any JSON

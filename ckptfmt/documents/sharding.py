@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 import numpy as np
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ckptfmt.documents.packed import Integers
 
 __all__ = ["Sharding", "rows_increase"]
+
+
+#: How many boxes are made at once for who goes through all of them.
+_AT_ONCE: Final = 1 << 14
 
 
 class Sharding(Sequence[tuple[Box, int]]):
@@ -128,7 +132,13 @@ class Sharding(Sequence[tuple[Box, int]]):
         return Box(tuple(map(int, begin)), tuple(map(int, shape))), int(self.part[row])
 
     def __iter__(self) -> Iterator[tuple[Box, int]]:
-        return iter((self._only(),) if self._is_whole() else _pieces(self.begin, self.box_shape, self.part))
+        if self._is_whole():
+            yield self._only()
+            return
+        begin, box_shape = self.begin, self.box_shape
+        for at in range(0, len(self), _AT_ONCE):
+            rows = slice(at, at + _AT_ONCE)
+            yield from _pieces(begin[rows], box_shape[rows], self.part[rows])
 
     def find(self, wanted: Box) -> tuple[tuple[Box, int], ...]:
         """Return the pieces that have an element in common with `wanted`, in their order.

@@ -113,6 +113,7 @@ def _check_box_count(table: Columns, grid: list[Integers], count: int) -> None:
 def _iter_boxes(table: Columns, ndim: list[int], counts: list[int]) -> Iterator[tuple[Integers, Integers]]:
     """Yield begin and shape of the boxes of each sharding that isn't a grid; all are checked before the first."""
     sizes = [rank * count for rank, count in zip(ndim, counts, strict=True)]
+    table.take("begin", extents=sum(sizes))
     steps = unfold(table.packed("begin", count=sum(sizes), below=2 * limits.DIM + 1))
     extents = table.packed("box_shape", count=sum(sizes), below=limits.DIM + 1)
     found, at = [], 0

@@ -83,6 +83,15 @@ _UINT64_MAX: Final = (1 << 64) - 1
 #: Types whose values stand as themselves, whichever they are.
 _UNCHANGED: Final[frozenset[type]] = frozenset({type(None), bool, bytes})
 
+#: Types of keys of which any two are equal as values if, and only if, they are equal as trees.
+_PLAIN_KEYS: Final[frozenset[type]] = frozenset({str, bytes, int, type(None)})
+
+#: Types whose hashes Python makes with a secret.
+_SECRET_HASHES: Final[frozenset[type]] = frozenset({str, bytes, type(None)})
+
+#: What is said of columns, and means of a tree that it holds the wrong things.
+_FORM_CODES: Final = (Code.COLUMN_FORM, Code.PACKED_FORM, Code.LIMIT_EXCEEDED)
+
 #: What msgpack makes of arrays and maps: everything else stands as itself.
 _CONTAINERS: Final[frozenset[type]] = frozenset({list, dict})
 
@@ -281,6 +290,7 @@ def _encode_set(tag: str) -> _Encoder:
                 where=_place(where),
                 requirement="REQ-TRE-009",
             )
+        _check_hashes(value, where)
         members = sorted((_encode(item, (where, item), depth) for item in value), key=dump_mapless)
         if any(a == b for a, b in itertools.pairwise(members)):
             # Not a number is unequal to itself: Python's sets can hold the same bits twice, a checkpoint can't.
@@ -294,6 +304,7 @@ def _encode_set(tag: str) -> _Encoder:
 
 def _encode_pairs(tag: str) -> _Encoder:
     def encode(value: Any, where: _Where, depth: int) -> object:  # noqa: ANN401 - a dict
+        _check_hashes(value, where)  # what a reader may refuse isn't written
         flat: list[object] = [tag]
         for key, item in value.items():
             if type(key) is not str and not _is_key(key):
@@ -384,7 +395,7 @@ def _decode(value: object, where: _Where) -> Any:  # noqa: ANN401 - any value of
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error):
         pass
     except FormatError as error:
-        if error.code not in (Code.COLUMN_FORM, Code.PACKED_FORM, Code.LIMIT_EXCEEDED):
+        if error.code not in _FORM_CODES or error.requirement == "REQ-TRE-012":
             raise
     raise err(
         Code.TREE_TAG,
@@ -404,12 +415,13 @@ def _decode_pairs(items: list[object], where: _Where) -> list[tuple[Any, Any]]:
     if len(items) % 2:
         raise ValueError
     keys, values = items[::2], items[1::2]
-    if set(map(type, keys)) <= {str}:  # as most are: equal as trees is equal as values
+    if set(map(type, keys)) <= _PLAIN_KEYS:  # as most are: equal as trees is equal as values
         are_unique = len(set(keys)) == len(keys)
     else:
         trees, keys = keys, _decode_items(keys, where)
         if not all(map(_is_key, keys)):
             raise TypeError
+        _check_hashes(keys, where)
         are_unique = len(set(keys)) == len(keys) == len({dump_msgpack(key) for key in trees})
     if not are_unique:
         raise err(Code.DOC_DUPLICATE_KEY, "a dict has one key twice", where=_place(where), requirement="REQ-TRE-002")
@@ -423,9 +435,29 @@ def _decode_set(items: list[object], where: _Where) -> list[Any]:
     if any(a >= b for a, b in itertools.pairwise(encoded)):
         raise ValueError
     decoded = _decode_items(items, where)
-    if not all(map(_is_member, decoded)) or len(set(decoded)) != len(decoded):
+    if not all(map(_is_member, decoded)):
+        raise ValueError
+    _check_hashes(decoded, where)
+    if len(set(decoded)) != len(decoded):
         raise ValueError
     return decoded
+
+
+def _check_hashes(values: Collection[Any], where: _Where) -> None:
+    """Refuse what a dict or a set takes quadratic time for: Python's hashes of numbers, and of tuples, are no secret.
+
+    Raises: FormatError(LIMIT_EXCEEDED). Spec: REQ-TRE-012.
+    """
+    if len(values) <= limits.EQUAL_HASHES or set(map(type, values)) <= _SECRET_HASHES:
+        return
+    hashes = sorted(map(hash, values))
+    if any(a == b for a, b in zip(hashes, hashes[limits.EQUAL_HASHES :], strict=False)):
+        raise err(
+            Code.LIMIT_EXCEEDED,
+            f"more than {limits.EQUAL_HASHES} keys or members have one hash",
+            where=_place(where),
+            requirement="REQ-TRE-012",
+        )
 
 
 def _decode_counter(items: list[object], where: _Where) -> Counter[Any]:

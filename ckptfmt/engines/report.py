@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.errors import CkptError, Code, StoreError
 
@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["ClosureMember", "FoundReference", "Report", "is_violation"]
+
+
+#: How many violations are listed.
+MOST_VIOLATIONS: Final = 10_000
+#: The warning where there are more.
+FULL: Final = f"more is wrong than the {MOST_VIOLATIONS} violations that are listed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +102,19 @@ class Report:
     def add(self, error: CkptError) -> None:
         """Note what is wrong; what is known already isn't said again, though several need it."""
         known = (error.code, error.where, error.detail)
-        if known not in self._known:
-            self._known.add(known)
-            self.violations.append(error)
+        if known in self._known:
+            return
+        if self.is_full:
+            if FULL not in self.warnings:
+                self.warnings.append(FULL)
+            return
+        self._known.add(known)
+        self.violations.append(error)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is wrong that no more of it is listed: half a million errors take a gigabyte."""
+        return len(self.violations) >= MOST_VIOLATIONS
 
     def absorb(self, other: Report) -> None:
         """Take over what another report found, on the way to the same end."""

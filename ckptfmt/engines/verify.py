@@ -445,7 +445,11 @@ def _verify_holders(checkpoint: Checkpoint, sound: set[int], report: Report, dir
             if part in sound:
                 with report.collect(directory):
                     checkpoint.check_stored(tensor, box, part)
+                if report.is_full:
+                    return
     for leaf in checkpoint.index.leaves:
+        if report.is_full:
+            return
         if leaf.part in sound:
             with report.collect(directory):
                 checkpoint.stored_leaf(leaf)

@@ -26,7 +26,10 @@ def key_text(key: object) -> str:
     """
     if type(key) is str and "~" not in key and "/" not in key:
         return key
-    text = key if isinstance(key, str) else repr(key)
+    try:
+        text = key if isinstance(key, str) else repr(key)
+    except ValueError:  # Python refuses to print an integer of more than 4,300 digits.
+        text = f"({type(key).__name__})"
     return text.replace("~", "~0").replace("/", "~1")
 
 

@@ -213,10 +213,10 @@ def test_a_million_boxes_take_seconds():
     begin = cells_of_a_million()
     for shape, rows in (((1000, 1000), begin), ((1_000_000,), begin @ np.array([[1000], [1]]))):
         ones = np.ones_like(rows)
-        start = time.perf_counter()
+        start = time.process_time()
         check_tiling(shape, rows, ones, where="w")
         assert find_overlap_rows(rows, ones) is None
-        assert time.perf_counter() - start < 8
+        assert time.process_time() - start < 8
         ones[17] = 2
         assert find_overlap_rows(rows, ones) is not None
         with pytest.raises(CkptError):

@@ -7,14 +7,20 @@ import zlib
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgpack
 import numpy as np
 
+from ckptfmt.arithmetic.merge import summarise
 from ckptfmt.digest import digest_bytes, digest_text
 from ckptfmt.documents.canonical import dump_document
-from ckptfmt.documents.manifest import MANIFEST_NAME
+from ckptfmt.documents.index import Index
+from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME
 from ckptfmt.documents.msgpk import dump_msgpack
 from ckptfmt.documents.packed import dump_packed, dump_strings
-from tests.builders import Forgery, small_files
+from ckptfmt.documents.sharding import Sharding
+from ckptfmt.documents.sharding_columns import sharding_columns
+from ckptfmt.documents.tree import dump_tree
+from tests.builders import Forgery, small_files, unpacked
 
 __all__ = ["BOMBS", "build"]
 
@@ -26,11 +32,17 @@ PADDED_NBYTES: Final = 1_000_000
 
 
 class Bomb(Forgery):
-    """A forgery, and which documents are padded: None for the index, numbers for parts."""
+    """A forgery.
+
+    Attributes:
+        padded: which documents are padded: None for the index, numbers for parts.
+        is_summed: whether the manifest's summary is made to fit.
+    """
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
         self.padded: tuple[int | None, ...] = ()
+        self.is_summed = False
 
     def size_of(self, document: int | None) -> int:
         """Return how large the stream of a document shall be at least."""
@@ -55,6 +67,9 @@ def build(edit: Edit) -> dict[str, bytes]:
         }
     content, digest = seal(index, nbytes=forgery.size_of(None))
     files[forgery.index_path] = content
+    if forgery.is_summed:
+        summary = summarise(Index.parse(content, where="", digest=digest))
+        forgery.manifest["fields"] = {name: field.as_dict() for name, field in summary.items()}
     forgery.manifest["index"] |= {"nbytes": len(content), "digest": digest_text(digest)}
     files[MANIFEST_NAME] = dump_document(forgery.manifest)
     assert sum(map(len, files.values())) < 1 << 20
@@ -180,6 +195,23 @@ def _corners(forgery: Bomb) -> None:
     _reshape(forgery, (2,) * (ndim - 1) + (1 << 20,))
 
 
+def _bricks(forgery: Bomb) -> None:
+    """Boxes that are no grid and do tile, in as many dimensions as may be cut: ten million corners, a gigabyte."""
+    count, ndim = 300, 8
+    place = np.indices((2,) * (ndim - 1) + (count,)).reshape(ndim, -1).T.astype(np.int64)
+    edges = np.arange(0, 4 * count + 1, 4)
+    odd = edges + ((edges > 0) & (edges < edges[-1]))
+    bounds = np.stack([edges, odd])
+    begin, box_shape = place.copy(), np.ones_like(place)
+    begin[:, -1] = bounds[place[:, 0], place[:, -1]]
+    box_shape[:, -1] = bounds[place[:, 0], place[:, -1] + 1] - begin[:, -1]
+    sharding = Sharding.boxes(begin, box_shape, np.zeros(len(begin), np.int64))
+    assert sharding.extents is None
+    forgery.index["shardings"] = sharding_columns([sharding], forgery.manifest["writer_count"])
+    _reshape(forgery, (2,) * (ndim - 1) + (4 * count,))
+    forgery.padded, forgery.is_summed = (None,), True
+
+
 def _begins(forgery: Bomb) -> None:
     """Boxes of 32 dimensions that are no grid."""
     count, ndim = 300_000, 32
@@ -213,7 +245,13 @@ def _values(content: bytes) -> Edit:
 
 
 def _array(count: int, entry: bytes, tag: bytes = b"\xa1l") -> bytes:
-    return b"\xdd" + (count + 1).to_bytes(4, "big") + tag + entry * count
+    return _head(count, tag) + entry * count
+
+
+def _head(count: int, tag: bytes) -> bytes:
+    """Return how an array begins that has so many entries behind its tag."""
+    head: bytes = msgpack.Packer().pack_array_header(count + 1)
+    return head + tag
 
 
 def _at_the_limit(content: bytes) -> Edit:
@@ -237,11 +275,69 @@ def _names(count: int) -> list[object]:
     ]
 
 
+def _of_one_hash(tag: bytes, value: bytes) -> bytes:
+    """Return a dict or a set of integers that are multiples of 2^61 - 1, of which Python's hash is 0."""
+    trees = (b"\x92\xa1i\xc4\x0b" + (((1 << 61) - 1) * ((1 << 21) + n)).to_bytes(11, "little") for n in range(19_000))
+    return _head(19_000 * (1 + len(value)), b"\xa1" + tag) + b"".join(sorted(tree + value for tree in trees))
+
+
+def _nested(depth: int) -> bytes:
+    """Return a frozenset of one frozenset, and so on; the innermost has many members."""
+    members = b"".join(b"\xce" + (1 << 30 | n).to_bytes(4, "big") for n in range(50_000))
+    return b"\x92\xa1z" * depth + _head(50_000, b"\xa1z") + members
+
+
+def _nested_lists(depth: int) -> bytes:
+    return b"\x92\xa1l" * depth + _array(300_000, b"\xc0")
+
+
+def _cursor(sources: list[dict[str, object]], members: dict[object, object]) -> Edit:
+    """Return an edit that makes a data cursor of the leaf of the field `data`."""
+    position = len(sources) if "mixture" in members else 0
+    tree: dict[object, object] = {
+        "kind": "ckptfmt.data_cursor",
+        "v": 1,
+        "plan": {"unit": "sample", "global_batch": 1, "assign": "contig-v1", "tail": "carry"},
+        "commit": {"step": 0, "global_pos": position},
+        "order": {"alg": "feistel-v1", "seed": 0, "vector_check": {"pos": 0, "source": "0", "id": 0}},
+        "sources": sources,
+        "skips": [],
+        "ledger": {"alg": "mix64-add4-v1", "count": 0, "set_digest": "0" * 64},
+        "mixture": _mixture(len(sources)),
+    }
+    content = dump_tree({**tree, **members}, where="data")
+
+    def edit(forgery: Bomb) -> None:
+        for part in forgery.parts:
+            fields = unpacked(part["leaves"]["field"])
+            part["leaves"]["value"] = [
+                content if FIELDS[field] == "data" else value
+                for field, value in zip(fields, part["leaves"]["value"], strict=True)
+            ]
+        forgery.padded = (0, 1)
+
+    return edit
+
+
+def _many_sources(count: int) -> list[dict[str, object]]:
+    return [{"id": f"{n}", "fingerprint": None, "n": 1 << 40, "pos": 0} for n in range(count)]
+
+
+def _many_skips(count: int) -> list[dict[str, object]]:
+    same = {"scope": "sample", "policy": "shift", "from_pos": 0, "reason": ""}
+    return [{**same, "source": f"{n % 1000}", "ids": [n]} for n in range(count)]
+
+
+def _mixture(count: int) -> dict[str, object]:
+    counts = {f"{n}": int(n < 1000) for n in range(count)}
+    return {"alg": "block-det-v1", "block": min(count, 1000), "seed": 0, "stages": [{"from_pos": 0, "counts": counts}]}
+
+
 def _leaves_at_the_limit(forgery: Bomb) -> None:
     """As many leaves as may be, all of them different: nothing is wrong but that no part has them."""
     _fill(forgery.index["leaves"], "field", "scope", "part", strings=(), count=400_000)
     forgery.index["leaves"]["name"] = _names(400_000)
-    forgery.padded = (None,)
+    forgery.padded, forgery.is_summed = (None,), True
 
 
 def _tensors_at_the_limit(forgery: Bomb) -> None:
@@ -294,7 +390,7 @@ def _columns_at_the_limit(forgery: Bomb) -> None:
     table["grid_shape"], table["extent"] = dump_packed([count]), [1, b"\1" * count]
     table["begin"] = table["box_shape"] = zeros(0)
     table["part"] = zeros(count)
-    _reshape(forgery, (count + 1,))
+    _reshape(forgery, (count,))
     forgery.padded = (None,)
 
 
@@ -323,9 +419,19 @@ BOMBS: Final[dict[str, Edit]] = {
     "padded: tensors": _tensors_at_the_limit,
     "padded: boxes of a scalar": _boxes_at_the_limit,
     "padded: corners of boxes": _corners_at_the_limit,
+    "padded: bricks": _bricks,
     "padded: boxes of 32 dimensions": _begins_at_the_limit,
     "padded: boxes of a grid": _columns_at_the_limit,
-    "padded: trees of Nones": _at_the_limit(_array(490_000, b"\xc0")),
-    "padded: trees of empty lists": _at_the_limit(_array(162_000, b"\x91\xa1l")),
-    "padded: trees of dicts": _at_the_limit(_array(97_000, b"\x93\xa1d\xc0\xc0")),
+    "padded: trees of Nones": _at_the_limit(_array(326_000, b"\xc0")),
+    "padded: trees of empty lists": _at_the_limit(_array(108_000, b"\x91\xa1l")),
+    "padded: trees of dicts": _at_the_limit(_array(64_000, b"\x93\xa1d\xc0\xc0")),
+    "padded: dicts of keys of one hash": _at_the_limit(_of_one_hash(b"d", b"\xc0")),
+    "padded: sets of members of one hash": _at_the_limit(_of_one_hash(b"s", b"")),
+    "padded: frozensets in each other": _at_the_limit(_nested(30)),
+    "padded: lists in each other": _at_the_limit(_nested_lists(30)),
+    "padded: a cursor of many sources": _cursor(_many_sources(6000), {}),
+    "padded: a cursor of many skips": _cursor(_many_sources(1000), {"skips": _many_skips(5000)}),
+    "a cursor of an endless number": _cursor([], {"v": 1 << 400_000}),
+    "a cursor of an endless name": _cursor([], {(1 << 400_000): None}),
+    "padded: a cursor of a mixture": _cursor(_many_sources(5000), {"mixture": _mixture(5000)}),
 }
