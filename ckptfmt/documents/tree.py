@@ -395,7 +395,7 @@ def _decode(value: object, where: _Where) -> Any:  # noqa: ANN401 - any value of
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error):
         pass
     except FormatError as error:
-        if error.code not in _FORM_CODES or error.requirement == "REQ-TRE-012":
+        if error.code not in _FORM_CODES or error.requirement == "REQ-TRE-007":
             raise
     raise err(
         Code.TREE_TAG,
@@ -446,7 +446,7 @@ def _decode_set(items: list[object], where: _Where) -> list[Any]:
 def _check_hashes(values: Collection[Any], where: _Where) -> None:
     """Refuse what a dict or a set takes quadratic time for: Python's hashes of numbers, and of tuples, are no secret.
 
-    Raises: FormatError(LIMIT_EXCEEDED). Spec: REQ-TRE-012.
+    Raises: FormatError(LIMIT_EXCEEDED). Spec: REQ-TRE-007.
     """
     if len(values) <= limits.EQUAL_HASHES or set(map(type, values)) <= _SECRET_HASHES:
         return
@@ -456,7 +456,7 @@ def _check_hashes(values: Collection[Any], where: _Where) -> None:
             Code.LIMIT_EXCEEDED,
             f"more than {limits.EQUAL_HASHES} keys or members have one hash",
             where=_place(where),
-            requirement="REQ-TRE-012",
+            requirement="REQ-TRE-007",
         )
 
 
