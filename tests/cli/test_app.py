@@ -5,11 +5,11 @@ import os
 import pathlib
 import pty
 import re
+import resource
 import select
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -48,14 +48,18 @@ def test_no_command_but_the_demo_imports_torch(command, run_path):
     assert (done.returncode, done.stderr.strip()) == (0, "[]")
 
 
-def test_a_small_checkpoint_is_valid_in_a_fraction_of_a_second(checkpoint_path):
+def test_a_small_checkpoint_is_valid_in_a_fraction_of_a_second_of_the_processor(checkpoint_path):
+    def spent_s():
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
     times_s = []
     for _ in range(5):
-        begin_s = time.monotonic()
+        begin_s = spent_s()
         assert spawn("validate", "--quiet", checkpoint_path).returncode == 0
-        times_s.append(time.monotonic() - begin_s)
+        times_s.append(spent_s() - begin_s)
 
-    assert min(times_s) < 1.0  # a quarter of a second on an idle machine; the tests' machine rarely is
+    assert min(times_s) < 1.0  # a quarter of a second; of a busy machine's clock it may take any time
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
