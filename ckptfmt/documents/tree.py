@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from ckptfmt import limits
 from ckptfmt.documents.compact_lists import pack_items, unpack_items
-from ckptfmt.documents.msgpk import check_msgpack, dump_mapless, dump_msgpack, parse_msgpack
+from ckptfmt.documents.msgpk import check_msgpack, dump_mapless, parse_msgpack
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, FormatError, err
 
@@ -422,7 +422,7 @@ def _decode_pairs(items: list[object], where: _Where) -> list[tuple[Any, Any]]:
         if not all(map(_is_key, keys)):
             raise TypeError
         _check_hashes(keys, where)
-        are_unique = len(set(keys)) == len(keys) == len({dump_msgpack(key) for key in trees})
+        are_unique = len(set(keys)) == len(keys) == len({dump_mapless(key) for key in trees})
     if not are_unique:
         raise err(Code.DOC_DUPLICATE_KEY, "a dict has one key twice", where=_place(where), requirement="REQ-TRE-002")
     if _CONTAINERS.isdisjoint(map(type, values)):
@@ -431,11 +431,12 @@ def _decode_pairs(items: list[object], where: _Where) -> list[tuple[Any, Any]]:
 
 
 def _decode_set(items: list[object], where: _Where) -> list[Any]:
-    encoded = [dump_msgpack(item) for item in items]
+    encoded = [dump_mapless(item) for item in items]
     if any(a >= b for a, b in itertools.pairwise(encoded)):
         raise ValueError
     decoded = _decode_items(items, where)
-    if not all(map(_is_member, decoded)):
+    # The members of a frozenset were looked at when it was decoded: in each other, they would be at each level again.
+    if not all(type(item) is frozenset or _is_member(item) for item in decoded):
         raise ValueError
     _check_hashes(decoded, where)
     if len(set(decoded)) != len(decoded):
