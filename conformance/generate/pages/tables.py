@@ -250,7 +250,6 @@ def _costs(made: Page) -> None:
             f"{says}, in {'an index' if document == 'index' else 'a part'} of few bytes",
             why=why,
             bug="RESOURCE",
-            phase="open" if document == "index" else "read",
         )
     none = [packed([0] * 3000), ""]
     made.reject(
