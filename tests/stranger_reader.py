@@ -185,10 +185,10 @@ def read_checkpoint(directory):
         tensors = {row["id"]: assemble(row, shardings[row["sharding"]], parts) for row in rows(index, index["tensors"])}
         owners = ((list(tensors)[row["tensor"]], row["name"]) for row in rows(index, index["aliases"]))
         aliases = {(field, name, scope): (field, first, scope) for (field, first, scope), name in owners}
-        for kind, row in ((table, row) for table in trees for row in rows(index, index[table])):
-            names = {name for field, name, scope in (*tensors, *aliases) if (field, scope) == row["id"][::2]}
-            value = decode(msgpack.unpackb(parts[row["part"]][kind, row["id"], row["kind"]]), names)
-            trees[kind][row["id"]] = value if kind == "leaves" else (row["kind"], value)
+        names = {at: {k[1] for k in tensors | aliases if k[::2] == at} for at in {k[::2] for k in tensors | aliases}}
+        for kind, at, row in ((table, row["id"], row) for table in trees for row in rows(index, index[table])):
+            value = decode(msgpack.unpackb(parts[row["part"]][kind, at, row["kind"]]), names.get(at[::2], ()))
+            trees[kind][at] = value if kind == "leaves" else (row["kind"], value)
     except (AttributeError, LookupError, OSError, TypeError, safetensors.SafetensorError, zlib.error) as error:
         raise ValueError(f"{root}: not a whole checkpoint of format 0.1: {error!r}") from error
     return {"manifest": manifest, "tensors": tensors, "aliases": aliases} | trees
