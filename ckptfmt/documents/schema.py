@@ -34,7 +34,7 @@ def _validator(name: str) -> Draft202012Validator:
 
     def check_items(validator: Any, items: Any, instance: Any, schema: Any) -> Any:  # noqa: ANN401 - as jsonschema has it
         """Look at the items of an array that isn't too long; of others, a wrong item more makes no difference."""
-        is_long = len(instance) > schema.get("maxItems", len(instance))
+        is_long = isinstance(instance, list) and len(instance) > schema.get("maxItems", len(instance))
         return () if is_long else whole(validator, items, instance, schema)
 
     schema = _inline(json.loads(schema_text(name)), json.loads(schema_text("defs"))["$defs"])

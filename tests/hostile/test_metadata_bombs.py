@@ -17,6 +17,8 @@ from tests.hostile.defuse import measure
 
 ROOT = pathlib.Path(__file__).parents[2]
 MOST_MIB = 512
+#: What a Python has that has imported torch.
+PROCESS_MIB = 160
 MOST_CPU_S = 5.0
 
 Defuse = Callable[[pathlib.Path], dict[str, dict[str, Any]]]
@@ -43,7 +45,7 @@ def defuse() -> Iterator[Defuse]:
 
 def check_costs(found: dict[str, dict[str, Any]]) -> None:
     # Processor time, of system and user, so that it holds on a busy machine; each action is in a process of its own.
-    assert max(step["peak_mib"] for step in found.values()) < MOST_MIB, found
+    assert max(step["growth_mib"] for step in found.values()) < MOST_MIB - PROCESS_MIB, found
     assert max(step["cpu_s"] for step in found.values()) < MOST_CPU_S, found
 
 

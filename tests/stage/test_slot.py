@@ -32,6 +32,7 @@ EHWPOISON = 133  # Linux; Python has no name for it
 
 @pytest.fixture(autouse=True)
 def _nothing_left():
+    gc.collect()  # what other tests of this process left
     assert not mappings()
     with no_fd_leak():
         yield

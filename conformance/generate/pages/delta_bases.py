@@ -301,20 +301,20 @@ def _beyond(made: Page) -> None:
     flipped = dict(link.beside)
     flip(shard, -1)(flipped)
     rows: tuple[tuple[str, str, Chain, str, str], ...] = (
-        ("bit", "BLOCK_DIGEST", Chain(link.delta, flipped), "one bit of a tensor of the base is another", ""),
+        ("bit", "BLOCK_DIGEST", Chain(link.delta, flipped), "one bit of a tensor of the base is another", "TEN-006 "),
         (
             "lost",
             "FILE_MISSING",
             Chain(link.delta, {path: content for path, content in link.beside.items() if path != shard}),
             "a shard of the base isn't there",
-            "",
+            "CKP-004 ",
         ),
         (
             "tree",
             "MSGPACK_SYNTAX",
             chain(no_tree, stored_as("same", BIAS, BIAS.content)),
             "a leaf of the base is no tree",
-            "",
+            "DOC-021 ",
         ),
         (
             "key",
