@@ -287,7 +287,7 @@ def _launch_without_a_second_look(right: Any, store: Store, name: str) -> bool:
 
 @contextlib.contextmanager
 def _never_overtaken() -> Iterator[None]:
-    with mock.patch.object(lineage, "_is_overtaken", return_value=False):
+    with mock.patch.object(lineage, "is_overtaken", return_value=False):
         yield
 
 

@@ -15,7 +15,7 @@ def address_space_nbytes():
 toy = Toy(96 << 20)
 # What Python and C library take as they save for the first time isn't what this is about.
 with Checkpointer(run + "-before", Toy(1 << 16).state, saver="thread") as checkpointer:
-    checkpointer.save()
+    checkpointer.save(step=0)
 limit_nbytes = address_space_nbytes() + {room_mib} * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit_nbytes, limit_nbytes))
 with Checkpointer(run, toy.state, saver="{saver}", deadline_s=PATIENCE_S) as checkpointer:
