@@ -14,7 +14,7 @@ from ckptfmt.store.posix import PosixCalls
 __all__ = ["cached_nbytes", "check_cold", "check_warm", "list_files", "make_cold", "make_warm"]
 
 _REQUEST_NBYTES: Final = 2**22
-_WARM_TRIES: Final = 3  # while memory is short, pages leave as others come
+_WARM_TRIES: Final = 20  # while memory is short, pages leave as others come
 
 
 def list_files(path: Path) -> list[Path]:

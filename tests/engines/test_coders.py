@@ -255,6 +255,9 @@ class _SlowChannel:
         assert self.answers.acquire(timeout=20)
         return None if self.asked[-1] == [[-1, 0]] else ({"coded": [None]}, None)
 
+    def shut_down(self):
+        """Nobody asks it again."""
+
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_who_waits_longest_gets_the_next_process(dies):

@@ -166,5 +166,4 @@ def test_a_save_of_many_tensors_begins_few_collections(tmp_path, mode):
 def save_next(checkpointer, arrays):
     for array in arrays.values():
         array[:3] += 1
-    checkpointer.step += 1
-    checkpointer.save(step=0).wait()
+    checkpointer.save(step=checkpointer.step + 1).wait()

@@ -87,6 +87,7 @@ class _Trainer:
         launch, first = checkpointer.launch.launch, checkpointer.step
         toy.check(first)
         self._tell("resumed", launch, first)
+        checkpointer.restore_rng()
         checkpointer.prepare()
         while save_count is None or checkpointer.step < first + save_count:
             self._tell("asked", launch, checkpointer.step + 1)

@@ -105,7 +105,7 @@ def test_every_fsync_that_fails_is_a_save_that_fails(tmp_path, operation):
             if not fault.fired_count:
                 break
             assert code == "STORE_IO"
-            assert code_of(lambda: checkpointer.save(step=0)) == "STORE_IO"
+            assert code_of(lambda: checkpointer.save(step=toy.data["step"])) == "STORE_IO"
             # The last of a directory comes after the decision: it may be there, but nobody was told so.
             assert handle.step not in committed(run) or operation == "fsync_directory"
             toy.save(checkpointer).wait("COMMITTED", PATIENCE_S)
@@ -123,7 +123,7 @@ def test_disk_that_fails_for_good_never_has_a_save_acknowledged(tmp_path):
     for _ in range(5):
         handle = toy.save(checkpointer)
         assert outcome_of(handle) == "STORE_IO"
-        assert code_of(lambda: checkpointer.save(step=0)) == "STORE_IO"
+        assert code_of(lambda: checkpointer.save(step=toy.data["step"])) == "STORE_IO"
     toy.save(checkpointer)
     assert code_of(checkpointer.close) == "STORE_IO"
     assert committed(run) == []

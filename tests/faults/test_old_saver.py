@@ -58,6 +58,7 @@ def test_launch_goes_on_without_a_saver_that_is_too_slow(run):
     with Checkpointer(run, toy.state, deadline_s=2, keep=1, allow="streams") as checkpointer:
         assert checkpointer.step == step - 1
         assert time.monotonic() - begin_s < PATIENCE_S / 2
+        checkpointer.restore_rng()
         # Late, beside the new one's saves: it commits, is fenced, or is given up, and does no harm.
         send(pid, signal.SIGCONT)
         for _ in range(3):

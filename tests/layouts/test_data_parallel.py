@@ -24,7 +24,7 @@ def scratch(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(scratch):
     scenes = [
-        "batch_norm_save", "sync_batch_norm", "streams_save", "wrappers", "meta_destination", "train_and_save",
+        "batch_norm_save", "sync_batch_norm", "streams_save", "train_and_save", "wrappers", "meta_destination",
     ]  # fmt: skip
     return launch(MODULE, scenes, world_size=2, scratch=scratch, rendezvous="file")
 
