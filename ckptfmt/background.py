@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptfmt.engines.saver import SaveRequest
 from ckptfmt.engines.staging import Copy, Seen, Staging
 from ckptfmt.errors import CkptError, Code, encodable, err
-from ckptfmt.handle import NAP_S, SaveHandle, SaveReport
+from ckptfmt.handle import SaveHandle, SaveReport, wait_until
 from ckptfmt.links import Link, Lost, ProcessLink, ThreadLink, error_of
 from ckptfmt.stage.memory import available_nbytes, is_shortage, plan_slots
 from ckptfmt.stage.slot import Slot
@@ -549,18 +549,13 @@ class Background:
 
     def _wait(self, is_there: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Wait until something holds, and say whether it does."""
-        end_s = time.monotonic() + (self._deadline_s if timeout_s is None else timeout_s)
-        while True:
-            with self._lock:
-                if is_there():
-                    return True
-                rest_s = end_s - time.monotonic()
-                if rest_s <= 0:
-                    return False
-                self._changed.wait(min(rest_s, NAP_S))
-                if is_there():
-                    return True
-            self.look()
+        return wait_until(
+            is_there,
+            lock=self._lock,
+            changed=self._changed,
+            look=self.look,
+            timeout_s=self._deadline_s if timeout_s is None else timeout_s,
+        )
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
@@ -11,12 +12,12 @@ from typing import Final
 
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["NAP_S", "STATES", "SaveHandle", "SaveReport"]
+__all__ = ["STATES", "SaveHandle", "SaveReport", "wait_until"]
 
 #: The states of a save, in this order. FAILED and SKIPPED are the other ends.
 STATES: Final = ("STAGING", "STAGED", "WRITTEN", "COMMITTED")
 #: After how many seconds of waiting a signal, or a thread that ended without a word, is noticed at the latest.
-NAP_S: Final = 0.5
+_NAP_S: Final = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,20 +137,8 @@ class SaveHandle:
 
     def _holds_in_time(self, is_there: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until something holds, and say whether it does."""
-        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        # Looking up now and then: the system may give a signal to another thread, and then it wakes nobody here; and
-        # whoever should tell that it holds may have ended.
-        while True:
-            with self._lock:
-                if is_there():
-                    return True
-                rest_s = end_s - time.monotonic()
-                if rest_s <= 0:
-                    return False
-                self._changed.wait(min(rest_s, NAP_S))
-                if is_there():
-                    return True
-            self._look()
+        look = lambda: self._look()  # noqa: E731, PLW0108 - it is told once the save has begun, while somebody waits
+        return wait_until(is_there, lock=self._lock, changed=self._changed, look=look, timeout_s=timeout_s)
 
     def _has_reached(self, state: str) -> bool:
         return self._state in STATES and STATES.index(self._state) >= STATES.index(state)
@@ -203,3 +192,35 @@ class SaveHandle:
 
 def _nothing() -> None:
     """Look at nothing."""
+
+
+def wait_until(
+    is_there: Callable[[], bool],
+    *,
+    lock: contextlib.AbstractContextManager[object],
+    changed: threading.Condition,
+    look: Callable[[], None],
+    timeout_s: float | None,
+) -> bool:
+    """Wait until something holds, and say whether it does.
+
+    Args:
+        is_there: asked with the lock held.
+        lock: that of `changed`. It is entered itself: an interrupt can't come between its being taken and `with`.
+        changed: notified when it may hold.
+        look: called now and then without the lock. The system may give a signal to another thread, and then it wakes
+            nobody here; and a thread that should have notified may have ended, which this finds.
+        timeout_s: how long at most, in seconds; None for as long as it takes.
+    """
+    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        with lock:
+            if is_there():
+                return True
+            rest_s = end_s - time.monotonic()
+            if rest_s <= 0:
+                return False
+            changed.wait(min(rest_s, _NAP_S))
+            if is_there():
+                return True
+        look()
