@@ -365,7 +365,9 @@ def inject_all(what: str, saver: str, *, seed: int, sample: int | None, file: st
             places = [place for place in _list_places(root, what, saver) if re.search(file, place.file)]
         if sample is not None:
             places = random.Random(seed).sample(places, min(sample, len(places)))
-        for place in places:
+        for number, place in enumerate(places):
+            if not number % 100:
+                sys.stderr.write(f"{number} of {len(places)}\n")
             error: Callable[[], BaseException] = KeyboardInterrupt if what == "interrupts" else Injected
             injector = Injector(place, error, wants=lambda kind, file: _wants(what, kind, file))
             if what == "remote":
