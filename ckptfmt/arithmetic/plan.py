@@ -2,7 +2,7 @@
 
 From wanted boxes to requests in four steps:
 
-1. `plan_pieces`: which stored pieces have something of a wanted box (a piece is a box that a part stores as one).
+1. `iter_pieces`: which stored pieces have something of a wanted box (a piece is a box that a part stores as one).
 2. `find_blocks`: which blocks of a piece have something that is wanted; a column slice of long rows skips blocks.
 3. `plan_requests`: ranges of blocks, wherever they come from, made into few requests that are as long as allowed; each
    block is in one request, whoever wants it.
@@ -32,7 +32,7 @@ __all__ = [
     "find_blocks",
     "find_stretch",
     "iter_chunks",
-    "plan_pieces",
+    "iter_pieces",
     "plan_requests",
     "strides_of",
 ]
@@ -87,10 +87,15 @@ class Request:
     ranges: tuple[BlockRange, ...]
 
 
-def plan_pieces(sharding: Sharding, wanted: Box) -> tuple[PieceRead, ...]:
-    """Return what to read of which stored piece so that `wanted` is filled exactly."""
-    found = ((stored, part, stored.intersect(wanted)) for stored, part in sharding.find(wanted))
-    return tuple(PieceRead(stored, part, common) for stored, part, common in found if common is not None)
+def iter_pieces(sharding: Sharding, wanted: Box) -> Iterator[PieceRead]:
+    """Yield what to read of which stored piece so that `wanted` is filled exactly.
+
+    One by one: an index may claim millions of pieces which no part stores, and the first of them is refused.
+    """
+    for stored, part in sharding.iter_common(wanted):
+        common = stored.intersect(wanted)
+        if common is not None:
+            yield PieceRead(stored, part, common)
 
 
 def strides_of(shape: tuple[int, ...], element_nbytes: int) -> tuple[int, ...]:

@@ -34,6 +34,9 @@ _SGR: Final = {
 #: The last second of the year 9999.
 _UNIX_S_MAX: Final = 253_402_300_799
 
+#: How many characters wide a column of a table is at most; a longer cell moves the rest of its row.
+_WIDEST: Final = 200
+
 #: A cell of a table: its text, and the style of that text ("" for none).
 Cell = tuple[str, str]
 
@@ -168,7 +171,8 @@ class Console:
         table = [[cell if isinstance(cell, tuple) else (cell, "") for cell in row] for row in rows]
         if not table:
             return
-        widths = [max(len(row[column][0]) for row in table) for column in range(len(table[0]))]
+        # No cell is filled up beyond `_WIDEST`: a name of 4 KiB would make a gigabyte of blanks beside 300,000 others.
+        widths = [min(_WIDEST, max(len(row[column][0]) for row in table)) for column in range(len(table[0]))]
         shown = [column for column, width in enumerate(widths) if width]
         for row in table:
             pieces: list[Cell] = [(" " * indent, "")]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.cli.console import Console, bytes_text, clean, count_text, share_text, time_text
 from ckptfmt.cli.places import open_bases, open_place
-from ckptfmt.cli.rows import TensorRow, group_tensors, sharding_text
+from ckptfmt.cli.rows import group_tensors, list_tensors
 from ckptfmt.cli.values import dump_view, iter_lines
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptfmt.cli.console import Cell
+    from ckptfmt.cli.rows import TensorRow
     from ckptfmt.documents.index import IndexTensor
     from ckptfmt.documents.manifest import FieldSummary, Reference
     from ckptfmt.store import Store
@@ -40,6 +41,10 @@ _LEAF_LINES: Final = 60
 #: Up to how many lines that aren't shown are counted.
 _COUNTED_LINES: Final = 1000
 _FILE_LINES: Final = 24
+#: How many rows of like tensors of a field are shown where no pattern asks for them.
+_TENSOR_LINES: Final = 10_000
+#: Up to how many boxes of all tensors JSON lists them: tensors share shardings, so that a small index has billions.
+_LISTED_BOXES: Final = 200_000
 
 
 def run_inspect(path: str, *, bases: Sequence[str] = (), as_json: bool, pattern: str | None, field: str | None) -> int:
@@ -190,7 +195,7 @@ def _print_json(view: _View) -> None:
         "fields": {field: manifest.fields[field].as_dict() for field in view.fields},
         "claim": {"at_most": claim, "lowered_by": lowered_by},
         "files": [{"name": name, "nbytes": nbytes} for name, nbytes in files],
-        "tensors": [_tensor_members(tensor) for tensor in view.tensors()],
+        "tensors": _list_members(view.tensors()),
     }
     if view.pattern is None:
         members["streams"] = [
@@ -209,7 +214,12 @@ def _print_json(view: _View) -> None:
     print_json({**members, "problems": [problem.as_json() for problem in view.problems]})
 
 
-def _tensor_members(tensor: IndexTensor) -> dict[str, object]:
+def _list_members(tensors: list[IndexTensor]) -> list[dict[str, object]]:
+    with_boxes = sum(len(tensor.sharding) for tensor in tensors) <= _LISTED_BOXES
+    return [_tensor_members(tensor, with_boxes=with_boxes) for tensor in tensors]
+
+
+def _tensor_members(tensor: IndexTensor, *, with_boxes: bool) -> dict[str, object]:
     return {
         "field": tensor.field,
         "name": tensor.name,
@@ -219,9 +229,12 @@ def _tensor_members(tensor: IndexTensor) -> dict[str, object]:
         "nbytes": tensor.nbytes,
         "storage": tensor.storage,
         "aliases": list(tensor.aliases),
+        "box_count": len(tensor.sharding),
         "boxes": [
             {"begin": list(box.begin), "box_shape": list(box.shape), "part": part} for box, part in tensor.sharding
-        ],
+        ]
+        if with_boxes
+        else None,
     }
 
 
@@ -231,7 +244,7 @@ def _tensor_members(tensor: IndexTensor) -> dict[str, object]:
 def _print_text(view: _View, console: Console) -> None:
     if view.pattern is not None:
         tensors = view.tensors()
-        _print_tensors(console, [TensorRow(name=t.name, scope=t.scope, tensors=(t,)) for t in tensors])
+        _print_tensors(console, list_tensors(tensors))
         console.line((count_text(len(tensors), "tensor"), "dim"))
         return
     if view.field is None:
@@ -241,7 +254,7 @@ def _print_text(view: _View, console: Console) -> None:
         _print_references(view, console)
         _print_facts(view, console)
         _print_files(console, files)
-    _print_tensors(console, group_tensors(view.tensors()))
+    _print_tensors(console, group_tensors(view.tensors()), _TENSOR_LINES)
     if view.field == "rng":
         _print_streams(view, console)
     for key in view.checkpoint.leaves:
@@ -382,15 +395,19 @@ def _print_files(console: Console, files: list[tuple[str, int]]) -> None:
     )
 
 
-def _print_tensors(console: Console, rows: list[TensorRow]) -> None:
+def _print_tensors(console: Console, rows: list[TensorRow], most: int | None = None) -> None:
+    """Print the tensors of each field, up to `most` rows of each."""
     for field, of_field in itertools.groupby(rows, key=lambda row: row.tensors[0].field):
+        listed = list(of_field)
         console.title(f"{field} tensors")
-        console.table([_tensor_cells(row) for row in of_field], right=(1, 4))
+        console.table([_tensor_cells(row) for row in listed[:most]], right=(1, 4))
+        if most is not None and len(listed) > most:
+            console.line((f"  and {count_text(len(listed) - most, 'row')} more: see them with --tensors '*'", "dim"))
 
 
 def _tensor_cells(row: TensorRow) -> list[Cell | str]:
     first, count = row.tensors[0], len(row.tensors)
-    remarks = [sharding_text(first.sharding)]
+    remarks = [row.cut]
     remarks += [row.scope] if row.scope != "global" else []
     remarks += [first.storage] if first.storage != "persistent" else []
     if first.aliases:

@@ -23,6 +23,9 @@ __all__ = ["Sharding", "rows_increase"]
 #: How many boxes are made at once for who goes through all of them.
 _AT_ONCE: Final = 1 << 14
 
+#: Up to how many boxes of a grid are made one by one.
+_FEW: Final = 64
+
 
 class Sharding(Sequence[tuple[Box, int]]):
     """The pieces of a tensor and, for each, the number of the part that stores it; sorted by begin, then by shape.
@@ -38,7 +41,7 @@ class Sharding(Sequence[tuple[Box, int]]):
     Sharding(2 boxes, grid of (2,))
     """
 
-    __slots__ = ("_begin", "_box_shape", "_edges", "_hash", "extents", "ndim", "part")
+    __slots__ = ("_begin", "_box_shape", "_edges", "_end", "_full", "_hash", "extents", "ndim", "part")
 
     ndim: int
     extents: tuple[Integers, ...] | None
@@ -52,6 +55,8 @@ class Sharding(Sequence[tuple[Box, int]]):
         self._begin = begin
         self._box_shape = box_shape
         self._edges: tuple[Integers, ...] | None = None
+        self._end: tuple[int, ...] | None = None
+        self._full: Integers | slice | None = None
         self._hash: int | None = None
         self.ndim = len(extents) if extents is not None else begin.shape[1] if begin is not None and len(begin) else 0
         for array in (*(extents or ()), begin, box_shape, part):
@@ -134,27 +139,72 @@ class Sharding(Sequence[tuple[Box, int]]):
     def __iter__(self) -> Iterator[tuple[Box, int]]:
         if self._is_whole():
             yield self._only()
-            return
-        begin, box_shape = self.begin, self.box_shape
-        for at in range(0, len(self), _AT_ONCE):
-            rows = slice(at, at + _AT_ONCE)
-            yield from _pieces(begin[rows], box_shape[rows], self.part[rows])
+        else:
+            for at in range(0, len(self), _AT_ONCE):
+                yield from self._make(np.arange(at, min(at + _AT_ONCE, len(self))))
 
-    def find(self, wanted: Box) -> tuple[tuple[Box, int], ...]:
-        """Return the pieces that have an element in common with `wanted`, in their order.
+    def iter_rows(self, rows: Integers) -> Iterator[tuple[Box, int]]:
+        """Yield some of the pieces, by their numbers."""
+        for at in range(0, len(rows), _AT_ONCE):
+            yield from self._make(rows[at : at + _AT_ONCE])
 
-        Of a grid, two searches in each dimension find them; of other boxes, one pass over arrays.
+    def _make(self, rows: Integers) -> list[tuple[Box, int]]:
+        """Return some of the pieces, by their numbers; of a grid, no more than these is spread out."""
+        if self._is_whole():
+            return [self._only()] * len(rows)
+        if self.extents is None:
+            return _pieces(self.begin[rows], self.box_shape[rows], self.part[rows])
+        places = np.unravel_index(rows, tuple(map(len, self.extents)))
+        begin = np.stack([edges[place] for edges, place in zip(self._cuts(), places, strict=True)], axis=1)
+        shape = np.stack([extents[place] for extents, place in zip(self.extents, places, strict=True)], axis=1)
+        return _pieces(begin, shape, self.part[rows])
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The first index that no box has, empty ones included, in each dimension."""
+        if self._end is None:
+            if self.extents is not None:
+                self._end = tuple(int(edges[-1]) for edges in self._cuts())
+            else:
+                self._end = tuple((self.begin + self.box_shape).max(axis=0, initial=0).tolist())
+        return self._end
+
+    def iter_common(self, wanted: Box) -> Iterator[tuple[Box, int]]:
+        """Yield the pieces that have an element in common with `wanted`, in their order.
+
+        Of a grid, two searches in each dimension find them; of other boxes, one pass over those that have elements.
         """
         if not len(self) or 0 in wanted.shape:
-            return ()
+            return
         if self._is_whole():
             piece = self._only()
-            return (piece,) if piece[0].intersect(wanted) is not None else ()
-        if self.extents is not None:
-            return self._find_in_grid(wanted)
-        low = np.maximum(self.begin, wanted.begin)
-        rows = np.flatnonzero((low < np.minimum(self.begin + self.box_shape, wanted.end)).all(axis=1))
-        return tuple(_pieces(self.begin[rows], self.box_shape[rows], self.part[rows]))
+            if piece[0].intersect(wanted) is not None:
+                yield piece
+        elif self.extents is not None:
+            yield from self._iter_common_of_grid(wanted)
+        else:
+            full = self._find_full()
+            begin, box_shape = self.begin[full], self.box_shape[full]
+            low = np.maximum(begin, wanted.begin)
+            rows = np.flatnonzero((low < np.minimum(begin + box_shape, wanted.end)).all(axis=1))
+            yield from self.iter_rows(rows if isinstance(full, slice) else full[rows])
+
+    def part_of(self, box: Box) -> int | None:
+        """Return the part that stores a box; None where no piece is this box."""
+        if self.extents is not None or not len(self):
+            return next((part for held, part in self.iter_common(box) if held == box), None)
+        low, high = 0, len(self)
+        for column, value in zip((*self.begin.T, *self.box_shape.T), (*box.begin, *box.shape), strict=True):
+            among = column[low:high]
+            low, high = low + int(among.searchsorted(value, "left")), low + int(among.searchsorted(value, "right"))
+        return int(self.part[low]) if low < high else None
+
+    def _find_full(self) -> Integers | slice:
+        """Return which boxes have elements: as a rule all, of tensors that have some."""
+        if self._full is None:
+            rows = np.flatnonzero(self.box_shape.all(axis=1))
+            self._full = slice(None) if len(rows) == len(self) else rows
+        return self._full
 
     def _is_whole(self) -> bool:
         """Tell whether the tensor isn't cut: of a million tensors most aren't, and arrays of one entry are slow."""
@@ -164,22 +214,35 @@ class Sharding(Sequence[tuple[Box, int]]):
         """Return the piece of a tensor that isn't cut."""
         return Box.whole(tuple(int(extents[0]) for extents in self.extents or ())), int(self.part[0])
 
-    def _find_in_grid(self, wanted: Box) -> tuple[tuple[Box, int], ...]:
+    def _iter_common_of_grid(self, wanted: Box) -> Iterator[tuple[Box, int]]:
+        cuts = self._cuts()
+        low = [max(0, int(edges.searchsorted(at, "right")) - 1) for edges, at in zip(cuts, wanted.begin, strict=True)]
+        high = [
+            min(len(edges) - 1, int(edges.searchsorted(at, "left"))) for edges, at in zip(cuts, wanted.end, strict=True)
+        ]
+        shape = tuple(max(0, end - begin) for begin, end in zip(low, high, strict=True))
+        count = math.prod(shape)
+        if count <= _FEW:
+            yield from self._make_few(low, high)
+            return
+        # Chunk by chunk: there may be ten million, and the first may be one that no part stores.
+        grid_shape = tuple(len(edges) - 1 for edges in cuts)
+        for at in range(0, count, _AT_ONCE):
+            places = np.unravel_index(np.arange(at, min(at + _AT_ONCE, count)), shape)
+            shifted = tuple(place + first for place, first in zip(places, low, strict=True))
+            yield from self._make(np.ravel_multi_index(shifted, grid_shape))
+
+    def _make_few(self, low: list[int], high: list[int]) -> Iterator[tuple[Box, int]]:
+        """Yield the pieces of a range of a grid, without arrays: for one piece, they take three times as long."""
         found: list[list[tuple[int, int, int]]] = []
         stride = len(self)
-        for edges, first, end in zip(self._cuts(), wanted.begin, wanted.end, strict=True):
+        for edges, first, end in zip(self._cuts(), low, high, strict=True):
             stride //= len(edges) - 1
-            low = max(0, int(edges.searchsorted(first, "right")) - 1)
-            high = min(len(edges) - 1, int(edges.searchsorted(end, "left")))
-            pairs = itertools.pairwise(edges[low : high + 1].tolist())
-            found.append([(i * stride, a, b - a) for i, (a, b) in enumerate(pairs, start=low)])
-        return tuple(
-            (
-                Box(tuple(a for _, a, _ in axes), tuple(n for _, _, n in axes)),
-                int(self.part[sum(i for i, _, _ in axes)]),
-            )
-            for axes in itertools.product(*found)
-        )
+            pairs = itertools.pairwise(edges[first : end + 1].tolist())
+            found.append([(i * stride, a, b - a) for i, (a, b) in enumerate(pairs, start=first)])
+        for axes in itertools.product(*found):
+            box = Box(tuple(a for _, a, _ in axes), tuple(n for _, _, n in axes))
+            yield box, int(self.part[sum(i for i, _, _ in axes)])
 
     def _content(self) -> tuple[Integers, ...]:
         if self.extents is not None:

@@ -452,7 +452,7 @@ def _find_base(opened: OpenPart, box: StoredBox, reference: Reference) -> tuple[
         or checkpoint.manifest.origin.block_nbytes != opened.part.origin.block_nbytes
     ):
         raise _no_base(opened, box, f"isn't in {reference.name} as dtype {box.tensor.dtype} and in this shape")
-    found = next((part for held, part in tensor.sharding.find(box.held.box) if held == box.held.box), None)
+    found = tensor.sharding.part_of(box.held.box)
     if found is None:
         raise _no_base(opened, box, f"is cut otherwise in {reference.name}")
     base = checkpoint.open_part(found)

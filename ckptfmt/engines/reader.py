@@ -15,7 +15,7 @@ import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.arithmetic.merge import check_index_tiling, summarise
-from ckptfmt.arithmetic.plan import PieceRead, iter_chunks, plan_pieces, plan_requests
+from ckptfmt.arithmetic.plan import PieceRead, iter_chunks, iter_pieces, plan_requests
 from ckptfmt.box import Box
 from ckptfmt.digest import PREFIX, digest_bytes
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
@@ -299,7 +299,7 @@ class Checkpoint:
         for sink in sinks:
             tensor = self._find_for(sink)
             for wanted in sink.boxes:
-                for read in plan_pieces(tensor.sharding, wanted):
+                for read in iter_pieces(tensor.sharding, wanted):
                     key = (tensor.key, read.stored)
                     if key not in pieces:
                         opened, stored = self.locate(tensor, read)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from ckptfmt import limits
 from ckptfmt.arithmetic.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
@@ -27,15 +29,17 @@ from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.reader import Checkpoint, check_nbytes, read_header
 from ckptfmt.engines.report import ClosureMember, FoundReference, Report, is_violation
-from ckptfmt.engines.verify_blocks import Done, find_damages, find_undecodable
+from ckptfmt.engines.verify_blocks import Done, find_damages, find_undecodable, sort_extents
 from ckptfmt.engines.waiting import describe_savers, list_held
 from ckptfmt.errors import CkptError, Code, encodable, err
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
 
     from ckptfmt.documents.manifest import Reference
-    from ckptfmt.engines.decoding import OpenPart
+    from ckptfmt.documents.packed import Integers
+    from ckptfmt.documents.sharding import Sharding
+    from ckptfmt.engines.decoding import OpenPart, StoredBox
     from ckptfmt.store.protocol import Store
 
 __all__ = [
@@ -252,16 +256,18 @@ class _Verification:
         """Check the files, the encoded blocks and the values of a part."""
         store, part = opened.checkpoint.store, opened.part
         damages: list[CkptError] = []
+        extents = sort_extents(opened)
         for number, file in enumerate(part.files):
             with report.collect(directory):
                 check_nbytes(store, file)
                 is_sound = False
                 with report.collect(directory):  # What the header says doesn't matter to the blocks.
-                    _verify_header(store, part, number, file)
+                    _verify_header(store, file, extents[number])
                     is_sound = True
                 report.count(file.header_nbytes)
                 # What can't be decoded is at least what was stored.
-                damages += find_damages(opened, number, report.count, with_stored=not (can_decode and is_sound))
+                with_stored = not (can_decode and is_sound)
+                damages += find_damages(opened, number, extents[number], report.count, with_stored=with_stored)
         if part.features and can_decode:
             damages += find_undecodable(opened, self._done, report.count, with_bases=self._with_bases)
         for damage in damages:
@@ -363,13 +369,13 @@ def _check_references(checkpoint: Checkpoint, field: str, scope: str, value: obj
 
 
 @collector_paused()
-def _verify_header(store: Store, part: Part, number: int, file: PartFile) -> None:
+def _verify_header(store: Store, file: PartFile, extents: Sequence[tuple[StoredBox, Extent]]) -> None:
     """Check that a file's header is the one digested and, of a shard, says what the part says."""
     header = read_header(store, file)
     if file.kind == "pack":  # it is the same for all of them
         return
     entries = parse_shard_header(header, file_nbytes=file.nbytes, where=file.name)
-    stored = [(extent.key, tensor, held, extent.byte_begin) for tensor, held, extent in _extents_of(part, number)]
+    stored = [(extent.key, box.tensor, box.held, extent.byte_begin) for box, extent in extents]
     # Counted, for a key that the part names twice would hide one of the two.
     if sorted(key for key, *_ in stored) != sorted(entries) or not all(
         _agrees(entries[key], tensor, held, byte_begin) for key, tensor, held, byte_begin in stored
@@ -392,14 +398,6 @@ def _agrees(entry: ShardEntry, tensor: PartTensor, held: PartBox, byte_begin: in
         byte_begin,
         byte_begin + nbytes,
     )
-
-
-def _extents_of(part: Part, number: int) -> Iterator[tuple[PartTensor, PartBox, Extent]]:
-    for tensor in part.tensors:
-        for held in tensor.boxes:
-            for extent in held.extents:
-                if extent.file == number:
-                    yield tensor, held, extent
 
 
 @collector_paused()
@@ -440,13 +438,18 @@ def _check_merge(checkpoint: Checkpoint, entries: list[PartFileEntry]) -> None:
 @collector_paused()
 def _verify_holders(checkpoint: Checkpoint, sound: set[int], report: Report, directory: str) -> None:
     """Check that every part that is `sound` by itself has what the index says it has."""
+    is_sound = np.zeros(checkpoint.manifest.origin.writer_count, np.bool_)
+    is_sound[list(sound)] = True
+    rows: dict[Sharding, Integers] = {}
     for tensor in checkpoint.index.tensors:
-        for box, part in tensor.sharding:
-            if part in sound:
-                with report.collect(directory):
-                    checkpoint.check_stored(tensor, box, part)
-                if report.is_full:
-                    return
+        # Once for all tensors that share a sharding: what no sound part stores isn't gone through for each of them.
+        if tensor.sharding not in rows:
+            rows[tensor.sharding] = np.flatnonzero(is_sound[tensor.sharding.part])
+        for box, part in tensor.sharding.iter_rows(rows[tensor.sharding]):
+            with report.collect(directory):
+                checkpoint.check_stored(tensor, box, part)
+            if report.is_full:
+                return
     for leaf in checkpoint.index.leaves:
         if report.is_full:
             return

@@ -22,13 +22,13 @@ from ckptfmt.engines.streaming import REQUEST_NBYTES, stream_requests
 from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptfmt.arithmetic.plan import Request
     from ckptfmt.documents.part import Extent
     from ckptfmt.engines.decoding import OpenPart, Run, StoredBox
 
-__all__ = ["Done", "find_damages", "find_undecodable"]
+__all__ = ["Done", "find_damages", "find_undecodable", "sort_extents"]
 
 #: The encoded blocks that were decoded already: by manifest digest, number of the part and of the box.
 Done: TypeAlias = "dict[tuple[str, int, int], set[int]]"
@@ -53,13 +53,29 @@ class _Expected:
         return f"{self.box.tensor.field} {self.box.tensor.name[:100]!r}"
 
 
+def sort_extents(opened: OpenPart) -> list[list[tuple[StoredBox, Extent]]]:
+    """Return the extents that each file of a part has, by the number of the file; all boxes are gone through once."""
+    found: list[list[tuple[StoredBox, Extent]]] = [[] for _ in opened.part.files]
+    for box in opened.boxes:
+        for extent in box.held.extents:
+            if extent.file is not None:
+                found[extent.file].append((box, extent))
+    return found
+
+
 def find_damages(
-    opened: OpenPart, number: int, count: Callable[[int], None], *, with_stored: bool = False
+    opened: OpenPart,
+    number: int,
+    extents: Sequence[tuple[StoredBox, Extent]],
+    count: Callable[[int], None],
+    *,
+    with_stored: bool = False,
 ) -> list[CkptError]:
     """Return an error for every block of a file that isn't what was saved, in the order of the file.
 
     Args:
         number: of the file in the part.
+        extents: those that the file has.
         count: is told how many bytes were checked.
         with_stored: whether encoded blocks are compared with the digests of what they are stored as; else they are
             left to `find_undecodable`.
@@ -69,7 +85,7 @@ def find_damages(
     name, block_nbytes = opened.part.files[number].name, opened.part.origin.block_nbytes
     expected: list[_Expected] = []
     ranges: list[BlockRange] = []
-    for begin, nbytes, row in _iter_expected(opened, number, with_stored=with_stored):
+    for begin, nbytes, row in _iter_expected(opened, extents, with_stored=with_stored):
         ranges.append(BlockRange(name, begin, nbytes, len(expected), row.block * block_nbytes))
         expected.append(row)
     requests = plan_requests(ranges, block_nbytes=block_nbytes, request_nbytes=REQUEST_NBYTES, gap_nbytes=0)
@@ -88,16 +104,17 @@ def find_damages(
     return [damage for _, damage in sorted(found, key=lambda pair: pair[0])]
 
 
-def _iter_expected(opened: OpenPart, number: int, *, with_stored: bool) -> Iterator[tuple[int, int, _Expected]]:
+def _iter_expected(
+    opened: OpenPart, extents: Iterable[tuple[StoredBox, Extent]], *, with_stored: bool
+) -> Iterator[tuple[int, int, _Expected]]:
     """Yield first byte, size and contents of what a file has."""
-    for box in opened.boxes:
-        for extent in box.held.extents:
-            if extent.file == number and extent.encoding == "raw":
-                nbytes = extent_nbytes(box.tensor, box.held, extent, opened.part.origin.block_nbytes)
-                if nbytes:
-                    yield extent.byte_begin, nbytes, _Expected(box=box, block=extent.block_begin)
-            elif extent.file == number and with_stored:
-                yield from _iter_stored(box, extent)
+    for box, extent in extents:
+        if extent.encoding == "raw":
+            nbytes = extent_nbytes(box.tensor, box.held, extent, opened.part.origin.block_nbytes)
+            if nbytes:
+                yield extent.byte_begin, nbytes, _Expected(box=box, block=extent.block_begin)
+        elif with_stored:
+            yield from _iter_stored(box, extent)
 
 
 def _iter_stored(box: StoredBox, extent: Extent) -> Iterator[tuple[int, int, _Expected]]:

@@ -180,7 +180,8 @@ class Placer:
             made = side.allocate(tensor.dtype, tensor.global_shape, like=like, device=self.device)
         else:
             made = np.empty(tensor.global_shape, numpy_dtype(tensor.dtype))
-        fill(self.plan, made, tensor)
+        if 0 not in tensor.global_shape:  # half a million tensors without elements take a megabyte of an index
+            fill(self.plan, made, tensor)
         return made
 
     def referred(self, saved: TensorRef) -> IndexTensor:

@@ -13,7 +13,7 @@ from ckptfmt.arithmetic.plan import (
     cut_range,
     find_blocks,
     iter_chunks,
-    plan_pieces,
+    iter_pieces,
     plan_requests,
     strides_of,
 )
@@ -153,7 +153,7 @@ def test_pieces_are_what_stored_and_wanted_have_in_common(triple):
     extent, cuts, wanted = triple
     edges = sorted({0, *cuts, extent})
     sharding = Sharding.of((Box((a,), (b - a,)), number) for number, (a, b) in enumerate(itertools.pairwise(edges)))
-    reads = plan_pieces(sharding, wanted)
+    reads = tuple(iter_pieces(sharding, wanted))
     assert [list(range(read.wanted.begin[0], read.wanted.end[0])) for read in reads] == [
         common
         for box, _ in sharding
@@ -165,12 +165,12 @@ def test_pieces_are_what_stored_and_wanted_have_in_common(triple):
 def test_nothing_wanted_reads_nothing():
     sharding = Sharding.of([(Box((0, 0), (4, 4)), 0)])
     for wanted in (Box((0, 0), (0, 4)), Box((4, 4), (0, 0)), Box((2, 2), (2, 0))):
-        assert plan_pieces(sharding, wanted) == ()
+        assert tuple(iter_pieces(sharding, wanted)) == ()
 
 
 def test_a_scalar_is_one_piece():
     sharding = Sharding.of([(Box((), ()), 3)])
-    (read,) = plan_pieces(sharding, Box((), ()))
+    (read,) = iter_pieces(sharding, Box((), ()))
     assert read.part == 3
     assert list(iter_chunks(Box((), ()), 16, 1)) == [Box((), ())]
     assert find_blocks(read.stored, [read.wanted], 8, 4096) == ((0, 1),)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ckptfmt.cli import inspect
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.part import Stream
 from ckptfmt.documents.tree import TensorRef, dump_tree
@@ -60,6 +61,25 @@ def test_a_pattern_selects_tensors(call_json, checkpoint_path, pattern, count):
     code, answer = call_json("inspect", checkpoint_path, "--tensors", pattern)
 
     assert (code, len(answer["tensors"])) == (0, count)
+
+
+def test_json_leaves_boxes_out_where_they_are_very_many(call_json, checkpoint_path, monkeypatch):
+    monkeypatch.setattr(inspect, "_LISTED_BOXES", 3)
+    _, answer = call_json("inspect", checkpoint_path)
+
+    assert [tensor["box_count"] for tensor in answer["tensors"]] == [2, 2, 1]
+    assert {tensor["boxes"] for tensor in answer["tensors"]} == {None}
+
+
+def test_very_many_rows_are_shown_to_whoever_asks_for_them(call, checkpoint_path, monkeypatch):
+    monkeypatch.setattr(inspect, "_TENSOR_LINES", 1)
+    code, text, _ = call("inspect", checkpoint_path)
+    _, asked, _ = call("inspect", checkpoint_path, "--tensors", "*")
+
+    assert code == 0
+    assert "scale" not in text
+    assert "and 1 row more: see them with --tensors '*'" in text
+    assert "scale" in asked
 
 
 def test_json_has_everything(call_json, checkpoint_path):

@@ -113,13 +113,17 @@ def test_what_is_no_grid_stays_as_it_is(boxes):
     assert parse(sharding_columns([sharding], 5)) == [sharding]
 
 
+def in_common(sharding, wanted):
+    return [piece for piece in sharding if piece[0].intersect(wanted) is not None]
+
+
 def test_the_ends_of_intervals_belong_to_the_next():
     """REQ-OPN-005: half-open intervals, on and beside each cut."""
     sharding = Sharding.of(pieces_of(grid_of([2, 3], [4, 1, 2])))
     for begin in itertools.product(range(6), range(8)):
         for shape in itertools.product(range(4), range(4)):
             wanted = Box(begin, shape)
-            assert sharding.find(wanted) == tuple(piece for piece in sharding if piece[0].intersect(wanted) is not None)
+            assert list(sharding.iter_common(wanted)) == in_common(sharding, wanted)
 
 
 @given(any_boxes(), st.data())
@@ -129,7 +133,35 @@ def test_what_is_found_is_what_has_elements_in_common(case, data):
     sharding = Sharding.of(pieces_of(boxes))
     corner = st.tuples(*[st.integers(0, 9)] * len(extents))
     wanted = Box(data.draw(corner), data.draw(corner))
-    assert sharding.find(wanted) == tuple(piece for piece in sharding if piece[0].intersect(wanted) is not None)
+    assert list(sharding.iter_common(wanted)) == in_common(sharding, wanted)
+
+
+@given(any_boxes(), st.data())
+def test_a_box_is_found_by_what_it_is(case, data):
+    """REQ-DEL-005: the part that stores it; of a box that isn't stored, none."""
+    extents, boxes = case
+    sharding = Sharding.of(pieces_of(boxes))
+    for box, part in sharding:
+        assert 0 in box.shape or sharding.part_of(box) == part
+    corner = st.tuples(*[st.integers(0, 9)] * len(extents))
+    wanted = Box(data.draw(corner), data.draw(corner))
+    assert 0 in wanted.shape or sharding.part_of(wanted) == dict(sharding).get(wanted)
+
+
+@given(any_boxes(), st.data())
+def test_some_pieces_are_those_of_their_numbers(case, data):
+    sharding = Sharding.of(pieces_of(case[1]))
+    rows = data.draw(st.lists(st.integers(0, len(sharding) - 1) if len(sharding) else st.nothing()))
+    assert list(sharding.iter_rows(np.array(rows, np.int64))) == [sharding[row] for row in rows]
+
+
+def test_more_pieces_than_are_made_at_once():
+    """REQ-OPN-005: 90,000 boxes of a grid, in chunks."""
+    sharding = Sharding.grid([np.full(300, 2), np.full(300, 3)], np.arange(90_000))
+    assert [part for _, part in sharding] == list(range(90_000))
+    found = list(sharding.iter_common(Box((3, 4), (500, 700))))
+    rows = [300 * i + j for i in range(1, 252) for j in range(1, 235)]
+    assert found == [sharding[row] for row in rows]
 
 
 @given(any_boxes(), any_boxes())

@@ -20,7 +20,8 @@ from ckptfmt.documents.packed import dump_packed, dump_strings
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.sharding_columns import sharding_columns
 from ckptfmt.documents.tree import dump_tree
-from tests.builders import Forgery, small_files, unpacked
+from ckptfmt.store.memory import MemoryStore
+from tests.builders import Forgery, save, small_files, snapshot, tensor, unpacked, unpacked_strings
 
 __all__ = ["BOMBS", "build"]
 
@@ -36,17 +37,19 @@ class Bomb(Forgery):
 
     Attributes:
         padded: which documents are padded: None for the index, numbers for parts.
+        padded_nbytes: how large these get together.
         is_summed: whether the manifest's summary is made to fit.
     """
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
         self.padded: tuple[int | None, ...] = ()
+        self.padded_nbytes = PADDED_NBYTES
         self.is_summed = False
 
     def size_of(self, document: int | None) -> int:
         """Return how large the stream of a document shall be at least."""
-        return PADDED_NBYTES // len(self.padded) if document in self.padded else 0
+        return self.padded_nbytes // len(self.padded) if document in self.padded else 0
 
 
 Edit = Callable[[Bomb], None]
@@ -394,6 +397,102 @@ def _columns_at_the_limit(forgery: Bomb) -> None:
     forgery.padded = (None,)
 
 
+def _sharing(sharding: Sharding, shapes: list[tuple[int, ...]]) -> Edit:
+    """Return an edit that gives the checkpoint as many tensors as there are shapes, all of one sharding."""
+
+    def edit(forgery: Bomb) -> None:
+        count, table = len(shapes), forgery.index["tensors"]
+        _fill(table, "field", "scope", "dtype", "storage", "sharding", strings=(), count=count)
+        table["name"], table["ndim"] = _names(count), dump_packed([len(shape) for shape in shapes])
+        table["global_shape"] = dump_packed([extent for shape in shapes for extent in shape])
+        forgery.index["dtypes"], forgery.index["scopes"] = ["float32"], ["global"]
+        for rows in ("leaves", "streams"):  # which would refer to tensors that aren't there any more
+            forgery.index[rows] = {
+                key: empties(0) if isinstance(column[1], str) else zeros(0)
+                for key, column in forgery.index[rows].items()
+            }
+        forgery.index["aliases"] = {"tensor": zeros(0), "name": empties(0)}
+        forgery.index["shardings"] = sharding_columns([sharding], forgery.manifest["writer_count"])
+        forgery.padded, forgery.is_summed = (None,), True
+
+    return edit
+
+
+def _many_tensors(count: int) -> Edit:
+    """Return an edit that gives the checkpoint many tensors without elements, and one of them a long name."""
+
+    def edit(forgery: Bomb) -> None:
+        _sharing(Sharding.of(()), [(0,)] * count)(forgery)
+        names = [*unpacked_strings(_names(count))[:-1], "~" * 4096]
+        forgery.index["tensors"]["name"] = dump_strings(names)
+
+    return edit
+
+
+def _grid_of(count: int) -> Sharding:
+    """Return a grid of many boxes of one element, all in the part of the last writer."""
+    return Sharding.grid([np.ones(count, np.int64)], np.ones(count, np.int64))
+
+
+def _without_elements(count: int) -> Sharding:
+    """Return boxes without elements, which are no grid."""
+    begin = np.zeros((count, 2), np.int64)
+    begin[:, 1] = np.arange(count)
+    return Sharding.boxes(begin, np.zeros((count, 2), np.int64), np.zeros(count, np.int64))
+
+
+def _small_tensors(count: int) -> Edit:
+    """Return an edit that puts a checkpoint of many tensors of a byte in its place: all is sound but the header."""
+
+    def edit(forgery: Bomb) -> None:
+        array = np.zeros(1, np.uint8)
+        names = unpacked_strings(_names(count))
+        store = MemoryStore()
+        save(store, snapshot(*(tensor(name, array) for name in names), absent=dict.fromkeys(FIELDS, "none")))
+        saved = Forgery(store.snapshot())
+        (shard,) = (path for path in saved.files if path.endswith(".safetensors"))
+        saved.files[shard] = bytes(64 + count)
+        files = saved.parts[0]["files"]
+        files["nbytes"], files["header_nbytes"] = dump_packed([64 + count]), dump_packed([64])
+        files["header_digest"] = digest_bytes(bytes(64))
+        vars(forgery).update(vars(saved))
+        forgery.is_summed = True
+        forgery.padded = (None, 0)
+
+    return edit
+
+
+def _many_files(file_count: int, tensor_count: int) -> Edit:
+    """Return an edit that makes a checkpoint of small tensors, and of many sound files that hold none of them."""
+
+    def edit(forgery: Bomb) -> None:
+        _small_tensors(tensor_count)(forgery)
+        header = (56).to_bytes(8, "little") + b"{}".ljust(56)
+        (own,) = (path for path in forgery.files if path.endswith(".safetensors"))
+        paths = [own.replace("weights", f"x{name}") for name in unpacked_strings(_names(file_count))]
+        forgery.files |= dict.fromkeys(paths, header)
+        table = forgery.parts[0]["files"]
+        (nbytes,) = unpacked(table["nbytes"])
+        table["name"], table["kind"] = dump_strings([own, *paths]), dump_strings(["safetensors"] * (1 + file_count))
+        table["nbytes"] = dump_packed([nbytes, *[64] * file_count])
+        table["header_nbytes"] = dump_packed([64] * (1 + file_count))
+        table["header_digest"] += digest_bytes(header) * file_count
+        forgery.padded_nbytes -= 64 * file_count
+
+    return edit
+
+
+def _broken_part(edit: Edit) -> Edit:
+    """Return an edit that also makes the parts such as can't be read."""
+
+    def broken(forgery: Bomb) -> None:
+        edit(forgery)
+        for part in forgery.parts:
+            part["type"] = "index"
+
+    return broken
+
+
 BOMBS: Final[dict[str, Edit]] = {
     "leaves without names": _leaves,
     "streams without names": _streams,
@@ -433,5 +532,19 @@ BOMBS: Final[dict[str, Edit]] = {
     "padded: a cursor of many skips": _cursor(_many_sources(1000), {"skips": _many_skips(5000)}),
     "a cursor of an endless number": _cursor([], {"v": 1 << 400_000}),
     "a cursor of an endless name": _cursor([], {(1 << 400_000): None}),
+    "padded: a grid that many tensors share": _sharing(_grid_of(250_000), [(250_000,)] * 3000),
+    "padded: a large grid that many tensors share": _sharing(_grid_of(8_000_000), [(8_000_000,)] * 3000),
+    "padded: a grid that many tensors share, in no part": _broken_part(
+        _sharing(_grid_of(250_000), [(250_000,)] * 3000)
+    ),
+    "padded: boxes without elements that many tensors share": _sharing(
+        _without_elements(200_000), [(0, 200_000 + number) for number in range(60_000)]
+    ),
+    "padded: boxes without elements, in no part": _broken_part(
+        _sharing(_without_elements(200_000), [(0, 200_000)] * 60_000)
+    ),
+    "padded: small tensors": _small_tensors(25_000),
+    "padded: many files": _many_files(3000, 25_000),
+    "padded: tensors and a long name": _many_tensors(240_000),
     "padded: a cursor of a mixture": _cursor(_many_sources(5000), {"mixture": _mixture(5000)}),
 }
