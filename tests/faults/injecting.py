@@ -113,7 +113,7 @@ class Injector:
         """Take note that this thread comes to a place; raise if that is the one."""
         if not self.is_armed:
             return
-        kind = re.sub(r"_[0-9]+$", "", threading.current_thread().name)
+        kind = _kind_of(threading.current_thread().name)
         if not self._wants(kind, file):
             return
         with self._lock:
@@ -125,9 +125,13 @@ class Injector:
         raise self._error()
 
     def trace(self, frame: FrameType, _event: str, _arg: object) -> Any:
-        """Trace the frames of the package."""
-        name = frame.f_code.co_filename
-        return self._trace_line if name.startswith(_PACKAGE) else None
+        """Trace the frames of the package; where it is known where to raise, those that have the line."""
+        code, at = frame.f_code, self.at
+        if not code.co_filename.startswith(_PACKAGE):
+            return None
+        if at is not None and (code.co_filename[len(_PACKAGE) + 1 :] != at.file or at.line not in _lines_of(code)):
+            return None
+        return self._trace_line
 
     def _trace_line(self, frame: FrameType, event: str, _arg: object) -> Any:
         if event == "line" and frame.f_lasti not in _exits_of(frame.f_code):
@@ -137,6 +141,17 @@ class Injector:
     def places(self) -> list[Place]:
         """Return where to raise: the first and the last time that each place was come to."""
         return sorted({Place(*place, time) for place, count in self.counts.items() for time in (1, count)})
+
+
+@functools.cache
+def _kind_of(thread: str) -> str:
+    """Return what threads of a pool have in common: their name without the number."""
+    return re.sub(r"_[0-9]+$", "", thread)
+
+
+@functools.cache
+def _lines_of(code: CodeType) -> frozenset[int]:
+    return frozenset(line for _, _, line in code.co_lines() if line is not None)
 
 
 @functools.cache
