@@ -89,7 +89,7 @@ _PLAIN_KEYS: Final[frozenset[type]] = frozenset({str, bytes, int, type(None)})
 #: Types whose hashes Python makes with a secret.
 _SECRET_HASHES: Final[frozenset[type]] = frozenset({str, bytes, type(None)})
 
-#: What is said of columns, and means of a tree that it holds the wrong things.
+#: What is said of the columns of packed entries, and means of a tree that it holds the wrong things.
 _FORM_CODES: Final = (Code.COLUMN_FORM, Code.PACKED_FORM, Code.LIMIT_EXCEEDED)
 
 #: What msgpack makes of arrays and maps: everything else stands as itself.
@@ -394,9 +394,6 @@ def _decode(value: object, where: _Where) -> Any:  # noqa: ANN401 - any value of
             return decoder(value[1:], where)
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, struct.error):
         pass
-    except FormatError as error:
-        if error.code not in _FORM_CODES or error.requirement == "REQ-TRE-007":
-            raise
     raise err(
         Code.TREE_TAG,
         f"{str(value[:1])[:64]} is no tag, or holds the wrong things",
@@ -492,8 +489,18 @@ def _decode_deque(items: list[object], where: _Where) -> deque[Any]:
     return deque(_one_by_one(items[1:], where), maxlen)
 
 
+def _unpack(items: list[object], where: _Where) -> list[Any]:
+    """Return packed entries. Raises: ValueError where they aren't of the form; LIMIT_EXCEEDED is no limit of a tree."""
+    try:
+        return unpack_items(items, where=_place(where))
+    except FormatError as error:
+        if error.code in _FORM_CODES:
+            raise ValueError from None
+        raise
+
+
 def _decode_compact_deque(items: list[object], where: _Where) -> deque[Any]:
-    values = unpack_items(items[1:], where=_place(where))
+    values = _unpack(items[1:], where)
     maxlen = None if items[0] is None else _exactly(int, items[0])
     if maxlen is not None and maxlen < len(values):
         raise ValueError
@@ -565,8 +572,8 @@ _DECODERS: Final[dict[str, Callable[[list[object], _Where], Any]]] = {
     "i": _decode_big_int,
     "l": _one_by_one,
     "t": lambda items, where: tuple(_one_by_one(items, where)),
-    "L": lambda items, where: unpack_items(items, where=_place(where)),
-    "U": lambda items, where: tuple(unpack_items(items, where=_place(where))),
+    "L": _unpack,
+    "U": lambda items, where: tuple(_unpack(items, where)),
     "Q": _decode_compact_deque,
     "s": lambda items, where: set(_decode_set(items, where)),
     "z": lambda items, where: frozenset(_decode_set(items, where)),

@@ -12,6 +12,8 @@ import itertools
 import types
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ckptfmt.arithmetic import encodings, prediction
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES, digest_at, digest_bytes
@@ -338,7 +340,9 @@ class Decoder:
         stored = self._read(place)
         if encoding == "raw":
             return stored
-        content = memoryview(bytearray(_block_nbytes(opened, box, block)))
+        content = np.empty(
+            _block_nbytes(opened, box, block), np.uint8
+        ).data  # not cleared: it counts once its digest fits
         self._fill(place, encoding, stored, content)
         self.decoded_nbytes += content.nbytes
         self.verified_nbytes += content.nbytes

@@ -10,7 +10,7 @@ from ckptfmt.errors import CkptError, Code, StoreError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ClosureMember", "FoundReference", "Report", "is_violation"]
+__all__ = ["ClosureMember", "FoundReference", "Report", "is_violation", "without_frames"]
 
 
 #: How many violations are listed.
@@ -109,7 +109,7 @@ class Report:
                 self.warnings.append(FULL)
             return
         self._known.add(known)
-        self.violations.append(error)
+        self.violations.append(without_frames(error))
 
     @property
     def is_full(self) -> bool:
@@ -170,6 +170,15 @@ class Report:
 def is_violation(error: BaseException | None) -> bool:
     """Return whether an error says something of what is checked, and not of who checks or of the store."""
     return isinstance(error, CkptError) and not isinstance(error, StoreError) and error.code != Code.FLOAT_ENVIRONMENT
+
+
+def without_frames(error: CkptError) -> CkptError:
+    """Return an error that is kept: its traceback, and those of what led to it, would keep alive what was at hand.
+
+    A thousand damaged blocks of 64 MiB would otherwise stay in memory, each in the frames of its error.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 class _Collector:

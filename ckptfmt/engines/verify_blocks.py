@@ -16,7 +16,7 @@ from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.closure import Library
 from ckptfmt.engines.decoding import Decoder, iter_runs
 from ckptfmt.engines.reading import unit_of
-from ckptfmt.engines.report import is_violation
+from ckptfmt.engines.report import is_violation, without_frames
 from ckptfmt.engines.stored import iter_damages
 from ckptfmt.engines.streaming import REQUEST_NBYTES, stream_requests
 from ckptfmt.errors import CkptError, Code, err
@@ -199,7 +199,7 @@ class _Plan:
         except CkptError as error:
             if not is_violation(error):
                 raise
-            self.damages.append(error)
+            self.damages.append(without_frames(error))
             return
         for run in runs:
             if run.opened is not opened and not with_bases:
@@ -246,5 +246,5 @@ def _decode(unit: _Unit) -> tuple[list[CkptError], list[tuple[OpenPart, StoredBo
         except CkptError as error:
             if not is_violation(error):
                 raise
-            wrong.append(error)
+            wrong.append(without_frames(error))
     return wrong, decoder.blocks

@@ -2,8 +2,10 @@
 
 import json
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 
 from ckptfmt.documents.canonical import dump_document, parse_document
 from ckptfmt.errors import CkptError
+from tests.hostile.bombs_encoded import ENCODED_BOMBS, constant
 from tests.hostile.bombs_json import JSON_BOMBS
 from tests.hostile.bombs_metadata import BOMBS, Edit, build
+from tests.hostile.bombs_runs import RUN_BOMBS
 from tests.hostile.defuse import measure
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -22,6 +26,7 @@ PROCESS_MIB = 160
 MOST_CPU_S = 5.0
 
 Defuse = Callable[[pathlib.Path], dict[str, dict[str, Any]]]
+Make = Callable[[], dict[str, bytes]]
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +54,59 @@ def check_costs(found: dict[str, dict[str, Any]]) -> None:
     assert max(step["cpu_s"] for step in found.values()) < MOST_CPU_S, found
 
 
-@pytest.mark.parametrize("edit", BOMBS.values(), ids=BOMBS)
-def test_a_bomb_is_refused_before_it_goes_off(edit: Edit, tmp_path: pathlib.Path, defuse: Defuse) -> None:
-    for path, content in build(edit).items():
-        place = tmp_path / path
+def check_named(found: dict[str, dict[str, Any]]) -> None:
+    """Check for a named error, or nothing: what else a process ends with has a bracket or a blank in it."""
+    assert all(step["outcome"].removeprefix("exit ").replace("_", "").isalnum() for step in found.values()), found
+
+
+def write(files: dict[str, bytes], directory: pathlib.Path) -> None:
+    assert sum(map(len, files.values())) < 1 << 20
+    for path, content in files.items():
+        place = directory / path
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content)
+
+
+@pytest.mark.parametrize("edit", BOMBS.values(), ids=BOMBS)
+def test_a_bomb_is_refused_before_it_goes_off(edit: Edit, tmp_path: pathlib.Path, defuse: Defuse) -> None:
+    write(build(edit), tmp_path)
     found = defuse(tmp_path)
     # What is at the limits, and not beyond, may be read; it costs no more than what is refused.
     check_costs(found)
-    # A named error, or nothing: what else a process ends with has a bracket or a blank in it.
-    assert all(step["outcome"].removeprefix("exit ").replace("_", "").isalnum() for step in found.values()), found
+    check_named(found)
+
+
+@pytest.mark.parametrize("make", RUN_BOMBS.values(), ids=RUN_BOMBS)
+def test_a_run_of_many_records_costs_little(make: Make, tmp_path: pathlib.Path, defuse: Defuse) -> None:
+    write(make(), tmp_path)
+    found = defuse(tmp_path)
+    check_costs(found)
+    check_named(found)
+
+
+@pytest.mark.parametrize("make", ENCODED_BOMBS.values(), ids=ENCODED_BOMBS)
+def test_blocks_cost_a_few_at_a_time(make: Make, tmp_path: pathlib.Path, defuse: Defuse) -> None:
+    """REQ-ENC-005, REQ-ENC-009: whether they are decoded or refused."""
+    write(make(), tmp_path)
+    found = defuse(tmp_path)
+    del found["load"]  # it takes the memory of the tensors, which the manifest says: page 90
+    check_costs(found)
+    check_named(found)
+
+
+@pytest.mark.slow
+def test_a_check_of_hundreds_of_gibibytes_is_interrupted_in_seconds(tmp_path: pathlib.Path) -> None:
+    """Page 90: time goes by what is declared, memory doesn't, and nobody has to wait for the end."""
+    write(constant(5000), tmp_path)
+    command = [sys.executable, "-m", "ckptfmt", "validate", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as check:
+        time.sleep(6)
+        assert check.poll() is None
+        status = pathlib.Path(f"/proc/{check.pid}/status").read_text("ascii")
+        check.send_signal(signal.SIGINT)
+        assert check.wait(60) == 130
+    (peak,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    assert int(peak.split()[1]) < MOST_MIB << 10
 
 
 @pytest.mark.parametrize("signed", JSON_BOMBS.values(), ids=JSON_BOMBS)
