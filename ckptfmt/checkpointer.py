@@ -153,7 +153,8 @@ class Checkpointer:
         self._deadline_s = deadline_s
         self._saves = Saves(self._store, self._group, state, options)
         self._run: Run | None = None
-        self._pending_streams: Checkpoint | None = None
+        #: The checkpoint that this launch resumes from; open until the random-number streams are put back.
+        self._checkpoint: Checkpoint | None = None
         self._handle: SaveHandle | None = None
         self._saved_step: int | None = None
         self._clock = time.monotonic
@@ -191,9 +192,9 @@ class Checkpointer:
 
     def _close(self, *, quietly: bool) -> None:
         self._signals.remove()
-        if self._pending_streams is not None:
-            self._pending_streams.close()
-            self._pending_streams = None
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+            self._checkpoint = None
         self._saves.close(deadline_s=self._rest_s(self._deadline_s), quietly=quietly)
 
     def restore(self) -> LoadReport | None:
@@ -252,8 +253,8 @@ class Checkpointer:
         # What a fresh optimizer will hold isn't known before its first step: its slots are made then.
         self._is_prepared = self.load_report is not None
         self._saves.prepare() if self._is_prepared else self._saves.check()
-        if self._pending_streams is not None:
-            self._restore_streams(self._pending_streams)
+        if self._checkpoint is not None:
+            self._restore_streams(self._checkpoint)
         self._signals.install()
         self._has_begun = True
 
@@ -429,7 +430,9 @@ class Checkpointer:
             note(f"the saves of {describe_savers(held)} weren't committed within {wait_s:g} s")
 
         by_hand = None if self._resume in ("auto", "fresh") else self._resume
-        launch = begin_launch(self._store, run, choose=by_hand, fresh=self._resume == "fresh", on_passed_over=note)
+        launch, self._checkpoint = begin_launch(
+            self._store, run, choose=by_hand, fresh=self._resume == "fresh", on_passed_over=note
+        )
         return {
             "launch": dataclasses.asdict(launch),
             "writer_features": list(run.writer_features),
@@ -437,7 +440,10 @@ class Checkpointer:
         }
 
     def _load(self, resume: ResumeFrom) -> None:
-        checkpoint = self._group.together(lambda: Checkpoint(self._store.at(resume.name), digest=resume.digest))
+        # Writer 0 opened the checkpoint to verify it, and loads that same object: no document is parsed twice.
+        checkpoint = self._checkpoint = self._group.together(
+            lambda: self._checkpoint or Checkpoint(self._store.at(resume.name), digest=resume.digest)
+        )
         self.load_report = load_once(
             self._state,
             checkpoint,
@@ -446,7 +452,6 @@ class Checkpointer:
             streams=False,
             share=self._share,
         )
-        self._pending_streams = checkpoint
         self._count.is_streamless = True
         self._count.step = self._saved_step = checkpoint.step
         _LOG.info("step %d restored from %s; random-number streams come last", self.step, resume.name)
@@ -465,7 +470,7 @@ class Checkpointer:
             )
         )
         checkpoint.close()
-        self._pending_streams = None
+        self._checkpoint = None
         self._count.is_streamless = False
         assert self.load_report is not None  # noqa: S101 - what has streams to put back was loaded
         known = self.load_report.lowered_by

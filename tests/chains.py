@@ -75,7 +75,7 @@ class Saving:
         self.options = options
         self.block_nbytes = block_nbytes
         self.run: Run = open_run(self.store, writer_features=(REFERENCED,))
-        self.launch: Launch = begin_launch(self.store, self.run)
+        self.launch: Launch = begin_launch(self.store, self.run)[0]
         self.number = 0
         self.writers = []
         for number, held in enumerate(snapshots):

@@ -21,6 +21,7 @@ from ckptfmt.errors import CkptError, Code, FencedError
 from ckptfmt.store import open_store
 from ckptfmt.store.hooked import HookedStore, Operation
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.store.recorder import Recorder
 from tests import builders
 from tests.test_group import Allgather, run_writers
 
@@ -65,6 +66,25 @@ def test_second_start_goes_on_where_the_first_ended(store: Any) -> None:
     assert checkpointer.launch is not None
     assert checkpointer.launch.launch == 2
     assert checkpointer.launch.chosen_by == "lineage"
+
+
+@pytest.mark.parametrize(("mode", "opened"), [("off", [2]), ("smallest", [1, 2])])
+def test_resume_reads_each_index_and_part_once(mode: str, opened: list[int]) -> None:
+    """A resume opened and parsed a checkpoint, and the bases of a delta, twice: to verify it, and to load it."""
+    weights = {"changes": np.zeros(3), "stays": np.arange(100_000.0)}
+    state = ckptfmt.State(weights=weights)
+    inner = MemoryStore()
+    with Checkpointer(inner, state, saver="thread", delta={"mode": mode, "restore_budget": 100.0}) as first:
+        for step in (1, 2):
+            weights["changes"] += step
+            first.save(step=step)
+    recorder = Recorder(inner)
+    with Checkpointer(recorder, state, saver="inline") as second:
+        second.restore_rng()
+    read = [one.path for one in recorder.log.operations if one.op == "read" and one.path.endswith(".msgpack")]
+    names = [f"step-{step:08d}-l0001" for step in opened]
+    assert sorted(path.partition("/")[0] for path in read) == sorted(names * 2)  # the index, and the only part
+    assert len(set(read)) == len(read)
 
 
 def test_nothing_is_left_to_do_when_the_run_is_over(store: Any) -> None:

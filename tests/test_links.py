@@ -56,7 +56,7 @@ def hand_over(link: Any, told: Told, number: int, nbytes: int = 4096) -> Slot:
 def request_of(store: Any, made: Any) -> SaveRequest:
     """Begin a launch, and return the request of its step 1."""
     run = open_run(store)
-    launch = begin_launch(store, run)
+    launch, _ = begin_launch(store, run)
     return SaveRequest(
         number=1,
         slot=0,

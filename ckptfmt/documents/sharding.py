@@ -41,7 +41,7 @@ class Sharding(Sequence[tuple[Box, int]]):
     Sharding(2 boxes, grid of (2,))
     """
 
-    __slots__ = ("_begin", "_box_shape", "_edges", "_end", "_full", "_hash", "extents", "ndim", "part")
+    __slots__ = ("_begin", "_box_shape", "_edges", "_end", "_full", "_hash", "_whole", "extents", "ndim", "part")
 
     ndim: int
     extents: tuple[Integers, ...] | None
@@ -58,6 +58,7 @@ class Sharding(Sequence[tuple[Box, int]]):
         self._end: tuple[int, ...] | None = None
         self._full: Integers | slice | None = None
         self._hash: int | None = None
+        self._whole: tuple[Box, int] | None = None
         self.ndim = len(extents) if extents is not None else begin.shape[1] if begin is not None and len(begin) else 0
         for array in (*(extents or ()), begin, box_shape, part):
             if array is not None:
@@ -211,8 +212,10 @@ class Sharding(Sequence[tuple[Box, int]]):
         return self.extents is not None and len(self.part) == 1
 
     def _only(self) -> tuple[Box, int]:
-        """Return the piece of a tensor that isn't cut."""
-        return Box.whole(tuple(int(extents[0]) for extents in self.extents or ())), int(self.part[0])
+        """Return the piece of a tensor that isn't cut: one object for all tensors that have this sharding."""
+        if self._whole is None:
+            self._whole = Box.whole(tuple(int(extents[0]) for extents in self.extents or ())), int(self.part[0])
+        return self._whole
 
     def _iter_common_of_grid(self, wanted: Box) -> Iterator[tuple[Box, int]]:
         cuts = self._cuts()

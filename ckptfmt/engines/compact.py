@@ -89,11 +89,12 @@ def compact_run(
     if head.profile == "full":
         return name, head, False
     run = open_run(store)
-    launch = begin_launch(store, run, choose=head.digest, on_progress=on_progress)
+    launch, checkpoint = begin_launch(store, run, choose=head.digest, on_progress=on_progress)
+    assert checkpoint is not None  # noqa: S101 - a choice by name or digest opens one
     origin = dataclasses.replace(head.origin, launch=launch.launch, nonce=launch.nonce, attempt=secrets.token_hex(8))
     full_name = checkpoint_name(origin.step, launch.launch)
-    check_not_fenced(store, launch.launch)
-    with Checkpoint(store.at(name), digest=head.digest) as checkpoint:
+    with checkpoint:
+        check_not_fenced(store, launch.launch)
         return full_name, _write(checkpoint, store.at(full_name), origin, on_progress), True
 
 

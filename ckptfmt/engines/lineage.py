@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ckptfmt.documents.manifest import Reference
+    from ckptfmt.engines.reader import Checkpoint
     from ckptfmt.store.protocol import Store
 
 __all__ = [
@@ -277,7 +278,7 @@ def begin_launch(
     fresh: bool = False,
     on_passed_over: Callable[[str], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
-) -> Launch:
+) -> tuple[Launch, Checkpoint | None]:
     """Choose what to resume from, check it wholly, and take the next launch number with that choice.
 
     Args:
@@ -286,19 +287,23 @@ def begin_launch(
         on_passed_over: called with a sentence for each newer checkpoint that isn't valid.
         on_progress: called with the number of bytes just checked.
 
+    Returns: the launch; and the checkpoint that the launch resumes from, open, with the documents that were verified,
+        for the caller to load and close. None instead of a checkpoint after a fresh start.
     Raises: IntegrityError(NO_VALID_CHECKPOINT, NOT_COMMITTED); StoreError; FormatError.
     Spec: REQ-RUN-002, REQ-RUN-006, REQ-RUN-007, REQ-RUN-012, REQ-RUN-013.
     """
     while True:
         launches = list_launches(store, run)
         entries = list_checkpoints(store, run)
+        checkpoint: Checkpoint | None = None
         if fresh:
-            resume, chosen_by = None, "hand"
+            chosen_by = "hand"
         elif choose is not None:
-            resume, chosen_by = _choose_by_hand(store, entries, choose, on_progress), "hand"
+            checkpoint, chosen_by = _choose_by_hand(store, entries, choose, on_progress), "hand"
         else:
             check_records(store, entries)
-            resume, chosen_by = _choose_by_lineage(store, run, launches, on_passed_over, on_progress)
+            checkpoint, chosen_by = _choose_by_lineage(store, run, launches, on_passed_over, on_progress)
+        resume = None if checkpoint is None else _name_in_run(checkpoint.manifest)
         taken = {launch.launch for launch in launches} | {entry.launch for entry in entries}
         number = max(taken, default=0) + 1
         launch = Launch(
@@ -313,7 +318,7 @@ def begin_launch(
             raise
         store.sync(LAUNCHES)
         if resume is None or _is_committed(store, resume.name):
-            return launch
+            return launch, checkpoint
         # A clean-up that didn't see the record in time retired what it names; the next number names another.
 
 
@@ -374,13 +379,13 @@ def check_records(store: Store, entries: list[RunEntry]) -> None:
 
 def _choose_by_hand(
     store: Store, entries: list[RunEntry], choose: str, on_progress: Callable[[int], None] | None
-) -> ResumeFrom:
+) -> Checkpoint:
     for entry in entries:
         if entry.manifest is not None and choose in (entry.name, entry.manifest.digest):
-            problem = _find_problem(store, entry, on_progress)
-            if problem is not None:
-                raise problem
-            return ResumeFrom(name=entry.name, digest=entry.manifest.digest)
+            found = _open_valid(store, entry, on_progress)
+            if isinstance(found, CkptError):
+                raise found
+            return found
     raise err(
         Code.NOT_COMMITTED,
         f"the run has no committed checkpoint {choose!r}",
@@ -395,18 +400,17 @@ def _choose_by_lineage(
     launches: list[Launch],
     on_passed_over: Callable[[str], None] | None,
     on_progress: Callable[[int], None] | None,
-) -> tuple[ResumeFrom | None, str]:
+) -> tuple[Checkpoint | None, str]:
     passed_over: list[str] = []
     for entry in iter_lineage(launches, list_checkpoints(store, run)):
-        problem = _find_problem(store, entry, on_progress)
-        if problem is None and entry.manifest is not None:
-            resume = ResumeFrom(name=entry.name, digest=entry.manifest.digest)
-            return resume, "fallback" if passed_over else "lineage"
+        found = _open_valid(store, entry, on_progress)
+        if not isinstance(found, CkptError):
+            return found, "fallback" if passed_over else "lineage"
         if _is_retired(store, run, entry):  # while we looked: there is a newer one now
             return _choose_by_lineage(store, run, list_launches(store, run), on_passed_over, on_progress)
         passed_over.append(entry.name)
         if on_passed_over is not None:
-            on_passed_over(f"{entry.name} isn't valid: {problem}")
+            on_passed_over(f"{entry.name} isn't valid: {found}")
     head = launches[-1].resume_from if launches else None
     if passed_over or head is not None:
         named = ", ".join(passed_over) or (head.name if head else "")
@@ -419,12 +423,23 @@ def _choose_by_lineage(
     return None, "lineage"
 
 
-def _find_problem(store: Store, entry: RunEntry, on_progress: Callable[[int], None] | None) -> CkptError | None:
+def _open_valid(store: Store, entry: RunEntry, on_progress: Callable[[int], None] | None) -> Checkpoint | CkptError:
+    """Verify every byte of a candidate that a load may need; return the open checkpoint, or the first problem."""
     if isinstance(entry.register, CkptError):
         return entry.register
+    assert entry.manifest is not None  # noqa: S101 - candidates are committed, or can't be read
     report = Report(target=entry.name, kind="checkpoint", on_progress=on_progress)
-    verify_loadable(store.at(entry.name), report)
-    return report.violations[0] if report.violations else None
+    checkpoint = verify_loadable(store.at(entry.name), report, digest=entry.manifest.digest)
+    if checkpoint is not None and report.violations:
+        checkpoint.close()
+    return report.violations[0] if checkpoint is None or report.violations else checkpoint
+
+
+def _name_in_run(manifest: Manifest) -> ResumeFrom:
+    """Return how a launch record names a checkpoint of the run, given its manifest."""
+    origin = manifest.origin
+    assert origin.launch is not None  # noqa: S101 - the manifest was compared with the directory's name
+    return ResumeFrom(name=checkpoint_name(origin.step, origin.launch), digest=manifest.digest)
 
 
 def _is_committed(store: Store, name: str) -> bool:

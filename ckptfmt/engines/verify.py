@@ -75,16 +75,21 @@ def verify_checkpoint(store: Store, report: Report, *, bases: Sequence[Store] = 
     return checkpoint
 
 
-def verify_loadable(store: Store, report: Report) -> Checkpoint | None:
+def verify_loadable(store: Store, report: Report, *, digest: str | None = None) -> Checkpoint | None:
     """Check every byte of one checkpoint and, of what it reads from, of the blocks that it needs.
 
     Damage in what it doesn't need is no reason not to go on from it.
+
+    Args:
+        store: rooted at the checkpoint's directory.
+        report: takes what is found.
+        digest: the manifest digest that is expected, if one is.
 
     Returns: the checkpoint, where manifest and index are sound.
     Raises: StoreError where the store itself fails; StateError(FLOAT_ENVIRONMENT).
     Spec: REQ-RUN-012.
     """
-    return _Verification((), with_bases=True).check(store, report)
+    return _Verification((), with_bases=True).check(store, report, digest=digest)
 
 
 def verify_opened(checkpoint: Checkpoint, report: Report) -> None:
@@ -154,11 +159,13 @@ class _Verification:
         self._done: Done = {}
         self._known = set(elsewhere_than)
 
-    def check(self, store: Store, report: Report, directory: str = "") -> Checkpoint | None:
+    def check(
+        self, store: Store, report: Report, directory: str = "", *, digest: str | None = None
+    ) -> Checkpoint | None:
         """Check one checkpoint, but for its closure; return it, where manifest and index are sound."""
         checkpoint = None
         with report.collect(directory):
-            checkpoint = Checkpoint(store, bases=self._bases)
+            checkpoint = Checkpoint(store, digest=digest, bases=self._bases)
         if checkpoint is not None:
             self.check_opened(checkpoint, report, directory)
         return checkpoint

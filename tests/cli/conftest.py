@@ -120,11 +120,11 @@ def make_run(path):
     """Make a run with a rollback by hand, an attempt that was given up, and one that never finished."""
     store = LocalStore(path, writable=True)
     run = open_run(store)
-    first = begin_launch(store, run)
+    first, _ = begin_launch(store, run)
     for step in (10, 20, 30):
         save_in_run(store, first, step)
     store.at(checkpoint_name(40, 1)).create("parts/unfinished.msgpack", [b"x" * 2048])
-    second = begin_launch(store, run, choose=checkpoint_name(20, 1))
+    second, _ = begin_launch(store, run, choose=checkpoint_name(20, 1))
     save_in_run(store, second, 30)
     abort(store.at(checkpoint_name(40, 2)), run_id=run.run_id, launch=2, step=40, reason="given up")
     save_in_run(store, second, 50)

@@ -133,12 +133,12 @@ def test_a_run_that_has_not_saved_yet_is_shown(call, tmp_path):
 def test_three_branches_stay_apart(call, tmp_path):
     store = LocalStore(tmp_path, writable=True)
     run = open_run(store)
-    first = begin_launch(store, run)
+    first, _ = begin_launch(store, run)
     for step in (1, 2):
         save_in_run(store, first, step)
-    second = begin_launch(store, run, choose=checkpoint_name(1, 1))
+    second, _ = begin_launch(store, run, choose=checkpoint_name(1, 1))
     save_in_run(store, second, 2)
-    third = begin_launch(store, run, choose=checkpoint_name(2, 1))
+    third, _ = begin_launch(store, run, choose=checkpoint_name(2, 1))
     save_in_run(store, third, 3)
 
     _, out, _ = call("log", tmp_path)

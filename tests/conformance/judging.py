@@ -98,7 +98,7 @@ def answer_launch(path):
         if file.is_file():
             store.create(file.relative_to(path).as_posix(), [file.read_bytes()])
     with phase("open"):
-        launch = begin_launch(store, open_run(store), on_passed_over=passed_over.append)
+        launch, _ = begin_launch(store, open_run(store), on_passed_over=passed_over.append)
     name = launch.resume_from.name if launch.resume_from else None
     names = [text.split()[0] for text in passed_over]
     return {"resume_from": name, "chosen_by": launch.chosen_by, "passed_over": names}

@@ -35,7 +35,7 @@ def train(root: str, *, seed: int, told_fd: int, phase: mmap.mmap, save_count: i
     _enter(phase, "resume")
     store = LocalStore(root, writable=True)
     run = lineage.open_run(store)
-    launch = lineage.begin_launch(store, run)
+    launch, _ = lineage.begin_launch(store, run)
     marks.launched(launch)
     step = _resume(store, launch)
     done = 0
@@ -53,7 +53,7 @@ def one_launch(root: str | os.PathLike[str], *, tell: Callable[[str], None] = la
     store = LocalStore(root, writable=True)
     marks = Marks(tell)
     run = lineage.open_run(store)
-    launch = lineage.begin_launch(store, run)
+    launch, _ = lineage.begin_launch(store, run)
     marks.launched(launch)
     step = _resume(store, launch)
     marks.saved(content.save(store, content.origin_of(launch, step + 1, _attempt(launch, step + 1))))

@@ -265,7 +265,7 @@ def test_in_a_run_it_is_the_first_commit_of_a_launch_that_goes_on_from_the_delta
     assert (manifest.origin.run_id, manifest.origin.nonce) == (saving.run.run_id, launch.nonce)
     assert find_head(saving.store)[0] == name
     assert contents(Checkpoint(saving.store.at(name))) == contents(delta)
-    after: Any = begin_launch(saving.store, saving.run)
+    after: Any = begin_launch(saving.store, saving.run)[0]
     assert after.resume_from.digest == manifest.digest
 
 
@@ -273,7 +273,7 @@ def test_afterwards_the_old_may_go():
     saving, _ = chain()
     expected = contents(saving.open(3))
     name, _, _ = compact_run(saving.store)
-    launch = begin_launch(saving.store, saving.run)
+    launch, _ = begin_launch(saving.store, saving.run)
     removed = clean_up(saving.store, saving.run, launch=launch.launch, keep=1)
 
     assert sorted(removed) == [checkpoint_name(step, 1) for step in (1, 2, 3)]
@@ -304,7 +304,7 @@ def test_interrupted_anywhere_the_run_goes_on_from_where_it_was(sticky):
         if not fault.fired_count:
             break
         run = open_run(inner)
-        launch: Any = begin_launch(MemoryStore.from_snapshot(inner.snapshot()), run)
+        launch: Any = begin_launch(MemoryStore.from_snapshot(inner.snapshot()), run)[0]
         assert launch.resume_from.name in {checkpoint_name(2, number) for number in (1, 2)}
         assert contents(Checkpoint(inner.at(launch.resume_from.name))) == expected
         name, manifest, _ = compact_run(inner)

@@ -38,7 +38,7 @@ class RunOfSteps:
         self.passed_over: list[str] = []
 
     def begin(self, **options):
-        self.launch = begin_launch(self.store, self.run, on_passed_over=self.passed_over.append, **options)
+        self.launch, _ = begin_launch(self.store, self.run, on_passed_over=self.passed_over.append, **options)
         return self.launch
 
     def place(self, step, launch=None):
@@ -185,7 +185,7 @@ def test_what_is_retired_before_the_record_is_there_is_chosen_anew():
     made.begin()
     made.save(1, 2)
     store = RetiringStore(made)
-    launch: Any = begin_launch(store, made.run)
+    launch: Any = begin_launch(store, made.run)[0]
     assert store.numbers == [f"launches/{launch_name(number)}" for number in (2, 3)]
     assert (launch.launch, launch.resume_from.name) == (3, "step-00000003-l0001")
 
@@ -482,7 +482,7 @@ def test_jobs_that_start_at_once_take_one_run_and_numbers_of_their_own(tmp_path)
 
     def start():
         store = LocalStore(tmp_path, writable=True)
-        launches.append(begin_launch(store, open_run(store)))
+        launches.append(begin_launch(store, open_run(store))[0])
 
     threads = [threading.Thread(target=start) for _ in range(8)]
     for thread in threads:

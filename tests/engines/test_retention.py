@@ -191,7 +191,7 @@ def test_bases_of_a_late_delta_go_with_it():
     saving = Saving(snapshot(tensor("w", array)))
     for step in (1, 2):
         saving.save(step, snapshot(tensor("w", array + step)))
-    second = begin_launch(saving.store, saving.run)
+    second, _ = begin_launch(saving.store, saving.run)
     manifest = saving.save(3, snapshot(tensor("w", array + 3)))  # launch 1 is taken over, and doesn't know it yet
     assert {one.name for one in manifest.references} >= {checkpoint_name(1, 1), checkpoint_name(2, 1)}
     place = saving.store.at(checkpoint_name(3, 2))

@@ -72,7 +72,7 @@ class Trainer:
         self.seen: Any = self.store if seen is None else seen
         self.writer, self.writer_count = writer, writer_count
         self.run = open_run(self.seen)
-        self.launch = begin_launch(self.seen, self.run)
+        self.launch, _ = begin_launch(self.seen, self.run)
         self.told: list[dict[str, Any]] = []
         self.files_at: dict[tuple[int, str], set[str]] = {}
         self.changed = threading.Condition()

@@ -477,7 +477,7 @@ def test_a_launch_passes_over_a_delta_whose_base_is_damaged(files):
     flip(files, 2, pack_of(files, 2), begin)
     store = MemoryStore.from_snapshot(files)
     passed_over: list[str] = []
-    launch: Any = begin_launch(store, open_run(store), on_passed_over=passed_over.append)
+    launch: Any = begin_launch(store, open_run(store), on_passed_over=passed_over.append)[0]
 
     assert (launch.chosen_by, launch.resume_from.name) == ("fallback", NAMES[0])
     assert [sentence.split()[0] for sentence in passed_over] == NAMES[1:][::-1]

@@ -130,7 +130,7 @@ def clean_up(store: Store, run: Run, launch: Launch, marks: Marks, *, keep: int 
 def recover(store: Store, marks: Marks, *, attempt_number: int = RECOVERY_ATTEMPT) -> Launch:
     """Do what a restarted job does: launch, load what it says, clean up, save, retire what is old."""
     run = lineage.open_run(store)
-    launch = lineage.begin_launch(store, run)
+    launch, _ = lineage.begin_launch(store, run)
     marks.launched(launch)
     step = 1
     if launch.resume_from is not None:

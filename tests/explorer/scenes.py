@@ -189,7 +189,7 @@ def disk_state(files: Mapping[str, bytes]) -> DiskState:
 
 def _saved_steps(store: Store, count: int) -> Launch:
     run = lineage.open_run(store)
-    launch = lineage.begin_launch(store, run)
+    launch, _ = lineage.begin_launch(store, run)
     for number in range(1, count + 1):
         content.save(store, content.origin_of(launch, 10 * number, number))
     return launch
@@ -238,7 +238,7 @@ def _shard_path() -> str:
 
 
 def _begin(store: Store) -> Launch:
-    return lineage.begin_launch(store, lineage.open_run(store))
+    return lineage.begin_launch(store, lineage.open_run(store))[0]
 
 
 def _launch(store: Store, number: int) -> Launch:

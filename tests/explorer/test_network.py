@@ -89,7 +89,7 @@ def test_a_launch_whose_record_lands_late_hurts_nobody():
     with pytest.raises(Exception, match="STORE_NO_ANSWER"):
         lineage.begin_launch(store, lineage.open_run(store))
 
-    second = lineage.begin_launch(store, lineage.open_run(store))
+    second, _ = lineage.begin_launch(store, lineage.open_run(store))
 
     assert store.land() == []
     assert second.launch == 2

@@ -228,7 +228,7 @@ def _writers_of(origin: Origin) -> dict[str, Callable[[Any], None]]:
 def _launch(bench: Bench) -> tuple[Run, Launch]:
     store = bench.store()
     run = lineage.open_run(store)
-    launch = lineage.begin_launch(store, run)
+    launch, _ = lineage.begin_launch(store, run)
     bench.marks.launched(launch)
     return run, launch
 

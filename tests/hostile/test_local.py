@@ -136,7 +136,7 @@ def test_clean_up_follows_no_link_out_of_a_run(tmp_path):
     store = LocalStore(tmp_path / "run", writable=True)
     run = open_run(store)
     begin_launch(store, run)
-    launch = begin_launch(store, run)
+    launch, _ = begin_launch(store, run)
     pathlib.Path(tmp_path / "run" / "step-00000001-l0001").symlink_to(outside)
     clean_up(store, run, launch=launch.launch, keep=1)
     assert (outside / "precious").read_bytes() == b"x"

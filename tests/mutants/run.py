@@ -23,14 +23,15 @@ def _look_once() -> AbstractContextManager[Any]:
     return mock.patch.object(saver, "check_not_fenced", functools.cache(lineage.check_not_fenced))
 
 
-def _open_only(_right: Any, store: Store, report: Report) -> None:
+def _open_only(_right: Any, store: Store, report: Report, *, digest: str) -> Checkpoint | None:
     """Take for whole what has a manifest and an index."""
     with report.collect():
-        Checkpoint(store).close()
+        return Checkpoint(store, digest=digest)
+    return None
 
 
-def _without_bases(_right: Any, store: Store, report: Report) -> None:
-    verify._Verification(()).check(store, report)
+def _without_bases(_right: Any, store: Store, report: Report, *, digest: str) -> Checkpoint | None:
+    return verify._Verification(()).check(store, report, digest=digest)
 
 
 def _let_go_at_the_first(right: Any, self: Saver, number: int) -> None:

@@ -216,7 +216,7 @@ class Reference:
         passed_over: list[str] = []
         with tempfile.TemporaryDirectory() as folder:
             store = LocalStore(shutil.copytree(path, Path(folder, "run")), writable=True)
-            begun = begin_launch(
+            begun, _ = begin_launch(
                 store, open_run(store), on_passed_over=lambda text: passed_over.append(text.partition(" ")[0])
             )
         name = None if begun.resume_from is None else begun.resume_from.name

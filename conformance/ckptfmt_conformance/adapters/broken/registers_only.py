@@ -16,11 +16,13 @@ CONVICTED_BY = (
 )
 
 
-def _find_problem(_: object, entry: Any, *_others: object) -> Any:  # noqa: ANN401 - of the implementation
-    return entry.register if isinstance(entry.register, CkptError) else None
+def _open_nothing(_: object, entry: Any, *_others: object) -> Any:  # noqa: ANN401 - of the implementation
+    if isinstance(entry.register, CkptError):
+        return entry.register
+    return entry  # The entry has the manifest, as an open checkpoint has.
 
 
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:_find_problem", _find_problem),)
+    replacements = (("ckptfmt.engines.lineage:_open_valid", _open_nothing),)

@@ -12,7 +12,7 @@ CONVICTED_BY = ("run/valid/launch-base-not-needed",)
 _verify_checkpoint = original("ckptfmt.engines.verify:verify_checkpoint")
 
 
-def _verify_all(store: Any, report: Any) -> Any:  # noqa: ANN401 - of the implementation
+def _verify_all(store: Any, report: Any, **_: Any) -> Any:  # noqa: ANN401 - of the implementation
     return _verify_checkpoint(store, report)
 
 
