@@ -59,8 +59,8 @@ def test_small_file_asks_for_little_or_is_refused_by_name(name, tmp_path):
 
     assert said["code"] == "done" if name in CONVERTED else said["code"] in NAMED, said
     assert said["grown_nbytes"] < LIMIT_NBYTES
-    # Of the processor, of which other work takes none; a machine that is short of memory bandwidth may need longer.
-    assert said["spent_s"] < 3 * LIMIT_S
+    # Of the child's processor time, so that other work on the machine doesn't count.
+    assert said["spent_s"] < LIMIT_S
     assert (tmp_path / "out").exists() == (said["code"] == "done")
 
 
@@ -78,7 +78,8 @@ def test_small_file_asks_for_little_whatever_the_target_is(name, kind, tmp_path)
     said = convert(source, tmp_path / "out", kind)
 
     assert said["grown_nbytes"] < LIMIT_NBYTES
-    # Of what is refused. Torch's own writer of DCP directories takes 0.3 ms for each tensor: it makes an archive of it.
+    # Of what is refused. 28,000 tensors are converted to DCP in about 15 s, nearly all of it torch's own writer, which
+    # makes an archive of each tensor: work in proportion to the tensors that the file has, and no bomb.
     assert said["code"] == "done" or said["spent_s"] < LIMIT_S
     assert (tmp_path / "out").exists() == (said["code"] == "done")
     if kind == "hf" and said["code"] == "ARGUMENT":
