@@ -183,10 +183,11 @@ def replicate_composably(stage: Stage) -> Any:
 
 
 def hsdp(stage: Stage) -> Any:
+    """Step with made-up gradients: torch 2.7 can't average the real ones over replicas with gloo."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     module = shard(1, mesh)
     optimizer = adamw(module)
-    train(module, optimizer, range(2), stage.rank)
+    steps_without_model(module, optimizer, range(2))
     path = stage.path("hsdp")
     report = ckptfmt.save(path, State(weights=module, optimizer=optimizer, data={}), step=2)
     saved = both(module, optimizer)
@@ -255,7 +256,10 @@ def _strided(seed: int, mesh: DeviceMesh, rows: int, columns: int) -> Even:
 
 def _fsdp_over_tp(stage: Stage, rows: int, columns: int) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    module = _strided(1, mesh, rows, columns)
+    try:
+        module = _strided(1, mesh, rows, columns)
+    except NotImplementedError as error:  # raised by `fully_shard` of older versions of torch for uneven shards
+        return {"torch_lacks": str(error)}
     optimizer = adamw(module)
     for step in range(2):
         (module(torch.full((2, columns), 0.5 + step + stage.rank // 2)) ** 2).mean().backward()

@@ -137,6 +137,9 @@ class TestOtherMeshes:
     @pytest.mark.parametrize(("scene", "rows", "columns"), [("fsdp_over_tp", 8, 4), ("fsdp_over_tp_uneven", 10, 6)])
     def test_fsdp2_over_tensor_parallel(self, four, scratch, scene, rows, columns):
         said = four.of(scene)
+        if "torch_lacks" in said[0]:
+            assert scene == "fsdp_over_tp_uneven"
+            pytest.skip(f"torch {torch.__version__}: {said[0]['torch_lacks']}")
         assert "_StridedShard" in said[0]["placements"]["up.weight"]
         for rank in said:
             assert_taken(rank["loaded"], said[0]["saved"])
