@@ -19,10 +19,10 @@ from ckptfmt.documents.run import RUN_NAME, SAVERS, Run
 from ckptfmt.engines.lineage import list_checkpoints, open_run
 from ckptfmt.errors import CkptError, Code, FencedError
 from ckptfmt.store import open_store
-from ckptfmt.store.hooked import HookedStore, Operation
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.recorder import Recorder
 from tests import builders
+from tests.stores.hooked import HookedStore, Operation
 from tests.test_group import Allgather, run_writers
 
 

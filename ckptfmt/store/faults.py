@@ -10,9 +10,9 @@ import os
 import threading
 
 from ckptfmt.errors import Code, err
-from ckptfmt.store.hooked import OK, HookedCalls, HookedStore, Operation
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import Store
+from tests.stores.hooked import OK, HookedCalls, HookedStore, Operation
 
 __all__ = ["Fault", "FaultCalls", "FaultStore"]
 

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from ckptfmt.store.hooked import OK, HookedCalls, HookedStore, Operation
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import Store
+from tests.stores.hooked import OK, HookedCalls, HookedStore, Operation
 
 __all__ = ["ACK", "Gate", "Log", "Recorder", "RecordingCalls"]
 

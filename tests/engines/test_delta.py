@@ -23,7 +23,6 @@ from ckptfmt.engines.commit import CONDEMNED, finalize, read_register
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.retention import clean_up
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.hooked import HookedStore
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.store.recorder import Recorder
 from tests.builders import ArraySink, code_of, error_of, leaf, snapshot, tensor
@@ -39,6 +38,7 @@ from tests.engines.test_oracle import (
     untouched,
     wanted_boxes,
 )
+from tests.stores.hooked import HookedStore
 
 BLOCK = 4096
 RNG = np.random.default_rng(5)

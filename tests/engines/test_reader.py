@@ -14,7 +14,6 @@ from ckptfmt.box import Box
 from ckptfmt.engines import reader
 from ckptfmt.engines.reader import Checkpoint, numpy_dtype
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StateError
-from ckptfmt.store.hooked import HookedStore
 from ckptfmt.store.memory import MemoryStore
 from tests.arithmetic.test_merge import cut
 from tests.builders import (
@@ -31,6 +30,7 @@ from tests.builders import (
     tensor,
     two_writers,
 )
+from tests.stores.hooked import HookedStore
 
 DTYPES = [
     "float32",

@@ -24,11 +24,11 @@ from ckptfmt.errors import Code, err
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store import LocalStore
 from ckptfmt.store.faults import Fault, FaultStore
-from ckptfmt.store.hooked import HookedStore, Operation
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Buffer, Store
 from tests.builders import leaf, origin, snapshot, stream, tensor, two_writers, verify
 from tests.engines.test_image import fill
+from tests.stores.hooked import HookedStore, Operation
 
 WAIT_S = 60
 

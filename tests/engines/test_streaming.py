@@ -18,9 +18,9 @@ from ckptfmt.engines import reader, streaming
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.streaming import stream_requests
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.hooked import HookedStore
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import ATTEMPT, ArraySink, save, snapshot, tensor
+from tests.stores.hooked import HookedStore
 
 MIB = 1 << 20
 

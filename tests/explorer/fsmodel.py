@@ -18,8 +18,8 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from ckptfmt.store.hooked import Operation
 from ckptfmt.store.protocol import TEMPORARY_PREFIX
+from tests.stores.hooked import Operation
 
 __all__ = ["EXT4_ORDERED", "POSIX_MIN", "Disk", "DiskState"]
 

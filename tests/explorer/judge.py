@@ -17,10 +17,10 @@ from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, parse_checkpo
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.engines import commit, lineage, retention, verify
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.store.hooked import HookedStore, Operation
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from tests.explorer import content
+from tests.stores.hooked import HookedStore, Operation
 
 __all__ = ["Judge", "Marks", "Promises", "Violation", "recover"]
 

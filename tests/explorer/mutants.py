@@ -16,11 +16,11 @@ from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, index_na
 from ckptfmt.documents.run import LAUNCHES
 from ckptfmt.engines import commit, lineage, reader, retention, stored
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.hooked import HookedStore, Operation
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import Loss
 from ckptfmt.store.protocol import Buffer, Store
 from ckptfmt.store.recorder import ACK, RecordingCalls
+from tests.stores.hooked import HookedStore, Operation
 
 __all__ = ["CRASH_MUTANTS", "READER_MUTANTS", "SCENE_MUTANTS", "CrashMutant", "SceneMutant", "no_shard_fsync"]
 

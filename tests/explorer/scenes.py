@@ -11,7 +11,6 @@ from ckptfmt.documents.manifest import Manifest, checkpoint_name, shard_name
 from ckptfmt.documents.run import Launch
 from ckptfmt.engines import commit, lineage
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.store.hooked import Operation
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.store.protocol import Store
 from tests.explorer import content
@@ -20,6 +19,7 @@ from tests.explorer.fsmodel import DiskState
 from tests.explorer.judge import Judge, Marks, Promises, Violation, clean_up
 from tests.explorer.schedule import Actor, GatedStore, Outcome
 from tests.store.helpers import FAST_DIRECTORY
+from tests.stores.hooked import Operation
 
 __all__ = ["CASES", "LONE_CASES", "Case", "FileScene", "MemoryScene", "disk_state", "prepare"]
 

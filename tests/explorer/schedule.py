@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol
 
-from ckptfmt.store.hooked import HookedStore, Operation
 from ckptfmt.store.memory import MemoryStore
+from tests.stores.hooked import HookedStore, Operation
 
 __all__ = ["Actor", "Exploration", "GatedStore", "Outcome", "Scene", "Scheduler", "explore", "sample"]
 

@@ -2,9 +2,9 @@
 
 import random
 
-from ckptfmt.store.hooked import Operation
 from tests.explorer.crashes import scan
 from tests.explorer.fsmodel import EXT4_ORDERED, POSIX_MIN, Disk, DiskState
+from tests.stores.hooked import Operation
 
 EMPTY = DiskState({}, frozenset())
 

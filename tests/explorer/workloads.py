@@ -11,11 +11,11 @@ from typing import Any, Final
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.engines import commit, lineage
-from ckptfmt.store.hooked import Operation
 from tests.explorer import content
 from tests.explorer.crashes import Bench
 from tests.explorer.judge import clean_up
 from tests.explorer.schedule import Actor, Scheduler
+from tests.stores.hooked import Operation
 
 __all__ = ["WORKLOADS", "Workload", "saves_by_chance"]
 

@@ -11,13 +11,13 @@ from unittest import mock
 from ckptfmt.engines import commit
 from ckptfmt.errors import Code
 from ckptfmt.store import holding, local
-from ckptfmt.store.hooked import HookedCalls
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import _Bucket
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import Buffer
 from ckptfmt.store.recorder import RecordingCalls
 from tests.mutants.mutant import Mutant, replaced, rewritten
+from tests.stores.hooked import HookedCalls
 
 
 def _look_then_rename(_right: Any, self: LocalStore, directory: int, temporary: str, name: str) -> None:

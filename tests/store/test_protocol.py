@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store import LocalStore, MemoryStore, Store, check_path
-from ckptfmt.store.hooked import HookedCalls, HookedStore
 from ckptfmt.store.protocol import PAGE_NBYTES, check_prefix
 from tests.store.helpers import FAST_DIRECTORY, NoLinkCalls, code_of, outcome_of
+from tests.stores.hooked import HookedCalls, HookedStore
 
 KINDS: dict[str, Callable[[pathlib.Path], Store]] = {
     "local": lambda path: LocalStore(path, writable=True),

@@ -71,15 +71,15 @@ class HookedStore:
     def at(self, prefix: str) -> HookedStore:
         """Return the same store with `prefix` as root; operations tell their paths from the wrapped root on."""
         lower = copy.copy(self)
-        lower._inner = self._inner.at(prefix)  # noqa: SLF001 - a copy of ourselves
-        lower._prefix = join_path(self._prefix, prefix)  # noqa: SLF001
+        lower._inner = self._inner.at(prefix)
+        lower._prefix = join_path(self._prefix, prefix)
         return lower
 
     def beside(self, name: str) -> HookedStore:
         """See `Store.beside`; beside the wrapped root itself, operations tell their paths from there on."""
         other = copy.copy(self)
-        other._inner = self._inner.beside(name)  # noqa: SLF001 - a copy of ourselves
-        other._prefix = join_path(self._prefix.rpartition("/")[0], name)  # noqa: SLF001
+        other._inner = self._inner.beside(name)
+        other._prefix = join_path(self._prefix.rpartition("/")[0], name)
         return other
 
     def create(self, path: str, chunks: Iterable[Buffer]) -> None:
