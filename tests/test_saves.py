@@ -25,11 +25,11 @@ from ckptfmt.engines.staging import HostCopy
 from ckptfmt.errors import Code
 from ckptfmt.handle import SaveHandle
 from ckptfmt.store import open_store
-from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from tests.builders import code_of, error_of
 from tests.engines.test_saver import WAIT_S, GateStore
+from tests.stores.faults import Fault, FaultStore
 from tests.test_checkpointer import committed
 from tests.test_group import Allgather, run_writers
 

@@ -12,10 +12,10 @@ import pytest
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import Code
 from ckptfmt.stopping import StopSignals
-from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import code_of, error_of
 from tests.engines.test_saver import WAIT_S, GateStore
+from tests.stores.faults import Fault, FaultStore
 from tests.test_checkpointer import Trainer, committed, run
 from tests.test_group import Allgather, run_writers
 

@@ -29,7 +29,6 @@ from ckptfmt.engines.reader import Checkpoint, read_manifest
 from ckptfmt.engines.writer import tell_failure, write_failure, write_part
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutError, err
 from ckptfmt.store import LocalStore
-from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.store.recorder import Recorder
 from tests.builders import (
@@ -45,6 +44,7 @@ from tests.builders import (
     two_writers,
     verify,
 )
+from tests.stores.faults import Fault, FaultStore
 
 INDEX = index_name(ATTEMPT)
 ORIGIN = origin(writer_count=2)

@@ -20,10 +20,10 @@ from ckptfmt.engines.writer import write_part
 from ckptfmt.errors import Code
 from ckptfmt.features import REFERENCED
 from ckptfmt.store import LocalStore
-from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import code_of, error_of, leaf, origin, save, snapshot, tensor, two_writers, verify
 from tests.chains import Saving, cast_chain
+from tests.stores.faults import Fault, FaultStore
 
 BLOCK = 4096
 WRITES = frozenset({"create", "replace", "delete", "sync"})

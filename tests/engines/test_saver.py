@@ -23,11 +23,11 @@ from ckptfmt.engines.writer import Context, write_part
 from ckptfmt.errors import Code, err
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store import LocalStore
-from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Buffer, Store
 from tests.builders import leaf, origin, snapshot, stream, tensor, two_writers, verify
 from tests.engines.test_image import fill
+from tests.stores.faults import Fault, FaultStore
 from tests.stores.hooked import HookedStore, Operation
 
 WAIT_S = 60

@@ -6,10 +6,10 @@ import numpy as np
 
 from ckptfmt.engines.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.errors import CODES, Code
-from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import ATTEMPT, code_of, leaf, save, small_files, snapshot, tensor, verify
 from tests.engines.test_lineage import RunOfSteps
+from tests.stores.faults import Fault, FaultStore
 
 SHARD = f"weights-{ATTEMPT}-00000.safetensors"
 

@@ -15,10 +15,10 @@ from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint, verify_loadable, verify_run
 from ckptfmt.errors import CODES, Code, err
-from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import Forgery, code_of, error_of, parse_json, snapshot, tensor
 from tests.chains import Saving, cast_chain
+from tests.stores.faults import Fault, FaultStore
 
 BLOCK = 4096
 NAMES = [checkpoint_name(step, 1) for step in range(1, 5)]

@@ -18,10 +18,10 @@ from ckptfmt.documents.structure import Structure
 from ckptfmt.engines.writer import check_snapshot, structure_of, write_failure, write_part
 from ckptfmt.errors import CODES, CkptError, Code, StateError, err
 from ckptfmt.store import LocalStore
-from ckptfmt.store.faults import Fault, FaultStore
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.store.recorder import Recorder
 from tests.builders import ATTEMPT, code_of, error_of, leaf, origin, snapshot, stream, tensor
+from tests.stores.faults import Fault, FaultStore
 
 PART = f"parts/{ATTEMPT}-00000.msgpack"
 WEIGHTS = f"weights-{ATTEMPT}-00000.safetensors"

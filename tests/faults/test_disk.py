@@ -11,10 +11,10 @@ import pytest
 
 import ckptfmt
 from ckptfmt.checkpointer import Checkpointer
-from ckptfmt.store.faults import Fault, FaultCalls
 from ckptfmt.store.local import LocalStore
 from tests.faults.driver import PATIENCE_S, Toy, code_of, committed, outcome_of, problems, resume
 from tests.store.helpers import temporaries
+from tests.stores.faults import Fault, FaultCalls
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import ckptfmt
 from ckptfmt import Checkpointer, State
 from ckptfmt.errors import Code
 from ckptfmt.store import LocalStore
-from ckptfmt.store.faults import Fault, FaultStore
 from tests.layouts.stage import Stage, attempt, optimizer_bits, steps_without_model, weight_bits
+from tests.stores.faults import Fault, FaultStore
 
 #: For saves that run into it, in seconds.
 SHORT_S = 5.0

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from ckptfmt.errors import Code
 from ckptfmt.store import LocalStore, direct
-from ckptfmt.store.faults import Fault, FaultCalls
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import PAGE_NBYTES
 from ckptfmt.store.recorder import RecordingCalls
 from tests.store.helpers import code_of, no_fd_leak, run_python, temporaries
+from tests.stores.faults import Fault, FaultCalls
 
 PAGE = PAGE_NBYTES
 REQUEST = 3 * PAGE

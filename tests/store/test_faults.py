@@ -8,9 +8,9 @@ import pytest
 
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store import LocalStore, MemoryStore
-from ckptfmt.store.faults import Fault, FaultCalls, FaultStore
 from ckptfmt.store.protocol import PAGE_NBYTES
 from tests.store.helpers import NoLinkCalls, code_of, no_fd_leak, temporaries
+from tests.stores.faults import Fault, FaultCalls, FaultStore
 
 
 def read_ranges(store):
