@@ -20,9 +20,9 @@ from ckptfmt.engines.lineage import list_checkpoints, open_run
 from ckptfmt.errors import CkptError, Code, FencedError
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.store.recorder import Recorder
 from tests import builders
 from tests.stores.hooked import HookedStore, Operation
+from tests.stores.recorder import Recorder
 from tests.test_group import Allgather, run_writers
 
 

@@ -30,7 +30,6 @@ from ckptfmt.engines.writer import tell_failure, write_failure, write_part
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutError, err
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import Loss, MemoryStore
-from ckptfmt.store.recorder import Recorder
 from tests.builders import (
     ATTEMPT,
     code_of,
@@ -45,6 +44,7 @@ from tests.builders import (
     verify,
 )
 from tests.stores.faults import Fault, FaultStore
+from tests.stores.recorder import Recorder
 
 INDEX = index_name(ATTEMPT)
 ORIGIN = origin(writer_count=2)

@@ -24,7 +24,6 @@ from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.retention import clean_up
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.memory import Loss, MemoryStore
-from ckptfmt.store.recorder import Recorder
 from tests.builders import ArraySink, code_of, error_of, leaf, snapshot, tensor
 from tests.chains import SMALLEST, Saving, mixed
 from tests.engines.test_oracle import (
@@ -39,6 +38,7 @@ from tests.engines.test_oracle import (
     wanted_boxes,
 )
 from tests.stores.hooked import HookedStore
+from tests.stores.recorder import Recorder
 
 BLOCK = 4096
 RNG = np.random.default_rng(5)

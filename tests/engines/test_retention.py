@@ -13,11 +13,11 @@ from ckptfmt.engines.retention import clean_up, plan_retention
 from ckptfmt.engines.writer import write_part
 from ckptfmt.errors import CkptError, Code, UnsupportedError
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.store.recorder import Recorder
 from tests.builders import error_of, origin, save, snapshot, tensor, verify
 from tests.chains import Saving
 from tests.engines.test_lineage import RunOfSteps, manifests
 from tests.stores.faults import Fault, FaultStore
+from tests.stores.recorder import Recorder
 
 
 def planned(made, **options):

@@ -19,9 +19,9 @@ from ckptfmt.engines.writer import check_snapshot, structure_of, write_failure, 
 from ckptfmt.errors import CODES, CkptError, Code, StateError, err
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import Loss, MemoryStore
-from ckptfmt.store.recorder import Recorder
 from tests.builders import ATTEMPT, code_of, error_of, leaf, origin, snapshot, stream, tensor
 from tests.stores.faults import Fault, FaultStore
+from tests.stores.recorder import Recorder
 
 PART = f"parts/{ATTEMPT}-00000.msgpack"
 WEIGHTS = f"weights-{ATTEMPT}-00000.safetensors"

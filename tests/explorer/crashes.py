@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from ckptfmt.store.local import LocalStore
-from ckptfmt.store.recorder import ACK, Gate, Log, RecordingCalls
 from tests.explorer.fsmodel import POSIX_MIN, Disk, DiskState
 from tests.explorer.judge import RECOVERY_ATTEMPT, Judge, Marks, Promises, Violation, recover
 from tests.store.helpers import FAST_DIRECTORY
 from tests.stores.hooked import Operation
+from tests.stores.recorder import ACK, Gate, Log, RecordingCalls
 
 __all__ = ["Bench", "CrashCounts", "Recording", "explore_crashes", "explore_recoveries", "record"]
 

@@ -19,8 +19,8 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import Loss
 from ckptfmt.store.protocol import Buffer, Store
-from ckptfmt.store.recorder import ACK, RecordingCalls
 from tests.stores.hooked import HookedStore, Operation
+from tests.stores.recorder import ACK, RecordingCalls
 
 __all__ = ["CRASH_MUTANTS", "READER_MUTANTS", "SCENE_MUTANTS", "CrashMutant", "SceneMutant", "no_shard_fsync"]
 

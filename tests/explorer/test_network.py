@@ -7,12 +7,12 @@ import pytest
 
 from ckptfmt.engines import lineage
 from ckptfmt.store.memory import Loss, MemoryStore
-from ckptfmt.store.recorder import Recorder
 from tests.explorer.content import deterministic
 from tests.explorer.judge import Judge, Marks
 from tests.explorer.scenes import CASES, LONE_CASES, MemoryScene, prepare
 from tests.explorer.schedule import explore
 from tests.explorer.telling import tell
+from tests.stores.recorder import Recorder
 
 #: As often as a call is tried, and once less and more.
 TIMES = (1, 2, 3, 4)

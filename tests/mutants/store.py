@@ -15,9 +15,9 @@ from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import _Bucket
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import Buffer
-from ckptfmt.store.recorder import RecordingCalls
 from tests.mutants.mutant import Mutant, replaced, rewritten
 from tests.stores.hooked import HookedCalls
+from tests.stores.recorder import RecordingCalls
 
 
 def _look_then_rename(_right: Any, self: LocalStore, directory: int, temporary: str, name: str) -> None:

@@ -23,9 +23,9 @@ from ckptfmt.errors import Code
 from ckptfmt.store import LocalStore, direct
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import PAGE_NBYTES
-from ckptfmt.store.recorder import RecordingCalls
 from tests.store.helpers import code_of, no_fd_leak, run_python, temporaries
 from tests.stores.faults import Fault, FaultCalls
+from tests.stores.recorder import RecordingCalls
 
 PAGE = PAGE_NBYTES
 REQUEST = 3 * PAGE

@@ -11,9 +11,9 @@ import pytest
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store import LocalStore, MemoryStore
 from ckptfmt.store.posix import PosixCalls
-from ckptfmt.store.recorder import Recorder
 from tests.store.helpers import code_of, no_fd_leak, python
 from tests.stores.faults import Fault, FaultCalls, FaultStore
+from tests.stores.recorder import Recorder
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 from ckptfmt.errors import Code
 from ckptfmt.store import LocalStore
 from ckptfmt.store.posix import PosixCalls
-from ckptfmt.store.recorder import RecordingCalls
 from tests.store.helpers import NoLinkCalls, code_of, no_fd_leak, outcome_of, python, run_python, temporaries
+from tests.stores.recorder import RecordingCalls
 
 # Links, pipes and the like
 
@@ -661,7 +661,7 @@ def test_of_eight_processes_exactly_one_wins_each_name(fast_path, kind):
 KILL = """
 import os, signal, sys
 from ckptfmt.store import LocalStore
-from ckptfmt.store.recorder import RecordingCalls
+from tests.stores.recorder import RecordingCalls
 
 root, operation = sys.argv[1:]
 LocalStore(root, writable=True).create("run/old", [b"old"])

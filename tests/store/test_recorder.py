@@ -7,9 +7,9 @@ import pytest
 
 from ckptfmt.errors import Code
 from ckptfmt.store import LocalStore, MemoryStore
-from ckptfmt.store.recorder import ACK, Log, Recorder, RecordingCalls
 from tests.store.helpers import code_of, no_fd_leak
 from tests.stores.hooked import HookedCalls, Operation
+from tests.stores.recorder import ACK, Log, Recorder, RecordingCalls
 
 
 def test_operations_are_recorded_with_contents_outcome_and_actor():
