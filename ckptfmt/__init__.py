@@ -13,9 +13,9 @@ from __future__ import annotations
 from ckptfmt.api import load, open_checkpoint, save, validate
 from ckptfmt.box import Box
 from ckptfmt.checkpointer import Checkpointer
+from ckptfmt.data.sampler import Sampler
 from ckptfmt.engines.snapshot import TensorSink, TensorSource
 from ckptfmt.errors import CkptError
-from ckptfmt.sampler import Sampler
 from ckptfmt.state import PerWorker, State
 
 open = open_checkpoint  # as gzip.open and tarfile.open

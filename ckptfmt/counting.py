@@ -7,8 +7,8 @@ import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+from ckptfmt.data.sampler import Sampler
 from ckptfmt.errors import Code, err
-from ckptfmt.sampler import Sampler
 from ckptfmt.saving import check_step
 from ckptfmt.state import PerWorker
 

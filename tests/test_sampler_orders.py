@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptfmt.data.sampler import Sampler
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.sampler import Sampler
 from conformance.generate import course as oracle
 from conformance.generate.pages.context import went_on
 from tests.arithmetic.cursors import orders, skip_trees

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptfmt.sampler import Sampler
+from ckptfmt.data.sampler import Sampler
 from ckptfmt.state import State
 
 SAMPLES = 37

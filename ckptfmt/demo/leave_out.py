@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ckptfmt.data.sampler import Sampler
 from ckptfmt.demo.settings import ITEMS
-from ckptfmt.sampler import Sampler
 from ckptfmt_conformance.elastic import Trainer
 
 __all__ = ["leave_out"]

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from ckptfmt.data.sampler import Sampler
 from ckptfmt.demo.model import BYTES, TinyGPT
 from ckptfmt.demo.settings import Settings
 from ckptfmt.demo.text import Text
-from ckptfmt.sampler import Sampler
 
 __all__ = ["Augmentation", "Task", "draw_augmentation", "make_batch"]
 

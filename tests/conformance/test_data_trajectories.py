@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ckptfmt.sampler import Sampler  # noqa: E402
+from ckptfmt.data.sampler import Sampler  # noqa: E402
 from ckptfmt_conformance.trajectories import close_gang, data_cells, list_cells, run_cell  # noqa: E402
 from ckptfmt_conformance.trajectories.feed import PREFETCH, READ_AHEAD, Feed  # noqa: E402
 from ckptfmt_conformance.trajectories.foreign import StatefulLoader  # noqa: E402

@@ -6,12 +6,13 @@ import os
 from typing import Any
 from unittest import mock
 
-from ckptfmt import capture, sampler
+from ckptfmt import capture
 from ckptfmt.arithmetic.course import Course
+from ckptfmt.data import sampler
+from ckptfmt.data.sampler import Sampler
 from ckptfmt.interop import streams, walk
 from ckptfmt.interop.names import GLOBAL
 from ckptfmt.interop.plan import Plan
-from ckptfmt.sampler import Sampler
 from tests.mutants.mutant import Mutant, replaced
 
 

@@ -18,7 +18,7 @@ CONVICTED_BY = (
     "context/valid/samples-ahead-left-out",
 )
 
-_iterate = original("ckptfmt.sampler:Sampler.__iter__")
+_iterate = original("ckptfmt.data.sampler:Sampler.__iter__")
 
 
 def _count_at_once(sampler: Any) -> Iterator[Any]:  # noqa: ANN401 - of the implementation
@@ -35,6 +35,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.sampler:Sampler.__iter__", _count_at_once),
-        ("ckptfmt.sampler:Sampler.advance", _count_no_more),
+        ("ckptfmt.data.sampler:Sampler.__iter__", _count_at_once),
+        ("ckptfmt.data.sampler:Sampler.advance", _count_no_more),
     )

@@ -20,4 +20,4 @@ def _check_nothing(*_: object) -> None:
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.sampler:_check_stand", _check_nothing),)
+    replacements = (("ckptfmt.data.sampler:_check_stand", _check_nothing),)
