@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Final
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.course import COUNTS, HOLE, Course
-from ckptfmt.arithmetic.course import Stretch as CourseStretch
 from ckptfmt.arithmetic.ledger import EMPTY, add_ledgers
 from ckptfmt.arithmetic.shuffle import sample_at
+from ckptfmt.data.course import COUNTS, HOLE, Course
+from ckptfmt.data.course import Stretch as CourseStretch
 from ckptfmt.documents.cursor import (
     Commit,
     Cursor,

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic.course import COUNTS, HOLE, MASKED, Course
+from ckptfmt.data.course import COUNTS, HOLE, MASKED, Course
 from ckptfmt.documents.cursor import Mixture, Plan, Source, Stage
 from ckptfmt.documents.cursor_map import CursorMap
 from ckptfmt.documents.skips import parse_skips

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic.course import COUNTS, HOLE, Course
 from ckptfmt.arithmetic.ledger import add_ledgers
 from ckptfmt.arithmetic.shuffle import sample_indices
+from ckptfmt.data.course import COUNTS, HOLE, Course
 from ckptfmt.documents.cursor import Mixture, Plan, Source, Stage
 from ckptfmt.documents.skips import PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.errors import CkptError, Code

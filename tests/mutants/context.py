@@ -7,8 +7,8 @@ from typing import Any
 from unittest import mock
 
 from ckptfmt import capture
-from ckptfmt.arithmetic.course import Course
 from ckptfmt.data import sampler
+from ckptfmt.data.course import Course
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.interop import streams, walk
 from ckptfmt.interop.names import GLOBAL

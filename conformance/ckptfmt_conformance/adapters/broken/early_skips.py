@@ -16,7 +16,7 @@ CONVICTED_BY = (
     "context/invalid/samples-skip-early",
 )
 
-_init = original("ckptfmt.arithmetic.course:Course.__init__")
+_init = original("ckptfmt.data.course:Course.__init__")
 
 
 def _begin_at_once(course: Any, *sources: Any, skips: Any = (), **members: Any) -> None:  # noqa: ANN401 - of the implementation
@@ -27,4 +27,4 @@ def _begin_at_once(course: Any, *sources: Any, skips: Any = (), **members: Any) 
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.arithmetic.course:Course.__init__", _begin_at_once),)
+    replacements = (("ckptfmt.data.course:Course.__init__", _begin_at_once),)

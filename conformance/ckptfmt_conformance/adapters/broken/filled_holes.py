@@ -16,8 +16,8 @@ CONVICTED_BY = (
     "context/valid/samples-fill-hole-sample-2-of-3",
 )
 
-_COUNTS = original("ckptfmt.arithmetic.course:COUNTS")
-_stretch = original("ckptfmt.arithmetic.course:Course.stretch")
+_COUNTS = original("ckptfmt.data.course:COUNTS")
+_stretch = original("ckptfmt.data.course:Course.stretch")
 
 
 def _stretch_filled(course: Any, begin: int, end: int) -> Any:  # noqa: ANN401 - of the implementation
@@ -30,4 +30,4 @@ def _stretch_filled(course: Any, begin: int, end: int) -> Any:  # noqa: ANN401 -
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.arithmetic.course:Course.stretch", _stretch_filled),)
+    replacements = (("ckptfmt.data.course:Course.stretch", _stretch_filled),)

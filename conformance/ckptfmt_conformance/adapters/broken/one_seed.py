@@ -19,4 +19,4 @@ def _seed_of_the_order(seed: int, _: str) -> int:
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.arithmetic.course:source_seed", _seed_of_the_order),)
+    replacements = (("ckptfmt.data.course:source_seed", _seed_of_the_order),)
