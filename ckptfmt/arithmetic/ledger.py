@@ -1,6 +1,6 @@
 """``mix64-add4-v1``: a digest of the multiset of consumed samples, so that none skipped, none repeated is checkable.
 
-The normative text, in the words of ``feistel-v1`` (`ckptfmt.arithmetic.shuffle`):
+The normative text, in the words of ``feistel-v1`` (`ckptfmt.data.shuffle`):
 
     The key words K[0] to K[3] of an epoch of a source are the BLAKE3-256 digest of the 17 ASCII bytes
     ``ckptfmt/ledger-v1``, LE64(epoch) and the source's id in UTF-8, read as four LE64.
@@ -22,7 +22,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic.shuffle import mix64, sample_indices
+from ckptfmt.data.shuffle import mix64, sample_indices
 from ckptfmt.documents.cursor import Ledger
 
 __all__ = ["EMPTY", "add_ledgers", "ledger_of_range", "ledger_of_samples"]

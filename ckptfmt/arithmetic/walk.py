@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic.shuffle import positions_of, samples_at
+from ckptfmt.data.shuffle import positions_of, samples_at
 from ckptfmt.documents.cursor import Plan
 
 __all__ = ["Draws", "Walk"]

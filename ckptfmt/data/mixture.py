@@ -1,6 +1,6 @@
 """``block-det-v1``: which source each position of a mixture has, as a pure function of the mixture and the position.
 
-The normative text, in the words of ``feistel-v1`` (`ckptfmt.arithmetic.shuffle`):
+The normative text, in the words of ``feistel-v1`` (`ckptfmt.data.shuffle`):
 
     Positions are cut into blocks of B. Block b has the positions [b * B, (b + 1) * B), and the counts of the last
     stage whose from_pos is at most b * B. Sources have the order of the cursor's list.
@@ -31,7 +31,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic.shuffle import sample_indices
+from ckptfmt.data.shuffle import sample_indices
 from ckptfmt.documents.cursor import Mixture
 
 __all__ = ["Blocks", "source_seed"]

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.arithmetic.ledger import EMPTY, add_ledgers
-from ckptfmt.arithmetic.shuffle import sample_at
 from ckptfmt.data.course import COUNTS, HOLE, Course
 from ckptfmt.data.course import Stretch as CourseStretch
+from ckptfmt.data.shuffle import sample_at
 from ckptfmt.documents.cursor import (
     Commit,
     Cursor,

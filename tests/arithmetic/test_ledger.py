@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt.arithmetic.ledger import EMPTY, add_ledgers, ledger_of_range, ledger_of_samples
-from ckptfmt.arithmetic.shuffle import sample_indices
+from ckptfmt.data.shuffle import sample_indices
 
 
 def written_down(source, members):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.shuffle import position_of, positions_of, sample_at, sample_indices, samples_at
+from ckptfmt.data.shuffle import position_of, positions_of, sample_at, sample_indices, samples_at
 from ckptfmt.errors import CkptError, Code
 
 

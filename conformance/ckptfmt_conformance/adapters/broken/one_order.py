@@ -15,7 +15,7 @@ CONVICTED_BY = (
     "context/invalid/samples-order-again",
 )
 
-_epoch = original("ckptfmt.arithmetic.shuffle:_epoch")
+_epoch = original("ckptfmt.data.shuffle:_epoch")
 
 
 def _first_epoch(n: int, seed: int, _: int) -> Any:  # noqa: ANN401 - of the implementation
@@ -25,4 +25,4 @@ def _first_epoch(n: int, seed: int, _: int) -> Any:  # noqa: ANN401 - of the imp
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.arithmetic.shuffle:_epoch", _first_epoch),)
+    replacements = (("ckptfmt.data.shuffle:_epoch", _first_epoch),)
