@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptfmt.arithmetic.ledger import EMPTY, add_ledgers, ledger_of_samples
-from ckptfmt.arithmetic.walk import Draws, Walk
+from ckptfmt.data.draws import Draws, Walk
 from ckptfmt.data.mixture import Blocks, source_seed
 from ckptfmt.documents.cursor import Ledger, Mixture, Plan, Source, check_rules
 from ckptfmt.documents.skips import PosSkip, SampleSkip, ShardSkip, Skip
