@@ -15,9 +15,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic.ledger import EMPTY, add_ledgers, ledger_of_samples
 from ckptfmt.data.draws import Draws, Walk
 from ckptfmt.data.mixture import Blocks, source_seed
+from ckptfmt.data.sample_digest import EMPTY, add_ledgers, ledger_of_samples
 from ckptfmt.documents.cursor import Ledger, Mixture, Plan, Source, check_rules
 from ckptfmt.documents.skips import PosSkip, SampleSkip, ShardSkip, Skip
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Final
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.ledger import EMPTY, add_ledgers
 from ckptfmt.data.course import COUNTS, HOLE, Course
 from ckptfmt.data.course import Stretch as CourseStretch
+from ckptfmt.data.sample_digest import EMPTY, add_ledgers
 from ckptfmt.data.shuffle import sample_at
 from ckptfmt.documents.cursor import (
     Commit,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic.ledger import add_ledgers
 from ckptfmt.data.course import COUNTS, HOLE, Course
+from ckptfmt.data.sample_digest import add_ledgers
 from ckptfmt.data.shuffle import sample_indices
 from ckptfmt.documents.cursor import Mixture, Plan, Source, Stage
 from ckptfmt.documents.skips import PosSkip, SampleSkip, ShardSkip, Skip

@@ -7,7 +7,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic.ledger import EMPTY, add_ledgers, ledger_of_range, ledger_of_samples
+from ckptfmt.data.sample_digest import EMPTY, add_ledgers, ledger_of_range, ledger_of_samples
 from ckptfmt.data.shuffle import sample_indices
 
 
