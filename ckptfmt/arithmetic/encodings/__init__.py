@@ -1,5 +1,5 @@
 """Encodings of a block: what its bytes become where they're stored, and back. Spec: page 55."""
 
-from ckptfmt.arithmetic.encodings.codec import ENCODINGS, NEEDS_BASE, QUICK, choose, decode, encode
+from ckptfmt.codecs.encodings.registry import ENCODINGS, NEEDS_BASE, QUICK, choose, decode, encode
 
 __all__ = ["ENCODINGS", "NEEDS_BASE", "QUICK", "choose", "decode", "encode"]

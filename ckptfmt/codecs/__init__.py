@@ -1,0 +1,1 @@
+"""How blocks are encoded, and how an optimizer's next state is predicted. Pure."""
