@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptfmt.arithmetic.encodings.lanes import Lane, Words, apply_steps, steps_between
-from ckptfmt.arithmetic.encodings.steps import dump_steps, take_steps
 from ckptfmt.arithmetic.encodings.strings import Bytes, Source
+from ckptfmt.codecs.encodings.class_steps import dump_steps, take_steps
 
 __all__ = ["dump_classes", "take_classes"]
 
