@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ckptfmt.arithmetic import encodings
+from ckptfmt.codecs import encodings
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.manifest import Reference, checkpoint_name
 from ckptfmt.engines.base import Base, pin_base, unpinned_after_error

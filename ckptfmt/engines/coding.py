@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ckptfmt.arithmetic import encodings, prediction
-from ckptfmt.arithmetic.encodings.lanes import LANES
+from ckptfmt.arithmetic import prediction
+from ckptfmt.codecs import encodings
+from ckptfmt.codecs.encodings.lanes import LANES
 from ckptfmt.digest import digest_bytes
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.groups import PlannedGroup

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ckptfmt.arithmetic import encodings
+from ckptfmt.codecs import encodings
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.deltas import Group, StoredBlocks
 from ckptfmt.documents.extents import SAME, Extents

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic import encodings
 from ckptfmt.arithmetic.prediction import (
     GROUP_ENCODINGS,
     Rule,
@@ -26,6 +25,7 @@ from ckptfmt.arithmetic.prediction import (
 from ckptfmt.arithmetic.prediction.rule import FIRST_MOMENT
 from ckptfmt.arithmetic.prediction.scale import DIGITS, factor_candidates
 from ckptfmt.arithmetic.prediction.steps import Step
+from ckptfmt.codecs import encodings
 from ckptfmt.documents.tree import InlineArray, dump_tree, parse_tree
 from ckptfmt.errors import CkptError, Code
 

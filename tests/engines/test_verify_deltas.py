@@ -515,7 +515,7 @@ def test_a_thread_that_rounds_otherwise_cannot_check(files, monkeypatch):
     def refuse(*_, **__):
         raise err(Code.FLOAT_ENVIRONMENT, "flushed")
 
-    monkeypatch.setattr("ckptfmt.arithmetic.encodings.decode", refuse)
+    monkeypatch.setattr("ckptfmt.codecs.encodings.decode", refuse)
 
     assert code_of(lambda: check(files, 2)) == Code.FLOAT_ENVIRONMENT
 

@@ -9,8 +9,8 @@ from typing import Final
 import zstandard
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.encodings.strings import FILL, FRAME, dump_number
 from ckptfmt.box import Box
+from ckptfmt.codecs.encodings.strings import FILL, FRAME, dump_number
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.holdings import Extent, PartBox, PartTensor
 from ckptfmt.documents.manifest import FIELDS

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-from ckptfmt.arithmetic import encodings, pieces
+from ckptfmt.arithmetic import pieces
+from ckptfmt.codecs import encodings
 from ckptfmt.documents import part, shard, tree
 from ckptfmt.engines import coding, delta, image
 from ckptfmt.features import DELTAS, ENCODINGS

@@ -9,10 +9,10 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic import encodings
 from ckptfmt.arithmetic.prediction.floats import bits_of, check_float_environment, without_nan
 from ckptfmt.arithmetic.prediction.rule import FIRST_MOMENT, LOW, Rule, role_dtype, roles
 from ckptfmt.arithmetic.prediction.steps import Step
+from ckptfmt.codecs import encodings
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
@@ -32,7 +32,7 @@ _ESCAPES: Final = 0.02
 
 
 class Encode(Protocol):
-    """What encodes a block against a base; see `ckptfmt.arithmetic.encodings.choose`."""
+    """What encodes a block against a base; see `ckptfmt.codecs.encodings.choose`."""
 
     def __call__(self, content: memoryview, /, *, dtype: str, base: memoryview) -> tuple[str, bytes]:
         """Return an encoding, and what is stored."""

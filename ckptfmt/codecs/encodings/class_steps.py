@@ -6,11 +6,11 @@ from typing import Final
 
 import numpy as np
 
-from ckptfmt.arithmetic.encodings.lanes import Words
-from ckptfmt.arithmetic.encodings.planes import dump_plane, dump_planes, take_plane, take_planes
-from ckptfmt.arithmetic.encodings.sets import dump_low_bits, take_low_bits
-from ckptfmt.arithmetic.encodings.sparse import dump_changes, take_changes
-from ckptfmt.arithmetic.encodings.strings import Source, pack_bits
+from ckptfmt.codecs.encodings.lanes import Words
+from ckptfmt.codecs.encodings.planes import dump_plane, dump_planes, take_plane, take_planes
+from ckptfmt.codecs.encodings.sets import dump_low_bits, take_low_bits
+from ckptfmt.codecs.encodings.sparse import dump_changes, take_changes
+from ckptfmt.codecs.encodings.strings import Source, pack_bits
 
 __all__ = ["dump_steps", "take_steps"]
 

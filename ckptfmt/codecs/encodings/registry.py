@@ -7,11 +7,11 @@ from typing import Final
 
 import numpy as np
 
-from ckptfmt.arithmetic.encodings.classes import dump_classes, take_classes
-from ckptfmt.arithmetic.encodings.lanes import LANES, Lane, Words, apply_steps, steps_between
-from ckptfmt.arithmetic.encodings.planes import dump_planes, take_planes
-from ckptfmt.arithmetic.encodings.sparse import dump_changes, take_changes
-from ckptfmt.arithmetic.encodings.strings import Source
+from ckptfmt.codecs.encodings.classes import dump_classes, take_classes
+from ckptfmt.codecs.encodings.lanes import LANES, Lane, Words, apply_steps, steps_between
+from ckptfmt.codecs.encodings.planes import dump_planes, take_planes
+from ckptfmt.codecs.encodings.sparse import dump_changes, take_changes
+from ckptfmt.codecs.encodings.strings import Source
 from ckptfmt.errors import Code, err
 
 __all__ = ["ENCODINGS", "NEEDS_BASE", "QUICK", "choose", "decode", "encode"]

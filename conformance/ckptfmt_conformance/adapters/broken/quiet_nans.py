@@ -13,7 +13,7 @@ CONVICTED_BY = ("encodings/valid/bits",)
 
 _QUIET = 1 << 22
 
-_decode = original("ckptfmt.arithmetic.encodings:decode")
+_decode = original("ckptfmt.codecs.encodings:decode")
 
 
 def _decode_as_floats(encoding: str, stored: memoryview, out: memoryview, **members: Any) -> None:  # noqa: ANN401 - of the implementation
@@ -26,4 +26,4 @@ def _decode_as_floats(encoding: str, stored: memoryview, out: memoryview, **memb
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.arithmetic.encodings:decode", _decode_as_floats),)
+    replacements = (("ckptfmt.codecs.encodings:decode", _decode_as_floats),)

@@ -13,7 +13,7 @@ BREAKS = ("REQ-PRE-009",)
 CONVICTED_BY = ("prediction/valid/adam-corrected",)
 
 _decode_gradient = original("ckptfmt.arithmetic.prediction.codec:_decode_gradient")
-_decode = original("ckptfmt.arithmetic.encodings:decode")
+_decode = original("ckptfmt.codecs.encodings:decode")
 _low_gradient = original("ckptfmt.arithmetic.prediction.steps:Step.low_gradient")
 
 #: The gradient behind each first moment that was decoded last.

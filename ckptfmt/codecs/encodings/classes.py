@@ -9,9 +9,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic.encodings.lanes import Lane, Words, apply_steps, steps_between
-from ckptfmt.arithmetic.encodings.strings import Bytes, Source
 from ckptfmt.codecs.encodings.class_steps import dump_steps, take_steps
+from ckptfmt.codecs.encodings.lanes import Lane, Words, apply_steps, steps_between
+from ckptfmt.codecs.encodings.strings import Bytes, Source
 
 __all__ = ["dump_classes", "take_classes"]
 

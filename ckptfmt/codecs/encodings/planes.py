@@ -6,9 +6,9 @@ from typing import Final
 
 import numpy as np
 
-from ckptfmt.arithmetic.encodings.lanes import Words
-from ckptfmt.arithmetic.encodings.sets import dump_set, take_set
-from ckptfmt.arithmetic.encodings.strings import Bytes, Source, dump_string
+from ckptfmt.codecs.encodings.lanes import Words
+from ckptfmt.codecs.encodings.sets import dump_set, take_set
+from ckptfmt.codecs.encodings.strings import Bytes, Source, dump_string
 
 __all__ = ["dump_plane", "dump_planes", "take_plane", "take_planes"]
 

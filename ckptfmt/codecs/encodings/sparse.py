@@ -6,10 +6,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptfmt.arithmetic.encodings.lanes import Words
-from ckptfmt.arithmetic.encodings.planes import dump_plane, dump_planes, take_plane, take_planes
-from ckptfmt.arithmetic.encodings.sets import Places, dump_set, take_set
-from ckptfmt.arithmetic.encodings.strings import Source, pack_bits
+from ckptfmt.codecs.encodings.lanes import Words
+from ckptfmt.codecs.encodings.planes import dump_plane, dump_planes, take_plane, take_planes
+from ckptfmt.codecs.encodings.sets import Places, dump_set, take_set
+from ckptfmt.codecs.encodings.strings import Source, pack_bits
 
 __all__ = ["dump_changes", "take_changes"]
 

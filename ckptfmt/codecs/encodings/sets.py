@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic.encodings.strings import Source, dump_number, dump_string, pack_bits
+from ckptfmt.codecs.encodings.strings import Source, dump_number, dump_string, pack_bits
 
 __all__ = ["Places", "dump_low_bits", "dump_set", "take_low_bits", "take_set"]
 
