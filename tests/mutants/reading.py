@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.prediction import codec
+from ckptfmt.codecs.prediction import member_codec as codec
 from ckptfmt.documents.manifest import part_path
 from ckptfmt.engines import lineage, reader
 from tests.mutants.mutant import Mutant, replaced

@@ -3,12 +3,12 @@
 Spec: page 56.
 """
 
-from ckptfmt.arithmetic.prediction.codec import GROUP_ENCODINGS, decode_member, encode_member, predict_member
 from ckptfmt.arithmetic.prediction.floats import check_float_environment
 from ckptfmt.arithmetic.prediction.members import Members, find_members
 from ckptfmt.arithmetic.prediction.rule import Rule, role_dtype, roles
 from ckptfmt.arithmetic.prediction.search import find_rule
 from ckptfmt.arithmetic.prediction.steps import needed_bases
+from ckptfmt.codecs.prediction.member_codec import GROUP_ENCODINGS, decode_member, encode_member, predict_member
 
 __all__ = [
     "GROUP_ENCODINGS",

@@ -20,5 +20,5 @@ class Broken(Reference):
 
     replacements = (
         ("ckptfmt.arithmetic.prediction.steps:without_nan", _as_predicted),
-        ("ckptfmt.arithmetic.prediction.codec:without_nan", _as_predicted),
+        ("ckptfmt.codecs.prediction.member_codec:without_nan", _as_predicted),
     )

@@ -12,7 +12,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-PRE-009",)
 CONVICTED_BY = ("prediction/valid/adam-corrected",)
 
-_decode_gradient = original("ckptfmt.arithmetic.prediction.codec:_decode_gradient")
+_decode_gradient = original("ckptfmt.codecs.prediction.member_codec:_decode_gradient")
 _decode = original("ckptfmt.codecs.encodings:decode")
 _low_gradient = original("ckptfmt.arithmetic.prediction.steps:Step.low_gradient")
 
@@ -38,6 +38,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.arithmetic.prediction.codec:_decode_gradient", _decode_and_keep),
+        ("ckptfmt.codecs.prediction.member_codec:_decode_gradient", _decode_and_keep),
         ("ckptfmt.arithmetic.prediction.steps:Step.low_gradient", _kept),
     )
