@@ -24,8 +24,8 @@ from ckptfmt.arithmetic.prediction import (
 )
 from ckptfmt.arithmetic.prediction.rule import FIRST_MOMENT
 from ckptfmt.arithmetic.prediction.scale import DIGITS, factor_candidates
-from ckptfmt.arithmetic.prediction.steps import Step
 from ckptfmt.codecs import encodings
+from ckptfmt.codecs.prediction.optimizer_steps import Step
 from ckptfmt.documents.tree import InlineArray, dump_tree, parse_tree
 from ckptfmt.errors import CkptError, Code
 

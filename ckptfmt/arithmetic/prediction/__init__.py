@@ -7,8 +7,8 @@ from ckptfmt.arithmetic.prediction.floats import check_float_environment
 from ckptfmt.arithmetic.prediction.members import Members, find_members
 from ckptfmt.arithmetic.prediction.rule import Rule, role_dtype, roles
 from ckptfmt.arithmetic.prediction.search import find_rule
-from ckptfmt.arithmetic.prediction.steps import needed_bases
 from ckptfmt.codecs.prediction.member_codec import GROUP_ENCODINGS, decode_member, encode_member, predict_member
+from ckptfmt.codecs.prediction.optimizer_steps import needed_bases
 
 __all__ = [
     "GROUP_ENCODINGS",

@@ -13,7 +13,7 @@ from ckptfmt.arithmetic.prediction.floats import Doubles, Floats, bits_of, check
 from ckptfmt.arithmetic.prediction.options import list_templates
 from ckptfmt.arithmetic.prediction.rule import COPY, FIRST_MOMENT, LOW, Rule, roles
 from ckptfmt.arithmetic.prediction.scale import DIGITS, factor_candidates
-from ckptfmt.arithmetic.prediction.steps import Step
+from ckptfmt.codecs.prediction.optimizer_steps import Step
 from ckptfmt.errors import Code, err
 
 __all__ = ["Sample", "find_rule"]

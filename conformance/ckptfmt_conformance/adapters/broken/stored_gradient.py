@@ -14,7 +14,7 @@ CONVICTED_BY = ("prediction/valid/adam-corrected",)
 
 _decode_gradient = original("ckptfmt.codecs.prediction.member_codec:_decode_gradient")
 _decode = original("ckptfmt.codecs.encodings:decode")
-_low_gradient = original("ckptfmt.arithmetic.prediction.steps:Step.low_gradient")
+_low_gradient = original("ckptfmt.codecs.prediction.optimizer_steps:Step.low_gradient")
 
 #: The gradient behind each first moment that was decoded last.
 _gradients: dict[bytes, Any] = {}
@@ -39,5 +39,5 @@ class Broken(Reference):
 
     replacements = (
         ("ckptfmt.codecs.prediction.member_codec:_decode_gradient", _decode_and_keep),
-        ("ckptfmt.arithmetic.prediction.steps:Step.low_gradient", _kept),
+        ("ckptfmt.codecs.prediction.optimizer_steps:Step.low_gradient", _kept),
     )
