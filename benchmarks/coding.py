@@ -14,8 +14,7 @@ from typing import Final
 
 from benchmarks.codecs import Measured, timed
 from benchmarks.snapshots import MASTER, WEIGHT, Pair, Tensor
-from ckptfmt.arithmetic import prediction
-from ckptfmt.codecs import encodings
+from ckptfmt.codecs import encodings, prediction
 from ckptfmt.digest import DIGEST_NBYTES, iter_blocks
 from ckptfmt.engines.coding import SMALL_NBYTES, encode_small
 from ckptfmt.limits import BLOCK_NBYTES

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ckptfmt.arithmetic.prediction import Rule
+from ckptfmt.codecs.prediction import Rule
 from ckptfmt.engines.base import BaseContents
 from ckptfmt.engines.coding import BlockCoder
 from ckptfmt.engines.groups import PlannedGroup

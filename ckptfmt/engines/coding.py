@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ckptfmt.arithmetic import prediction
-from ckptfmt.codecs import encodings
+from ckptfmt.codecs import encodings, prediction
 from ckptfmt.codecs.encodings.lanes import LANES
 from ckptfmt.digest import digest_bytes
 from ckptfmt.dtypes import DTYPES

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptfmt.arithmetic import prediction
 from ckptfmt.box import Box
-from ckptfmt.codecs import encodings
+from ckptfmt.codecs import encodings, prediction
 from ckptfmt.digest import DIGEST_NBYTES, digest_at, digest_bytes
 from ckptfmt.documents.manifest import part_path
 from ckptfmt.documents.tables import TensorKey

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ckptfmt.arithmetic import prediction
-from ckptfmt.arithmetic.prediction.members import Members, find_members
+from ckptfmt.codecs import prediction
+from ckptfmt.codecs.prediction.members import Members, find_members
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.collector import collector_paused

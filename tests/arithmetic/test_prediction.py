@@ -11,7 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic.prediction import (
+from ckptfmt.codecs import encodings
+from ckptfmt.codecs.prediction import (
     GROUP_ENCODINGS,
     Rule,
     check_float_environment,
@@ -22,10 +23,9 @@ from ckptfmt.arithmetic.prediction import (
     role_dtype,
     roles,
 )
-from ckptfmt.arithmetic.prediction.rule import FIRST_MOMENT
-from ckptfmt.arithmetic.prediction.scale import DIGITS, factor_candidates
-from ckptfmt.codecs import encodings
 from ckptfmt.codecs.prediction.optimizer_steps import Step
+from ckptfmt.codecs.prediction.rule import FIRST_MOMENT
+from ckptfmt.codecs.prediction.scale import DIGITS, factor_candidates
 from ckptfmt.documents.tree import InlineArray, dump_tree, parse_tree
 from ckptfmt.errors import CkptError, Code
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ckptfmt
-from ckptfmt.arithmetic.prediction import Members, find_members
+from ckptfmt.codecs.prediction import Members, find_members
 from ckptfmt.documents.tree import TensorRef
 
 

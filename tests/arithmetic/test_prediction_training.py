@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfmt.arithmetic.prediction import (
+from ckptfmt.codecs.prediction import (
     Rule,
     check_float_environment,
     decode_member,
@@ -20,7 +20,7 @@ from ckptfmt.arithmetic.prediction import (
     role_dtype,
     roles,
 )
-from ckptfmt.arithmetic.prediction.rule import FIRST_MOMENT
+from ckptfmt.codecs.prediction.rule import FIRST_MOMENT
 from ckptfmt.errors import CkptError, Code
 
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfmt import limits
-from ckptfmt.arithmetic import prediction
 from ckptfmt.box import Box
-from ckptfmt.codecs import encodings
+from ckptfmt.codecs import encodings, prediction
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import checkpoint_name, pins_path
 from ckptfmt.documents.part import PartFile

@@ -9,10 +9,10 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic.prediction.floats import bits_of, check_float_environment, without_nan
-from ckptfmt.arithmetic.prediction.rule import FIRST_MOMENT, LOW, Rule, role_dtype, roles
 from ckptfmt.codecs import encodings
+from ckptfmt.codecs.prediction.floats import bits_of, check_float_environment, without_nan
 from ckptfmt.codecs.prediction.optimizer_steps import Step
+from ckptfmt.codecs.prediction.rule import FIRST_MOMENT, LOW, Rule, role_dtype, roles
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic.prediction.floats import Floats, from_low, multiply_add, round_low, without_nan
-from ckptfmt.arithmetic.prediction.rule import COPY, FIRST_MOMENT, LOW, Rule
+from ckptfmt.codecs.prediction.floats import Floats, from_low, multiply_add, round_low, without_nan
+from ckptfmt.codecs.prediction.rule import COPY, FIRST_MOMENT, LOW, Rule
 
 __all__ = ["Step", "needed_bases"]
 

@@ -9,7 +9,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-DEL-025",)
 CONVICTED_BY = ("prediction/valid/adam-base-without-copy",)
 
-_roles = original("ckptfmt.arithmetic.prediction:roles")
+_roles = original("ckptfmt.codecs.prediction:roles")
 
 
 def _all(rule: Any, _: str) -> Any:  # noqa: ANN401 - of the implementation
@@ -19,4 +19,4 @@ def _all(rule: Any, _: str) -> Any:  # noqa: ANN401 - of the implementation
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.arithmetic.prediction:needed_bases", _all),)
+    replacements = (("ckptfmt.codecs.prediction:needed_bases", _all),)

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
-from ckptfmt.arithmetic.prediction.options import number_of
-from ckptfmt.arithmetic.prediction.rule import COPY, LOW
+from ckptfmt.codecs.prediction.options import number_of
+from ckptfmt.codecs.prediction.rule import COPY, LOW
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef
 

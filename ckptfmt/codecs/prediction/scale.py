@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic.prediction.floats import Doubles
+from ckptfmt.codecs.prediction.floats import Doubles
 
 __all__ = ["DIGITS", "factor_candidates"]
 

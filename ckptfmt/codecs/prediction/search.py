@@ -9,11 +9,11 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic.prediction.floats import Doubles, Floats, bits_of, check_float_environment, round_low
-from ckptfmt.arithmetic.prediction.options import list_templates
-from ckptfmt.arithmetic.prediction.rule import COPY, FIRST_MOMENT, LOW, Rule, roles
-from ckptfmt.arithmetic.prediction.scale import DIGITS, factor_candidates
+from ckptfmt.codecs.prediction.floats import Doubles, Floats, bits_of, check_float_environment, round_low
 from ckptfmt.codecs.prediction.optimizer_steps import Step
+from ckptfmt.codecs.prediction.options import list_templates
+from ckptfmt.codecs.prediction.rule import COPY, FIRST_MOMENT, LOW, Rule, roles
+from ckptfmt.codecs.prediction.scale import DIGITS, factor_candidates
 from ckptfmt.errors import Code, err
 
 __all__ = ["Sample", "find_rule"]

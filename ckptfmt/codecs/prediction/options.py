@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ckptfmt.arithmetic.prediction.rule import Rule
+from ckptfmt.codecs.prediction.rule import Rule
 from ckptfmt.documents.tree import InlineArray
 
 __all__ = ["list_templates"]
