@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic.assign import assign_writers
 from ckptfmt.errors import CkptError, Code
+from ckptfmt.layout.assignment import assign_writers
 
 
 @st.composite

@@ -1,0 +1,1 @@
+"""Boxes of tensors: who holds what, what tiles what, which bytes to read. Pure."""
