@@ -9,13 +9,13 @@ from typing import Final
 
 import torch
 
-from ckptfmt.arithmetic.layout import LocalPiece
 from ckptfmt.box import Box
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.engines.commit import commit
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.writer import write_part
 from ckptfmt.interop.torch.tensors import TorchSink
+from ckptfmt.layout.placements import LocalPiece
 from ckptfmt.store import open_store
 
 __all__ = ["BLOCK_NBYTES", "Cut", "Matrices", "count_edge_nbytes", "save_in_rows"]

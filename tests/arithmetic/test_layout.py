@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic.layout import (
+from ckptfmt.arithmetic.tiling import check_tiling
+from ckptfmt.box import Box
+from ckptfmt.errors import CkptError, Code
+from ckptfmt.layout.placements import (
     LocalPiece,
     Replicate,
     Shard,
@@ -18,9 +21,6 @@ from ckptfmt.arithmetic.layout import (
     local_boxes,
     replica_index,
 )
-from ckptfmt.arithmetic.tiling import check_tiling
-from ckptfmt.box import Box
-from ckptfmt.errors import CkptError, Code
 
 
 def coordinates(mesh_shape):

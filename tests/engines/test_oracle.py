@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import ckptfmt
 from ckptfmt import State
-from ckptfmt.arithmetic.layout import LocalPiece
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.reader import Checkpoint, numpy_dtype
 from ckptfmt.interop.numpy import ArraySink
 from ckptfmt.interop.torch.tensors import TORCH_DTYPES, TorchSink
+from ckptfmt.layout.placements import LocalPiece
 from ckptfmt.store.memory import MemoryStore
 from tests.arithmetic.test_merge import cut
 from tests.builders import save, snapshot, tensor

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic import layout
-from ckptfmt.arithmetic.layout import LocalPiece
 from ckptfmt.arithmetic.plan import find_stretch
 from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.layout import placements as layout
+from ckptfmt.layout.placements import LocalPiece
 
 __all__ = [
     "DTYPE_NAMES",
