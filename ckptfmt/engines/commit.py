@@ -12,7 +12,6 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import (
@@ -32,6 +31,7 @@ from ckptfmt.documents.part import Part
 from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.known import Register, known_tables, parse_known, remember_tables
 from ckptfmt.errors import CODES, CkptError, Code, FormatError, IntegrityError, LayoutError, err
+from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.merge import check_index_tiling, summarise
 from ckptfmt.arithmetic.plan import PieceRead, iter_chunks, iter_pieces, plan_requests
 from ckptfmt.box import Box
 from ckptfmt.digest import PREFIX, digest_bytes
@@ -32,6 +31,7 @@ from ckptfmt.engines.reading import Reading
 from ckptfmt.engines.stored import ArrayTarget, StoredPiece, carrier_of
 from ckptfmt.engines.streaming import REQUEST_NBYTES
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.layout.merge import check_index_tiling, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

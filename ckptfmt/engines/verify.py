@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.foreign import is_foreign, parse_foreign
@@ -32,6 +31,7 @@ from ckptfmt.engines.report import ClosureMember, FoundReference, Report, is_vio
 from ckptfmt.engines.verify_blocks import Done, find_damages, find_undecodable, sort_extents
 from ckptfmt.engines.waiting import describe_savers, list_held
 from ckptfmt.errors import CkptError, Code, encodable, err
+from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

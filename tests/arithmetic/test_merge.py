@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic.merge import PartFileEntry, check_index_tiling, merge_parts, summarise
 from ckptfmt.box import Box
 from ckptfmt.digest import block_digests, digest_bytes
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.part import Extent, Part, PartBox, PartTensor
 from ckptfmt.errors import CkptError, Code, LayoutError
+from ckptfmt.layout.merge import PartFileEntry, check_index_tiling, merge_parts, summarise
 from tests.arithmetic.merge_oracle import merge_tensors
 from tests.builders import code_of, error_of, leaf, origin, stream
 

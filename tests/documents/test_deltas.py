@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.canonical import dump_document
@@ -25,6 +24,7 @@ from ckptfmt.documents.pins import Pins
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError
 from ckptfmt.features import DELTAS, ENCODINGS, GROUP_KINDS, NEEDS_BASE, PLAIN, READER_FEATURES
+from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from tests.builders import ATTEMPT, code_of, edit_strings, error_of, origin, parse_json, parse_signed, unpacked
 
 PATH = f"parts/{ATTEMPT}-00000.msgpack"

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptfmt
-from ckptfmt.arithmetic.merge import PartFileEntry, merge_parts
 from ckptfmt.box import Box
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.digest import block_digests, digest_bytes
@@ -25,6 +24,7 @@ from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.writer import structure_of, write_part
 from ckptfmt.errors import Code, LayoutError
+from ckptfmt.layout.merge import PartFileEntry, merge_parts
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import ATTEMPT, ArraySource, error_of, leaf, origin, save, snapshot, stream, tensor, verify
 from tests.test_group import Allgather, run_writers

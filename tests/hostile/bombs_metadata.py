@@ -10,7 +10,6 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
-from ckptfmt.arithmetic.merge import summarise
 from ckptfmt.digest import digest_bytes, digest_text
 from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.index import Index
@@ -20,6 +19,7 @@ from ckptfmt.documents.packed import dump_packed, dump_strings
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.sharding_columns import sharding_columns
 from ckptfmt.documents.tree import dump_tree
+from ckptfmt.layout.merge import summarise
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import Forgery, save, small_files, snapshot, tensor, unpacked, unpacked_strings
 

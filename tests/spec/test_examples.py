@@ -13,7 +13,6 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.merge import PartFileEntry, merge_parts
 from ckptfmt.digest import digest_bytes, digest_text
 from ckptfmt.documents import msgpk, tree
 from ckptfmt.documents.canonical import dump_document, parse_document
@@ -29,6 +28,7 @@ from ckptfmt.engines.commit import finalize
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint
 from ckptfmt.errors import CkptError
+from ckptfmt.layout.merge import PartFileEntry, merge_parts
 from ckptfmt.store.memory import MemoryStore
 from conformance.generate.fences import REFUSAL, edited
 from tests.spec.pages import SCHEMA, fences, page

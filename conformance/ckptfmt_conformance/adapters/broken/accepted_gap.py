@@ -16,5 +16,5 @@ class Broken(Reference):
 
     replacements = (
         ("ckptfmt.engines.reader:check_index_tiling", _check_nothing),
-        ("ckptfmt.arithmetic.merge:check_sharding", _check_nothing),
+        ("ckptfmt.layout.merge:check_sharding", _check_nothing),
     )
