@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-from ckptfmt.arithmetic import pieces
 from ckptfmt.codecs import encodings
 from ckptfmt.documents import part, shard, tree
 from ckptfmt.engines import coding, delta, image
 from ckptfmt.features import DELTAS, ENCODINGS
+from ckptfmt.layout import merge_tensor as pieces
 from tests.mutants.mutant import Mutant, replaced
 
 
