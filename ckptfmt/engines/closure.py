@@ -8,20 +8,20 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from ckptfmt.arithmetic.plan import BlockRange
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
 from ckptfmt.engines.commit import read_register
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, UnsupportedError, err
+from ckptfmt.layout.read_plan import BlockRange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from ckptfmt.arithmetic.plan import Request
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.part import Part
     from ckptfmt.engines.decoding import Run, StoredBlock
     from ckptfmt.engines.reader import Checkpoint
+    from ckptfmt.layout.read_plan import Request
     from ckptfmt.store.protocol import RangeReader, Store
 
 __all__ = ["Closure", "Library"]

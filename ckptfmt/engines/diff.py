@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ckptfmt.arithmetic.plan import PieceRead, iter_chunks
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.tables import sort_key
@@ -24,6 +23,7 @@ from ckptfmt.engines.decoding import Decoder
 from ckptfmt.engines.stored import ArrayTarget, carrier_of
 from ckptfmt.engines.verify import Report, verify_opened
 from ckptfmt.layout.distance import Distance, measure
+from ckptfmt.layout.read_plan import PieceRead, iter_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

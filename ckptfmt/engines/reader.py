@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.plan import PieceRead, iter_chunks, iter_pieces, plan_requests
 from ckptfmt.box import Box
 from ckptfmt.digest import PREFIX, digest_bytes
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
@@ -32,16 +31,17 @@ from ckptfmt.engines.stored import ArrayTarget, StoredPiece, carrier_of
 from ckptfmt.engines.streaming import REQUEST_NBYTES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.merge import check_index_tiling, summarise
+from ckptfmt.layout.read_plan import PieceRead, iter_chunks, iter_pieces, plan_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from ckptfmt.arithmetic.plan import BlockRange, Request
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.engines.snapshot import TensorSink
     from ckptfmt.engines.streaming import Borrow, ReadReport
+    from ckptfmt.layout.read_plan import BlockRange, Request
     from ckptfmt.store.protocol import Store
 
 __all__ = ["Checkpoint", "check_nbytes", "numpy_dtype", "read_header"]

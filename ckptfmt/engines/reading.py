@@ -10,21 +10,21 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ckptfmt.arithmetic.plan import BlockRange
 from ckptfmt.engines.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.engines.closure import Library
 from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.decoding import Decoder, iter_runs, iter_stored
 from ckptfmt.engines.sharing import Peers, Rounds, Take, share_ranges
 from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests, thread_count
+from ckptfmt.layout.read_plan import BlockRange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckptfmt.arithmetic.plan import Request
     from ckptfmt.engines.decoding import Run
     from ckptfmt.engines.reader import Checkpoint
     from ckptfmt.engines.stored import StoredPiece
+    from ckptfmt.layout.read_plan import Request
 
 __all__ = ["Reading", "unit_of"]
 

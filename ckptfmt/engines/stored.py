@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ckptfmt.arithmetic.plan import BlockRange, cut_range, find_blocks, find_stretch
 from ckptfmt.box import Box
 from ckptfmt.digest import digest_at, digest_bytes, iter_blocks
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.layout.read_plan import BlockRange, cut_range, find_blocks, find_stretch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,7 @@ from ckptfmt.store.protocol import PAGE_NBYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptfmt.arithmetic.plan import Request
+    from ckptfmt.layout.read_plan import Request
     from ckptfmt.store.protocol import RangeReader
 
 __all__ = [

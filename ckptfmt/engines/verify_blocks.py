@@ -9,7 +9,6 @@ import dataclasses
 import threading
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckptfmt.arithmetic.plan import BlockRange, plan_requests
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.part import extent_nbytes
 from ckptfmt.engines.ahead import iter_ahead
@@ -20,13 +19,14 @@ from ckptfmt.engines.report import is_violation, without_frames
 from ckptfmt.engines.stored import iter_damages
 from ckptfmt.engines.streaming import REQUEST_NBYTES, stream_requests
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.layout.read_plan import BlockRange, plan_requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ckptfmt.arithmetic.plan import Request
     from ckptfmt.documents.part import Extent
     from ckptfmt.engines.decoding import OpenPart, Run, StoredBox
+    from ckptfmt.layout.read_plan import Request
 
 __all__ = ["Done", "find_damages", "find_undecodable", "sort_extents"]
 

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic.plan import (
+from ckptfmt.box import Box
+from ckptfmt.documents.sharding import Sharding
+from ckptfmt.layout.read_plan import (
     BlockRange,
     cut_range,
     find_blocks,
@@ -17,8 +19,6 @@ from ckptfmt.arithmetic.plan import (
     plan_requests,
     strides_of,
 )
-from ckptfmt.box import Box
-from ckptfmt.documents.sharding import Sharding
 
 
 def boxes_in(shape):

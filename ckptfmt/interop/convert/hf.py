@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ckptfmt.arithmetic.plan import strides_of
 from ckptfmt.box import Box
 from ckptfmt.documents.shard import ShardEntry, plan_shard
 from ckptfmt.documents.tables import TensorKey
@@ -22,6 +21,7 @@ from ckptfmt.interop.convert.bounds import member_of
 from ckptfmt.interop.convert.content import Content, LeftOut, Tensor, map_tree
 from ckptfmt.interop.convert.fields import assemble
 from ckptfmt.interop.names import GLOBAL
+from ckptfmt.layout.read_plan import strides_of
 from ckptfmt.store.protocol import Buffer, SizedChunks, Store
 
 __all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Layout", "parse_nbytes", "plan_layout", "read_directory", "write_directory"]

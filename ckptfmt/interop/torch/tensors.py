@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ckptfmt.arithmetic.plan import find_stretch
 from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.tables import TensorKey
@@ -21,6 +20,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout import placements as layout
 from ckptfmt.layout.placements import LocalPiece
+from ckptfmt.layout.read_plan import find_stretch
 
 __all__ = [
     "DTYPE_NAMES",
