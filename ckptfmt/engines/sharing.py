@@ -12,9 +12,9 @@ import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from ckptfmt.arithmetic.share import Unit, plan_rounds, split_shared
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange
+from ckptfmt.layout.shared_reads import Unit, plan_rounds, split_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

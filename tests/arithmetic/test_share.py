@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic.share import plan_rounds, split_shared
+from ckptfmt.layout.shared_reads import plan_rounds, split_shared
 
 
 def spans():
