@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.tiling import check_sharding
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor, PartEntry
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Origin, Reference
 from ckptfmt.documents.sharding import Sharding
@@ -20,6 +19,7 @@ from ckptfmt.documents.tables import TensorTable, sort_key, title_of
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.errors import Code, err
 from ckptfmt.layout.merge_tensor import merge_all_pieces
+from ckptfmt.layout.tiling import check_sharding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptfmt.arithmetic.tiling import check_tiling
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tables import TensorKey, sort_key
 from ckptfmt.errors import Code, err
+from ckptfmt.layout.tiling import check_tiling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

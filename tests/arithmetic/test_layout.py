@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.arithmetic.tiling import check_tiling
 from ckptfmt.box import Box
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.layout.placements import (
@@ -21,6 +20,7 @@ from ckptfmt.layout.placements import (
     local_boxes,
     replica_index,
 )
+from ckptfmt.layout.tiling import check_tiling
 
 
 def coordinates(mesh_shape):

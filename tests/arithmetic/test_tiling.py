@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.tiling import check_bounds, check_tiling, find_overlap, find_overlap_rows
 from ckptfmt.box import Box
 from ckptfmt.errors import CkptError, Code
+from ckptfmt.layout.tiling import check_bounds, check_tiling, find_overlap, find_overlap_rows
 
 
 def arrays(boxes, ndim, dtype=np.int64):

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.tiling import check_sharding
 from ckptfmt.box import Box
 from ckptfmt.documents.packed import Columns, dump_packed
 from ckptfmt.documents.sharding import Sharding, rows_increase
 from ckptfmt.documents.sharding_columns import parse_shardings, sharding_columns
 from ckptfmt.errors import Code
+from ckptfmt.layout.tiling import check_sharding
 from tests.builders import code_of, error_of, unpacked
 
 

@@ -15,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.arithmetic.tiling import check_tiling
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
@@ -24,6 +23,7 @@ from ckptfmt.interop.convert.content import Array, Content
 from ckptfmt.interop.convert.pickles import DICT, ORDERED_DICT, Made, Named, parse_pickle
 from ckptfmt.interop.convert.torch_archive import DTYPE_NAMES, Archive, StoredTensor, damaged, shape_of
 from ckptfmt.interop.convert.torch_trees import Trees
+from ckptfmt.layout.tiling import check_tiling
 
 __all__ = ["METADATA_NAME", "read_directory"]
 
