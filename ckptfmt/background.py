@@ -17,7 +17,7 @@ from ckptfmt.engines.staging import Copy, Seen, Staging
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.handle import SaveHandle, SaveReport, wait_until
 from ckptfmt.links import Link, Lost, ProcessLink, ThreadLink, error_of
-from ckptfmt.stage.memory import available_nbytes, is_shortage, plan_slots
+from ckptfmt.stage.room import available_nbytes, is_shortage, plan_slots
 from ckptfmt.stage.slot import Slot
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptfmt.stage.memory import available_nbytes, plan_slots
+from ckptfmt.stage.room import available_nbytes, plan_slots
 from ckptfmt.stage.slot import Slot
 
 __all__ = ["Slot", "available_nbytes", "plan_slots"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt.stage import available_nbytes, plan_slots
-from ckptfmt.stage.memory import margin_nbytes
+from ckptfmt.stage.room import margin_nbytes
 from ckptfmt.stage.slot import slot_nbytes
 from tests.store.helpers import FAST_DIRECTORY, code_of
 
