@@ -12,7 +12,6 @@ from ckptfmt.capture import LOCAL_TOPOLOGY
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree
-from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.streaming import ReadReport
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
@@ -29,6 +28,7 @@ from ckptfmt.interop.standalone import load_trees
 from ckptfmt.interop.streams import live_streams, plan_streams
 from ckptfmt.interop.trees import Encoder, fingerprint
 from ckptfmt.interop.walk import Kind, Unit
+from ckptfmt.stage.collector import collector_paused
 from ckptfmt.state import State
 
 __all__ = ["CLAIMS", "LoadReport", "Restoration", "load_trees", "plan_restore", "restore", "restore_streams"]

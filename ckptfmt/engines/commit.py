@@ -28,10 +28,10 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part
-from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.known import Register, known_tables, parse_known, remember_tables
 from ckptfmt.errors import CODES, CkptError, Code, FormatError, IntegrityError, LayoutError, err
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
+from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

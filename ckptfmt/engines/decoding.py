@@ -20,8 +20,8 @@ from ckptfmt.digest import DIGEST_NBYTES, digest_at, digest_bytes
 from ckptfmt.documents.manifest import part_path
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.collector import collector_paused
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

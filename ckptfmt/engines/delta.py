@@ -27,12 +27,12 @@ from ckptfmt.engines.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.engines.base import BaseContents, BaseFiles
 from ckptfmt.engines.coders import coder_count
 from ckptfmt.engines.coding import BlockCoder, Coded
-from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.engines.streaming import make_memory
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
+from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

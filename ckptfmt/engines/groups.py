@@ -16,8 +16,8 @@ from ckptfmt.codecs import prediction
 from ckptfmt.codecs.prediction.members import Members, find_members
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.collector import collector_paused
 from ckptfmt.features import NEEDS_BASE
+from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -17,7 +17,7 @@ from ckptfmt.documents.part import Extent, Leaf, Part, PartBox, PartFile, PartTe
 from ckptfmt.documents.shard import ShardEntry, most_entry_nbytes, plan_shard
 from ckptfmt.documents.tables import TensorKey, block_count, sort_key
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.collector import collector_paused
+from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

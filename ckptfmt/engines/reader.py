@@ -23,7 +23,6 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.closure import Closure, Library
-from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.decoding import OpenPart, StoredBox, open_part
 from ckptfmt.engines.reading import Reading
@@ -32,6 +31,7 @@ from ckptfmt.engines.streaming import REQUEST_NBYTES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.merge import check_index_tiling, summarise
 from ckptfmt.layout.read_plan import PieceRead, iter_chunks, iter_pieces, plan_requests
+from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

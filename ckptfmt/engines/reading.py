@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ckptfmt.engines.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.engines.closure import Library
-from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.decoding import Decoder, iter_runs, iter_stored
 from ckptfmt.engines.sharing import Peers, Rounds, Take, share_ranges
 from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests, thread_count
 from ckptfmt.layout.read_plan import BlockRange
+from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,10 +16,10 @@ from ckptfmt.documents.part import Leaf, Part, Stream, dump_failure
 from ckptfmt.documents.structure import Structure
 from ckptfmt.documents.tables import TensorKey, TensorTable, sort_key
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.image import Image, Piece, key_of, plan_image
 from ckptfmt.errors import CODES, CkptError, Code, err
+from ckptfmt.stage.collector import collector_paused
 from ckptfmt.store.protocol import SizedChunks
 
 if TYPE_CHECKING:

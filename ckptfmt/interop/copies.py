@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.engines.collector import collector_paused
 from ckptfmt.engines.fillings import Filling
 from ckptfmt.engines.image import Image, Piece, key_of
 from ckptfmt.engines.snapshot import Snapshot, TensorSource
 from ckptfmt.engines.staging import Copy, HostCopy
+from ckptfmt.stage.collector import collector_paused
 
 __all__ = ["plan_copies"]
 

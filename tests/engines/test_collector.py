@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import ckptfmt
-from ckptfmt.engines import collector
-from ckptfmt.engines.collector import collector_paused
 from ckptfmt.errors import CkptError
+from ckptfmt.stage import collector
+from ckptfmt.stage.collector import collector_paused
 from ckptfmt.store.memory import MemoryStore
 
 #: Not Python's own, so that a test sees whose they are.
