@@ -10,8 +10,8 @@ from typing import Final
 import torch
 
 from ckptfmt.box import Box
+from ckptfmt.commit.decision import commit
 from ckptfmt.documents.manifest import Origin
-from ckptfmt.engines.commit import commit
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.writer import write_part
 from ckptfmt.interop.torch.tensors import TorchSink

@@ -23,10 +23,10 @@ from benchmarks.fleet import Wanted, fill_memory, iter_bad, make_origin, write_f
 from benchmarks.mixture import CutTensor, describe_mixture, halve, make_mixture, split_rows
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, remove
+from ckptfmt.commit.decision import finalize
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import MANIFEST_NAME, index_name
-from ckptfmt.engines.commit import finalize
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import LayoutError
 from ckptfmt.layout.merge import check_index_tiling

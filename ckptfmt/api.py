@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ckptfmt import limits
+from ckptfmt.commit.decision import check_vacant
 from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
-from ckptfmt.engines.commit import check_vacant
 from ckptfmt.engines.compact import compact_checkpoint, compact_run
 from ckptfmt.engines.lineage import check_surroundings, find_head
 from ckptfmt.engines.reader import Checkpoint

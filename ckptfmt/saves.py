@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt import limits
 from ckptfmt.background import Background, staging_thread_count
+from ckptfmt.commit.decision import check_vacant
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import is_near_limit
-from ckptfmt.engines.commit import check_vacant
 from ckptfmt.engines.fillings import Fillings
 from ckptfmt.engines.lineage import check_not_fenced
 from ckptfmt.engines.policy import DeltaOptions

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfmt import limits
 from ckptfmt.capture import capture
+from ckptfmt.commit.decision import decide
 from ckptfmt.documents.manifest import Manifest, Origin
 from ckptfmt.documents.structure import Structure
-from ckptfmt.engines.commit import decide
 from ckptfmt.engines.image import Image, plan_image
 from ckptfmt.engines.writer import as_ckpt_error, check_snapshot, for_saving, structure_of, tell_failure, write_part
 from ckptfmt.errors import CkptError, Code, err

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ckptfmt.box import Box
+from ckptfmt.commit.decision import commit
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, index_name, part_path
@@ -21,7 +22,6 @@ from ckptfmt.documents.msgpk import dump_packed_document, parse_msgpack
 from ckptfmt.documents.packed import dump_packed, dump_strings, parse_packed
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.tree import DtypeName, InlineArray, TensorRef, dump_tree
-from ckptfmt.engines.commit import commit
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.verify import Report, verify_checkpoint

@@ -11,11 +11,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ckptfmt.commit.decision import finalize, sweep_attempts
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.engines.chain import Chain, Snapped
-from ckptfmt.engines.commit import finalize, sweep_attempts
 from ckptfmt.engines.image import Image, plan_image
 from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.policy import DeltaOptions

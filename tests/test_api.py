@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 
 import ckptfmt
+from ckptfmt.commit.decision import retire
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Origin, parse_register
-from ckptfmt.engines.commit import retire
 from ckptfmt.engines.lineage import list_checkpoints, open_run
 from ckptfmt.engines.reader import read_manifest
 from ckptfmt.errors import CODES, CkptError, Code

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from ckptfmt.engines.commit import poll
+from ckptfmt.commit.decision import poll
 from ckptfmt.engines.image import plan_image
 from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.saver import SaveRequest

@@ -17,9 +17,9 @@ import ckptfmt.background
 import ckptfmt.saves
 from ckptfmt.background import Background
 from ckptfmt.checkpointer import Checkpointer
+from ckptfmt.commit.decision import poll
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
-from ckptfmt.engines.commit import poll
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.staging import HostCopy
 from ckptfmt.errors import Code

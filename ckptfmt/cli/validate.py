@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_errors
 from ckptfmt.cli.places import Place, open_bases, open_place
 from ckptfmt.cli.progress import Progress
+from ckptfmt.commit.decision import read_register
 from ckptfmt.documents.manifest import Manifest
-from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.lineage import check_surroundings, list_checkpoints
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint, verify_run

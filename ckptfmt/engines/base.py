@@ -7,10 +7,10 @@ import dataclasses
 import threading
 from typing import TYPE_CHECKING
 
+from ckptfmt.commit.decision import check_base, create_once
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.manifest import Reference, pins_path
 from ckptfmt.documents.pins import Pins
-from ckptfmt.engines.commit import check_base, create_once
 from ckptfmt.engines.decoding import Decoder, join_blocks
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code

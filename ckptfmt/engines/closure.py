@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from ckptfmt.commit.decision import read_register
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
-from ckptfmt.engines.commit import read_register
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, UnsupportedError, err
 from ckptfmt.layout.read_plan import BlockRange
 

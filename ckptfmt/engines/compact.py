@@ -9,11 +9,11 @@ import dataclasses
 import secrets
 from typing import TYPE_CHECKING, Final
 
+from ckptfmt.commit.decision import check_vacant, decide
 from ckptfmt.documents.holdings import Holdings
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.tables import block_count
 from ckptfmt.engines.ahead import iter_ahead
-from ckptfmt.engines.commit import check_vacant, decide
 from ckptfmt.engines.decoding import Decoder
 from ckptfmt.engines.image import Image, plan_image
 from ckptfmt.engines.lineage import begin_launch, check_not_fenced, find_head, open_run

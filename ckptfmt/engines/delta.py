@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ckptfmt.codecs import encodings
+from ckptfmt.commit.decision import create_once
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.deltas import Group, StoredBlocks
 from ckptfmt.documents.extents import SAME, Extents
@@ -27,7 +28,6 @@ from ckptfmt.engines.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.engines.base import BaseContents, BaseFiles
 from ckptfmt.engines.coders import coder_count
 from ckptfmt.engines.coding import BlockCoder, Coded
-from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.engines.streaming import make_memory
 from ckptfmt.errors import CkptError, Code, err

@@ -8,6 +8,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from ckptfmt import limits
+from ckptfmt.commit.decision import create_once, read_register
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
     Abort,
@@ -17,7 +18,6 @@ from ckptfmt.documents.manifest import (
     parse_checkpoint_name,
 )
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, Run, launch_name, parse_launch_name
-from ckptfmt.engines.commit import create_once, read_register
 from ckptfmt.engines.verify import Report, check_place, check_record, verify_loadable
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import WRITER_FEATURES

@@ -15,6 +15,7 @@ import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.box import Box
+from ckptfmt.commit.decision import read_register
 from ckptfmt.digest import PREFIX, digest_bytes
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
 from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, index_name, part_path
@@ -23,7 +24,6 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.closure import Closure, Library
-from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.decoding import OpenPart, StoredBox, open_part
 from ckptfmt.engines.reading import Reading
 from ckptfmt.engines.stored import ArrayTarget, StoredPiece, carrier_of

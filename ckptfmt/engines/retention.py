@@ -6,9 +6,9 @@ import secrets
 from typing import TYPE_CHECKING
 
 from ckptfmt import limits
+from ckptfmt.commit.decision import CONDEMNED, abort, retire, sweep
 from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_checkpoint_name
 from ckptfmt.documents.pins import Pins
-from ckptfmt.engines.commit import CONDEMNED, abort, retire, sweep
 from ckptfmt.engines.lineage import (
     RunEntry,
     check_not_fenced,

@@ -20,13 +20,13 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
+from ckptfmt.commit.decision import check_vacant, decide
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.run import SAVERS, Run
 from ckptfmt.engines.chain import Chain, Snapped
 from ckptfmt.engines.coders import Coders
-from ckptfmt.engines.commit import check_vacant, decide
 from ckptfmt.engines.image import Image
 from ckptfmt.engines.known import remembered
 from ckptfmt.engines.lineage import check_not_fenced

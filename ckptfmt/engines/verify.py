@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ckptfmt import limits
+from ckptfmt.commit.decision import read_register
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.foreign import is_foreign, parse_foreign
@@ -24,7 +25,6 @@ from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, Run, launch_name, 
 from ckptfmt.documents.shard import ShardEntry, parse_shard_header
 from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.commit import read_register
 from ckptfmt.engines.reader import Checkpoint, check_nbytes, read_header
 from ckptfmt.engines.report import ClosureMember, FoundReference, Report, is_violation
 from ckptfmt.engines.verify_blocks import Done, find_damages, find_undecodable, sort_extents

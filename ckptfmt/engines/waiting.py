@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from ckptfmt.commit.decision import poll
 from ckptfmt.documents.run import SAVERS
-from ckptfmt.engines.commit import poll
 from ckptfmt.errors import CkptError, StoreError
 
 if TYPE_CHECKING:

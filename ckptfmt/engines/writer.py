@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ckptfmt import limits
+from ckptfmt.commit.decision import create_once
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.extents import make_integers
 from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_name
@@ -16,7 +17,6 @@ from ckptfmt.documents.part import Leaf, Part, Stream, dump_failure
 from ckptfmt.documents.structure import Structure
 from ckptfmt.documents.tables import TensorKey, TensorTable, sort_key
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.commit import create_once
 from ckptfmt.engines.image import Image, Piece, key_of, plan_image
 from ckptfmt.errors import CODES, CkptError, Code, err
 from ckptfmt.stage.collector import collector_paused

@@ -15,7 +15,7 @@ from benchmarks.layouts import BLOCK_NBYTES, Cut, Matrices, count_edge_nbytes, s
 from benchmarks.mixture import describe_mixture, halve, make_mixture, split_rows
 from benchmarks.plan import plan_reads
 from ckptfmt.box import Box
-from ckptfmt.engines.commit import finalize
+from ckptfmt.commit.decision import finalize
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.store import open_store
 from tests.benchmarks.storage import skip_unless_cold

@@ -14,10 +14,10 @@ import pytest
 
 from ckptfmt.__main__ import main
 from ckptfmt.box import Box
+from ckptfmt.commit.decision import abort, commit
 from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.tree import dump_tree
-from ckptfmt.engines.commit import abort, commit
 from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.writer import write_part

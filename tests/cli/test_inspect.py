@@ -3,11 +3,11 @@
 import pytest
 
 from ckptfmt.cli import inspect
+from ckptfmt.commit.decision import commit
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.part import Stream
 from ckptfmt.documents.tree import TensorRef, dump_tree
-from ckptfmt.engines.commit import commit
 from ckptfmt.engines.writer import write_part
 from ckptfmt.store import LocalStore
 from tests.cli.conftest import ATTEMPT, CURSOR, leaf_of, save, snapshot_of

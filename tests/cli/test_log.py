@@ -2,8 +2,8 @@
 
 import pytest
 
+from ckptfmt.commit.decision import retire
 from ckptfmt.documents.manifest import checkpoint_name
-from ckptfmt.engines.commit import retire
 from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.reader import read_manifest
 from ckptfmt.store import LocalStore

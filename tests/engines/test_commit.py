@@ -10,10 +10,7 @@ import zlib
 import numpy as np
 import pytest
 
-from ckptfmt.digest import digest_bytes
-from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, failure_path, index_name, part_path
-from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, open_packed_document
-from ckptfmt.engines.commit import (
+from ckptfmt.commit.decision import (
     abort,
     commit,
     create_once,
@@ -25,6 +22,9 @@ from ckptfmt.engines.commit import (
     sweep_attempts,
     wait_for_decision,
 )
+from ckptfmt.digest import digest_bytes
+from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, failure_path, index_name, part_path
+from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, open_packed_document
 from ckptfmt.engines.reader import Checkpoint, read_manifest
 from ckptfmt.engines.writer import tell_failure, write_failure, write_part
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutError, err
@@ -183,7 +183,7 @@ def test_parts_of_another_attempt_do_not_count(written):
 
 def test_a_failed_writer_is_not_waited_for(monkeypatch):
     """REQ-CMT-004: the first look finds it."""
-    monkeypatch.setattr("ckptfmt.engines.commit.poll", lambda _: [None])
+    monkeypatch.setattr("ckptfmt.commit.decision.poll", lambda _: [None])
     store = MemoryStore()
     write_part(store, two_writers()[0], ORIGIN, writer=0)
     write_failure(store, ORIGIN, 1, err(Code.NO_SPACE, "full"))

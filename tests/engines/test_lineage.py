@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptfmt.commit.decision import abort, retire
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, checkpoint_name
 from ckptfmt.documents.run import RUN_NAME, Launch, ResumeFrom, Run, launch_name
-from ckptfmt.engines.commit import abort, retire
 from ckptfmt.engines.lineage import (
     begin_launch,
     check_not_fenced,

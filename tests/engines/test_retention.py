@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
+from ckptfmt.commit.decision import read_register, retire
 from ckptfmt.documents.manifest import Abort, Tombstone, checkpoint_name
 from ckptfmt.documents.run import Run
-from ckptfmt.engines.commit import read_register, retire
 from ckptfmt.engines.lineage import begin_launch, list_checkpoints, list_launches
 from ckptfmt.engines.retention import clean_up, plan_retention
 from ckptfmt.engines.writer import write_part

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptfmt.commit.decision import decide, poll, read_register
 from ckptfmt.documents.manifest import Manifest, checkpoint_name, failure_path, part_path
 from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.run import SAVERS
 from ckptfmt.engines import saver as saver_module
-from ckptfmt.engines.commit import decide, poll, read_register
 from ckptfmt.engines.image import plan_image
 from ckptfmt.engines.lineage import begin_launch, list_checkpoints, open_run
 from ckptfmt.engines.saver import Saver, SaveRequest

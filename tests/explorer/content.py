@@ -14,13 +14,14 @@ from unittest import mock
 import numpy as np
 
 from ckptfmt.box import Box
+from ckptfmt.commit import decision as commit
 from ckptfmt.documents import canonical
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Part, Stream
 from ckptfmt.documents.run import Launch
 from ckptfmt.documents.tree import dump_tree
-from ckptfmt.engines import commit, lineage, writer
+from ckptfmt.engines import lineage, writer
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.store.protocol import Store

@@ -13,9 +13,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, parse_checkpoint_name
 from ckptfmt.documents.run import Launch, Run
-from ckptfmt.engines import commit, lineage, retention, verify
+from ckptfmt.engines import lineage, retention, verify
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store

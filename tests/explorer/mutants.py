@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 from unittest import mock
 
+from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, index_name
 from ckptfmt.documents.run import LAUNCHES
-from ckptfmt.engines import commit, lineage, reader, retention, stored
+from ckptfmt.engines import lineage, reader, retention, stored
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import Loss

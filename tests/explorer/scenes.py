@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final
 
+from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import Manifest, checkpoint_name, shard_name
 from ckptfmt.documents.run import Launch
-from ckptfmt.engines import commit, lineage
+from ckptfmt.engines import lineage
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.store.protocol import Store

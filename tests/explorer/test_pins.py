@@ -12,9 +12,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import Manifest, checkpoint_name, parse_checkpoint_name
 from ckptfmt.documents.run import Run
-from ckptfmt.engines import base, commit, lineage, retention, writer
+from ckptfmt.engines import base, lineage, retention, writer
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.features import REFERENCED
@@ -165,7 +166,7 @@ def test_a_broken_protocol_is_convicted(name):
     prepared, found = prepare(), []
     patches = [mock.patch(where, replaced)]
     if name == "a base is not checked":
-        patches.append(mock.patch("ckptfmt.engines.commit.check_base", replaced))
+        patches.append(mock.patch("ckptfmt.commit.decision.check_base", replaced))
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)

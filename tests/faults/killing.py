@@ -21,8 +21,8 @@ import traceback
 from typing import Final
 
 from ckptfmt.checkpointer import Checkpointer
+from ckptfmt.commit.decision import read_register
 from ckptfmt.documents.manifest import Manifest, Tombstone, checkpoint_name
-from ckptfmt.engines.commit import read_register
 from ckptfmt.handle import STATES, SaveHandle
 from ckptfmt.store import open_store
 from tests.faults.driver import MARK, PATIENCE_S, TorchToy, Toy, problems, resume, savers, until

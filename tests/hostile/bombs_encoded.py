@@ -11,11 +11,11 @@ import zstandard
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.codecs.encodings.strings import FILL, FRAME, dump_number
+from ckptfmt.commit.decision import commit
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.holdings import Extent, PartBox, PartTensor
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
-from ckptfmt.engines.commit import commit
 from ckptfmt.engines.writer import write_part_file
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import ATTEMPT, origin

@@ -4,10 +4,11 @@ import functools
 
 import pytest
 
+from ckptfmt.commit import decision as commit
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import parse_register
 from ckptfmt.documents.part import Part
-from ckptfmt.engines import commit, reader
+from ckptfmt.engines import reader
 from ckptfmt.engines import verify as verify_module
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError
 from ckptfmt.layout.merge import check_index_tiling

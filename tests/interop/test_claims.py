@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ckptfmt
 from ckptfmt.capture import capture
 from ckptfmt.restore import restore
-from ckptfmt.engines.commit import commit
+from ckptfmt.commit.decision import commit
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.writer import write_part
 from ckptfmt.documents.manifest import Origin

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ckptfmt.engines import commit, retention
+from ckptfmt.commit import decision as commit
+from ckptfmt.engines import retention
 from tests.mutants.mutant import Mutant, replaced, rewritten
 
 _NO_SYNC = ('    store.sync("")\n', "")

@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 from ckptfmt import saving
+from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, parse_register
-from ckptfmt.engines import commit, writer
+from ckptfmt.engines import writer
 from ckptfmt.group import Group
 from ckptfmt.store.protocol import Store
 from tests.mutants.mutant import Mutant, replaced, rewritten

@@ -10,8 +10,9 @@ from typing import Any
 from unittest import mock
 
 from ckptfmt import api, checkpointer, saving
+from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin
-from ckptfmt.engines import commit, compact, lineage, saver, verify
+from ckptfmt.engines import compact, lineage, saver, verify
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.saver import Saver
 from ckptfmt.engines.verify import Report

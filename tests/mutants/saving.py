@@ -9,11 +9,12 @@ from typing import Any
 from unittest import mock
 
 from ckptfmt import checkpointer
+from ckptfmt.commit import decision as commit
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import Origin, Reference, pins_path
 from ckptfmt.documents.pins import Pins
 from ckptfmt.documents.run import Run
-from ckptfmt.engines import base, chain, commit
+from ckptfmt.engines import base, chain
 from ckptfmt.engines.saver import Progress, Saver
 from ckptfmt.interop.torch import guard
 from ckptfmt.interop.torch.guard import Guard

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
-from ckptfmt.engines import commit
+from ckptfmt.commit import decision as commit
 from ckptfmt.errors import Code
 from ckptfmt.store import holding, local
 from ckptfmt.store.local import LocalStore

@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 from ckptfmt import limits
+from ckptfmt.commit.decision import finalize
 from ckptfmt.digest import digest_bytes, digest_text
 from ckptfmt.documents import msgpk, tree
 from ckptfmt.documents.canonical import dump_document, parse_document
@@ -24,7 +25,6 @@ from ckptfmt.documents.part import PACK_HEADER, Part
 from ckptfmt.documents.pins import Pins
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
-from ckptfmt.engines.commit import finalize
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint
 from ckptfmt.errors import CkptError

@@ -10,6 +10,7 @@ import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.box import Box
+from ckptfmt.commit.decision import finalize
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import FIELDS, Manifest, Origin
@@ -17,7 +18,6 @@ from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tables import sort_key
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.commit import finalize
 from ckptfmt.engines.image import Piece, plan_image
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
