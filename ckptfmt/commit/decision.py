@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt import limits
+from ckptfmt.commit.known import Register, known_tables, parse_known, remember_tables
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import (
@@ -28,7 +29,6 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part
-from ckptfmt.engines.known import Register, known_tables, parse_known, remember_tables
 from ckptfmt.errors import CODES, CkptError, Code, FormatError, IntegrityError, LayoutError, err
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.stage.collector import collector_paused

@@ -21,6 +21,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.commit.decision import check_vacant, decide
+from ckptfmt.commit.known import remembered
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Stream
@@ -28,7 +29,6 @@ from ckptfmt.documents.run import SAVERS, Run
 from ckptfmt.engines.chain import Chain, Snapped
 from ckptfmt.engines.coders import Coders
 from ckptfmt.engines.image import Image
-from ckptfmt.engines.known import remembered
 from ckptfmt.engines.lineage import check_not_fenced
 from ckptfmt.engines.policy import DeltaOptions, Plan
 from ckptfmt.engines.retention import tidy_up

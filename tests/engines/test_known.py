@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import ckptfmt
+from ckptfmt.commit import known
 from ckptfmt.commit.decision import read_register
+from ckptfmt.commit.known import known_tables, parse_known, remember_tables, remembered
 from ckptfmt.documents import part
 from ckptfmt.documents.manifest import Abort, Manifest, parse_register
 from ckptfmt.documents.tables import TensorTable, parse_tensor_table
-from ckptfmt.engines import known
-from ckptfmt.engines.known import known_tables, parse_known, remember_tables, remembered
 from ckptfmt.engines.retention import tidy_up
 from ckptfmt.errors import Code
 from tests.builders import code_of, snapshot, tensor
