@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import check_vacant
+from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.engines.compact import compact_checkpoint, compact_run
 from ckptfmt.engines.lineage import check_surroundings, find_head
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.verify import Report, verify_checkpoint, verify_run
-from ckptfmt.engines.waiting import describe_savers, wait_for_savers
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.group import EXCHANGE, Agree, make_group
 from ckptfmt.handle import SaveReport

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from ckptfmt.cli.console import Console, bytes_text, clean, count_text, share_text, time_text
 from ckptfmt.cli.graph import draw_graph
 from ckptfmt.cli.places import Place, open_run_place
+from ckptfmt.commit.waiting import describe_savers, list_held
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
 from ckptfmt.engines.lineage import (
     RunEntry,
@@ -22,7 +23,6 @@ from ckptfmt.engines.lineage import (
     read_launch,
     read_run,
 )
-from ckptfmt.engines.waiting import describe_savers, list_held
 from ckptfmt.errors import CkptError, StoreError
 
 if TYPE_CHECKING:

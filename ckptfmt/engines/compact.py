@@ -10,6 +10,7 @@ import secrets
 from typing import TYPE_CHECKING, Final
 
 from ckptfmt.commit.decision import check_vacant, decide
+from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.holdings import Holdings
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.tables import block_count
@@ -19,7 +20,6 @@ from ckptfmt.engines.image import Image, plan_image
 from ckptfmt.engines.lineage import begin_launch, check_not_fenced, find_head, open_run
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
-from ckptfmt.engines.waiting import describe_savers, wait_for_savers
 from ckptfmt.engines.writer import Context, write_image
 from ckptfmt.errors import Code, err
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import read_register
+from ckptfmt.commit.waiting import describe_savers, list_held
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.foreign import is_foreign, parse_foreign
@@ -28,7 +29,6 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.reader import Checkpoint, check_nbytes, read_header
 from ckptfmt.engines.report import ClosureMember, FoundReference, Report, is_violation
 from ckptfmt.engines.verify_blocks import Done, find_damages, find_undecodable, sort_extents
-from ckptfmt.engines.waiting import describe_savers, list_held
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.stage.collector import collector_paused
