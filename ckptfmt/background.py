@@ -23,8 +23,8 @@ from ckptfmt.stage.slot import Slot
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ckptfmt.engines.image import Image
     from ckptfmt.store.protocol import Store
+    from ckptfmt.write.image import Image
 
 __all__ = ["Background", "staging_thread_count"]
 

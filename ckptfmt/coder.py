@@ -15,9 +15,9 @@ from ckptfmt.codecs.prediction import Rule
 from ckptfmt.engines.base import BaseContents
 from ckptfmt.engines.coding import BlockCoder
 from ckptfmt.engines.groups import PlannedGroup
-from ckptfmt.engines.image import Image
 from ckptfmt.stage.process import be_helper, watch
 from ckptfmt.stage.slot import Slot
+from ckptfmt.write.image import Image
 
 if TYPE_CHECKING:
     from ckptfmt.stage.channel import Channel

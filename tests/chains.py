@@ -16,7 +16,6 @@ from ckptfmt.digest import block_digests
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.engines.chain import Chain, Snapped
-from ckptfmt.engines.image import Image, plan_image
 from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.reader import Checkpoint
@@ -24,6 +23,7 @@ from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.writer import Context
 from ckptfmt.features import REFERENCED
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.write.image import Image, plan_image
 from tests.builders import snapshot, tensor
 
 SMALLEST = DeltaOptions(mode="smallest", restore_budget=float("inf"))

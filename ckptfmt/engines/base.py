@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.manifest import Manifest, Origin
     from ckptfmt.documents.part import Part
-    from ckptfmt.engines.image import Image
     from ckptfmt.store.protocol import Store
+    from ckptfmt.write.image import Image
 
 __all__ = ["Base", "BaseContents", "BaseFiles", "pin_base", "unpinned_after_error"]
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ckptfmt.documents.manifest import Manifest, Origin
     from ckptfmt.documents.part import Part
     from ckptfmt.engines.coders import Coders
-    from ckptfmt.engines.image import Image
     from ckptfmt.store.protocol import Store
+    from ckptfmt.write.image import Image
 
 __all__ = ["Chain", "Snapped"]
 

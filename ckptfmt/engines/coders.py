@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from ckptfmt.engines.groups import PlannedGroup
-    from ckptfmt.engines.image import Image
     from ckptfmt.stage.channel import Channel
+    from ckptfmt.write.image import Image
 
 __all__ = ["Coders", "coder_count"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from ckptfmt.engines.base import BaseContents
-    from ckptfmt.engines.image import Image
+    from ckptfmt.write.image import Image
 
 __all__ = ["LEAST_NBYTES", "SMALL_NBYTES", "BlockCoder", "Coded", "encode_small"]
 

@@ -16,12 +16,12 @@ from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.tables import block_count
 from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.decoding import Decoder
-from ckptfmt.engines.image import Image, plan_image
 from ckptfmt.engines.lineage import begin_launch, check_not_fenced, find_head, open_run
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.writer import Context, write_image
 from ckptfmt.errors import Code, err
+from ckptfmt.write.image import Image, plan_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

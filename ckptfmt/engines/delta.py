@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from ckptfmt.engines.base import Base
     from ckptfmt.engines.coders import Coders
     from ckptfmt.engines.groups import PlannedGroup
-    from ckptfmt.engines.image import Image
     from ckptfmt.engines.staging import Seen
     from ckptfmt.engines.writer import Context
     from ckptfmt.store.protocol import Buffer, Store
+    from ckptfmt.write.image import Image
 
 __all__ = ["Delta", "Stored"]
 

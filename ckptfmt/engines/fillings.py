@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckptfmt.engines.image import Image
+    from ckptfmt.write.image import Image
 
 __all__ = ["Filling", "Fillings"]
 

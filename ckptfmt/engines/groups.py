@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptfmt.documents.part import Leaf
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.engines.base import BaseContents
-    from ckptfmt.engines.image import Image
+    from ckptfmt.write.image import Image
 
 __all__ = ["PlannedGroup", "Snapshotted", "dump_rules", "find_groups"]
 

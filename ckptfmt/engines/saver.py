@@ -28,13 +28,13 @@ from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.run import SAVERS, Run
 from ckptfmt.engines.chain import Chain, Snapped
 from ckptfmt.engines.coders import Coders
-from ckptfmt.engines.image import Image
 from ckptfmt.engines.lineage import check_not_fenced
 from ckptfmt.engines.policy import DeltaOptions, Plan
 from ckptfmt.engines.retention import tidy_up
 from ckptfmt.engines.staging import Seen, check_kept, check_seen
 from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure
 from ckptfmt.errors import CkptError, Code, encodable, err
+from ckptfmt.write.image import Image
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

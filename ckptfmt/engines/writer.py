@@ -17,10 +17,10 @@ from ckptfmt.documents.part import Leaf, Part, Stream, dump_failure
 from ckptfmt.documents.structure import Structure
 from ckptfmt.documents.tables import TensorKey, TensorTable, sort_key
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.image import Image, Piece, key_of, plan_image
 from ckptfmt.errors import CODES, CkptError, Code, err
 from ckptfmt.stage.collector import collector_paused
 from ckptfmt.store.protocol import SizedChunks
+from ckptfmt.write.image import Image, Piece, key_of, plan_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

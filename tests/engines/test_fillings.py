@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptfmt.engines import fillings
 from ckptfmt.engines.fillings import Fillings
-from ckptfmt.engines.image import plan_image
+from ckptfmt.write.image import plan_image
 from tests.builders import snapshot
 
 BLOCK_NBYTES = 4096

@@ -19,13 +19,13 @@ from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
 from ckptfmt.documents.part import Part
 from ckptfmt.documents.shard import most_entry_nbytes, parse_shard_header, plan_shard
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.image import ALIGN_NBYTES, Image, key_of, plan_image
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.writer import structure_of, write_part
 from ckptfmt.errors import Code, LayoutError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.write.image import ALIGN_NBYTES, Image, key_of, plan_image
 from tests.builders import ATTEMPT, ArraySource, error_of, leaf, origin, save, snapshot, stream, tensor, verify
 from tests.test_group import Allgather, run_writers
 
@@ -312,7 +312,7 @@ def test_headers_are_those_of_the_files() -> None:
 
 def test_tensors_that_need_more_headers_than_one_are_divided_among_files(monkeypatch):
     """A header of 16 MiB has room for about 150,000 tensors; here it is made small. REQ-SHD-001."""
-    monkeypatch.setattr("ckptfmt.engines.image._ENTRIES_NBYTES", 8192)
+    monkeypatch.setattr("ckptfmt.write.image._ENTRIES_NBYTES", 8192)
     names = [f"layers.{number}.weight" for number in range(1000)]
     made = snapshot(*[tensor(name, np.full(3, number)) for number, name in enumerate(names)])
     image = plan_image(made, block_nbytes=4096)

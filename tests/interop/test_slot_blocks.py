@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfmt.digest import block_digests
-from ckptfmt.engines.image import plan_image
 from ckptfmt.interop.torch import device as staging
 from ckptfmt.interop.torch import slot_blocks
 from ckptfmt.interop.torch.device import SideStreams, plan_device_copies
 from ckptfmt.interop.torch.slot_blocks import SlotBlocks
+from ckptfmt.write.image import plan_image
 from tests.builders import snapshot, tensor
 from tests.interop.test_device import FakeCuda, in_a_row
 

@@ -11,9 +11,10 @@ from unittest import mock
 
 from ckptfmt.codecs import encodings
 from ckptfmt.documents import part, shard, tree
-from ckptfmt.engines import coding, delta, image
+from ckptfmt.engines import coding, delta
 from ckptfmt.features import DELTAS, ENCODINGS
 from ckptfmt.layout import merge_tensor as pieces
+from ckptfmt.write import image
 from tests.mutants.mutant import Mutant, replaced
 
 

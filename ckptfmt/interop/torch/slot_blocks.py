@@ -17,7 +17,7 @@ from ckptfmt.digest import DIGEST_NBYTES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ckptfmt.engines.image import Image
+    from ckptfmt.write.image import Image
 
 __all__ = ["SlotBlocks", "Watched"]
 
