@@ -14,10 +14,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ckptfmt.engines.saver import Saver
-from ckptfmt.engines.writer import as_ckpt_error
 from ckptfmt.stage.process import be_helper, watch
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store.local import LocalStore
+from ckptfmt.write.writer import as_ckpt_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable

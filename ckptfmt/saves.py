@@ -20,7 +20,6 @@ from ckptfmt.engines.lineage import check_not_fenced
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.retention import tidy_up
 from ckptfmt.engines.saver import SaveRequest
-from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.handle import SaveHandle, SaveReport
 from ckptfmt.interop import torch_side
@@ -28,6 +27,7 @@ from ckptfmt.interop.copies import plan_copies
 from ckptfmt.links import error_of
 from ckptfmt.saving import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.store import LocalStore
+from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

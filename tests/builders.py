@@ -25,10 +25,10 @@ from ckptfmt.documents.tree import DtypeName, InlineArray, TensorRef, dump_tree
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.verify import Report, verify_checkpoint
-from ckptfmt.engines.writer import write_part
 from ckptfmt.errors import CkptError
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
+from ckptfmt.write.writer import write_part
 
 NONCE = "00112233445566778899aabbccddeeff"
 RUN_ID = "f" * 32

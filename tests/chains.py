@@ -20,17 +20,17 @@ from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
-from ckptfmt.engines.writer import Context
 from ckptfmt.features import REFERENCED
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import Image, plan_image
+from ckptfmt.write.writer import Context
 from tests.builders import snapshot, tensor
 
 SMALLEST = DeltaOptions(mode="smallest", restore_budget=float("inf"))
 
 
 class WholeSlot:
-    """A snapshot that is there already; see `ckptfmt.engines.writer.Contents`."""
+    """A snapshot that is there already; see `ckptfmt.write.writer.Contents`."""
 
     def __init__(self, image: Image, view: memoryview, _known: Sequence[bytes] | None = None) -> None:
         self.image = image

@@ -12,13 +12,13 @@ from typing import Any
 from ckptfmt.commit.decision import poll
 from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.saver import SaveRequest
-from ckptfmt.engines.writer import Context
 from ckptfmt.errors import Code, CommitError
 from ckptfmt.links import Lost, ProcessLink, ThreadLink
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import plan_image
+from ckptfmt.write.writer import Context
 from tests.builders import error_of, origin, read_all
 from tests.engines.test_image import fill
 from tests.engines.test_saver import WAIT_S, GateStore, made_of

@@ -19,9 +19,9 @@ from ckptfmt.engines.decoding import Decoder
 from ckptfmt.engines.lineage import begin_launch, check_not_fenced, find_head, open_run
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
-from ckptfmt.engines.writer import Context, write_image
 from ckptfmt.errors import Code, err
 from ckptfmt.write.image import Image, plan_image
+from ckptfmt.write.writer import Context, write_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -162,7 +162,7 @@ def _plan(opened: OpenPart) -> Image:
 
 
 class _Decoded:
-    """The bytes of a part's image, decoded when they are written; see `ckptfmt.engines.writer.Contents`."""
+    """The bytes of a part's image, decoded when they are written; see `ckptfmt.write.writer.Contents`."""
 
     def __init__(self, opened: OpenPart, image: Image, on_progress: Callable[[int], None] | None) -> None:
         self._opened = opened

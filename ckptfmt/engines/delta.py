@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from ckptfmt.engines.coders import Coders
     from ckptfmt.engines.groups import PlannedGroup
     from ckptfmt.engines.staging import Seen
-    from ckptfmt.engines.writer import Context
     from ckptfmt.store.protocol import Buffer, Store
     from ckptfmt.write.image import Image
+    from ckptfmt.write.writer import Context
 
 __all__ = ["Delta", "Stored"]
 

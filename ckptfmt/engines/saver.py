@@ -32,9 +32,9 @@ from ckptfmt.engines.lineage import check_not_fenced
 from ckptfmt.engines.policy import DeltaOptions, Plan
 from ckptfmt.engines.retention import tidy_up
 from ckptfmt.engines.staging import Seen, check_kept, check_seen
-from ckptfmt.engines.writer import Context, as_ckpt_error, tell_failure
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.write.image import Image
+from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -179,7 +179,7 @@ class Progress:
 
 
 class _SlotContents:
-    """The bytes of an image in a slot that is being filled; see `ckptfmt.engines.writer.Contents`.
+    """The bytes of an image in a slot that is being filled; see `ckptfmt.write.writer.Contents`.
 
     Hashing has threads of its own: it needs more time than writing where storage is fast. It begins when half of the
     image is there: the training waits for the copies, and they share the memory's bandwidth.

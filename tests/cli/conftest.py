@@ -20,8 +20,8 @@ from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.snapshot import Snapshot
-from ckptfmt.engines.writer import write_part
 from ckptfmt.store import LocalStore
+from ckptfmt.write.writer import write_part
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ATTEMPT = "a" * 16

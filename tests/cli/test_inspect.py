@@ -8,8 +8,8 @@ from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.part import Stream
 from ckptfmt.documents.tree import TensorRef, dump_tree
-from ckptfmt.engines.writer import write_part
 from ckptfmt.store import LocalStore
+from ckptfmt.write.writer import write_part
 from tests.cli.conftest import ATTEMPT, CURSOR, leaf_of, save, snapshot_of
 
 

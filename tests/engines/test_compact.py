@@ -16,11 +16,11 @@ from ckptfmt.engines.diff import compare
 from ckptfmt.engines.lineage import begin_launch, find_head, list_launches, open_run
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.retention import clean_up
-from ckptfmt.engines.writer import write_part
 from ckptfmt.errors import Code
 from ckptfmt.features import REFERENCED
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.write.writer import write_part
 from tests.builders import code_of, error_of, leaf, origin, save, snapshot, tensor, two_writers, verify
 from tests.chains import Saving, cast_chain
 from tests.stores.faults import Fault, FaultStore

@@ -19,10 +19,10 @@ from ckptfmt.engines.lineage import (
     open_run,
     read_run,
 )
-from ckptfmt.engines.writer import write_part
 from ckptfmt.errors import Code, CommitError, FencedError, FormatError, IntegrityError, StoreError, UnsupportedError
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import Loss, MemoryStore
+from ckptfmt.write.writer import write_part
 from tests.builders import NONCE, code_of, error_of, origin, save, snapshot, tensor
 from tests.stores.faults import Fault, FaultStore
 from tests.stores.hooked import HookedStore

@@ -10,9 +10,9 @@ from ckptfmt.documents.manifest import Abort, Tombstone, checkpoint_name
 from ckptfmt.documents.run import Run
 from ckptfmt.engines.lineage import begin_launch, list_checkpoints, list_launches
 from ckptfmt.engines.retention import clean_up, plan_retention
-from ckptfmt.engines.writer import write_part
 from ckptfmt.errors import CkptError, Code, UnsupportedError
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.write.writer import write_part
 from tests.builders import error_of, origin, save, snapshot, tensor, verify
 from tests.chains import Saving
 from tests.engines.test_lineage import RunOfSteps, manifests

@@ -18,13 +18,13 @@ from ckptfmt.documents.run import SAVERS
 from ckptfmt.engines import saver as saver_module
 from ckptfmt.engines.lineage import begin_launch, list_checkpoints, open_run
 from ckptfmt.engines.saver import Saver, SaveRequest
-from ckptfmt.engines.writer import Context, write_part
 from ckptfmt.errors import Code, err
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Buffer, Store
 from ckptfmt.write.image import plan_image
+from ckptfmt.write.writer import Context, write_part
 from tests.builders import leaf, origin, snapshot, stream, tensor, two_writers, verify
 from tests.engines.test_image import fill
 from tests.stores.faults import Fault, FaultStore

@@ -15,10 +15,10 @@ from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import failure_path
 from ckptfmt.documents.part import Leaf, Part
 from ckptfmt.documents.structure import Structure
-from ckptfmt.engines.writer import check_snapshot, structure_of, write_failure, write_part
 from ckptfmt.errors import CODES, CkptError, Code, StateError, err
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import Loss, MemoryStore
+from ckptfmt.write.writer import check_snapshot, structure_of, write_failure, write_part
 from tests.builders import ATTEMPT, code_of, error_of, leaf, origin, snapshot, stream, tensor
 from tests.stores.faults import Fault, FaultStore
 from tests.stores.recorder import Recorder

@@ -21,10 +21,11 @@ from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Part, Stream
 from ckptfmt.documents.run import Launch
 from ckptfmt.documents.tree import dump_tree
-from ckptfmt.engines import lineage, writer
+from ckptfmt.engines import lineage
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.store.protocol import Store
+from ckptfmt.write import writer
 
 __all__ = [
     "WRITER_COUNT",

@@ -16,8 +16,8 @@ from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.holdings import Extent, PartBox, PartTensor
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
-from ckptfmt.engines.writer import write_part_file
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.write.writer import write_part_file
 from tests.builders import ATTEMPT, origin
 
 __all__ = ["ENCODED_BOMBS", "constant"]

@@ -17,7 +17,7 @@ from ckptfmt.capture import capture
 from ckptfmt.restore import restore
 from ckptfmt.commit.decision import commit
 from ckptfmt.engines.reader import Checkpoint
-from ckptfmt.engines.writer import write_part
+from ckptfmt.write.writer import write_part
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.store.memory import MemoryStore
 

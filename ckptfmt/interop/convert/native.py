@@ -21,10 +21,10 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.stored import carrier_of
-from ckptfmt.engines.writer import Context, LiveContents, check_snapshot, write_image
 from ckptfmt.interop.convert.content import Content, LeftOut, Tensor
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Piece, plan_image
+from ckptfmt.write.writer import Context, LiveContents, check_snapshot, write_image
 
 __all__ = ["read_checkpoint", "snapshot_of", "write_checkpoint"]
 
