@@ -15,9 +15,9 @@ from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.manifest import Origin, part_path, shard_name
 from ckptfmt.documents.part import Part
-from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import plan_image
+from ckptfmt.write.snapshot import Snapshot
 
 __all__ = ["Wanted", "fill_memory", "iter_bad", "make_origin", "write_fleet"]
 

@@ -12,10 +12,10 @@ import torch
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import commit
 from ckptfmt.documents.manifest import Origin
-from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.interop.torch.tensors import TorchSink
 from ckptfmt.layout.placements import LocalPiece
 from ckptfmt.store import open_store
+from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import write_part
 
 __all__ = ["BLOCK_NBYTES", "Cut", "Matrices", "count_edge_nbytes", "save_in_rows"]

@@ -14,9 +14,9 @@ from ckptfmt.api import load, open_checkpoint, save, validate
 from ckptfmt.box import Box
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.data.sampler import Sampler
-from ckptfmt.engines.snapshot import TensorSink, TensorSource
 from ckptfmt.errors import CkptError
 from ckptfmt.state import PerWorker, State
+from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 open = open_checkpoint  # as gzip.open and tarfile.open
 

@@ -8,7 +8,6 @@ from typing import Any, Final
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tables import sort_key
-from ckptfmt.engines.snapshot import Snapshot, TensorSource
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.context import local_facts, plain_config, provenance, topology
 from ckptfmt.interop.live import Live, optimizer_prefix
@@ -19,6 +18,7 @@ from ckptfmt.interop.streams import capture_streams, live_streams
 from ckptfmt.interop.trees import Encoder
 from ckptfmt.interop.walk import Kind, Unit
 from ckptfmt.state import State
+from ckptfmt.write.snapshot import Snapshot, TensorSource
 
 __all__ = ["LOCAL_TOPOLOGY", "capture"]
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from ckptfmt.box import Box
     from ckptfmt.documents.run import Launch
     from ckptfmt.documents.tables import TensorKey
-    from ckptfmt.engines.snapshot import Snapshot
     from ckptfmt.group import Group
     from ckptfmt.state import State
     from ckptfmt.store.protocol import Store
+    from ckptfmt.write.snapshot import Snapshot
 
 __all__ = ["Agreed", "Ownership", "agree_on_save", "check_step", "prepare_once", "save_once", "write_and_commit"]
 

@@ -23,11 +23,11 @@ from ckptfmt.documents.packed import dump_packed, dump_strings, parse_packed
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.tree import DtypeName, InlineArray, TensorRef, dump_tree
 from ckptfmt.engines.reader import Checkpoint
-from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.verify import Report, verify_checkpoint
 from ckptfmt.errors import CkptError
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
+from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import write_part
 
 NONCE = "00112233445566778899aabbccddeeff"

@@ -19,10 +19,10 @@ from ckptfmt.engines.chain import Chain, Snapped
 from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.reader import Checkpoint
-from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.features import REFERENCED
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import Image, plan_image
+from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import Context
 from tests.builders import snapshot, tensor
 

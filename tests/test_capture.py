@@ -14,9 +14,9 @@ import torch
 from ckptfmt.capture import capture
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tree import InlineArray, parse_tree
-from ckptfmt.engines.snapshot import TensorSource
 from ckptfmt.errors import CkptError, StateError
 from ckptfmt.state import NOT_GIVEN, PerWorker, State
+from ckptfmt.write.snapshot import TensorSource
 
 
 def leaves_of(snapshot):

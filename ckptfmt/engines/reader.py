@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckptfmt.documents.manifest import Reference
-    from ckptfmt.engines.snapshot import TensorSink
     from ckptfmt.engines.streaming import Borrow, ReadReport
     from ckptfmt.layout.read_plan import BlockRange, Request
     from ckptfmt.store.protocol import Store
+    from ckptfmt.write.snapshot import TensorSink
 
 __all__ = ["Checkpoint", "check_nbytes", "numpy_dtype", "read_header"]
 

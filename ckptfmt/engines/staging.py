@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ckptfmt.box import Box
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.engines.fillings import Filling
-    from ckptfmt.engines.snapshot import MemoryOf, TensorSource
     from ckptfmt.write.image import Image
+    from ckptfmt.write.snapshot import MemoryOf, TensorSource
 
 __all__ = ["Copy", "HostCopy", "Seen", "Staging", "check_kept", "check_seen"]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckptfmt.engines.decoding import OpenPart, StoredBox
-    from ckptfmt.engines.snapshot import MemoryOf, TensorSink
+    from ckptfmt.write.snapshot import MemoryOf, TensorSink
 
 __all__ = ["ArrayTarget", "StoredPiece", "carrier_of", "iter_damages"]
 

@@ -50,7 +50,7 @@ def check_array(array: Array, *, where: str) -> None:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ArraySource:
-    """A numpy array to be written; see `ckptfmt.engines.snapshot.MemorySource`."""
+    """A numpy array to be written; see `ckptfmt.write.snapshot.MemorySource`."""
 
     field: str
     name: str
@@ -98,7 +98,7 @@ class ArraySource:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ArraySink:
-    """A numpy array to be filled; see `ckptfmt.engines.snapshot.TensorSink`. Another dtype of the array converts."""
+    """A numpy array to be filled; see `ckptfmt.write.snapshot.TensorSink`. Another dtype of the array converts."""
 
     field: str
     name: str

@@ -7,9 +7,9 @@ from typing import TypeGuard
 
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.snapshot import TensorSink, TensorSource
 from ckptfmt.errors import Code, err
 from ckptfmt.interop.plan import Plan
+from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 __all__ = ["check_source", "is_piece", "plan_sink"]
 

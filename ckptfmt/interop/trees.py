@@ -13,11 +13,11 @@ from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tree import InlineArray, TensorRef, dump_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.snapshot import TensorSource
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.names import key_text
 from ckptfmt.interop.numpy import ArraySource, array_of, inline_array
+from ckptfmt.write.snapshot import TensorSource
 
 __all__ = ["FLATTENED", "Encoder", "fingerprint", "plain_values"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ckptfmt.box import Box
     from ckptfmt.documents.extents import Extents
-    from ckptfmt.engines.snapshot import Snapshot, TensorSource
+    from ckptfmt.write.snapshot import Snapshot, TensorSource
 
 __all__ = ["Image", "ImageShard", "Piece", "key_of", "plan_image"]
 

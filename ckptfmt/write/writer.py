@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckptfmt.box import Box
-    from ckptfmt.engines.snapshot import Snapshot, TensorSource
     from ckptfmt.store.protocol import Buffer, Store
+    from ckptfmt.write.snapshot import Snapshot, TensorSource
 
 __all__ = [
     "Contents",

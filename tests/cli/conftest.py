@@ -19,8 +19,8 @@ from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.engines.lineage import begin_launch, open_run
-from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.store import LocalStore
+from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import write_part
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ CURSOR = {
 
 @dataclasses.dataclass(kw_only=True)
 class Source:
-    """A piece of an array, ready to be written; a `ckptfmt.engines.snapshot.TensorSource`."""
+    """A piece of an array, ready to be written; a `ckptfmt.write.snapshot.TensorSource`."""
 
     name: str
     array: np.ndarray

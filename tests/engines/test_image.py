@@ -20,11 +20,11 @@ from ckptfmt.documents.part import Part
 from ckptfmt.documents.shard import most_entry_nbytes, parse_shard_header, plan_shard
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.reader import Checkpoint
-from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.errors import Code, LayoutError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import ALIGN_NBYTES, Image, key_of, plan_image
+from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import structure_of, write_part
 from tests.builders import ATTEMPT, ArraySource, error_of, leaf, origin, save, snapshot, stream, tensor, verify
 from tests.test_group import Allgather, run_writers

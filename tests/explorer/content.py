@@ -23,9 +23,9 @@ from ckptfmt.documents.run import Launch
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.engines import lineage
 from ckptfmt.engines.reader import Checkpoint
-from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.store.protocol import Store
 from ckptfmt.write import writer
+from ckptfmt.write.snapshot import Snapshot
 
 __all__ = [
     "WRITER_COUNT",

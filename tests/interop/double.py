@@ -13,9 +13,9 @@ from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.reader import numpy_dtype
-from ckptfmt.engines.snapshot import Snapshot, TensorSink
 from ckptfmt.engines.streaming import ReadReport
 from ckptfmt.restore import LoadReport, restore
+from ckptfmt.write.snapshot import Snapshot, TensorSink
 
 
 class MemoryCheckpoint:

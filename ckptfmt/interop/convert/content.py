@@ -50,7 +50,7 @@ class Array:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Tensor:
-    """A tensor on its way; also a `ckptfmt.engines.snapshot.TensorSource`.
+    """A tensor on its way; also a `ckptfmt.write.snapshot.TensorSource`.
 
     Attributes:
         read: fills memory with the bytes of a box.

@@ -19,11 +19,11 @@ from ckptfmt.documents.tables import sort_key
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.reader import Checkpoint
-from ckptfmt.engines.snapshot import Snapshot
 from ckptfmt.engines.stored import carrier_of
 from ckptfmt.interop.convert.content import Content, LeftOut, Tensor
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Piece, plan_image
+from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import Context, LiveContents, check_snapshot, write_image
 
 __all__ = ["read_checkpoint", "snapshot_of", "write_checkpoint"]

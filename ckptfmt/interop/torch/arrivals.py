@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from ckptfmt.engines.snapshot import TensorSink
 from ckptfmt.engines.streaming import Borrow
 from ckptfmt.interop.torch.device import Cuda, pin, unpin
 from ckptfmt.interop.torch.tensors import TorchSink
+from ckptfmt.write.snapshot import TensorSink
 
 __all__ = ["plan_arrivals"]
 

@@ -9,12 +9,12 @@ import torch
 
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.engines.snapshot import TensorSource
 from ckptfmt.interop.torch.device import Cuda, DeviceCopy, SideStreams, pin, plan_device_copies, unpin
 from ckptfmt.interop.torch.slot_blocks import SlotBlocks
 from ckptfmt.interop.torch.tensors import TorchSource
 from ckptfmt.stage.slot import Slot
 from ckptfmt.write.image import Image
+from ckptfmt.write.snapshot import TensorSource
 
 __all__ = ["Devices", "held_at"]
 

@@ -214,7 +214,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class TorchSource:
-    """A tensor to be written; see `ckptfmt.engines.snapshot.MemorySource`.
+    """A tensor to be written; see `ckptfmt.write.snapshot.MemorySource`.
 
     Attributes:
         tensor: the live one.
@@ -266,7 +266,7 @@ class TorchSource:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class TorchSink:
-    """A tensor to be filled in place; see `ckptfmt.engines.snapshot.MemorySink`. Another dtype of it converts.
+    """A tensor to be filled in place; see `ckptfmt.write.snapshot.MemorySink`. Another dtype of it converts.
 
     Attributes:
         arrive: copies to where the tensor is, if not as torch does; see `ckptfmt.interop.torch.arrivals`.
