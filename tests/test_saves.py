@@ -21,12 +21,12 @@ from ckptfmt.commit.decision import poll
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.engines.reader import Checkpoint
-from ckptfmt.engines.staging import HostCopy
 from ckptfmt.errors import Code
 from ckptfmt.handle import SaveHandle
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
+from ckptfmt.write.staging import HostCopy
 from tests.builders import code_of, error_of
 from tests.engines.test_saver import WAIT_S, GateStore
 from tests.stores.faults import Fault, FaultStore

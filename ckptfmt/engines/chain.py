@@ -14,9 +14,9 @@ from ckptfmt.documents.manifest import Reference, checkpoint_name
 from ckptfmt.engines.base import Base, pin_base, unpinned_after_error
 from ckptfmt.engines.delta import Delta
 from ckptfmt.engines.policy import DeltaOptions, History, Plan, plan_save
-from ckptfmt.engines.staging import Seen, check_seen
 from ckptfmt.errors import IntegrityError
 from ckptfmt.features import PLAIN
+from ckptfmt.write.staging import Seen, check_seen
 from ckptfmt.write.writer import Contents, Context, write_image, write_part_file
 
 if TYPE_CHECKING:

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from ckptfmt.engines.base import Base
     from ckptfmt.engines.coders import Coders
     from ckptfmt.engines.groups import PlannedGroup
-    from ckptfmt.engines.staging import Seen
     from ckptfmt.store.protocol import Buffer, Store
     from ckptfmt.write.image import Image
+    from ckptfmt.write.staging import Seen
     from ckptfmt.write.writer import Context
 
 __all__ = ["Delta", "Stored"]

@@ -7,10 +7,10 @@ from typing import Any
 
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.engines.fillings import Filling
-from ckptfmt.engines.staging import Copy, HostCopy
 from ckptfmt.stage.collector import collector_paused
 from ckptfmt.write.image import Image, Piece, key_of
 from ckptfmt.write.snapshot import Snapshot, TensorSource
+from ckptfmt.write.staging import Copy, HostCopy
 
 __all__ = ["plan_copies"]
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.engines import staging
 from ckptfmt.engines.fillings import Filling, Fillings
-from ckptfmt.engines.staging import HostCopy, Seen, Staging
 from ckptfmt.interop.numpy import ArraySource
+from ckptfmt.write import staging
 from ckptfmt.write.image import plan_image
+from ckptfmt.write.staging import HostCopy, Seen, Staging
 from tests.builders import snapshot, tensor
 from tests.engines.test_image import fill
 

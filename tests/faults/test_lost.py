@@ -12,10 +12,10 @@ from ckptfmt import links
 from ckptfmt.background import Background
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.engines.saver import Saver
-from ckptfmt.engines.staging import HostCopy
 from ckptfmt.errors import CkptError
 from ckptfmt.handle import SaveHandle
 from ckptfmt.stage.process import start_helper
+from ckptfmt.write.staging import HostCopy
 from tests.builders import error_of
 from tests.faults.driver import PATIENCE_S, Toy, code_of, committed, outcome_of, problems, savers, until
 

@@ -16,7 +16,6 @@ from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.engines.reader import Checkpoint
-from ckptfmt.engines.staging import HostCopy
 from ckptfmt.errors import CkptError
 from ckptfmt.handle import SaveHandle
 from ckptfmt.interop.torch.guard import Guard
@@ -24,6 +23,7 @@ from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
+from ckptfmt.write.staging import HostCopy
 
 __all__ = ["PATIENCE_S", "Contents", "Late", "Spy", "Trainer", "differences", "live_contents"]
 

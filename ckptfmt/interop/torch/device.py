@@ -24,10 +24,10 @@ import torch
 
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.engines.staging import Seen
 from ckptfmt.interop.torch.blake3 import block_digests
 from ckptfmt.interop.torch.slot_blocks import SlotBlocks, Watched
 from ckptfmt.interop.torch.tensors import _as_integers
+from ckptfmt.write.staging import Seen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -28,13 +28,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.engines.staging import Copy, HostCopy, Seen
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.interop.torch.devices import held_at
 from ckptfmt.interop.torch.tensors import TorchSource, _as_integers, local_of
 from ckptfmt.stage.collector import collector_paused
 from ckptfmt.write.image import Image, Piece, key_of
 from ckptfmt.write.snapshot import TensorSource
+from ckptfmt.write.staging import Copy, HostCopy, Seen
 
 __all__ = ["Guard"]
 
