@@ -15,7 +15,6 @@ from ckptfmt.background import Background, staging_thread_count
 from ckptfmt.commit.decision import check_vacant
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import is_near_limit
-from ckptfmt.engines.fillings import Fillings
 from ckptfmt.engines.lineage import check_not_fenced
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.retention import tidy_up
@@ -27,6 +26,7 @@ from ckptfmt.interop.copies import plan_copies
 from ckptfmt.links import error_of
 from ckptfmt.saving import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.store import LocalStore
+from ckptfmt.write.fillings import Fillings
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
 
 if TYPE_CHECKING:

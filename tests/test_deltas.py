@@ -16,9 +16,9 @@ from ckptfmt.digest import digest_bytes
 from ckptfmt.engines import coding, saver
 from ckptfmt.engines.chain import Chain
 from ckptfmt.engines.coders import Coders
-from ckptfmt.engines.fillings import Fillings
 from ckptfmt.errors import Code
 from ckptfmt.interop.torch.tensors import TorchSource
+from ckptfmt.write.fillings import Fillings
 from tests.builders import code_of, error_of
 from tests.test_device_deltas import MIB, check_loads
 from tests.test_device_deltas import Run as Table

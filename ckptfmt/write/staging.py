@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ckptfmt.box import Box
     from ckptfmt.documents.tables import TensorKey
-    from ckptfmt.engines.fillings import Filling
+    from ckptfmt.write.fillings import Filling
     from ckptfmt.write.image import Image
     from ckptfmt.write.snapshot import MemoryOf, TensorSource
 

@@ -8,8 +8,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.engines import fillings
-from ckptfmt.engines.fillings import Fillings
+from ckptfmt.write import fillings
+from ckptfmt.write.fillings import Fillings
 from ckptfmt.write.image import plan_image
 from tests.builders import snapshot
 

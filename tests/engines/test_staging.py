@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.engines.fillings import Filling, Fillings
 from ckptfmt.interop.numpy import ArraySource
 from ckptfmt.write import staging
+from ckptfmt.write.fillings import Filling, Fillings
 from ckptfmt.write.image import plan_image
 from ckptfmt.write.staging import HostCopy, Seen, Staging
 from tests.builders import snapshot, tensor
