@@ -27,9 +27,9 @@ from ckptfmt.commit.decision import finalize
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import MANIFEST_NAME, index_name
-from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import LayoutError
 from ckptfmt.layout.merge import check_index_tiling
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import open_store
 
 __all__ = ["measure_plan"]

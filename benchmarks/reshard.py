@@ -22,7 +22,7 @@ from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round
 from benchmarks.sharing import measure_sharing
 from benchmarks.state import plan_width
-from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import open_store
 
 __all__ = ["measure_reshard"]

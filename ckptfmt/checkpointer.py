@@ -18,12 +18,12 @@ from ckptfmt.counting import StepCount
 from ckptfmt.documents.run import Launch, ResumeFrom, Run
 from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.policy import DeltaOptions
-from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import REFERENCED
 from ckptfmt.group import Agree, Group, make_group
 from ckptfmt.handle import SaveHandle
 from ckptfmt.loading import claim_of_all, load_once
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.restore import LoadReport, restore_streams
 from ckptfmt.saves import SaveOptions, Saves
 from ckptfmt.stopping import StopSignals

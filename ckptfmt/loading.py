@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
-    from ckptfmt.engines.reader import Checkpoint
     from ckptfmt.engines.sharing import Peers
     from ckptfmt.group import Group
     from ckptfmt.interop.choice import Patterns, Rename
+    from ckptfmt.read.reader import Checkpoint
     from ckptfmt.state import State
 
 __all__ = ["claim_of_all", "load_once"]

@@ -18,8 +18,8 @@ from ckptfmt.documents.run import Launch, Run
 from ckptfmt.engines.chain import Chain, Snapped
 from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.policy import DeltaOptions
-from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.features import REFERENCED
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import Image, plan_image
 from ckptfmt.write.snapshot import Snapshot

@@ -20,9 +20,9 @@ from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.commit.decision import poll
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
-from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import Code
 from ckptfmt.handle import SaveHandle
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptfmt.cli.console import Cell
-    from ckptfmt.engines.reader import Checkpoint
+    from ckptfmt.read.reader import Checkpoint
 
 __all__ = ["run_diff"]
 

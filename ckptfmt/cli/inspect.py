@@ -20,9 +20,9 @@ from ckptfmt.cli.values import dump_view, iter_lines
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.manifest import FIELDS
-from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import ENCODINGS
+from ckptfmt.read.reader import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,8 +12,8 @@ from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.manifest import Reference, pins_path
 from ckptfmt.documents.pins import Pins
 from ckptfmt.engines.decoding import Decoder, join_blocks
-from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code
+from ckptfmt.read.reader import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.part import Part
     from ckptfmt.engines.decoding import Run, StoredBlock
-    from ckptfmt.engines.reader import Checkpoint
     from ckptfmt.layout.read_plan import Request
+    from ckptfmt.read.reader import Checkpoint
     from ckptfmt.store.protocol import RangeReader, Store
 
 __all__ = ["Closure", "Library"]

@@ -17,8 +17,8 @@ from ckptfmt.documents.tables import block_count
 from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.decoding import Decoder
 from ckptfmt.engines.lineage import begin_launch, check_not_fenced, find_head, open_run
-from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import Code, err
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.write.image import Image, plan_image
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import Context, write_image

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptfmt.documents.deltas import Group
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.part import Extent, Leaf, Part, PartBox, PartTensor, Stream
-    from ckptfmt.engines.reader import Checkpoint
+    from ckptfmt.read.reader import Checkpoint
 
 __all__ = [
     "Decoder",

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from ckptfmt.documents.index import IndexTensor
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.engines.decoding import OpenPart, StoredBox
-    from ckptfmt.engines.reader import Checkpoint
     from ckptfmt.errors import CkptError
+    from ckptfmt.read.reader import Checkpoint
 
 __all__ = ["Comparison", "Counts", "TensorDifference", "ValueDifference", "compare"]
 

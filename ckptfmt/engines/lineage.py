@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ckptfmt.documents.manifest import Reference
-    from ckptfmt.engines.reader import Checkpoint
+    from ckptfmt.read.reader import Checkpoint
     from ckptfmt.store.protocol import Store
 
 __all__ = [

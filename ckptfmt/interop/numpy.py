@@ -11,8 +11,8 @@ import numpy as np
 from ckptfmt.box import Box
 from ckptfmt.documents.tree import InlineArray
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.reader import numpy_dtype
 from ckptfmt.errors import Code, err
+from ckptfmt.read.reader import numpy_dtype
 
 __all__ = ["Array", "ArraySink", "ArraySource", "array_of", "check_array", "dtype_name", "inline_array"]
 

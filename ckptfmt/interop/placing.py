@@ -12,13 +12,13 @@ import numpy as np
 from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
-from ckptfmt.engines.reader import numpy_dtype
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.names import key_text
 from ckptfmt.interop.numpy import Array, ArraySink, array_of, dtype_name
 from ckptfmt.interop.plan import Plan
 from ckptfmt.interop.trees import FLATTENED
+from ckptfmt.read.reader import numpy_dtype
 
 __all__ = ["Placer", "fill", "refuses"]
 

@@ -50,7 +50,7 @@ class Reading(Protocol):
 
 
 class Readable(Protocol):
-    """What a load needs of an open checkpoint; `ckptfmt.engines.reader.Checkpoint` has it."""
+    """What a load needs of an open checkpoint; `ckptfmt.read.reader.Checkpoint` has it."""
 
     @property
     def manifest(self) -> Manifest:

@@ -16,7 +16,7 @@ from benchmarks.mixture import describe_mixture, halve, make_mixture, split_rows
 from benchmarks.plan import plan_reads
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import finalize
-from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import open_store
 from tests.benchmarks.storage import skip_unless_cold
 from tests.house.sources import ROOT

@@ -14,8 +14,8 @@ from benchmarks.memory import PeakResident
 from benchmarks.pages import map_anonymous
 from benchmarks.raw import READ_SETTINGS, RawReader, RawSetting
 from benchmarks.state import Trainer
-from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import IntegrityError
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import open_store
 
 

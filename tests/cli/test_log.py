@@ -5,7 +5,7 @@ import pytest
 from ckptfmt.commit.decision import retire
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.engines.lineage import begin_launch, open_run
-from ckptfmt.engines.reader import read_manifest
+from ckptfmt.read.reader import read_manifest
 from ckptfmt.store import LocalStore
 from tests.cli.conftest import make_run, save_in_run
 

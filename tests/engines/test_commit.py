@@ -25,8 +25,8 @@ from ckptfmt.commit.decision import (
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, failure_path, index_name, part_path
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, open_packed_document
-from ckptfmt.engines.reader import Checkpoint, read_manifest
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutError, err
+from ckptfmt.read.reader import Checkpoint, read_manifest
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.write.writer import tell_failure, write_failure, write_part

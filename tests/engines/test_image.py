@@ -19,9 +19,9 @@ from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
 from ckptfmt.documents.part import Part
 from ckptfmt.documents.shard import most_entry_nbytes, parse_shard_header, plan_shard
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import Code, LayoutError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import ALIGN_NBYTES, Image, key_of, plan_image
 from ckptfmt.write.snapshot import Snapshot

@@ -13,10 +13,10 @@ import ckptfmt
 from ckptfmt import State
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.reader import Checkpoint, numpy_dtype
 from ckptfmt.interop.numpy import ArraySink
 from ckptfmt.interop.torch.tensors import TORCH_DTYPES, TorchSink
 from ckptfmt.layout.placements import LocalPiece
+from ckptfmt.read.reader import Checkpoint, numpy_dtype
 from ckptfmt.store.memory import MemoryStore
 from tests.arithmetic.test_merge import cut
 from tests.builders import save, snapshot, tensor

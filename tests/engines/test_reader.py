@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import ckptfmt
 from ckptfmt.box import Box
-from ckptfmt.engines import reader
-from ckptfmt.engines.reader import Checkpoint, numpy_dtype
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StateError
+from ckptfmt.read import reader
+from ckptfmt.read.reader import Checkpoint, numpy_dtype
 from ckptfmt.store.memory import MemoryStore
 from tests.arithmetic.test_merge import cut
 from tests.builders import (

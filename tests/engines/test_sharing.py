@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfmt.box import Box
-from ckptfmt.engines import reader, sharing
-from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.engines import sharing
 from ckptfmt.errors import CkptError, Code
+from ckptfmt.read import reader
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import ATTEMPT, ArraySink, save, snapshot, tensor
 from tests.engines.test_reader import Counting, random_array, random_box, save_tiled

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt.box import Box
-from ckptfmt.engines import reader, streaming
-from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.engines import streaming
 from ckptfmt.engines.streaming import stream_requests
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange, Request
+from ckptfmt.read import reader
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import ATTEMPT, ArraySink, save, snapshot, tensor
 from tests.stores.hooked import HookedStore

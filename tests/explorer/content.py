@@ -22,7 +22,7 @@ from ckptfmt.documents.part import Leaf, Part, Stream
 from ckptfmt.documents.run import Launch
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.engines import lineage
-from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.protocol import Store
 from ckptfmt.write import writer
 from ckptfmt.write.snapshot import Snapshot

@@ -14,8 +14,8 @@ from ckptfmt.documents.shard import plan_shard
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.sharding_columns import parse_shardings, sharding_columns
 from ckptfmt.documents.tree import TensorRef, dump_tree
-from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import (
     Forgery,

@@ -16,7 +16,7 @@ import ckptfmt
 from ckptfmt.capture import capture
 from ckptfmt.restore import restore
 from ckptfmt.commit.decision import commit
-from ckptfmt.engines.reader import Checkpoint
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.write.writer import write_part
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.store.memory import MemoryStore

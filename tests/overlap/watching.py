@@ -15,10 +15,10 @@ from ckptfmt.capture import capture
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
-from ckptfmt.engines.reader import Checkpoint
 from ckptfmt.errors import CkptError
 from ckptfmt.handle import SaveHandle
 from ckptfmt.interop.torch.guard import Guard
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore

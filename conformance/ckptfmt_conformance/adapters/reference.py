@@ -46,12 +46,12 @@ from ckptfmt.documents.tree import (
     parse_tree,
 )
 from ckptfmt.engines.lineage import begin_launch, open_run
-from ckptfmt.engines.reader import Checkpoint, numpy_dtype
 from ckptfmt.errors import Code
 from ckptfmt.features import READER_FEATURES
 from ckptfmt.handle import STATES, SaveHandle
 from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.limits import FORMAT_VERSION
+from ckptfmt.read.reader import Checkpoint, numpy_dtype
 from ckptfmt.restore import restore
 from ckptfmt.store.local import LocalStore
 from ckptfmt_conformance.protocol import METHODS, Rejected, Unsupported, run_as_command

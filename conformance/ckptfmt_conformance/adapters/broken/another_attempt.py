@@ -8,9 +8,9 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 
 CONVICTED_BY = ("parts/invalid/origin-attempt", "parts/invalid/origin-nonce", "parts/invalid/origin-step")
 
-_part = original("ckptfmt.engines.reader:Part")
-_part_path = original("ckptfmt.engines.reader:part_path")
-_read_exactly = original("ckptfmt.engines.reader:_read_exactly")
+_part = original("ckptfmt.read.reader:Part")
+_part_path = original("ckptfmt.read.reader:part_path")
+_read_exactly = original("ckptfmt.read.reader:_read_exactly")
 
 
 def _read_any_part(checkpoint: Any, number: int) -> Any:  # noqa: ANN401 - of the implementation
@@ -23,4 +23,4 @@ def _read_any_part(checkpoint: Any, number: int) -> Any:  # noqa: ANN401 - of th
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.reader:Checkpoint.read_part", _read_any_part),)
+    replacements = (("ckptfmt.read.reader:Checkpoint.read_part", _read_any_part),)

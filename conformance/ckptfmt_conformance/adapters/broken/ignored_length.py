@@ -15,6 +15,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.engines.reader:check_nbytes", _check_nothing),
+        ("ckptfmt.read.reader:check_nbytes", _check_nothing),
         ("ckptfmt.engines.verify:check_nbytes", _check_nothing),
     )

@@ -11,7 +11,7 @@ CONVICTED_BY = ("deltas/invalid/base-made-again", "deltas/invalid/of-itself")
 _find = original("ckptfmt.engines.closure:Closure.find")
 _read_register = original("ckptfmt.engines.closure:read_register")
 _manifest = original("ckptfmt.engines.closure:Manifest")
-_checkpoint = original("ckptfmt.engines.reader:Checkpoint")
+_checkpoint = original("ckptfmt.read.reader:Checkpoint")
 
 
 def _find_any(closure: Any, reference: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -28,5 +28,5 @@ class Broken(Reference):
 
     replacements = (
         ("ckptfmt.engines.closure:Closure.find", _find_any),
-        ("ckptfmt.engines.reader:_open_base", _open_any),
+        ("ckptfmt.read.reader:_open_base", _open_any),
     )

@@ -17,6 +17,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.engines.reader:read_header", _read_header),
+        ("ckptfmt.read.reader:read_header", _read_header),
         ("ckptfmt.engines.verify:read_header", _read_header),
     )
