@@ -40,7 +40,7 @@ _SHOWN: Final = 10
 
 
 class Reading(Protocol):
-    """What is about to be read; `ckptfmt.engines.reading.Reading` is it."""
+    """What is about to be read; `ckptfmt.read.reading.Reading` is it."""
 
     def share(self, peers: Peers) -> None:
         """Let each block that several processes want be read by one of them."""

@@ -13,7 +13,7 @@ CONVICTED_BY = ("encodings/valid/raw-like-a-frame",)
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
-_take = original("ckptfmt.engines.reading:Reading._take")
+_take = original("ckptfmt.read.reading:Reading._take")
 
 
 def _take_inflated(reading: Any, blocks: Any, content: memoryview) -> None:  # noqa: ANN401 - of the implementation
@@ -29,4 +29,4 @@ def _take_inflated(reading: Any, blocks: Any, content: memoryview) -> None:  # n
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.reading:Reading._take", _take_inflated),)
+    replacements = (("ckptfmt.read.reading:Reading._take", _take_inflated),)
