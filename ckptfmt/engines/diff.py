@@ -20,10 +20,10 @@ from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.decoding import Decoder
-from ckptfmt.engines.stored import ArrayTarget, carrier_of
 from ckptfmt.engines.verify import Report, verify_opened
 from ckptfmt.layout.distance import Distance, measure
 from ckptfmt.layout.read_plan import PieceRead, iter_chunks
+from ckptfmt.read.stored import ArrayTarget, carrier_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

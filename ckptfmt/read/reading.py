@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckptfmt.engines.decoding import Run
-    from ckptfmt.engines.stored import StoredPiece
     from ckptfmt.layout.read_plan import Request
     from ckptfmt.read.reader import Checkpoint
+    from ckptfmt.read.stored import StoredPiece
 
 __all__ = ["Reading", "unit_of"]
 

@@ -18,9 +18,9 @@ from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tables import sort_key
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.stored import carrier_of
 from ckptfmt.interop.convert.content import Content, LeftOut, Tensor
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.stored import carrier_of
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Piece, plan_image
 from ckptfmt.write.snapshot import Snapshot
