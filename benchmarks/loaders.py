@@ -20,8 +20,8 @@ import ckptfmt.api
 from benchmarks.peers import Dcp, Safetensors, TorchSave
 from benchmarks.raw import RawReader, RawSetting, RawWriter
 from benchmarks.state import Trainer
-from ckptfmt.engines.streaming import ReadReport
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.streaming import ReadReport
 from ckptfmt.restore import LoadReport
 from ckptfmt.store.protocol import Store
 

@@ -12,7 +12,6 @@ from ckptfmt.capture import LOCAL_TOPOLOGY
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree
-from ckptfmt.engines.streaming import ReadReport
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.choice import Patterns, Rename
@@ -28,6 +27,7 @@ from ckptfmt.interop.standalone import load_trees
 from ckptfmt.interop.streams import live_streams, plan_streams
 from ckptfmt.interop.trees import Encoder, fingerprint
 from ckptfmt.interop.walk import Kind, Unit
+from ckptfmt.read.streaming import ReadReport
 from ckptfmt.stage.collector import collector_paused
 from ckptfmt.state import State
 

@@ -6,7 +6,7 @@ import collections
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ckptfmt.engines.streaming import thread_count
+from ckptfmt.read.streaming import thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -29,9 +29,9 @@ from ckptfmt.engines.base import BaseContents, BaseFiles
 from ckptfmt.engines.coders import coder_count
 from ckptfmt.engines.coding import BlockCoder, Coded
 from ckptfmt.engines.groups import Snapshotted, dump_rules, find_groups
-from ckptfmt.engines.streaming import make_memory
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
+from ckptfmt.read.streaming import make_memory
 from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:

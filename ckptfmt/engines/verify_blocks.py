@@ -15,11 +15,11 @@ from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.closure import Library
 from ckptfmt.engines.decoding import Decoder, iter_runs
 from ckptfmt.engines.report import is_violation, without_frames
-from ckptfmt.engines.streaming import REQUEST_NBYTES, stream_requests
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange, plan_requests
 from ckptfmt.read.reading import unit_of
 from ckptfmt.read.stored import iter_damages
+from ckptfmt.read.streaming import REQUEST_NBYTES, stream_requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

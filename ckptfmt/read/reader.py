@@ -25,12 +25,12 @@ from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.closure import Closure, Library
 from ckptfmt.engines.decoding import OpenPart, StoredBox, open_part
-from ckptfmt.engines.streaming import REQUEST_NBYTES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.merge import check_index_tiling, summarise
 from ckptfmt.layout.read_plan import PieceRead, iter_chunks, iter_pieces, plan_requests
 from ckptfmt.read.reading import Reading
 from ckptfmt.read.stored import ArrayTarget, StoredPiece, carrier_of
+from ckptfmt.read.streaming import REQUEST_NBYTES
 from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckptfmt.documents.manifest import Reference
-    from ckptfmt.engines.streaming import Borrow, ReadReport
     from ckptfmt.layout.read_plan import BlockRange, Request
+    from ckptfmt.read.streaming import Borrow, ReadReport
     from ckptfmt.store.protocol import Store
     from ckptfmt.write.snapshot import TensorSink
 

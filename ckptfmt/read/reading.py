@@ -1,6 +1,6 @@
 """One read of many elements: from the ranges of blocks that have them to whoever wants them, alone or with others.
 
-What lies in a file as it is comes through `ckptfmt.engines.streaming`, whichever checkpoint's file it is. What is
+What lies in a file as it is comes through `ckptfmt.read.streaming`, whichever checkpoint's file it is. What is
 encoded is decoded in units: blocks of the same elements of all boxes of a group, so that what one of them needs of
 another is decoded once. What is stored of a few batches of units is in memory at a time.
 """
@@ -14,8 +14,8 @@ from ckptfmt.engines.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.engines.closure import Library
 from ckptfmt.engines.decoding import Decoder, iter_runs, iter_stored
 from ckptfmt.engines.sharing import Peers, Rounds, Take, share_ranges
-from ckptfmt.engines.streaming import Borrow, ReadReport, stream_requests, thread_count
 from ckptfmt.layout.read_plan import BlockRange
+from ckptfmt.read.streaming import Borrow, ReadReport, stream_requests, thread_count
 from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:

@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt.box import Box
-from ckptfmt.engines import streaming
-from ckptfmt.engines.streaming import stream_requests
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange, Request
-from ckptfmt.read import reader
+from ckptfmt.read import reader, streaming
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.streaming import stream_requests
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import ATTEMPT, ArraySink, save, snapshot, tensor
 from tests.stores.hooked import HookedStore

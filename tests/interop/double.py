@@ -12,8 +12,8 @@ from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Origin
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.streaming import ReadReport
 from ckptfmt.read.reader import numpy_dtype
+from ckptfmt.read.streaming import ReadReport
 from ckptfmt.restore import LoadReport, restore
 from ckptfmt.write.snapshot import Snapshot, TensorSink
 

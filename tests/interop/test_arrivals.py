@@ -6,10 +6,9 @@ import torch
 
 import ckptfmt
 from ckptfmt.box import Box
-from ckptfmt.engines import streaming
 from ckptfmt.interop.torch.arrivals import plan_arrivals
 from ckptfmt.interop.torch.tensors import sink_of
-from ckptfmt.read import reader
+from ckptfmt.read import reader, streaming
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import MemoryStore
 from tests.interop.test_device import FakeCuda

@@ -9,9 +9,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from ckptfmt.engines.streaming import Borrow
 from ckptfmt.interop.torch.device import Cuda, pin, unpin
 from ckptfmt.interop.torch.tensors import TorchSink
+from ckptfmt.read.streaming import Borrow
 from ckptfmt.write.snapshot import TensorSink
 
 __all__ = ["plan_arrivals"]
