@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.part import Part
-    from ckptfmt.engines.decoding import Run, StoredBlock
     from ckptfmt.layout.read_plan import Request
+    from ckptfmt.read.decoding import Run, StoredBlock
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.store.protocol import RangeReader, Store
 

@@ -15,9 +15,9 @@ from ckptfmt.documents.holdings import Holdings
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.tables import block_count
 from ckptfmt.engines.ahead import iter_ahead
-from ckptfmt.engines.decoding import Decoder
 from ckptfmt.engines.lineage import begin_launch, check_not_fenced, find_head, open_run
 from ckptfmt.errors import Code, err
+from ckptfmt.read.decoding import Decoder
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.write.image import Image, plan_image
 from ckptfmt.write.snapshot import Snapshot
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptfmt.box import Box
     from ckptfmt.documents.part import Extent, PartTensor
     from ckptfmt.documents.tables import TensorKey
-    from ckptfmt.engines.decoding import OpenPart, StoredBox
+    from ckptfmt.read.decoding import OpenPart, StoredBox
     from ckptfmt.store.protocol import Store
 
 __all__ = ["compact_checkpoint", "compact_run"]

@@ -19,10 +19,10 @@ from ckptfmt.documents.tables import sort_key
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.engines.ahead import iter_ahead
-from ckptfmt.engines.decoding import Decoder
 from ckptfmt.engines.verify import Report, verify_opened
 from ckptfmt.layout.distance import Distance, measure
 from ckptfmt.layout.read_plan import PieceRead, iter_chunks
+from ckptfmt.read.decoding import Decoder
 from ckptfmt.read.stored import ArrayTarget, carrier_of
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.index import IndexTensor
     from ckptfmt.documents.tables import TensorKey
-    from ckptfmt.engines.decoding import OpenPart, StoredBox
     from ckptfmt.errors import CkptError
+    from ckptfmt.read.decoding import OpenPart, StoredBox
     from ckptfmt.read.reader import Checkpoint
 
 __all__ = ["Comparison", "Counts", "TensorDifference", "ValueDifference", "compare"]

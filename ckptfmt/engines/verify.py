@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.packed import Integers
     from ckptfmt.documents.sharding import Sharding
-    from ckptfmt.engines.decoding import OpenPart, StoredBox
+    from ckptfmt.read.decoding import OpenPart, StoredBox
     from ckptfmt.store.protocol import Store
 
 __all__ = [

@@ -13,10 +13,10 @@ from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.part import extent_nbytes
 from ckptfmt.engines.ahead import iter_ahead
 from ckptfmt.engines.closure import Library
-from ckptfmt.engines.decoding import Decoder, iter_runs
 from ckptfmt.engines.report import is_violation, without_frames
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange, plan_requests
+from ckptfmt.read.decoding import Decoder, iter_runs
 from ckptfmt.read.reading import unit_of
 from ckptfmt.read.stored import iter_damages
 from ckptfmt.read.streaming import REQUEST_NBYTES, stream_requests
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptfmt.documents.part import Extent
-    from ckptfmt.engines.decoding import OpenPart, Run, StoredBox
     from ckptfmt.layout.read_plan import Request
+    from ckptfmt.read.decoding import OpenPart, Run, StoredBox
 
 __all__ = ["Done", "find_damages", "find_undecodable", "sort_extents"]
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ckptfmt.engines.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.engines.closure import Library
-from ckptfmt.engines.decoding import Decoder, iter_runs, iter_stored
 from ckptfmt.engines.sharing import Peers, Rounds, Take, share_ranges
 from ckptfmt.layout.read_plan import BlockRange
+from ckptfmt.read.decoding import Decoder, iter_runs, iter_stored
 from ckptfmt.read.streaming import Borrow, ReadReport, stream_requests, thread_count
 from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckptfmt.engines.decoding import Run
     from ckptfmt.layout.read_plan import Request
+    from ckptfmt.read.decoding import Run
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.read.stored import StoredPiece
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckptfmt.engines.decoding import OpenPart, StoredBox
+    from ckptfmt.read.decoding import OpenPart, StoredBox
     from ckptfmt.write.snapshot import MemoryOf, TensorSink
 
 __all__ = ["ArrayTarget", "StoredPiece", "carrier_of", "iter_damages"]

@@ -24,4 +24,4 @@ def _join_one(
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.decoding:join_blocks", _join_one),)
+    replacements = (("ckptfmt.read.decoding:join_blocks", _join_one),)
