@@ -24,13 +24,13 @@ from ckptfmt.documents.extents import SAME, Extents
 from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count
-from ckptfmt.engines.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.engines.base import BaseContents, BaseFiles
 from ckptfmt.engines.coders import coder_count
 from ckptfmt.engines.coding import BlockCoder, Coded
 from ckptfmt.engines.groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
+from ckptfmt.read.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.read.streaming import make_memory
 from ckptfmt.stage.collector import collector_paused
 
