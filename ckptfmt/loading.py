@@ -6,19 +6,19 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
-from ckptfmt.engines.sharing import refuse_sharing
 from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
+from ckptfmt.read.sharing import refuse_sharing
 from ckptfmt.restore import CLAIMS, LoadReport, plan_restore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
-    from ckptfmt.engines.sharing import Peers
     from ckptfmt.group import Group
     from ckptfmt.interop.choice import Patterns, Rename
     from ckptfmt.read.reader import Checkpoint
+    from ckptfmt.read.sharing import Peers
     from ckptfmt.state import State
 
 __all__ = ["claim_of_all", "load_once"]

@@ -12,10 +12,10 @@ from typing import Any, Final, Protocol
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
 from ckptfmt.documents.manifest import FIELDS, Manifest
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.engines.sharing import Peers
 from ckptfmt.errors import Code, err
 from ckptfmt.interop.choice import Only, Patterns, Rename, Renaming
 from ckptfmt.interop.names import GLOBAL, worker_scope
+from ckptfmt.read.sharing import Peers
 from ckptfmt.read.streaming import Borrow, ReadReport
 from ckptfmt.write.snapshot import TensorSink
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfmt.box import Box
-from ckptfmt.engines import sharing
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.read import reader
+from ckptfmt.read import reader, sharing
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import ATTEMPT, ArraySink, save, snapshot, tensor

@@ -1,4 +1,4 @@
-"""The processes of torch.distributed as `ckptfmt.engines.sharing.Peers`: bytes go from host to host."""
+"""The processes of torch.distributed as `ckptfmt.read.sharing.Peers`: bytes go from host to host."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptfmt.engines.sharing import Message, refuse_sharing
 from ckptfmt.errors import Code, err
 from ckptfmt.group import Group
+from ckptfmt.read.sharing import Message, refuse_sharing
 
 __all__ = ["TorchPeers", "open_peers"]
 
 
 class TorchPeers:
-    """See `ckptfmt.engines.sharing.Peers`.
+    """See `ckptfmt.read.sharing.Peers`.
 
     Args:
         group: of the same processes, with the same numbers, for small values.
