@@ -22,9 +22,9 @@ from ckptfmt.documents.msgpk import dump_packed_document, parse_msgpack
 from ckptfmt.documents.packed import dump_packed, dump_strings, parse_packed
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.tree import DtypeName, InlineArray, TensorRef, dump_tree
-from ckptfmt.engines.verify import Report, verify_checkpoint
 from ckptfmt.errors import CkptError
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.verify import Report, verify_checkpoint
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.snapshot import Snapshot

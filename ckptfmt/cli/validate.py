@@ -17,9 +17,9 @@ from ckptfmt.cli.progress import Progress
 from ckptfmt.commit.decision import read_register
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.engines.lineage import check_surroundings, list_checkpoints
-from ckptfmt.engines.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.verify import Report, verify_checkpoint, verify_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

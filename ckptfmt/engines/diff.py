@@ -18,12 +18,12 @@ from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.tables import sort_key
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.verify import Report, verify_opened
 from ckptfmt.layout.distance import Distance, measure
 from ckptfmt.layout.read_plan import PieceRead, iter_chunks
 from ckptfmt.read.ahead import iter_ahead
 from ckptfmt.read.decoding import Decoder
 from ckptfmt.read.stored import ArrayTarget, carrier_of
+from ckptfmt.read.verify import Report, verify_opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

@@ -18,9 +18,9 @@ from ckptfmt.documents.manifest import (
     parse_checkpoint_name,
 )
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, Run, launch_name, parse_launch_name
-from ckptfmt.engines.verify import Report, check_place, check_record, verify_loadable
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import WRITER_FEATURES
+from ckptfmt.read.verify import Report, check_place, check_record, verify_loadable
 from ckptfmt.store.local import LocalStore
 
 if TYPE_CHECKING:

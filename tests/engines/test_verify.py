@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
-from ckptfmt.engines.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.errors import CODES, Code
+from ckptfmt.read.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import ATTEMPT, code_of, leaf, save, small_files, snapshot, tensor, verify
 from tests.engines.test_lineage import RunOfSteps

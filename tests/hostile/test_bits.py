@@ -8,10 +8,10 @@ from ckptfmt.commit import decision as commit
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import parse_register
 from ckptfmt.documents.part import Part
-from ckptfmt.engines import verify as verify_module
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError
 from ckptfmt.layout.merge import check_index_tiling
 from ckptfmt.read import reader
+from ckptfmt.read import verify as verify_module
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import read_all, small_files, verify
 

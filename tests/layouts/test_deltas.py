@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckptfmt.engines.verify import Report, verify_run
+from ckptfmt.read.verify import Report, verify_run
 from ckptfmt.store import LocalStore
 from tests.layouts.launch import launch
 

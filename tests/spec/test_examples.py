@@ -25,10 +25,10 @@ from ckptfmt.documents.part import PACK_HEADER, Part
 from ckptfmt.documents.pins import Pins
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
-from ckptfmt.engines.verify import Report, verify_checkpoint
 from ckptfmt.errors import CkptError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.verify import Report, verify_checkpoint
 from ckptfmt.store.memory import MemoryStore
 from conformance.generate.fences import REFUSAL, edited
 from tests.spec.pages import SCHEMA, fences, page

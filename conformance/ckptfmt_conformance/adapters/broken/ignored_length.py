@@ -16,5 +16,5 @@ class Broken(Reference):
 
     replacements = (
         ("ckptfmt.read.reader:check_nbytes", _check_nothing),
-        ("ckptfmt.engines.verify:check_nbytes", _check_nothing),
+        ("ckptfmt.read.verify:check_nbytes", _check_nothing),
     )

@@ -22,4 +22,4 @@ def _parse_named(tree: Any, **members: Any) -> Any:  # noqa: ANN401 - of the imp
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.verify:parse_foreign", _parse_named),)
+    replacements = (("ckptfmt.read.verify:parse_foreign", _parse_named),)

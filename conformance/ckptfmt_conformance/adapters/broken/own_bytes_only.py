@@ -20,4 +20,4 @@ def _check_nothing(*_: object) -> None:
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.verify:_Verification.check_closure", _check_nothing),)
+    replacements = (("ckptfmt.read.verify:_Verification.check_closure", _check_nothing),)

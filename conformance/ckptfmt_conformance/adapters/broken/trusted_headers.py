@@ -18,4 +18,4 @@ def _check_nothing(*_: object) -> None:
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.verify:_verify_header", _check_nothing),)
+    replacements = (("ckptfmt.read.verify:_verify_header", _check_nothing),)

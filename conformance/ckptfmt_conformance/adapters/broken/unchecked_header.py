@@ -18,5 +18,5 @@ class Broken(Reference):
 
     replacements = (
         ("ckptfmt.read.reader:read_header", _read_header),
-        ("ckptfmt.engines.verify:read_header", _read_header),
+        ("ckptfmt.read.verify:read_header", _read_header),
     )

@@ -9,7 +9,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-RUN-012",)
 CONVICTED_BY = ("run/valid/launch-base-not-needed",)
 
-_verify_checkpoint = original("ckptfmt.engines.verify:verify_checkpoint")
+_verify_checkpoint = original("ckptfmt.read.verify:verify_checkpoint")
 
 
 def _verify_all(store: Any, report: Any, **_: Any) -> Any:  # noqa: ANN401 - of the implementation
