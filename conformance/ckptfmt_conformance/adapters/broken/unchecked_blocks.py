@@ -18,7 +18,7 @@ def _find_nothing(*_: object, **__: object) -> tuple[()]:
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.verify_blocks:iter_damages", _find_nothing),)
+    replacements = (("ckptfmt.read.verify_blocks:iter_damages", _find_nothing),)
 
     def _open(self, path: Path, request: Mapping[str, Any]) -> Checkpoint:
         checkpoint = super()._open(path, request)
