@@ -26,10 +26,10 @@ from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, Run, launch_name, 
 from ckptfmt.documents.shard import ShardEntry, parse_shard_header
 from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.report import ClosureMember, FoundReference, Report, is_violation
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.read.reader import Checkpoint, check_nbytes, read_header
+from ckptfmt.read.report import ClosureMember, FoundReference, Report, is_violation
 from ckptfmt.read.verify_blocks import Done, find_damages, find_undecodable, sort_extents
 from ckptfmt.stage.collector import collector_paused
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.part import extent_nbytes
 from ckptfmt.engines.closure import Library
-from ckptfmt.engines.report import is_violation, without_frames
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange, plan_requests
 from ckptfmt.read.ahead import iter_ahead
 from ckptfmt.read.decoding import Decoder, iter_runs
 from ckptfmt.read.reading import unit_of
+from ckptfmt.read.report import is_violation, without_frames
 from ckptfmt.read.stored import iter_damages
 from ckptfmt.read.streaming import REQUEST_NBYTES, stream_requests
 
