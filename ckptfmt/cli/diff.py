@@ -16,8 +16,8 @@ from ckptfmt.api import open_checkpoint
 from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_errors, share_text
 from ckptfmt.cli.progress import Progress
 from ckptfmt.documents.manifest import FIELDS
-from ckptfmt.engines.diff import Comparison, TensorDifference, ValueDifference, compare
 from ckptfmt.errors import Code, err
+from ckptfmt.read.comparison import Comparison, TensorDifference, ValueDifference, compare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
