@@ -23,10 +23,10 @@ from ckptfmt.documents.part import Leaf, Part, PartFile, PartTensor, Stream
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.closure import Closure, Library
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.merge import check_index_tiling, summarise
 from ckptfmt.layout.read_plan import PieceRead, iter_chunks, iter_pieces, plan_requests
+from ckptfmt.read.closure import Closure, Library
 from ckptfmt.read.decoding import OpenPart, StoredBox, open_part
 from ckptfmt.read.reading import Reading
 from ckptfmt.read.stored import ArrayTarget, StoredPiece, carrier_of

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ckptfmt.engines.closure import Library
 from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.read.ahead import WAITING, iter_ahead, iter_batches
+from ckptfmt.read.closure import Library
 from ckptfmt.read.decoding import Decoder, iter_runs, iter_stored
 from ckptfmt.read.sharing import Peers, Rounds, Take, share_ranges
 from ckptfmt.read.streaming import Borrow, ReadReport, stream_requests, thread_count

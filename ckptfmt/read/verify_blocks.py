@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.part import extent_nbytes
-from ckptfmt.engines.closure import Library
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange, plan_requests
 from ckptfmt.read.ahead import iter_ahead
+from ckptfmt.read.closure import Library
 from ckptfmt.read.decoding import Decoder, iter_runs
 from ckptfmt.read.reading import unit_of
 from ckptfmt.read.report import is_violation, without_frames

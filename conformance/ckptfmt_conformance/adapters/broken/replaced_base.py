@@ -8,9 +8,9 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 
 CONVICTED_BY = ("deltas/invalid/base-made-again", "deltas/invalid/of-itself")
 
-_find = original("ckptfmt.engines.closure:Closure.find")
-_read_register = original("ckptfmt.engines.closure:read_register")
-_manifest = original("ckptfmt.engines.closure:Manifest")
+_find = original("ckptfmt.read.closure:Closure.find")
+_read_register = original("ckptfmt.read.closure:read_register")
+_manifest = original("ckptfmt.read.closure:Manifest")
 _checkpoint = original("ckptfmt.read.reader:Checkpoint")
 
 
@@ -27,6 +27,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.engines.closure:Closure.find", _find_any),
+        ("ckptfmt.read.closure:Closure.find", _find_any),
         ("ckptfmt.read.reader:_open_base", _open_any),
     )
