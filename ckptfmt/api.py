@@ -14,7 +14,6 @@ from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.engines.compact import compact_checkpoint, compact_run
-from ckptfmt.engines.lineage import check_surroundings, find_head
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.group import EXCHANGE, Agree, make_group
 from ckptfmt.handle import SaveReport
@@ -22,6 +21,7 @@ from ckptfmt.loading import load_once
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.restore import LoadReport, load_trees
+from ckptfmt.run.lineage import check_surroundings, find_head
 from ckptfmt.saving import Ownership, save_once
 from ckptfmt.store import open_store
 

@@ -16,7 +16,6 @@ from ckptfmt.api import DEADLINE_S
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.counting import StepCount
 from ckptfmt.documents.run import Launch, ResumeFrom, Run
-from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import REFERENCED
@@ -25,6 +24,7 @@ from ckptfmt.handle import SaveHandle
 from ckptfmt.loading import claim_of_all, load_once
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.restore import LoadReport, restore_streams
+from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.saves import SaveOptions, Saves
 from ckptfmt.stopping import StopSignals
 from ckptfmt.store import open_store

@@ -16,10 +16,10 @@ from ckptfmt.digest import block_digests
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.engines.chain import Chain, Snapped
-from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.features import REFERENCED
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import Image, plan_image
 from ckptfmt.write.snapshot import Snapshot

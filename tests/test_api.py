@@ -16,10 +16,10 @@ import torch
 import ckptfmt
 from ckptfmt.commit.decision import retire
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Origin, parse_register
-from ckptfmt.engines.lineage import list_checkpoints, open_run
 from ckptfmt.errors import CODES, CkptError, Code
 from ckptfmt.read.reader import read_manifest
 from ckptfmt.restore import LoadReport
+from ckptfmt.run.lineage import list_checkpoints, open_run
 from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.posix import PosixCalls

@@ -16,8 +16,8 @@ from ckptfmt.capture import capture
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import Manifest, Tombstone
 from ckptfmt.documents.run import RUN_NAME, SAVERS, Run
-from ckptfmt.engines.lineage import list_checkpoints, open_run
 from ckptfmt.errors import CkptError, Code, FencedError
+from ckptfmt.run.lineage import list_checkpoints, open_run
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from tests import builders

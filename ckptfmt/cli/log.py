@@ -15,7 +15,8 @@ from ckptfmt.cli.graph import draw_graph
 from ckptfmt.cli.places import Place, open_run_place
 from ckptfmt.commit.waiting import describe_savers, list_held
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
-from ckptfmt.engines.lineage import (
+from ckptfmt.errors import CkptError, StoreError
+from ckptfmt.run.lineage import (
     RunEntry,
     iter_lineage,
     list_checkpoints,
@@ -23,7 +24,6 @@ from ckptfmt.engines.lineage import (
     read_launch,
     read_run,
 )
-from ckptfmt.errors import CkptError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,10 +16,10 @@ from ckptfmt.cli.places import Place, open_bases, open_place
 from ckptfmt.cli.progress import Progress
 from ckptfmt.commit.decision import read_register
 from ckptfmt.documents.manifest import Manifest
-from ckptfmt.engines.lineage import check_surroundings, list_checkpoints
 from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.verify import Report, verify_checkpoint, verify_run
+from ckptfmt.run.lineage import check_surroundings, list_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

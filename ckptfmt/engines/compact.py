@@ -14,11 +14,11 @@ from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.holdings import Holdings
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.tables import block_count
-from ckptfmt.engines.lineage import begin_launch, check_not_fenced, find_head, open_run
 from ckptfmt.errors import Code, err
 from ckptfmt.read.ahead import iter_ahead
 from ckptfmt.read.decoding import Decoder
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.lineage import begin_launch, check_not_fenced, find_head, open_run
 from ckptfmt.write.image import Image, plan_image
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import Context, write_image

@@ -9,7 +9,9 @@ from ckptfmt import limits
 from ckptfmt.commit.decision import CONDEMNED, abort, retire, sweep
 from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_checkpoint_name
 from ckptfmt.documents.pins import Pins
-from ckptfmt.engines.lineage import (
+from ckptfmt.errors import CkptError, Code, IntegrityError, err
+from ckptfmt.features import REFERENCED, WRITER_FEATURES
+from ckptfmt.run.lineage import (
     RunEntry,
     check_not_fenced,
     is_overtaken,
@@ -17,8 +19,6 @@ from ckptfmt.engines.lineage import (
     list_checkpoints,
     list_launches,
 )
-from ckptfmt.errors import CkptError, Code, IntegrityError, err
-from ckptfmt.features import REFERENCED, WRITER_FEATURES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,10 +28,10 @@ from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.run import SAVERS, Run
 from ckptfmt.engines.chain import Chain, Snapped
 from ckptfmt.engines.coders import Coders
-from ckptfmt.engines.lineage import check_not_fenced
 from ckptfmt.engines.policy import DeltaOptions, Plan
 from ckptfmt.engines.retention import tidy_up
 from ckptfmt.errors import CkptError, Code, encodable, err
+from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.write.image import Image
 from ckptfmt.write.staging import Seen, check_kept, check_seen
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure

@@ -18,7 +18,7 @@ from ckptfmt.commit.decision import abort, commit
 from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.tree import dump_tree
-from ckptfmt.engines.lineage import begin_launch, open_run
+from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store import LocalStore
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import write_part

@@ -11,11 +11,11 @@ from blake3 import blake3
 
 import ckptfmt
 from ckptfmt.documents.tree import dump_tree, parse_tree
-from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.errors import CkptError
 from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.read.reader import numpy_dtype
 from ckptfmt.restore import restore
+from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt_conformance.adapters.reference import Reference
 from ckptfmt_conformance.protocol import Rejected

@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ckptfmt.engines.lineage import list_checkpoints  # noqa: E402
+from ckptfmt.run.lineage import list_checkpoints  # noqa: E402
 from ckptfmt.store import open_store  # noqa: E402
 from ckptfmt_conformance.protocol import Unsupported  # noqa: E402
 from ckptfmt_conformance.trajectories import close_gang, list_cells, run_cell  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Final
 
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.run import Launch
-from ckptfmt.engines import lineage
+from ckptfmt.run import lineage
 from ckptfmt.store.local import LocalStore
 from tests.explorer import content
 from tests.explorer.judge import Marks, clean_up

@@ -9,7 +9,8 @@ import pytest
 from ckptfmt.commit.decision import abort, retire
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, checkpoint_name
 from ckptfmt.documents.run import RUN_NAME, Launch, ResumeFrom, Run, launch_name
-from ckptfmt.engines.lineage import (
+from ckptfmt.errors import Code, CommitError, FencedError, FormatError, IntegrityError, StoreError, UnsupportedError
+from ckptfmt.run.lineage import (
     begin_launch,
     check_not_fenced,
     find_head,
@@ -19,7 +20,6 @@ from ckptfmt.engines.lineage import (
     open_run,
     read_run,
 )
-from ckptfmt.errors import Code, CommitError, FencedError, FormatError, IntegrityError, StoreError, UnsupportedError
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.write.writer import write_part

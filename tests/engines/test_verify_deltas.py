@@ -9,12 +9,12 @@ import pytest
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.manifest import MANIFEST_NAME, checkpoint_name, pack_name, shard_name
-from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.errors import CODES, Code, err
 from ckptfmt.read.closure import Closure
 from ckptfmt.read.decoding import Decoder
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.verify import Report, verify_checkpoint, verify_loadable, verify_run
+from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import Forgery, code_of, error_of, parse_json, snapshot, tensor
 from tests.chains import Saving, cast_chain

@@ -21,8 +21,8 @@ from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Part, Stream
 from ckptfmt.documents.run import Launch
 from ckptfmt.documents.tree import dump_tree
-from ckptfmt.engines import lineage
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run import lineage
 from ckptfmt.store.protocol import Store
 from ckptfmt.write import writer
 from ckptfmt.write.snapshot import Snapshot

@@ -10,8 +10,8 @@ from typing import Any, Final
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import Manifest, checkpoint_name, shard_name
 from ckptfmt.documents.run import Launch
-from ckptfmt.engines import lineage
 from ckptfmt.errors import CkptError, Code
+from ckptfmt.run import lineage
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.store.protocol import Store
 from tests.explorer import content

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from ckptfmt.engines import lineage
+from ckptfmt.run import lineage
 from ckptfmt.store.memory import Loss, MemoryStore
 from tests.explorer.content import deterministic
 from tests.explorer.judge import Judge, Marks

@@ -15,10 +15,11 @@ import pytest
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import Manifest, checkpoint_name, parse_checkpoint_name
 from ckptfmt.documents.run import Run
-from ckptfmt.engines import base, lineage, retention
+from ckptfmt.engines import base, retention
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.features import REFERENCED
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run import lineage
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write import writer
 from tests.builders import snapshot, tensor

@@ -11,7 +11,7 @@ from typing import Any, Final
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.run import Launch, Run
-from ckptfmt.engines import lineage
+from ckptfmt.run import lineage
 from tests.explorer import content
 from tests.explorer.crashes import Bench
 from tests.explorer.judge import clean_up

@@ -18,9 +18,9 @@ import numpy as np
 import ckptfmt
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import Manifest
-from ckptfmt.engines.lineage import list_checkpoints
 from ckptfmt.errors import CkptError
 from ckptfmt.handle import SaveHandle
+from ckptfmt.run.lineage import list_checkpoints
 from ckptfmt.store import open_store
 from tests.store.helpers import ROOT
 

@@ -128,7 +128,7 @@ def test_reading_writes_nothing(root):
 
 def test_clean_up_follows_no_link_out_of_a_run(tmp_path):
     """Row 44: a link with the name of an old checkpoint is nobody's checkpoint."""
-    from ckptfmt.engines.lineage import begin_launch, open_run  # noqa: PLC0415
+    from ckptfmt.run.lineage import begin_launch, open_run  # noqa: PLC0415
 
     outside = tmp_path / "outside"
     outside.mkdir()

@@ -7,8 +7,8 @@ from typing import Any
 from ckptfmt import limits
 from ckptfmt.codecs.prediction import member_codec as codec
 from ckptfmt.documents.manifest import part_path
-from ckptfmt.engines import lineage
 from ckptfmt.read import reader
+from ckptfmt.run import lineage
 from tests.mutants.mutant import Mutant, replaced
 
 

@@ -45,7 +45,6 @@ from ckptfmt.documents.tree import (
     iter_values,
     parse_tree,
 )
-from ckptfmt.engines.lineage import begin_launch, open_run
 from ckptfmt.errors import Code
 from ckptfmt.features import READER_FEATURES
 from ckptfmt.handle import STATES, SaveHandle
@@ -53,6 +52,7 @@ from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.limits import FORMAT_VERSION
 from ckptfmt.read.reader import Checkpoint, numpy_dtype
 from ckptfmt.restore import restore
+from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.local import LocalStore
 from ckptfmt_conformance.protocol import METHODS, Rejected, Unsupported, run_as_command
 

@@ -14,7 +14,7 @@ CONVICTED_BY = (
     "run/invalid/launch-ring",
 )
 
-_choose_by_lineage = original("ckptfmt.engines.lineage:_choose_by_lineage")
+_choose_by_lineage = original("ckptfmt.run.lineage:_choose_by_lineage")
 
 
 def _choose_or_begin(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -29,4 +29,4 @@ def _choose_or_begin(*arguments: Any) -> Any:  # noqa: ANN401 - of the implement
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:_choose_by_lineage", _choose_or_begin),)
+    replacements = (("ckptfmt.run.lineage:_choose_by_lineage", _choose_or_begin),)

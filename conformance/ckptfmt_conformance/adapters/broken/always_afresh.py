@@ -23,4 +23,4 @@ def _choose_nothing(*_: Any) -> Any:  # noqa: ANN401 - of the implementation
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:_choose_by_lineage", _choose_nothing),)
+    replacements = (("ckptfmt.run.lineage:_choose_by_lineage", _choose_nothing),)

@@ -15,7 +15,7 @@ CONVICTED_BY = (
     "run/valid/launch-tombstone-of-another-run",
 )
 
-_check_place = original("ckptfmt.engines.lineage:check_place")
+_check_place = original("ckptfmt.run.lineage:check_place")
 
 
 def _check_manifests(register: Any, *others: Any) -> None:  # noqa: ANN401 - of the implementation
@@ -26,4 +26,4 @@ def _check_manifests(register: Any, *others: Any) -> None:  # noqa: ANN401 - of 
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:check_place", _check_manifests),)
+    replacements = (("ckptfmt.run.lineage:check_place", _check_manifests),)

@@ -13,7 +13,7 @@ CONVICTED_BY = (
     "run/invalid/launch-unrecorded",
 )
 
-_read_launch = original("ckptfmt.engines.lineage:read_launch")
+_read_launch = original("ckptfmt.run.lineage:read_launch")
 
 
 def _read_any(store: Any, number: int, _: object = None) -> Any:  # noqa: ANN401 - of the implementation
@@ -28,6 +28,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.engines.lineage:read_launch", _read_any),
-        ("ckptfmt.engines.lineage:check_records", _check_nothing),
+        ("ckptfmt.run.lineage:read_launch", _read_any),
+        ("ckptfmt.run.lineage:check_records", _check_nothing),
     )

@@ -16,7 +16,7 @@ CONVICTED_BY = (
     "run/valid/launch-unreadable",
 )
 
-_iter_lineage = original("ckptfmt.engines.lineage:iter_lineage")
+_iter_lineage = original("ckptfmt.run.lineage:iter_lineage")
 
 
 def _iter_first(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -26,4 +26,4 @@ def _iter_first(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:iter_lineage", _iter_first),)
+    replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_first),)

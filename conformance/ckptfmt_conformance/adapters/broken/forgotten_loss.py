@@ -19,4 +19,4 @@ def _find_nothing(*_: object) -> None:
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:_find_replacement", _find_nothing),)
+    replacements = (("ckptfmt.run.lineage:_find_replacement", _find_nothing),)

@@ -27,4 +27,4 @@ def _iter_greatest(_: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - o
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:iter_lineage", _iter_greatest),)
+    replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_greatest),)

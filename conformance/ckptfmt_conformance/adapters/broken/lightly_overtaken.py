@@ -27,4 +27,4 @@ def _is_overtaken(launch: Any, entries: list[Any]) -> bool:  # noqa: ANN401 - of
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:is_overtaken", _is_overtaken),)
+    replacements = (("ckptfmt.run.lineage:is_overtaken", _is_overtaken),)

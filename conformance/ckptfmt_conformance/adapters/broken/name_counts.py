@@ -9,7 +9,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-RUN-022",)
 CONVICTED_BY = ("run/invalid/resume-from-digest", "run/valid/launch-resume-from-digest")
 
-_find_replacement = original("ckptfmt.engines.lineage:_find_replacement")
+_find_replacement = original("ckptfmt.run.lineage:_find_replacement")
 
 
 def _find_absence(resume: Any, register: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -20,4 +20,4 @@ def _find_absence(resume: Any, register: Any) -> Any:  # noqa: ANN401 - of the i
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:_find_replacement", _find_absence),)
+    replacements = (("ckptfmt.run.lineage:_find_replacement", _find_absence),)

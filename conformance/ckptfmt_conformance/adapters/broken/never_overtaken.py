@@ -15,4 +15,4 @@ def _is_never(*_: object) -> bool:
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:is_overtaken", _is_never),)
+    replacements = (("ckptfmt.run.lineage:is_overtaken", _is_never),)

@@ -20,7 +20,7 @@ CONVICTED_BY = (
     "run/valid/overtaken-by-hand",
 )
 
-_iter_lineage = original("ckptfmt.engines.lineage:iter_lineage")
+_iter_lineage = original("ckptfmt.run.lineage:iter_lineage")
 
 
 def _iter_newest(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
@@ -33,4 +33,4 @@ def _iter_newest(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN40
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:iter_lineage", _iter_newest),)
+    replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_newest),)

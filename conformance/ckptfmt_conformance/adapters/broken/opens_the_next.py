@@ -20,7 +20,7 @@ CONVICTED_BY = (
     "run/valid/launch-unreadable",
 )
 
-_iter_lineage = original("ckptfmt.engines.lineage:iter_lineage")
+_iter_lineage = original("ckptfmt.run.lineage:iter_lineage")
 
 
 def _iter_committed(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -30,4 +30,4 @@ def _iter_committed(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementa
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:iter_lineage", _iter_committed),)
+    replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_committed),)

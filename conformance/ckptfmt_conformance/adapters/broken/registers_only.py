@@ -25,4 +25,4 @@ def _open_nothing(_: object, entry: Any, *_others: object) -> Any:  # noqa: ANN4
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:_open_valid", _open_nothing),)
+    replacements = (("ckptfmt.run.lineage:_open_valid", _open_nothing),)

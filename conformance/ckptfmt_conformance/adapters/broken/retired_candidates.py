@@ -10,7 +10,7 @@ from ckptfmt_conformance.adapters.reference import CkptError, Code, Reference, o
 BREAKS = ("REQ-RUN-006", "REQ-RUN-007")
 CONVICTED_BY = ("run/invalid/all-retired", "run/valid/launch-resume-from-retired")
 
-_iter_lineage = original("ckptfmt.engines.lineage:iter_lineage")
+_iter_lineage = original("ckptfmt.run.lineage:iter_lineage")
 
 
 def _iter_with_retired(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
@@ -29,6 +29,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.engines.lineage:iter_lineage", _iter_with_retired),
-        ("ckptfmt.engines.lineage:_is_retired", lambda *_: False),
+        ("ckptfmt.run.lineage:iter_lineage", _iter_with_retired),
+        ("ckptfmt.run.lineage:_is_retired", lambda *_: False),
     )

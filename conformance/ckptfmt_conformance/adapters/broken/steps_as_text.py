@@ -10,7 +10,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-RUN-009",)
 CONVICTED_BY = ("run/valid/numbers", "run/valid/launch-of-five-digits")
 
-_iter_lineage = original("ckptfmt.engines.lineage:iter_lineage")
+_iter_lineage = original("ckptfmt.run.lineage:iter_lineage")
 
 
 class _Text(int):
@@ -46,4 +46,4 @@ def _iter_by_text(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN4
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:iter_lineage", _iter_by_text),)
+    replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_by_text),)

@@ -18,7 +18,7 @@ CONVICTED_BY = (
     "run/valid/unreadable-beyond",
 )
 
-_list_checkpoints = original("ckptfmt.engines.lineage:list_checkpoints")
+_list_checkpoints = original("ckptfmt.run.lineage:list_checkpoints")
 
 
 def _list_readable(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -32,4 +32,4 @@ def _list_readable(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementat
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:list_checkpoints", _list_readable),)
+    replacements = (("ckptfmt.run.lineage:list_checkpoints", _list_readable),)

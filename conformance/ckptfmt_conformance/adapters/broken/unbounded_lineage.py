@@ -18,7 +18,7 @@ CONVICTED_BY = (
     "run/valid/unreadable-beyond",
 )
 
-_iter_lineage = original("ckptfmt.engines.lineage:iter_lineage")
+_iter_lineage = original("ckptfmt.run.lineage:iter_lineage")
 
 
 def _iter_all(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
@@ -43,4 +43,4 @@ def _iter_all(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 -
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:iter_lineage", _iter_all),)
+    replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_all),)

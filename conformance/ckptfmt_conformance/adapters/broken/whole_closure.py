@@ -19,4 +19,4 @@ def _verify_all(store: Any, report: Any, **_: Any) -> Any:  # noqa: ANN401 - of 
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.engines.lineage:verify_loadable", _verify_all),)
+    replacements = (("ckptfmt.run.lineage:verify_loadable", _verify_all),)

@@ -1,0 +1,1 @@
+"""The checkpoints of one run: launches and lineage, retention, compaction."""
