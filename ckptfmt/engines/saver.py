@@ -29,9 +29,9 @@ from ckptfmt.documents.run import SAVERS, Run
 from ckptfmt.engines.chain import Chain, Snapped
 from ckptfmt.engines.coders import Coders
 from ckptfmt.engines.policy import DeltaOptions, Plan
-from ckptfmt.engines.retention import tidy_up
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.run.lineage import check_not_fenced
+from ckptfmt.run.retention import tidy_up
 from ckptfmt.write.image import Image
 from ckptfmt.write.staging import Seen, check_kept, check_seen
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
@@ -61,7 +61,7 @@ class SaveRequest:
         writer: number of this writer.
         context: what isn't tensors.
         deadline_s: how long to wait for the other writers, in seconds.
-        keep, keep_every: what retention lets stay; see `ckptfmt.engines.retention.plan_retention`.
+        keep, keep_every: what retention lets stay; see `ckptfmt.run.retention.plan_retention`.
         writer_features: of the run.
         delta: whether it may be a delta.
     """

@@ -21,8 +21,8 @@ from ckptfmt.documents.pins import Pins
 from ckptfmt.engines import delta
 from ckptfmt.engines.coding import BlockCoder
 from ckptfmt.engines.policy import DeltaOptions
-from ckptfmt.engines.retention import clean_up
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.run.retention import clean_up
 from ckptfmt.store.memory import Loss, MemoryStore
 from tests.builders import ArraySink, code_of, error_of, leaf, snapshot, tensor
 from tests.chains import SMALLEST, Saving, mixed

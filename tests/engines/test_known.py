@@ -12,8 +12,8 @@ from ckptfmt.commit.known import known_tables, parse_known, remember_tables, rem
 from ckptfmt.documents import part
 from ckptfmt.documents.manifest import Abort, Manifest, parse_register
 from ckptfmt.documents.tables import TensorTable, parse_tensor_table
-from ckptfmt.engines.retention import tidy_up
 from ckptfmt.errors import Code
+from ckptfmt.run.retention import tidy_up
 from tests.builders import code_of, snapshot, tensor
 from tests.chains import Saving
 

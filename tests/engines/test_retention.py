@@ -8,9 +8,9 @@ import pytest
 from ckptfmt.commit.decision import read_register, retire
 from ckptfmt.documents.manifest import Abort, Tombstone, checkpoint_name
 from ckptfmt.documents.run import Run
-from ckptfmt.engines.retention import clean_up, plan_retention
 from ckptfmt.errors import CkptError, Code, UnsupportedError
 from ckptfmt.run.lineage import begin_launch, list_checkpoints, list_launches
+from ckptfmt.run.retention import clean_up, plan_retention
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.writer import write_part
 from tests.builders import error_of, origin, save, snapshot, tensor, verify

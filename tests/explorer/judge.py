@@ -16,10 +16,9 @@ from typing import Final
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, parse_checkpoint_name
 from ckptfmt.documents.run import Launch, Run
-from ckptfmt.engines import retention
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.read import verify
-from ckptfmt.run import lineage
+from ckptfmt.run import lineage, retention
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from tests.explorer import content

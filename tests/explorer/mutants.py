@@ -15,10 +15,9 @@ from unittest import mock
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, index_name
 from ckptfmt.documents.run import LAUNCHES
-from ckptfmt.engines import retention
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read import reader, stored
-from ckptfmt.run import lineage
+from ckptfmt.run import lineage, retention
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import Loss
 from ckptfmt.store.protocol import Buffer, Store

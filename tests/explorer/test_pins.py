@@ -15,11 +15,11 @@ import pytest
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import Manifest, checkpoint_name, parse_checkpoint_name
 from ckptfmt.documents.run import Run
-from ckptfmt.engines import base, retention
+from ckptfmt.engines import base
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.features import REFERENCED
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.run import lineage
+from ckptfmt.run import lineage, retention
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write import writer
 from tests.builders import snapshot, tensor
@@ -153,9 +153,9 @@ def _looking_first(right, store, run, going):
 #: Protocols that are broken, each by one patch: where, what, and what stands there instead.
 MUTANTS = {
     "no pins": (1, "ckptfmt.engines.chain.pin_base", _no_pins),
-    "pins are not looked for": (1, "ckptfmt.engines.retention._find_pinned", lambda *_: set()),
+    "pins are not looked for": (1, "ckptfmt.run.retention._find_pinned", lambda *_: set()),
     "a base is not checked": (1, "ckptfmt.engines.base.check_base", lambda *_: None),
-    "looked for before it is condemned": (1, "ckptfmt.engines.retention._retire_unread", _looking_first),
+    "looked for before it is condemned": (1, "ckptfmt.run.retention._retire_unread", _looking_first),
 }
 
 

@@ -5,8 +5,8 @@ import pathlib
 
 import pytest
 
-from ckptfmt.engines.retention import clean_up
 from ckptfmt.errors import CkptError, Code, StoreError
+from ckptfmt.run.retention import clean_up
 from ckptfmt.store import LocalStore
 from tests.builders import read_all, save, small_files, two_writers, verify
 

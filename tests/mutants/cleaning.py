@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptfmt.commit import decision as commit
-from ckptfmt.engines import retention
+from ckptfmt.run import retention
 from tests.mutants.mutant import Mutant, replaced, rewritten
 
 _NO_SYNC = ('    store.sync("")\n', "")
