@@ -13,7 +13,6 @@ from ckptfmt.commit.decision import check_vacant
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
-from ckptfmt.engines.compact import compact_checkpoint, compact_run
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.group import EXCHANGE, Agree, make_group
 from ckptfmt.handle import SaveReport
@@ -21,6 +20,7 @@ from ckptfmt.loading import load_once
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.restore import LoadReport, load_trees
+from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import check_surroundings, find_head
 from ckptfmt.saving import Ownership, save_once
 from ckptfmt.store import open_store

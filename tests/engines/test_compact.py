@@ -11,11 +11,11 @@ from ckptfmt.box import Box
 from ckptfmt.documents.manifest import FIELDS, checkpoint_name, part_path
 from ckptfmt.documents.part import Part
 from ckptfmt.documents.run import Run
-from ckptfmt.engines.compact import compact_checkpoint, compact_run
 from ckptfmt.errors import Code
 from ckptfmt.features import REFERENCED
 from ckptfmt.read.comparison import compare
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import begin_launch, find_head, list_launches, open_run
 from ckptfmt.run.retention import clean_up
 from ckptfmt.store import LocalStore
