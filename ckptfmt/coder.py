@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ckptfmt.codecs.prediction import Rule
-from ckptfmt.engines.base import BaseContents
+from ckptfmt.delta.base import BaseContents
 from ckptfmt.engines.coding import BlockCoder
 from ckptfmt.engines.groups import PlannedGroup
 from ckptfmt.stage.process import be_helper, watch

@@ -23,7 +23,7 @@ from ckptfmt.engines.groups import PlannedGroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from ckptfmt.engines.base import BaseContents
+    from ckptfmt.delta.base import BaseContents
     from ckptfmt.write.image import Image
 
 __all__ = ["LEAST_NBYTES", "SMALL_NBYTES", "BlockCoder", "Coded", "encode_small"]

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ckptfmt.box import Box
+    from ckptfmt.delta.base import BaseContents
     from ckptfmt.documents.part import Leaf
     from ckptfmt.documents.tables import TensorKey
-    from ckptfmt.engines.base import BaseContents
     from ckptfmt.write.image import Image
 
 __all__ = ["PlannedGroup", "Snapshotted", "dump_rules", "find_groups"]

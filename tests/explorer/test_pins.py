@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from ckptfmt.commit import decision as commit
+from ckptfmt.delta import base
 from ckptfmt.documents.manifest import Manifest, checkpoint_name, parse_checkpoint_name
 from ckptfmt.documents.run import Run
-from ckptfmt.engines import base
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.features import REFERENCED
 from ckptfmt.read.reader import Checkpoint
@@ -154,7 +154,7 @@ def _looking_first(right, store, run, going):
 MUTANTS = {
     "no pins": (1, "ckptfmt.engines.chain.pin_base", _no_pins),
     "pins are not looked for": (1, "ckptfmt.run.retention._find_pinned", lambda *_: set()),
-    "a base is not checked": (1, "ckptfmt.engines.base.check_base", lambda *_: None),
+    "a base is not checked": (1, "ckptfmt.delta.base.check_base", lambda *_: None),
     "looked for before it is condemned": (1, "ckptfmt.run.retention._retire_unread", _looking_first),
 }
 
