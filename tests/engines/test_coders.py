@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptfmt.engines import chain, coders
-from ckptfmt.engines.chain import Chain
+from ckptfmt.delta import chain
+from ckptfmt.delta.chain import Chain
+from ckptfmt.engines import coders
 from ckptfmt.engines.coders import Coders
 from ckptfmt.engines.coding import BlockCoder
 from ckptfmt.stage.slot import Slot

@@ -780,7 +780,7 @@ def test_a_pack_that_breaks_off_is_written_again_as_it_was_noted(monkeypatch):
 
 def test_a_delta_that_could_not_be_written_leaves_no_pack_and_no_pin(chain, monkeypatch):
     saving, _ = chain
-    monkeypatch.setattr("ckptfmt.engines.chain.write_part_file", _full)
+    monkeypatch.setattr("ckptfmt.delta.chain.write_part_file", _full)
     with pytest.raises(CkptError):
         saving.write(4, [state({"w": some()})])
     monkeypatch.setattr("ckptfmt.engines.delta.Delta._digest_rest", _full)

@@ -152,7 +152,7 @@ def _looking_first(right, store, run, going):
 
 #: Protocols that are broken, each by one patch: where, what, and what stands there instead.
 MUTANTS = {
-    "no pins": (1, "ckptfmt.engines.chain.pin_base", _no_pins),
+    "no pins": (1, "ckptfmt.delta.chain.pin_base", _no_pins),
     "pins are not looked for": (1, "ckptfmt.run.retention._find_pinned", lambda *_: set()),
     "a base is not checked": (1, "ckptfmt.delta.base.check_base", lambda *_: None),
     "looked for before it is condemned": (1, "ckptfmt.run.retention._retire_unread", _looking_first),

@@ -10,12 +10,11 @@ from unittest import mock
 
 from ckptfmt import checkpointer
 from ckptfmt.commit import decision as commit
-from ckptfmt.delta import base
+from ckptfmt.delta import base, chain
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import Origin, Reference, pins_path
 from ckptfmt.documents.pins import Pins
 from ckptfmt.documents.run import Run
-from ckptfmt.engines import chain
 from ckptfmt.engines.saver import Progress, Saver
 from ckptfmt.interop.torch import guard
 from ckptfmt.interop.torch.guard import Guard
