@@ -13,9 +13,9 @@ import xxhash
 import ckptfmt
 from ckptfmt import Checkpointer, State
 from ckptfmt.delta.chain import Chain
+from ckptfmt.delta.coders import Coders
 from ckptfmt.digest import digest_bytes
 from ckptfmt.engines import coding, saver
-from ckptfmt.engines.coders import Coders
 from ckptfmt.errors import Code
 from ckptfmt.interop.torch.tensors import TorchSource
 from ckptfmt.write.fillings import Fillings
@@ -166,7 +166,7 @@ def test_what_has_not_changed_is_neither_copied_nor_digested(tmp_path, costs):
 
 def test_processes_are_handed_only_what_was_copied(tmp_path, monkeypatch):
     monkeypatch.setattr("ckptfmt.delta.chain._LEAST_NBYTES", 0)
-    monkeypatch.setattr("ckptfmt.engines.coders.coder_count", lambda: 2)
+    monkeypatch.setattr("ckptfmt.delta.coders.coder_count", lambda: 2)
     monkeypatch.setattr("ckptfmt.engines.delta.coder_count", lambda: 2)
     handed, code = [], Coders.code
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ckptfmt.delta.coders import Coders
     from ckptfmt.documents.manifest import Manifest, Origin
     from ckptfmt.documents.part import Part
-    from ckptfmt.engines.coders import Coders
     from ckptfmt.store.protocol import Store
     from ckptfmt.write.image import Image
 

@@ -19,13 +19,13 @@ import numpy as np
 from ckptfmt.codecs import encodings
 from ckptfmt.commit.decision import create_once
 from ckptfmt.delta.base import BaseContents, BaseFiles
+from ckptfmt.delta.coders import coder_count
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.deltas import Group, StoredBlocks
 from ckptfmt.documents.extents import SAME, Extents
 from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count
-from ckptfmt.engines.coders import coder_count
 from ckptfmt.engines.coding import BlockCoder, Coded
 from ckptfmt.engines.groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.errors import CkptError, Code, err
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from ckptfmt.delta.base import Base
+    from ckptfmt.delta.coders import Coders
     from ckptfmt.documents.manifest import Origin
     from ckptfmt.documents.part import Leaf
-    from ckptfmt.engines.coders import Coders
     from ckptfmt.engines.groups import PlannedGroup
     from ckptfmt.store.protocol import Buffer, Store
     from ckptfmt.write.image import Image

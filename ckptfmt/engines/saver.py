@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptfmt.commit.decision import check_vacant, decide
 from ckptfmt.commit.known import remembered
 from ckptfmt.delta.chain import Chain, Snapped
+from ckptfmt.delta.coders import Coders
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.run import SAVERS, Run
-from ckptfmt.engines.coders import Coders
 from ckptfmt.engines.policy import DeltaOptions, Plan
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.run.lineage import check_not_fenced

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptfmt.delta import chain
+from ckptfmt.delta import chain, coders
 from ckptfmt.delta.chain import Chain
-from ckptfmt.engines import coders
-from ckptfmt.engines.coders import Coders
+from ckptfmt.delta.coders import Coders
 from ckptfmt.engines.coding import BlockCoder
 from ckptfmt.stage.slot import Slot
 from tests.builders import error_of
