@@ -15,8 +15,8 @@ from typing import Final
 from benchmarks.codecs import Measured, timed
 from benchmarks.snapshots import MASTER, WEIGHT, Pair, Tensor
 from ckptfmt.codecs import encodings, prediction
+from ckptfmt.delta.block_coder import SMALL_NBYTES, encode_small
 from ckptfmt.digest import DIGEST_NBYTES, iter_blocks
-from ckptfmt.engines.coding import SMALL_NBYTES, encode_small
 from ckptfmt.limits import BLOCK_NBYTES
 
 __all__ = ["Coded", "code", "list_groups"]

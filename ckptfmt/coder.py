@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfmt.codecs.prediction import Rule
 from ckptfmt.delta.base import BaseContents
-from ckptfmt.engines.coding import BlockCoder
+from ckptfmt.delta.block_coder import BlockCoder
 from ckptfmt.engines.groups import PlannedGroup
 from ckptfmt.stage.process import be_helper, watch
 from ckptfmt.stage.slot import Slot

@@ -12,10 +12,11 @@ import xxhash
 
 import ckptfmt
 from ckptfmt import Checkpointer, State
+from ckptfmt.delta import block_coder as coding
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.digest import digest_bytes
-from ckptfmt.engines import coding, saver
+from ckptfmt.engines import saver
 from ckptfmt.errors import Code
 from ckptfmt.interop.torch.tensors import TorchSource
 from ckptfmt.write.fillings import Fillings

@@ -7,8 +7,8 @@ import torch
 
 import ckptfmt
 from ckptfmt import Checkpointer, State
+from ckptfmt.delta import block_coder as coding
 from ckptfmt.digest import digest_bytes
-from ckptfmt.engines import coding
 from ckptfmt.errors import Code
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.torch.devices import Devices

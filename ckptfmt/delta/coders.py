@@ -11,7 +11,7 @@ import subprocess
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptfmt.engines.coding import Coded
+from ckptfmt.delta.block_coder import Coded
 from ckptfmt.engines.groups import dump_rules
 from ckptfmt.stage.process import start_helper
 from ckptfmt.stage.slot import Slot

@@ -19,6 +19,7 @@ import numpy as np
 from ckptfmt.codecs import encodings
 from ckptfmt.commit.decision import create_once
 from ckptfmt.delta.base import BaseContents, BaseFiles
+from ckptfmt.delta.block_coder import BlockCoder, Coded
 from ckptfmt.delta.coders import coder_count
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.deltas import Group, StoredBlocks
@@ -26,7 +27,6 @@ from ckptfmt.documents.extents import SAME, Extents
 from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count
-from ckptfmt.engines.coding import BlockCoder, Coded
 from ckptfmt.engines.groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from ckptfmt.delta import chain, coders
+from ckptfmt.delta.block_coder import BlockCoder
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
-from ckptfmt.engines.coding import BlockCoder
 from ckptfmt.stage.slot import Slot
 from tests.builders import error_of
 from tests.chains import Saving, mixed

@@ -10,8 +10,9 @@ from typing import Any
 from unittest import mock
 
 from ckptfmt.codecs import encodings
+from ckptfmt.delta import block_coder as coding
 from ckptfmt.documents import part, shard, tree
-from ckptfmt.engines import coding, delta
+from ckptfmt.engines import delta
 from ckptfmt.features import DELTAS, ENCODINGS
 from ckptfmt.layout import merge_tensor as pieces
 from ckptfmt.write import image
