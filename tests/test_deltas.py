@@ -168,7 +168,7 @@ def test_what_has_not_changed_is_neither_copied_nor_digested(tmp_path, costs):
 def test_processes_are_handed_only_what_was_copied(tmp_path, monkeypatch):
     monkeypatch.setattr("ckptfmt.delta.chain._LEAST_NBYTES", 0)
     monkeypatch.setattr("ckptfmt.delta.coders.coder_count", lambda: 2)
-    monkeypatch.setattr("ckptfmt.engines.delta.coder_count", lambda: 2)
+    monkeypatch.setattr("ckptfmt.delta.delta.coder_count", lambda: 2)
     handed, code = [], Coders.code
 
     def note(self, blocks, nbytes):

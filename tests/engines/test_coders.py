@@ -28,7 +28,7 @@ WAIT_S = 60.0
 def _any_size(monkeypatch):
     monkeypatch.setattr(chain, "_LEAST_NBYTES", 0)
     monkeypatch.setattr(coders, "coder_count", lambda: 2)
-    monkeypatch.setattr("ckptfmt.engines.delta.coder_count", lambda: 2)
+    monkeypatch.setattr("ckptfmt.delta.delta.coder_count", lambda: 2)
 
 
 class Processes(Saving):

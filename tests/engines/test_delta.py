@@ -14,12 +14,12 @@ from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.codecs import encodings, prediction
 from ckptfmt.commit.decision import CONDEMNED, finalize, read_register
+from ckptfmt.delta import delta
 from ckptfmt.delta.block_coder import BlockCoder
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import checkpoint_name, pins_path
 from ckptfmt.documents.part import PartFile
 from ckptfmt.documents.pins import Pins
-from ckptfmt.engines import delta
 from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run.retention import clean_up
@@ -783,7 +783,7 @@ def test_a_delta_that_could_not_be_written_leaves_no_pack_and_no_pin(chain, monk
     monkeypatch.setattr("ckptfmt.delta.chain.write_part_file", _full)
     with pytest.raises(CkptError):
         saving.write(4, [state({"w": some()})])
-    monkeypatch.setattr("ckptfmt.engines.delta.Delta._digest_rest", _full)
+    monkeypatch.setattr("ckptfmt.delta.delta.Delta._digest_rest", _full)
     with pytest.raises(CkptError):
         saving.write(5, [state({"w": some()})])
     assert saving.place(5).list("") == []

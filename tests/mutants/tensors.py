@@ -11,8 +11,8 @@ from unittest import mock
 
 from ckptfmt.codecs import encodings
 from ckptfmt.delta import block_coder as coding
+from ckptfmt.delta import delta
 from ckptfmt.documents import part, shard, tree
-from ckptfmt.engines import delta
 from ckptfmt.features import DELTAS, ENCODINGS
 from ckptfmt.layout import merge_tensor as pieces
 from ckptfmt.write import image
