@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfmt.codecs.prediction import Rule
 from ckptfmt.delta.base import BaseContents
 from ckptfmt.delta.block_coder import BlockCoder
-from ckptfmt.engines.groups import PlannedGroup
+from ckptfmt.delta.prediction_groups import PlannedGroup
 from ckptfmt.stage.process import be_helper, watch
 from ckptfmt.stage.slot import Slot
 from ckptfmt.write.image import Image

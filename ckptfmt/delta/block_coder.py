@@ -16,9 +16,9 @@ import numpy as np
 
 from ckptfmt.codecs import encodings, prediction
 from ckptfmt.codecs.encodings.lanes import LANES
+from ckptfmt.delta.prediction_groups import PlannedGroup
 from ckptfmt.digest import digest_bytes
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.engines.groups import PlannedGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

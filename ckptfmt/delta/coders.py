@@ -12,14 +12,14 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.delta.block_coder import Coded
-from ckptfmt.engines.groups import dump_rules
+from ckptfmt.delta.prediction_groups import dump_rules
 from ckptfmt.stage.process import start_helper
 from ckptfmt.stage.slot import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from ckptfmt.engines.groups import PlannedGroup
+    from ckptfmt.delta.prediction_groups import PlannedGroup
     from ckptfmt.stage.channel import Channel
     from ckptfmt.write.image import Image
 

@@ -21,13 +21,13 @@ from ckptfmt.commit.decision import create_once
 from ckptfmt.delta.base import BaseContents, BaseFiles
 from ckptfmt.delta.block_coder import BlockCoder, Coded
 from ckptfmt.delta.coders import coder_count
+from ckptfmt.delta.prediction_groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.deltas import Group, StoredBlocks
 from ckptfmt.documents.extents import SAME, Extents
 from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count
-from ckptfmt.engines.groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
 from ckptfmt.read.ahead import WAITING, iter_ahead, iter_batches
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     from ckptfmt.delta.base import Base
     from ckptfmt.delta.coders import Coders
+    from ckptfmt.delta.prediction_groups import PlannedGroup
     from ckptfmt.documents.manifest import Origin
     from ckptfmt.documents.part import Leaf
-    from ckptfmt.engines.groups import PlannedGroup
     from ckptfmt.store.protocol import Buffer, Store
     from ckptfmt.write.image import Image
     from ckptfmt.write.staging import Seen
