@@ -20,7 +20,7 @@ from benchmarks.rounds import Progress, Workplace, check_room
 from benchmarks.scenes import RATES, Scene, Sizes, list_scenes
 from benchmarks.snapshots import WEIGHT, Pair
 from benchmarks.training import Studio
-from ckptfmt.engines.policy import DeltaOptions
+from ckptfmt.delta.policy import DeltaOptions
 
 __all__ = ["measure_delta", "steady_of"]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from ckptfmt.api import DEADLINE_S
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.counting import StepCount
+from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.run import Launch, ResumeFrom, Run
-from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import REFERENCED
 from ckptfmt.group import Agree, Group, make_group

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptfmt import limits
 from ckptfmt.background import Background, staging_thread_count
 from ckptfmt.commit.decision import check_vacant
+from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import is_near_limit
-from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.engines.saver import SaveRequest
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.handle import SaveHandle, SaveReport

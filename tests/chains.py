@@ -13,10 +13,10 @@ import numpy as np
 
 from ckptfmt.commit.decision import finalize, sweep_attempts
 from ckptfmt.delta.chain import Chain, Snapped
+from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.run import Launch, Run
-from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.features import REFERENCED
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run

@@ -11,9 +11,9 @@ import numpy as np
 from ckptfmt.codecs import encodings
 from ckptfmt.delta.base import Base, pin_base, unpinned_after_error
 from ckptfmt.delta.delta import Delta
+from ckptfmt.delta.policy import DeltaOptions, History, Plan, plan_save
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.manifest import Reference, checkpoint_name
-from ckptfmt.engines.policy import DeltaOptions, History, Plan, plan_save
 from ckptfmt.errors import IntegrityError
 from ckptfmt.features import PLAIN
 from ckptfmt.write.staging import Seen, check_seen

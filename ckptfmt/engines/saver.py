@@ -24,11 +24,11 @@ from ckptfmt.commit.decision import check_vacant, decide
 from ckptfmt.commit.known import remembered
 from ckptfmt.delta.chain import Chain, Snapped
 from ckptfmt.delta.coders import Coders
+from ckptfmt.delta.policy import DeltaOptions, Plan
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.run import SAVERS, Run
-from ckptfmt.engines.policy import DeltaOptions, Plan
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import tidy_up

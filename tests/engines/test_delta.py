@@ -16,11 +16,11 @@ from ckptfmt.codecs import encodings, prediction
 from ckptfmt.commit.decision import CONDEMNED, finalize, read_register
 from ckptfmt.delta import delta
 from ckptfmt.delta.block_coder import BlockCoder
+from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import checkpoint_name, pins_path
 from ckptfmt.documents.part import PartFile
 from ckptfmt.documents.pins import Pins
-from ckptfmt.engines.policy import DeltaOptions
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run.retention import clean_up
 from ckptfmt.store.memory import Loss, MemoryStore
