@@ -10,7 +10,7 @@ from benchmarks.machine import find_children, rss_anon_nbytes, rss_unfiled_nbyte
 
 __all__ = ["PeakMemory", "PeakResident"]
 
-_SAVER: Final = "ckptfmt.saver"
+_SAVER: Final = "ckptfmt.saver.saver_process"
 _EVERY_S: Final = 0.005
 _OFTEN_S: Final = 0.002
 _LOOK_EVERY: Final = 10  # looking for a new child reads all of /proc

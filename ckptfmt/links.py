@@ -77,7 +77,7 @@ class Link(Protocol):
 
 
 class ProcessLink:
-    """A process ``python -m ckptfmt.saver`` in a session of its own, with null standard streams.
+    """A process ``python -m ckptfmt.saver.saver_process`` in a session of its own, with null standard streams.
 
     Args:
         path: of the run.
@@ -90,7 +90,7 @@ class ProcessLink:
 
     def __init__(self, path: str, *, nice: int, on_message: _OnMessage, on_lost: _OnLost) -> None:
         try:
-            self._process, self._channel = start_helper("ckptfmt.saver")
+            self._process, self._channel = start_helper("ckptfmt.saver.saver_process")
         except OSError as error:
             raise _not_started(error) from error
         self._on_message, self._on_lost = on_message, on_lost

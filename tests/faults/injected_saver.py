@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from ckptfmt.saver import main
+from ckptfmt.saver.saver_process import main
 from ckptfmt.stage import process
 from ckptfmt.stage.channel import Channel
 

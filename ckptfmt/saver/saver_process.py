@@ -1,4 +1,4 @@
-"""The process that writes, hashes and commits beside the training: ``python -m ckptfmt.saver FD``.
+"""The process that writes, hashes and commits beside the training: ``python -m ckptfmt.saver.saver_process FD``.
 
 A `Checkpointer` starts it, in a session of its own and without standard streams; nobody else has to. It imports no
 framework. When the trainer is gone, it finishes the saves whose snapshot is complete, gives up the others, and ends.

@@ -1,0 +1,1 @@
+"""The saver: beside the training it hashes, writes, commits and lets go."""
