@@ -77,7 +77,7 @@ class Coders:
         self._has_started = True
         with contextlib.suppress(OSError):
             for _ in range(count):
-                process, channel = start_helper("ckptfmt.coder", environment=_ENVIRONMENT)
+                process, channel = start_helper("ckptfmt.delta.coder_process", environment=_ENVIRONMENT)
                 coder = _Coder(process=process, channel=channel, slots={})
                 self._all.append(coder)
                 channel.limit_waits(_PATIENCE_S)

@@ -1,4 +1,4 @@
-"""A process that encodes blocks of deltas beside a saver: ``python -m ckptfmt.coder FD``.
+"""A process that encodes blocks of deltas beside a saver: ``python -m ckptfmt.delta.coder_process FD``.
 
 A saver starts as many as it has processors for: arithmetic on small arrays, by several threads of one Python process,
 takes as long as by one. A coder knows slots, and no store: what isn't in a slot any more is encoded by the saver.
