@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from ckptfmt.engines.saver import Saver
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.process import start_helper
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from ckptfmt.commit.decision import check_vacant
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import is_near_limit
-from ckptfmt.engines.saver import SaveRequest
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.handle import SaveHandle, SaveReport
 from ckptfmt.interop import torch_side
@@ -24,6 +23,7 @@ from ckptfmt.interop.copies import plan_copies
 from ckptfmt.links import error_of
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import tidy_up
+from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.saving import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.store import LocalStore
 from ckptfmt.write.fillings import Fillings

@@ -16,9 +16,9 @@ from ckptfmt.delta import block_coder as coding
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.digest import digest_bytes
-from ckptfmt.engines import saver
 from ckptfmt.errors import Code
 from ckptfmt.interop.torch.tensors import TorchSource
+from ckptfmt.saver import saver
 from ckptfmt.write.fillings import Fillings
 from tests.builders import code_of, error_of
 from tests.test_device_deltas import MIB, check_loads

@@ -10,10 +10,10 @@ import time
 from typing import Any
 
 from ckptfmt.commit.decision import poll
-from ckptfmt.engines.saver import SaveRequest
 from ckptfmt.errors import Code, CommitError
 from ckptfmt.links import Lost, ProcessLink, ThreadLink
 from ckptfmt.run.lineage import begin_launch, open_run
+from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore

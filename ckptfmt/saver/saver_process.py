@@ -13,7 +13,7 @@ import pathlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ckptfmt.engines.saver import Saver
+from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.process import be_helper, watch
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store.local import LocalStore

@@ -15,10 +15,10 @@ from ckptfmt.documents.manifest import Manifest, checkpoint_name, failure_path, 
 from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.run import SAVERS
-from ckptfmt.engines import saver as saver_module
-from ckptfmt.engines.saver import Saver, SaveRequest
 from ckptfmt.errors import Code, err
 from ckptfmt.run.lineage import begin_launch, list_checkpoints, open_run
+from ckptfmt.saver import saver as saver_module
+from ckptfmt.saver.saver import Saver, SaveRequest
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore

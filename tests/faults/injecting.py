@@ -37,9 +37,9 @@ import ckptfmt
 import ckptfmt.links
 from ckptfmt.background import Background
 from ckptfmt.checkpointer import Checkpointer
-from ckptfmt.engines.saver import Saver
 from ckptfmt.errors import CkptError
 from ckptfmt.handle import SaveHandle
+from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.channel import Channel
 from ckptfmt.stage.process import start_helper
 from tests.faults.driver import problems
@@ -52,7 +52,7 @@ _PACKAGE: Final = str(pathlib.Path(ckptfmt.__file__).parent)
 _HANG_S: Final = 40.0
 _DEADLINE_S: Final = 15.0
 #: Where interrupts of the trainer's own thread matter: the mechanics of a save.
-_OF_TRAINER: Final = ("background.py", "links.py", "handle.py", "write/staging.py", "engines/saver.py")
+_OF_TRAINER: Final = ("background.py", "links.py", "handle.py", "write/staging.py", "saver/saver.py")
 #: By this variable a saver's process is told at which of its messages to raise; see `tests.faults.injected_saver`.
 AT_MESSAGE: Final = "CKPTFMT_FAULTS_AT_MESSAGE"
 

@@ -11,9 +11,9 @@ import pytest
 from ckptfmt import links
 from ckptfmt.background import Background
 from ckptfmt.checkpointer import Checkpointer
-from ckptfmt.engines.saver import Saver
 from ckptfmt.errors import CkptError
 from ckptfmt.handle import SaveHandle
+from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.process import start_helper
 from ckptfmt.write.staging import HostCopy
 from tests.builders import error_of

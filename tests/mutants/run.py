@@ -12,13 +12,13 @@ from unittest import mock
 from ckptfmt import api, checkpointer, saving
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin
-from ckptfmt.engines import saver
-from ckptfmt.engines.saver import Saver
 from ckptfmt.read import verify
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.verify import Report
 from ckptfmt.run import compaction as compact
 from ckptfmt.run import lineage
+from ckptfmt.saver import saver
+from ckptfmt.saver.saver import Saver
 from ckptfmt.store.protocol import Store
 from tests.mutants.mutant import Mutant, replaced
 

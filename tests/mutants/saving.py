@@ -15,9 +15,9 @@ from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import Origin, Reference, pins_path
 from ckptfmt.documents.pins import Pins
 from ckptfmt.documents.run import Run
-from ckptfmt.engines.saver import Progress, Saver
 from ckptfmt.interop.torch import guard
 from ckptfmt.interop.torch.guard import Guard
+from ckptfmt.saver.saver import Progress, Saver
 from ckptfmt.store.protocol import Store
 from tests.mutants.mutant import Mutant, replaced
 
