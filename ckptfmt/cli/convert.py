@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Final
 from ckptfmt.api import open_checkpoint
 from ckptfmt.cli.console import Console, bytes_text, clean, count_text
 from ckptfmt.cli.progress import Progress
+from ckptfmt.convert.converting import plan_conversion
+from ckptfmt.convert.hf import parse_nbytes
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.convert.converting import plan_conversion
-from ckptfmt.interop.convert.hf import parse_nbytes
 
 if TYPE_CHECKING:
     import argparse
 
-    from ckptfmt.interop.convert.content import LeftOut
-    from ckptfmt.interop.convert.converting import Conversion
+    from ckptfmt.convert.content import LeftOut
+    from ckptfmt.convert.converting import Conversion
 
 __all__ = ["run_convert"]
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from ckptfmt.convert.hf import INDEX_NAME
 from ckptfmt.documents.manifest import MANIFEST_NAME
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.interop.convert.hf import INDEX_NAME
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import TEMPORARY_PREFIX
 

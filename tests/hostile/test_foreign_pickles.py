@@ -13,9 +13,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from ckptfmt.convert import dcp_source, torch_archive
+from ckptfmt.convert.pickles import Made, Named, parse_pickle
 from ckptfmt.errors import CkptError
-from ckptfmt.interop.convert import dcp_source, torch_archive
-from ckptfmt.interop.convert.pickles import Made, Named, parse_pickle
 from tests.convert.made import bits, convert, done, refused, save_dcp, trees
 from tests.hostile.bombs_foreign import (
     archive,

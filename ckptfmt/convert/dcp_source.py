@@ -1,7 +1,7 @@
 """A directory of torch.distributed.checkpoint, read without torch.
 
 Its ``.metadata`` is a pickle that says which tensors there are, in which chunks, and where each is stored: as a
-torch.save file within a larger file. It is read as `ckptfmt.interop.convert.pickles` says: as data, paths as text.
+torch.save file within a larger file. It is read as `ckptfmt.convert.pickles` says: as data, paths as text.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.box import Box
+from ckptfmt.convert.bounds import member_of, tensor_budget, value_budget
+from ckptfmt.convert.content import Array, Content
+from ckptfmt.convert.pickles import DICT, ORDERED_DICT, Made, Named, parse_pickle
+from ckptfmt.convert.torch_archive import DTYPE_NAMES, Archive, StoredTensor, damaged, shape_of
+from ckptfmt.convert.torch_trees import Trees
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.interop.convert.bounds import member_of, tensor_budget, value_budget
-from ckptfmt.interop.convert.content import Array, Content
-from ckptfmt.interop.convert.pickles import DICT, ORDERED_DICT, Made, Named, parse_pickle
-from ckptfmt.interop.convert.torch_archive import DTYPE_NAMES, Archive, StoredTensor, damaged, shape_of
-from ckptfmt.interop.convert.torch_trees import Trees
 from ckptfmt.layout.tiling import check_tiling
 
 __all__ = ["METADATA_NAME", "read_directory"]

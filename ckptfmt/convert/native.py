@@ -11,6 +11,7 @@ import numpy as np
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import finalize
+from ckptfmt.convert.content import Content, LeftOut, Tensor
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import FIELDS, Manifest, Origin
@@ -18,7 +19,6 @@ from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tables import sort_key
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.interop.convert.content import Content, LeftOut, Tensor
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.stored import carrier_of
 from ckptfmt.store.protocol import Store

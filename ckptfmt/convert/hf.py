@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ckptfmt.box import Box
+from ckptfmt.convert.bounds import member_of
+from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree
+from ckptfmt.convert.fields import assemble
 from ckptfmt.documents.shard import ShardEntry, plan_shard
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.convert.bounds import member_of
-from ckptfmt.interop.convert.content import Content, LeftOut, Tensor, map_tree
-from ckptfmt.interop.convert.fields import assemble
 from ckptfmt.interop.names import GLOBAL
 from ckptfmt.layout.read_plan import strides_of
 from ckptfmt.store.protocol import Buffer, SizedChunks, Store

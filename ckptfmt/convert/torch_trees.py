@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ckptfmt import limits
-from ckptfmt.documents.tree import DeviceName, DtypeName, Size
-from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.interop.convert.bounds import Budget, tensor_budget, value_budget
-from ckptfmt.interop.convert.content import Array, Content, LeftOut
-from ckptfmt.interop.convert.pickles import COUNTER, DICT, FROZENSET, ORDERED_DICT, SET, Made
-from ckptfmt.interop.convert.torch_archive import (
+from ckptfmt.convert.bounds import Budget, tensor_budget, value_budget
+from ckptfmt.convert.content import Array, Content, LeftOut
+from ckptfmt.convert.pickles import COUNTER, DICT, FROZENSET, ORDERED_DICT, SET, Made
+from ckptfmt.convert.torch_archive import (
     DTYPE_NAMES,
     TENSORS,
     Archive,
@@ -24,6 +22,8 @@ from ckptfmt.interop.convert.torch_archive import (
     shape_of,
     size_of,
 )
+from ckptfmt.documents.tree import DeviceName, DtypeName, Size
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.interop.names import key_text
 
 __all__ = ["Trees", "read_file"]

@@ -13,10 +13,10 @@ from typing import Any, Final, TypeAlias
 
 from ckptfmt import limits
 from ckptfmt.box import Box
+from ckptfmt.convert.bounds import Budget
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.convert.bounds import Budget
 from ckptfmt.interop.names import GLOBAL, key_text
 from ckptfmt.layout.read_plan import iter_chunks
 

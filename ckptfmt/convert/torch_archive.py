@@ -2,7 +2,7 @@
 
 The archive is a zip file that stores its records as they are: ``data.pkl``, a pickle in which a tensor is a storage's
 key with offset, shape and strides, and a record with the elements of each storage. See
-`ckptfmt.interop.convert.pickles` for why no unpickler is used, neither Python's nor torch's.
+`ckptfmt.convert.pickles` for why no unpickler is used, neither Python's nor torch's.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from numpy.typing import NDArray
 
 from ckptfmt import limits
 from ckptfmt.box import Box
-from ckptfmt.dtypes import DTYPES
-from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.interop.convert.pickles import (
+from ckptfmt.convert.pickles import (
     COUNTER,
     DICT,
     ORDERED_DICT,
@@ -34,6 +32,8 @@ from ckptfmt.interop.convert.pickles import (
     Named,
     parse_pickle,
 )
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.errors import CkptError, Code, err
 
 __all__ = [
     "DTYPE_NAMES",
