@@ -1,0 +1,1 @@
+"""Targets of a conversion that torch itself writes."""
