@@ -9,6 +9,7 @@ import torch
 from ckptfmt.adapters.torch.generators import generator_stream, global_streams, is_generator
 from ckptfmt.adapters.torch.module_sinks import plan_entry, plan_module
 from ckptfmt.adapters.torch.module_sources import capture_entries, capture_module
+from ckptfmt.adapters.torch.process_group import open_peers
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef
 from ckptfmt.errors import Code, err
 from ckptfmt.interop.torch.arrivals import plan_arrivals
@@ -16,7 +17,6 @@ from ckptfmt.interop.torch.devices import Devices
 from ckptfmt.interop.torch.guard import Guard
 from ckptfmt.interop.torch.modules import find_claim_limits, merge_tied, view_module
 from ckptfmt.interop.torch.optimizers import capture_optimizer, is_plain_optimizer, plan_optimizer, unwrap_optimizer
-from ckptfmt.interop.torch.peers import open_peers
 from ckptfmt.interop.torch.subclasses import inner_tensors, is_registered, register_flatten
 from ckptfmt.interop.torch.tensors import (
     TORCH_DTYPES,
