@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from ckptfmt.adapters.torch import device_copies as staging
+from ckptfmt.adapters.torch.device_copies import Cuda, SideStreams, pin, plan_device_copies, unpin
 from ckptfmt.digest import DIGEST_NBYTES, block_digests
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.interop.torch import device as staging
-from ckptfmt.interop.torch.device import Cuda, SideStreams, pin, plan_device_copies, unpin
 from ckptfmt.interop.torch.tensors import TORCH_DTYPES
 
 MIB = 1 << 20

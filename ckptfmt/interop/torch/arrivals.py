@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from ckptfmt.interop.torch.device import Cuda, pin, unpin
+from ckptfmt.adapters.torch.device_copies import Cuda, pin, unpin
 from ckptfmt.interop.torch.tensors import TorchSink
 from ckptfmt.read.streaming import Borrow
 from ckptfmt.write.snapshot import TensorSink

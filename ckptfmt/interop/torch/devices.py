@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from ckptfmt.adapters.torch.device_copies import Cuda, DeviceCopy, SideStreams, pin, plan_device_copies, unpin
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.interop.torch.device import Cuda, DeviceCopy, SideStreams, pin, plan_device_copies, unpin
 from ckptfmt.interop.torch.slot_blocks import SlotBlocks
 from ckptfmt.interop.torch.tensors import TorchSource
 from ckptfmt.stage.slot import Slot
