@@ -16,9 +16,9 @@ from benchmarks.gpu_saves import SAVE_GOALS, STORAGE_FACTOR, measure_saves
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round
 from ckptfmt import limits
+from ckptfmt.adapters.torch import blake3
+from ckptfmt.adapters.torch.blake3 import block_digests
 from ckptfmt.digest import block_digests as host_digests
-from ckptfmt.interop.torch import blake3
-from ckptfmt.interop.torch.blake3 import block_digests
 
 __all__ = ["Clock", "measure_gpu_digest", "measure_on"]
 

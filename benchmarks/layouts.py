@@ -9,10 +9,10 @@ from typing import Final
 
 import torch
 
+from ckptfmt.adapters.torch.tensors import TorchSink
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import commit
 from ckptfmt.documents.manifest import Origin
-from ckptfmt.interop.torch.tensors import TorchSink
 from ckptfmt.layout.placements import LocalPiece
 from ckptfmt.store import open_store
 from ckptfmt.write.snapshot import Snapshot

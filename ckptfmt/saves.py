@@ -103,7 +103,7 @@ class Saves:
         self._state = state
         self._options = options
         self._ownership = Ownership(check_replicas=options.check_replicas)
-        # Of torch, where that is there: ckptfmt.interop.torch.Guard and .Devices.
+        # Of torch, where that is there: ckptfmt.adapters.torch.Guard and .Devices.
         self._guard: Any = None
         side = torch_side()
         self._devices: Any = None if side is None else side.Devices(self._report)
@@ -373,7 +373,7 @@ class Saves:
             _LOG.error("%s", problem)
 
 
-def _let_go(background: Background, guard: Any) -> None:  # noqa: ANN401 - a ckptfmt.interop.torch.Guard, or None
+def _let_go(background: Background, guard: Any) -> None:  # noqa: ANN401 - a ckptfmt.adapters.torch.Guard, or None
     if guard is not None:
         guard.close()
     with contextlib.suppress(CkptError):

@@ -12,12 +12,12 @@ import xxhash
 
 import ckptfmt
 from ckptfmt import Checkpointer, State
+from ckptfmt.adapters.torch.tensors import TorchSource
 from ckptfmt.delta import block_coder as coding
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import Code
-from ckptfmt.interop.torch.tensors import TorchSource
 from ckptfmt.saver import saver
 from ckptfmt.write.fillings import Fillings
 from tests.builders import code_of, error_of

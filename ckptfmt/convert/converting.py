@@ -152,7 +152,7 @@ def _read_foreign(source: str, kind: str, rules: dict[str, str]) -> Content:
 def _torch_side(name: str) -> ModuleType:
     try:
         check_torch(importlib.import_module("torch"))
-        return importlib.import_module(f"ckptfmt.interop.torch.{name}")
+        return importlib.import_module(f"ckptfmt.adapters.torch.{name}")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

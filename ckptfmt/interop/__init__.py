@@ -1,4 +1,4 @@
-"""From live objects to what the engines write, and back: numpy and plain values here, torch in `ckptfmt.interop.torch`.
+"""From live objects to what the engines write, and back: numpy and plain values here, torch in `ckptfmt.adapters.torch`.
 
 Nothing here imports torch before the program does: as long as torch isn't loaded, no object can be one of its own.
 """
@@ -19,17 +19,17 @@ OLDEST_TORCH: Final = (2, 7)
 
 
 def torch_side() -> ModuleType | None:
-    """Return `ckptfmt.interop.torch` if the program has loaded torch, else None.
+    """Return `ckptfmt.adapters.torch` if the program has loaded torch, else None.
 
     Raises: StateError(ARGUMENT) for a torch that is too old.
     """
     if "torch" not in sys.modules:
         return None
-    if "ckptfmt.interop.torch" not in sys.modules:
+    if "ckptfmt.adapters.torch" not in sys.modules:
         check_torch(sys.modules["torch"])
-    import ckptfmt.interop.torch  # noqa: PLC0415 - only now is torch known to be wanted
+    import ckptfmt.adapters.torch  # noqa: PLC0415 - only now is torch known to be wanted
 
-    return ckptfmt.interop.torch
+    return ckptfmt.adapters.torch
 
 
 def check_torch(torch: ModuleType) -> None:

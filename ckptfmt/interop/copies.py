@@ -32,7 +32,7 @@ def plan_copies(
         snapshot: of the structure that the image was planned for.
         view: of a slot, as long as the image at least.
         later: tensors that may be copied beside the training.
-        devices: a ``ckptfmt.interop.torch.Devices``, or None where torch isn't there.
+        devices: a ``ckptfmt.adapters.torch.Devices``, or None where torch isn't there.
         blocks: what the slot holds of tensors of devices, as `Devices.blocks_of` returns it; None to copy all of them.
         filling: what the slot holds of tensors of the host; None to copy all of them.
     """

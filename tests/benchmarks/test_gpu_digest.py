@@ -15,7 +15,7 @@ from benchmarks.record import build_record, dump_record
 from benchmarks.rounds import Progress, Workplace
 from benchmarks.table import format_record
 from ckptfmt import limits
-from ckptfmt.interop.torch.blake3 import block_digests
+from ckptfmt.adapters.torch.blake3 import block_digests
 
 HOST = torch.device("cpu")
 

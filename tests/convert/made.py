@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptfmt
 from ckptfmt.__main__ import main
+from ckptfmt.adapters.torch.tensors import TORCH_DTYPES
 from ckptfmt.box import Box
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.interop.torch.tensors import TORCH_DTYPES
 from ckptfmt.interop.trees import Encoder
 
 #: Names that other formats might take for something else.

@@ -6,7 +6,7 @@ import safetensors.torch
 import torch
 
 import ckptfmt
-from ckptfmt.interop.torch.tensors import TORCH_DTYPES
+from ckptfmt.adapters.torch.tensors import TORCH_DTYPES
 from ckptfmt.store import LocalStore
 from tests.builders import leaf, save, snapshot, tensor
 from tests.convert.made import done, frozen, reasons, refused, state_of, tensor_of, trained, trees

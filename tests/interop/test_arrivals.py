@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import ckptfmt
+from ckptfmt.adapters.torch.arrivals import plan_arrivals
+from ckptfmt.adapters.torch.tensors import sink_of
 from ckptfmt.box import Box
-from ckptfmt.interop.torch.arrivals import plan_arrivals
-from ckptfmt.interop.torch.tensors import sink_of
 from ckptfmt.read import reader, streaming
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import MemoryStore

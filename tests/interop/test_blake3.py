@@ -15,9 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptfmt import digest, limits
+from ckptfmt.adapters.torch import blake3
+from ckptfmt.adapters.torch.blake3 import Forest, block_digests
 from ckptfmt.errors import Code, StateError
-from ckptfmt.interop.torch import blake3
-from ckptfmt.interop.torch.blake3 import Forest, block_digests
 from tests.house.sources import ROOT
 
 MIB = 1 << 20
@@ -30,7 +30,7 @@ EDGES = sorted(
         for step in (-1, 0, 1, 3)
     }
 )
-KERNELS = "ckptfmt.interop.torch.blake3_triton"
+KERNELS = "ckptfmt.adapters.torch.blake3_triton"
 
 
 def as_tensor(content, *, begin=0):
@@ -262,7 +262,7 @@ def test_kernels_that_do_not_do_are_not_used_and_a_warning_says_why(kernels, dev
 INTERPRETED = """
 import random, sys, torch
 from blake3 import blake3 as oracle
-from ckptfmt.interop.torch import blake3, blake3_triton as kernels
+from ckptfmt.adapters.torch import blake3, blake3_triton as kernels
 
 def check(nbytes, begin, block_nbytes, **sizes):
     for name, value in sizes.items():

@@ -14,9 +14,9 @@ import torch
 
 from ckptfmt.adapters.torch import device_copies as staging
 from ckptfmt.adapters.torch.device_copies import Cuda, SideStreams, pin, plan_device_copies, unpin
+from ckptfmt.adapters.torch.tensors import TORCH_DTYPES
 from ckptfmt.digest import DIGEST_NBYTES, block_digests
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.interop.torch.tensors import TORCH_DTYPES
 
 MIB = 1 << 20
 

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckptfmt.adapters.torch.tensors import pieces_of
 from ckptfmt.capture import capture
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.errors import StateError
-from ckptfmt.interop.torch.tensors import pieces_of
 from ckptfmt.restore import restore
 from ckptfmt.state import State
 from tests.interop.double import MemoryCheckpoint, load, save

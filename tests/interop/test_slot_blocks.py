@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfmt.adapters.torch import device_copies as staging
+from ckptfmt.adapters.torch import slot_blocks
 from ckptfmt.adapters.torch.device_copies import SideStreams, plan_device_copies
+from ckptfmt.adapters.torch.slot_blocks import SlotBlocks
 from ckptfmt.digest import block_digests
-from ckptfmt.interop.torch import slot_blocks
-from ckptfmt.interop.torch.slot_blocks import SlotBlocks
 from ckptfmt.write.image import plan_image
 from tests.builders import snapshot, tensor
 from tests.interop.test_device import FakeCuda, in_a_row

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from ckptfmt.adapters.torch import subclasses
 from ckptfmt.errors import StateError
-from ckptfmt.interop.torch import subclasses
 from ckptfmt.restore import load_trees
 from ckptfmt.state import State
 from tests.interop.double import load, save

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckptfmt
-from ckptfmt.interop.torch.tensors import memory_of
+from ckptfmt.adapters.torch.tensors import memory_of
 from ckptfmt.store.memory import MemoryStore
 from tests.convert.made import done, trees
 

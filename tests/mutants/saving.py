@@ -9,14 +9,14 @@ from typing import Any
 from unittest import mock
 
 from ckptfmt import checkpointer
+from ckptfmt.adapters.torch import guard
+from ckptfmt.adapters.torch.guard import Guard
 from ckptfmt.commit import decision as commit
 from ckptfmt.delta import base, chain
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import Origin, Reference, pins_path
 from ckptfmt.documents.pins import Pins
 from ckptfmt.documents.run import Run
-from ckptfmt.interop.torch import guard
-from ckptfmt.interop.torch.guard import Guard
 from ckptfmt.saver.saver import Progress, Saver
 from ckptfmt.store.protocol import Store
 from tests.mutants.mutant import Mutant, replaced

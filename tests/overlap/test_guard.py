@@ -16,13 +16,13 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from ckptfmt import State
+from ckptfmt.adapters.torch import guard as guards
+from ckptfmt.adapters.torch.guard import Guard
+from ckptfmt.adapters.torch.tensors import source_of
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.handle import SaveHandle
-from ckptfmt.interop.torch import guard as guards
-from ckptfmt.interop.torch.guard import Guard
-from ckptfmt.interop.torch.tensors import source_of
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import list_checkpoints
 from ckptfmt.store.memory import MemoryStore

@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 import pytest
 import torch
 
+from ckptfmt.adapters.torch.guard import Guard
 from ckptfmt.background import Background
 from ckptfmt.box import Box
 from ckptfmt.capture import capture
@@ -17,7 +18,6 @@ from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.errors import CkptError
 from ckptfmt.handle import SaveHandle
-from ckptfmt.interop.torch.guard import Guard
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.state import State
 from ckptfmt.store import open_store

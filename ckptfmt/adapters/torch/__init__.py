@@ -1,1 +1,121 @@
-"""x"""
+"""Torch's side: what `ckptfmt.interop` calls when a torch object is met."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ckptfmt.adapters.torch.arrivals import plan_arrivals
+from ckptfmt.adapters.torch.devices import Devices
+from ckptfmt.adapters.torch.generators import generator_stream, global_streams, is_generator
+from ckptfmt.adapters.torch.guard import Guard
+from ckptfmt.adapters.torch.module_sinks import plan_entry, plan_module
+from ckptfmt.adapters.torch.module_sources import capture_entries, capture_module
+from ckptfmt.adapters.torch.modules import find_claim_limits, merge_tied, view_module
+from ckptfmt.adapters.torch.optimizers import capture_optimizer, is_plain_optimizer, plan_optimizer, unwrap_optimizer
+from ckptfmt.adapters.torch.process_group import open_peers
+from ckptfmt.adapters.torch.subclasses import inner_tensors, is_registered, register_flatten
+from ckptfmt.adapters.torch.tensors import (
+    TORCH_DTYPES,
+    allocate,
+    declared_by,
+    device_of,
+    devices_of,
+    dtype_name,
+    is_meta,
+    meshes_of,
+    sink_of,
+    source_of,
+)
+from ckptfmt.adapters.torch.topology import flags, local_facts, versions, world_size
+from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef
+from ckptfmt.errors import Code, err
+from ckptfmt.interop.trees import FLATTENED, Encoder
+
+__all__ = [
+    "Devices",
+    "Guard",
+    "allocate",
+    "capture_entries",
+    "capture_module",
+    "capture_optimizer",
+    "declared_by",
+    "decode",
+    "device_of",
+    "devices_of",
+    "dtype_name",
+    "encode",
+    "find_claim_limits",
+    "flags",
+    "generator_stream",
+    "global_streams",
+    "inner_tensors",
+    "is_generator",
+    "is_meta",
+    "is_module",
+    "is_plain_optimizer",
+    "is_tensor",
+    "local_facts",
+    "merge_tied",
+    "meshes_of",
+    "open_peers",
+    "plan_arrivals",
+    "plan_entry",
+    "plan_module",
+    "plan_optimizer",
+    "register_flatten",
+    "sink_of",
+    "unwrap_optimizer",
+    "versions",
+    "view_module",
+    "world_size",
+]
+
+
+def is_module(value: object) -> bool:
+    """Tell whether this is a module."""
+    return isinstance(value, torch.nn.Module)
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether this is a tensor, of whichever class."""
+    return isinstance(value, torch.Tensor)
+
+
+def encode(encoder: Encoder, value: object, name: str) -> object:
+    """Return the tree of a torch object; anything else, and a tensor where none may be, as it is.
+
+    Raises: StateError(STATE_UNSUPPORTED).
+    """
+    if isinstance(value, torch.Tensor):
+        return value if encoder.inline else _encode_tensor(encoder, value, name)
+    if isinstance(value, torch.dtype):
+        return DtypeName(dtype_name(value, where=f"{encoder.field}:{name}"))
+    if isinstance(value, torch.device):
+        return DeviceName(str(value))
+    if isinstance(value, torch.Size):
+        return Size(tuple(value))
+    return value
+
+
+def _encode_tensor(encoder: Encoder, value: torch.Tensor, name: str) -> object:
+    if not is_registered(value):
+        encoder.sources.append(source_of(value, field=encoder.field, name=name, scope=encoder.scope))
+        return TensorRef(name, "torch")
+    parts = inner_tensors(value, name)
+    encoder.sources += [
+        source_of(tensor, field=encoder.field, name=inner, scope=encoder.scope) for inner, tensor in parts
+    ]
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    references = {inner.removeprefix(f"{name}/"): TensorRef(inner, "torch") for inner, _ in parts}
+    return {FLATTENED: kind, **references}
+
+
+def decode(value: Any) -> Any:  # noqa: ANN401 - a name that a tree holds, and what it names
+    """Return the dtype, device or size that a tree names. Raises: StateError(STATE_UNSUPPORTED)."""
+    if isinstance(value, DtypeName):
+        if value.name not in TORCH_DTYPES:
+            raise err(Code.STATE_UNSUPPORTED, f"this torch ({torch.__version__}) has no dtype {value.name}")
+        return TORCH_DTYPES[value.name]
+    return torch.device(value.name) if isinstance(value, DeviceName) else torch.Size(value.shape)

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
+from ckptfmt.adapters.torch.blake3 import block_digests
+from ckptfmt.adapters.torch.slot_blocks import SlotBlocks, Watched
+from ckptfmt.adapters.torch.tensors import _as_integers
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.interop.torch.blake3 import block_digests
-from ckptfmt.interop.torch.slot_blocks import SlotBlocks, Watched
-from ckptfmt.interop.torch.tensors import _as_integers
 from ckptfmt.write.staging import Seen
 
 if TYPE_CHECKING:

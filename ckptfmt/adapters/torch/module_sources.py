@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
+from ckptfmt.adapters.torch.modules import Entry, ModuleView
+from ckptfmt.adapters.torch.subclasses import inner_tensors
+from ckptfmt.adapters.torch.tensors import TorchSource, source_of
 from ckptfmt.documents.part import Leaf
-from ckptfmt.interop.torch.modules import Entry, ModuleView
-from ckptfmt.interop.torch.subclasses import inner_tensors
-from ckptfmt.interop.torch.tensors import TorchSource, source_of
 from ckptfmt.interop.trees import Encoder
 
 __all__ = ["capture_entries", "capture_module"]

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ckptfmt.adapters.torch.tensors import TORCH_DTYPES
 from ckptfmt.box import Box
 from ckptfmt.convert.content import LeftOut, Memory, Tensor, map_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.torch.tensors import TORCH_DTYPES
 
 __all__ = ["plan_flat", "write_directory"]
 

@@ -20,11 +20,11 @@ from typing import Any, Final
 
 import torch
 
+from ckptfmt.adapters.torch.tensors import TORCH_DTYPES
 from ckptfmt.convert.content import Memory, Tensor, Unfit, map_tree
 from ckptfmt.convert.torch_archive import begin_of
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.torch.tensors import TORCH_DTYPES
 
 __all__ = ["check_dtype", "fit", "iter_tensors", "write_file"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import ckptfmt
-import ckptfmt.interop.torch  # here, once, and not at the first save in each process that is forked
+import ckptfmt.adapters.torch  # here, once, and not at the first save in each process that is forked
 from ckptfmt.handle import SaveHandle
 from ckptfmt_conformance.neutral.peer import Description, Loaded
 

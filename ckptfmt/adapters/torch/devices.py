@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ckptfmt.adapters.torch.device_copies import Cuda, DeviceCopy, SideStreams, pin, plan_device_copies, unpin
+from ckptfmt.adapters.torch.slot_blocks import SlotBlocks
+from ckptfmt.adapters.torch.tensors import TorchSource
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.interop.torch.slot_blocks import SlotBlocks
-from ckptfmt.interop.torch.tensors import TorchSource
 from ckptfmt.stage.slot import Slot
 from ckptfmt.write.image import Image
 from ckptfmt.write.snapshot import TensorSource

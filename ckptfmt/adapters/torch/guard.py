@@ -26,11 +26,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ckptfmt.adapters.torch.devices import held_at
+from ckptfmt.adapters.torch.tensors import TorchSource, _as_integers, local_of
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.interop.torch.devices import held_at
-from ckptfmt.interop.torch.tensors import TorchSource, _as_integers, local_of
 from ckptfmt.stage.collector import collector_paused
 from ckptfmt.write.image import Image, Piece, key_of
 from ckptfmt.write.snapshot import TensorSource

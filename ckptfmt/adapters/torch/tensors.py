@@ -93,7 +93,7 @@ def check_tensor(tensor: torch.Tensor, *, where: str) -> None:
         raise _unsupported(
             f"{type(tensor).__module__}.{type(tensor).__qualname__} is a kind of tensor of its own",
             where,
-            "Register it with ckptfmt.interop.torch.register_flatten, if __tensor_flatten__ gives all of it.",
+            "Register it with ckptfmt.adapters.torch.register_flatten, if __tensor_flatten__ gives all of it.",
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise _unsupported(f"a tensor of layout {tensor.layout}", where, "Save its parts as dense tensors.")
@@ -269,7 +269,7 @@ class TorchSink:
     """A tensor to be filled in place; see `ckptfmt.write.snapshot.MemorySink`. Another dtype of it converts.
 
     Attributes:
-        arrive: copies to where the tensor is, if not as torch does; see `ckptfmt.interop.torch.arrivals`.
+        arrive: copies to where the tensor is, if not as torch does; see `ckptfmt.adapters.torch.arrivals`.
     """
 
     field: str

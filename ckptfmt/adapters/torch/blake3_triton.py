@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ckptfmt.interop.torch import blake3 as program
-from ckptfmt.interop.torch.blake3 import CHUNK_NBYTES, Forest
+from ckptfmt.adapters.torch import blake3 as program
+from ckptfmt.adapters.torch.blake3 import CHUNK_NBYTES, Forest
 
 __all__ = ["digest_batch"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ckptfmt.adapters.torch.device_copies import Cuda, pin, unpin
-from ckptfmt.interop.torch.tensors import TorchSink
+from ckptfmt.adapters.torch.tensors import TorchSink
 from ckptfmt.read.streaming import Borrow
 from ckptfmt.write.snapshot import TensorSink
 

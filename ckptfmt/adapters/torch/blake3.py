@@ -1,6 +1,6 @@
 """BLAKE3-256 of the blocks of a tensor's bytes, computed on the device that holds them.
 
-Two programs that give the same bits: Triton kernels (`ckptfmt.interop.torch.blake3_triton`) for CUDA devices, and plain
+Two programs that give the same bits: Triton kernels (`ckptfmt.adapters.torch.blake3_triton`) for CUDA devices, and plain
 torch operations for any other. Bytes of the host are digested faster by `ckptfmt.digest`.
 
 The words of BLAKE3 are int32 here: torch's uint32 can't add or shift. An int32 sum wraps as a sum modulo 2^32 does, and
@@ -111,7 +111,7 @@ def _find_kernels(device: torch.device) -> _Program | None:
     if importlib.util.find_spec("triton") is None:
         return None
     try:
-        from ckptfmt.interop.torch import blake3_triton  # noqa: PLC0415 - triton comes only with torch's CUDA builds
+        from ckptfmt.adapters.torch import blake3_triton  # noqa: PLC0415 - triton comes only with torch's CUDA builds
 
         is_right = _is_right(blake3_triton.digest_batch, device)
     except Exception as error:  # noqa: BLE001 - a kernel is compiled by an LLVM, an assembler and a C compiler
