@@ -19,13 +19,13 @@ from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.handle import SaveHandle, SaveReport
 from ckptfmt.interop import torch_side
-from ckptfmt.interop.copies import plan_copies
 from ckptfmt.links import error_of
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import tidy_up
 from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.saving import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.store import LocalStore
+from ckptfmt.trainer.copies import plan_copies
 from ckptfmt.write.fillings import Fillings
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
 
