@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from ckptfmt.adapters.rng_streams import capture_streams, live_streams
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tables import sort_key
@@ -14,7 +15,6 @@ from ckptfmt.interop.live import Live, optimizer_prefix
 from ckptfmt.interop.named import is_named_tensors
 from ckptfmt.interop.names import GLOBAL, check_unique
 from ckptfmt.interop.pieces import check_source
-from ckptfmt.interop.streams import capture_streams, live_streams
 from ckptfmt.interop.trees import Encoder
 from ckptfmt.interop.walk import Kind, Unit
 from ckptfmt.state import State

@@ -7,10 +7,11 @@ from typing import Any
 from unittest import mock
 
 from ckptfmt import capture
+from ckptfmt.adapters import rng_streams as streams
 from ckptfmt.data import sampler
 from ckptfmt.data.course import Course
 from ckptfmt.data.sampler import Sampler
-from ckptfmt.interop import streams, walk
+from ckptfmt.interop import walk
 from ckptfmt.interop.names import GLOBAL
 from ckptfmt.interop.plan import Plan
 from tests.mutants.mutant import Mutant, replaced
