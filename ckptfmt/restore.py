@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+from ckptfmt.adapters.load_plan import MISSING, Plan, Readable, Reading
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
 from ckptfmt.capture import LOCAL_TOPOLOGY
 from ckptfmt.documents.manifest import FIELDS
@@ -23,7 +24,6 @@ from ckptfmt.interop.named import plan_named_tensors, take_named_leaf
 from ckptfmt.interop.names import GLOBAL
 from ckptfmt.interop.pieces import plan_sink
 from ckptfmt.interop.placing import Placer
-from ckptfmt.interop.plan import MISSING, Plan, Readable, Reading
 from ckptfmt.interop.standalone import load_trees
 from ckptfmt.interop.trees import Encoder, fingerprint
 from ckptfmt.interop.walk import Kind, Unit

@@ -11,7 +11,7 @@ from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
-    from ckptfmt.interop.plan import Readable
+    from ckptfmt.adapters.load_plan import Readable
 
 __all__ = ["Only", "Patterns", "Rename", "Renaming", "iter_saved"]
 

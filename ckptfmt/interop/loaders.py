@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from ckptfmt.adapters.load_plan import Plan
 from ckptfmt.data.sampler import distributed_worker
 from ckptfmt.documents.foreign import Foreign, Per, dump_foreign, is_foreign, parse_foreign
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.plan import Plan
 
 __all__ = ["ConsumedSamples", "ForeignLoader", "may_load"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeGuard
 
+from ckptfmt.adapters.load_plan import Plan
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.plan import Plan
 from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 __all__ = ["check_source", "is_piece", "plan_sink"]

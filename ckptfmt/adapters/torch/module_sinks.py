@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from ckptfmt.adapters.load_plan import MISSING, Plan
 from ckptfmt.adapters.torch.modules import Entry, ModuleView
 from ckptfmt.adapters.torch.subclasses import inner_tensors
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
 from ckptfmt.interop.placing import Placer, fill
-from ckptfmt.interop.plan import MISSING, Plan
 from ckptfmt.interop.trees import fingerprint
 
 __all__ = ["plan_entry", "plan_module"]

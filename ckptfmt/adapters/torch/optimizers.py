@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from ckptfmt.adapters.load_plan import MISSING, Plan
 from ckptfmt.adapters.torch.param_groups import contents_of, plan_groups
 from ckptfmt.adapters.torch.subclasses import is_registered
 from ckptfmt.adapters.torch.tensors import DTYPE_NAMES, allocate, dtype_name, is_distributed, local_of
@@ -21,7 +22,6 @@ from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
 from ckptfmt.interop.names import GLOBAL
 from ckptfmt.interop.placing import Placer, fill, refuses
-from ckptfmt.interop.plan import MISSING, Plan
 from ckptfmt.interop.trees import Encoder
 
 __all__ = ["Names", "capture_optimizer", "is_plain_optimizer", "plan_optimizer", "unwrap_optimizer"]
