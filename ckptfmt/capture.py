@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ckptfmt.adapters.rng_streams import capture_streams, live_streams
+from ckptfmt.adapters.units import Kind, Unit
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tables import sort_key
@@ -16,7 +17,6 @@ from ckptfmt.interop.named import is_named_tensors
 from ckptfmt.interop.names import GLOBAL, check_unique
 from ckptfmt.interop.pieces import check_source
 from ckptfmt.interop.trees import Encoder
-from ckptfmt.interop.walk import Kind, Unit
 from ckptfmt.state import State
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 

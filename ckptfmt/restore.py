@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ckptfmt.adapters.load_plan import MISSING, Plan, Readable, Reading
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
+from ckptfmt.adapters.units import Kind, Unit
 from ckptfmt.capture import LOCAL_TOPOLOGY
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
@@ -26,7 +27,6 @@ from ckptfmt.interop.pieces import plan_sink
 from ckptfmt.interop.placing import Placer
 from ckptfmt.interop.standalone import load_trees
 from ckptfmt.interop.trees import Encoder, fingerprint
-from ckptfmt.interop.walk import Kind, Unit
 from ckptfmt.read.streaming import ReadReport
 from ckptfmt.stage.collector import collector_paused
 from ckptfmt.state import State

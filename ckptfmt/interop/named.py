@@ -8,12 +8,12 @@ from typing import Final
 import numpy as np
 
 from ckptfmt.adapters.load_plan import Plan
+from ckptfmt.adapters.units import Unit
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.names import join_name
 from ckptfmt.interop.placing import fill
-from ckptfmt.interop.walk import Unit
 
 __all__ = ["is_named_tensors", "plan_named_tensors", "take_named_leaf"]
 
