@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from ckptfmt.adapters.load_plan import MISSING, Plan, Readable, Reading
+from ckptfmt.adapters.own_tensors import plan_sink
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
 from ckptfmt.adapters.units import Kind, Unit
 from ckptfmt.capture import LOCAL_TOPOLOGY
@@ -23,7 +24,6 @@ from ckptfmt.interop.live import Live, optimizer_prefix
 from ckptfmt.interop.loaders import may_load
 from ckptfmt.interop.named import plan_named_tensors, take_named_leaf
 from ckptfmt.interop.names import GLOBAL
-from ckptfmt.interop.pieces import plan_sink
 from ckptfmt.interop.placing import Placer
 from ckptfmt.interop.standalone import load_trees
 from ckptfmt.interop.trees import Encoder, fingerprint
