@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from ckptfmt.adapters.live_trees import Encoder
 from ckptfmt.adapters.own_tensors import check_source
 from ckptfmt.adapters.rng_streams import capture_streams, live_streams
 from ckptfmt.adapters.units import Kind, Unit
@@ -16,7 +17,6 @@ from ckptfmt.interop.context import local_facts, plain_config, provenance, topol
 from ckptfmt.interop.live import Live, optimizer_prefix
 from ckptfmt.interop.named import is_named_tensors
 from ckptfmt.interop.names import GLOBAL, check_unique
-from ckptfmt.interop.trees import Encoder
 from ckptfmt.state import State
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 

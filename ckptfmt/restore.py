@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+from ckptfmt.adapters.live_trees import Encoder, fingerprint
 from ckptfmt.adapters.load_plan import MISSING, Plan, Readable, Reading
 from ckptfmt.adapters.own_tensors import plan_sink
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
@@ -26,7 +27,6 @@ from ckptfmt.interop.named import plan_named_tensors, take_named_leaf
 from ckptfmt.interop.names import GLOBAL
 from ckptfmt.interop.placing import Placer
 from ckptfmt.interop.standalone import load_trees
-from ckptfmt.interop.trees import Encoder, fingerprint
 from ckptfmt.read.streaming import ReadReport
 from ckptfmt.stage.collector import collector_paused
 from ckptfmt.state import State

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ckptfmt.adapters.live_trees import FLATTENED
 from ckptfmt.adapters.load_plan import Plan
 from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
@@ -17,7 +18,6 @@ from ckptfmt.errors import Code, err
 from ckptfmt.interop import torch_side
 from ckptfmt.interop.names import key_text
 from ckptfmt.interop.numpy import Array, ArraySink, array_of, dtype_name
-from ckptfmt.interop.trees import FLATTENED
 from ckptfmt.read.reader import numpy_dtype
 
 __all__ = ["Placer", "fill", "refuses"]

@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict
 from typing import Any, Final
 
+from ckptfmt.adapters.live_trees import plain_values
 from ckptfmt.adapters.load_plan import Plan, Readable
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
@@ -15,7 +16,6 @@ from ckptfmt.errors import Code, err
 from ckptfmt.interop.choice import Patterns
 from ckptfmt.interop.names import GLOBAL, key_text
 from ckptfmt.interop.placing import Placer
-from ckptfmt.interop.trees import plain_values
 
 __all__ = ["load_trees"]
 

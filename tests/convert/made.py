@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptfmt
 from ckptfmt.__main__ import main
+from ckptfmt.adapters.live_trees import Encoder
 from ckptfmt.adapters.torch.tensors import TORCH_DTYPES
 from ckptfmt.box import Box
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.interop.trees import Encoder
 
 #: Names that other formats might take for something else.
 STRANGE_NAMES = ("a/b", "a~1b", "__metadata__x", "café.重み", "with space", "dots.in.name", "model.weight", "..", "~")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ckptfmt.adapters.live_trees import FLATTENED, Encoder
 from ckptfmt.adapters.torch.arrivals import plan_arrivals
 from ckptfmt.adapters.torch.devices import Devices
 from ckptfmt.adapters.torch.generators import generator_stream, global_streams, is_generator
@@ -31,7 +32,6 @@ from ckptfmt.adapters.torch.tensors import (
 from ckptfmt.adapters.torch.topology import flags, local_facts, versions, world_size
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.trees import FLATTENED, Encoder
 
 __all__ = [
     "Devices",

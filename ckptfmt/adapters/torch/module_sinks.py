@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ckptfmt.adapters.live_trees import fingerprint
 from ckptfmt.adapters.load_plan import MISSING, Plan
 from ckptfmt.adapters.torch.modules import Entry, ModuleView
 from ckptfmt.adapters.torch.subclasses import inner_tensors
@@ -13,7 +14,6 @@ from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
 from ckptfmt.interop.placing import Placer, fill
-from ckptfmt.interop.trees import fingerprint
 
 __all__ = ["plan_entry", "plan_module"]
 

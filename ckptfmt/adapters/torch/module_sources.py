@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
+from ckptfmt.adapters.live_trees import Encoder
 from ckptfmt.adapters.torch.modules import Entry, ModuleView
 from ckptfmt.adapters.torch.subclasses import inner_tensors
 from ckptfmt.adapters.torch.tensors import TorchSource, source_of
 from ckptfmt.documents.part import Leaf
-from ckptfmt.interop.trees import Encoder
 
 __all__ = ["capture_entries", "capture_module"]
 

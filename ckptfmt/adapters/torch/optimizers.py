@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from ckptfmt.adapters.live_trees import Encoder
 from ckptfmt.adapters.load_plan import MISSING, Plan
 from ckptfmt.adapters.torch.param_groups import contents_of, plan_groups
 from ckptfmt.adapters.torch.subclasses import is_registered
@@ -22,7 +23,6 @@ from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
 from ckptfmt.interop.names import GLOBAL
 from ckptfmt.interop.placing import Placer, fill, refuses
-from ckptfmt.interop.trees import Encoder
 
 __all__ = ["Names", "capture_optimizer", "is_plain_optimizer", "plan_optimizer", "unwrap_optimizer"]
 
