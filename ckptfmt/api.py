@@ -28,7 +28,7 @@ from ckptfmt.store import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ckptfmt.interop.choice import Patterns, Rename
+    from ckptfmt.adapters.choice import Patterns, Rename
     from ckptfmt.state import State
     from ckptfmt.store.protocol import Store
 

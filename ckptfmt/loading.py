@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
+from ckptfmt.adapters import torch_side
 from ckptfmt.errors import Code, err
-from ckptfmt.interop import torch_side
 from ckptfmt.read.sharing import refuse_sharing
 from ckptfmt.restore import CLAIMS, LoadReport, plan_restore
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
+    from ckptfmt.adapters.choice import Patterns, Rename
     from ckptfmt.group import Group
-    from ckptfmt.interop.choice import Patterns, Rename
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.read.sharing import Peers
     from ckptfmt.state import State

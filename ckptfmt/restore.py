@@ -8,25 +8,25 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.choice import Patterns, Rename
+from ckptfmt.adapters.context import find_differences, local_facts, plain_config, topology
+from ckptfmt.adapters.live import Live, optimizer_prefix
 from ckptfmt.adapters.live_trees import Encoder, fingerprint
 from ckptfmt.adapters.load_plan import MISSING, Plan, Readable, Reading
+from ckptfmt.adapters.loaders import may_load
+from ckptfmt.adapters.named import plan_named_tensors, take_named_leaf
+from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.adapters.own_tensors import plan_sink
+from ckptfmt.adapters.placing import Placer
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
+from ckptfmt.adapters.standalone import load_trees
 from ckptfmt.adapters.units import Kind, Unit
 from ckptfmt.capture import LOCAL_TOPOLOGY
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.errors import Code, err
-from ckptfmt.interop import torch_side
-from ckptfmt.interop.choice import Patterns, Rename
-from ckptfmt.interop.context import find_differences, local_facts, plain_config, topology
-from ckptfmt.interop.live import Live, optimizer_prefix
-from ckptfmt.interop.loaders import may_load
-from ckptfmt.interop.named import plan_named_tensors, take_named_leaf
-from ckptfmt.interop.names import GLOBAL
-from ckptfmt.interop.placing import Placer
-from ckptfmt.interop.standalone import load_trees
 from ckptfmt.read.streaming import ReadReport
 from ckptfmt.stage.collector import collector_paused
 from ckptfmt.state import State
@@ -106,8 +106,8 @@ def restore(
         allow: differences to accept: ``missing``, ``unexpected``, ``dtype``, ``streams``, ``loader``.
         strict: refuse random-number streams of another number of workers.
         streams: put random-number streams back too; else `restore_streams` does, once iterators exist.
-        only: what to load, as patterns of saved names; see `ckptfmt.interop.choice.Only`.
-        rename: what live names were called; see `ckptfmt.interop.choice.Renaming`.
+        only: what to load, as patterns of saved names; see `ckptfmt.adapters.choice.Only`.
+        rename: what live names were called; see `ckptfmt.adapters.choice.Renaming`.
 
     Raises: StateError (TENSOR_MISSING, TENSOR_UNEXPECTED, SHAPE_MISMATCH, DTYPE_MISMATCH, META_DESTINATION,
         LEAF_MISSING, LEAF_UNEXPECTED, GROUP_MISMATCH, STREAM_MISSING, STREAM_UNEXPECTED, CONFIG_IDENTITY, READ_BACK);

@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt import limits
+from ckptfmt.adapters import torch_side
 from ckptfmt.background import Background, staging_thread_count
 from ckptfmt.commit.decision import check_vacant
 from ckptfmt.delta.policy import DeltaOptions
@@ -18,7 +19,6 @@ from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.handle import SaveHandle, SaveReport
-from ckptfmt.interop import torch_side
 from ckptfmt.links import error_of
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import tidy_up

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from ckptfmt.adapters.loaders import ForeignLoader
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import Code
-from ckptfmt.interop.loaders import ForeignLoader
 from ckptfmt.restore import LoadReport
 from ckptfmt.state import State
 from ckptfmt.store.memory import MemoryStore

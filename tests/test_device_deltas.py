@@ -7,11 +7,11 @@ import torch
 
 import ckptfmt
 from ckptfmt import Checkpointer, State
+from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.torch.devices import Devices
 from ckptfmt.delta import block_coder as coding
 from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import Code
-from ckptfmt.interop import torch_side
 from tests.builders import code_of
 from tests.interop.test_device import FakeCuda
 

@@ -1,1 +1,42 @@
-"""x"""
+"""From live objects to what the engines write, and back: numpy and plain values here, torch in `ckptfmt.adapters.torch`.
+
+Nothing here imports torch before the program does: as long as torch isn't loaded, no object can be one of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType
+from typing import Final
+
+from ckptfmt.errors import Code, err
+
+__all__ = ["OLDEST_TORCH", "check_torch", "torch_side"]
+
+#: The oldest torch on which everything holds; `pyproject.toml` and README say the same, and a test compares.
+OLDEST_TORCH: Final = (2, 7)
+
+
+def torch_side() -> ModuleType | None:
+    """Return `ckptfmt.adapters.torch` if the program has loaded torch, else None.
+
+    Raises: StateError(ARGUMENT) for a torch that is too old.
+    """
+    if "torch" not in sys.modules:
+        return None
+    if "ckptfmt.adapters.torch" not in sys.modules:
+        check_torch(sys.modules["torch"])
+    import ckptfmt.adapters.torch  # noqa: PLC0415 - only now is torch known to be wanted
+
+    return ckptfmt.adapters.torch
+
+
+def check_torch(torch: ModuleType) -> None:
+    """Check that torch is new enough, before anything of it is used. Raises: StateError(ARGUMENT)."""
+    version = str(getattr(torch, "__version__", ""))
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and (int(found[1]), int(found[2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        detail = f"ckptfmt needs torch {oldest} or newer, and this is torch {version}"
+        raise err(Code.ARGUMENT, detail, where="torch", remedy=f"pip install 'torch>={oldest}'")

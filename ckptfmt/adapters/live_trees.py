@@ -9,14 +9,14 @@ from typing import Any, Final
 import numpy as np
 
 from ckptfmt import limits
+from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.names import key_text
+from ckptfmt.adapters.numpy import ArraySource, array_of, inline_array
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tree import InlineArray, TensorRef, dump_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
-from ckptfmt.interop import torch_side
-from ckptfmt.interop.names import key_text
-from ckptfmt.interop.numpy import ArraySource, array_of, inline_array
 from ckptfmt.write.snapshot import TensorSource
 
 __all__ = ["FLATTENED", "Encoder", "fingerprint", "plain_values"]

@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from ckptfmt.adapters.choice import Only, Patterns, Rename, Renaming
+from ckptfmt.adapters.names import GLOBAL, worker_scope
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
 from ckptfmt.documents.manifest import FIELDS, Manifest
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.choice import Only, Patterns, Rename, Renaming
-from ckptfmt.interop.names import GLOBAL, worker_scope
 from ckptfmt.read.sharing import Peers
 from ckptfmt.read.streaming import Borrow, ReadReport
 from ckptfmt.write.snapshot import TensorSink
@@ -106,9 +106,9 @@ class Plan:
         worker_count: number of workers that load.
         allow: kinds of differences that the caller accepts: ``missing``, ``unexpected``, ``dtype``, ``streams``,
             ``loader``.
-        only: patterns of the saved names that the load is about; see `ckptfmt.interop.choice.Only`.
-        rename: saved names of live ones; see `ckptfmt.interop.choice.Renaming`.
-        override: patterns of what stays as it is live, though it was saved; see `ckptfmt.interop.choice.Only`.
+        only: patterns of the saved names that the load is about; see `ckptfmt.adapters.choice.Only`.
+        rename: saved names of live ones; see `ckptfmt.adapters.choice.Renaming`.
+        override: patterns of what stays as it is live, though it was saved; see `ckptfmt.adapters.choice.Only`.
 
     Attributes:
         renaming: what the live names were called.

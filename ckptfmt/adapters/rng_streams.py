@@ -10,13 +10,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live_trees import Encoder, plain_values
 from ckptfmt.adapters.load_plan import Plan
+from ckptfmt.adapters.names import GLOBAL, worker_scope
 from ckptfmt.documents.part import Stream
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.errors import Code, err
-from ckptfmt.interop import torch_side
-from ckptfmt.interop.names import GLOBAL, worker_scope
 
 __all__ = ["LiveStream", "capture_streams", "live_streams", "plan_streams"]
 

@@ -9,10 +9,10 @@ from enum import Enum
 from typing import Any, Final
 
 from ckptfmt import limits
+from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.names import GLOBAL, join_name, worker_scope
 from ckptfmt.adapters.own_tensors import is_piece
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.interop import torch_side
-from ckptfmt.interop.names import GLOBAL, join_name, worker_scope
 from ckptfmt.state import PerWorker, State
 
 __all__ = ["Kind", "Unit", "walk"]

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias
 
 from ckptfmt import limits
+from ckptfmt.adapters.names import GLOBAL, key_text
 from ckptfmt.box import Box
 from ckptfmt.convert.bounds import Budget
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.names import GLOBAL, key_text
 from ckptfmt.layout.read_plan import iter_chunks
 
 __all__ = ["CHUNK_NBYTES", "Array", "Content", "LeftOut", "Memory", "Read", "Tensor", "Unfit", "map_tree"]

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from ckptfmt.adapters import check_torch
 from ckptfmt.convert import dcp_source, hf, native, torch_trees
 from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree
 from ckptfmt.convert.fields import assemble, parse_rules, sort_fields
 from ckptfmt.convert.formats import check_paths, source_kind, staged, target_kind
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.errors import Code, err
-from ckptfmt.interop import check_torch
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import LocalStore
 

@@ -6,11 +6,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+from ckptfmt.adapters.names import GLOBAL, key_text
 from ckptfmt.convert.content import Array, Content, LeftOut, Tensor, Unfit, map_tree
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef, iter_values
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.names import GLOBAL, key_text
 
 __all__ = ["FIELDS_TAKEN", "assemble", "parse_rules", "sort_fields"]
 

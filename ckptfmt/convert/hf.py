@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.box import Box
 from ckptfmt.convert.bounds import member_of
 from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree
@@ -20,7 +21,6 @@ from ckptfmt.documents.shard import ShardEntry, plan_shard
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.names import GLOBAL
 from ckptfmt.layout.read_plan import strides_of
 from ckptfmt.store.protocol import Buffer, SizedChunks, Store
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ckptfmt import limits
+from ckptfmt.adapters.names import key_text
 from ckptfmt.convert.bounds import Budget, tensor_budget, value_budget
 from ckptfmt.convert.content import Array, Content, LeftOut
 from ckptfmt.convert.pickles import COUNTER, DICT, FROZENSET, ORDERED_DICT, SET, Made
@@ -24,7 +25,6 @@ from ckptfmt.convert.torch_archive import (
 )
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.interop.names import key_text
 
 __all__ = ["Trees", "read_file"]
 

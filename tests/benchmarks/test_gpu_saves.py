@@ -10,8 +10,8 @@ from benchmarks import gpu_saves
 from benchmarks.gpu_saves import SAVE_GOALS, measure_saves
 from benchmarks.rounds import Progress, Workplace
 from ckptfmt import limits
+from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.torch.devices import Devices
-from ckptfmt.interop import torch_side
 from tests.interop.test_device import FakeCuda
 
 HOST = torch.device("cpu")

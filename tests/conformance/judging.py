@@ -10,9 +10,9 @@ import numpy as np
 from blake3 import blake3
 
 import ckptfmt
+from ckptfmt.adapters.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.documents.tree import dump_tree, parse_tree
 from ckptfmt.errors import CkptError
-from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.read.reader import numpy_dtype
 from ckptfmt.restore import restore
 from ckptfmt.run.lineage import begin_launch, open_run

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import ckptfmt
 from ckptfmt import State
+from ckptfmt.adapters.numpy import ArraySink
 from ckptfmt.adapters.torch.tensors import TORCH_DTYPES, TorchSink
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.interop.numpy import ArraySink
 from ckptfmt.layout.placements import LocalPiece
 from ckptfmt.read.reader import Checkpoint, numpy_dtype
 from ckptfmt.store.memory import MemoryStore

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptfmt.adapters.numpy import ArraySource
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.interop.numpy import ArraySource
 from ckptfmt.write import staging
 from ckptfmt.write.fillings import Filling, Fillings
 from ckptfmt.write.image import plan_image

@@ -10,9 +10,9 @@ from torch import nn
 
 import ckptfmt
 from ckptfmt import State
+from ckptfmt.adapters.choice import Only, Renaming
 from ckptfmt.adapters.torch.tensors import TORCH_DTYPES
 from ckptfmt.errors import Code, StateError
-from ckptfmt.interop.choice import Only, Renaming
 from ckptfmt.read.reader import numpy_dtype
 from tests.builders import error_of
 from tests.interop.double import load, save

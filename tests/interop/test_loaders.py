@@ -5,9 +5,9 @@ import types
 
 import pytest
 
+from ckptfmt.adapters.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.capture import capture
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.restore import restore
 from ckptfmt.state import PerWorker, State
 from tests.interop.double import MemoryCheckpoint

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from ckptfmt.adapters.numpy import ArraySource
 from ckptfmt.adapters.torch.tensors import TORCH_DTYPES, source_of
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.interop.numpy import ArraySource
 from ckptfmt.layout.placements import LocalPiece
 
 SHAPE = (6, 10)

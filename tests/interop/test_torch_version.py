@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptfmt.adapters import OLDEST_TORCH, check_torch
 from ckptfmt.errors import StateError
-from ckptfmt.interop import OLDEST_TORCH, check_torch
 
 ROOT = Path(__file__).parents[2]
 OLDEST = ".".join(map(str, OLDEST_TORCH))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from ckptfmt.adapters.names import join_name
+from ckptfmt.adapters.numpy import ArraySink
 from ckptfmt.box import Box
 from ckptfmt.errors import StateError
-from ckptfmt.interop.names import join_name
-from ckptfmt.interop.numpy import ArraySink
 from ckptfmt.restore import load_trees
 from ckptfmt.state import PerWorker, State
 from tests.interop.double import load, save

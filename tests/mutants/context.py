@@ -10,10 +10,10 @@ from ckptfmt import capture
 from ckptfmt.adapters import rng_streams as streams
 from ckptfmt.adapters import units as walk
 from ckptfmt.adapters.load_plan import Plan
+from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.data import sampler
 from ckptfmt.data.course import Course
 from ckptfmt.data.sampler import Sampler
-from ckptfmt.interop.names import GLOBAL
 from tests.mutants.mutant import Mutant, replaced
 
 

@@ -1,4 +1,4 @@
-"""Torch's side: what `ckptfmt.interop` calls when a torch object is met."""
+"""Torch's side: what `ckptfmt.adapters` calls when a torch object is met."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ import torch
 
 from ckptfmt.adapters.live_trees import fingerprint
 from ckptfmt.adapters.load_plan import MISSING, Plan
+from ckptfmt.adapters.placing import Placer, fill
 from ckptfmt.adapters.torch.modules import Entry, ModuleView
 from ckptfmt.adapters.torch.subclasses import inner_tensors
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.placing import Placer, fill
 
 __all__ = ["plan_entry", "plan_module"]
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ckptfmt.adapters.names import worker_scope
 from ckptfmt.adapters.torch.paths import Paths
 from ckptfmt.adapters.torch.tensors import address_of, is_plain, memory_of, storage_of
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.names import worker_scope
 
 __all__ = ["Entry", "ModuleView", "find_claim_limits", "merge_tied", "view_module"]
 

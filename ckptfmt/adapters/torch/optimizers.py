@@ -13,6 +13,8 @@ import torch
 
 from ckptfmt.adapters.live_trees import Encoder
 from ckptfmt.adapters.load_plan import MISSING, Plan
+from ckptfmt.adapters.names import GLOBAL
+from ckptfmt.adapters.placing import Placer, fill, refuses
 from ckptfmt.adapters.torch.param_groups import contents_of, plan_groups
 from ckptfmt.adapters.torch.subclasses import is_registered
 from ckptfmt.adapters.torch.tensors import DTYPE_NAMES, allocate, dtype_name, is_distributed, local_of
@@ -21,8 +23,6 @@ from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.names import GLOBAL
-from ckptfmt.interop.placing import Placer, fill, refuses
 
 __all__ = ["Names", "capture_optimizer", "is_plain_optimizer", "plan_optimizer", "unwrap_optimizer"]
 

@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 
 from ckptfmt.adapters.load_plan import Plan
+from ckptfmt.adapters.names import GLOBAL
+from ckptfmt.adapters.placing import Placer
 from ckptfmt.adapters.torch.tensors import local_of
 from ckptfmt.documents.tree import TensorRef, dump_tree
 from ckptfmt.errors import Code
-from ckptfmt.interop.names import GLOBAL
-from ckptfmt.interop.placing import Placer
 
 __all__ = ["contents_of", "plan_groups"]
 

@@ -24,6 +24,7 @@ from blake3 import blake3
 
 import ckptfmt
 from ckptfmt import Box, CkptError, PerWorker, Sampler, State
+from ckptfmt.adapters.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.index import Index
@@ -48,7 +49,6 @@ from ckptfmt.documents.tree import (
 from ckptfmt.errors import Code
 from ckptfmt.features import READER_FEATURES
 from ckptfmt.handle import STATES, SaveHandle
-from ckptfmt.interop.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.limits import FORMAT_VERSION
 from ckptfmt.read.reader import Checkpoint, numpy_dtype
 from ckptfmt.restore import restore

@@ -9,15 +9,15 @@ from typing import Any, Final
 
 import numpy as np
 
+from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live_trees import FLATTENED
 from ckptfmt.adapters.load_plan import Plan
+from ckptfmt.adapters.names import key_text
+from ckptfmt.adapters.numpy import Array, ArraySink, array_of, dtype_name
 from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
 from ckptfmt.errors import Code, err
-from ckptfmt.interop import torch_side
-from ckptfmt.interop.names import key_text
-from ckptfmt.interop.numpy import Array, ArraySink, array_of, dtype_name
 from ckptfmt.read.reader import numpy_dtype
 
 __all__ = ["Placer", "fill", "refuses"]

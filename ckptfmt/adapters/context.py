@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from ckptfmt import limits
+from ckptfmt.adapters import torch_side
 from ckptfmt.errors import Code, err
-from ckptfmt.interop import torch_side
 
 __all__ = ["ABSENT", "find_differences", "local_facts", "plain_config", "provenance", "topology"]
 

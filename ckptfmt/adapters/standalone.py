@@ -7,15 +7,15 @@ import sys
 from collections import OrderedDict
 from typing import Any, Final
 
+from ckptfmt.adapters.choice import Patterns
 from ckptfmt.adapters.live_trees import plain_values
 from ckptfmt.adapters.load_plan import Plan, Readable
+from ckptfmt.adapters.names import GLOBAL, key_text
+from ckptfmt.adapters.placing import Placer
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
-from ckptfmt.interop.choice import Patterns
-from ckptfmt.interop.names import GLOBAL, key_text
-from ckptfmt.interop.placing import Placer
 
 __all__ = ["load_trees"]
 

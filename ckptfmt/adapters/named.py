@@ -7,13 +7,13 @@ from typing import Final
 
 import numpy as np
 
+from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.load_plan import Plan
+from ckptfmt.adapters.names import join_name
+from ckptfmt.adapters.placing import fill
 from ckptfmt.adapters.units import Unit
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code
-from ckptfmt.interop import torch_side
-from ckptfmt.interop.names import join_name
-from ckptfmt.interop.placing import fill
 
 __all__ = ["is_named_tensors", "plan_named_tensors", "take_named_leaf"]
 

@@ -8,10 +8,10 @@ from types import ModuleType
 from typing import Any
 
 from ckptfmt import limits
+from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.names import join_name, prefix_of
 from ckptfmt.adapters.units import Kind, Unit, walk
 from ckptfmt.errors import Code, err
-from ckptfmt.interop import torch_side
-from ckptfmt.interop.names import join_name, prefix_of
 from ckptfmt.state import State
 
 __all__ = ["Live", "optimizer_prefix"]
