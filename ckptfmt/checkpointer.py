@@ -25,9 +25,9 @@ from ckptfmt.loading import claim_of_all, load_once
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.restore import LoadReport, restore_streams
 from ckptfmt.run.lineage import begin_launch, open_run
-from ckptfmt.saves import SaveOptions, Saves
 from ckptfmt.stopping import StopSignals
 from ckptfmt.store import open_store
+from ckptfmt.trainer.saves import SaveOptions, Saves
 
 if TYPE_CHECKING:
     import os

@@ -14,7 +14,7 @@ import torch
 
 import ckptfmt
 import ckptfmt.background
-import ckptfmt.saves
+import ckptfmt.trainer.saves
 from ckptfmt.background import Background
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.commit.decision import poll
@@ -521,7 +521,7 @@ def test_writer_without_a_slot_saves_with_those_that_have_some(monkeypatch: pyte
 
     poor_one: list[Any] = [None]
     monkeypatch.setattr(Background, "_make_slots", make)
-    make_background = ckptfmt.saves.Saves._make_background
+    make_background = ckptfmt.trainer.saves.Saves._make_background
 
     def note(saves: Any) -> Background:
         background = make_background(saves)
@@ -529,7 +529,7 @@ def test_writer_without_a_slot_saves_with_those_that_have_some(monkeypatch: pyte
             poor_one[0] = background
         return background
 
-    monkeypatch.setattr(ckptfmt.saves.Saves, "_make_background", note)
+    monkeypatch.setattr(ckptfmt.trainer.saves.Saves, "_make_background", note)
 
     def body(writer: int) -> list[str]:
         with Run(store, writer=writer, allgather=allgather) as run:
@@ -618,7 +618,7 @@ def test_save_that_breaks_off_before_its_copies_blocks_nothing(monkeypatch):
     store = MemoryStore()
     with Run(store, deadline_s=5) as run:
         with monkeypatch.context() as patch:
-            patch.setattr(ckptfmt.saves, "plan_copies", fail)
+            patch.setattr(ckptfmt.trainer.saves, "plan_copies", fail)
             with pytest.raises(MemoryError):
                 run.save(1)
         run.save(2).wait(timeout_s=5)
