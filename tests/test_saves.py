@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import ckptfmt
-import ckptfmt.background
+import ckptfmt.trainer.background
 import ckptfmt.trainer.saves
-from ckptfmt.background import Background
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.commit.decision import poll
 from ckptfmt.documents.manifest import checkpoint_name
@@ -26,6 +25,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
+from ckptfmt.trainer.background import Background
 from ckptfmt.write.staging import HostCopy
 from tests.builders import code_of, error_of
 from tests.engines.test_saver import WAIT_S, GateStore
@@ -467,7 +467,7 @@ def test_close_waits_for_saves_and_for_what_comes_after_them() -> None:
 
 def room_for(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """Let as much memory be left, beside the margin."""
-    monkeypatch.setattr(ckptfmt.background, "available_nbytes", lambda: 256 * MIB + nbytes)
+    monkeypatch.setattr(ckptfmt.trainer.background, "available_nbytes", lambda: 256 * MIB + nbytes)
 
 
 @pytest.mark.parametrize(("room_nbytes", "slot_count"), [(4 * MIB, 2), (3 * MIB // 2, 1), (MIB // 2, 0)])

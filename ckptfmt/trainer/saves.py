@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
-from ckptfmt.background import Background, staging_thread_count
 from ckptfmt.commit.decision import check_vacant
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import checkpoint_name
@@ -25,6 +24,7 @@ from ckptfmt.run.retention import tidy_up
 from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.saving import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.store import LocalStore
+from ckptfmt.trainer.background import Background, staging_thread_count
 from ckptfmt.trainer.copies import plan_copies
 from ckptfmt.write.fillings import Fillings
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure

@@ -35,13 +35,13 @@ import torch
 
 import ckptfmt
 import ckptfmt.links
-from ckptfmt.background import Background
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import CkptError
 from ckptfmt.handle import SaveHandle
 from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.channel import Channel
 from ckptfmt.stage.process import start_helper
+from ckptfmt.trainer.background import Background
 from tests.faults.driver import problems
 from tests.store.helpers import FAST_DIRECTORY
 

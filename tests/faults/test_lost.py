@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from ckptfmt import links
-from ckptfmt.background import Background
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import CkptError
 from ckptfmt.handle import SaveHandle
 from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.process import start_helper
+from ckptfmt.trainer.background import Background
 from ckptfmt.write.staging import HostCopy
 from tests.builders import error_of
 from tests.faults.driver import PATIENCE_S, Toy, code_of, committed, outcome_of, problems, savers, until
@@ -96,7 +96,7 @@ def test_failure_that_comes_while_the_next_save_begins_ends_no_thread(run, monke
             raise MemoryError
         finish(copy)
 
-    monkeypatch.setattr("ckptfmt.background.error_of", wait_for_begin)
+    monkeypatch.setattr("ckptfmt.trainer.background.error_of", wait_for_begin)
     monkeypatch.setattr(Background, "begin", begin_and_tell)
     monkeypatch.setattr(HostCopy, "finish", fail_once)
     with Checkpointer(run, toy.state, saver="thread", deadline_s=PATIENCE_S / 3) as checkpointer:

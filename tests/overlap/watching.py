@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ckptfmt.adapters.torch.guard import Guard
-from ckptfmt.background import Background
 from ckptfmt.box import Box
 from ckptfmt.capture import capture
 from ckptfmt.checkpointer import Checkpointer
@@ -23,6 +22,7 @@ from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
+from ckptfmt.trainer.background import Background
 from ckptfmt.write.staging import HostCopy
 
 __all__ = ["PATIENCE_S", "Contents", "Late", "Spy", "Trainer", "differences", "live_contents"]
