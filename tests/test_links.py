@@ -11,12 +11,12 @@ from typing import Any
 
 from ckptfmt.commit.decision import poll
 from ckptfmt.errors import Code, CommitError
-from ckptfmt.links import Lost, ProcessLink, ThreadLink
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.trainer.links import Lost, ProcessLink, ThreadLink
 from ckptfmt.write.image import plan_image
 from ckptfmt.write.writer import Context
 from tests.builders import error_of, origin, read_all

@@ -34,7 +34,7 @@ from typing import Any, Final
 import torch
 
 import ckptfmt
-import ckptfmt.links
+import ckptfmt.trainer.links
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import CkptError
 from ckptfmt.handle import SaveHandle
@@ -410,7 +410,7 @@ def main() -> None:
     parser.add_argument("--file", default="")
     arguments = parser.parse_args()
     if arguments.what == "remote":
-        vars(ckptfmt.links)["start_helper"] = _start_failing
+        vars(ckptfmt.trainer.links)["start_helper"] = _start_failing
     report = inject_all(
         arguments.what, arguments.saver, seed=arguments.seed, sample=arguments.sample, file=arguments.file
     )

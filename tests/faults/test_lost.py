@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptfmt import links
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import CkptError
 from ckptfmt.handle import SaveHandle
 from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.process import start_helper
+from ckptfmt.trainer import links
 from ckptfmt.trainer.background import Background
 from ckptfmt.write.staging import HostCopy
 from tests.builders import error_of
@@ -60,7 +60,7 @@ def test_saver_that_never_gets_ready_is_given_up_and_the_next_save_starts_anothe
     toy = Toy()
     with Checkpointer(run, toy.state, deadline_s=1.0) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr("ckptfmt.links.start_helper", start_stopped)
+            patch.setattr("ckptfmt.trainer.links.start_helper", start_stopped)
             error = error_of(lambda: toy.save(checkpointer))
         assert (error.code, "isn't ready" in error.detail) == ("SAVER_LOST", True)
         background_of(checkpointer)._deadline_s = PATIENCE_S
