@@ -20,7 +20,7 @@ from benchmarks.figures import Figure, paired_ratio, summarize
 from benchmarks.ours import Ours
 from benchmarks.rounds import Progress, Workplace, order_of_round, remove
 from ckptfmt import limits
-from ckptfmt.handle import SaveReport
+from ckptfmt.trainer.handle import SaveReport
 
 __all__ = ["SAVE_GOALS", "STORAGE_FACTOR", "DeviceSaves", "measure_saves"]
 

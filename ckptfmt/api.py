@@ -15,7 +15,6 @@ from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.group import EXCHANGE, Agree, make_group
-from ckptfmt.handle import SaveReport
 from ckptfmt.loading import load_once
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.verify import Report, verify_checkpoint, verify_run
@@ -24,6 +23,7 @@ from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import check_surroundings, find_head
 from ckptfmt.saving import Ownership, save_once
 from ckptfmt.store import open_store
+from ckptfmt.trainer.handle import SaveReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

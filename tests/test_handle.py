@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt.errors import CkptError, Code, CommitError, err
-from ckptfmt.handle import STATES, SaveHandle, SaveReport
+from ckptfmt.trainer.handle import STATES, SaveHandle, SaveReport
 from tests.builders import code_of, error_of
 
 REPORT = SaveReport(path="run/step-00000003-l0001", digest="blake3:00", step=3, nbytes=24, writer_count=1)

@@ -20,12 +20,12 @@ from ckptfmt.commit.decision import poll
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.errors import Code
-from ckptfmt.handle import SaveHandle
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import Background
+from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.write.staging import HostCopy
 from tests.builders import code_of, error_of
 from tests.engines.test_saver import WAIT_S, GateStore

@@ -13,10 +13,10 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.errors import CkptError, Code, encodable, err
-from ckptfmt.handle import SaveHandle, SaveReport, wait_until
 from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.stage.room import available_nbytes, is_shortage, plan_slots
 from ckptfmt.stage.slot import Slot
+from ckptfmt.trainer.handle import SaveHandle, SaveReport, wait_until
 from ckptfmt.trainer.links import Link, Lost, ProcessLink, ThreadLink, error_of
 from ckptfmt.write.staging import Copy, Seen, Staging
 

@@ -17,7 +17,6 @@ from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.handle import SaveHandle, SaveReport
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import tidy_up
 from ckptfmt.saver.saver import SaveRequest
@@ -25,6 +24,7 @@ from ckptfmt.saving import Agreed, Ownership, agree_on_save, prepare_once, write
 from ckptfmt.store import LocalStore
 from ckptfmt.trainer.background import Background, staging_thread_count
 from ckptfmt.trainer.copies import plan_copies
+from ckptfmt.trainer.handle import SaveHandle, SaveReport
 from ckptfmt.trainer.links import error_of
 from ckptfmt.write.fillings import Fillings
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure

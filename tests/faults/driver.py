@@ -19,9 +19,9 @@ import ckptfmt
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.errors import CkptError
-from ckptfmt.handle import SaveHandle
 from ckptfmt.run.lineage import list_checkpoints
 from ckptfmt.store import open_store
+from ckptfmt.trainer.handle import SaveHandle
 from tests.store.helpers import ROOT
 
 __all__ = [

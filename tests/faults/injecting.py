@@ -37,11 +37,11 @@ import ckptfmt
 import ckptfmt.trainer.links
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import CkptError
-from ckptfmt.handle import SaveHandle
 from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.channel import Channel
 from ckptfmt.stage.process import start_helper
 from ckptfmt.trainer.background import Background
+from ckptfmt.trainer.handle import SaveHandle
 from tests.faults.driver import problems
 from tests.store.helpers import FAST_DIRECTORY
 

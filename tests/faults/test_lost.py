@@ -10,11 +10,11 @@ import pytest
 
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import CkptError
-from ckptfmt.handle import SaveHandle
 from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.process import start_helper
 from ckptfmt.trainer import links
 from ckptfmt.trainer.background import Background
+from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.write.staging import HostCopy
 from tests.builders import error_of
 from tests.faults.driver import PATIENCE_S, Toy, code_of, committed, outcome_of, problems, savers, until

@@ -31,7 +31,7 @@ def save_stages(store: MemoryStore, **extra: torch.Tensor) -> None:
         return ckptfmt.save(store, state, step=1, **options)
 
     reports = together(4, body)
-    assert all(isinstance(report, ckptfmt.handle.SaveReport) for report in reports), reports
+    assert all(isinstance(report, ckptfmt.trainer.handle.SaveReport) for report in reports), reports
 
 
 def test_stages_add_up_and_load_whole_in_one_process() -> None:

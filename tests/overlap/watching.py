@@ -16,13 +16,13 @@ from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.errors import CkptError
-from ckptfmt.handle import SaveHandle
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import Background
+from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.write.staging import HostCopy
 
 __all__ = ["PATIENCE_S", "Contents", "Late", "Spy", "Trainer", "differences", "live_contents"]

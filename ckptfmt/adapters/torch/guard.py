@@ -49,7 +49,7 @@ _STRIDE: Final = 0x9E3779B97F4A7C1
 
 
 class Awaited(Protocol):
-    """A save whose copies are waited for; `ckptfmt.handle.SaveHandle` is one."""
+    """A save whose copies are waited for; `ckptfmt.trainer.handle.SaveHandle` is one."""
 
     blocked_s: float
 

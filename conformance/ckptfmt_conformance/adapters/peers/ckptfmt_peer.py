@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ckptfmt
 import ckptfmt.adapters.torch  # here, once, and not at the first save in each process that is forked
-from ckptfmt.handle import SaveHandle
+from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt_conformance.neutral.peer import Description, Loaded
 
 __all__ = ["Ckptfmt"]
