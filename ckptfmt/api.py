@@ -21,9 +21,9 @@ from ckptfmt.read.verify import Report, verify_checkpoint, verify_run
 from ckptfmt.restore import LoadReport, load_trees
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import check_surroundings, find_head
-from ckptfmt.saving import Ownership, save_once
 from ckptfmt.store import open_store
 from ckptfmt.trainer.handle import SaveReport
+from ckptfmt.trainer.one_save import Ownership, save_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

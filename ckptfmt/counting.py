@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.errors import Code, err
-from ckptfmt.saving import check_step
 from ckptfmt.state import PerWorker
+from ckptfmt.trainer.one_save import check_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,12 +20,12 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import tidy_up
 from ckptfmt.saver.saver import SaveRequest
-from ckptfmt.saving import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.store import LocalStore
 from ckptfmt.trainer.background import Background, staging_thread_count
 from ckptfmt.trainer.copies import plan_copies
 from ckptfmt.trainer.handle import SaveHandle, SaveReport
 from ckptfmt.trainer.links import error_of
+from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.write.fillings import Fillings
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
 

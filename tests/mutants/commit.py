@@ -6,11 +6,11 @@ import dataclasses
 import time
 from typing import Any
 
-from ckptfmt import saving
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, parse_register
 from ckptfmt.group import Group
 from ckptfmt.store.protocol import Store
+from ckptfmt.trainer import one_save as saving
 from ckptfmt.write import writer
 from tests.mutants.mutant import Mutant, replaced, rewritten
 

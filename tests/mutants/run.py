@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from ckptfmt import api, checkpointer, saving
+from ckptfmt import api, checkpointer
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin
 from ckptfmt.read import verify
@@ -20,6 +20,7 @@ from ckptfmt.run import lineage
 from ckptfmt.saver import saver
 from ckptfmt.saver.saver import Saver
 from ckptfmt.store.protocol import Store
+from ckptfmt.trainer import one_save as saving
 from tests.mutants.mutant import Mutant, replaced
 
 
