@@ -22,7 +22,6 @@ from ckptfmt.adapters.placing import Placer
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
 from ckptfmt.adapters.standalone import load_trees
 from ckptfmt.adapters.units import Kind, Unit
-from ckptfmt.capture import LOCAL_TOPOLOGY
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree
@@ -30,6 +29,7 @@ from ckptfmt.errors import Code, err
 from ckptfmt.read.streaming import ReadReport
 from ckptfmt.stage.collector import collector_paused
 from ckptfmt.state import State
+from ckptfmt.trainer.capture import LOCAL_TOPOLOGY
 
 __all__ = ["CLAIMS", "LoadReport", "Restoration", "load_trees", "plan_restore", "restore", "restore_streams"]
 

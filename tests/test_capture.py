@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from ckptfmt.capture import capture
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tree import InlineArray, parse_tree
 from ckptfmt.errors import CkptError, StateError
 from ckptfmt.state import NOT_GIVEN, PerWorker, State
+from ckptfmt.trainer.capture import capture
 from ckptfmt.write.snapshot import TensorSource
 
 
@@ -167,7 +167,7 @@ def test_numpy_runs_go_without_torch():
     program = """
 import sys
 import numpy as np
-from ckptfmt.capture import capture
+from ckptfmt.trainer.capture import capture
 from ckptfmt.restore import restore
 from ckptfmt.state import State
 snapshot = capture(State(weights={"w": np.ones(2)}, config={"a": 1}), worker=0, worker_count=1)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import ckptfmt
-from ckptfmt.capture import capture
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import Manifest, Tombstone
 from ckptfmt.documents.run import RUN_NAME, SAVERS, Run
@@ -20,6 +19,7 @@ from ckptfmt.errors import CkptError, Code, FencedError
 from ckptfmt.run.lineage import list_checkpoints, open_run
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.trainer.capture import capture
 from tests import builders
 from tests.stores.hooked import HookedStore, Operation
 from tests.stores.recorder import Recorder

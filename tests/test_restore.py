@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ckptfmt.capture import capture
 from ckptfmt.errors import StateError
 from ckptfmt.restore import plan_restore, restore
 from ckptfmt.state import PerWorker, State
+from ckptfmt.trainer.capture import capture
 from tests.interop.double import MemoryCheckpoint, load, save
 
 CURSOR = {"kind": "ckptfmt.data_cursor", "position": 3}

@@ -9,13 +9,13 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from ckptfmt import limits
-from ckptfmt.capture import capture
 from ckptfmt.commit.decision import decide
 from ckptfmt.documents.manifest import Manifest, Origin
 from ckptfmt.documents.structure import Structure
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.assignment import assign_writers
 from ckptfmt.stage.collector import collector_paused
+from ckptfmt.trainer.capture import capture
 from ckptfmt.write.image import Image, plan_image
 from ckptfmt.write.writer import as_ckpt_error, check_snapshot, for_saving, structure_of, tell_failure, write_part
 

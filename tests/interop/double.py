@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from ckptfmt.box import Box
-from ckptfmt.capture import capture
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Origin
 from ckptfmt.documents.sharding import Sharding
@@ -15,6 +14,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.read.reader import numpy_dtype
 from ckptfmt.read.streaming import ReadReport
 from ckptfmt.restore import LoadReport, restore
+from ckptfmt.trainer.capture import capture
 from ckptfmt.write.snapshot import Snapshot, TensorSink
 
 

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptfmt.adapters.torch.tensors import pieces_of
-from ckptfmt.capture import capture
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.errors import StateError
 from ckptfmt.restore import restore
 from ckptfmt.state import State
+from ckptfmt.trainer.capture import capture
 from tests.interop.double import MemoryCheckpoint, load, save
 
 LAYOUTS = [(1,), (2,), (4,), (7,), (2, 2), (2, 3)]

@@ -6,10 +6,10 @@ import types
 import pytest
 
 from ckptfmt.adapters.loaders import ConsumedSamples, ForeignLoader
-from ckptfmt.capture import capture
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.restore import restore
 from ckptfmt.state import PerWorker, State
+from ckptfmt.trainer.capture import capture
 from tests.interop.double import MemoryCheckpoint
 
 

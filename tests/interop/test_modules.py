@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ckptfmt.capture import capture
 from ckptfmt.errors import StateError
 from ckptfmt.restore import restore
 from ckptfmt.state import PerWorker, State
+from ckptfmt.trainer.capture import capture
 from tests.interop.double import MemoryCheckpoint, load, save
 
 

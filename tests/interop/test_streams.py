@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from ckptfmt.capture import capture
 from ckptfmt.errors import StateError
 from ckptfmt.restore import restore, restore_streams
 from ckptfmt.state import State
+from ckptfmt.trainer.capture import capture
 from tests.interop.double import MemoryCheckpoint, load, save
 
 

@@ -6,7 +6,6 @@ import os
 from typing import Any
 from unittest import mock
 
-from ckptfmt import capture
 from ckptfmt.adapters import rng_streams as streams
 from ckptfmt.adapters import units as walk
 from ckptfmt.adapters.load_plan import Plan
@@ -14,6 +13,7 @@ from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.data import sampler
 from ckptfmt.data.course import Course
 from ckptfmt.data.sampler import Sampler
+from ckptfmt.trainer import capture
 from tests.mutants.mutant import Mutant, replaced
 
 

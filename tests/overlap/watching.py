@@ -11,7 +11,6 @@ import torch
 
 from ckptfmt.adapters.torch.guard import Guard
 from ckptfmt.box import Box
-from ckptfmt.capture import capture
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
@@ -22,6 +21,7 @@ from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import Background
+from ckptfmt.trainer.capture import capture
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.write.staging import HostCopy
 
