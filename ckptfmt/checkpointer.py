@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from ckptfmt.api import DEADLINE_S
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
-from ckptfmt.counting import StepCount
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.run import Launch, ResumeFrom, Run
 from ckptfmt.errors import CkptError, Code, err
@@ -28,6 +27,7 @@ from ckptfmt.stopping import StopSignals
 from ckptfmt.store import open_store
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.trainer.saves import SaveOptions, Saves
+from ckptfmt.trainer.step_count import StepCount
 
 if TYPE_CHECKING:
     import os
