@@ -23,10 +23,10 @@ from ckptfmt.loading import claim_of_all, load_once
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.restore import LoadReport, restore_streams
 from ckptfmt.run.lineage import begin_launch, open_run
-from ckptfmt.stopping import StopSignals
 from ckptfmt.store import open_store
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.trainer.saves import SaveOptions, Saves
+from ckptfmt.trainer.signals import StopSignals
 from ckptfmt.trainer.step_count import StepCount
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import pytest
 
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import Code
-from ckptfmt.stopping import StopSignals
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.trainer.signals import StopSignals
 from tests.builders import code_of, error_of
 from tests.engines.test_saver import WAIT_S, GateStore
 from tests.stores.faults import Fault, FaultStore
