@@ -22,8 +22,8 @@ from benchmarks.raw import RawReader, RawSetting, RawWriter
 from benchmarks.state import Trainer
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.streaming import ReadReport
-from ckptfmt.restore import LoadReport
 from ckptfmt.store.protocol import Store
+from ckptfmt.trainer.restore import LoadReport
 
 __all__ = ["DcpLoad", "Loader", "OursLoad", "RawLoad", "SafetensorsLoad", "TorchLoad", "describe_reads"]
 

@@ -25,7 +25,7 @@ from benchmarks.layouts import Matrices
 from benchmarks.loaders import describe_reads
 from benchmarks.machine import read_by_calls_nbytes
 from benchmarks.rounds import Progress
-from ckptfmt.restore import LoadReport
+from ckptfmt.trainer.restore import LoadReport
 
 __all__ = ["measure_sharing"]
 

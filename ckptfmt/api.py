@@ -17,13 +17,13 @@ from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.group import EXCHANGE, Agree, make_group
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.verify import Report, verify_checkpoint, verify_run
-from ckptfmt.restore import LoadReport, load_trees
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import check_surroundings, find_head
 from ckptfmt.store import open_store
 from ckptfmt.trainer.handle import SaveReport
 from ckptfmt.trainer.one_load import load_once
 from ckptfmt.trainer.one_save import Ownership, save_once
+from ckptfmt.trainer.restore import LoadReport, load_trees
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

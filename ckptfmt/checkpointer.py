@@ -20,11 +20,11 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import REFERENCED
 from ckptfmt.group import Agree, Group, make_group
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.restore import LoadReport, restore_streams
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store import open_store
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.trainer.one_load import claim_of_all, load_once
+from ckptfmt.trainer.restore import LoadReport, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves
 from ckptfmt.trainer.signals import StopSignals
 from ckptfmt.trainer.step_count import StepCount

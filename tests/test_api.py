@@ -18,11 +18,11 @@ from ckptfmt.commit.decision import retire
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Origin, parse_register
 from ckptfmt.errors import CODES, CkptError, Code
 from ckptfmt.read.reader import read_manifest
-from ckptfmt.restore import LoadReport
 from ckptfmt.run.lineage import list_checkpoints, open_run
 from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.posix import PosixCalls
+from ckptfmt.trainer.restore import LoadReport
 from tests.test_checkpointer import SavingStore, Trainer, run
 from tests.test_group import run_writers
 

@@ -168,7 +168,7 @@ def test_numpy_runs_go_without_torch():
 import sys
 import numpy as np
 from ckptfmt.trainer.capture import capture
-from ckptfmt.restore import restore
+from ckptfmt.trainer.restore import restore
 from ckptfmt.state import State
 snapshot = capture(State(weights={"w": np.ones(2)}, config={"a": 1}), worker=0, worker_count=1)
 print(len(snapshot.tensors), [name for name in sys.modules if name.partition(".")[0] == "torch"])

@@ -12,9 +12,9 @@ import torch
 from ckptfmt.adapters.loaders import ForeignLoader
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import Code
-from ckptfmt.restore import LoadReport
 from ckptfmt.state import State
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.trainer.restore import LoadReport
 from tests.builders import code_of
 from tests.test_group import Allgather, run_writers
 from tests.tiny import Tiny

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ckptfmt.errors import StateError
-from ckptfmt.restore import plan_restore, restore
 from ckptfmt.state import PerWorker, State
 from ckptfmt.trainer.capture import capture
+from ckptfmt.trainer.restore import plan_restore, restore
 from tests.interop.double import MemoryCheckpoint, load, save
 
 CURSOR = {"kind": "ckptfmt.data_cursor", "position": 3}

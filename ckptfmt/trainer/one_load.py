@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from ckptfmt.adapters import torch_side
 from ckptfmt.errors import Code, err
 from ckptfmt.read.sharing import refuse_sharing
-from ckptfmt.restore import CLAIMS, LoadReport, plan_restore
+from ckptfmt.trainer.restore import CLAIMS, LoadReport, plan_restore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

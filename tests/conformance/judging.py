@@ -14,9 +14,9 @@ from ckptfmt.adapters.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.documents.tree import dump_tree, parse_tree
 from ckptfmt.errors import CkptError
 from ckptfmt.read.reader import numpy_dtype
-from ckptfmt.restore import restore
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.trainer.restore import restore
 from ckptfmt_conformance.adapters.reference import Reference
 from ckptfmt_conformance.protocol import Rejected
 from conformance.generate.tagged import tagged

@@ -13,8 +13,8 @@ from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.read.reader import numpy_dtype
 from ckptfmt.read.streaming import ReadReport
-from ckptfmt.restore import LoadReport, restore
 from ckptfmt.trainer.capture import capture
+from ckptfmt.trainer.restore import LoadReport, restore
 from ckptfmt.write.snapshot import Snapshot, TensorSink
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import ckptfmt
 from ckptfmt.trainer.capture import capture
-from ckptfmt.restore import restore
+from ckptfmt.trainer.restore import restore
 from ckptfmt.commit.decision import commit
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.write.writer import write_part

@@ -13,9 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckptfmt.adapters.torch.tensors import pieces_of
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.errors import StateError
-from ckptfmt.restore import restore
 from ckptfmt.state import State
 from ckptfmt.trainer.capture import capture
+from ckptfmt.trainer.restore import restore
 from tests.interop.double import MemoryCheckpoint, load, save
 
 LAYOUTS = [(1,), (2,), (4,), (7,), (2, 2), (2, 3)]

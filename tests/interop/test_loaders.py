@@ -7,9 +7,9 @@ import pytest
 
 from ckptfmt.adapters.loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.restore import restore
 from ckptfmt.state import PerWorker, State
 from ckptfmt.trainer.capture import capture
+from ckptfmt.trainer.restore import restore
 from tests.interop.double import MemoryCheckpoint
 
 

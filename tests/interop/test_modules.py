@@ -10,9 +10,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptfmt.errors import StateError
-from ckptfmt.restore import restore
 from ckptfmt.state import PerWorker, State
 from ckptfmt.trainer.capture import capture
+from ckptfmt.trainer.restore import restore
 from tests.interop.double import MemoryCheckpoint, load, save
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ckptfmt.errors import StateError
-from ckptfmt.restore import restore, restore_streams
 from ckptfmt.state import State
 from ckptfmt.trainer.capture import capture
+from ckptfmt.trainer.restore import restore, restore_streams
 from tests.interop.double import MemoryCheckpoint, load, save
 
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from ckptfmt.adapters.torch import subclasses
 from ckptfmt.errors import StateError
-from ckptfmt.restore import load_trees
 from ckptfmt.state import State
+from ckptfmt.trainer.restore import load_trees
 from tests.interop.double import load, save
 
 

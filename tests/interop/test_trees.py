@@ -13,8 +13,8 @@ from ckptfmt.adapters.names import join_name
 from ckptfmt.adapters.numpy import ArraySink
 from ckptfmt.box import Box
 from ckptfmt.errors import StateError
-from ckptfmt.restore import load_trees
 from ckptfmt.state import PerWorker, State
+from ckptfmt.trainer.restore import load_trees
 from tests.interop.double import load, save
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptfmt
 from ckptfmt import State
-from ckptfmt.restore import LoadReport
+from ckptfmt.trainer.restore import LoadReport
 from tests.layouts.stage import Stage, attempt, bits, gather_on, optimizer_bits, steps_without_model, weight_bits
 
 #: Makers by name. LBFGS wants a closure and SparseAdam sparse gradients: they are tested without shards.

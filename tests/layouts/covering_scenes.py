@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptfmt
 from ckptfmt import State
 from ckptfmt.errors import CkptError
-from ckptfmt.restore import LoadReport
+from ckptfmt.trainer.restore import LoadReport
 from tests.layouts.stage import Stage
 
 #: State of AdamW that has the shape of its parameter.

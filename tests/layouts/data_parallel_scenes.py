@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptfmt
 from ckptfmt import State
-from ckptfmt.restore import LoadReport
+from ckptfmt.trainer.restore import LoadReport
 from tests.layouts.stage import Stage, attempt, bits, optimizer_bits, weight_bits
 
 # --- BatchNorm --------------------------------------------------------------------------------------------------------

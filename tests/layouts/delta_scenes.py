@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ckptfmt
 from ckptfmt import Checkpointer, State
 from ckptfmt.delta import block_coder as coding
-from ckptfmt.restore import LoadReport
+from ckptfmt.trainer.restore import LoadReport
 from tests.layouts.sharded_scenes import adamw, both, shard, train
 from tests.layouts.stage import Stage
 

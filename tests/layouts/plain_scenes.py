@@ -15,7 +15,7 @@ from torch import nn
 import ckptfmt
 from ckptfmt import PerWorker, State
 from ckptfmt.adapters.torch.tensors import TorchSource
-from ckptfmt.restore import LoadReport
+from ckptfmt.trainer.restore import LoadReport
 from tests.layouts.stage import Stage, attempt, bits, optimizer_bits, steps_without_model, weight_bits
 
 LAYERS = 4

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import ckptfmt
 from ckptfmt import State
-from ckptfmt.restore import LoadReport
+from ckptfmt.trainer.restore import LoadReport
 from tests.layouts.stage import Stage, attempt, bits, gather_on, optimizer_bits, steps_without_model, weight_bits
 
 

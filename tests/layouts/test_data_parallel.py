@@ -5,7 +5,7 @@ import pytest
 import ckptfmt
 from ckptfmt import State
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.restore import LoadReport
+from ckptfmt.trainer.restore import LoadReport
 from tests.layouts.data_parallel_scenes import WRAPPED, _draw, _seed, make_normed
 from tests.layouts.launch import launch
 from tests.layouts.stage import weight_bits

@@ -8,7 +8,7 @@ import pytest
 import ckptfmt
 from ckptfmt import State
 from ckptfmt.errors import Code
-from ckptfmt.restore import LoadReport
+from ckptfmt.trainer.restore import LoadReport
 from tests.layouts.launch import launch
 from tests.layouts.plain_scenes import LAYERS, _both, make_layers
 

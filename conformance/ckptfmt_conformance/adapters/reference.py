@@ -50,10 +50,10 @@ from ckptfmt.errors import Code
 from ckptfmt.features import READER_FEATURES
 from ckptfmt.limits import FORMAT_VERSION
 from ckptfmt.read.reader import Checkpoint, numpy_dtype
-from ckptfmt.restore import restore
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.local import LocalStore
 from ckptfmt.trainer.handle import STATES, SaveHandle
+from ckptfmt.trainer.restore import restore
 from ckptfmt_conformance.protocol import METHODS, Rejected, Unsupported, run_as_command
 
 __all__ = [

@@ -35,6 +35,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.restore:may_load", _may_always),
+        ("ckptfmt.trainer.restore:may_load", _may_always),
         ("ckptfmt.adapters.loaders:ForeignLoader.load_state_dict", _load_anywhere),
     )
