@@ -1,4 +1,4 @@
-"""From live objects to what the engines write, and back: numpy and plain values here, torch in `ckptfmt.adapters.torch`.
+"""From live objects to what is written, and back: numpy and plain values here, torch in `ckptfmt.adapters.torch`.
 
 Nothing here imports torch before the program does: as long as torch isn't loaded, no object can be one of its own.
 """

@@ -152,7 +152,7 @@ def _read_foreign(source: str, kind: str, rules: dict[str, str]) -> Content:
 def _torch_side(name: str) -> ModuleType:
     try:
         check_torch(importlib.import_module("torch"))
-        return importlib.import_module(f"ckptfmt.adapters.torch.{name}")
+        return importlib.import_module(f"ckptfmt.convert.torch.{name}")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -183,7 +183,7 @@ def _plan_hf(content: Content, only: str | None, max_shard_nbytes: int) -> _Targ
 
 
 def _plan_torch(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
-    side = _torch_side("convert_zip")
+    side = _torch_side("zip_target")
     root, left_out = _fitting(content, only, side)
     write = functools.partial(_write_torch, side, root)
     return _Target(tensors=_distinct(side.iter_tensors(root)), left_out=left_out, write=write)
@@ -194,8 +194,8 @@ def _write_torch(side: ModuleType, root: dict[str, Any], path: Path, on_progress
 
 
 def _plan_dcp(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
-    root, left_out = _fitting(content, only, _torch_side("convert_zip"))
-    side = _torch_side("convert_dcp")
+    root, left_out = _fitting(content, only, _torch_side("zip_target"))
+    side = _torch_side("dcp_target")
     flat = side.plan_flat(root)
 
     # Torch's writer makes an archive of each tensor, half a millisecond each: 28,000 tensors in a megabyte take 15 s. A

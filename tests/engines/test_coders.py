@@ -215,7 +215,7 @@ def test_an_error_of_a_block_is_met_by_the_saver():
 def test_processes_end_with_their_saver_even_if_it_is_killed():
     program = (
         "import sys, time\n"
-        "from ckptfmt.engines import coders\n"
+        "from ckptfmt.delta import coders\n"
         "coders.coder_count = lambda: 2\n"
         "made = coders.Coders()\n"
         "made.start()\n"

@@ -52,7 +52,13 @@ _PACKAGE: Final = str(pathlib.Path(ckptfmt.__file__).parent)
 _HANG_S: Final = 40.0
 _DEADLINE_S: Final = 15.0
 #: Where interrupts of the trainer's own thread matter: the mechanics of a save.
-_OF_TRAINER: Final = ("background.py", "links.py", "handle.py", "write/staging.py", "saver/saver.py")
+_OF_TRAINER: Final = (
+    "trainer/background.py",
+    "trainer/links.py",
+    "trainer/handle.py",
+    "write/staging.py",
+    "saver/saver.py",
+)
 #: By this variable a saver's process is told at which of its messages to raise; see `tests.faults.injected_saver`.
 AT_MESSAGE: Final = "CKPTFMT_FAULTS_AT_MESSAGE"
 
@@ -344,7 +350,7 @@ def _live(
 
 def _wants(what: str, kind: str, file: str) -> bool:
     if what == "interrupts":
-        return kind == "MainThread" and (file in _OF_TRAINER or file == "saves.py")
+        return kind == "MainThread" and (file in _OF_TRAINER or file == "trainer/saves.py")
     return kind.startswith("ckptfmt-")
 
 

@@ -11,6 +11,7 @@ import torch
 import ckptfmt
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.trainer.handle import SaveReport
 from tests.test_group import Allgather, run_writers
 
 
@@ -31,7 +32,7 @@ def save_stages(store: MemoryStore, **extra: torch.Tensor) -> None:
         return ckptfmt.save(store, state, step=1, **options)
 
     reports = together(4, body)
-    assert all(isinstance(report, ckptfmt.trainer.handle.SaveReport) for report in reports), reports
+    assert all(isinstance(report, SaveReport) for report in reports), reports
 
 
 def test_stages_add_up_and_load_whole_in_one_process() -> None:

@@ -1,7 +1,7 @@
 """BLAKE3-256 of the blocks of a tensor's bytes, computed on the device that holds them.
 
-Two programs that give the same bits: Triton kernels (`ckptfmt.adapters.torch.blake3_triton`) for CUDA devices, and plain
-torch operations for any other. Bytes of the host are digested faster by `ckptfmt.digest`.
+Two programs that give the same bits: Triton kernels (`ckptfmt.adapters.torch.blake3_triton`) for CUDA devices, and
+plain torch operations for any other. Bytes of the host are digested faster by `ckptfmt.digest`.
 
 The words of BLAKE3 are int32 here: torch's uint32 can't add or shift. An int32 sum wraps as a sum modulo 2^32 does, and
 the sign that a right shift pulls in is masked off. A state is 4 rows of 4 words, as in the specification; every word is

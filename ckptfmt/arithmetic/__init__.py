@@ -1,1 +1,0 @@
-"""Arithmetic on boxes: who holds what, what tiles what, which bytes to read. Pure."""

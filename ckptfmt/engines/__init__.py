@@ -1,1 +1,0 @@
-"""Engines: write, commit, read, verify, follow the lineage, retire. They know stores and documents, never torch."""
