@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfmt.adapters.loaders import ForeignLoader
+from ckptfmt.adapters.data_loaders import ForeignLoader
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import Code
 from ckptfmt.state import State

@@ -1,7 +1,7 @@
 """What a store promises: the one place where ckptfmt touches bytes that outlive the process.
 
 A store holds files under a root. Paths are relative to it, with ``/`` between components, on every kind of store.
-There are two kinds, and the engines run the same code over both:
+There are two kinds, and the same code runs over both:
 
 - a *file system* has directories; a new name is durable only after `Store.sync`;
 - an *object store* has flat keys; what was acknowledged is durable, and `Store.sync` has nothing to do.

@@ -1,4 +1,4 @@
-"""What the engines are given to write and to fill: a few small protocols, and no framework behind them."""
+"""What is given to be written and to be filled: a few small protocols, and no framework behind them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 
 import ckptfmt
-from ckptfmt.adapters.loaders import ConsumedSamples, ForeignLoader
+from ckptfmt.adapters.data_loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.documents.tree import dump_tree, parse_tree
 from ckptfmt.errors import CkptError
 from ckptfmt.read.reader import numpy_dtype

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from ckptfmt.adapters.loaders import ConsumedSamples, ForeignLoader
+from ckptfmt.adapters.data_loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.state import PerWorker, State
 from ckptfmt.trainer.capture import capture

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 import ckptfmt
 from ckptfmt import Box, CkptError, PerWorker, Sampler, State
-from ckptfmt.adapters.loaders import ConsumedSamples, ForeignLoader
+from ckptfmt.adapters.data_loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.index import Index

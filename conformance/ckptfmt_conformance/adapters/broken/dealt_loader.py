@@ -19,7 +19,7 @@ CONVICTED_BY = (
     "context/invalid/loader-run-on-more",
 )
 
-_load = original("ckptfmt.adapters.loaders:ForeignLoader.load_state_dict")
+_load = original("ckptfmt.adapters.data_loaders:ForeignLoader.load_state_dict")
 
 
 def _load_anywhere(loader: Any, state_dict: Mapping[str, Any]) -> None:  # noqa: ANN401 - of the implementation
@@ -36,5 +36,5 @@ class Broken(Reference):
 
     replacements = (
         ("ckptfmt.trainer.restore:may_load", _may_always),
-        ("ckptfmt.adapters.loaders:ForeignLoader.load_state_dict", _load_anywhere),
+        ("ckptfmt.adapters.data_loaders:ForeignLoader.load_state_dict", _load_anywhere),
     )

@@ -1,6 +1,6 @@
 """Other libraries' data loaders in a checkpoint: kept as they are, for the number of workers that saved them.
 
-    from ckptfmt.adapters.loaders import ConsumedSamples, ForeignLoader
+    from ckptfmt.adapters.data_loaders import ConsumedSamples, ForeignLoader
 
     state = State(..., data=PerWorker(ForeignLoader(stateful_dataloader, lib="torchdata")))
     state = State(..., data=ConsumedSamples(args))  # Megatron's consumed_train_samples

@@ -1,0 +1,30 @@
+"""The house: a newcomer finds a module by its name, and old paths that README named still lead there."""
+
+import collections
+import importlib
+
+import pytest
+
+from tests.house.sources import ROOT
+
+PACKAGE = ROOT / "ckptfmt"
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))
+
+
+def test_no_two_modules_have_one_name():
+    counts = collections.Counter(path.name for path in MODULES)
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_the_top_level_is_for_users():
+    files = [path.name for path in PACKAGE.glob("*.py")]
+    assert len(files) <= 12, files
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "names"),
+    [("ckptfmt.interop.loaders", "ckptfmt.adapters.data_loaders", ["ConsumedSamples", "ForeignLoader"])],
+)
+def test_what_readme_named_elsewhere_is_still_found_there(old, new, names):
+    for name in names:
+        assert getattr(importlib.import_module(old), name) is getattr(importlib.import_module(new), name)
