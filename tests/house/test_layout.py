@@ -2,6 +2,7 @@
 
 import collections
 import importlib
+import re
 
 import pytest
 
@@ -28,3 +29,11 @@ def test_the_top_level_is_for_users():
 def test_what_readme_named_elsewhere_is_still_found_there(old, new, names):
     for name in names:
         assert getattr(importlib.import_module(old), name) is getattr(importlib.import_module(new), name)
+
+
+def test_the_map_names_what_is_there():
+    text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+    named = set(re.findall(r"`((?:[a-z0-9_]+/)*[a-z0-9_]+\.py|(?:[a-z0-9_]+/)+)`", text))
+    assert [name for name in sorted(named) if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []
+    folders = {f"{path.name}/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert folders - named == set()
