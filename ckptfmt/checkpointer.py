@@ -157,8 +157,7 @@ class Checkpointer:
         self._checkpoint: Checkpoint | None = None
         self._handle: SaveHandle | None = None
         self._saved_step: int | None = None
-        self._clock = time.monotonic
-        self._timer, self._stop_s = _Timer(), 0.0
+        self._clock, self._timer, self._stop_s = time.monotonic, _Timer(), 0.0
         self._restored = self._requested = self._has_begun = self._is_prepared = self.stopped = False
         self._count = StepCount(state)
         self.launch: Launch | None = None
