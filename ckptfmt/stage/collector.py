@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import threading
@@ -32,6 +33,7 @@ def collector_paused() -> Iterator[None]:
     Pauses of several threads may overlap. With the end of the last one the thresholds are as they were before the
     first, unless the program has set others meanwhile; whether the collector is enabled is the program's affair.
     """
+    _watch_forks()
     with _Paused.lock:
         if not _Paused.count:
             _Paused.thresholds = gc.get_threshold()
@@ -59,4 +61,7 @@ def _end_all() -> None:
         _resume_last()
 
 
-os.register_at_fork(after_in_child=_end_all)
+@functools.cache
+def _watch_forks() -> None:
+    """See to forks from now on; not at import."""
+    os.register_at_fork(after_in_child=_end_all)

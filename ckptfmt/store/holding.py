@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import stat
 import time
@@ -80,6 +81,7 @@ class Hold:
 
     def _lock(self, fd: int, directory_fd: int) -> bool:
         """Lock the opened file; return False if it has lost its name meanwhile."""
+        _watch_forks()
         self._fd = fd
         _HOLDS.add(self)
         try:
@@ -159,4 +161,7 @@ def _forget_inherited() -> None:
     _HOLDS.clear()
 
 
-os.register_at_fork(after_in_child=_forget_inherited)
+@functools.cache
+def _watch_forks() -> None:
+    """See to forks from now on; not at import, since most programs that import this package hold no file."""
+    os.register_at_fork(after_in_child=_forget_inherited)

@@ -28,3 +28,40 @@ def test_the_core_starts_without_torch(module, tmp_path):
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+#: Imports all modules, and tells what they did to the process. What libraries do that they import is not ours.
+IMPORT_ALL = """
+import gc, os, pkgutil, signal, sys, threading
+
+calls = []
+
+def note(module, name):
+    inner = getattr(module, name)
+    def call(*arguments, **options):
+        caller = sys._getframe(1).f_globals["__name__"]
+        if caller.startswith("ckptfmt"):
+            calls.append((caller, name))
+        return inner(*arguments, **options)
+    setattr(module, name, call)
+
+note(os, "register_at_fork")
+note(signal, "signal")
+for name in ("set_threshold", "disable", "freeze"):
+    note(gc, name)
+before = dict(os.environ), sys.excepthook, threading.excepthook, gc.get_threshold(), gc.isenabled()
+
+import ckptfmt
+
+for found in pkgutil.walk_packages(ckptfmt.__path__, "ckptfmt."):
+    if not found.name.endswith(("__main__", "blake3_triton")) and not found.name.startswith("ckptfmt.demo"):
+        __import__(found.name)
+after = dict(os.environ), sys.excepthook, threading.excepthook, gc.get_threshold(), gc.isenabled()
+print(calls, before == after, len(threading.enumerate()))
+"""
+
+
+def test_imports_change_nothing_in_the_process(tmp_path):
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout.strip()) == (0, "[] True 1"), done.stdout + done.stderr
