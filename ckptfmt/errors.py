@@ -216,6 +216,7 @@ class Code(StrEnum):
     PEER_FAILED = "PEER_FAILED"
     STATE_CHANGED = "STATE_CHANGED"
     SLOT_MEMORY = "SLOT_MEMORY"
+    LOAD_MEMORY = "LOAD_MEMORY"
     FLOAT_ENVIRONMENT = "FLOAT_ENVIRONMENT"
     LOADER_NOT_ELASTIC = "LOADER_NOT_ELASTIC"
     # commit
@@ -449,6 +450,11 @@ CODES: dict[Code, CodeEntry] = {
         StateError,
         "memory doesn't suffice for a snapshot",
         "Free memory, pass slots=1, or pass saver='inline' to save without a snapshot.",
+    ),
+    Code.LOAD_MEMORY: CodeEntry(
+        StateError,
+        "memory doesn't suffice for a tensor that is loaded",
+        "Load into live tensors, choose less with only=, or read boxes of it: ckptfmt.open(path).read(..., box=...).",
     ),
     Code.FLOAT_ENVIRONMENT: CodeEntry(
         StateError,

@@ -18,7 +18,7 @@ from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
 from ckptfmt.errors import Code, err
-from ckptfmt.read.reader import numpy_dtype
+from ckptfmt.read.reader import allocating, numpy_dtype
 
 __all__ = ["Placer", "fill", "refuses"]
 
@@ -176,10 +176,11 @@ class Placer:
     def _fresh_tensor(self, saved: TensorRef, like: object) -> object:
         tensor = self.referred(saved)
         side = torch_side()
-        if (self.framework or saved.kind) == "torch" and side is not None:
-            made = side.allocate(tensor.dtype, tensor.global_shape, like=like, device=self.device)
-        else:
-            made = np.empty(tensor.global_shape, numpy_dtype(tensor.dtype))
+        with allocating(tensor):
+            if (self.framework or saved.kind) == "torch" and side is not None:
+                made = side.allocate(tensor.dtype, tensor.global_shape, like=like, device=self.device)
+            else:
+                made = np.empty(tensor.global_shape, numpy_dtype(tensor.dtype))
         if 0 not in tensor.global_shape:  # half a million tensors without elements take a megabyte of an index
             fill(self.plan, made, tensor)
         return made

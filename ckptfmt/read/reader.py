@@ -44,12 +44,24 @@ if TYPE_CHECKING:
     from ckptfmt.store.protocol import Store
     from ckptfmt.write.snapshot import TensorSink
 
-__all__ = ["Checkpoint", "check_nbytes", "numpy_dtype", "read_header"]
+__all__ = ["Checkpoint", "allocating", "check_nbytes", "numpy_dtype", "read_header"]
 
 #: How many bytes of a tensor `Checkpoint.iter_content` holds at a time.
 CHUNK_NBYTES: Final = 32 << 20
 #: How many bytes that nobody wants are read at most, so as to save a request.
 GAP_NBYTES: Final = 64 << 10
+
+
+@contextlib.contextmanager
+def allocating(tensor: IndexTensor) -> Iterator[None]:
+    """Say by name that memory doesn't suffice for a tensor, by numpy or torch. Raises: StateError(LOAD_MEMORY)."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except (MemoryError, RuntimeError, ValueError) as error:  # the last beyond all addresses
+        detail = f"{tensor.dtype} of shape {tensor.global_shape}: {error}"
+        raise err(Code.LOAD_MEMORY, detail, where=tensor.name) from error
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -229,7 +241,7 @@ class Checkpoint:
     def read(self, field: str, name: str, scope: str = "global", box: Box | None = None) -> NDArray[Any]:
         """Return a tensor, or a piece of it, as a numpy array of its own.
 
-        Raises: StateError(TENSOR_MISSING, ARGUMENT); IntegrityError.
+        Raises: StateError(TENSOR_MISSING, ARGUMENT, LOAD_MEMORY); IntegrityError.
         Spec: REQ-OPN-005, REQ-OPN-006.
         """
         tensor = self.find(field, name, scope)
@@ -239,7 +251,8 @@ class Checkpoint:
         wanted = whole if box is None else box
         if len(wanted.shape) != len(whole.shape) or min(wanted.shape, default=0) < 0 or not whole.contains(wanted):
             raise err(Code.ARGUMENT, f"{wanted} leaves the tensor's {tensor.global_shape}", where=name)
-        array = np.empty(wanted.shape, numpy_dtype(tensor.dtype))
+        with allocating(tensor):
+            array = np.empty(wanted.shape, numpy_dtype(tensor.dtype))
         self.fill(tensor, wanted, array.view(carrier_of(array.itemsize)))
         return array
 

@@ -109,6 +109,28 @@ def test_a_check_of_hundreds_of_gibibytes_is_interrupted_in_seconds(tmp_path: pa
     assert int(peak.split()[1]) < MOST_MIB << 10
 
 
+LOAD = """
+import resource, sys
+import ckptfmt
+
+own = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (own + (1 << 30), resource.RLIM_INFINITY))
+for load in (lambda: ckptfmt.load(sys.argv[1]), lambda: ckptfmt.open(sys.argv[1]).read("weights", "w")):
+    try:
+        load()
+    except ckptfmt.CkptError as error:
+        print(error.code, error.where)
+"""
+
+
+@pytest.mark.parametrize("framework", ["", "import torch"])
+def test_a_tensor_beyond_memory_is_refused_by_name(framework: str, tmp_path: pathlib.Path) -> None:
+    write(constant(64), tmp_path)
+    command = [sys.executable, "-c", framework + LOAD, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout.splitlines(), done.returncode) == (["LOAD_MEMORY w"] * 2, 0), done.stderr
+
+
 @pytest.mark.parametrize("signed", JSON_BOMBS.values(), ids=JSON_BOMBS)
 def test_a_json_document_costs_little(signed: dict[str, object]) -> None:
     content = dump_document(signed)
