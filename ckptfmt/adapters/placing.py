@@ -18,7 +18,8 @@ from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
 from ckptfmt.errors import Code, err
-from ckptfmt.read.reader import allocating, numpy_dtype
+from ckptfmt.read.reader import numpy_dtype
+from ckptfmt.read.stored import allocating
 
 __all__ = ["Placer", "fill", "refuses"]
 

@@ -29,7 +29,7 @@ from ckptfmt.layout.read_plan import PieceRead, iter_chunks, iter_pieces, plan_r
 from ckptfmt.read.closure import Closure, Library
 from ckptfmt.read.decoding import OpenPart, StoredBox, open_part
 from ckptfmt.read.reading import Reading
-from ckptfmt.read.stored import ArrayTarget, StoredPiece, carrier_of
+from ckptfmt.read.stored import ArrayTarget, StoredPiece, allocating, carrier_of
 from ckptfmt.read.streaming import REQUEST_NBYTES
 from ckptfmt.stage.collector import collector_paused
 
@@ -44,24 +44,12 @@ if TYPE_CHECKING:
     from ckptfmt.store.protocol import Store
     from ckptfmt.write.snapshot import TensorSink
 
-__all__ = ["Checkpoint", "allocating", "check_nbytes", "numpy_dtype", "read_header"]
+__all__ = ["Checkpoint", "check_nbytes", "numpy_dtype", "read_header"]
 
 #: How many bytes of a tensor `Checkpoint.iter_content` holds at a time.
 CHUNK_NBYTES: Final = 32 << 20
 #: How many bytes that nobody wants are read at most, so as to save a request.
 GAP_NBYTES: Final = 64 << 10
-
-
-@contextlib.contextmanager
-def allocating(tensor: IndexTensor) -> Iterator[None]:
-    """Say by name that memory doesn't suffice for a tensor, by numpy or torch. Raises: StateError(LOAD_MEMORY)."""
-    try:
-        yield
-    except CkptError:
-        raise
-    except (MemoryError, RuntimeError, ValueError) as error:  # the last beyond all addresses
-        detail = f"{tensor.dtype} of shape {tensor.global_shape}: {error}"
-        raise err(Code.LOAD_MEMORY, detail, where=tensor.name) from error
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ckptfmt.documents.index import IndexTensor
     from ckptfmt.read.decoding import OpenPart, StoredBox
     from ckptfmt.write.snapshot import MemoryOf, TensorSink
 
-__all__ = ["ArrayTarget", "StoredPiece", "carrier_of", "iter_damages"]
+__all__ = ["ArrayTarget", "StoredPiece", "allocating", "carrier_of", "iter_damages"]
 
 #: Integers of the size of an element: copied as these, elements are copied by the row.
 _CARRIERS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
@@ -29,6 +31,18 @@ _CARRIERS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 def carrier_of(element_nbytes: int) -> np.dtype[Any]:
     """Return a numpy dtype for elements of a size, whatever they mean."""
     return np.dtype(_CARRIERS.get(element_nbytes, (np.void, element_nbytes)))
+
+
+@contextlib.contextmanager
+def allocating(tensor: IndexTensor) -> Iterator[None]:
+    """Say by name that memory doesn't suffice for a tensor, by numpy or torch. Raises: StateError(LOAD_MEMORY)."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except (MemoryError, RuntimeError, ValueError) as error:  # the last beyond all addresses
+        detail = f"{tensor.dtype} of shape {tensor.global_shape}: {error}"
+        raise err(Code.LOAD_MEMORY, detail, where=tensor.name) from error
 
 
 def iter_damages(
