@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ckptfmt.checkpointer import Checkpointer
+from ckptfmt.delta import coder_process
+from ckptfmt.saver import saver_process
 from tests.campaign.checker import look_at, problems_of
 from tests.campaign.oracle import EXCUSED, Oracle, Place
 from tests.campaign.states import Spec, hold, make_specs
@@ -32,6 +34,8 @@ __all__ = ["Report", "campaign"]
 _SMALL_NBYTES: Final = (20_000, 300_000, 2_000_000, 6_000_000)
 _LARGE_NBYTES: Final = (38 << 20, 46 << 20)
 _PATIENCE_S: Final = 60.0
+#: What the processes that are killed beside a trainer run.
+_HELPERS: Final = {"saver": saver_process.__name__, "coder": coder_process.__name__}
 #: Of a job of which one worker is dead, how long the others may live on; a launcher ends them.
 _GRACE_S: Final = (0.0, 0.0, 0.3)
 #: After how long a life counts as hanging.
@@ -371,7 +375,7 @@ class _Run:
         found = []
         for place in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if f"\0ckptfmt.{kind}\0".encode() in (place / "cmdline").read_bytes():
+                if f"\0{_HELPERS[kind]}\0".encode() in (place / "cmdline").read_bytes():
                     found.append(int(place.name))
         return [pid for pid in found if (mark_of(pid) or "").startswith(self._mark)]
 
