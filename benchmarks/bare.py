@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from ckptfmt.digest import digest_bytes
 
-__all__ = ["BareLoad", "BareRead"]
-
 _BLOCK_NBYTES: Final = 1 << 20
 
 

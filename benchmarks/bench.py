@@ -7,8 +7,6 @@ import dataclasses
 from benchmarks.rounds import Progress, Workplace
 from benchmarks.state import Trainer
 
-__all__ = ["Bench"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:

@@ -26,8 +26,6 @@ from benchmarks.throttled import Link, ThrottledStore
 from benchmarks.training import Studio
 from ckptfmt.store import LocalStore, Store
 
-__all__ = ["CHAIN_GOALS", "Saves", "measure_chains"]
-
 #: Of a store far away, in bytes a second.
 FAR: Final = 0.2e9
 _STEPS: Final = (1, 2, 3, 4)

@@ -19,8 +19,6 @@ import zstandard
 from benchmarks.snapshots import Snapshot
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes, iter_blocks
 
-__all__ = ["CODECS", "Blocks", "Codec", "Measured", "XorZstd", "Zstd", "contents_of", "measure_codec", "timed"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Contents = Mapping[str, memoryview]

@@ -19,8 +19,6 @@ from ckptfmt.delta.block_coder import SMALL_NBYTES, encode_small
 from ckptfmt.digest import DIGEST_NBYTES, iter_blocks
 from ckptfmt.limits import BLOCK_NBYTES
 
-__all__ = ["Coded", "code", "list_groups"]
-
 #: What a group consists of, by the kind of its rule: what a parameter must have to be predicted.
 _ROLES: Final = {
     "adam": {"exp_avg", "exp_avg_sq", WEIGHT},

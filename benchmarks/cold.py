@@ -11,8 +11,6 @@ from benchmarks.durable import sync_file
 from benchmarks.pages import PAGE_NBYTES, round_up
 from ckptfmt.store.posix import PosixCalls
 
-__all__ = ["cached_nbytes", "check_cold", "check_warm", "list_files", "make_cold", "make_warm"]
-
 _REQUEST_NBYTES: Final = 2**22
 _WARM_TRIES: Final = 20  # while memory is short, pages leave as others come
 

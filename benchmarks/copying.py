@@ -8,8 +8,6 @@ import torch
 
 from benchmarks.state import Trainer
 
-__all__ = ["CopyYardstick"]
-
 
 class CopyYardstick:
     """Targets for every tensor of a trainer, and a clock around the copy."""

@@ -7,8 +7,6 @@ from pathlib import Path
 from ckptfmt.documents.manifest import MANIFEST_NAME
 from ckptfmt.store import LocalStore
 
-__all__ = ["CountingStore"]
-
 
 class CountingStore(LocalStore):
     """A directory, read only.

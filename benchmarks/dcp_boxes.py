@@ -23,8 +23,6 @@ from benchmarks.layouts import Cut, Matrices
 from benchmarks.peers import DurableWriter
 from ckptfmt.box import Box
 
-__all__ = ["load_as_rank", "save_as_ranks", "write_item"]
-
 
 def write_item(name: str, box: Box, global_shape: tuple[int, ...]) -> WriteItem:
     """Return how DCP says that a rank writes a box of a float32 tensor."""

@@ -22,8 +22,6 @@ from benchmarks.snapshots import WEIGHT, Pair
 from benchmarks.training import Studio
 from ckptfmt.delta.policy import DeltaOptions
 
-__all__ = ["measure_delta", "steady_of"]
-
 _ROUNDS: Final = 3
 _OURS: Final = "ckptfmt"
 _OURS_ALONE: Final = "ckptfmt_unpredicted"

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Destination"]
-
 #: A NaN that no training makes.
 _SPOILT: Final = 0x7FC0BAD0
 

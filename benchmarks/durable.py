@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["sync_directory", "sync_file"]
-
 
 def sync_file(path: Path) -> None:
     """Wait until a file's bytes are durable, and its name too."""

@@ -20,8 +20,6 @@ from benchmarks.memory import PeakResident
 from benchmarks.rounds import Progress, Workplace, remove
 from benchmarks.state import PARAMETERS, plan_width
 
-__all__ = ["SIZES", "measure_extra_memory"]
-
 #: The sizes that are measured, as multiples of the benchmark's: 0.4, 1.6 and 6 GB by default.
 SIZES: Final = (0.25, 1.0, 3.75)
 _ROOT: Final = Path(__file__).parents[1]

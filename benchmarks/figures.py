@@ -6,8 +6,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-__all__ = ["Figure", "floor_all", "median_of", "paired_ratio", "percentile", "summarize"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:

@@ -19,8 +19,6 @@ from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import plan_image
 from ckptfmt.write.snapshot import Snapshot
 
-__all__ = ["Wanted", "fill_memory", "iter_bad", "make_origin", "write_fleet"]
-
 _SAVED_UNIX_S: Final = 1_790_000_000
 
 

@@ -16,18 +16,6 @@ import numpy as np
 from benchmarks.snapshots import Snapshot
 from ckptfmt.limits import BLOCK_NBYTES
 
-__all__ = [
-    "Change",
-    "change_of",
-    "entropy",
-    "entropy_of_changes",
-    "gradient_nbytes",
-    "gradient_nbytes_by_block",
-    "moment_nbytes",
-    "ordered",
-    "step_bits",
-]
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 #: Of the lanes whose steps are told one by one; those of wider ones are told as a length and its bits.

@@ -20,8 +20,6 @@ from ckptfmt.adapters.torch import blake3
 from ckptfmt.adapters.torch.blake3 import block_digests
 from ckptfmt.digest import block_digests as host_digests
 
-__all__ = ["Clock", "measure_gpu_digest", "measure_on"]
-
 _ROUNDS: Final = 11
 #: How many times the bytes are on the host at most: two slots of each of two runs, loaded once, and what else there is.
 _MEMORY_FACTOR: Final = 6

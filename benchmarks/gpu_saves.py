@@ -22,8 +22,6 @@ from benchmarks.rounds import Progress, Workplace, order_of_round, remove
 from ckptfmt import limits
 from ckptfmt.trainer.handle import SaveReport
 
-__all__ = ["SAVE_GOALS", "STORAGE_FACTOR", "DeviceSaves", "measure_saves"]
-
 #: How many times the state is stored at most: of each run a full checkpoint and the next one, and deltas.
 STORAGE_FACTOR: Final = 5
 _TENSOR_NBYTES: Final = 64 << 20

@@ -18,8 +18,6 @@ from ckptfmt.store import open_store
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import write_part
 
-__all__ = ["BLOCK_NBYTES", "Cut", "Matrices", "count_edge_nbytes", "save_in_rows"]
-
 _FLOAT_NBYTES: Final = 4
 #: Size of a block where nobody chooses another.
 BLOCK_NBYTES: Final = Origin(

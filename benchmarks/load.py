@@ -22,8 +22,6 @@ from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round, remove
 from benchmarks.state import Trainer
 
-__all__ = ["measure_load"]
-
 _ROUNDS: Final = 11
 _TRIALS: Final = 3  # of each setting, to choose the best by median
 _THREAD_COUNTS: Final = (1, 2)

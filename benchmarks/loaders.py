@@ -25,8 +25,6 @@ from ckptfmt.read.streaming import ReadReport
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.restore import LoadReport
 
-__all__ = ["DcpLoad", "Loader", "OursLoad", "RawLoad", "SafetensorsLoad", "TorchLoad", "describe_reads"]
-
 Tensors = Mapping[str, torch.Tensor]
 
 

@@ -12,8 +12,6 @@ from benchmarks.bench import Bench
 from benchmarks.peers import Pending
 from benchmarks.state import StepTimes
 
-__all__ = ["Contestant", "LoopRun", "run_loop", "run_until_done"]
-
 
 class Contestant(Protocol):
     """Who saves beside the steps.

@@ -18,8 +18,6 @@ from benchmarks.ours import Ours
 from benchmarks.peers import DcpAsync, make_stager
 from benchmarks.rounds import order_of_round
 
-__all__ = ["Lost", "measure_lost", "sum_up_lost"]
-
 _TRIALS: Final = 2  # of each number of threads, to choose the better
 _THREAD_COUNTS: Final = (1, 2)
 #: How many more steps there are than the longest save of the warm-up lasted.

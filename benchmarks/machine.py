@@ -8,17 +8,6 @@ import platform
 import re
 from pathlib import Path
 
-__all__ = [
-    "available_nbytes",
-    "describe_machine",
-    "describe_storage",
-    "file_system_of",
-    "find_children",
-    "read_by_calls_nbytes",
-    "rss_anon_nbytes",
-    "rss_unfiled_nbytes",
-]
-
 _PROC = Path("/proc")
 
 

@@ -8,8 +8,6 @@ from typing import Final, Self
 
 from benchmarks.machine import find_children, rss_anon_nbytes, rss_unfiled_nbytes
 
-__all__ = ["PeakMemory", "PeakResident"]
-
 _SAVER: Final = "ckptfmt.saver.saver_process"
 _EVERY_S: Final = 0.005
 _OFTEN_S: Final = 0.002

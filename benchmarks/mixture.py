@@ -11,8 +11,6 @@ from typing import Final
 
 from ckptfmt.box import Box
 
-__all__ = ["CutTensor", "describe_mixture", "halve", "make_mixture", "split_rows"]
-
 #: Of how many tensors in 64 which kind they are; they take turns, so that any 64 that follow each other have these.
 _SHARES: Final = {"rows, torch.chunk": 28, "rows, balanced": 28, "grid, uneven": 7, "irregular": 1}
 _LAYER: Final = (

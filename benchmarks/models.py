@@ -9,8 +9,6 @@ from torch.nn import functional
 from ckptfmt.demo.model import BYTES, TinyGPT
 from ckptfmt.demo.settings import Settings
 
-__all__ = ["Adapter", "Experts", "adapt", "add_table", "make_gpt", "split_feeds"]
-
 
 def make_gpt(*, width: int, layers: int, heads: int, context: int) -> TinyGPT:
     """Return the demo's GPT in another size, without dropout, which few models have nowadays."""

@@ -10,8 +10,6 @@ from typing import Any
 import ckptfmt
 from benchmarks.peers import Pending
 
-__all__ = ["Ours"]
-
 
 class Ours:
     """One `ckptfmt.Checkpointer` on a run of its own, ready to save.

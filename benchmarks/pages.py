@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-__all__ = ["PAGE_NBYTES", "Region", "heat", "map_anonymous", "pages_in_order", "round_up"]
-
 PAGE_NBYTES = mmap.PAGESIZE
 #: More than Linux keeps at hand of what was freed last, for two processors and 24 GiB.
 _FREED_NBYTES = 3 * 2**29

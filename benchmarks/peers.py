@@ -22,8 +22,6 @@ from torch.futures import Future
 
 from benchmarks.durable import sync_directory, sync_file
 
-__all__ = ["Dcp", "DcpAsync", "Pending", "Safetensors", "TorchSave", "make_stager", "process_group"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:

@@ -32,8 +32,6 @@ from ckptfmt.layout.merge import check_index_tiling
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import open_store
 
-__all__ = ["measure_plan"]
-
 _ROUNDS: Final = 5
 _FEWER: Final = 8  # so many times fewer ranks give the exponent
 _DCP_RANKS: Final = 256  # as many as its plan and validation take a few seconds for

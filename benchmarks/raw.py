@@ -14,8 +14,6 @@ import numpy as np
 from benchmarks.durable import sync_directory
 from benchmarks.pages import PAGE_NBYTES, Region, map_anonymous, round_up
 
-__all__ = ["READ_SETTINGS", "SETTINGS", "TOUCH_SETTINGS", "RawReader", "RawSetting", "RawWriter"]
-
 _MIB: Final = 2**20
 _HUGE_NBYTES: Final = 2**21
 _CACHE_LINE_NBYTES: Final = 64

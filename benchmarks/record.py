@@ -15,9 +15,6 @@ from typing import Any
 from benchmarks.figures import Figure
 from benchmarks.machine import describe_machine, describe_storage
 
-__all__ = ["Outcome", "build_record", "default_path", "dump_record"]
-
-
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("ckptfmt", "torch", "safetensors", "numpy", "blake3")
 

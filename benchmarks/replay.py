@@ -13,8 +13,6 @@ from benchmarks.scenes import Scene, Sizes
 from benchmarks.snapshots import Snapshot
 from benchmarks.training import fill, make_model, make_optimizers
 
-__all__ = ["Replay"]
-
 
 class Replay:
     """Copies of a scene's model, under one optimizer.

@@ -25,8 +25,6 @@ from benchmarks.state import plan_width
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import open_store
 
-__all__ = ["measure_reshard"]
-
 _ROUNDS: Final = 11
 _SHARING_ROUNDS: Final = 5
 #: Matrices of a layer's size: 64 MB each by default, and 16 MB of each on a writer.

@@ -14,8 +14,6 @@ from typing import Protocol
 
 from benchmarks.machine import available_nbytes
 
-__all__ = ["Progress", "Saver", "Workplace", "check_room", "order_of_round", "remove", "time_save", "workplace"]
-
 
 class Saver(Protocol):
     """What the rounds know of a contestant.

@@ -18,8 +18,6 @@ from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Saver, Workplace, check_room, order_of_round, time_save
 from benchmarks.state import Trainer
 
-__all__ = ["RATIOS", "measure_save"]
-
 _ROUNDS: Final = 11
 _TRIALS: Final = 3  # of each setting, to choose the best by median
 

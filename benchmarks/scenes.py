@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-__all__ = ["PRETRAIN_RATE", "RATES", "Scene", "Sizes", "list_scenes"]
-
 RATES: Final = ("1e-3", "1e-4", "1e-5", "1e-6")
 PRETRAIN_RATE: Final = 1e-3
 _SGD_RATE: Final = 1e-2

@@ -27,8 +27,6 @@ from benchmarks.machine import read_by_calls_nbytes
 from benchmarks.rounds import Progress
 from ckptfmt.trainer.restore import LoadReport
 
-__all__ = ["measure_sharing"]
-
 _RANKS: Final = 2
 _ROOT: Final = Path(__file__).parents[1]
 

@@ -10,8 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["MASTER", "STEP", "WEIGHT", "Pair", "Snapshot", "Tensor", "read_snapshot", "round_weights", "write_snapshot"]
-
 WEIGHT, MASTER, STEP = "weight", "master", "step"
 
 _SEPARATOR = "|"  # no name of a parameter has it

@@ -19,8 +19,6 @@ from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round
 from benchmarks.state import Trainer
 
-__all__ = ["GOALS", "measure_stall"]
-
 _COPY_ROUNDS: Final = 11
 _FIRST_ROUNDS: Final = 5
 _LOST_ROUNDS: Final = 7

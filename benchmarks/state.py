@@ -12,8 +12,6 @@ from torch.nn import functional
 
 import ckptfmt
 
-__all__ = ["PARAMETERS", "Stack", "StepTimes", "Trainer", "plan_width"]
-
 #: Layers, each with one parameter; AdamW adds two moments of the same shape and a step count to each.
 PARAMETERS: Final = 66
 _TENSORS_EACH: Final = 3

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["format_record"]
-
 
 def format_record(record: Mapping[str, Any]) -> str:
     """Return the tables of a record: what was measured, and the ratios beside what they are meant to be."""

@@ -24,8 +24,6 @@ from benchmarks.machine import rss_unfiled_nbytes
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, remove
 
-__all__ = ["MOST", "measure_tensors"]
-
 #: How many tensors; those that are more than is asked for are left out.
 _COUNTS: Final = (10_000, 100_000, 1_000_000)
 MOST: Final = _COUNTS[-1]

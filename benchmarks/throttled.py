@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager
 from ckptfmt.store import Buffer, Store
 from ckptfmt.store.protocol import Names, RangeReader, SizedChunks
 
-__all__ = ["Link", "ThrottledStore"]
-
 
 class Link:
     """What all bytes pass, one after the other, in both directions; thread-safe.

@@ -29,8 +29,6 @@ from benchmarks.snapshots import STEP, WEIGHT, Pair, Snapshot, Tensor, read_snap
 from ckptfmt.demo.model import TinyGPT
 from ckptfmt.demo.text import read_text
 
-__all__ = ["IMPLEMENTATIONS", "Studio", "fill", "make_model", "make_optimizers"]
-
 IMPLEMENTATIONS: Final = {
     "loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True, "fused": False},

@@ -10,8 +10,6 @@ from ckptfmt.cli.app import run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; `argv` is `sys.argv` without the program's name."""

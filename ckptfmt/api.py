@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ckptfmt import limits
+from ckptfmt.adapters.standalone import load_trees
 from ckptfmt.commit.decision import check_vacant
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
@@ -16,14 +17,15 @@ from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.group import EXCHANGE, Agree, make_group
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.read.verify import Report, verify_checkpoint, verify_run
+from ckptfmt.read.report import Report
+from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import check_surroundings, find_head
 from ckptfmt.store import open_store
 from ckptfmt.trainer.handle import SaveReport
 from ckptfmt.trainer.one_load import load_once
 from ckptfmt.trainer.one_save import Ownership, save_once
-from ckptfmt.trainer.restore import LoadReport, load_trees
+from ckptfmt.trainer.restore import LoadReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from ckptfmt.store.protocol import Store
 
     PathOrStore = str | os.PathLike[str] | Store
-
-__all__ = ["compact", "load", "open_checkpoint", "save", "validate"]
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Why a compacted checkpoint is full: what a `SaveReport` says of it.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-__all__ = ["Box"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Box:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ckptfmt.state import State
     from ckptfmt.store.protocol import Store
 
-__all__ = ["Checkpointer"]
-
 _LOG: Final = logging.getLogger("ckptfmt")
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")
 #: How often the processes ask each other whether one of them got a signal, in seconds.

@@ -9,8 +9,6 @@ from blake3 import blake3
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["DIGEST_NBYTES", "PREFIX", "block_digests", "digest_at", "digest_bytes", "digest_text", "iter_blocks"]
-
 DIGEST_NBYTES: Final = 32
 PREFIX: Final = "blake3:"
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-__all__ = ["DTYPES", "Dtype"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dtype:

@@ -4,17 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = [
-    "DELTAS",
-    "ENCODINGS",
-    "GROUP_KINDS",
-    "NEEDS_BASE",
-    "PLAIN",
-    "READER_FEATURES",
-    "REFERENCED",
-    "WRITER_FEATURES",
-]
-
 #: The feature of references, packs, encoded blocks and groups as such.
 DELTAS: Final = "deltas"
 #: The closed registry of encodings, in its order.

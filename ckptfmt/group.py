@@ -15,12 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, err, error_from_json
 
 if TYPE_CHECKING:
     from ckptfmt.store.protocol import Store
-
-__all__ = ["Agree", "Group", "find_worker", "make_group"]
 
 #: Gather the bytes of all writers, in writer order; or a token, the same on all writers and new at each start.
 Agree: TypeAlias = "Callable[[bytes], Sequence[bytes]] | str | None"
@@ -130,13 +128,7 @@ def _error_as_json(error: Exception) -> dict[str, str | None]:
 
 def _peer_error(writer: int, error: dict[str, Any]) -> CkptError:
     if writer == 0 and error["code"] in Code.__members__:
-        return err(
-            Code(error["code"]),
-            error["detail"],
-            where=error["where"],
-            requirement=error["requirement"],
-            remedy=error["remedy"],
-        )
+        return error_from_json(error)
     remedy = f"On writer {writer}: {error['remedy']}" if error["remedy"] else None
     detail = f"writer {writer}: {error['code']}: {error['detail']}"
     return err(Code.PEER_FAILED, detail, where=error["where"], remedy=remedy)

@@ -9,8 +9,6 @@ from typing import Final
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.errors import Code, err
 
-__all__ = ["NOT_GIVEN", "PerWorker", "State"]
-
 #: Why a field is absent that the caller left out.
 NOT_GIVEN: Final = "not given to State"
 

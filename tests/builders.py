@@ -24,7 +24,8 @@ from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.tree import DtypeName, InlineArray, TensorRef, dump_tree
 from ckptfmt.errors import CkptError
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.read.verify import Report, verify_checkpoint
+from ckptfmt.read.report import Report
+from ckptfmt.read.verify import verify_checkpoint
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.snapshot import Snapshot

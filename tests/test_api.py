@@ -16,7 +16,7 @@ import torch
 import ckptfmt
 from ckptfmt.commit.decision import retire
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Origin, parse_register
-from ckptfmt.errors import CODES, CkptError, Code
+from ckptfmt.errors import CkptError, Code
 from ckptfmt.read.reader import read_manifest
 from ckptfmt.run.lineage import list_checkpoints, open_run
 from ckptfmt.store import LocalStore, open_store
@@ -272,12 +272,12 @@ def test_path_that_holds_nothing_is_named(tmp_path: Path) -> None:
 
 
 def test_every_error_is_picklable_and_has_a_remedy() -> None:
-    for code, entry in CODES.items():
-        error = entry.error(code, "found", where="here", requirement="REQ-MAN-001", remedy=entry.remedy)
+    for code in Code:
+        error = code.error(code, "found", where="here", requirement="REQ-MAN-001", remedy=code.remedy)
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
-        assert entry.remedy
-        assert issubclass(entry.error, ckptfmt.CkptError)
+        assert code.remedy
+        assert issubclass(code.error, ckptfmt.CkptError)
         json.dumps(error.as_json())
 
 

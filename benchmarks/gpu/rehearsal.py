@@ -19,8 +19,6 @@ from pathlib import Path
 from benchmarks.gpu.__main__ import ROOT
 from benchmarks.gpu.wheels import fetch
 
-__all__ = ["lend", "main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rehearse; the arguments are those of `benchmarks.gpu`."""

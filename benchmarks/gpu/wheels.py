@@ -11,8 +11,6 @@ from typing import Final
 
 from benchmarks.gpu.__main__ import ROOT, WHEELS
 
-__all__ = ["NAMES", "PYTHON", "fetch", "pins"]
-
 #: What the steps import beside torch and numpy, and what that imports. numpy is left as torch's own environment has it.
 NAMES: Final = (
     *("attrs", "blake3", "hypothesis", "iniconfig", "jsonschema", "jsonschema-specifications", "ml_dtypes", "msgpack"),

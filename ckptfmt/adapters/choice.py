@@ -13,8 +13,6 @@ from ckptfmt.errors import Code, err
 if TYPE_CHECKING:
     from ckptfmt.adapters.load_plan import Readable
 
-__all__ = ["Only", "Patterns", "Rename", "Renaming", "iter_saved"]
-
 #: Names to load, as patterns; None for everything.
 Patterns: TypeAlias = "str | Iterable[str] | None"
 

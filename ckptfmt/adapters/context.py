@@ -20,8 +20,6 @@ from ckptfmt import limits
 from ckptfmt.adapters import torch_side
 from ckptfmt.errors import Code, err
 
-__all__ = ["ABSENT", "find_differences", "local_facts", "plain_config", "provenance", "topology"]
-
 #: Stands in a difference for a value that isn't on this side.
 ABSENT: Final = "<absent>"
 

@@ -20,8 +20,6 @@ from ckptfmt.data.sampler import distributed_worker
 from ckptfmt.documents.foreign import Foreign, Per, dump_foreign, is_foreign, parse_foreign
 from ckptfmt.errors import Code, err
 
-__all__ = ["ConsumedSamples", "ForeignLoader", "may_load"]
-
 
 class _Stateful(Protocol):
     """A loader that says where it stands."""

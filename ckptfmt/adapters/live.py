@@ -14,8 +14,6 @@ from ckptfmt.adapters.units import Kind, Unit, walk
 from ckptfmt.errors import Code, err
 from ckptfmt.state import State
 
-__all__ = ["Live", "optimizer_prefix"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Live:

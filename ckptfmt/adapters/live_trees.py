@@ -19,8 +19,6 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 from ckptfmt.write.snapshot import TensorSource
 
-__all__ = ["FLATTENED", "Encoder", "fingerprint", "plain_values"]
-
 #: Marks the tree of a tensor that is made of several: a dict from this to its class, and from attributes to the parts.
 FLATTENED: Final = "ckptfmt.flattened"
 

@@ -19,8 +19,6 @@ from ckptfmt.read.sharing import Peers
 from ckptfmt.read.streaming import Borrow, ReadReport
 from ckptfmt.write.snapshot import TensorSink
 
-__all__ = ["MISSING", "Plan", "Readable", "Reading"]
-
 #: Stands for a value that the checkpoint lacks.
 MISSING: Final = object()
 

@@ -15,8 +15,6 @@ from ckptfmt.adapters.units import Unit
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code
 
-__all__ = ["is_named_tensors", "plan_named_tensors", "take_named_leaf"]
-
 #: Fields whose mappings add up; elsewhere a mapping is one value, and the same on all workers.
 _FIELDS: Final = ("weights", "optimizer")
 

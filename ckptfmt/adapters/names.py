@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["GLOBAL", "check_unique", "join_name", "key_text", "prefix_of", "worker_scope"]
-
 #: The scope of what is the same on all workers, or in pieces on them.
 GLOBAL = "global"
 

@@ -14,8 +14,6 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 from ckptfmt.read.reader import numpy_dtype
 
-__all__ = ["Array", "ArraySink", "ArraySource", "array_of", "check_array", "dtype_name", "inline_array"]
-
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 

@@ -11,8 +11,6 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 from ckptfmt.write.snapshot import TensorSink, TensorSource
 
-__all__ = ["check_source", "is_piece", "plan_sink"]
-
 
 def is_piece(value: object) -> TypeGuard[TensorSource | TensorSink]:
     """Tell whether a value is a source or a sink; its class says so, so that no attribute of a value is asked for."""

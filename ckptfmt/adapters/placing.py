@@ -21,8 +21,6 @@ from ckptfmt.errors import Code, err
 from ckptfmt.read.reader import numpy_dtype
 from ckptfmt.read.stored import allocating
 
-__all__ = ["Placer", "fill", "refuses"]
-
 _DICTS: Final = (dict, OrderedDict)
 _ITEMS: Final = (list, tuple, deque, set, frozenset)
 

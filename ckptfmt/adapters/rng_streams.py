@@ -18,8 +18,6 @@ from ckptfmt.documents.part import Stream
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.errors import Code, err
 
-__all__ = ["LiveStream", "capture_streams", "live_streams", "plan_streams"]
-
 _PYTHON: Final = "python.mt19937"
 _NUMPY_LEGACY: Final = "numpy.legacy"
 

@@ -17,8 +17,6 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
 
-__all__ = ["load_trees"]
-
 _FRAMEWORKS: Final = (None, "numpy", "torch")
 
 

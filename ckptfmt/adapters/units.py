@@ -15,8 +15,6 @@ from ckptfmt.adapters.own_tensors import is_piece
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.state import PerWorker, State
 
-__all__ = ["Kind", "Unit", "walk"]
-
 
 class Kind(Enum):
     """How a unit is saved and loaded."""

@@ -20,8 +20,6 @@ from ckptfmt.errors import CkptError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["EXIT_FAILED", "EXIT_INTERRUPTED", "run"]
-
 EXIT_FAILED: Final = 2
 EXIT_INTERRUPTED: Final = 130
 #: What a shell says of a program that wrote into a pipe that nobody reads any more: 128 + SIGPIPE.

@@ -14,8 +14,6 @@ from ckptfmt.errors import CkptError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["run_compact"]
-
 
 def run_compact(path: str, *, out: str | None, take_over: bool, bases: Sequence[str], as_json: bool) -> int:
     """Make a delta full, print what was done, and return the exit code.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ckptfmt.errors import Code, err
 
-__all__ = ["run_conformance"]
-
 
 def run_conformance(argv: list[str]) -> int:
     """Run the suite and return its exit code. Raises: StateError(STATE_UNSUPPORTED) where it isn't installed."""

@@ -14,19 +14,6 @@ if TYPE_CHECKING:
 
     from ckptfmt.errors import CkptError
 
-__all__ = [
-    "Cell",
-    "Console",
-    "bytes_text",
-    "clean",
-    "count_text",
-    "is_terminal",
-    "print_errors",
-    "share_text",
-    "shorten",
-    "time_text",
-]
-
 _SGR: Final = {
     "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",
 }  # fmt: skip

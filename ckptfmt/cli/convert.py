@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ckptfmt.convert.content import LeftOut
     from ckptfmt.convert.converting import Conversion
 
-__all__ = ["run_convert"]
-
 #: How many names are shown for one reason; ``--json`` has them all.
 _SHOWN: Final = 4
 

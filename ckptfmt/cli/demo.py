@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["run_demo"]
-
 
 def run_demo(argv: list[str]) -> int:
     """Run the demonstration and return its exit code. Raises: StateError(STATE_UNSUPPORTED) without torch."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ckptfmt.cli.console import Cell
     from ckptfmt.read.reader import Checkpoint
 
-__all__ = ["run_diff"]
-
 #: How many lines are shown of each kind; ``--json`` has them all.
 _SHOWN: Final = 60
 _DIGITS: Final = ".3g"

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["draw_graph"]
-
 
 def draw_graph(nodes: Sequence[tuple[str, str | None, str]]) -> list[list[str]]:
     """Return, for each node, the lines that stand before its text: the last of them is the node's own.

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ckptfmt.documents.manifest import FieldSummary, Reference
     from ckptfmt.store import Store
 
-__all__ = ["run_inspect"]
-
 #: Fields whose values are small, and what people look for.
 _CONTEXT: Final = ("data", "config", "topology", "provenance")
 _LEAF_LINES: Final = 60

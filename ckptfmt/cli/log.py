@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ckptfmt.cli.console import Cell
     from ckptfmt.documents.run import Launch, Run
 
-__all__ = ["run_log", "show_summary"]
-
 T = TypeVar("T")
 
 _STYLES: Final = {"committed": "green", "unfinished": "yellow", "aborted": "dim", "retired": "dim", "unreadable": "red"}

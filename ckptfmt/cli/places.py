@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from ckptfmt.store import Store
 
-__all__ = ["Place", "open_bases", "open_place", "open_run_place"]
-
 _REMEDY = "Give the directory of a checkpoint (it has a manifest.json) or of a run (it has a run.json)."
 
 

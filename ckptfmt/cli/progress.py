@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-__all__ = ["Progress"]
-
 #: Work that is done sooner shows nothing, in seconds; and how often the bar moves after that.
 _DELAY_S: Final = 0.5
 _EVERY_S: Final = 0.1

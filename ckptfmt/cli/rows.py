@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ckptfmt.documents.index import IndexTensor
     from ckptfmt.documents.sharding import Sharding
 
-__all__ = ["TensorRow", "group_tensors", "list_tensors", "sharding_text"]
-
 #: A component of a name that is a number, such as the 0 of ``layers.0.weight`` and of ``lw/0``.
 _NUMBER: Final = re.compile(r"(?:(?<=[./])|^)[0-9]+(?=[./]|$)")
 

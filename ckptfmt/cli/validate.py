@@ -18,7 +18,8 @@ from ckptfmt.commit.decision import read_register
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.read.verify import Report, verify_checkpoint, verify_run
+from ckptfmt.read.report import Report
+from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.lineage import check_surroundings, list_checkpoints
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
     from ckptfmt.cli.console import Cell
     from ckptfmt.store import Store
-
-__all__ = ["run_validate"]
 
 _EXIT_CODES: Final = {"valid": 0, "invalid": 1, "incomplete": 2}
 

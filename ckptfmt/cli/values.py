@@ -31,8 +31,6 @@ from ckptfmt.errors import CkptError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["dump_view", "iter_lines"]
-
 #: Integers with more bits than this aren't printed in decimal, which takes quadratic time.
 _DECIMAL_BITS: Final = 4096
 _TEXT_WIDTH: Final = 72

@@ -10,8 +10,6 @@ from ckptfmt import limits
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["print_json", "version_members"]
-
 
 def version_members() -> dict[str, str]:
     """Return the members that every object begins with."""

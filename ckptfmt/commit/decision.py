@@ -29,7 +29,7 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part
-from ckptfmt.errors import CODES, CkptError, Code, FormatError, IntegrityError, LayoutError, err
+from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError, err
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.stage.collector import collector_paused
 
@@ -39,23 +39,6 @@ if TYPE_CHECKING:
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.tables import TensorTable
     from ckptfmt.store.protocol import Buffer, Store
-
-__all__ = [
-    "CONDEMNED",
-    "abort",
-    "check_base",
-    "check_vacant",
-    "commit",
-    "create_once",
-    "decide",
-    "finalize",
-    "poll",
-    "read_register",
-    "retire",
-    "sweep",
-    "sweep_attempts",
-    "wait_for_decision",
-]
 
 #: The attempt in the name of a file that belongs to one.
 _ATTEMPT: Final = re.compile(
@@ -363,8 +346,8 @@ def _raise_failures(store: Store, origin: Origin, present: set[str] | None = Non
 def _error_of_record(record: Mapping[str, Any], path: str) -> CkptError:
     """Return what a writer fails with that finds a failure record. Spec: REQ-CMT-038."""
     writer, code, detail, remedy = record["writer"], record["code"], record["detail"], record["remedy"]
-    if code in _VERDICTS or (code in Code.__members__ and issubclass(CODES[Code(code)].error, LayoutError)):
-        return err(Code(code), detail, where=record["where"], requirement=record["requirement"], remedy=remedy)
+    if code in _VERDICTS or (code in Code.__members__ and issubclass(Code[code].error, LayoutError)):
+        return err(Code[code], detail, where=record["where"], requirement=record["requirement"], remedy=remedy)
     place = f" at {record['where']}" if record["where"] else ""
     return err(
         Code.WRITER_FAILED,

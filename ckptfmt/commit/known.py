@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.tables import TensorTable
 
-__all__ = ["Register", "known_tables", "parse_known", "remember_tables", "remembered"]
-
 Register: TypeAlias = Manifest | Abort | Tombstone
 
 #: Of how many registers it is remembered: a few times as many as a checkpoint may refer to.

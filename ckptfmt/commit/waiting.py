@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from ckptfmt.store.protocol import Store
 
-__all__ = ["describe_savers", "list_held", "wait_for_savers"]
-
 _NAME: Final = re.compile(r"([0-9]{4,})-([0-9]{5,})-[0-9a-f]{16}")
 #: How many writers of a launch are named.
 _SHOWN: Final = 8

@@ -13,8 +13,6 @@ from typing import Final
 
 from ckptfmt.errors import Code, err
 
-__all__ = ["Budget", "member_of", "tensor_budget", "value_budget"]
-
 #: Plain values that a source may hold, whatever its size. A scalar counts one, a container eight, text one for each
 #: eight bytes.
 _VALUES: Final = 100_000

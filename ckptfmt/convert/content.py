@@ -20,8 +20,6 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 from ckptfmt.layout.read_plan import iter_chunks
 
-__all__ = ["CHUNK_NBYTES", "Array", "Content", "LeftOut", "Memory", "Read", "Tensor", "Unfit", "map_tree"]
-
 #: How many bytes of a tensor are in memory at a time, apart from copies of these.
 CHUNK_NBYTES: Final = 16 << 20
 

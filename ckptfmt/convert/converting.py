@@ -22,8 +22,6 @@ from ckptfmt.errors import Code, err
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import LocalStore
 
-__all__ = ["MAX_SHARD_NBYTES", "Conversion", "plan_conversion"]
-
 #: How large a file of a Hugging Face directory may be, if the caller doesn't say.
 MAX_SHARD_NBYTES = 5 * 10**9
 

@@ -25,8 +25,6 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.tiling import check_tiling
 
-__all__ = ["METADATA_NAME", "read_directory"]
-
 METADATA_NAME: Final = ".metadata"
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"

@@ -12,8 +12,6 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef, iter_values
 from ckptfmt.errors import Code, err
 
-__all__ = ["FIELDS_TAKEN", "assemble", "parse_rules", "sort_fields"]
-
 #: Where an entry may go; ``extra`` is the part of the field optimizer that is neither weights nor optimizer.
 FIELDS_TAKEN: Final = ("weights", "optimizer", "data", "config", "extra")
 

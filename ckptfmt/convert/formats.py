@@ -18,8 +18,6 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import TEMPORARY_PREFIX
 
-__all__ = ["KINDS", "check_paths", "source_kind", "staged", "target_kind"]
-
 KINDS: Final = ("ckptfmt", "torch", "dcp", "hf")
 
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")

@@ -24,8 +24,6 @@ from ckptfmt.errors import Code, err
 from ckptfmt.layout.read_plan import strides_of
 from ckptfmt.store.protocol import Buffer, SizedChunks, Store
 
-__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "Layout", "parse_nbytes", "plan_layout", "read_directory", "write_directory"]
-
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 

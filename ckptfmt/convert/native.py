@@ -26,8 +26,6 @@ from ckptfmt.write.image import Piece, plan_image
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import Context, LiveContents, check_snapshot, write_image
 
-__all__ = ["read_checkpoint", "snapshot_of", "write_checkpoint"]
-
 
 def read_checkpoint(checkpoint: Checkpoint) -> Content:
     """Return what a checkpoint holds; its tensors are read, and verified, when they are asked for."""

@@ -27,8 +27,6 @@ from typing import Any, Final, TypeAlias
 
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["COUNTER", "DICT", "FROZENSET", "ORDERED_DICT", "PERSISTENT", "SET", "Made", "Named", "parse_pickle"]
-
 #: Kinds of records that operations make by themselves, or that SETITEMS may fill.
 DICT: Final = "builtins.dict"
 SET: Final = "builtins.set"

@@ -35,18 +35,6 @@ from ckptfmt.convert.pickles import (
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = [
-    "DTYPE_NAMES",
-    "TENSORS",
-    "Archive",
-    "StoredTensor",
-    "begin_of",
-    "damaged",
-    "only",
-    "shape_of",
-    "size_of",
-]
-
 #: The format's dtype by the name under which a pickle refers to it.
 DTYPE_NAMES: Final = {f"torch.{name}": name for name in DTYPES}
 _STORAGES: Final = {

@@ -26,8 +26,6 @@ from ckptfmt.convert.torch_archive import (
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["Trees", "read_file"]
-
 #: What is left as it is, by type; and that of these which takes a word.
 _SCALARS: Final[frozenset[type]] = frozenset({type(None), bool, float, int, str, bytes})
 _SIMPLE: Final[frozenset[type]] = frozenset({type(None), bool, float})

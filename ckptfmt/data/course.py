@@ -21,8 +21,6 @@ from ckptfmt.data.sample_digest import EMPTY, add_ledgers, ledger_of_samples
 from ckptfmt.documents.cursor import Ledger, Mixture, Plan, Source, check_rules
 from ckptfmt.documents.skips import PosSkip, SampleSkip, ShardSkip, Skip
 
-__all__ = ["COUNTS", "HOLE", "MASKED", "Course", "Stretch"]
-
 #: What is made of the sample at a position: it counts, it has weight zero, or it isn't there.
 COUNTS: Final = 1
 MASKED: Final = 0

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from ckptfmt.data.shuffle import positions_of, samples_at
 from ckptfmt.documents.cursor import Plan
 
-__all__ = ["Draws", "Walk"]
-
 #: Draws at a time: scratch arrays stay in the cache.
 _CHUNK = 1 << 14
 _NONE = np.empty(0, np.int64)

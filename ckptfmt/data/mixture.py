@@ -34,8 +34,6 @@ from numpy.typing import NDArray
 from ckptfmt.data.shuffle import sample_indices
 from ckptfmt.documents.cursor import Mixture
 
-__all__ = ["Blocks", "source_seed"]
-
 
 def source_seed(seed: int, source_id: str) -> int:
     """Return the seed of a source's own order in a mixture.

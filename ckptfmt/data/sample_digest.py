@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 from ckptfmt.data.shuffle import mix64, sample_indices
 from ckptfmt.documents.cursor import Ledger
 
-__all__ = ["EMPTY", "add_ledgers", "ledger_of_range", "ledger_of_samples"]
-
 EMPTY: Final = Ledger(count=0, set_digest="0" * 64)
 
 _LANES: Final = "<4Q"

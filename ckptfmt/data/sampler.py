@@ -32,8 +32,6 @@ from ckptfmt.documents.cursor_map import CursorMap
 from ckptfmt.documents.skips import Policy, PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["Sampler", "distributed_worker"]
-
 #: Positions after which `advance` brings the ledger up to date, so that a save never has to catch up with many.
 _LEDGER_LAG: Final = 1 << 16
 #: More batches than any loader fetches ahead: who fetched as many and never said that a step is done has forgotten to.

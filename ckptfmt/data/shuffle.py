@@ -44,8 +44,6 @@ from numpy.typing import NDArray
 from ckptfmt import limits
 from ckptfmt.errors import Code, err
 
-__all__ = ["ALG", "mix64", "position_of", "positions_of", "sample_at", "sample_indices", "samples_at"]
-
 ALG: Final = "feistel-v1"
 ROUNDS: Final = 8
 

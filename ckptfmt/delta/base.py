@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ckptfmt.store.protocol import Store
     from ckptfmt.write.image import Image
 
-__all__ = ["Base", "BaseContents", "BaseFiles", "pin_base", "unpinned_after_error"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Base:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ckptfmt.delta.base import BaseContents
     from ckptfmt.write.image import Image
 
-__all__ = ["LEAST_NBYTES", "SMALL_NBYTES", "BlockCoder", "Coded", "encode_small"]
-
 #: Smallest block that is encoded, in bytes: of a smaller one the digest of what is stored takes all of the gain.
 LEAST_NBYTES: Final = 64
 #: Below this only what says which few elements changed is tried: all else takes longer than it is worth.

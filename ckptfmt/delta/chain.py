@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ckptfmt.store.protocol import Store
     from ckptfmt.write.image import Image
 
-__all__ = ["Chain", "Snapped"]
-
 #: Smallest image for which processes are started to encode it, in bytes: a smaller one is done in less time.
 _LEAST_NBYTES: Final = 32 << 20
 

@@ -22,8 +22,6 @@ from ckptfmt.write.image import Image
 if TYPE_CHECKING:
     from ckptfmt.stage.channel import Channel
 
-__all__ = ["main"]
-
 
 def main(fd: int) -> None:
     """Serve the saver at the other end of the socket `fd` until it is gone."""

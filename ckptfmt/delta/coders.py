@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ckptfmt.stage.channel import Channel
     from ckptfmt.write.image import Image
 
-__all__ = ["Coders", "coder_count"]
-
 #: A coder makes and drops arrays of a block's size all the time: the C library shall keep their memory.
 _ENVIRONMENT: Final = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
 #: How long a process may take for a few blocks, in seconds, a thousand times as long as it does. Then the saver does

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from ckptfmt.write.staging import Seen
     from ckptfmt.write.writer import Context
 
-__all__ = ["Delta", "Stored"]
-
 #: How many bytes of blocks a thread takes at once, and how many blocks at most.
 _BATCH_NBYTES: Final = 4 << 20
 _BATCH_COUNT: Final = 256

@@ -14,8 +14,6 @@ from ckptfmt import limits
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["MODES", "DeltaOptions", "History", "Plan", "plan_save"]
-
 MODES: Final = ("off", "auto", "smallest")
 #: What encoding and decoding are taken to reach before they were measured, in bytes of content a second.
 _ENCODE_RATE: Final = 0.3e9

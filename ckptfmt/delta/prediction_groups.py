@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.write.image import Image
 
-__all__ = ["PlannedGroup", "Snapshotted", "dump_rules", "find_groups"]
-
 #: Where leaves may say that tensors belong together.
 _FIELDS: Final = frozenset({"weights", "optimizer", "data"})
 

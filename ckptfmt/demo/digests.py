@@ -19,8 +19,6 @@ from ckptfmt.data.sampler import Sampler
 from ckptfmt.digest import digest_bytes
 from ckptfmt_conformance.elastic import Trainer
 
-__all__ = ["digest_state"]
-
 
 def digest_state(
     model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, sampler: Sampler, trainer: Trainer

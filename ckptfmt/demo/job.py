@@ -17,8 +17,6 @@ from typing import Self
 
 from ckptfmt.demo.ledger import Follower, Ledger, ledger_path, read_ledger
 
-__all__ = ["Job", "JobError"]
-
 #: How often the ledgers are looked at, and how long they may stay as they are, in seconds.
 _POLL_S = 0.02
 _STALL_S = 300.0

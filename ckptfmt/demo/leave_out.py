@@ -20,8 +20,6 @@ from ckptfmt.data.sampler import Sampler
 from ckptfmt.demo.settings import ITEMS
 from ckptfmt_conformance.elastic import Trainer
 
-__all__ = ["leave_out"]
-
 
 def leave_out(
     item: str,

@@ -13,22 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "Comparison",
-    "Difference",
-    "Entry",
-    "Follower",
-    "Header",
-    "Ledger",
-    "LedgerWriter",
-    "check_history",
-    "compare",
-    "compare_worlds",
-    "join_samples",
-    "ledger_path",
-    "read_ledger",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Header:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-__all__ = ["Progress"]
-
 _BAR_WIDTH = 20
 
 

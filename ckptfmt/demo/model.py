@@ -8,8 +8,6 @@ from torch.nn import functional
 
 from ckptfmt.demo.settings import Settings
 
-__all__ = ["BYTES", "TinyGPT"]
-
 #: The vocabulary: a token is a byte.
 BYTES = 256
 

@@ -11,8 +11,6 @@ from typing import TextIO
 from ckptfmt.demo.ledger import Comparison
 from ckptfmt.demo.story import Outcome, Resized, Strip
 
-__all__ = ["Look", "as_json", "render"]
-
 _WIDTH = 78
 _STRIP_WIDTH = 60
 _LABEL_WIDTH = 13

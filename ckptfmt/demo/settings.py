@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["ITEMS", "STEPS_MIN", "Settings", "make_settings"]
-
 #: What `--leave-out` can leave out of a restore.
 ITEMS = (
     "python",

@@ -22,8 +22,6 @@ from ckptfmt.demo.ledger import (
 from ckptfmt.demo.settings import Settings
 from ckptfmt.documents.manifest import checkpoint_name
 
-__all__ = ["Outcome", "Phases", "Resized", "Strip", "tell"]
-
 #: Names of the two runs under the demo's directory.
 UNDISTURBED = "undisturbed"
 RUN = "run"

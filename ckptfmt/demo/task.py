@@ -17,8 +17,6 @@ from ckptfmt.demo.model import BYTES, TinyGPT
 from ckptfmt.demo.settings import Settings
 from ckptfmt.demo.text import Text
 
-__all__ = ["Augmentation", "Task", "draw_augmentation", "make_batch"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Augmentation:

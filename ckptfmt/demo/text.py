@@ -8,8 +8,6 @@ from pathlib import Path
 
 from ckptfmt.digest import digest_bytes, digest_text
 
-__all__ = ["Text", "read_text"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Text:

@@ -32,8 +32,6 @@ from ckptfmt.demo.task import Task
 from ckptfmt.demo.text import Text, read_text
 from ckptfmt_conformance.elastic import Plan, Trainer, pin_arithmetic
 
-__all__ = ["main", "train"]
-
 
 def train(
     settings: Settings, run: Path, ledgers: Path, name: str, *, resume: str = "auto", without: str | None = None

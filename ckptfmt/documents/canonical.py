@@ -14,17 +14,6 @@ from ckptfmt.documents.schema import check_schema
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import READER_FEATURES
 
-__all__ = [
-    "check_string",
-    "check_version",
-    "dump_canonical",
-    "dump_document",
-    "fit_string",
-    "nests_deeper",
-    "parse_document",
-]
-
-
 # Possessive: a backtracking one remembers every byte of a long string, a hundred bytes of memory for each.
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _BRACKET: Final = re.compile(rb"[\[\]{}]")

@@ -13,8 +13,6 @@ import numpy as np
 from ckptfmt import limits
 from ckptfmt.documents.packed import Columns, dump_strings
 
-__all__ = ["pack_items", "unpack_items"]
-
 #: How numbers lie in the bytes of a list of numbers.
 _NUMBERS: Final = {
     "bool": "?",

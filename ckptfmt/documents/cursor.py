@@ -47,24 +47,6 @@ from ckptfmt.documents.cursor_map import CursorMap, check_ascending, refuse, sho
 from ckptfmt.documents.skips import PosSkip, Skip, count_removed, dump_skip, parse_skips
 from ckptfmt.errors import Code, err
 
-__all__ = [
-    "Commit",
-    "Cursor",
-    "Ledger",
-    "Mixture",
-    "Order",
-    "Plan",
-    "Source",
-    "Stage",
-    "Tail",
-    "VectorCheck",
-    "check_cursor",
-    "check_rules",
-    "dump_cursor",
-    "parse_cursor",
-    "parse_mixture",
-]
-
 KIND: Final = "ckptfmt.data_cursor"
 VERSION: Final = 1
 UINT64: Final = (1 << 64) - 1

@@ -10,8 +10,6 @@ from typing import Final, NoReturn
 from ckptfmt import limits
 from ckptfmt.errors import Code, err
 
-__all__ = ["CursorMap", "check_ascending", "refuse", "show_value"]
-
 #: Integers with more bits than this aren't printed.
 _SHOWN_BITS: Final = 4096
 

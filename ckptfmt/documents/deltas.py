@@ -24,20 +24,6 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.packed import Integers
 
-__all__ = [
-    "GROUP_KEYS",
-    "Group",
-    "StoredBlocks",
-    "check_encodings_used",
-    "delta_features",
-    "dump_groups",
-    "dump_references",
-    "parse_encodings",
-    "parse_groups",
-    "parse_references",
-    "parse_stored",
-]
-
 GROUP_KEYS: Final = ("kind", "rule", "reference", "member_count", "box")
 
 

@@ -19,18 +19,6 @@ from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "SAME",
-    "Extent",
-    "Extents",
-    "Files",
-    "check_smaller",
-    "make_integers",
-    "parse_extents",
-    "place_extents",
-    "total_of",
-]
-
 _EXTENT_KEYS: Final = ("box", "block_begin", "block_count", "file", "gap_nbytes", "encoding", "key")
 _DELTA_KEYS: Final = (*_EXTENT_KEYS, "reference", "predicted")
 _RAW: Final = ENCODINGS.index("raw")

@@ -18,8 +18,6 @@ from ckptfmt import limits
 from ckptfmt.documents.cursor_map import CursorMap, refuse, show_value
 from ckptfmt.errors import Code, err
 
-__all__ = ["KIND", "Foreign", "Per", "dump_foreign", "is_foreign", "parse_foreign"]
-
 KIND: Final = "ckptfmt.foreign_loader"
 VERSION: Final = 1
 

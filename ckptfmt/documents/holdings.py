@@ -33,8 +33,6 @@ from ckptfmt.features import ENCODINGS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Extent", "Files", "Holdings", "PartBox", "PartTensor", "extent_nbytes", "parse_holdings"]
-
 _BOX_KEYS: Final = ("begin", "cut_shape", "replica", "digest_count")
 
 

@@ -42,8 +42,6 @@ from ckptfmt.documents.tables import (
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
-__all__ = ["Index", "IndexLeaf", "IndexStream", "IndexTensor", "PartEntry", "Sharding"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartEntry:

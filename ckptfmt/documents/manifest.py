@@ -15,28 +15,6 @@ from ckptfmt.features import DELTAS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "FIELDS",
-    "MANIFEST_NAME",
-    "PINS_SUFFIX",
-    "Abort",
-    "FieldSummary",
-    "Manifest",
-    "Origin",
-    "Reference",
-    "Tombstone",
-    "check_references",
-    "checkpoint_name",
-    "failure_path",
-    "index_name",
-    "pack_name",
-    "parse_checkpoint_name",
-    "parse_register",
-    "part_path",
-    "pins_path",
-    "shard_name",
-]
-
 MANIFEST_NAME: Final = "manifest.json"
 #: What the names of pins end in.
 PINS_SUFFIX: Final = ".pins.json"

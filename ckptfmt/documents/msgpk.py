@@ -17,18 +17,6 @@ from ckptfmt import limits
 from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = [
-    "Weight",
-    "check_msgpack",
-    "dump_mapless",
-    "dump_msgpack",
-    "dump_packed_document",
-    "most_inflated_nbytes",
-    "open_packed_document",
-    "parse_msgpack",
-    "parse_packed_document",
-]
-
 # What a first byte says: bytes of value behind it, children (-1: no container), bytes of a length behind it, and
 # how many children each of that length is (0: it counts bytes).
 _Form = tuple[int, int, int, int]

@@ -13,19 +13,6 @@ from ckptfmt import limits
 from ckptfmt.documents.msgpk import Weight
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = [
-    "Budget",
-    "Columns",
-    "Integers",
-    "Strings",
-    "dump_packed",
-    "dump_strings",
-    "fold",
-    "join_integers",
-    "parse_packed",
-    "unfold",
-]
-
 Integers = NDArray[np.int64]
 
 _WIDTHS: Final = (1, 2, 4, 8)

@@ -22,16 +22,8 @@ from ckptfmt.documents.deltas import (
     parse_groups,
     parse_references,
 )
-from ckptfmt.documents.extents import total_of
-from ckptfmt.documents.holdings import (
-    Extent,
-    Files,
-    Holdings,
-    PartBox,
-    PartTensor,
-    extent_nbytes,
-    parse_holdings,
-)
+from ckptfmt.documents.extents import Files, total_of
+from ckptfmt.documents.holdings import Holdings, PartTensor, parse_holdings
 from ckptfmt.documents.manifest import Origin, Reference
 from ckptfmt.documents.msgpk import (
     Weight,
@@ -63,19 +55,6 @@ from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = [
-    "PACK_HEADER",
-    "Extent",
-    "Leaf",
-    "Part",
-    "PartBox",
-    "PartFile",
-    "PartTensor",
-    "Stream",
-    "dump_failure",
-    "extent_nbytes",
-]
 
 #: The kinds of files, each with what its names end in.
 FILE_KINDS: Final = {"safetensors": ".safetensors", "pack": ".pack"}

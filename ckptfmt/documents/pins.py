@@ -10,8 +10,6 @@ from ckptfmt.documents.canonical import dump_document, parse_document
 from ckptfmt.documents.manifest import Reference, check_references, pins_path
 from ckptfmt.errors import Code, err
 
-__all__ = ["Pins"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:

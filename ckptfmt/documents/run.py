@@ -10,8 +10,6 @@ from ckptfmt import limits
 from ckptfmt.documents.canonical import dump_document, parse_document
 from ckptfmt.errors import Code, err
 
-__all__ = ["LAUNCHES", "RUN_NAME", "SAVERS", "Launch", "ResumeFrom", "Run", "launch_name", "parse_launch_name"]
-
 RUN_NAME: Final = "run.json"
 LAUNCHES: Final = "launches"
 #: Where savers hold a file each, as long as they have a save in their hands.

@@ -13,8 +13,6 @@ from ckptfmt.errors import Code, err
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
 
-__all__ = ["check_schema", "schema_text"]
-
 
 def schema_text(name: str) -> str:
     """Return the text of ``<name>.schema.json``: from the wheel, or from the source tree beside the package."""

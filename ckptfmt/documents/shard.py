@@ -15,8 +15,6 @@ from ckptfmt.documents.canonical import nests_deeper
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
-__all__ = ["ShardEntry", "dump_shard_header", "most_entry_nbytes", "parse_shard_header", "plan_shard"]
-
 _PREFIX_NBYTES: Final = 8
 #: The header, a box, its shape.
 _DEPTH: Final = 3

@@ -17,9 +17,6 @@ from ckptfmt.box import Box
 if TYPE_CHECKING:
     from ckptfmt.documents.packed import Integers
 
-__all__ = ["Sharding", "rows_increase"]
-
-
 #: How many boxes are made at once for who goes through all of them.
 _AT_ONCE: Final = 1 << 14
 

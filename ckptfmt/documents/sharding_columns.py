@@ -15,8 +15,6 @@ from ckptfmt.errors import CkptError, Code, err
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["parse_shardings", "sharding_columns"]
-
 _KEYS: Final = ("ndim", "form", "box_count", "grid_shape", "extent", "begin", "box_shape", "part")
 _BOXES: Final = 0
 _GRID: Final = 1

@@ -20,8 +20,6 @@ from typing import Any, Final, Literal, TypeAlias
 from ckptfmt import limits
 from ckptfmt.documents.cursor_map import CursorMap, check_ascending, refuse
 
-__all__ = ["Policy", "PosSkip", "SampleSkip", "ShardSkip", "Skip", "count_removed", "dump_skip", "parse_skips"]
-
 Policy: TypeAlias = Literal["hole", "shift", "mask"]
 
 _SCOPES: Final = ("sample", "shard", "pos")

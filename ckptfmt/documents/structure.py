@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ckptfmt.documents.packed import Integers
     from ckptfmt.documents.tables import TensorKey
 
-__all__ = ["Structure"]
-
 #: What messages call it.
 _WHERE: Final = "holdings"
 _KEYS: Final = ("scopes", "dtypes", "tensors", "aliases", "boxes")

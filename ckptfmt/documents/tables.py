@@ -22,31 +22,6 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.packed import Integers
 
-__all__ = [
-    "ORIGIN_KEYS",
-    "STORAGE",
-    "TENSOR_KEYS",
-    "TensorKey",
-    "TensorTable",
-    "alias_columns",
-    "block_count",
-    "check_scopes",
-    "check_scopes_used",
-    "collect_scopes",
-    "document_head",
-    "leaf_columns",
-    "parse_absent",
-    "parse_counter",
-    "parse_leaf_rows",
-    "parse_origin",
-    "parse_stream_rows",
-    "parse_tensor_table",
-    "sort_key",
-    "stream_columns",
-    "tensor_columns",
-    "title_of",
-]
-
 #: How a tensor belongs to its module; non-persistent ones have files of their own.
 STORAGE: Final = ("persistent", "non-persistent")
 ORIGIN_KEYS: Final = tuple(field.name for field in dataclasses.fields(Origin))

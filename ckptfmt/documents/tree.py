@@ -21,19 +21,6 @@ from ckptfmt.errors import Code, FormatError, err
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-__all__ = [
-    "DeviceName",
-    "DtypeName",
-    "InlineArray",
-    "Size",
-    "TensorRef",
-    "dump_tree",
-    "find_difference",
-    "is_near_limit",
-    "iter_values",
-    "parse_tree",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorRef:

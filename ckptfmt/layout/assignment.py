@@ -7,8 +7,6 @@ from typing import Any, Protocol, TypeVar
 
 from ckptfmt.errors import Code, err
 
-__all__ = ["assign_writers"]
-
 
 class _Key(Hashable, Protocol):
     """What can be put into a set and into order."""

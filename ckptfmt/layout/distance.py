@@ -13,8 +13,6 @@ from ckptfmt.dtypes import DTYPES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Distance", "measure"]
-
 #: Elements without an order: they differ or don't.
 _NO_NUMBERS: Final = frozenset({"bool", "float4_e2m1fn_x2"})
 #: A float without a sign, of which a step is a factor of two.

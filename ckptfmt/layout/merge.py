@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ckptfmt.documents.part import Leaf, Part, Stream
     from ckptfmt.documents.tables import TensorKey
 
-__all__ = ["PartFileEntry", "add_stored", "check_index_tiling", "merge_deltas", "merge_parts", "summarise"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartFileEntry:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ckptfmt.documents.packed import Integers
     from ckptfmt.documents.tables import TensorTable
 
-__all__ = ["Pieces", "merge_all_pieces", "merge_pieces"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pieces:

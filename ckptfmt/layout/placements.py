@@ -25,18 +25,6 @@ from typing import TypeAlias
 from ckptfmt.box import Box
 from ckptfmt.errors import Code, err
 
-__all__ = [
-    "LocalPiece",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "StridedShard",
-    "boxes_of",
-    "is_replica",
-    "local_boxes",
-    "replica_index",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replicate:

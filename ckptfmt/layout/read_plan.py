@@ -24,19 +24,6 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.sharding import Sharding
 
-__all__ = [
-    "BlockRange",
-    "PieceRead",
-    "Request",
-    "cut_range",
-    "find_blocks",
-    "find_stretch",
-    "iter_chunks",
-    "iter_pieces",
-    "plan_requests",
-    "strides_of",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PieceRead:

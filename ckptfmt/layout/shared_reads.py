@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Span", "Unit", "plan_rounds", "split_shared"]
-
 #: A range of a file: path, first byte, first byte behind it.
 Span = tuple[str, int, int]
 

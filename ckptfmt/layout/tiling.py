@@ -25,8 +25,6 @@ from ckptfmt.errors import Code, err
 if TYPE_CHECKING:
     from ckptfmt.documents.sharding import Sharding
 
-__all__ = ["check_bounds", "check_sharding", "check_tiling", "find_overlap", "find_overlap_rows"]
-
 #: n boxes by ndim dimensions, in elements, of any integer dtype.
 Rows: TypeAlias = NDArray[Any]
 _Ints: TypeAlias = NDArray[np.int64]

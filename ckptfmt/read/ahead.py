@@ -11,8 +11,6 @@ from ckptfmt.read.streaming import thread_count
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["WAITING", "iter_ahead", "iter_batches"]
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 

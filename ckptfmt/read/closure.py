@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.store.protocol import RangeReader, Store
 
-__all__ = ["Closure", "Library"]
-
 
 class Closure:
     """What one checkpoint refers to.

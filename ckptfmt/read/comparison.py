@@ -22,8 +22,9 @@ from ckptfmt.layout.distance import Distance, measure
 from ckptfmt.layout.read_plan import PieceRead, iter_chunks
 from ckptfmt.read.ahead import iter_ahead
 from ckptfmt.read.decoding import Decoder
+from ckptfmt.read.report import Report
 from ckptfmt.read.stored import ArrayTarget, carrier_of
-from ckptfmt.read.verify import Report, verify_opened
+from ckptfmt.read.verify import verify_opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from ckptfmt.errors import CkptError
     from ckptfmt.read.decoding import OpenPart, StoredBox
     from ckptfmt.read.reader import Checkpoint
-
-__all__ = ["Comparison", "Counts", "TensorDifference", "ValueDifference", "compare"]
 
 #: How many bytes of tensors that are cut otherwise are read at a time.
 _CHUNK_NBYTES: Final = 4 << 20

@@ -27,21 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ckptfmt.documents.deltas import Group
+    from ckptfmt.documents.extents import Extent
+    from ckptfmt.documents.holdings import PartBox, PartTensor
     from ckptfmt.documents.manifest import Reference
-    from ckptfmt.documents.part import Extent, Leaf, Part, PartBox, PartTensor, Stream
+    from ckptfmt.documents.part import Leaf, Part, Stream
     from ckptfmt.read.reader import Checkpoint
-
-__all__ = [
-    "Decoder",
-    "OpenPart",
-    "Run",
-    "StoredBlock",
-    "StoredBox",
-    "iter_runs",
-    "iter_stored",
-    "join_blocks",
-    "open_part",
-]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

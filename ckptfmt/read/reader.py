@@ -17,9 +17,10 @@ from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import read_register
 from ckptfmt.digest import PREFIX, digest_bytes
+from ckptfmt.documents.holdings import PartTensor
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
 from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, index_name, part_path
-from ckptfmt.documents.part import Leaf, Part, PartFile, PartTensor, Stream
+from ckptfmt.documents.part import Leaf, Part, PartFile, Stream
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from ckptfmt.read.streaming import Borrow, ReadReport
     from ckptfmt.store.protocol import Store
     from ckptfmt.write.snapshot import TensorSink
-
-__all__ = ["Checkpoint", "check_nbytes", "numpy_dtype", "read_header"]
 
 #: How many bytes of a tensor `Checkpoint.iter_content` holds at a time.
 CHUNK_NBYTES: Final = 32 << 20

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.read.stored import StoredPiece
 
-__all__ = ["Reading", "unit_of"]
-
 #: How many threads read what is decoded for each processor, where reading waits.
 _WHILE_WAITING: Final = 3
 #: How much content is read for ahead of what is decoded, in bytes, where a batch isn't larger.

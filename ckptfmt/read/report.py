@@ -10,9 +10,6 @@ from ckptfmt.errors import CkptError, Code, StoreError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ClosureMember", "FoundReference", "Report", "is_violation", "without_frames"]
-
-
 #: How many violations are listed.
 MOST_VIOLATIONS: Final = 10_000
 #: The warning where there are more.

@@ -19,8 +19,6 @@ from ckptfmt.layout.shared_reads import Unit, plan_rounds, split_shared
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["Message", "Peers", "Rounds", "Take", "refuse_sharing", "share_ranges"]
-
 #: How much a process holds of a round at most, in bytes.
 ROUND_NBYTES: Final = 24 << 20
 #: What is sent at once, in bytes.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ckptfmt.read.decoding import OpenPart, StoredBox
     from ckptfmt.write.snapshot import MemoryOf, TensorSink
 
-__all__ = ["ArrayTarget", "StoredPiece", "allocating", "carrier_of", "iter_damages"]
-
 #: Integers of the size of an element: copied as these, elements are copied by the row.
 _CARRIERS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 

@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from ckptfmt.layout.read_plan import Request
     from ckptfmt.store.protocol import RangeReader
 
-__all__ = [
-    "IN_FLIGHT_NBYTES",
-    "REQUEST_NBYTES",
-    "Borrow",
-    "Ranges",
-    "ReadReport",
-    "make_memory",
-    "stream_requests",
-    "thread_count",
-]
-
 #: Is given a request and its bytes, which are valid until it returns.
 _Take: TypeAlias = "Callable[[Request, memoryview], None]"
 #: Is given memory, and has it until its context ends: a device may want to know of it.

@@ -11,7 +11,9 @@ from ckptfmt.commit.decision import read_register
 from ckptfmt.commit.waiting import describe_savers, list_held
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
+from ckptfmt.documents.extents import Extent
 from ckptfmt.documents.foreign import is_foreign, parse_foreign
+from ckptfmt.documents.holdings import PartBox, PartTensor
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
     Abort,
@@ -21,7 +23,7 @@ from ckptfmt.documents.manifest import (
     parse_checkpoint_name,
     part_path,
 )
-from ckptfmt.documents.part import Extent, Part, PartBox, PartFile, PartTensor
+from ckptfmt.documents.part import Part, PartFile
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, Run, launch_name, parse_launch_name
 from ckptfmt.documents.shard import ShardEntry, parse_shard_header
 from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
@@ -41,16 +43,6 @@ if TYPE_CHECKING:
     from ckptfmt.documents.sharding import Sharding
     from ckptfmt.read.decoding import OpenPart, StoredBox
     from ckptfmt.store.protocol import Store
-
-__all__ = [
-    "Report",
-    "check_place",
-    "check_record",
-    "verify_checkpoint",
-    "verify_loadable",
-    "verify_opened",
-    "verify_run",
-]
 
 #: What says that a reference isn't there. Any other error says what is wrong with what is.
 _NOT_FOUND: Final = frozenset({Code.BASE_MISSING, Code.BASE_MISMATCH})

@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptfmt.digest import digest_at, digest_bytes
-from ckptfmt.documents.part import extent_nbytes
+from ckptfmt.documents.holdings import extent_nbytes
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange, plan_requests
 from ckptfmt.read.ahead import iter_ahead
@@ -24,11 +24,9 @@ from ckptfmt.read.streaming import REQUEST_NBYTES, stream_requests
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ckptfmt.documents.part import Extent
+    from ckptfmt.documents.extents import Extent
     from ckptfmt.layout.read_plan import Request
     from ckptfmt.read.decoding import OpenPart, Run, StoredBox
-
-__all__ = ["Done", "find_damages", "find_undecodable", "sort_extents"]
 
 #: The encoded blocks that were decoded already: by manifest digest, number of the part and of the box.
 Done: TypeAlias = "dict[tuple[str, int, int], set[int]]"

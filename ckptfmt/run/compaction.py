@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckptfmt.box import Box
-    from ckptfmt.documents.part import Extent, PartTensor
+    from ckptfmt.documents.extents import Extent
+    from ckptfmt.documents.holdings import PartTensor
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.read.decoding import OpenPart, StoredBox
     from ckptfmt.store.protocol import Store
-
-__all__ = ["compact_checkpoint", "compact_run"]
 
 #: How many bytes of small blocks are decoded at a time.
 _CHUNK_NBYTES: Final = 1 << 20

@@ -20,7 +20,8 @@ from ckptfmt.documents.manifest import (
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, Run, launch_name, parse_launch_name
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import WRITER_FEATURES
-from ckptfmt.read.verify import Report, check_place, check_record, verify_loadable
+from ckptfmt.read.report import Report
+from ckptfmt.read.verify import check_place, check_record, verify_loadable
 from ckptfmt.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -29,21 +30,6 @@ if TYPE_CHECKING:
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.store.protocol import Store
-
-__all__ = [
-    "RunEntry",
-    "begin_launch",
-    "check_not_fenced",
-    "check_records",
-    "check_surroundings",
-    "find_head",
-    "is_overtaken",
-    "iter_lineage",
-    "list_checkpoints",
-    "list_launches",
-    "open_run",
-    "read_run",
-]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

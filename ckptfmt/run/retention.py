@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ckptfmt.documents.run import Launch, Run
     from ckptfmt.store.protocol import Store
 
-__all__ = ["clean_up", "plan_retention", "tidy_up"]
-
 
 def plan_retention(
     launches: list[Launch], entries: list[RunEntry], *, keep: int | None, keep_every: int | None

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from ckptfmt.stage.slot import Slot
     from ckptfmt.store.protocol import Buffer, Store
 
-__all__ = ["Progress", "SaveRequest", "Saver", "save_image"]
-
 #: What is handed to the store at once, in bytes: as long as one of its requests.
 _CHUNK_NBYTES: Final = 16 << 20
 #: What a thread hashes at once, in bytes.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ckptfmt.errors import CkptError
     from ckptfmt.stage.channel import Channel
 
-__all__ = ["main"]
-
 
 def main(fd: int) -> None:
     """Serve the trainer at the other end of the socket `fd` until it is gone."""

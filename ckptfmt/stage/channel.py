@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
 
-__all__ = ["Channel"]
-
 _LENGTH: Final = struct.Struct("<Q")
 _LIMIT_ITEMS: Final = 1 << 28
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["collector_paused"]
-
 
 class _Paused:
     """How many pauses there are at this moment, and the collector's thresholds before the first of them."""

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 
 from ckptfmt.stage.channel import Channel
 
-__all__ = ["be_helper", "start_helper", "watch"]
-
 
 def start_helper(
     module: str, *, environment: Mapping[str, str] | None = None

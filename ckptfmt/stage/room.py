@@ -17,8 +17,6 @@ from typing import Final
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.stage.slot import slot_nbytes
 
-__all__ = ["available_nbytes", "is_shortage", "margin_nbytes", "plan_slots"]
-
 #: The process that writes takes some 100 MiB of its own, and page tables take 0.2 % of a slot in each of two processes.
 _MARGIN_NBYTES: Final = 256 * 2**20
 #: "Available" is the kernel's estimate, and the trainer and its data loaders go on allocating: 5 % stay.

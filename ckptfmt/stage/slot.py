@@ -21,8 +21,6 @@ from typing import Final, TypeAlias
 
 from ckptfmt.errors import Code, err
 
-__all__ = ["MemoryCalls", "Slot", "slot_nbytes"]
-
 # By number: a Python that was built against an old glibc, as conda's may be, lacks the names and the calls.
 _MFD_CLOEXEC: Final = 0x1
 _MFD_ALLOW_SEALING: Final = 0x2

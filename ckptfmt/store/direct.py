@@ -22,8 +22,6 @@ import numpy as np
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import PAGE_NBYTES, Buffer
 
-__all__ = ["FileReader", "FileWriter", "is_cached"]
-
 #: From what size on a chunk is written or read directly, in bytes: below, the page cache is quicker than a round trip.
 DIRECT_NBYTES: Final = 1 << 20
 #: Longest request, in bytes. Measured: 2 MiB to 16 MiB are within 3 % of each other, the longest ahead.

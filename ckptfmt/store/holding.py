@@ -15,8 +15,6 @@ from typing import Final
 
 from ckptfmt.store.posix import PosixCalls
 
-__all__ = ["Hold", "is_held"]
-
 #: What a file system says that has no locks.
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 #: What is said to somebody who may only read.

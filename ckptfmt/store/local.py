@@ -31,8 +31,6 @@ from ckptfmt.store.protocol import (
     join_path,
 )
 
-__all__ = ["LocalStore"]
-
 T = TypeVar("T")
 
 _CODES: Final = {

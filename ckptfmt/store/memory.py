@@ -17,8 +17,6 @@ from enum import Enum, auto
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.protocol import Buffer, Names, RangeReader, check_path, check_prefix, join_path
 
-__all__ = ["Loss", "MemoryStore"]
-
 
 class Loss(Enum):
     """What becomes of a request that the store doesn't answer: the caller sees ``STORE_NO_ANSWER`` each time."""

@@ -18,8 +18,6 @@ from typing import Final
 
 from ckptfmt.store.protocol import TEMPORARY_PREFIX
 
-__all__ = ["PosixCalls"]
-
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: else opening a named pipe waits for its writer, for ever.

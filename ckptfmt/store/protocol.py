@@ -29,20 +29,6 @@ from typing import Final, Protocol, TypeAlias
 
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = [
-    "COMPONENT_NBYTES",
-    "PAGE_NBYTES",
-    "TEMPORARY_PREFIX",
-    "Buffer",
-    "Names",
-    "RangeReader",
-    "SizedChunks",
-    "Store",
-    "check_path",
-    "check_prefix",
-    "join_path",
-]
-
 #: Bytes to write: C-contiguous.
 Buffer: TypeAlias = bytes | bytearray | memoryview
 

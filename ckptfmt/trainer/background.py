@@ -12,12 +12,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptfmt.errors import CkptError, Code, encodable, err
+from ckptfmt.errors import CkptError, Code, encodable, err, error_from_json
 from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.stage.room import available_nbytes, is_shortage, plan_slots
 from ckptfmt.stage.slot import Slot
 from ckptfmt.trainer.handle import SaveHandle, SaveReport, wait_until
-from ckptfmt.trainer.links import Link, Lost, ProcessLink, ThreadLink, error_of
+from ckptfmt.trainer.links import Link, Lost, ProcessLink, ThreadLink
 from ckptfmt.write.staging import Copy, Seen, Staging
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from ckptfmt.store.protocol import Store
     from ckptfmt.write.image import Image
-
-__all__ = ["Background", "staging_thread_count"]
 
 _LOG: Final = logging.getLogger("ckptfmt")
 
@@ -387,7 +385,7 @@ class Background:
                 self._changed.notify_all()
         elif kind == "broken":
             # It is told last: the saver uses no slot any more.
-            self._lose(link_number, Lost(error=error_of(message["error"]), has_ended=True))
+            self._lose(link_number, Lost(error=error_from_json(message["error"]), has_ended=True))
         else:
             self._on_state(message)
 
@@ -399,7 +397,7 @@ class Background:
             return  # it is over, and forgotten
         handle = save.handle
         if state == "FAILED":
-            self._fail(save, error_of(message))
+            self._fail(save, error_from_json(message))
             return
         if state == "DONE":
             if message["problem"]:
@@ -564,7 +562,7 @@ def _nothing() -> None:
 
 def _at(save: _Save, error: CkptError) -> CkptError:
     """Return an error of the saver as that of one save."""
-    found = error_of({**error.as_json(), "where": save.handle.path})
+    found = error_from_json({**error.as_json(), "where": save.handle.path})
     found.__cause__ = error.__cause__
     return found
 

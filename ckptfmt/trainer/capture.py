@@ -20,8 +20,6 @@ from ckptfmt.documents.tables import sort_key
 from ckptfmt.state import State
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 
-__all__ = ["LOCAL_TOPOLOGY", "capture"]
-
 #: Leaf of topology that only worker 0 gives: what may differ between machines.
 LOCAL_TOPOLOGY: Final = "local"
 

@@ -12,8 +12,6 @@ from ckptfmt.write.image import Image, Piece, key_of
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 from ckptfmt.write.staging import Copy, HostCopy
 
-__all__ = ["plan_copies"]
-
 
 @collector_paused()
 def plan_copies(

@@ -12,8 +12,6 @@ from typing import Final
 
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["STATES", "SaveHandle", "SaveReport", "wait_until"]
-
 #: The states of a save, in this order. FAILED and SKIPPED are the other ends.
 STATES: Final = ("STAGING", "STAGED", "WRITTEN", "COMMITTED")
 #: After how many seconds of waiting a signal, or a thread that ended without a word, is noticed at the latest.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ckptfmt.stage.slot import Slot
     from ckptfmt.store.protocol import Store
 
-__all__ = ["Link", "Lost", "ProcessLink", "ThreadLink", "error_of"]
-
 #: How long the end of a saver's process may come after that of its channel, in seconds.
 _END_S: Final = 5.0
 
@@ -270,14 +268,3 @@ class ThreadLink:
             error.__cause__ = problem
             self._saver.give_up(error)
             self._on_lost(Lost(error=error, has_ended=False))
-
-
-def error_of(told: dict[str, Any]) -> CkptError:
-    """Return the error that another process told of."""
-    return err(
-        Code(told["code"]),
-        told["detail"],
-        where=told["where"],
-        requirement=told["requirement"],
-        remedy=told["remedy"],
-    )

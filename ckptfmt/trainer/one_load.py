@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ckptfmt.read.sharing import Peers
     from ckptfmt.state import State
 
-__all__ = ["claim_of_all", "load_once"]
-
 #: What a reason of another process begins with.
 _OTHER: Final = "process "
 #: How many reasons a process tells the others.

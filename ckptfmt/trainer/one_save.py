@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ckptfmt.store.protocol import Store
     from ckptfmt.write.snapshot import Snapshot
 
-__all__ = ["Agreed", "Ownership", "agree_on_save", "check_step", "prepare_once", "save_once", "write_and_commit"]
-
 
 @dataclasses.dataclass(slots=True)
 class Ownership:

@@ -20,7 +20,6 @@ from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.adapters.own_tensors import plan_sink
 from ckptfmt.adapters.placing import Placer
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
-from ckptfmt.adapters.standalone import load_trees
 from ckptfmt.adapters.units import Kind, Unit
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
@@ -30,8 +29,6 @@ from ckptfmt.read.streaming import ReadReport
 from ckptfmt.stage.collector import collector_paused
 from ckptfmt.state import State
 from ckptfmt.trainer.capture import LOCAL_TOPOLOGY
-
-__all__ = ["CLAIMS", "LoadReport", "Restoration", "load_trees", "plan_restore", "restore", "restore_streams"]
 
 #: The levels of claims, from the least on.
 CLAIMS: Final = ("S0", "S1", "T1")

@@ -16,7 +16,7 @@ from ckptfmt.commit.decision import check_vacant
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import is_near_limit
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import tidy_up
 from ckptfmt.saver.saver import SaveRequest
@@ -24,7 +24,6 @@ from ckptfmt.store import LocalStore
 from ckptfmt.trainer.background import Background, staging_thread_count
 from ckptfmt.trainer.copies import plan_copies
 from ckptfmt.trainer.handle import SaveHandle, SaveReport
-from ckptfmt.trainer.links import error_of
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.write.fillings import Fillings
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from ckptfmt.group import Group
     from ckptfmt.state import State
     from ckptfmt.store.protocol import Store
-
-__all__ = ["SaveOptions", "Saves"]
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Who writes.
@@ -339,7 +336,7 @@ class Saves:
         own = failures[self._group.writer]
         first = own or next(filter(None, failures), None)
         if first is not None:
-            raise error_of(first["error"])
+            raise error_from_json(first["error"])
 
     def close(self, *, deadline_s: float, quietly: bool = False) -> None:
         """Wait for the saves in flight, and let saver and slots go.

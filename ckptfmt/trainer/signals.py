@@ -14,8 +14,6 @@ from ckptfmt.errors import Code, err
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["StopSignals"]
-
 _LOG: Final = logging.getLogger("ckptfmt")
 
 

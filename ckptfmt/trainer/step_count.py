@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from ckptfmt.state import State
 
-__all__ = ["StepCount"]
-
 _WHERE: Final = "step="
 
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from ckptfmt.write.image import Image
 
-__all__ = ["Filling", "Fillings"]
-
 #: How many bytes of a block are compared with those of the last save before all of it is read.
 _SAMPLE_NBYTES: Final = 1024
 

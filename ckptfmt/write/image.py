@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt import limits
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
-from ckptfmt.documents.holdings import Holdings
+from ckptfmt.documents.extents import Extent
+from ckptfmt.documents.holdings import Holdings, PartBox, PartTensor
 from ckptfmt.documents.manifest import Origin, shard_name
-from ckptfmt.documents.part import Extent, Leaf, Part, PartBox, PartFile, PartTensor, Stream
+from ckptfmt.documents.part import Leaf, Part, PartFile, Stream
 from ckptfmt.documents.shard import ShardEntry, most_entry_nbytes, plan_shard
 from ckptfmt.documents.tables import TensorKey, block_count, sort_key
 from ckptfmt.dtypes import DTYPES
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from ckptfmt.box import Box
     from ckptfmt.documents.extents import Extents
     from ckptfmt.write.snapshot import Snapshot, TensorSource
-
-__all__ = ["Image", "ImageShard", "Piece", "key_of", "plan_image"]
 
 #: Each shard begins at a multiple of this, in bytes: what direct I/O asks of memory and file.
 ALIGN_NBYTES: Final = 4096

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from ckptfmt.documents.part import Leaf, Stream
     from ckptfmt.documents.tables import TensorKey
 
-__all__ = ["MemoryOf", "MemorySink", "MemorySource", "Snapshot", "TensorSink", "TensorSource"]
-
-
 MemoryOf: TypeAlias = "Callable[[Box], NDArray[np.uint8] | None]"
 
 

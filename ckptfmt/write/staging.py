@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ckptfmt.write.image import Image
     from ckptfmt.write.snapshot import MemoryOf, TensorSource
 
-__all__ = ["Copy", "HostCopy", "Seen", "Staging", "check_kept", "check_seen"]
-
 #: How much more must be there before it is told, in bytes. Whoever is told wakes up, and takes a core from the copies:
 #: told every 4 MiB, a copy of 1.6 GB on two cores took 1.16 times as long.
 _TELL_NBYTES: Final = 64 << 20

@@ -17,7 +17,7 @@ from ckptfmt.documents.part import Leaf, Part, Stream, dump_failure
 from ckptfmt.documents.structure import Structure
 from ckptfmt.documents.tables import TensorKey, TensorTable, sort_key
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.errors import CODES, CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.stage.collector import collector_paused
 from ckptfmt.store.protocol import SizedChunks
 from ckptfmt.write.image import Image, Piece, key_of, plan_image
@@ -28,21 +28,6 @@ if TYPE_CHECKING:
     from ckptfmt.box import Box
     from ckptfmt.store.protocol import Buffer, Store
     from ckptfmt.write.snapshot import Snapshot, TensorSource
-
-__all__ = [
-    "Contents",
-    "Context",
-    "LiveContents",
-    "as_ckpt_error",
-    "check_snapshot",
-    "for_saving",
-    "structure_of",
-    "tell_failure",
-    "write_failure",
-    "write_image",
-    "write_part",
-    "write_part_file",
-]
 
 #: What to do about a limit that a save meets, by the clause that it breaks, and otherwise.
 _REMEDIES: Final = {
@@ -115,7 +100,7 @@ def for_saving(error: CkptError) -> CkptError:
 
     The table's remedy is for whoever reads: it blames the writer of a file, and that is the caller of a save.
     """
-    if error.code not in (Code.LIMIT_EXCEEDED, Code.DOC_DEPTH) or error.remedy != CODES[error.code].remedy:
+    if error.code not in (Code.LIMIT_EXCEEDED, Code.DOC_DEPTH) or error.remedy != error.code.remedy:
         return error
     remedy = _REMEDIES.get(error.requirement or "", _REMEDY)
     return type(error)(error.code, error.detail, where=error.where, requirement=error.requirement, remedy=remedy)

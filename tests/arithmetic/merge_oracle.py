@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptfmt.box import Box
-    from ckptfmt.documents.part import Part, PartBox, PartTensor
+    from ckptfmt.documents.holdings import PartBox, PartTensor
+    from ckptfmt.documents.part import Part
 
 #: Who holds a piece: (writer, what its part says of the piece).
 _Holders = list[tuple[int, "PartBox"]]

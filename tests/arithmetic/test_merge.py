@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from ckptfmt.box import Box
 from ckptfmt.digest import block_digests, digest_bytes
+from ckptfmt.documents.extents import Extent
+from ckptfmt.documents.holdings import PartBox, PartTensor
 from ckptfmt.documents.index import Index
-from ckptfmt.documents.part import Extent, Part, PartBox, PartTensor
+from ckptfmt.documents.part import Part
 from ckptfmt.errors import CkptError, Code, LayoutError
 from ckptfmt.layout.merge import PartFileEntry, check_index_tiling, merge_parts, summarise
 from tests.arithmetic.merge_oracle import merge_tensors

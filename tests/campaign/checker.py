@@ -8,8 +8,6 @@ import numpy as np
 import ckptfmt
 from tests.campaign.states import digest_of
 
-__all__ = ["look_at", "problems_of"]
-
 
 def look_at(path: Any, ranges: dict[str, list[list[int]]], *, framework: str) -> dict[str, Any]:
     """Load a checkpoint; return dtype, shape and digests of each tensor, and the plain values.

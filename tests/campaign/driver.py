@@ -29,8 +29,6 @@ from tests.campaign.states import Spec, hold, make_specs
 from tests.campaign.trainer import Life, live
 from tests.faults.driver import MARK, mark_of, until
 
-__all__ = ["Report", "campaign"]
-
 _SMALL_NBYTES: Final = (20_000, 300_000, 2_000_000, 6_000_000)
 _LARGE_NBYTES: Final = (38 << 20, 46 << 20)
 _PATIENCE_S: Final = 60.0

@@ -10,8 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, Final
 
-__all__ = ["EXCUSED", "Log", "Oracle", "Place"]
-
 _NAME: Final = re.compile(r"step-([0-9]{8,})-l([0-9]{4,})")
 #: What a wait may take beyond its deadline: others have the processors, too.
 _SLACK_S: Final = 30.0

@@ -11,8 +11,6 @@ import numpy as np
 import ckptfmt
 from ckptfmt.box import Box
 
-__all__ = ["Held", "Spec", "TorchHeld", "change_specs", "digest_of", "hold", "make_specs"]
-
 #: Dtypes, and how wide an element is, in bytes.
 _DTYPES: Final = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "int16": 2, "uint16": 2, "int8": 1,

@@ -18,8 +18,6 @@ from ckptfmt.trainer.handle import STATES, SaveHandle
 from tests.campaign.oracle import Log
 from tests.campaign.states import Held, Spec, change_specs, hold
 
-__all__ = ["Life", "live"]
-
 #: After so many failed saves a trainer gives up.
 _FAILURES = 6
 

@@ -26,8 +26,6 @@ from tests.explorer.crashes import scan
 from tests.explorer.judge import Judge, Promises
 from tests.store.helpers import FAST_DIRECTORY
 
-__all__ = ["Report", "kill_many"]
-
 #: Kills in one run, before the next is begun: retired checkpoints leave their tombstones, and listing them takes time.
 _KILLS_PER_RUN: Final = 20
 _PATIENCE_S: Final = 60.0

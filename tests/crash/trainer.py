@@ -14,8 +14,6 @@ from ckptfmt.store.local import LocalStore
 from tests.explorer import content
 from tests.explorer.judge import Marks, clean_up
 
-__all__ = ["PHASES", "one_launch", "train"]
-
 #: What a trainer is doing: the byte in shared memory is the place in this list.
 PHASES: Final = ("starting", "resume", "save", "retirement", "idle")
 _DEADLINE_S: Final = 20.0

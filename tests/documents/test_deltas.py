@@ -16,10 +16,12 @@ from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.deltas import Group, delta_features
+from ckptfmt.documents.extents import Extent
+from ckptfmt.documents.holdings import PartBox, PartTensor
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Reference, pack_name, parse_register, pins_path
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document
 from ckptfmt.documents.packed import dump_packed, dump_strings, fold, parse_packed, unfold
-from ckptfmt.documents.part import PACK_HEADER, Extent, Part, PartBox, PartFile, PartTensor
+from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.pins import Pins
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError

@@ -10,9 +10,11 @@ import pytest
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.documents.canonical import parse_document
+from ckptfmt.documents.extents import Extent
+from ckptfmt.documents.holdings import PartBox, PartTensor
 from ckptfmt.documents.msgpk import dump_packed_document
 from ckptfmt.documents.packed import dump_packed, dump_strings
-from ckptfmt.documents.part import Extent, Part, PartBox, PartFile, PartTensor, dump_failure
+from ckptfmt.documents.part import Part, PartFile, dump_failure
 from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import Code, FormatError, IntegrityError, err
 from tests.builders import code_of, edit_strings, error_of, origin, parse_signed, small_files, unpacked

@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 
-from ckptfmt.errors import CODES, Code
-from ckptfmt.read.verify import Report, verify_checkpoint, verify_run
+from ckptfmt.errors import Code
+from ckptfmt.read.report import Report
+from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import ATTEMPT, code_of, leaf, save, small_files, snapshot, tensor, verify
 from tests.engines.test_lineage import RunOfSteps
@@ -68,7 +69,7 @@ def test_everything_that_is_wrong_is_collected():
     assert all(violation.remedy and violation.requirement for violation in report.violations)
     shown = json.loads(json.dumps(report.as_json()))
     assert shown["valid"] is False
-    assert {violation["code"] for violation in shown["violations"]} <= {str(code) for code in CODES}
+    assert {violation["code"] for violation in shown["violations"]} <= {str(code) for code in Code}
 
 
 def test_damaged_trees_are_all_named():

@@ -9,11 +9,12 @@ import pytest
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.manifest import MANIFEST_NAME, checkpoint_name, pack_name, shard_name
-from ckptfmt.errors import CODES, Code, err
+from ckptfmt.errors import Code, err
 from ckptfmt.read.closure import Closure
 from ckptfmt.read.decoding import Decoder
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.read.verify import Report, verify_checkpoint, verify_loadable, verify_run
+from ckptfmt.read.report import Report
+from ckptfmt.read.verify import verify_checkpoint, verify_loadable, verify_run
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import Forgery, code_of, error_of, parse_json, snapshot, tensor
@@ -119,7 +120,7 @@ def check_run(files):
 def found(report):
     """Codes and places, in order; each with clause and remedy."""
     assert all(violation.requirement and violation.remedy for violation in report.violations)
-    assert {str(violation.code) for violation in report.violations} <= {str(code) for code in CODES}
+    assert {str(violation.code) for violation in report.violations} <= {str(code) for code in Code}
     return [(str(violation.code), violation.where) for violation in report.violations]
 
 

@@ -15,7 +15,7 @@ from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import failure_path
 from ckptfmt.documents.part import Leaf, Part
 from ckptfmt.documents.structure import Structure
-from ckptfmt.errors import CODES, CkptError, Code, StateError, err
+from ckptfmt.errors import CkptError, Code, StateError, err
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.write.writer import check_snapshot, structure_of, write_failure, write_part
@@ -295,7 +295,7 @@ def test_a_failure_record_says_why():
     record, _ = parse_document(store.snapshot()[path], where=path, types=("failure",))
     assert (record["code"], record["writer"]) == ("NO_SPACE", 3)
     assert (record["detail"], record["where"]) == (r"disk\nfull \u202e", "weights")
-    assert record["remedy"] == CODES[Code.NO_SPACE].remedy
+    assert record["remedy"] == Code.NO_SPACE.remedy
     write_failure(store, origin(), 3, err(Code.NO_SPACE, "disk\nfull \u202e", where="weights"))
 
 

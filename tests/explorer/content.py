@@ -27,21 +27,6 @@ from ckptfmt.store.protocol import Store
 from ckptfmt.write import writer
 from ckptfmt.write.snapshot import Snapshot
 
-__all__ = [
-    "WRITER_COUNT",
-    "ArraySource",
-    "Loaded",
-    "content_of",
-    "deterministic",
-    "load",
-    "name_of",
-    "origin_of",
-    "place_of",
-    "remembering",
-    "save",
-    "write",
-]
-
 WRITER_COUNT: Final = 2
 _ROWS: Final = 4
 _FIXED_UNIX_S: Final = 1_700_000_000

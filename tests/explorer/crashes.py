@@ -16,8 +16,6 @@ from tests.store.helpers import FAST_DIRECTORY
 from tests.stores.hooked import Operation
 from tests.stores.recorder import ACK, Gate, Log, RecordingCalls
 
-__all__ = ["Bench", "CrashCounts", "Recording", "explore_crashes", "explore_recoveries", "record"]
-
 #: Violations kept of one exploration; the rest would say the same.
 _KEPT: Final = 20
 

@@ -21,8 +21,6 @@ from typing import Final
 from ckptfmt.store.protocol import TEMPORARY_PREFIX
 from tests.stores.hooked import Operation
 
-__all__ = ["EXT4_ORDERED", "POSIX_MIN", "Disk", "DiskState"]
-
 POSIX_MIN: Final = "posix-min"
 EXT4_ORDERED: Final = "ext4-ordered"
 #: Up to so many combinations are all taken; of more, a sample of this size.

@@ -18,13 +18,12 @@ from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, parse_checkpo
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.read import verify
+from ckptfmt.read.report import Report
 from ckptfmt.run import lineage, retention
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from tests.explorer import content
 from tests.stores.hooked import HookedStore, Operation
-
-__all__ = ["Judge", "Marks", "Promises", "Violation", "recover"]
 
 #: Attempts of a recovery are numbered from here, those of the recovery of a recovery from there.
 RECOVERY_ATTEMPT: Final = 0x1000
@@ -182,7 +181,7 @@ class Judge:
         """Return what a complete check of a checkpoint finds, if anything."""
         key = frozenset(files.items())
         if key not in self._problems:
-            report = verify.Report(target="", kind="checkpoint")
+            report = Report(target="", kind="checkpoint")
             verify.verify_checkpoint(MemoryStore.from_snapshot(files), report)
             self._problems[key] = str(report.violations[0]) if report.violations else None
         return self._problems[key]

@@ -24,8 +24,6 @@ from ckptfmt.store.protocol import Buffer, Store
 from tests.stores.hooked import HookedStore, Operation
 from tests.stores.recorder import ACK, RecordingCalls
 
-__all__ = ["CRASH_MUTANTS", "READER_MUTANTS", "SCENE_MUTANTS", "CrashMutant", "SceneMutant", "no_shard_fsync"]
-
 Patch = Callable[[], AbstractContextManager[Any]]
 Operations = tuple[Operation, ...]
 

@@ -22,8 +22,6 @@ from tests.explorer.schedule import Actor, GatedStore, Outcome
 from tests.store.helpers import FAST_DIRECTORY
 from tests.stores.hooked import Operation
 
-__all__ = ["CASES", "LONE_CASES", "Case", "FileScene", "MemoryScene", "disk_state", "prepare"]
-
 #: System calls before which an actor on a file system stops: those that other actors can see, or that see them.
 _VISIBLE: Final = frozenset({"mkdir", "link", "rename", "unlink", "rmdir", "scan", "open_read", "lstat"})
 

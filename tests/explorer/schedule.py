@@ -15,8 +15,6 @@ from typing import Any, Protocol
 from ckptfmt.store.memory import MemoryStore
 from tests.stores.hooked import HookedStore, Operation
 
-__all__ = ["Actor", "Exploration", "GatedStore", "Outcome", "Scene", "Scheduler", "explore", "sample"]
-
 #: An actor that doesn't come back to the gate in this time hangs.
 _PATIENCE_S = 30.0
 

@@ -2,8 +2,6 @@
 
 import sys
 
-__all__ = ["tell"]
-
 
 def tell(line: str) -> None:
     """Write a line to the captured output of the test."""

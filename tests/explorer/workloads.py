@@ -18,8 +18,6 @@ from tests.explorer.judge import clean_up
 from tests.explorer.schedule import Actor, Scheduler
 from tests.stores.hooked import Operation
 
-__all__ = ["WORKLOADS", "Workload", "saves_by_chance"]
-
 #: Who goes on: by the choices so far, who may, and who is the default.
 Choose = Callable[[tuple[str, ...], list[str], str], str]
 

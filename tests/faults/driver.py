@@ -25,24 +25,6 @@ from ckptfmt.store import open_store
 from ckptfmt.trainer.handle import SaveHandle
 from tests.store.helpers import ROOT
 
-__all__ = [
-    "MARK",
-    "PATIENCE_S",
-    "TorchToy",
-    "Toy",
-    "code_of",
-    "committed",
-    "hear",
-    "outcome_of",
-    "problems",
-    "resume",
-    "save_and_stop",
-    "savers",
-    "send",
-    "start",
-    "until",
-]
-
 #: The environment variable by which the processes of one test are told from all others; savers inherit it.
 MARK: Final = "CKPTFMT_FAULTS_MARK"
 #: After how many seconds something counts as hanging. Others may have the cores meanwhile.

@@ -45,8 +45,6 @@ from ckptfmt.trainer.handle import SaveHandle
 from tests.faults.driver import problems
 from tests.store.helpers import FAST_DIRECTORY
 
-__all__ = ["AT_MESSAGE", "Injected", "Injector", "Report", "inject_all"]
-
 _PACKAGE: Final = str(pathlib.Path(ckptfmt.__file__).parent)
 #: After how many seconds a call counts as hanging. Deadlines are shorter, so that a call that waits one out is no hang.
 _HANG_S: Final = 40.0

@@ -28,8 +28,6 @@ from ckptfmt.trainer.handle import STATES, SaveHandle
 from tests.faults.driver import MARK, PATIENCE_S, TorchToy, Toy, problems, resume, savers, until
 from tests.store.helpers import FAST_DIRECTORY
 
-__all__ = ["PHASES", "Report", "kill_many"]
-
 #: What a trainer is doing: it launches and gets ready; it is in `save`; the save isn't STAGED; it is; it is COMMITTED.
 PHASES: Final = ("starting", "saving", "staging", "staged", "committed")
 #: Kills in one run, before the next is begun.

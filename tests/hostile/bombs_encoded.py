@@ -13,14 +13,13 @@ from ckptfmt.box import Box
 from ckptfmt.codecs.encodings.strings import FILL, FRAME, dump_number
 from ckptfmt.commit.decision import commit
 from ckptfmt.digest import digest_bytes
-from ckptfmt.documents.holdings import Extent, PartBox, PartTensor
+from ckptfmt.documents.extents import Extent
+from ckptfmt.documents.holdings import PartBox, PartTensor
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.writer import write_part_file
 from tests.builders import ATTEMPT, origin
-
-__all__ = ["ENCODED_BOMBS", "constant"]
 
 _BLOCK: Final = limits.BLOCK_NBYTES_MAX
 

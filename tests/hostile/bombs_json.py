@@ -6,8 +6,6 @@ from typing import Any, Final
 
 from ckptfmt import limits
 
-__all__ = ["JSON_BOMBS"]
-
 _TYPES: Final = ("manifest", "abort", "tombstone", "run", "launch", "failure", "pins")
 
 

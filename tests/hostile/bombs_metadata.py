@@ -23,8 +23,6 @@ from ckptfmt.layout.merge import summarise
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import Forgery, save, small_files, snapshot, tensor, unpacked, unpacked_strings
 
-__all__ = ["BOMBS", "build"]
-
 #: Rows that cost a byte or two of a stream each at most, and hundreds of bytes as objects.
 MANY: Final = 16_000_000
 

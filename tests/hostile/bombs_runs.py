@@ -11,8 +11,6 @@ from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Tombstone, checkpoi
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, Run, launch_name
 from tests.builders import NONCE, RUN_ID, Forgery, small_files
 
-__all__ = ["RUN_BOMBS"]
-
 _DIGEST: Final = digest_text(bytes(32))
 #: A launch record takes half a kilobyte, a decision somewhat less.
 _LAUNCHES: Final = 2000

@@ -18,8 +18,6 @@ from ckptfmt.__main__ import main as command
 from ckptfmt.box import Box
 from ckptfmt.errors import CkptError
 
-__all__ = ["ACTIONS", "measure"]
-
 
 def _validate(path: str) -> str:
     report = ckptfmt.validate(path)

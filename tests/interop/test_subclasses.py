@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from ckptfmt.adapters.standalone import load_trees
 from ckptfmt.adapters.torch import subclasses
 from ckptfmt.errors import StateError
 from ckptfmt.state import State
-from ckptfmt.trainer.restore import load_trees
 from tests.interop.double import load, save
 
 

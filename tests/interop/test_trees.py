@@ -11,10 +11,10 @@ import torch
 
 from ckptfmt.adapters.names import join_name
 from ckptfmt.adapters.numpy import ArraySink
+from ckptfmt.adapters.standalone import load_trees
 from ckptfmt.box import Box
 from ckptfmt.errors import StateError
 from ckptfmt.state import PerWorker, State
-from ckptfmt.trainer.restore import load_trees
 from tests.interop.double import load, save
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ckptfmt.read.verify import Report, verify_run
+from ckptfmt.read.report import Report
+from ckptfmt.read.verify import verify_run
 from ckptfmt.store import LocalStore
 from tests.layouts.launch import launch
 

@@ -17,8 +17,6 @@ from unittest import mock
 
 import pytest
 
-__all__ = ["Mutant", "convict", "replaced", "rewritten"]
-
 TESTS = Path(__file__).parents[1]
 #: A mutant that dies of one of these is a patch that doesn't fit the code any more, and no broken clause.
 STALE = (AttributeError, ImportError, NameError, TypeError)

@@ -14,7 +14,7 @@ from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin
 from ckptfmt.read import verify
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.read.verify import Report
+from ckptfmt.read.report import Report
 from ckptfmt.run import compaction as compact
 from ckptfmt.run import lineage
 from ckptfmt.saver import saver

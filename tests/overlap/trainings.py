@@ -16,8 +16,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ckptfmt import State
 
-__all__ = ["TRAININGS", "Training", "module", "plain"]
-
 
 @dataclasses.dataclass
 class Training:

@@ -25,8 +25,6 @@ from ckptfmt.trainer.capture import capture
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.write.staging import HostCopy
 
-__all__ = ["PATIENCE_S", "Contents", "Late", "Spy", "Trainer", "differences", "live_contents"]
-
 #: By kind, field, name, scope and box: the bytes of a tensor, the dumped tree of a leaf or stream.
 Contents = dict[tuple[Any, ...], bytes]
 #: After how many seconds a copy that nobody waits for is done all the same.

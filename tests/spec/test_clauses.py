@@ -7,7 +7,7 @@ import pytest
 
 from ckptfmt import limits
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.errors import CODES
+from ckptfmt.errors import Code
 from conformance.generate.fences import REFUSAL
 from tests.house.sources import python_files, repository_files
 from tests.spec.pages import LABEL, ROOT, SCHEMA, SPEC, STRENGTH, clauses, fences, page, pages, table
@@ -18,7 +18,7 @@ PAGE_LINES = 400
 DECISION_LINES = 60
 
 LABELS = {clause.label for clause in clauses()}
-CODE_NAMES = {str(code) for code in CODES}
+CODE_NAMES = {str(code) for code in Code}
 LIMITS = {name: value for name, value in vars(limits).items() if name.isupper() and name != "FORMAT_VERSION"}
 SCHEMAS = sorted(path.name.removesuffix(".schema.json") for path in SCHEMA.glob("*.schema.json"))
 DECISIONS = sorted((SPEC / "decisions").glob("*.md"))
@@ -150,7 +150,7 @@ def test_the_list_of_uncited_clauses_has_an_order():
 def test_the_table_of_errors_is_that_of_the_code():
     rows = [tuple(cell.strip("`") for cell in row) for row in table("80-errors.md", "Code")]
 
-    assert rows == [(str(code), entry.error.__name__, entry.meaning) for code, entry in CODES.items()]
+    assert rows == [(str(code), code.error.__name__, code.meaning) for code in Code]
 
 
 def test_every_code_of_a_refusal_is_the_code_of_a_clause_there():

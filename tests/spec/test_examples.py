@@ -28,7 +28,8 @@ from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
 from ckptfmt.errors import CkptError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.read.verify import Report, verify_checkpoint
+from ckptfmt.read.report import Report
+from ckptfmt.read.verify import verify_checkpoint
 from ckptfmt.store.memory import MemoryStore
 from conformance.generate.fences import REFUSAL, edited
 from tests.spec.pages import SCHEMA, fences, page

@@ -14,8 +14,6 @@ from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import Store
 from tests.stores.hooked import OK, HookedCalls, HookedStore, Operation
 
-__all__ = ["Fault", "FaultCalls", "FaultStore"]
-
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Fault:

@@ -17,8 +17,6 @@ from ckptfmt.errors import CkptError
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import Buffer, Names, RangeReader, Store, join_path
 
-__all__ = ["OK", "HookedCalls", "HookedStore", "Operation"]
-
 T = TypeVar("T")
 
 #: The outcome of an operation that raised nothing.

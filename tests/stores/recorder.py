@@ -16,8 +16,6 @@ from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import Store
 from tests.stores.hooked import OK, HookedCalls, HookedStore, Operation
 
-__all__ = ["ACK", "Gate", "Log", "Recorder", "RecordingCalls"]
-
 #: The `Operation.op` of a mark: here an actor told somebody that something is done. The label is its path.
 ACK: Final = "ack"
 

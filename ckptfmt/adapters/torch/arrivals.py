@@ -14,8 +14,6 @@ from ckptfmt.adapters.torch.tensors import TorchSink
 from ckptfmt.read.streaming import Borrow
 from ckptfmt.write.snapshot import TensorSink
 
-__all__ = ["plan_arrivals"]
-
 #: Where tensors lie that aren't reached through the processor's memory.
 DEVICE_TYPE: Final = "cuda"
 

@@ -25,8 +25,6 @@ from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.digest import block_digests as host_digests
 from ckptfmt.errors import Code, err
 
-__all__ = ["CHUNK_NBYTES", "Forest", "Level", "block_digests"]
-
 CHUNK_NBYTES: Final = 1024
 _MESSAGE_NBYTES: Final = 64  # what one compression takes in
 _MESSAGES: Final = CHUNK_NBYTES // _MESSAGE_NBYTES

@@ -24,8 +24,6 @@ import triton.language as tl
 from ckptfmt.adapters.torch import blake3 as program
 from ckptfmt.adapters.torch.blake3 import CHUNK_NBYTES, Forest
 
-__all__ = ["digest_batch"]
-
 #: Chunks of a program, one to a thread.
 CHUNK_LANES: Final = 32
 CHUNK_WARPS: Final = 1

@@ -32,8 +32,6 @@ from ckptfmt.write.staging import Seen
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Cuda", "DeviceCopy", "SideStreams", "pin", "plan_device_copies", "unpin"]
-
 #: A contiguous tensor of at least this many bytes crosses the bus by itself; smaller neighbours are gathered.
 SMALL_NBYTES: Final = 1 << 20
 #: What is gathered or packed at once; bounds the memory taken on a device to about twice this.

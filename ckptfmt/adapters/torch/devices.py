@@ -16,8 +16,6 @@ from ckptfmt.stage.slot import Slot
 from ckptfmt.write.image import Image
 from ckptfmt.write.snapshot import TensorSource
 
-__all__ = ["Devices", "held_at"]
-
 
 class Devices:
     """Side streams and pinned slots of one trainer; nothing is touched before a tensor lies on a device.

@@ -9,8 +9,6 @@ import torch
 
 from ckptfmt.errors import Code, err
 
-__all__ = ["generator_stream", "global_streams", "is_generator"]
-
 
 def global_streams(devices: frozenset[str]) -> list[dict[str, Any]]:
     """Return the default generators: the host's, and one for each CUDA device in use.

@@ -36,8 +36,6 @@ from ckptfmt.write.image import Image, Piece, key_of
 from ckptfmt.write.snapshot import TensorSource
 from ckptfmt.write.staging import Copy, HostCopy, Seen
 
-__all__ = ["Guard"]
-
 #: How many names a report gives.
 _SHOWN: Final = 4
 #: How many elements of a tensor are remembered from the call to its copy.

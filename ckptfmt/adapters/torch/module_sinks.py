@@ -15,8 +15,6 @@ from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
 
-__all__ = ["plan_entry", "plan_module"]
-
 
 def plan_entry(plan: Plan, entry: Entry, field: str) -> None:
     """Plan to fill a live tensor of a module from whichever of its names was saved."""

@@ -12,8 +12,6 @@ from ckptfmt.adapters.torch.subclasses import inner_tensors
 from ckptfmt.adapters.torch.tensors import TorchSource, source_of
 from ckptfmt.documents.part import Leaf
 
-__all__ = ["capture_entries", "capture_module"]
-
 
 def capture_entries(entries: Iterable[Entry], field: str) -> list[TorchSource]:
     """Return the sources of live tensors; tied ones once, with their other names. Raises: StateError."""

@@ -18,8 +18,6 @@ from ckptfmt.adapters.torch.paths import Paths
 from ckptfmt.adapters.torch.tensors import address_of, is_plain, memory_of, storage_of
 from ckptfmt.errors import Code, err
 
-__all__ = ["Entry", "ModuleView", "find_claim_limits", "merge_tied", "view_module"]
-
 #: Sums of more processes than this depend on their order.
 _ORDER_MATTERS_FROM: Final = 2
 _EXTRA_STATE: Final = "_extra_state"

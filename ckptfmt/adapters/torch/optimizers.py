@@ -24,8 +24,6 @@ from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
 
-__all__ = ["Names", "capture_optimizer", "is_plain_optimizer", "plan_optimizer", "unwrap_optimizer"]
-
 #: All names of each parameter, by its id; the first is the one to save under.
 Names = Mapping[int, tuple[str, ...]]
 

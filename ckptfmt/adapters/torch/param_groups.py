@@ -16,8 +16,6 @@ from ckptfmt.adapters.torch.tensors import local_of
 from ckptfmt.documents.tree import TensorRef, dump_tree
 from ckptfmt.errors import Code
 
-__all__ = ["contents_of", "plan_groups"]
-
 _NOT_OPTIONS: Final = ("params", "param_names")
 #: What tells AdamW from Adam, which share everything else.
 _ALGORITHM: Final = "decoupled_weight_decay"

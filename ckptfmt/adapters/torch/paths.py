@@ -7,8 +7,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["Paths"]
-
 #: Wrappers by module and class, each with the attribute that holds what it wraps.
 _WRAPPERS: Final = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),

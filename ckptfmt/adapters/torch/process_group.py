@@ -13,8 +13,6 @@ from ckptfmt.errors import Code, err
 from ckptfmt.group import Group
 from ckptfmt.read.sharing import Message, refuse_sharing
 
-__all__ = ["TorchPeers", "open_peers"]
-
 
 class TorchPeers:
     """See `ckptfmt.read.sharing.Peers`.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from ckptfmt.write.image import Image
 
-__all__ = ["SlotBlocks", "Watched"]
-
 #: For how many fillings at most a tensor is only copied. Dense training changes every block at every step, and then
 #: digests tell nothing; what is left of looking after it is two of 18 fillings.
 _LONGEST_PAUSE: Final = 16

@@ -8,8 +8,6 @@ import torch
 
 from ckptfmt.errors import Code, err
 
-__all__ = ["inner_tensors", "is_registered", "register_flatten"]
-
 _REGISTERED: Final[set[type[torch.Tensor]]] = set()
 
 

@@ -22,30 +22,6 @@ from ckptfmt.layout import placements as layout
 from ckptfmt.layout.placements import LocalPiece
 from ckptfmt.layout.read_plan import find_stretch
 
-__all__ = [
-    "DTYPE_NAMES",
-    "TORCH_DTYPES",
-    "TorchSink",
-    "TorchSource",
-    "address_of",
-    "allocate",
-    "check_tensor",
-    "declared_by",
-    "device_of",
-    "devices_of",
-    "dtype_name",
-    "is_distributed",
-    "is_meta",
-    "is_plain",
-    "local_of",
-    "memory_of",
-    "meshes_of",
-    "pieces_of",
-    "sink_of",
-    "source_of",
-    "storage_of",
-]
-
 #: Those dtypes of the format that this torch has.
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, name) for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["flags", "local_facts", "versions", "world_size"]
-
 #: Attributes below `torch`; a callable is called without arguments.
 _FLAGS: Final = (
     "are_deterministic_algorithms_enabled",

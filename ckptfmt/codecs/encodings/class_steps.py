@@ -12,8 +12,6 @@ from ckptfmt.codecs.encodings.sets import dump_low_bits, take_low_bits
 from ckptfmt.codecs.encodings.sparse import dump_changes, take_changes
 from ckptfmt.codecs.encodings.strings import Source, pack_bits
 
-__all__ = ["dump_steps", "take_steps"]
-
 #: The first byte of steps that are stored as changes.
 _CHANGES: Final = 0xFF
 #: Where nine of ten steps are below this, most are 0 or next to it.

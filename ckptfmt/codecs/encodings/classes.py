@@ -13,8 +13,6 @@ from ckptfmt.codecs.encodings.class_steps import dump_steps, take_steps
 from ckptfmt.codecs.encodings.lanes import Lane, Words, apply_steps, steps_between
 from ckptfmt.codecs.encodings.strings import Bytes, Source
 
-__all__ = ["dump_classes", "take_classes"]
-
 #: So many lanes are sorted at once: they and their order stay in a processor's cache.
 _PART: Final = 1 << 16
 _CLASSES: Final = 32

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from ckptfmt.dtypes import DTYPES
 
-__all__ = ["LANES", "Lane", "Words", "apply_steps", "steps_between"]
-
 #: Lanes at a time: what is computed on the way stays in the processor's cache.
 _PIECE: Final = 1 << 15
 

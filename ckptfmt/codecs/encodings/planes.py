@@ -10,8 +10,6 @@ from ckptfmt.codecs.encodings.lanes import Words
 from ckptfmt.codecs.encodings.sets import dump_set, take_set
 from ckptfmt.codecs.encodings.strings import Bytes, Source, dump_string
 
-__all__ = ["dump_plane", "dump_planes", "take_plane", "take_planes"]
-
 #: The first byte of a plane that is a set of places, and the bytes there.
 _SCATTERED: Final = 3
 _MOSTLY_ZERO: Final = 0.4

@@ -14,8 +14,6 @@ from ckptfmt.codecs.encodings.sparse import dump_changes, take_changes
 from ckptfmt.codecs.encodings.strings import Source
 from ckptfmt.errors import Code, err
 
-__all__ = ["ENCODINGS", "NEEDS_BASE", "QUICK", "choose", "decode", "encode"]
-
 #: The closed registry. Each but the first is a reader feature of the same name. Spec: REQ-ENC-001, REQ-ENC-002.
 ENCODINGS: Final = ("raw", "planes", "xor", "difference", "sparse", "classes")
 #: Those that say what changed since a base.

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from ckptfmt.codecs.encodings.strings import Source, dump_number, dump_string, pack_bits
 
-__all__ = ["Places", "dump_low_bits", "dump_set", "take_low_bits", "take_set"]
-
 #: Increasing places.
 Places = NDArray[np.intp]
 

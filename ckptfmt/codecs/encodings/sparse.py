@@ -11,8 +11,6 @@ from ckptfmt.codecs.encodings.planes import dump_plane, dump_planes, take_plane,
 from ckptfmt.codecs.encodings.sets import Places, dump_set, take_set
 from ckptfmt.codecs.encodings.strings import Source, pack_bits
 
-__all__ = ["dump_changes", "take_changes"]
-
 _LEVELS: Final = 15
 #: Fewer than these are worth no frame: a set costs them less than its histogram.
 _FEW: Final = 512

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["FILL", "FRAME", "RAW", "Bytes", "Source", "dump_number", "dump_string", "pack_bits"]
-
 Bytes = NDArray[np.uint8]
 
 #: The first byte of a string that isn't empty.

@@ -9,17 +9,6 @@ from numpy.typing import NDArray
 
 from ckptfmt.errors import Code, err
 
-__all__ = [
-    "Doubles",
-    "Floats",
-    "bits_of",
-    "check_float_environment",
-    "from_low",
-    "multiply_add",
-    "round_low",
-    "without_nan",
-]
-
 #: binary32, and what is on its way to it.
 Floats: TypeAlias = NDArray[np.float32]
 Doubles: TypeAlias = NDArray[np.float64]

@@ -16,8 +16,6 @@ from ckptfmt.codecs.prediction.rule import FIRST_MOMENT, LOW, Rule, role_dtype, 
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
-__all__ = ["GROUP_ENCODINGS", "decode_member", "encode_member", "predict_member"]
-
 #: Encodings that only the first member of a group may have, beside those of all blocks. Spec: REQ-PRE-013.
 GROUP_ENCODINGS: Final = ("gradient",)
 

@@ -15,8 +15,6 @@ from ckptfmt.codecs.prediction.rule import COPY, LOW
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef
 
-__all__ = ["Members", "find_members"]
-
 #: Dtype and global shape of each tensor.
 Tensors = Mapping[TensorKey, tuple[str, tuple[int, ...]]]
 #: Plain value of each leaf, by field, name and scope.

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from ckptfmt.codecs.prediction.floats import Floats, from_low, multiply_add, round_low, without_nan
 from ckptfmt.codecs.prediction.rule import COPY, FIRST_MOMENT, LOW, Rule
 
-__all__ = ["Step", "needed_bases"]
-
 #: Contents by role: binary32, or the bits of a copy.
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 

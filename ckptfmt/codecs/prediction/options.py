@@ -10,8 +10,6 @@ import numpy as np
 from ckptfmt.codecs.prediction.rule import Rule
 from ckptfmt.documents.tree import InlineArray
 
-__all__ = ["list_templates"]
-
 _FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 
 

@@ -10,8 +10,6 @@ from ckptfmt import limits
 from ckptfmt.documents.tree import dump_tree, parse_tree
 from ckptfmt.errors import CkptError, Code, err
 
-__all__ = ["COPY", "FIRST_MOMENT", "GRADIENTS", "LOW", "RULE_NBYTES", "Rule", "role_dtype", "roles"]
-
 #: Precisions of 16 bits.
 LOW: Final = ("bfloat16", "float16")
 #: What the gradient's own precision may be.

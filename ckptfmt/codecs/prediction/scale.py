@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from ckptfmt.codecs.prediction.floats import Doubles
 
-__all__ = ["DIGITS", "factor_candidates"]
-
 #: Significant binary digits of each precision.
 DIGITS: Final = {"bfloat16": 8, "float16": 11}
 

@@ -16,8 +16,6 @@ from ckptfmt.codecs.prediction.rule import COPY, FIRST_MOMENT, LOW, Rule, roles
 from ckptfmt.codecs.prediction.scale import DIGITS, factor_candidates
 from ckptfmt.errors import Code, err
 
-__all__ = ["Sample", "find_rule"]
-
 #: Base and new content of one member.
 Sample: TypeAlias = tuple[memoryview, memoryview]
 

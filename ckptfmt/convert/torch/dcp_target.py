@@ -24,8 +24,6 @@ from ckptfmt.convert.content import LeftOut, Memory, Tensor, map_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
-__all__ = ["plan_flat", "write_directory"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flat:

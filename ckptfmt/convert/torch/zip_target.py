@@ -26,8 +26,6 @@ from ckptfmt.convert.torch_archive import begin_of
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size
 from ckptfmt.errors import Code, err
 
-__all__ = ["check_dtype", "fit", "iter_tensors", "write_file"]
-
 #: What torch's careful unpickler makes again.
 _PLAIN: Final = frozenset({type(None), bool, float, str, bytes, complex, bytearray})
 #: It reads integers of so many bits, a sign among them.
