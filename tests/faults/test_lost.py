@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckptfmt.checkpointer import Checkpointer
-from ckptfmt.errors import CkptError
+from ckptfmt.errors import CkptError, error_from_json
 from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.process import start_helper
 from ckptfmt.trainer import links
@@ -82,7 +82,7 @@ def test_failure_that_comes_while_the_next_save_begins_ends_no_thread(run, monke
         if threading.current_thread() is not threading.main_thread():
             heard.set()
             assert begun.wait(PATIENCE_S)
-        return links.error_of(told)
+        return error_from_json(told)
 
     def begin_and_tell(background, *args):
         lent = begin(background, *args)
@@ -96,7 +96,7 @@ def test_failure_that_comes_while_the_next_save_begins_ends_no_thread(run, monke
             raise MemoryError
         finish(copy)
 
-    monkeypatch.setattr("ckptfmt.trainer.background.error_of", wait_for_begin)
+    monkeypatch.setattr("ckptfmt.trainer.background.error_from_json", wait_for_begin)
     monkeypatch.setattr(Background, "begin", begin_and_tell)
     monkeypatch.setattr(HostCopy, "finish", fail_once)
     with Checkpointer(run, toy.state, saver="thread", deadline_s=PATIENCE_S / 3) as checkpointer:
