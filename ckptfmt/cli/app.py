@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from ckptfmt.cli.console import Console, clean
-from ckptfmt.errors import CkptError
+from ckptfmt.cli.console import Console, clean, print_json, version_members
+from ckptfmt.errors import CkptError, Code, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,17 +51,32 @@ def run(argv: list[str]) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
+    """Run a command: a module of that name here, of which only the one that runs is imported."""
     if argv[:1] == ["demo"]:  # it has a parser of its own
-        from ckptfmt.cli.demo import run_demo
+        from ckptfmt.demo import main
 
-        return run_demo(argv[1:])
+        return main(argv[1:])
     if argv[:1] == ["conformance"]:  # so has it
-        from ckptfmt.cli.conformance import run_conformance
-
-        return run_conformance(argv[1:])
+        return _run_conformance(argv[1:])
     arguments = _parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], int] = arguments.run
+    command: Callable[[argparse.Namespace], int] = import_module(f"ckptfmt.cli.{arguments.command}").run
     return command(arguments)
+
+
+def _run_conformance(argv: list[str]) -> int:
+    """Hand over to the conformance suite. Raises: StateError(STATE_UNSUPPORTED) where it isn't installed."""
+    try:
+        from ckptfmt_conformance.__main__ import main
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "ckptfmt_conformance":
+            raise
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            "the conformance suite isn't installed",
+            where="ckptfmt_conformance",
+            remedy="Install the wheel of ckptfmt again; in a checkout, run `make venv`.",
+        ) from error
+    return main(argv, program="python -m ckptfmt conformance")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,16 +95,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_bases(validate)
     validate.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     validate.add_argument("--quiet", action="store_true", help="no text and no progress: only the exit code")
-    validate.set_defaults(run=_validate)
+    validate.set_defaults(command="validate")
 
     inspect = commands.add_parser("inspect", help="what is in a checkpoint, or in a run")
     _add_inspect_arguments(inspect)
-    inspect.set_defaults(run=_inspect)
+    inspect.set_defaults(command="inspect")
 
     log = commands.add_parser("log", help="the checkpoints of a run and their lineage, newest first")
     log.add_argument("path", metavar="RUN", help="directory of a run")
     log.add_argument("--json", action="store_true", help="print one JSON object, for programs")
-    log.set_defaults(run=_log)
+    log.set_defaults(command="log")
 
     compact = commands.add_parser(
         "compact",
@@ -96,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Make a full checkpoint of a delta, a few MiB in memory at a time: outside of a run, or in it.",
     )
     _add_compact_arguments(compact)
-    compact.set_defaults(run=_compact)
+    compact.set_defaults(command="compact")
 
     diff = commands.add_parser(
         "diff",
@@ -105,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         " Exit code 0: the same; 1: they differ; 2: they couldn't be compared, or one of them is damaged.",
     )
     _add_diff_arguments(diff)
-    diff.set_defaults(run=_diff)
+    diff.set_defaults(command="diff")
 
     convert = commands.add_parser(
         "convert",
@@ -113,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Convert a checkpoint, a few MiB in memory at a time. What the target can't hold is listed.",
     )
     _add_convert_arguments(convert)
-    convert.set_defaults(run=_convert)
+    convert.set_defaults(command="convert")
     return parser
 
 
@@ -188,68 +204,13 @@ def _add_bases(parser: argparse.ArgumentParser) -> None:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from ckptfmt.cli.versions import version_members
-
         members = version_members()
         print(f"ckptfmt {members['version']} (format {members['format']})")
         parser.exit()
 
 
-def _validate(arguments: argparse.Namespace) -> int:
-    from ckptfmt.cli.validate import run_validate
-
-    return run_validate(arguments.path, bases=arguments.bases, as_json=arguments.json, quiet=arguments.quiet)
-
-
-def _inspect(arguments: argparse.Namespace) -> int:
-    from ckptfmt.cli.inspect import run_inspect
-
-    return run_inspect(
-        arguments.path,
-        bases=arguments.bases,
-        as_json=arguments.json,
-        pattern=arguments.tensors,
-        field=arguments.field,
-    )
-
-
-def _convert(arguments: argparse.Namespace) -> int:
-    from ckptfmt.cli.convert import run_convert
-
-    return run_convert(arguments)
-
-
-def _compact(arguments: argparse.Namespace) -> int:
-    from ckptfmt.cli.compact import run_compact
-
-    return run_compact(
-        arguments.path, out=arguments.out, take_over=arguments.take_over, bases=arguments.bases, as_json=arguments.json
-    )
-
-
-def _diff(arguments: argparse.Namespace) -> int:
-    from ckptfmt.cli.diff import run_diff
-
-    return run_diff(
-        arguments.one,
-        arguments.other,
-        field=arguments.field,
-        bases=arguments.bases,
-        as_json=arguments.json,
-        verify=arguments.verify,
-    )
-
-
-def _log(arguments: argparse.Namespace) -> int:
-    from ckptfmt.cli.log import run_log
-
-    return run_log(arguments.path, as_json=arguments.json)
-
-
 def _fail(error: CkptError, *, as_json: bool) -> int:
     if as_json:
-        from ckptfmt.cli.versions import print_json
-
         print_json({"error": error.as_json()})
     place = f" at {error.where}" if error.where else ""
     clause = f" [{error.requirement}]" if error.requirement else ""

@@ -7,25 +7,20 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptfmt.api import FULL_ALREADY, compact, open_checkpoint
-from ckptfmt.cli.console import Console, bytes_text, clean
+from ckptfmt.cli.console import Console, bytes_text, clean, print_json
 from ckptfmt.cli.progress import Progress
 from ckptfmt.errors import CkptError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
 
 
-def run_compact(path: str, *, out: str | None, take_over: bool, bases: Sequence[str], as_json: bool) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Make a delta full, print what was done, and return the exit code.
-
-    Args:
-        path: of a checkpoint, or of a run.
-        out: of the full one; None to write it into the run.
-        take_over: whether it is written into the run.
-        bases: paths of where else to look for what it reads from.
 
     Raises: CkptError of any kind; then nothing was committed.
     """
+    path, take_over = arguments.path, arguments.take_over
 
     def total_nbytes() -> int | None:
         """Return how much is written; in a run it is checked as well, and nobody knows how much that is."""
@@ -36,11 +31,11 @@ def run_compact(path: str, *, out: str | None, take_over: bool, bases: Sequence[
 
     begin_s = time.perf_counter()
     with Progress(total_nbytes, quiet=False) as progress:
-        report = compact(path, out=out, take_over=take_over, bases=bases, on_progress=progress.advance)
+        report = compact(
+            path, out=arguments.out, take_over=take_over, bases=arguments.bases, on_progress=progress.advance
+        )
     elapsed_s = time.perf_counter() - begin_s
-    if as_json:
-        from ckptfmt.cli.versions import print_json
-
+    if arguments.json:
         checked = "registers" if report.reason == FULL_ALREADY else "bytes"
         print_json({"source": path, "checked": checked, **dataclasses.asdict(report), "elapsed_s": round(elapsed_s, 6)})
         return 0

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import sys
 from typing import IO, TYPE_CHECKING, Final
 
+from ckptfmt import limits
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ckptfmt.errors import CkptError
 
@@ -202,3 +205,15 @@ def print_errors(console: Console, errors: Iterable[CkptError], style: str) -> N
             console.line(*cells, f"  {clean(error.detail)}")
         if remedy:
             console.line((f"  remedy: {clean(remedy)}", "dim"))
+
+
+def version_members() -> dict[str, str]:
+    """Return the members that every object begins with."""
+    import ckptfmt
+
+    return {"version": getattr(ckptfmt, "__version__", "unknown"), "format": limits.FORMAT_VERSION}
+
+
+def print_json(members: Mapping[str, object]) -> None:
+    """Print one object: ASCII, so that no terminal and no encoding changes it; no NaN."""
+    print(json.dumps({**version_members(), **members}, indent=2, allow_nan=False))

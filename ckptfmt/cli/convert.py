@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from ckptfmt.api import open_checkpoint
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_json
 from ckptfmt.cli.progress import Progress
 from ckptfmt.convert.converting import plan_conversion
 from ckptfmt.convert.hf import parse_nbytes
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SHOWN: Final = 4
 
 
-def run_convert(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Convert, print what was done and what was left out, and return the exit code.
 
     Raises: CkptError of any kind; then there is no target.
@@ -68,8 +68,6 @@ def _refusal(conversion: Conversion) -> Exception:
 
 
 def _print_json(conversion: Conversion, elapsed_s: float) -> None:
-    from ckptfmt.cli.versions import print_json
-
     print_json(
         {
             "source": {"path": conversion.source, "kind": conversion.source_kind},

@@ -13,14 +13,14 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.api import open_checkpoint
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_errors, share_text
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_errors, print_json, share_text
+from ckptfmt.cli.places import check_field
 from ckptfmt.cli.progress import Progress
 from ckptfmt.documents.manifest import FIELDS
-from ckptfmt.errors import Code, err
 from ckptfmt.read.comparison import Comparison, TensorDifference, ValueDifference, compare
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
 
     from ckptfmt.cli.console import Cell
     from ckptfmt.read.reader import Checkpoint
@@ -30,36 +30,28 @@ _SHOWN: Final = 60
 _DIGITS: Final = ".3g"
 
 
-def run_diff(
-    one: str, other: str, *, field: str | None, bases: Sequence[str], as_json: bool, verify: bool = False
-) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Compare two checkpoints, print how they differ, and return the exit code.
 
     It is 0 if they don't, 1 if they do, 2 if one of them is damaged.
 
-    Args:
-        one, other: paths of checkpoints, or of runs for their newest.
-        field: compare this field alone.
-        bases: paths of where else to look for what they read from.
-        verify: whether every byte of both is read and compared with its digest.
-
     Raises: CkptError of any kind where one of them can't be read.
     """
-    if field is not None and field not in FIELDS:
-        raise err(Code.ARGUMENT, "no such field", where=field, remedy=f"One of {', '.join(FIELDS)}.")
+    check_field(arguments.field)
+    bases, verify, paths = arguments.bases, arguments.verify, (arguments.one, arguments.other)
     begin_s = time.perf_counter()
-    with open_checkpoint(one, bases=bases) as first, open_checkpoint(other, bases=bases) as second:
+    with open_checkpoint(paths[0], bases=bases) as first, open_checkpoint(paths[1], bases=bases) as second:
         total_nbytes = (first.manifest.nbytes + second.manifest.nbytes) // 2
         if verify:
             total_nbytes += first.manifest.stored_nbytes + second.manifest.stored_nbytes
         with Progress(lambda: total_nbytes, quiet=False) as progress:
-            fields = FIELDS if field is None else (field,)
+            fields = FIELDS if arguments.field is None else (arguments.field,)
             found = compare(first, second, fields=fields, verify=verify, on_progress=progress.advance)
         elapsed_s = time.perf_counter() - begin_s
-        if as_json:
-            _print_json((one, other), (first, second), found, elapsed_s)
+        if arguments.json:
+            _print_json(paths, (first, second), found, elapsed_s)
         else:
-            _print_text((one, other), (first, second), found, elapsed_s)
+            _print_text(paths, (first, second), found, elapsed_s)
     return 2 if found.is_damaged else 0 if found.is_same else 1
 
 
@@ -69,8 +61,6 @@ def run_diff(
 def _print_json(
     paths: tuple[str, str], sides: tuple[Checkpoint, Checkpoint], found: Comparison, elapsed_s: float
 ) -> None:
-    from ckptfmt.cli.versions import print_json
-
     print_json(
         {
             **{

@@ -13,19 +13,20 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text, share_text, time_text
-from ckptfmt.cli.places import open_bases, open_place
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_json, share_text, time_text
+from ckptfmt.cli.places import check_field, open_bases, open_place
 from ckptfmt.cli.rows import group_tensors, list_tensors
 from ckptfmt.cli.values import dump_view, iter_lines
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.manifest import FIELDS
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError
 from ckptfmt.features import ENCODINGS
 from ckptfmt.read.reader import Checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import argparse
+    from collections.abc import Callable
 
     from ckptfmt.cli.console import Cell
     from ckptfmt.cli.rows import TensorRow
@@ -45,28 +46,20 @@ _TENSOR_LINES: Final = 10_000
 _LISTED_BOXES: Final = 200_000
 
 
-def run_inspect(path: str, *, bases: Sequence[str] = (), as_json: bool, pattern: str | None, field: str | None) -> int:
-    """Show what is at `path` and return the exit code.
-
-    Args:
-        path: of a checkpoint, or of a run.
-        bases: paths of where else to look for what it reads from.
-        as_json: print one JSON object.
-        pattern: list each tensor whose name matches, as in a shell; None for rows of like ones.
-        field: show only this field, and all of it.
+def run(arguments: argparse.Namespace) -> int:
+    """Show what is in a checkpoint or run, and return the exit code.
 
     Raises: IntegrityError(NOT_COMMITTED and others), FormatError, StateError(ARGUMENT), StoreError.
     """
-    if field is not None and field not in FIELDS:
-        raise err(Code.ARGUMENT, "no such field", where=field, remedy=f"One of {', '.join(FIELDS)}.")
-    place = open_place(path)
+    check_field(arguments.field)
+    place = open_place(arguments.path)
     if place.is_run:
         from ckptfmt.cli.log import show_summary
 
-        return show_summary(place, as_json=as_json)
-    checkpoint = Checkpoint(place.store, bases=open_bases(bases))
-    view = _View(path=path, checkpoint=checkpoint, pattern=pattern, field=field)
-    if as_json:
+        return show_summary(place, as_json=arguments.json)
+    checkpoint = Checkpoint(place.store, bases=open_bases(arguments.bases))
+    view = _View(path=arguments.path, checkpoint=checkpoint, pattern=arguments.tensors, field=arguments.field)
+    if arguments.json:
         _print_json(view)
     else:
         _print_text(view, Console())
@@ -75,7 +68,13 @@ def run_inspect(path: str, *, bases: Sequence[str] = (), as_json: bool, pattern:
 
 @dataclasses.dataclass(kw_only=True)
 class _View:
-    """What was asked for, and what couldn't be read of it."""
+    """What was asked for, and what couldn't be read of it.
+
+    Attributes:
+        path: of the checkpoint, as it was given.
+        pattern: list each tensor whose name matches, as in a shell; None for rows of like ones.
+        field: show only this field, and all of it.
+    """
 
     path: str
     checkpoint: Checkpoint
@@ -170,8 +169,6 @@ class _View:
 
 
 def _print_json(view: _View) -> None:
-    from ckptfmt.cli.versions import print_json
-
     checkpoint, manifest = view.checkpoint, view.checkpoint.manifest
     files = view.files()
     claim, lowered_by = view.claim()

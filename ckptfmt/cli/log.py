@@ -10,8 +10,7 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text, share_text, time_text
-from ckptfmt.cli.graph import draw_graph
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_json, share_text, time_text
 from ckptfmt.cli.places import Place, open_run_place
 from ckptfmt.commit.waiting import describe_savers, list_held
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
@@ -26,7 +25,8 @@ from ckptfmt.run.lineage import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import argparse
+    from collections.abc import Callable, Sequence
 
     from ckptfmt.cli.console import Cell
     from ckptfmt.documents.run import Launch, Run
@@ -37,14 +37,14 @@ _STYLES: Final = {"committed": "green", "unfinished": "yellow", "aborted": "dim"
 _MARKS: Final = {"committed": "o", "unfinished": "x", "aborted": "x", "retired": "-", "unreadable": "!"}
 
 
-def run_log(path: str, *, as_json: bool) -> int:
-    """Show the checkpoints of the run at `path` and return the exit code: 2 if some record can't be read.
+def run(arguments: argparse.Namespace) -> int:
+    """Show the checkpoints of a run and return the exit code: 2 if some record can't be read.
 
     Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError.
     """
-    place = open_run_place(path)
+    place = open_run_place(arguments.path)
     history = _read_history(place)
-    if as_json:
+    if arguments.json:
         _print_json(place, history)
     else:
         console = Console()
@@ -187,8 +187,6 @@ def _short(digest: str) -> str:
 
 
 def _print_json(place: Place, history: _History) -> None:
-    from ckptfmt.cli.versions import print_json
-
     head, parents = history.head, history.parents()
     print_json(
         {
@@ -338,3 +336,53 @@ def _print_problems(console: Console, history: _History) -> None:
     for problem in history.problems:
         console.line()
         console.line(("unreadable", "red bold"), f"  {clean(str(problem))}")
+
+
+def draw_graph(nodes: Sequence[tuple[str, str | None, str]]) -> list[list[str]]:
+    """Return, for each node, the lines that stand before its text: the last of them is the node's own.
+
+    Args:
+        nodes: name, parent's name (None for a root) and mark; each parent stands after its children.
+
+    >>> for lines in draw_graph([("d", "a", "*"), ("c", "b", "o"), ("b", "a", "o"), ("a", None, "*")]):
+    ...     print(lines)
+    ['*']
+    ['| o']
+    ['| o']
+    ['|/', '*']
+    """
+    names = {name for name, _, _ in nodes}
+    lanes: list[str] = []  # each the name of the node that the lane leads to
+    drawn = []
+    for name, parent, mark in nodes:
+        lines = []
+        while lanes.count(name) > 1:
+            lines.append(_merge(lanes, name))
+        if name not in lanes:
+            lanes.append(name)
+        lane = lanes.index(name)
+        lines.append(" ".join(mark if number == lane else "|" for number in range(len(lanes))))
+        if parent in names and parent is not None:
+            lanes[lane] = parent
+        else:
+            del lanes[lane]
+        names.discard(name)
+        drawn.append(lines)
+    return drawn
+
+
+def _merge(lanes: list[str], name: str) -> str:
+    """Let the last lane that leads to `name` run into the one before that does; return the line that shows it.
+
+    Lane i stands in column 2i. What lies between is crossed; what lies to the right moves up.
+    """
+    target, last = [number for number, leads_to in enumerate(lanes) if leads_to == name][-2:]
+    line = [" "] * (2 * len(lanes))
+    for number in range(len(lanes)):
+        if number < last:
+            line[2 * number] = "|"
+            line[2 * number + 1] = "_" if target <= number < last - 1 else " "
+        else:
+            line[2 * number - 1] = "/"
+    del lanes[last]
+    return "".join(line).rstrip()

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptfmt.documents.manifest import MANIFEST_NAME
+from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store import open_store
@@ -77,3 +77,9 @@ def open_run_place(path: str) -> Place:
             remedy="Give the directory of a run; `python -m ckptfmt inspect` shows a checkpoint.",
         )
     return place
+
+
+def check_field(field: str | None) -> None:
+    """Refuse a name that isn't that of a field. Raises: StateError(ARGUMENT)."""
+    if field is not None and field not in FIELDS:
+        raise err(Code.ARGUMENT, "no such field", where=field, remedy=f"One of {', '.join(FIELDS)}.")

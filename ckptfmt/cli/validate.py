@@ -11,7 +11,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Final
 
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_errors
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_errors, print_json
 from ckptfmt.cli.places import Place, open_bases, open_place
 from ckptfmt.cli.progress import Progress
 from ckptfmt.commit.decision import read_register
@@ -23,6 +23,7 @@ from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.lineage import check_surroundings, list_checkpoints
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
     from ckptfmt.cli.console import Cell
@@ -52,20 +53,17 @@ class _Outcome:
         return "invalid" if self.violations else "valid"
 
 
-def run_validate(path: str, *, bases: Sequence[str] = (), as_json: bool, quiet: bool) -> int:
-    """Check what is at `path`, print what is found, and return the exit code.
-
-    Args:
-        bases: paths of where else to look for what it reads from.
+def run(arguments: argparse.Namespace) -> int:
+    """Check a checkpoint or a run, print what is found, and return the exit code.
 
     Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError where there is nothing to check.
     """
-    place, stores = open_place(path), open_bases(bases)
-    with Progress(lambda: _total_nbytes(place, stores), quiet=quiet) as progress:
+    place, stores = open_place(arguments.path), open_bases(arguments.bases)
+    with Progress(lambda: _total_nbytes(place, stores), quiet=arguments.quiet) as progress:
         outcome = _check(place, stores, progress.advance)
-    if as_json:
+    if arguments.json:
         _print_json(outcome)
-    elif not quiet:
+    elif not arguments.quiet:
         _print_text(outcome)
     return _EXIT_CODES[outcome.verdict]
 
@@ -105,8 +103,6 @@ def _total_nbytes(place: Place, bases: Sequence[Store]) -> int | None:
 
 
 def _print_json(outcome: _Outcome) -> None:
-    from ckptfmt.cli.versions import print_json
-
     report = outcome.report
     own = {
         "valid": not report.own_violation_count,

@@ -122,7 +122,7 @@ def test_main_takes_the_arguments_of_the_process(monkeypatch, capsys):
 
 
 def test_the_demo_takes_its_own_options(monkeypatch):
-    monkeypatch.setattr("ckptfmt.cli.demo.run_demo", lambda argv: 7 if argv == ["--keep", "-h"] else 0)
+    monkeypatch.setattr("ckptfmt.demo.main", lambda argv: 7 if argv == ["--keep", "-h"] else 0)
 
     assert main(["demo", "--keep", "-h"]) == 7
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckptfmt.cli.console import bytes_text, clean, shorten, time_text
-from ckptfmt.cli.graph import draw_graph
+from ckptfmt.cli.log import draw_graph
 from ckptfmt.cli.rows import common_name
 from ckptfmt.cli.values import dump_view, iter_lines
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
