@@ -17,8 +17,7 @@ from ckptfmt.documents.canonical import check_version
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.msgpk import Weight, dump_packed_document, parse_packed_document
 from ckptfmt.documents.packed import Budget, Columns, Integers, dump_packed
-from ckptfmt.documents.sharding import Sharding
-from ckptfmt.documents.sharding_columns import parse_shardings, sharding_columns
+from ckptfmt.documents.sharding import Sharding, parse_shardings, sharding_columns
 from ckptfmt.documents.tables import (
     ORIGIN_KEYS,
     TENSOR_KEYS,

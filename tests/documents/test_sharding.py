@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.documents.packed import Columns, dump_packed
-from ckptfmt.documents.sharding import Sharding, rows_increase
-from ckptfmt.documents.sharding_columns import parse_shardings, sharding_columns
+from ckptfmt.documents.sharding import Sharding, parse_shardings, rows_increase, sharding_columns
 from ckptfmt.errors import Code
 from ckptfmt.layout.tiling import check_sharding
 from tests.builders import code_of, error_of, unpacked

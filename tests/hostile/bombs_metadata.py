@@ -16,8 +16,7 @@ from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME
 from ckptfmt.documents.msgpk import dump_msgpack
 from ckptfmt.documents.packed import dump_packed, dump_strings
-from ckptfmt.documents.sharding import Sharding
-from ckptfmt.documents.sharding_columns import sharding_columns
+from ckptfmt.documents.sharding import Sharding, sharding_columns
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.layout.merge import summarise
 from ckptfmt.store.memory import MemoryStore

@@ -11,8 +11,7 @@ from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, unfold
 from ckptfmt.documents.part import Part, PartFile
 from ckptfmt.documents.shard import plan_shard
-from ckptfmt.documents.sharding import Sharding
-from ckptfmt.documents.sharding_columns import parse_shardings, sharding_columns
+from ckptfmt.documents.sharding import Sharding, parse_shardings, sharding_columns
 from ckptfmt.documents.tree import TensorRef, dump_tree
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError
 from ckptfmt.read.reader import Checkpoint
