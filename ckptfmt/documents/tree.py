@@ -13,8 +13,8 @@ from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from ckptfmt import limits
-from ckptfmt.documents.compact_lists import pack_items, unpack_items
 from ckptfmt.documents.msgpk import check_msgpack, dump_mapless, parse_msgpack
+from ckptfmt.documents.packed import pack_items, unpack_items
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, FormatError, err
 

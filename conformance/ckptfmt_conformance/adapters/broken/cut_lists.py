@@ -14,7 +14,7 @@ CONVICTED_BY = (
     "trees/invalid/packed-within-a-character",
 )
 
-_unpack_items = original("ckptfmt.documents.compact_lists:unpack_items")
+_unpack_items = original("ckptfmt.documents.packed:unpack_items")
 
 
 def _unpack_whole(items: list[Any], where: Any) -> list[Any]:  # noqa: ANN401 - of the implementation

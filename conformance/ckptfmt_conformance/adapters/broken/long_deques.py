@@ -10,7 +10,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-TRE-001",)
 CONVICTED_BY = ("trees/invalid/packed-deque-too-long",)
 
-_unpack_items = original("ckptfmt.documents.compact_lists:unpack_items")
+_unpack_items = original("ckptfmt.documents.packed:unpack_items")
 _decoders: Any = original("ckptfmt.documents.tree:_DECODERS")
 
 

@@ -44,15 +44,15 @@ def _take(items: list[Any], where: Any) -> Any:  # noqa: ANN401 - of the impleme
 
 _decode_items = original("ckptfmt.documents.tree:_decode_items")
 _decoders: Any = original("ckptfmt.documents.tree:_DECODERS")
-_numbers: Any = original("ckptfmt.documents.compact_lists:_NUMBERS")
+_numbers: Any = original("ckptfmt.documents.packed:_NUMBERS")
 
 
 class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.documents.compact_lists:pack_items", _pack_nothing),
+        ("ckptfmt.documents.packed:pack_items", _pack_nothing),
         ("ckptfmt.documents.tree:_one_by_one", _take),
         ("ckptfmt.documents.tree:_DECODERS", {**_decoders, "l": _take}),
-        ("ckptfmt.documents.compact_lists:_NUMBERS", {**_numbers, "float32": "<f4"}),
+        ("ckptfmt.documents.packed:_NUMBERS", {**_numbers, "float32": "<f4"}),
     )
