@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckptfmt.commit.decision import check_base, create_once
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.manifest import Reference, pins_path
-from ckptfmt.documents.pins import Pins
+from ckptfmt.documents.run import Pins
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.read.decoding import Decoder, join_blocks
 from ckptfmt.read.reader import Checkpoint

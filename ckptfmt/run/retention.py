@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckptfmt import limits
 from ckptfmt.commit.decision import CONDEMNED, abort, retire, sweep
 from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_checkpoint_name
-from ckptfmt.documents.pins import Pins
+from ckptfmt.documents.run import Pins
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.features import REFERENCED, WRITER_FEATURES
 from ckptfmt.run.lineage import (

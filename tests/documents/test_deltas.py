@@ -22,7 +22,7 @@ from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Reference
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document
 from ckptfmt.documents.packed import dump_packed, dump_strings, fold, parse_packed, unfold
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
-from ckptfmt.documents.pins import Pins
+from ckptfmt.documents.run import Pins
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError
 from ckptfmt.features import DELTAS, ENCODINGS, GROUP_KINDS, NEEDS_BASE, PLAIN, READER_FEATURES

@@ -20,7 +20,7 @@ from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import checkpoint_name, pins_path
 from ckptfmt.documents.part import PartFile
-from ckptfmt.documents.pins import Pins
+from ckptfmt.documents.run import Pins
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run.retention import clean_up
 from ckptfmt.store.memory import Loss, MemoryStore

@@ -15,8 +15,7 @@ from ckptfmt.commit import decision as commit
 from ckptfmt.delta import base, chain
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import Origin, Reference, pins_path
-from ckptfmt.documents.pins import Pins
-from ckptfmt.documents.run import Run
+from ckptfmt.documents.run import Pins, Run
 from ckptfmt.saver.saver import Progress, Saver
 from ckptfmt.store.protocol import Store
 from tests.mutants.mutant import Mutant, replaced

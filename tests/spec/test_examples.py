@@ -22,8 +22,7 @@ from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import Manifest, parse_register
 from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, parse_packed
 from ckptfmt.documents.part import PACK_HEADER, Part
-from ckptfmt.documents.pins import Pins
-from ckptfmt.documents.run import Launch, Run
+from ckptfmt.documents.run import Launch, Pins, Run
 from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
 from ckptfmt.errors import CkptError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts

@@ -32,8 +32,7 @@ from ckptfmt.documents.manifest import parse_register
 from ckptfmt.documents.msgpk import open_packed_document, parse_msgpack
 from ckptfmt.documents.packed import Columns, parse_packed
 from ckptfmt.documents.part import Part
-from ckptfmt.documents.pins import Pins
-from ckptfmt.documents.run import Launch
+from ckptfmt.documents.run import Launch, Pins
 from ckptfmt.documents.run import Run as RunDocument
 from ckptfmt.documents.shard import parse_shard_header
 from ckptfmt.documents.tree import (
