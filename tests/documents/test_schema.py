@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from ckptfmt.documents.canonical import check_schema, schema_text
 from ckptfmt.documents.manifest import FIELDS
-from ckptfmt.documents.schema import check_schema, schema_text
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code
 from tests.builders import NONCE, RUN_ID, code_of, error_of

@@ -19,7 +19,7 @@ SCHEMAS = {path.name: path.read_bytes() for path in (ROOT / "spec" / "schema").g
 QUESTION = """
 import importlib.util, json, sys
 import ckptfmt
-from ckptfmt.documents.schema import schema_text
+from ckptfmt.documents.canonical import schema_text
 names = json.loads(sys.argv[1])
 print(json.dumps({
     "file": ckptfmt.__file__,
