@@ -19,7 +19,7 @@ from ckptfmt.data.draws import Draws, Walk
 from ckptfmt.data.mixture import Blocks, source_seed
 from ckptfmt.data.sample_digest import EMPTY, add_ledgers, ledger_of_samples
 from ckptfmt.documents.cursor import Ledger, Mixture, Plan, Source, check_rules
-from ckptfmt.documents.skips import PosSkip, SampleSkip, ShardSkip, Skip
+from ckptfmt.documents.cursor_map import PosSkip, SampleSkip, ShardSkip, Skip
 
 #: What is made of the sample at a position: it counts, it has weight zero, or it isn't there.
 COUNTS: Final = 1

@@ -28,8 +28,7 @@ from ckptfmt.documents.cursor import (
     parse_cursor,
     parse_mixture,
 )
-from ckptfmt.documents.cursor_map import CursorMap
-from ckptfmt.documents.skips import Policy, PosSkip, SampleSkip, ShardSkip, Skip
+from ckptfmt.documents.cursor_map import CursorMap, Policy, PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.errors import CkptError, Code, err
 
 #: Positions after which `advance` brings the ledger up to date, so that a save never has to catch up with many.

@@ -18,7 +18,7 @@ What each says:
 * `tail`: what a batch does that reaches the end of an epoch. ``carry`` goes on with the next epoch; ``drop`` leaves the
   rest of the epoch out; ``pad_masked`` fills the batch with samples of weight zero.
 * `vector_check` is a position and the sample there, by which a reader proves that it computes the same order.
-* `skips` are what is left out, each from a position on (`ckptfmt.documents.skips`).
+* `skips` are what is left out, each from a position on (`ckptfmt.documents.cursor_map`).
 * `ledger` is the multiset digest of all samples consumed (`ckptfmt.data.sample_digest`), the order left out.
 
 With a mixture of sources, the epochs are those of the sources, each of which has its own position:
@@ -43,8 +43,17 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias
 
 from ckptfmt import limits
-from ckptfmt.documents.cursor_map import CursorMap, check_ascending, refuse, show_value
-from ckptfmt.documents.skips import PosSkip, Skip, count_removed, dump_skip, parse_skips
+from ckptfmt.documents.cursor_map import (
+    CursorMap,
+    PosSkip,
+    Skip,
+    check_ascending,
+    count_removed,
+    dump_skip,
+    parse_skips,
+    refuse,
+    show_value,
+)
 from ckptfmt.errors import Code, err
 
 KIND: Final = "ckptfmt.data_cursor"

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from ckptfmt.data.course import COUNTS, HOLE, MASKED, Course
 from ckptfmt.documents.cursor import Mixture, Plan, Source, Stage
-from ckptfmt.documents.cursor_map import CursorMap
-from ckptfmt.documents.skips import parse_skips
+from ckptfmt.documents.cursor_map import CursorMap, parse_skips
 
 USES = {COUNTS: "counts", MASKED: "masked", HOLE: "hole"}
 

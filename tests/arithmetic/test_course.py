@@ -16,7 +16,7 @@ from ckptfmt.data.course import COUNTS, HOLE, Course
 from ckptfmt.data.sample_digest import add_ledgers
 from ckptfmt.data.shuffle import sample_indices
 from ckptfmt.documents.cursor import Mixture, Plan, Source, Stage
-from ckptfmt.documents.skips import PosSkip, SampleSkip, ShardSkip, Skip
+from ckptfmt.documents.cursor_map import PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.errors import CkptError, Code
 from conformance.generate import course as oracle
 from tests.arithmetic.cursors import USES, course_of, orders
