@@ -257,6 +257,7 @@ def _check_string(text: str, where: str, keys: tuple[str, ...]) -> None:
 
 # --- the JSON Schemas of spec/schema ----------------------------------------------------------------------------------
 
+
 def schema_text(name: str) -> str:
     """Return the text of ``<name>.schema.json``: from the wheel, or from the source tree beside the package."""
     shipped = resources.files("ckptfmt") / "_schema" / f"{name}.schema.json"
