@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ckptfmt.adapters.load_plan import Plan
 from ckptfmt.data.sampler import distributed_worker
-from ckptfmt.documents.foreign import Foreign, Per, dump_foreign, is_foreign, parse_foreign
+from ckptfmt.documents.cursor import Foreign, Per, dump_foreign, is_foreign, parse_foreign
 from ckptfmt.errors import Code, err
 
 

@@ -32,6 +32,14 @@ With a mixture of sources, the epochs are those of the sources, each of which ha
                  "stages": [{"from_pos": 0, "counts": {"books": 717, "code": 307}}]},
      ...}
 
+Another library's position in its data is opaque, and true for one number of workers alone:
+
+    {"kind": "ckptfmt.foreign_loader", "v": 1, "lib": "torchdata", "version": "0.11.0", "per": "worker",
+     "worker_count": 8, "state": {...}}
+
+`state` is whatever the library gave, and nothing but the library knows what it means. With `per` ``worker``, each
+worker saves its own, under its own scope; with ``run`` all save the same, and it counts over all of them.
+
 The clauses, REQ-CUR-001 and on, are those of ``spec/60-context.md``.
 """
 
@@ -415,3 +423,61 @@ def _check_count(cursor: Cursor, where: str) -> None:
     if count > position or (all_count and count != position):
         detail = f"{count} samples in the ledger, {position} positions committed"
         refuse(detail, f"{where}/ledger/count", "REQ-CUR-004" if all_count else "REQ-CUR-021")
+
+
+# --- another library's position ---------------------------------------------------------------------------------------
+
+_LOADER_KIND: Final = "ckptfmt.foreign_loader"
+_LOADER_VERSION: Final = 1
+
+Per: TypeAlias = Literal["worker", "run"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A loader's state, saved by `worker_count` workers: of each of them (`per` ``worker``), or of all at once."""
+
+    lib: str
+    version: str
+    per: Per
+    worker_count: int
+    state: object
+
+
+def is_foreign(tree: object) -> bool:
+    """Tell whether a value says that it is another library's position."""
+    return type(tree) is dict and tree.get("kind") == _LOADER_KIND
+
+
+def dump_foreign(foreign: Foreign) -> dict[str, Any]:
+    """Return the tree. Raises: CURSOR_FORM. Spec: REQ-CUR-022."""
+    members = {field.name: getattr(foreign, field.name) for field in dataclasses.fields(foreign)}
+    tree = {"kind": _LOADER_KIND, "v": _LOADER_VERSION, **members}
+    parse_foreign(tree)
+    return tree
+
+
+def parse_foreign(tree: object, *, where: str = "loader") -> Foreign:
+    """Return what a tree says.
+
+    Raises: CURSOR_FORM, VERSION_UNSUPPORTED.
+    Spec: REQ-CUR-022.
+    """
+    top = CursorMap.of(tree, where, clause="REQ-CUR-022")
+    if top.members.get("kind") != _LOADER_KIND:
+        refuse(f"not a loader's position: {show_value(top.members.get('kind'))}", f"{where}/kind", "REQ-CUR-022")
+    version = top.integer("v", limits.JSON_INTEGER)
+    if version != _LOADER_VERSION:
+        detail = f"version {version} of a loader's position; this reader knows {_LOADER_VERSION}"
+        raise err(Code.VERSION_UNSUPPORTED, detail, where=f"{where}/v", requirement="REQ-CUR-022")
+    top.check_names("kind", "v", "lib", "version", "per", "worker_count", "state")
+    per = top.text("per")
+    if per not in ("worker", "run"):
+        refuse(f"{per!r} is neither 'worker' nor 'run'", f"{where}/per", "REQ-CUR-022")
+    return Foreign(
+        lib=top.text("lib"),
+        version=top.text("version"),
+        per="worker" if per == "worker" else "run",
+        worker_count=top.integer("worker_count", limits.WRITERS, least=1),
+        state=top.members["state"],
+    )

@@ -10,9 +10,8 @@ from ckptfmt import limits
 from ckptfmt.commit.decision import read_register
 from ckptfmt.commit.waiting import describe_savers, list_held
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
-from ckptfmt.documents.cursor import parse_cursor
+from ckptfmt.documents.cursor import is_foreign, parse_cursor, parse_foreign
 from ckptfmt.documents.extents import Extent
-from ckptfmt.documents.foreign import is_foreign, parse_foreign
 from ckptfmt.documents.holdings import PartBox, PartTensor
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckptfmt.documents.foreign import dump_foreign, is_foreign, parse_foreign
+from ckptfmt.documents.cursor import dump_foreign, is_foreign, parse_foreign
 from ckptfmt.documents.tree import dump_tree, parse_tree
 from ckptfmt.errors import CkptError, Code
 

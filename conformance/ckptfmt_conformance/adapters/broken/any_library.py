@@ -13,7 +13,7 @@ CONVICTED_BY = (
     "context/invalid/loader-version-number",
 )
 
-_cursor_map: Any = original("ckptfmt.documents.foreign:CursorMap")
+_cursor_map: Any = original("ckptfmt.documents.cursor:CursorMap")
 
 
 class _Map(_cursor_map):  # type: ignore[misc]
@@ -29,4 +29,4 @@ class _Map(_cursor_map):  # type: ignore[misc]
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.documents.foreign:CursorMap", _Map),)
+    replacements = (("ckptfmt.documents.cursor:CursorMap", _Map),)

@@ -9,7 +9,7 @@ from ckptfmt_conformance.adapters.reference import CkptError, Code, Reference, o
 BREAKS = ("REQ-CUR-022",)
 CONVICTED_BY = ("context/valid/loader-named", "context/valid/loader-nameless")
 
-_parse_foreign = original("ckptfmt.documents.foreign:parse_foreign")
+_parse_foreign = original("ckptfmt.documents.cursor:parse_foreign")
 
 
 def _parse_named(tree: Any, **members: Any) -> Any:  # noqa: ANN401 - of the implementation
