@@ -23,8 +23,7 @@ from ckptfmt.delta.block_coder import BlockCoder, Coded
 from ckptfmt.delta.coders import coder_count
 from ckptfmt.delta.prediction_groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.digest import digest_at, digest_bytes
-from ckptfmt.documents.deltas import Group, StoredBlocks
-from ckptfmt.documents.extents import SAME, Extents
+from ckptfmt.documents.extents import SAME, Extents, Group, StoredBlocks
 from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count

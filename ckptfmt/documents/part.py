@@ -12,8 +12,9 @@ import numpy as np
 from ckptfmt import limits
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.canonical import check_version, dump_document, fit_string
-from ckptfmt.documents.deltas import (
+from ckptfmt.documents.extents import (
     GROUP_KEYS,
+    Files,
     Group,
     delta_features,
     dump_groups,
@@ -21,8 +22,8 @@ from ckptfmt.documents.deltas import (
     parse_encodings,
     parse_groups,
     parse_references,
+    total_of,
 )
-from ckptfmt.documents.extents import Files, total_of
 from ckptfmt.documents.holdings import Holdings, PartTensor, parse_holdings
 from ckptfmt.documents.manifest import Origin, Reference
 from ckptfmt.documents.msgpk import (

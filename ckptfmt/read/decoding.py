@@ -26,8 +26,7 @@ from ckptfmt.stage.collector import collector_paused
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from ckptfmt.documents.deltas import Group
-    from ckptfmt.documents.extents import Extent
+    from ckptfmt.documents.extents import Extent, Group
     from ckptfmt.documents.holdings import PartBox, PartTensor
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.part import Leaf, Part, Stream

@@ -15,8 +15,7 @@ from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.canonical import dump_document
-from ckptfmt.documents.deltas import Group, delta_features
-from ckptfmt.documents.extents import Extent
+from ckptfmt.documents.extents import Extent, Group, delta_features
 from ckptfmt.documents.holdings import PartBox, PartTensor
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Reference, pack_name, parse_register, pins_path
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document
