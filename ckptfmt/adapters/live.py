@@ -1,18 +1,148 @@
-"""A State looked at once: its units, what its modules hold, what its parameters are called, where its tensors lie."""
+"""A State looked at once: its parts, each with the way in which it is saved; its modules, parameters and devices."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from enum import Enum
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
-from ckptfmt.adapters.names import join_name, prefix_of
-from ckptfmt.adapters.units import Kind, Unit, walk
-from ckptfmt.errors import Code, err
-from ckptfmt.state import State
+from ckptfmt.adapters.names import GLOBAL, join_name, prefix_of, worker_scope
+from ckptfmt.adapters.own_tensors import is_piece
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.state import PerWorker, State
+
+
+class Kind(Enum):
+    """How a unit is saved and loaded."""
+
+    MODULE = "module"
+    OPTIMIZER = "optimizer"
+    STATEFUL = "stateful"
+    PIECE = "piece"
+    TREE = "tree"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Unit:
+    """One object of a State.
+
+    Attributes:
+        field: field that it is saved in.
+        path: keys under which it lies there; none for a whole field.
+        scope: ``global``, or that of this worker beneath a `PerWorker`.
+        kind: how it is saved.
+        value: the object.
+        put: replaces it where it lies; None where it can't be.
+    """
+
+    field: str
+    path: tuple[object, ...]
+    scope: str
+    kind: Kind
+    value: Any
+    put: Callable[[object], None] | None
+
+    @property
+    def name(self) -> str:
+        """The path as a name."""
+        return join_name(self.path)
+
+
+#: Containers that are walked through; what derives from them is an object of its own.
+_WALKED: Final = (dict, OrderedDict, list, tuple, deque)
+
+
+def walk(state: State, *, worker: int) -> Iterator[Unit]:
+    """Yield the units of weights, extra, optimizer and data, in the order in which they are loaded."""
+    walker = _Walker(worker_scope(worker))
+    yield from walker.units("weights", (), GLOBAL, state.weights, None)
+    extra = state.extra or {}
+    for key, value in extra.items():
+        yield from walker.units("optimizer", ("extra", key), GLOBAL, value, _putter(extra, key))
+    yield from walker.units("optimizer", (), GLOBAL, state.optimizer, None)
+    yield from walker.units("data", (), GLOBAL, state.data, None)
+
+
+class _Walker:
+    def __init__(self, own_scope: str) -> None:
+        self.own_scope = own_scope
+
+    def units(
+        self, field: str, path: tuple[object, ...], scope: str, value: object, put: Callable[[object], None] | None
+    ) -> Iterator[Unit]:
+        if value is None and not path:
+            return
+        if isinstance(value, PerWorker):
+            yield from self.units(field, path, self.own_scope, value.value, _attribute_putter(value))
+            return
+        if len(path) > limits.MSGPACK_DEPTH:
+            raise _too_deep(field, path)
+        side = torch_side()
+        value = value if side is None else side.unwrap_optimizer(value)
+        kind = _kind_of(value)
+        if kind is Kind.TREE and type(value) in _WALKED and not _is_plain(value):
+            for key, item in _items(value):
+                yield from self.units(field, (*path, key), scope, item, _putter(value, key))
+        else:
+            yield Unit(field=field, path=path, scope=scope, kind=kind, value=value, put=put)
+
+
+def _kind_of(value: object) -> Kind:
+    side = torch_side()
+    if side is not None and side.is_module(value):
+        return Kind.MODULE
+    if side is not None and side.is_plain_optimizer(value):
+        return Kind.OPTIMIZER
+    if is_piece(value):
+        return Kind.PIECE
+    stateful = not isinstance(value, type) and all(
+        callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
+    )
+    return Kind.STATEFUL if stateful else Kind.TREE
+
+
+def _is_plain(value: object, depth: int = 0) -> bool:
+    if isinstance(value, PerWorker) or _kind_of(value) is not Kind.TREE:
+        return False
+    # What nests too deeply is refused by name when it is encoded.
+    deep = type(value) in _WALKED and depth <= limits.MSGPACK_DEPTH
+    return not deep or all(_is_plain(item, depth + 1) for _, item in _items(value))
+
+
+def _too_deep(field: str, path: tuple[object, ...]) -> CkptError:
+    return err(
+        Code.DOC_DEPTH,
+        f"nests deeper than {limits.MSGPACK_DEPTH}",
+        where=f"{field}:{join_name(path[:4])}",
+        requirement="REQ-TRE-007",
+        remedy="Flatten the value, or break its cycle.",
+    )
+
+
+def _items(value: Any) -> list[tuple[object, object]]:  # noqa: ANN401 - one of the containers above
+    return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+
+
+def _putter(container: object, key: object) -> Callable[[object], None] | None:
+    if not isinstance(container, dict | list | deque):
+        return None
+
+    def put(value: object) -> None:
+        container[key] = value  # type: ignore[index]
+
+    return put
+
+
+def _attribute_putter(wrapper: PerWorker) -> Callable[[object], None]:
+    def put(value: object) -> None:
+        wrapper.value = value
+
+    return put
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

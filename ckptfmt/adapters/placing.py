@@ -1,4 +1,4 @@
-"""From trees to live values: into the ones that are there, or new ones."""
+"""From trees and tensors of a checkpoint to live values: into the ones that are there, or new ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, Final
 import numpy as np
 
 from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.live import Unit
 from ckptfmt.adapters.live_trees import FLATTENED
 from ckptfmt.adapters.load_plan import Plan
-from ckptfmt.adapters.names import key_text
+from ckptfmt.adapters.names import join_name, key_text
 from ckptfmt.adapters.numpy import Array, ArraySink, array_of, dtype_name
 from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
@@ -318,3 +319,53 @@ def _refill(live: Any, items: Any) -> None:  # noqa: ANN401 - a mutable containe
         live.extend(items)
     else:
         live.update(items)
+
+
+#: Fields whose mappings add up; elsewhere a mapping is one value, and the same on all workers.
+_FIELDS: Final = ("weights", "optimizer")
+
+
+def is_named_tensors(unit: Unit) -> bool:
+    """Tell whether a unit is a flat mapping from strings to tensors or arrays; an empty one is."""
+    side = torch_side()
+    return (
+        unit.field in _FIELDS
+        and type(unit.value) in (dict, OrderedDict)
+        and all(
+            type(key) is str and (isinstance(value, np.ndarray) or (side is not None and side.is_tensor(value)))
+            for key, value in unit.value.items()
+        )
+    )
+
+
+def plan_named_tensors(plan: Plan, unit: Unit) -> bool:
+    """Plan to fill such a mapping tensor by tensor, and say so.
+
+    Not where it was saved as one value by one worker, unless a part of it is chosen or its tensors have other names.
+
+    Problems: TENSOR_MISSING and those of `fill`.
+    """
+    saved_as_one = (unit.field, plan.renaming.saved_name(unit.name), unit.scope) in plan.checkpoint.leaves
+    as_one = saved_as_one and plan.worker_count == 1 and not plan.is_partial and not plan.renaming
+    if not is_named_tensors(unit) or as_one:
+        return False
+    for key, value in unit.value.items():
+        name = join_name((*unit.path, key))
+        chosen = plan.choose(unit.field, [name])
+        saved = plan.tensor(unit.field, chosen, unit.scope) if chosen else None
+        if saved is not None:
+            fill(plan, value, saved, name=name)
+        elif chosen:
+            renamed = "" if chosen[0] == name else f" as {chosen[0]}"
+            plan.problem(Code.TENSOR_MISSING, f"{unit.field}:{name}", f"not saved{renamed}")
+    take_named_leaf(plan, unit)
+    return True
+
+
+def take_named_leaf(plan: Plan, unit: Unit) -> None:
+    """Count the value by which one worker saved such a mapping as taken: it says no more than the tensors' names."""
+    key = (unit.field, plan.renaming.saved_name(unit.name), unit.scope)
+    if key in plan.checkpoint.leaves:
+        tree = plan.checkpoint.leaf(*key)
+        if isinstance(tree, dict) and all(isinstance(value, TensorRef) for value in tree.values()):
+            plan.taken_leaves.add(key)

@@ -16,8 +16,7 @@ import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.box import Box
-from ckptfmt.convert.bounds import member_of, tensor_budget, value_budget
-from ckptfmt.convert.content import Array, Content
+from ckptfmt.convert.content import Array, Content, member_of, tensor_budget, value_budget
 from ckptfmt.convert.pickles import DICT, ORDERED_DICT, Made, Named, parse_pickle
 from ckptfmt.convert.torch_archive import DTYPE_NAMES, Archive, StoredTensor, damaged, shape_of
 from ckptfmt.convert.torch_trees import Trees

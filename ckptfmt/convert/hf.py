@@ -14,8 +14,7 @@ from typing import Any, Final
 
 from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.box import Box
-from ckptfmt.convert.bounds import member_of
-from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree
+from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree, member_of
 from ckptfmt.convert.fields import assemble
 from ckptfmt.documents.shard import ShardEntry, plan_shard
 from ckptfmt.documents.tables import TensorKey

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters.names import key_text
-from ckptfmt.convert.bounds import Budget, tensor_budget, value_budget
-from ckptfmt.convert.content import Array, Content, LeftOut
+from ckptfmt.convert.content import Array, Budget, Content, LeftOut, tensor_budget, value_budget
 from ckptfmt.convert.pickles import COUNTER, DICT, FROZENSET, ORDERED_DICT, SET, Made
 from ckptfmt.convert.torch_archive import (
     DTYPE_NAMES,

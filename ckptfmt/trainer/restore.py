@@ -12,15 +12,13 @@ from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.choice import Patterns, Rename
 from ckptfmt.adapters.context import find_differences, local_facts, plain_config, topology
 from ckptfmt.adapters.data_loaders import may_load
-from ckptfmt.adapters.live import Live, optimizer_prefix
+from ckptfmt.adapters.live import Kind, Live, Unit, optimizer_prefix
 from ckptfmt.adapters.live_trees import Encoder, fingerprint
 from ckptfmt.adapters.load_plan import MISSING, Plan, Readable, Reading
-from ckptfmt.adapters.named import plan_named_tensors, take_named_leaf
 from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.adapters.own_tensors import plan_sink
-from ckptfmt.adapters.placing import Placer
+from ckptfmt.adapters.placing import Placer, plan_named_tensors, take_named_leaf
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
-from ckptfmt.adapters.units import Kind, Unit
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree

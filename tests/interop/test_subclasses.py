@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ckptfmt.adapters.standalone import load_trees
-from ckptfmt.adapters.torch import subclasses
+from ckptfmt.adapters.torch import tensors
 from ckptfmt.errors import StateError
 from ckptfmt.state import State
 from tests.interop.double import load, save
@@ -41,12 +41,12 @@ def pair(value):
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(subclasses, "_REGISTERED", set())
-    subclasses.register_flatten(Pair)
+    monkeypatch.setattr(tensors, "_REGISTERED", set())
+    tensors.register_flatten(Pair)
 
 
 def test_an_unregistered_class_is_refused_by_name_at_save_and_load(monkeypatch):
-    monkeypatch.setattr(subclasses, "_REGISTERED", set())
+    monkeypatch.setattr(tensors, "_REGISTERED", set())
     with pytest.raises(StateError, match=r"STATE_UNSUPPORTED.*Pair.*register_flatten"):
         save(State(weights={"x": pair(1)}))
     plain = save(State(weights={"x": torch.zeros(3)}))
@@ -56,7 +56,7 @@ def test_an_unregistered_class_is_refused_by_name_at_save_and_load(monkeypatch):
 
 def test_a_class_without_the_protocol_cannot_be_registered():
     with pytest.raises(StateError, match="ARGUMENT"):
-        subclasses.register_flatten(torch.Tensor)
+        tensors.register_flatten(torch.Tensor)
 
 
 @pytest.mark.usefixtures("registered")

@@ -6,8 +6,8 @@ import os
 from typing import Any
 from unittest import mock
 
+from ckptfmt.adapters import live as walk
 from ckptfmt.adapters import rng_streams as streams
-from ckptfmt.adapters import units as walk
 from ckptfmt.adapters.load_plan import Plan
 from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.data import sampler

@@ -11,12 +11,10 @@ from ckptfmt.adapters.torch.arrivals import plan_arrivals
 from ckptfmt.adapters.torch.devices import Devices
 from ckptfmt.adapters.torch.generators import generator_stream, global_streams, is_generator
 from ckptfmt.adapters.torch.guard import Guard
-from ckptfmt.adapters.torch.module_sinks import plan_entry, plan_module
-from ckptfmt.adapters.torch.module_sources import capture_entries, capture_module
+from ckptfmt.adapters.torch.module_tensors import capture_entries, capture_module, plan_entry, plan_module
 from ckptfmt.adapters.torch.modules import find_claim_limits, merge_tied, view_module
 from ckptfmt.adapters.torch.optimizers import capture_optimizer, is_plain_optimizer, plan_optimizer, unwrap_optimizer
 from ckptfmt.adapters.torch.process_group import open_peers
-from ckptfmt.adapters.torch.subclasses import inner_tensors, is_registered, register_flatten
 from ckptfmt.adapters.torch.tensors import (
     TORCH_DTYPES,
     allocate,
@@ -24,8 +22,11 @@ from ckptfmt.adapters.torch.tensors import (
     device_of,
     devices_of,
     dtype_name,
+    inner_tensors,
     is_meta,
+    is_registered,
     meshes_of,
+    register_flatten,
     sink_of,
     source_of,
 )

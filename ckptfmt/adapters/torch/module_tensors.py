@@ -1,19 +1,51 @@
-"""Putting a module's tensors back: in place where they are live, by its own hooks where those made them."""
+"""A module's tensors: captured for a save; put back in place, or by the hooks that made them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ckptfmt.adapters.live_trees import fingerprint
+from ckptfmt.adapters.live_trees import Encoder, fingerprint
 from ckptfmt.adapters.load_plan import MISSING, Plan
 from ckptfmt.adapters.placing import Placer, fill
 from ckptfmt.adapters.torch.modules import Entry, ModuleView
-from ckptfmt.adapters.torch.subclasses import inner_tensors
+from ckptfmt.adapters.torch.tensors import TorchSource, inner_tensors, source_of
 from ckptfmt.documents.index import IndexTensor
+from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
+
+
+def capture_entries(entries: Iterable[Entry], field: str) -> list[TorchSource]:
+    """Return the sources of live tensors; tied ones once, with their other names. Raises: StateError."""
+    sources = []
+    for entry in entries:
+        for index, (name, tensor) in enumerate(inner_tensors(entry.tensor, entry.names[0])):
+            aliases = [inner_tensors(entry.tensor, other)[index][0] for other in entry.names[1:]]
+            sources.append(
+                source_of(
+                    tensor,
+                    field=field,
+                    name=name,
+                    scope=entry.scope,
+                    storage=entry.storage,
+                    aliases=tuple(sorted(aliases, key=str.encode)),
+                )
+            )
+    return sources
+
+
+def capture_module(view: ModuleView, encoder: Encoder) -> list[Leaf]:
+    """Return the leaves of extra state and of what hooks made; tensors become sources of the encoder."""
+    leaves = [encoder.leaf(name, value) for name, (_, value) in view.extra_states.items()]
+    for name, (_, value) in view.foreign.items():
+        if isinstance(value, torch.Tensor):
+            encoder.encode(value, name)
+        else:
+            leaves.append(encoder.leaf(name, value))
+    return leaves
 
 
 def plan_entry(plan: Plan, entry: Entry, field: str) -> None:
