@@ -26,8 +26,7 @@ from benchmarks import models
 from benchmarks.rounds import Progress
 from benchmarks.scenes import PRETRAIN_RATE, Scene, Sizes
 from benchmarks.snapshots import STEP, WEIGHT, Pair, Snapshot, Tensor, read_snapshot, write_snapshot
-from ckptfmt.demo.model import TinyGPT
-from ckptfmt.demo.text import read_text
+from ckptfmt.demo.task import TinyGPT, read_text
 
 IMPLEMENTATIONS: Final = {
     "loop": {"foreach": False, "fused": False},

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ckptfmt.codecs import encodings, prediction
-from ckptfmt.codecs.encodings.lanes import LANES
+from ckptfmt.codecs.encodings.planes import LANES
 from ckptfmt.delta.prediction_groups import PlannedGroup
 from ckptfmt.digest import digest_bytes
 from ckptfmt.dtypes import DTYPES

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ckptfmt.codecs import prediction
-from ckptfmt.codecs.prediction.members import Members, find_members
+from ckptfmt.codecs.prediction.member_codec import Members, find_members
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.features import NEEDS_BASE

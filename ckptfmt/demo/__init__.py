@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ckptfmt.demo.job import JobError
-from ckptfmt.demo.meter import Progress
-from ckptfmt.demo.screen import Look, as_json, render
+from ckptfmt.demo.screen import Look, Progress, as_json, render
 from ckptfmt.demo.settings import ITEMS, STEPS_MIN, make_settings
 from ckptfmt.demo.story import tell
 from ckptfmt.errors import CkptError, Code, err

@@ -23,13 +23,10 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from ckptfmt import Checkpointer, Sampler, State
-from ckptfmt.demo.digests import digest_state
-from ckptfmt.demo.leave_out import leave_out
+from ckptfmt.demo.judge import digest_state, leave_out
 from ckptfmt.demo.ledger import Entry, Header, LedgerWriter, ledger_path
-from ckptfmt.demo.model import TinyGPT
 from ckptfmt.demo.settings import ITEMS, Settings, make_settings
-from ckptfmt.demo.task import Task
-from ckptfmt.demo.text import Text, read_text
+from ckptfmt.demo.task import Task, Text, TinyGPT, read_text
 from ckptfmt_conformance.elastic import Plan, Trainer, pin_arithmetic
 
 

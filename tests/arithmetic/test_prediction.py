@@ -25,7 +25,7 @@ from ckptfmt.codecs.prediction import (
 )
 from ckptfmt.codecs.prediction.optimizer_steps import Step
 from ckptfmt.codecs.prediction.rule import FIRST_MOMENT
-from ckptfmt.codecs.prediction.scale import DIGITS, factor_candidates
+from ckptfmt.codecs.prediction.search import DIGITS, factor_candidates
 from ckptfmt.documents.tree import InlineArray, dump_tree, parse_tree
 from ckptfmt.errors import CkptError, Code
 

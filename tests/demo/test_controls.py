@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ckptfmt.data.sampler import Sampler  # noqa: E402
-from ckptfmt.demo.digests import digest_state  # noqa: E402
+from ckptfmt.demo.judge import digest_state  # noqa: E402
 from ckptfmt.demo.ledger import compare, ledger_path, read_ledger  # noqa: E402
 from ckptfmt.demo.settings import ITEMS, make_settings  # noqa: E402
 from ckptfmt.demo.train import make_scheduler, train  # noqa: E402

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptfmt.demo.ledger import Comparison, Difference, Header
-from ckptfmt.demo.meter import Progress
-from ckptfmt.demo.screen import Look, as_json, render
+from ckptfmt.demo.screen import Look, Progress, as_json, render
 from ckptfmt.demo.settings import make_settings
 from ckptfmt.demo.story import Outcome, Resized, Strip
 

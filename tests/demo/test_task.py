@@ -9,10 +9,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ckptfmt.data.sampler import Sampler  # noqa: E402
-from ckptfmt.demo.model import TinyGPT  # noqa: E402
 from ckptfmt.demo.settings import make_settings  # noqa: E402
-from ckptfmt.demo.task import Augmentation, Task, draw_augmentation, make_batch  # noqa: E402
-from ckptfmt.demo.text import read_text  # noqa: E402
+from ckptfmt.demo.task import (  # noqa: E402
+    Augmentation,
+    Task,
+    TinyGPT,
+    draw_augmentation,
+    make_batch,
+    read_text,
+)
 
 SETTINGS = dataclasses.replace(make_settings(quick=True), width=32, context=32, text_nbytes=8 << 10)
 TEXT = read_text(text_nbytes=SETTINGS.text_nbytes, chunk_nbytes=SETTINGS.chunk_nbytes)

@@ -8,8 +8,7 @@ from typing import Final
 import numpy as np
 
 from ckptfmt.codecs.encodings.classes import dump_classes, take_classes
-from ckptfmt.codecs.encodings.lanes import LANES, Lane, Words, apply_steps, steps_between
-from ckptfmt.codecs.encodings.planes import dump_planes, take_planes
+from ckptfmt.codecs.encodings.planes import LANES, Lane, Words, apply_steps, dump_planes, steps_between, take_planes
 from ckptfmt.codecs.encodings.sparse import dump_changes, take_changes
 from ckptfmt.codecs.encodings.strings import Source
 from ckptfmt.errors import Code, err

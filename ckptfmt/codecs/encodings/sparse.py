@@ -6,8 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptfmt.codecs.encodings.lanes import Words
-from ckptfmt.codecs.encodings.planes import dump_plane, dump_planes, take_plane, take_planes
+from ckptfmt.codecs.encodings.planes import Words, dump_plane, dump_planes, take_plane, take_planes
 from ckptfmt.codecs.encodings.sets import Places, dump_set, take_set
 from ckptfmt.codecs.encodings.strings import Source, pack_bits
 

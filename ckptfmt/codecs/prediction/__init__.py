@@ -4,8 +4,14 @@ Spec: page 56.
 """
 
 from ckptfmt.codecs.prediction.floats import check_float_environment
-from ckptfmt.codecs.prediction.member_codec import GROUP_ENCODINGS, decode_member, encode_member, predict_member
-from ckptfmt.codecs.prediction.members import Members, find_members
+from ckptfmt.codecs.prediction.member_codec import (
+    GROUP_ENCODINGS,
+    Members,
+    decode_member,
+    encode_member,
+    find_members,
+    predict_member,
+)
 from ckptfmt.codecs.prediction.optimizer_steps import needed_bases
 from ckptfmt.codecs.prediction.rule import Rule, role_dtype, roles
 from ckptfmt.codecs.prediction.search import find_rule
