@@ -31,7 +31,6 @@ from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError, err
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
-from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -164,9 +163,8 @@ def finalize(store: Store, origin: Origin) -> Manifest:
     known = known_tables()
     entries = [_read_part(store, origin, writer, known) for writer in range(origin.writer_count)]
     remember_tables(known)
-    with collector_paused():
-        index = merge_parts(entries)
-        content, digest = index.dump()
+    index = merge_parts(entries)
+    content, digest = index.dump()
     index_nbytes, index_digest = _create_index(store, index_name(origin.attempt), content, digest)
     for entry in entries:
         for file in entry.part.files:
@@ -392,8 +390,7 @@ def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, byt
 def _read_part(store: Store, origin: Origin, writer: int, known: dict[bytes, TensorTable]) -> PartFileEntry:
     path = part_path(origin.attempt, writer)
     content = store.read(path, limit_nbytes=limits.MSGPACK_NBYTES)
-    with collector_paused():
-        part, digest = Part.parse(content, where=path, known=known)
+    part, digest = Part.parse(content, where=path, known=known)
     if part.origin != origin or part.writer != writer:
         raise err(
             Code.WRITERS_DIVERGED,

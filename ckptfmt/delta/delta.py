@@ -31,7 +31,6 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
 from ckptfmt.read.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.read.streaming import make_memory
-from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -195,7 +194,6 @@ class Delta:
                     store.delete(pack_name(shard.stem, origin.attempt, writer))
             raise
 
-    @collector_paused()
     def _make_part(self, origin: Origin, writer: int, context: Context, files: Sequence[PartFile]) -> Part:
         extents = self._extents(files)
         part = self._image.part(origin, self.digests, writer=writer, extents=extents, **context.members())

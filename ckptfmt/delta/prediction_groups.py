@@ -17,7 +17,6 @@ from ckptfmt.codecs.prediction.member_codec import Members, find_members
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.features import NEEDS_BASE
-from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -118,7 +117,6 @@ class _Finder:
                 found += [PlannedGroup(rule=rule, pieces=row[: len(prediction.roles(rule))]) for row in rows]
         return tuple(found)
 
-    @collector_paused()
     def _find_members(self) -> tuple[Sequence[Members], Sequence[Members]]:
         """Return what may belong together in the snapshot, and in its base."""
         shapes = {tensor.key: tensor.global_shape for tensor in self._image.tensors}

@@ -21,7 +21,6 @@ from ckptfmt.documents.manifest import part_path
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -183,7 +182,6 @@ class StoredBlock:
             raise err(Code.BLOCK_DIGEST, f"{self.title} isn't {saved}", where=self.where, requirement=requirement)
 
 
-@collector_paused()
 def open_part(checkpoint: Checkpoint, part: Part) -> OpenPart:
     """Return a part with its rows by name."""
     groups = {row: group for group in part.groups for row in group.boxes}

@@ -32,7 +32,6 @@ from ckptfmt.read.decoding import OpenPart, StoredBox, open_part
 from ckptfmt.read.reading import Reading
 from ckptfmt.read.stored import ArrayTarget, StoredPiece, allocating, carrier_of
 from ckptfmt.read.streaming import REQUEST_NBYTES
-from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -254,7 +253,6 @@ class Checkpoint:
         """
         return self.plan_reading(sinks).run()
 
-    @collector_paused()
     def plan_reading(self, sinks: Sequence[TensorSink], *, borrow: Borrow | None = None) -> Reading:
         """Return what `read_into` will do; parts are read for it, and no shard.
 
@@ -307,7 +305,6 @@ class Checkpoint:
                     pieces[key].wanted.append((sink, read.wanted))
         return list(pieces.values())
 
-    @collector_paused()
     def plan_requests(self, library: Library, ranges: Iterable[BlockRange]) -> list[Request]:
         """Return the requests that read `ranges`; the files that they are in were compared with their parts."""
         by_path: dict[str, list[BlockRange]] = {}
@@ -380,8 +377,7 @@ class Checkpoint:
         origin, entry = self.manifest.origin, self.index.parts[number]
         path = part_path(origin.attempt, number)
         content = _read_exactly(self.store, path, entry.nbytes)
-        with collector_paused():
-            part, _ = Part.parse(content, where=path, digest=entry.digest)
+        part, _ = Part.parse(content, where=path, digest=entry.digest)
         self._part_nbytes += entry.nbytes
         if part.origin != origin or part.writer != number:
             raise self._contradiction(number, "is of another attempt or writer")
@@ -534,8 +530,7 @@ def read_index(store: Store, manifest: Manifest) -> Index:
     path = index_name(manifest.origin.attempt)
     content = _read_exactly(store, path, manifest.index_nbytes)
     digest = bytes.fromhex(manifest.index_digest.removeprefix(PREFIX))
-    with collector_paused():
-        index = Index.parse(content, where=path, digest=digest)
+    index = Index.parse(content, where=path, digest=digest)
     if index.origin != manifest.origin or index.saved_unix_s != manifest.saved_unix_s:
         raise err(
             Code.DOC_MISMATCH, "manifest and index are of different attempts", where=path, requirement="REQ-IDX-001"

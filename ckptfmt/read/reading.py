@@ -16,7 +16,6 @@ from ckptfmt.read.closure import Library
 from ckptfmt.read.decoding import Decoder, iter_runs, iter_stored
 from ckptfmt.read.sharing import Peers, Rounds, Take, share_ranges
 from ckptfmt.read.streaming import Borrow, ReadReport, stream_requests, thread_count
-from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -88,9 +87,8 @@ class Reading:
 
         Raises: IntegrityError; what the sinks raise; StateError(PEER_FAILED).
         """
-        with collector_paused():
-            for piece in self.pieces:
-                piece.open_sinks()
+        for piece in self.pieces:
+            piece.open_sinks()
         failed: Exception | None = None
         try:
             self._read(self.ranges)

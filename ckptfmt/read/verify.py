@@ -32,7 +32,6 @@ from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_
 from ckptfmt.read.reader import Checkpoint, check_nbytes, read_header
 from ckptfmt.read.report import ClosureMember, FoundReference, Report, is_violation
 from ckptfmt.read.verify_blocks import Done, find_damages, find_undecodable, sort_extents
-from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -337,7 +336,6 @@ def _check_run_id(run_id: str | None, said: str | None, where: str) -> None:
         raise err(Code.RUN_MISMATCH, f"it belongs to run {said}", where=where, requirement="REQ-RUN-003")
 
 
-@collector_paused()
 def _verify_values(checkpoint: Checkpoint, part: Part, report: Report, directory: str) -> None:
     """Check every tree of a part."""
     where = part_path(part.origin.attempt, part.writer)
@@ -366,7 +364,6 @@ def _check_references(checkpoint: Checkpoint, field: str, scope: str, value: obj
             )
 
 
-@collector_paused()
 def _verify_header(store: Store, file: PartFile, extents: Sequence[tuple[StoredBox, Extent]]) -> None:
     """Check that a file's header is the one digested and, of a shard, says what the part says."""
     header = read_header(store, file)
@@ -398,7 +395,6 @@ def _agrees(entry: ShardEntry, tensor: PartTensor, held: PartBox, byte_begin: in
     )
 
 
-@collector_paused()
 def _check_merge(checkpoint: Checkpoint, entries: list[PartFileEntry]) -> None:
     """Raise unless index and manifest follow from the parts: they may leave out nothing that a part holds.
 
@@ -433,7 +429,6 @@ def _check_merge(checkpoint: Checkpoint, entries: list[PartFileEntry]) -> None:
         )
 
 
-@collector_paused()
 def _verify_holders(checkpoint: Checkpoint, sound: set[int], report: Report, directory: str) -> None:
     """Check that every part that is `sound` by itself has what the index says it has."""
     is_sound = np.zeros(checkpoint.manifest.origin.writer_count, np.bool_)

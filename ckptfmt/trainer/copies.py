@@ -6,14 +6,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.stage.collector import collector_paused
 from ckptfmt.write.fillings import Filling
 from ckptfmt.write.image import Image, Piece, key_of
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 from ckptfmt.write.staging import Copy, HostCopy
 
 
-@collector_paused()
 def plan_copies(
     snapshot: Snapshot,
     image: Image,

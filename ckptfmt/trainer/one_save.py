@@ -14,7 +14,6 @@ from ckptfmt.documents.manifest import Manifest, Origin
 from ckptfmt.documents.structure import Structure
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.assignment import assign_writers
-from ckptfmt.stage.collector import collector_paused
 from ckptfmt.trainer.capture import capture
 from ckptfmt.write.image import Image, plan_image
 from ckptfmt.write.writer import as_ckpt_error, check_snapshot, for_saving, structure_of, tell_failure, write_part
@@ -163,7 +162,6 @@ def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints
         )
 
 
-@collector_paused()
 def _take(state: State, group: Group, ownership: Ownership) -> Snapshot:
     try:
         snapshot = capture(state, worker=group.writer, worker_count=group.writer_count)

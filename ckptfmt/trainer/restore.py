@@ -24,7 +24,6 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.errors import Code, err
 from ckptfmt.read.streaming import ReadReport
-from ckptfmt.stage.collector import collector_paused
 from ckptfmt.state import State
 from ckptfmt.trainer.capture import LOCAL_TOPOLOGY
 
@@ -150,7 +149,6 @@ def restore_streams(
     return (*plan.downgrades, *_compare_topology(plan, live))
 
 
-@collector_paused()
 def plan_restore(
     state: State,
     checkpoint: Readable,

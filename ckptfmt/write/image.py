@@ -18,7 +18,6 @@ from ckptfmt.documents.part import Leaf, Part, PartFile, Stream
 from ckptfmt.documents.shard import ShardEntry, most_entry_nbytes, plan_shard
 from ckptfmt.documents.tables import TensorKey, block_count, sort_key
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.stage.collector import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -101,7 +100,6 @@ class Image:
         begin = piece.begin + block * self.block_nbytes
         return begin, min(piece.end, begin + self.block_nbytes)
 
-    @collector_paused()
     def part(
         self,
         origin: Origin,
@@ -155,7 +153,6 @@ class Image:
         }
 
     @classmethod
-    @collector_paused()
     def from_dict(cls, value: dict[str, Any]) -> Image:
         """Return the image that `as_dict` was asked of."""
         part, _ = Part.parse(value["part"], where="image")
@@ -167,7 +164,6 @@ class Image:
         )
 
 
-@collector_paused()
 def plan_image(
     snapshot: Snapshot,
     *,

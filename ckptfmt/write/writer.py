@@ -18,7 +18,6 @@ from ckptfmt.documents.structure import Structure
 from ckptfmt.documents.tables import TensorKey, TensorTable, sort_key
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.stage.collector import collector_paused
 from ckptfmt.store.protocol import SizedChunks
 from ckptfmt.write.image import Image, Piece, key_of, plan_image
 
@@ -215,8 +214,7 @@ def write_image(
 
 def write_part_file(store: Store, part: Part) -> None:
     """Write a part whose files are written, and make it durable behind them. Spec: REQ-CMT-003, REQ-CMT-004."""
-    with collector_paused():
-        content, _ = part.dump()
+    content, _ = part.dump()
     if part.files:
         store.sync("")
     create_once(store, part_path(part.origin.attempt, part.writer), lambda: [content], content=content)

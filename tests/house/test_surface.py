@@ -65,3 +65,47 @@ def test_imports_change_nothing_in_the_process(tmp_path):
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=tmp_path, capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout.strip()) == (0, "[] True 1"), done.stdout + done.stderr
+
+
+#: Saves and loads in each way, and prints each call that changes the collector of garbage, and who made it.
+SAVE_AND_LOAD = """
+import gc, os, sys
+
+calls = []
+
+def note(name):
+    inner = getattr(gc, name)
+    def call(*arguments):
+        calls.append((name, sys._getframe(1).f_globals["__name__"]))
+        return inner(*arguments)
+    setattr(gc, name, call)
+
+for name in ("set_threshold", "disable", "enable", "freeze", "unfreeze", "collect"):
+    note(name)
+before = gc.get_threshold(), gc.isenabled(), list(gc.callbacks)
+
+import ckptfmt
+import numpy as np
+
+arrays = {f"w{number}": np.zeros(40, np.float32) for number in range(100)}
+state = ckptfmt.State(weights=arrays)
+for saver in ("process", "thread", "inline"):
+    for delta in ("off", "smallest")[: 1 if saver == "inline" else 2]:
+        run = f"{sys.argv[1]}/{saver}-{delta}"
+        with ckptfmt.Checkpointer(run, state, saver=saver, delta=delta) as checkpointer:
+            for step in (1, 2, 3):
+                arrays["w1"] += 1
+                path = checkpointer.save(step=step).wait().path
+        ckptfmt.load(path, state)
+ckptfmt.validate(path)
+print(calls, before == (gc.get_threshold(), gc.isenabled(), list(gc.callbacks)))
+"""
+
+
+def test_saves_and_loads_leave_the_garbage_collector_to_the_program(tmp_path):
+    """Its thresholds once were those of a pause for milliseconds at a time, in every thread of the training."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAVE_AND_LOAD, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stdout.strip()) == (0, "[] True"), done.stdout + done.stderr

@@ -31,7 +31,6 @@ from ckptfmt.adapters.torch.tensors import TorchSource, _as_integers, local_of
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.stage.collector import collector_paused
 from ckptfmt.write.image import Image, Piece, key_of
 from ckptfmt.write.snapshot import TensorSource
 from ckptfmt.write.staging import Copy, HostCopy, Seen
@@ -226,7 +225,6 @@ class Guard:
             if key in self._trusted
         )
 
-    @collector_paused()
     def hold(self, copies: Sequence[Copy], sources: Iterable[TensorSource], handle: Awaited) -> list[_CheckedCopy]:
         """Let no optimizer step before these copies are done; account what it waits to `handle`.
 
@@ -243,7 +241,6 @@ class Guard:
         self._in_flight += [(handle, checked)] if checked else []
         return checked
 
-    @collector_paused()
     def begin_probation(self, sources: Iterable[TensorSource], image: Image, view: memoryview) -> None:
         """Watch what is copied now, until the next step of its optimizer or until `end_probation`."""
         known = self._trusted | self._refused
