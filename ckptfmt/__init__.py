@@ -5,20 +5,24 @@
         for step in checkpointer.steps(total):
             train_step(next(batches))
 
-Importing this package doesn't import torch, and changes nothing: no signal handler, no hook, no environment.
+Importing this package imports neither torch nor numpy, and changes nothing: no signal handler, no hook, no environment.
+A public name is imported from its module when it is first used.
 """
 
 from __future__ import annotations
 
-from ckptfmt.api import load, open_checkpoint, save, validate
-from ckptfmt.box import Box
-from ckptfmt.checkpointer import Checkpointer
-from ckptfmt.data.sampler import Sampler
-from ckptfmt.errors import CkptError
-from ckptfmt.state import PerWorker, State
-from ckptfmt.write.snapshot import TensorSink, TensorSource
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-open = open_checkpoint  # as gzip.open and tarfile.open
+if TYPE_CHECKING:
+    from ckptfmt.api import load, save, validate
+    from ckptfmt.api import open_checkpoint as open
+    from ckptfmt.box import Box
+    from ckptfmt.checkpointer import Checkpointer
+    from ckptfmt.data.sampler import Sampler
+    from ckptfmt.errors import CkptError
+    from ckptfmt.state import PerWorker, State
+    from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 __version__ = "0.1.0"
 
@@ -36,3 +40,27 @@ __all__ = [
     "save",
     "validate",
 ]
+
+#: The modules of those public names that are not in `api`.
+_HOMES = {
+    "Box": "box",
+    "Checkpointer": "checkpointer",
+    "CkptError": "errors",
+    "PerWorker": "state",
+    "Sampler": "data.sampler",
+    "State": "state",
+    "TensorSink": "write.snapshot",
+    "TensorSource": "write.snapshot",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = import_module(f"{__name__}.{_HOMES.get(name, 'api')}")
+    value = globals()[name] = getattr(home, "open_checkpoint" if name == "open" else name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -30,6 +30,20 @@ def test_the_core_starts_without_torch(module, tmp_path):
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
+def test_importing_and_asking_for_help_import_nothing_heavy(tmp_path):
+    program = """
+import sys
+import ckptfmt
+from ckptfmt.cli.app import run
+run(["validate", "--help"])
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"numpy", "torch", "msgpack", "blake3", "zstandard"}))
+"""
+
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), done.stderr
+
+
 #: Imports all modules, and tells what they did to the process. What libraries do that they import is not ours.
 IMPORT_ALL = """
 import gc, os, pkgutil, signal, sys, threading
