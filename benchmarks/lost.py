@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.staging import DefaultStager
 
+from benchmarks.account import Floor
 from benchmarks.bench import Bench
 from benchmarks.copying import CopyYardstick
 from benchmarks.figures import Figure, floor_all, median_of, paired_ratio, summarize
@@ -38,7 +39,7 @@ class Lost:
 
 
 def measure_lost(bench: Bench, ours: tuple[Ours, Ours], yardstick: CopyYardstick, *, rounds: int) -> Lost:
-    """Run interleaved rounds of the same K steps: without a save, with ours, with DCP's.
+    """Run interleaved rounds of the same K steps: without a save, with ours, with DCP's, with the floor.
 
     The steps without a save run twice in each round, since every loss of the round is measured against them.
 
@@ -55,6 +56,9 @@ def measure_lost(bench: Bench, ours: tuple[Ours, Ours], yardstick: CopyYardstick
             best, of_best, tried[f"dcp_{kind}"] = _choose(bench, _list_candidates(kind, bench, stager))
             chosen.append(best)
             runs += of_best
+        floor = Floor(bench.trainer)
+        runs += [run_until_done(bench, floor)]
+        chosen.append(floor)
         steps = math.ceil(_MARGIN * max(run.steps for run in runs)) + 1
         rows = []
         for number in range(rounds):
@@ -137,6 +141,7 @@ def sum_up_lost(rows: list[dict[str, Any]]) -> tuple[dict[str, Figure], dict[str
     }
     floored = {name: floor_all(seconds, _FLOOR_S) for name, seconds in lost.items()}
     ratios = {
+        "lost_vs_floor": paired_ratio(floored["ckptfmt"], floored["floor"]),
         "lost_vs_dcp_thread": paired_ratio(floored["ckptfmt"], floored["dcp_thread"]),
         "lost_vs_dcp_process": paired_ratio(floored["ckptfmt"], floored["dcp_process"]),
         "overlap_blocked_vs_copy": paired_ratio(blocked, copies),

@@ -1,4 +1,4 @@
-"""How long training stands still for a save, and how many seconds it loses in all, beside DCP's asynchronous saves."""
+"""How long training stands still for a save, and how many seconds it loses in all, beside DCP and a floor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any, Final
 
+from benchmarks.account import measure_account, sum_up_account
 from benchmarks.bench import Bench
 from benchmarks.copying import CopyYardstick
 from benchmarks.figures import Figure, median_of, paired_ratio, summarize
@@ -22,6 +23,7 @@ from benchmarks.state import Trainer
 _COPY_ROUNDS: Final = 11
 _FIRST_ROUNDS: Final = 5
 _LOST_ROUNDS: Final = 7
+_ACCOUNT_ROUNDS: Final = 11
 _LATER_SAVES: Final = 3  # after each first one
 _BATCHES: Final = (16, 32, 64, 128, 256, 512)
 #: Forward and backward take so many times the copy: beside a busy loop a copy takes longer than alone.
@@ -32,6 +34,8 @@ _ROWS_ON_DEVICE: Final = 32
 GOALS: Final = {
     "stall_vs_copy": "<= 1.1",
     "first_stall_vs_later": "<= 1.5",
+    "cpu_vs_floor": "<= 1.4",
+    "lost_vs_floor": "<= 1.4",
     "lost_vs_dcp_thread": "<= 0.4",
     "lost_vs_dcp_process": "<= 0.35",
     "overlap_blocked_vs_copy": "<= 0.05",
@@ -51,7 +55,7 @@ def measure_stall(
 
     Raises: SystemExit where memory or storage wouldn't do.
     """
-    check_room(place.directory, memory_nbytes=11 * nbytes, storage_nbytes=4 * nbytes)
+    check_room(place.directory, memory_nbytes=12 * nbytes, storage_nbytes=4 * nbytes)
     bench = Bench(trainer=Trainer(nbytes, threads=os.cpu_count() or 1, device=device), place=place, progress=progress)
     with pages_in_order(nbytes):
         yardstick = CopyYardstick(bench.trainer)
@@ -69,15 +73,17 @@ def measure_stall(
         stalls = _measure_stalls(bench, copying, yardstick, rounds or _COPY_ROUNDS)
         bench.trainer.watch_last()
         lost = measure_lost(bench, (overlapping, copying), yardstick, rounds=rounds or _LOST_ROUNDS)
+        account = measure_account(bench, overlapping, rounds=rounds or _ACCOUNT_ROUNDS)
     progress.say("")
     figures, ratios = sum_up_lost(lost.rows)
+    spent, cpu_ratios = sum_up_account(account)
     return Outcome(
         workload=workload,
         settings=lost.settings,
-        repeats={"first": len(firsts), "stall": len(stalls), "lost": len(lost.rows)},
-        rounds={"first": firsts, "stall": stalls, "lost": lost.rows},
-        figures={**_stall_figures(firsts, stalls), **figures},
-        ratios={**_stall_ratios(firsts, stalls, f"copy_{copying.staging_threads}"), **ratios},
+        repeats={"first": len(firsts), "stall": len(stalls), "lost": len(lost.rows), "account": len(account)},
+        rounds={"first": firsts, "stall": stalls, "lost": lost.rows, "account": account},
+        figures={**_stall_figures(firsts, stalls), **figures, **spent},
+        ratios={**_stall_ratios(firsts, stalls, f"copy_{copying.staging_threads}"), **ratios, **cpu_ratios},
         goals=GOALS,
         memory=memory,
         notes=lost.notes,
