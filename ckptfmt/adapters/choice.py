@@ -11,7 +11,7 @@ from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
-    from ckptfmt.adapters.load_plan import Readable
+    from ckptfmt.read.reader import Checkpoint
 
 #: Names to load, as patterns; None for everything.
 Patterns: TypeAlias = "str | Iterable[str] | None"
@@ -84,14 +84,14 @@ class Only:
             return bool(members) and all(self.fits(field, group[1] + member) for member in members or ())
         return _STATE in name and self.fits(field, name.replace(_STATE, "", 1))
 
-    def iter_idle(self, checkpoint: Readable) -> Iterator[str]:
+    def iter_idle(self, checkpoint: Checkpoint) -> Iterator[str]:
         """Yield the patterns that fit nothing in a checkpoint."""
         for pattern in self.patterns or ():
             alone = Only(pattern)
             if not any(alone.fits(field, name) for field, name in iter_saved(checkpoint)):
                 yield pattern
 
-    def iter_idle_overrides(self, checkpoint: Readable) -> Iterator[str]:
+    def iter_idle_overrides(self, checkpoint: Checkpoint) -> Iterator[str]:
         """Yield the patterns of `override` that fit nothing in a checkpoint, and no option of an optimizer's groups."""
         if self.override is None:
             return
@@ -106,7 +106,7 @@ class Only:
                 yield pattern
 
 
-def iter_saved(checkpoint: Readable) -> Iterator[tuple[str, str]]:
+def iter_saved(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield field and name of everything in a checkpoint by which a pattern may go."""
     for tensor in checkpoint.tensors.values():
         yield from ((tensor.field, name) for name in (tensor.name, *tensor.aliases))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from ckptfmt.adapters.load_plan import Plan
+from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.data.sampler import distributed_worker
 from ckptfmt.documents.cursor import Foreign, Per, dump_foreign, is_foreign, parse_foreign
 from ckptfmt.errors import Code, err
@@ -158,7 +158,7 @@ class ConsumedSamples(_Adapter):
         self._loaded = dict(state_dict)
 
 
-def may_load(plan: Plan, saved: object, live: object, where: str) -> bool:
+def may_load(plan: LoadPlan, saved: object, live: object, where: str) -> bool:
     """Tell whether a saved value can be put back on this number of workers; if not, it is a problem of the plan.
 
     Args:

@@ -6,17 +6,16 @@ Nothing live is changed while a plan is made, so that a load that can't succeed 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 from ckptfmt.adapters.choice import Only, Patterns, Rename, Renaming
 from ckptfmt.adapters.names import GLOBAL, worker_scope
-from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
-from ckptfmt.documents.manifest import FIELDS, Manifest
+from ckptfmt.documents.index import IndexTensor
+from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import Code, err
-from ckptfmt.read.sharing import Peers
-from ckptfmt.read.streaming import Borrow, ReadReport
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.write.snapshot import TensorSink
 
 #: Stands for a value that the checkpoint lacks.
@@ -37,55 +36,6 @@ _ALLOWED_BY: Final = {
 _SHOWN: Final = 10
 
 
-class Reading(Protocol):
-    """What is about to be read; `ckptfmt.read.reading.Reading` is it."""
-
-    def share(self, peers: Peers) -> None:
-        """Let each block that several processes want be read by one of them."""
-
-    def run(self) -> ReadReport:
-        """Read, and fill the sinks."""
-
-
-class Readable(Protocol):
-    """What a load needs of an open checkpoint; `ckptfmt.read.reader.Checkpoint` has it."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest."""
-
-    @property
-    def index(self) -> Index:
-        """The index."""
-
-    @property
-    def tensors(self) -> Mapping[TensorKey, IndexTensor]:
-        """The tensors, by field, name and scope."""
-
-    @property
-    def leaves(self) -> Mapping[TensorKey, IndexLeaf]:
-        """The leaves, by field, name and scope."""
-
-    @property
-    def streams(self) -> Mapping[tuple[str, str], IndexStream]:
-        """The streams, by name and scope."""
-
-    def find(self, field: str, name: str, scope: str) -> IndexTensor | None:
-        """Return a tensor by its name or another name of it."""
-
-    def leaf(self, field: str, name: str, scope: str) -> Any:  # noqa: ANN401 - any value of the closed set
-        """Return a leaf's value."""
-
-    def stream(self, name: str, scope: str) -> tuple[str, Any]:
-        """Return a stream's kind and state."""
-
-    def plan_reading(self, sinks: Sequence[TensorSink], *, borrow: Borrow | None = None) -> Reading:
-        """Return what fills the sinks with verified elements, once it runs."""
-
-    def read(self, field: str, name: str, scope: str) -> Any:  # noqa: ANN401 - a numpy array
-        """Return a whole tensor as a numpy array."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
     """Something for which a load is refused."""
@@ -95,7 +45,7 @@ class Problem:
     detail: str
 
 
-class Plan:
+class LoadPlan:
     """What a load of one worker will do.
 
     Args:
@@ -123,7 +73,7 @@ class Plan:
 
     def __init__(
         self,
-        checkpoint: Readable,
+        checkpoint: Checkpoint,
         *,
         worker: int,
         worker_count: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeGuard
 
-from ckptfmt.adapters.load_plan import Plan
+from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
@@ -43,7 +43,7 @@ def check_source(value: object, *, field: str, where: str) -> TensorSource:
     return value
 
 
-def plan_sink(plan: Plan, value: object, *, field: str, where: str) -> None:
+def plan_sink(plan: LoadPlan, value: object, *, field: str, where: str) -> None:
     """Plan to fill a sink. Problems: TENSOR_MISSING, DTYPE_MISMATCH, SHAPE_MISMATCH, STATE_UNSUPPORTED."""
     if not isinstance(value, TensorSink) or value.field != field:
         kind = type(value)

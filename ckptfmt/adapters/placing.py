@@ -12,7 +12,7 @@ import numpy as np
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live import Unit
 from ckptfmt.adapters.live_trees import FLATTENED
-from ckptfmt.adapters.load_plan import Plan
+from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.adapters.names import join_name, key_text
 from ckptfmt.adapters.numpy import Array, ArraySink, array_of, dtype_name
 from ckptfmt.box import Box
@@ -45,7 +45,7 @@ class Placer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LoadPlan,
         *,
         field: str,
         scope: str,
@@ -217,7 +217,7 @@ class Placer:
         return f"{name}/{key_text(key)}" if name else key_text(key)
 
 
-def fill(plan: Plan, live: Any, saved: IndexTensor, *, name: str | None = None) -> None:  # noqa: ANN401 - array or tensor
+def fill(plan: LoadPlan, live: Any, saved: IndexTensor, *, name: str | None = None) -> None:  # noqa: ANN401 - array or tensor
     """Plan to fill a live tensor or array with a saved one, or take note of why that can't be.
 
     Args:
@@ -248,7 +248,7 @@ def fill(plan: Plan, live: Any, saved: IndexTensor, *, name: str | None = None) 
         plan.sinks.append(side.sink_of(live, field=saved.field, name=saved.name, scope=saved.scope, dtype=saved.dtype))
 
 
-def _may_convert(plan: Plan, where: str, saved: str, live: str) -> bool:
+def _may_convert(plan: LoadPlan, where: str, saved: str, live: str) -> bool:
     """Tell whether the caller allows a conversion; one that there isn't is a problem before anything is changed."""
     if not plan.problem(Code.DTYPE_MISMATCH, where, f"saved as {saved}, here {live}"):
         return False
@@ -338,7 +338,7 @@ def is_named_tensors(unit: Unit) -> bool:
     )
 
 
-def plan_named_tensors(plan: Plan, unit: Unit) -> bool:
+def plan_named_tensors(plan: LoadPlan, unit: Unit) -> bool:
     """Plan to fill such a mapping tensor by tensor, and say so.
 
     Not where it was saved as one value by one worker, unless a part of it is chosen or its tensors have other names.
@@ -362,7 +362,7 @@ def plan_named_tensors(plan: Plan, unit: Unit) -> bool:
     return True
 
 
-def take_named_leaf(plan: Plan, unit: Unit) -> None:
+def take_named_leaf(plan: LoadPlan, unit: Unit) -> None:
     """Count the value by which one worker saved such a mapping as taken: it says no more than the tensors' names."""
     key = (unit.field, plan.renaming.saved_name(unit.name), unit.scope)
     if key in plan.checkpoint.leaves:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live_trees import Encoder, plain_values
-from ckptfmt.adapters.load_plan import Plan
+from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.adapters.names import GLOBAL, worker_scope
 from ckptfmt.documents.part import Stream
 from ckptfmt.documents.tree import dump_tree
@@ -78,7 +78,7 @@ def capture_streams(streams: list[LiveStream], *, worker: int) -> tuple[Stream, 
     )
 
 
-def plan_streams(plan: Plan, streams: list[LiveStream], *, strict: bool) -> list[Callable[[], None]]:
+def plan_streams(plan: LoadPlan, streams: list[LiveStream], *, strict: bool) -> list[Callable[[], None]]:
     """Return what puts the streams back; the plan takes note of those that can't be.
 
     Problems: STREAM_MISSING, STREAM_UNEXPECTED. With another number of workers these are only reported, and new
@@ -118,7 +118,7 @@ def plan_streams(plan: Plan, streams: list[LiveStream], *, strict: bool) -> list
     return actions
 
 
-def _report_only(plan: Plan) -> Callable[[Code, str, str], bool]:
+def _report_only(plan: LoadPlan) -> Callable[[Code, str, str], bool]:
     def report(code: Code, where: str, detail: str) -> bool:
         plan.downgrades.append(f"{code} at {where}: {detail}")
         return True

@@ -9,13 +9,14 @@ from typing import Any, Final
 
 from ckptfmt.adapters.choice import Patterns
 from ckptfmt.adapters.live_trees import plain_values
-from ckptfmt.adapters.load_plan import Plan, Readable
+from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.adapters.names import GLOBAL, key_text
 from ckptfmt.adapters.placing import Placer
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
+from ckptfmt.read.reader import Checkpoint
 
 _FRAMEWORKS: Final = (None, "numpy", "torch")
 
@@ -24,7 +25,7 @@ _FRAMEWORKS: Final = (None, "numpy", "torch")
 _NOTHING: Final = object()
 
 
-def load_trees(checkpoint: Readable, framework: str | None = None, *, only: Patterns = None) -> dict[str, Any]:
+def load_trees(checkpoint: Checkpoint, framework: str | None = None, *, only: Patterns = None) -> dict[str, Any]:
     """Return everything in a checkpoint, by field.
 
     A field that was saved as one tree is that tree. Any other is a mapping from names to tensors and values, every name
@@ -44,7 +45,7 @@ def load_trees(checkpoint: Readable, framework: str | None = None, *, only: Patt
         raise err(Code.ARGUMENT, f"{framework!r} is neither 'torch' nor 'numpy'", where="framework")
     if framework == "torch":
         importlib.import_module("torch")
-    plan = Plan(checkpoint, worker=0, worker_count=1, allow=frozenset(), only=only)
+    plan = LoadPlan(checkpoint, worker=0, worker_count=1, allow=frozenset(), only=only)
     trees = {field: _field(plan, field, framework) for field in FIELDS if field != "rng"}
     plan.check()
     checkpoint.plan_reading(plan.sinks).run()
@@ -54,13 +55,13 @@ def load_trees(checkpoint: Readable, framework: str | None = None, *, only: Patt
     return {field: trees[field] for field in FIELDS if trees[field] != {} or _is_there(plan, field)}
 
 
-def _is_there(plan: Plan, field: str) -> bool:
+def _is_there(plan: LoadPlan, field: str) -> bool:
     if plan.is_partial:
         return False
     return any(key[0] == field for key in (*plan.checkpoint.leaves, *plan.checkpoint.tensors))
 
 
-def _field(plan: Plan, field: str, framework: str | None) -> Any:  # noqa: ANN401 - a tree
+def _field(plan: LoadPlan, field: str, framework: str | None) -> Any:  # noqa: ANN401 - a tree
     values: dict[str, dict[str, Any]] = {}
     for key in plan.checkpoint.leaves:
         tree = _choose(plan, key, plan.checkpoint.leaf(*key)) if key[0] == field else _NOTHING
@@ -76,7 +77,7 @@ def _field(plan: Plan, field: str, framework: str | None) -> Any:  # noqa: ANN40
     return {**values.pop(GLOBAL, {}), **values}
 
 
-def _add_tensor(plan: Plan, key: TensorKey, framework: str | None, values: dict[str, Any]) -> None:
+def _add_tensor(plan: LoadPlan, key: TensorKey, framework: str | None, values: dict[str, Any]) -> None:
     tensor = plan.checkpoint.tensors[key]
     if tensor.storage != "persistent":
         return
@@ -85,11 +86,11 @@ def _add_tensor(plan: Plan, key: TensorKey, framework: str | None, values: dict[
     values |= dict.fromkeys((tensor.name, *tensor.aliases), made)
 
 
-def _names(plan: Plan, key: TensorKey) -> tuple[str, ...]:
+def _names(plan: LoadPlan, key: TensorKey) -> tuple[str, ...]:
     return (key[1], *plan.checkpoint.tensors[key].aliases)
 
 
-def _choose(plan: Plan, key: TensorKey, tree: Any, name: str | None = None) -> Any:  # noqa: ANN401 - a tree
+def _choose(plan: LoadPlan, key: TensorKey, tree: Any, name: str | None = None) -> Any:  # noqa: ANN401 - a tree
     """Return what is chosen of a saved value: all, or of a mapping a smaller one, or `_NOTHING`."""
     field = key[0]
     if plan.fits_leaf(key, lambda: tree) if name is None else plan.fits(field, name):
@@ -103,7 +104,7 @@ def _choose(plan: Plan, key: TensorKey, tree: Any, name: str | None = None) -> A
     return type(tree)(chosen) if chosen else _NOTHING
 
 
-def _streams(plan: Plan) -> dict[str, dict[str, Any]]:
+def _streams(plan: LoadPlan) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, scope in plan.checkpoint.streams:
         if not plan.fits("rng", name):

@@ -14,7 +14,7 @@ from ckptfmt.adapters.context import find_differences, local_facts, plain_config
 from ckptfmt.adapters.data_loaders import may_load
 from ckptfmt.adapters.live import Kind, Live, Unit, optimizer_prefix
 from ckptfmt.adapters.live_trees import Encoder, fingerprint
-from ckptfmt.adapters.load_plan import MISSING, Plan, Readable, Reading
+from ckptfmt.adapters.load_plan import MISSING, LoadPlan
 from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.adapters.own_tensors import plan_sink
 from ckptfmt.adapters.placing import Placer, plan_named_tensors, take_named_leaf
@@ -23,6 +23,8 @@ from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.errors import Code, err
+from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.reading import Reading
 from ckptfmt.read.streaming import ReadReport
 from ckptfmt.state import State
 from ckptfmt.trainer.capture import LOCAL_TOPOLOGY
@@ -77,7 +79,7 @@ class LoadReport:
 
 def restore(
     state: State,
-    checkpoint: Readable,
+    checkpoint: Checkpoint,
     *,
     worker: int,
     worker_count: int,
@@ -125,7 +127,7 @@ def restore(
 
 def restore_streams(
     state: State,
-    checkpoint: Readable,
+    checkpoint: Checkpoint,
     *,
     worker: int,
     worker_count: int,
@@ -141,7 +143,7 @@ def restore_streams(
     Raises: StateError(STREAM_MISSING, STREAM_UNEXPECTED).
     """
     live = Live.of(state, worker=worker, worker_count=worker_count)
-    plan = Plan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow), override=override)
+    plan = LoadPlan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow), override=override)
     actions = plan_streams(plan, live_streams(state.rng, live.devices), strict=strict)
     plan.check()
     for action in actions:
@@ -151,7 +153,7 @@ def restore_streams(
 
 def plan_restore(
     state: State,
-    checkpoint: Readable,
+    checkpoint: Checkpoint,
     *,
     worker: int,
     worker_count: int,
@@ -163,7 +165,7 @@ def plan_restore(
 ) -> Restoration:
     """Return what a load would do; nothing live is changed. Arguments and errors are those of `restore`."""
     live = Live.of(state, worker=worker, worker_count=worker_count)
-    plan = Plan(
+    plan = LoadPlan(
         checkpoint,
         worker=worker,
         worker_count=worker_count,
@@ -199,7 +201,7 @@ class Restoration:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LoadPlan,
         state: State,
         stream_actions: list[Callable[[], None]],
         config_differences: tuple[tuple[str, object, object], ...],
@@ -282,21 +284,21 @@ class Restoration:
 # --- units ------------------------------------------------------------------------------------------------------------
 
 
-def _plan_module(plan: Plan, unit: Unit, live: Live, number: int) -> None:
+def _plan_module(plan: LoadPlan, unit: Unit, live: Live, number: int) -> None:
     side = torch_side()
     if side is not None:
         side.plan_module(plan, live.views[number], unit.field)
         take_named_leaf(plan, unit)
 
 
-def _plan_optimizer(plan: Plan, unit: Unit, live: Live, _number: int) -> None:
+def _plan_optimizer(plan: LoadPlan, unit: Unit, live: Live, _number: int) -> None:
     side = torch_side()
     if side is not None:
         prefix = f"{plan.renaming.saved_name(unit.name)}/" if optimizer_prefix(unit) else ""
         side.plan_optimizer(plan, unit.value, live.names, prefix=prefix, field=unit.field, scope=unit.scope)
 
 
-def _plan_stateful(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
+def _plan_stateful(plan: LoadPlan, unit: Unit, _live: Live, _number: int) -> None:
     chosen = plan.choose(unit.field, [unit.name])
     if not chosen:
         return
@@ -313,7 +315,7 @@ def _plan_stateful(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
     plan.actions.append(functools.partial(_load_stateful, unit.value, value, where))
 
 
-def _compare_cursors(plan: Plan, saved: object, now: object, where: str) -> None:
+def _compare_cursors(plan: LoadPlan, saved: object, now: object, where: str) -> None:
     """Report what a cursor allows to be another from here on, and what makes another training of the run."""
     if not all(isinstance(cursor, dict) and cursor.get("kind") == _CURSOR_KIND for cursor in (saved, now)):
         return
@@ -338,11 +340,11 @@ def _load_stateful(live: Any, value: object, where: str) -> None:  # noqa: ANN40
         raise err(Code.READ_BACK, f"its state_dict differs from the loaded one, first at {differing}", where=where)
 
 
-def _plan_piece(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
+def _plan_piece(plan: LoadPlan, unit: Unit, _live: Live, _number: int) -> None:
     plan_sink(plan, unit.value, field=unit.field, where=f"{unit.field}:{unit.name}")
 
 
-def _plan_tree(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
+def _plan_tree(plan: LoadPlan, unit: Unit, _live: Live, _number: int) -> None:
     if plan_named_tensors(plan, unit):
         return
     saved_name = plan.renaming.saved_name(unit.name)
@@ -367,7 +369,7 @@ def _plan_tree(plan: Plan, unit: Unit, _live: Live, _number: int) -> None:
         plan.actions.append(functools.partial(unit.put, placed))
 
 
-_PLANS: Final[dict[Kind, Callable[[Plan, Unit, Live, int], None]]] = {
+_PLANS: Final[dict[Kind, Callable[[LoadPlan, Unit, Live, int], None]]] = {
     Kind.MODULE: _plan_module,
     Kind.OPTIMIZER: _plan_optimizer,
     Kind.STATEFUL: _plan_stateful,
@@ -383,14 +385,14 @@ def _is_left_out(state: State, field: str) -> bool:
     return field in state.absent_reasons()
 
 
-def _missing_fields(plan: Plan, state: State) -> list[str]:
+def _missing_fields(plan: LoadPlan, state: State) -> list[str]:
     fields = plan.checkpoint.manifest.fields
     absent = [f"{field} wasn't saved: {fields[field].reason}" for field in FIELDS if fields[field].reason is not None]
     left = [field for field in _LOADED if fields[field].reason is None and _is_left_out(state, field)]
     return absent + [f"{field} isn't loaded" for field in left]
 
 
-def _compare_config(plan: Plan, state: State) -> list[tuple[str, object, object]]:
+def _compare_config(plan: LoadPlan, state: State) -> list[tuple[str, object, object]]:
     if state.config is None:
         return []
     live = Encoder(field="config", scope=GLOBAL, inline=True).encode(plain_config(state.config, where="config:"), "")
@@ -407,7 +409,7 @@ def _compare_config(plan: Plan, state: State) -> list[tuple[str, object, object]
     return differences
 
 
-def _list_decisive(plan: Plan, state: State, differences: list[tuple[str, object, object]]) -> list[str]:
+def _list_decisive(plan: LoadPlan, state: State, differences: list[tuple[str, object, object]]) -> list[str]:
     """Return what the configuration lowers the claim by: whatever the caller doesn't call harmless."""
     if state.config is None:
         return [] if plan.checkpoint.manifest.fields["config"].reason is not None else ["config isn't compared"]
@@ -432,7 +434,7 @@ def _find_limits(live: Live) -> list[str]:
     )
 
 
-def _compare_topology(plan: Plan, live: Live) -> list[str]:
+def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
     facts: dict[str, object] = {"": topology(worker_count=plan.worker_count)}
     if plan.worker == 0:
         facts[LOCAL_TOPOLOGY] = local_facts(devices=live.devices, meshes=live.meshes)

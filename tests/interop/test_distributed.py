@@ -16,7 +16,7 @@ from ckptfmt.errors import StateError
 from ckptfmt.state import State
 from ckptfmt.trainer.capture import capture
 from ckptfmt.trainer.restore import restore
-from tests.interop.double import MemoryCheckpoint, load, save
+from tests.interop.double import checkpoint_of, load, save
 
 LAYOUTS = [(1,), (2,), (4,), (7,), (2, 2), (2, 3)]
 
@@ -77,11 +77,11 @@ def save_sharded(seed, layout, steps=1):
             kept.append((model, optimizer))
             state = State(weights=model, optimizer=optimizer)
             snapshots.append(capture(state, worker=rank, worker_count=count_of(layout)))
-    return MemoryCheckpoint(*snapshots)
+    return checkpoint_of(*snapshots)
 
 
 def contents(checkpoint):
-    return {key: checkpoint._contents[key].tobytes() for key in checkpoint.tensors}
+    return {key: checkpoint.read(*key).tobytes() for key in checkpoint.tensors}
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_each_rank_of_a_layout_takes_its_pieces(layout, before, reference):
     step(model, optimizer)
     step(model, optimizer)
     uninterrupted = save(State(weights=model, optimizer=optimizer))
-    assert contents(MemoryCheckpoint(*snapshots)) == contents(uninterrupted)
+    assert contents(checkpoint_of(*snapshots)) == contents(uninterrupted)
 
 
 def test_a_sharded_checkpoint_loads_into_a_whole_model(reference):
@@ -182,7 +182,7 @@ def test_tensors_on_a_mesh_of_two_dimensions(placements):
             assert sum(piece.box.element_count for piece in pieces_of(tensor, where="x")) == local.numel()
 
     other = torch.zeros(5, 7)
-    load(State(weights={"x": other}), MemoryCheckpoint(*snapshots), strict=False)
+    load(State(weights={"x": other}), checkpoint_of(*snapshots), strict=False)
     assert torch.equal(other, whole)
 
 
@@ -228,7 +228,7 @@ def test_factored_state_that_does_not_exist_yet_is_refused_for_shards():
         model, _ = make(1, (2,))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(StateError, match=r"STATE_UNSUPPORTED.*row_var.*one step"):
-            restore(State(weights=model, optimizer=optimizer), MemoryCheckpoint(*snapshots), worker=0, worker_count=2)
+            restore(State(weights=model, optimizer=optimizer), checkpoint_of(*snapshots), worker=0, worker_count=2)
 
 
 def test_the_mesh_is_part_of_the_topology():

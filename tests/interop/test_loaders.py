@@ -10,7 +10,7 @@ from ckptfmt.errors import CkptError, Code
 from ckptfmt.state import PerWorker, State
 from ckptfmt.trainer.capture import capture
 from ckptfmt.trainer.restore import restore
-from tests.interop.double import MemoryCheckpoint
+from tests.interop.double import checkpoint_of
 
 
 class StatefulLoader:
@@ -46,7 +46,7 @@ def saved_after(batches, worker_count):
     for adapter in each:
         list(itertools.islice(adapter, batches))
     states = [State(data=PerWorker(adapter)) for adapter in each]
-    return MemoryCheckpoint(*(capture(one, worker=i, worker_count=worker_count) for i, one in enumerate(states)))
+    return checkpoint_of(*(capture(one, worker=i, worker_count=worker_count) for i, one in enumerate(states)))
 
 
 def test_each_worker_goes_on_where_it_was():
@@ -85,7 +85,7 @@ def consumed(count):
 
 def count_checkpoint():
     states = [State(data=ConsumedSamples(consumed(640), worker_count=4)) for _ in range(4)]
-    return MemoryCheckpoint(*(capture(one, worker=i, worker_count=4) for i, one in enumerate(states)))
+    return checkpoint_of(*(capture(one, worker=i, worker_count=4) for i, one in enumerate(states)))
 
 
 def test_a_count_of_the_run_is_put_back():
@@ -111,9 +111,7 @@ def test_a_count_of_the_run_is_put_back_elsewhere_only_where_it_is_allowed():
 def test_writers_may_be_more_than_workers():
     """REQ-CUR-023: of tensor parallelism, say, where two writers share a worker's samples."""
     each = [ConsumedSamples(consumed(640), worker_count=2) for _ in range(4)]
-    saved = MemoryCheckpoint(
-        *(capture(State(data=one), worker=number, worker_count=4) for number, one in enumerate(each))
-    )
+    saved = checkpoint_of(*(capture(State(data=one), worker=number, worker_count=4) for number, one in enumerate(each)))
     args = consumed(0)
 
     restore(State(data=ConsumedSamples(args, worker_count=2)), saved, worker=0, worker_count=4)

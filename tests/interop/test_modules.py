@@ -13,7 +13,7 @@ from ckptfmt.errors import StateError
 from ckptfmt.state import PerWorker, State
 from ckptfmt.trainer.capture import capture
 from ckptfmt.trainer.restore import restore
-from tests.interop.double import MemoryCheckpoint, load, save
+from tests.interop.double import checkpoint_of, load, save
 
 
 def raw(tensor):
@@ -475,7 +475,7 @@ def test_averaged_weights_are_filled_in_place_with_their_counter():
 def test_per_worker_modules_and_a_load_by_fewer_and_more():
     """REQ-CTX-003, REQ-CTX-004."""
     live = [nn.Linear(2, 2) for _ in range(2)]
-    checkpoint = MemoryCheckpoint(
+    checkpoint = checkpoint_of(
         *(capture(State(weights=PerWorker(net)), worker=i, worker_count=2) for i, net in enumerate(live))
     )
     assert {scope for field, _, scope in checkpoint.tensors if field == "weights"} == {"lw/0", "lw/1"}

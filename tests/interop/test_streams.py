@@ -12,7 +12,7 @@ from ckptfmt.errors import StateError
 from ckptfmt.state import State
 from ckptfmt.trainer.capture import capture
 from ckptfmt.trainer.restore import restore, restore_streams
-from tests.interop.double import MemoryCheckpoint, load, save
+from tests.interop.double import checkpoint_of, load, save
 
 
 def draw_all():
@@ -109,7 +109,7 @@ def test_another_number_of_workers_is_refused_or_reported():
         return State(rng={"mine": random.Random(seed)})
 
     saved = [state(seed) for seed in (1, 2)]
-    checkpoint = MemoryCheckpoint(*(capture(one, worker=i, worker_count=2) for i, one in enumerate(saved)))
+    checkpoint = checkpoint_of(*(capture(one, worker=i, worker_count=2) for i, one in enumerate(saved)))
 
     with pytest.raises(StateError, match=r"STREAM_UNEXPECTED.*lw/1"):
         load(state(5), checkpoint, strict=True)

@@ -8,7 +8,7 @@ from unittest import mock
 
 from ckptfmt.adapters import live as walk
 from ckptfmt.adapters import rng_streams as streams
-from ckptfmt.adapters.load_plan import Plan
+from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.data import sampler
 from ckptfmt.data.course import Course
@@ -56,7 +56,7 @@ MUTANTS = {
     "other_scopes_taken_in_silence": Mutant(
         clauses=("REQ-CTX-004",),
         fault="gives a worker what another one had, and says nothing",
-        patch=replaced(Plan, "_report_scope", lambda *_: None),
+        patch=replaced(LoadPlan, "_report_scope", lambda *_: None),
         tests=("interop/test_modules.py::test_per_worker_modules_and_a_load_by_fewer_and_more",),
     ),
     "whole_environment": Mutant(

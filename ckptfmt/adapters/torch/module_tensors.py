@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckptfmt.adapters.live_trees import Encoder, fingerprint
-from ckptfmt.adapters.load_plan import MISSING, Plan
+from ckptfmt.adapters.load_plan import MISSING, LoadPlan
 from ckptfmt.adapters.placing import Placer, fill
 from ckptfmt.adapters.torch.modules import Entry, ModuleView
 from ckptfmt.adapters.torch.tensors import TorchSource, inner_tensors, source_of
@@ -48,7 +48,7 @@ def capture_module(view: ModuleView, encoder: Encoder) -> list[Leaf]:
     return leaves
 
 
-def plan_entry(plan: Plan, entry: Entry, field: str) -> None:
+def plan_entry(plan: LoadPlan, entry: Entry, field: str) -> None:
     """Plan to fill a live tensor of a module from whichever of its names was saved."""
     chosen = plan.choose(field, entry.names)
     for index, (_, tensor) in enumerate(inner_tensors(entry.tensor, "") if chosen else ()):
@@ -68,7 +68,7 @@ def plan_entry(plan: Plan, entry: Entry, field: str) -> None:
         _plan_tied(plan, names, saved)
 
 
-def _plan_tied(plan: Plan, names: list[str], taken: IndexTensor) -> None:
+def _plan_tied(plan: LoadPlan, names: list[str], taken: IndexTensor) -> None:
     """Take the tensors that were saved apart and are tied here; other contents would be lost silently."""
     for name in names:
         other = plan.checkpoint.find(taken.field, name, taken.scope)
@@ -86,7 +86,7 @@ def _not_saved(live: str, saved: str, tensor: torch.Tensor) -> str:
     return f"not saved{renamed} (shape here {tuple(tensor.shape)})"
 
 
-def plan_module(plan: Plan, view: ModuleView, field: str) -> None:
+def plan_module(plan: LoadPlan, view: ModuleView, field: str) -> None:
     """Plan to put back extra state and what hooks made; the entries are planned on their own."""
     for name, (owner, live) in view.extra_states.items():
         value = _saved_value(plan, field, name, view.scope, live)
@@ -105,7 +105,7 @@ def plan_module(plan: Plan, view: ModuleView, field: str) -> None:
         plan.actions.append(lambda: _load_foreign(view.module, foreign, field))
 
 
-def _saved_value(plan: Plan, field: str, name: str, scope: str, live: object) -> Any:  # noqa: ANN401 - a tree
+def _saved_value(plan: LoadPlan, field: str, name: str, scope: str, live: object) -> Any:  # noqa: ANN401 - a tree
     chosen = plan.choose(field, [name])
     if not chosen:
         return MISSING
@@ -116,7 +116,7 @@ def _saved_value(plan: Plan, field: str, name: str, scope: str, live: object) ->
     return Placer(plan, field=field, scope=at).fresh(saved, found, live)
 
 
-def _saved_tensor(plan: Plan, field: str, name: str, scope: str, live: torch.Tensor) -> Any:  # noqa: ANN401
+def _saved_tensor(plan: LoadPlan, field: str, name: str, scope: str, live: torch.Tensor) -> Any:  # noqa: ANN401
     chosen = plan.choose(field, [name])
     if not chosen:
         return MISSING
@@ -127,7 +127,7 @@ def _saved_tensor(plan: Plan, field: str, name: str, scope: str, live: torch.Ten
     return Placer(plan, field=field, scope=saved.scope).fresh(TensorRef(saved.name, "torch"), saved.name, live)
 
 
-def _plan_extra_state(plan: Plan, owner: torch.nn.Module, value: object, where: str) -> None:
+def _plan_extra_state(plan: LoadPlan, owner: torch.nn.Module, value: object, where: str) -> None:
     def load() -> None:
         wanted = fingerprint(value, field="weights", name="")
         owner.set_extra_state(value)

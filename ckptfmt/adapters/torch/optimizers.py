@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from ckptfmt.adapters.live_trees import Encoder
-from ckptfmt.adapters.load_plan import MISSING, Plan
+from ckptfmt.adapters.load_plan import MISSING, LoadPlan
 from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.adapters.placing import Placer, fill, refuses
 from ckptfmt.adapters.torch.tensors import DTYPE_NAMES, allocate, dtype_name, is_distributed, is_registered, local_of
@@ -45,7 +45,7 @@ class _Saved:
 
 
 def plan_groups(
-    plan: Plan,
+    plan: LoadPlan,
     groups: Sequence[dict[str, Any]],
     names: Sequence[Sequence[tuple[str, ...]]],
     *,
@@ -94,13 +94,13 @@ def plan_groups(
     return chosen
 
 
-def _is_chosen(plan: Plan, field: str, prefix: str, members: Sequence[Iterable[str]]) -> bool:
+def _is_chosen(plan: LoadPlan, field: str, prefix: str, members: Sequence[Iterable[str]]) -> bool:
     if not plan.is_partial:
         return True
     return bool(members) and all(any(plan.fits(field, prefix + name) for name in names) for names in members)
 
 
-def _saved_groups(plan: Plan, *, prefix: str, field: str, scope: str) -> dict[str, list[_Saved]]:
+def _saved_groups(plan: LoadPlan, *, prefix: str, field: str, scope: str) -> dict[str, list[_Saved]]:
     """Return the saved groups of each parameter: several where ranks that share it had experts of their own beside."""
     begins = f"{prefix}group/"
     by_parameter: dict[str, list[_Saved]] = {}
@@ -117,7 +117,7 @@ def _saved_groups(plan: Plan, *, prefix: str, field: str, scope: str) -> dict[st
 
 
 def _groups_of(
-    plan: Plan, by_parameter: dict[str, list[_Saved]], members: Iterable[Iterable[str]], where: str
+    plan: LoadPlan, by_parameter: dict[str, list[_Saved]], members: Iterable[Iterable[str]], where: str
 ) -> list[_Saved]:
     found: dict[str, _Saved] = {}
     for names in members:
@@ -133,7 +133,7 @@ def _groups_of(
     return list(found.values())
 
 
-def _same_options(plan: Plan, field: str, left: _Saved, right: _Saved) -> bool:
+def _same_options(plan: LoadPlan, field: str, left: _Saved, right: _Saved) -> bool:
     if left.options.keys() != right.options.keys():
         return False
     contents = []
@@ -143,7 +143,7 @@ def _same_options(plan: Plan, field: str, left: _Saved, right: _Saved) -> bool:
     return contents[0] == contents[1]
 
 
-def contents_of(plan: Plan, field: str, scope: str, value: Any) -> object:  # noqa: ANN401 - a tree
+def contents_of(plan: LoadPlan, field: str, scope: str, value: Any) -> object:  # noqa: ANN401 - a tree
     """Return a tree with the bytes of each tensor in place of its name: equal where the values are."""
     if isinstance(value, TensorRef):
         found = plan.checkpoint.find(field, value.name, scope)
@@ -156,7 +156,7 @@ def contents_of(plan: Plan, field: str, scope: str, value: Any) -> object:  # no
 
 
 def _plan_options(  # noqa: PLR0917 - all of it is what a group is
-    plan: Plan, group: dict[str, Any], saved: _Saved, field: str, where: str, kept: set[str]
+    plan: LoadPlan, group: dict[str, Any], saved: _Saved, field: str, where: str, kept: set[str]
 ) -> None:
     for key in sorted(kept & saved.options.keys()):
         plan.downgrades.append(f"{where}: {key}: saved {saved.options[key]!r}, here {group[key]!r} stays: override=")
@@ -274,7 +274,7 @@ def _group_name(members: list[str]) -> str:
 
 
 def plan_optimizer(
-    plan: Plan, optimizer: torch.optim.Optimizer, names: Names, *, prefix: str, field: str, scope: str
+    plan: LoadPlan, optimizer: torch.optim.Optimizer, names: Names, *, prefix: str, field: str, scope: str
 ) -> None:
     """Plan to put back groups and state; state that doesn't exist yet is made, without a step.
 
@@ -316,7 +316,7 @@ class _ParameterState:
     """The state of one parameter, about to be put back."""
 
     def __init__(
-        self, plan: Plan, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, *, field: str, on_device: bool
+        self, plan: LoadPlan, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, *, field: str, on_device: bool
     ) -> None:
         self.plan = plan
         self.optimizer = optimizer
@@ -424,18 +424,18 @@ def _names_of(parameter: torch.Tensor, names: Names, group: int, where: str) -> 
     return found
 
 
-def _saved_names_of(plan: Plan, parameter: torch.Tensor, names: Names, group: int, where: str) -> tuple[str, ...]:
+def _saved_names_of(plan: LoadPlan, parameter: torch.Tensor, names: Names, group: int, where: str) -> tuple[str, ...]:
     return tuple(plan.renaming.saved_name(name) for name in _names_of(parameter, names, group, where))
 
 
-def _saved_dtype(plan: Plan, names: Iterable[str], scope: str) -> str | None:
+def _saved_dtype(plan: LoadPlan, names: Iterable[str], scope: str) -> str | None:
     """Return the dtype that a parameter was saved with."""
     places = [(field, at) for field in ("weights", "optimizer", "data") for at in (GLOBAL, scope)]
     found = (plan.checkpoint.find(field, name, at) for name in names for field, at in places)
     return next((tensor.dtype for tensor in found if tensor is not None), None)
 
 
-def _with_saved_aliases(plan: Plan, names: tuple[str, ...], scope: str) -> tuple[str, ...]:
+def _with_saved_aliases(plan: LoadPlan, names: tuple[str, ...], scope: str) -> tuple[str, ...]:
     """Return names and, behind them, those of the tensors that the parameter was tied to when it was saved.
 
     Only the first of these had the state: here, on a pipeline stage for one, it may be another that is left of them.
