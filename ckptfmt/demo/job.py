@@ -1,4 +1,4 @@
-"""Start the training under torchrun, watch it by its ledgers, kill one process of it, and leave nothing behind."""
+"""Start the training under torchrun, watch it by its journals, kill one process of it, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ckptfmt.demo.ledger import Follower, Ledger, ledger_path, read_ledger
+from ckptfmt.demo.journal import Follower, Journal, journal_path, read_journal
 
-#: How often the ledgers are looked at, and how long they may stay as they are, in seconds.
+#: How often the journals are looked at, and how long they may stay as they are, in seconds.
 _POLL_S = 0.02
 _STALL_S = 300.0
 #: How long torchrun gets to end its processes before they are killed, in seconds.
@@ -35,7 +35,7 @@ class Job:
     """One launch of the training under torchrun; a context manager that ends all its processes.
 
     Args:
-        directory: of the demo; checkpoints, ledgers and logs lie under it.
+        directory: of the demo; checkpoints, journals and logs lie under it.
         run: name of the run, which is a directory there.
         name: of this launch.
         world_size: how many processes.
@@ -44,14 +44,14 @@ class Job:
 
     def __init__(self, directory: Path, *, run: str, name: str, world_size: int, options: Sequence[str]) -> None:
         self.name = name
-        ledgers = directory / "ledgers"
-        self._ledger_paths = [ledger_path(ledgers, name, rank) for rank in range(world_size)]
-        self._followers = [Follower(path) for path in self._ledger_paths]
+        journals = directory / "journals"
+        self._journal_paths = [journal_path(journals, name, rank) for rank in range(world_size)]
+        self._followers = [Follower(path) for path in self._journal_paths]
         self._log = directory / "logs" / f"{name}.txt"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         script = ["-m", "ckptfmt.demo.train", "--checkpoints", str(directory / run)]
-        self._command = [sys.executable, *launcher, *script, "--ledgers", str(ledgers), "--name", name, *options]
+        self._command = [sys.executable, *launcher, *script, "--journals", str(journals), "--name", name, *options]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -72,9 +72,9 @@ class Job:
     ) -> None:
         self.end()
 
-    def ledgers(self) -> list[Ledger]:
+    def journals(self) -> list[Journal]:
         """Return what the processes wrote."""
-        return [read_ledger(path) for path in self._ledger_paths]
+        return [read_journal(path) for path in self._journal_paths]
 
     def wait(self, on_step: Callable[[int], None]) -> None:
         """Wait until the job has ended well; call `on_step` with the steps done as they are done.
@@ -118,7 +118,7 @@ class Job:
         return None if self._process is None else self._process.poll()
 
     def _watch(self, on_step: Callable[[int], None], *, until: int | None = None) -> None:
-        """Follow the ledgers until all processes have done a step, or the job has ended."""
+        """Follow the journals until all processes have done a step, or the job has ended."""
         last_step, change_s = 0, time.monotonic()
         while self._returncode() is None:
             step = min(follower.poll() for follower in self._followers)

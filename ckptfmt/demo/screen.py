@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from ckptfmt.demo.ledger import Comparison
+from ckptfmt.demo.journal import Comparison
 from ckptfmt.demo.story import Outcome, Resized, Strip
 
 _WIDTH = 78
 _STRIP_WIDTH = 60
 _LABEL_WIDTH = 13
 
-#: What is compared, as a person calls it, and its categories in the ledger.
+#: What is compared, as a person calls it, and its categories in the journal.
 _ROWS = {
     "parameters": ("parameter",),
     "AdamW": ("moment", "step"),

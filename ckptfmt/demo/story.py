@@ -9,11 +9,11 @@ from typing import Protocol
 
 import ckptfmt
 from ckptfmt.demo.job import Job
-from ckptfmt.demo.ledger import (
+from ckptfmt.demo.journal import (
     Comparison,
     Entry,
     Header,
-    Ledger,
+    Journal,
     check_history,
     compare,
     compare_worlds,
@@ -144,23 +144,23 @@ def tell(directory: Path, settings: Settings, options: list[str], *, without: st
 
     with launch(UNDISTURBED, "undisturbed", 2) as job:
         job.wait(phases.phase("an undisturbed run, to compare with", settings.steps))
-        undisturbed = job.ledgers()
+        undisturbed = job.journals()
     with launch(RUN, "killed", 2) as job:
         job.kill_after(settings.killed_step, 1, phases.phase("the run; one process gets SIGKILL", settings.steps))
-        killed = job.ledgers()
+        killed = job.journals()
     control = ["--leave-out", without] if without else []
     with launch(RUN, "resumed", 2, *control) as job:
         job.wait(phases.phase("the same command again: it resumes", settings.steps))
-        resumed = job.ledgers()
+        resumed = job.journals()
     both = [[*before.entries, *after.entries] for before, after in zip(killed, resumed, strict=True)]
-    same = compare([ledger.entries for ledger in undisturbed], both, steps=settings.steps)
+    same = compare([journal.entries for journal in undisturbed], both, steps=settings.steps)
     resized, strips = None, [_strip(settings, "launch 1", killed, killed=True), _strip(settings, "launch 2", resumed)]
     if same.identical:
         saved_by = 2 if settings.resized_step > resumed[0].entries[0].step else 1
         name = checkpoint_name(settings.resized_step, saved_by)
         with launch(RUN, "resized", 3, "--resume", name) as job:
             job.wait(phases.phase("resumed once more, on 3 processes", settings.steps))
-            wider = job.ledgers()
+            wider = job.journals()
         strips.append(_strip(settings, "launch 3", wider))
         resized = _compare_resized(settings, undisturbed, both, wider)
     report = ckptfmt.validate(directory / RUN)
@@ -181,11 +181,11 @@ def tell(directory: Path, settings: Settings, options: list[str], *, without: st
 
 
 def _compare_resized(
-    settings: Settings, undisturbed: list[Ledger], both: list[list[Entry]], wider: list[Ledger]
+    settings: Settings, undisturbed: list[Journal], both: list[list[Entry]], wider: list[Journal]
 ) -> Resized:
     step = settings.resized_step
-    entries = [ledger.entries for ledger in wider]
-    same = compare_worlds([ledger.entries for ledger in undisturbed], entries, first=step, steps=settings.steps)
+    entries = [journal.entries for journal in wider]
+    same = compare_worlds([journal.entries for journal in undisturbed], entries, first=step, steps=settings.steps)
     streams = [sum(name.startswith("rng/") for name in process[0].digests) for process in entries]
     history = {past: ids for past, ids in join_samples(_last_times(both)).items() if past <= step}
     history |= join_samples(entries)
@@ -214,19 +214,19 @@ def _last_times(processes: list[list[Entry]]) -> list[list[Entry]]:
     return [list(entries.values()) for entries in latest]
 
 
-def _strip(settings: Settings, name: str, ledgers: list[Ledger], *, killed: bool = False) -> Strip:
-    first = ledgers[0].entries[0].step
-    last = max(ledger.last_step for ledger in ledgers)
+def _strip(settings: Settings, name: str, journals: list[Journal], *, killed: bool = False) -> Strip:
+    first = journals[0].entries[0].step
+    last = max(journal.last_step for journal in journals)
     saves = tuple(step for step in range(first + 1, last + 1) if step == settings.steps or step % settings.every == 0)
-    return Strip(name=name, world_size=len(ledgers), first=first, last=last, saves=saves, killed=killed)
+    return Strip(name=name, world_size=len(journals), first=first, last=last, saves=saves, killed=killed)
 
 
-def _header(ledgers: list[Ledger]) -> Header:
-    header = ledgers[0].header
+def _header(journals: list[Journal]) -> Header:
+    header = journals[0].header
     assert header is not None  # noqa: S101 - the job ended well, so it wrote one
     return header
 
 
-def _loss(ledger: Ledger, step: int) -> float:
+def _loss(journal: Journal, step: int) -> float:
     """Return the loss of a step, which is the same on every process."""
-    return next(float.fromhex(entry.loss) for entry in ledger.entries if entry.step == step and entry.loss)
+    return next(float.fromhex(entry.loss) for entry in journal.entries if entry.step == step and entry.loss)

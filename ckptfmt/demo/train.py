@@ -1,6 +1,6 @@
-"""The training script of the demo: what a user writes, and a ledger.
+"""The training script of the demo: what a user writes, and a journal.
 
-    torchrun --nproc-per-node 2 -m ckptfmt.demo.train --checkpoints DIR --ledgers DIR --name first
+    torchrun --nproc-per-node 2 -m ckptfmt.demo.train --checkpoints DIR --journals DIR --name first
 
 What ckptfmt asks of it is a `State`, a `Checkpointer`, and its `steps` as the loop. It begins a run and resumes one by
 the same code. It trains with `ckptfmt_conformance.elastic`, whose bits are the same on any number of processes.
@@ -23,22 +23,22 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from ckptfmt import Checkpointer, Sampler, State
+from ckptfmt.demo.journal import Entry, Header, JournalWriter, journal_path
 from ckptfmt.demo.judge import digest_state, leave_out
-from ckptfmt.demo.ledger import Entry, Header, LedgerWriter, ledger_path
 from ckptfmt.demo.settings import ITEMS, Settings, make_settings
 from ckptfmt.demo.task import Task, Text, TinyGPT, read_text
 from ckptfmt_conformance.elastic import Plan, Trainer, pin_arithmetic
 
 
 def train(
-    settings: Settings, run: Path, ledgers: Path, name: str, *, resume: str = "auto", without: str | None = None
+    settings: Settings, run: Path, journals: Path, name: str, *, resume: str = "auto", without: str | None = None
 ) -> None:
     """Train until the last step, from wherever the run stands.
 
     Args:
         run: directory of the checkpoints.
-        ledgers: directory of the ledgers.
-        name: of this launch's ledgers.
+        journals: directory of the journals.
+        name: of this launch's journals.
         resume: as for `Checkpointer`.
         without: what to leave out of the restore, as a negative control.
     """
@@ -63,23 +63,23 @@ def train(
         if without
         else lambda: None
     )
-    ledger = LedgerWriter(ledger_path(ledgers, name, rank))
+    journal = JournalWriter(journal_path(journals, name, rank))
     with Checkpointer(run, state, every=settings.every, keep=4, resume=resume) as checkpointer:
-        checkpointer.restore_rng()  # before the first step, since what the load claims goes into the ledger
-        ledger.write(describe(checkpointer, model, text, rank, world_size))
+        checkpointer.restore_rng()  # before the first step, since what the load claims goes into the journal
+        journal.write(describe(checkpointer, model, text, rank, world_size))
         samples, loss = None, None
         for step in checkpointer.steps(settings.steps):
             if samples is None:
                 put_back()
             digests = digest_state(model, optimizer, scheduler, sampler, trainer)
-            ledger.write(Entry(step=step, digests=digests, samples=samples, loss=loss))
+            journal.write(Entry(step=step, digests=digests, samples=samples, loss=loss))
             task.begin_step()
             loss = trainer.step().loss.hex()
             scheduler.step()
             samples = tuple(task.taken)
     digests = digest_state(model, optimizer, scheduler, sampler, trainer)
-    ledger.write(Entry(step=settings.steps, digests=digests, samples=samples, loss=loss))
-    ledger.close()
+    journal.write(Entry(step=settings.steps, digests=digests, samples=samples, loss=loss))
+    journal.close()
 
 
 def make_plan(settings: Settings) -> Plan:
@@ -103,7 +103,7 @@ def seed_streams(seed: int) -> None:
 
 
 def describe(checkpointer: Checkpointer, model: nn.Module, text: Text, rank: int, world_size: int) -> Header:
-    """Return what the ledger begins with."""
+    """Return what the journal begins with."""
     launch, report = checkpointer.launch, checkpointer.load_report
     resume = launch.resume_from if launch else None
     return Header(
@@ -124,8 +124,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments of one process."""
     parser = argparse.ArgumentParser(prog="python -m ckptfmt.demo.train", description="One process of the demo's run.")
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory of the checkpoints")
-    parser.add_argument("--ledgers", type=Path, required=True, help="directory of the ledgers")
-    parser.add_argument("--name", required=True, help="name of this launch's ledgers")
+    parser.add_argument("--journals", type=Path, required=True, help="directory of the journals")
+    parser.add_argument("--name", required=True, help="name of this launch's journals")
     parser.add_argument("--steps", type=int, help="training steps in all")
     parser.add_argument("--quick", action="store_true", help="a much smaller model, fewer steps")
     parser.add_argument("--resume", default="auto", help="auto, fresh, or the name of a checkpoint")
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     train(
         make_settings(steps=arguments.steps, quick=arguments.quick),
         arguments.checkpoints,
-        arguments.ledgers,
+        arguments.journals,
         arguments.name,
         resume=arguments.resume,
         without=arguments.leave_out,

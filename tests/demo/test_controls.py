@@ -14,8 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ckptfmt.data.sampler import Sampler  # noqa: E402
+from ckptfmt.demo.journal import compare, journal_path, read_journal  # noqa: E402
 from ckptfmt.demo.judge import digest_state  # noqa: E402
-from ckptfmt.demo.ledger import compare, ledger_path, read_ledger  # noqa: E402
 from ckptfmt.demo.settings import ITEMS, make_settings  # noqa: E402
 from ckptfmt.demo.train import make_scheduler, train  # noqa: E402
 from ckptfmt.documents.manifest import checkpoint_name  # noqa: E402
@@ -51,19 +51,19 @@ def own_streams():
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")
-    train(SETTINGS, directory / "run", directory / "ledgers", "undisturbed")
+    train(SETTINGS, directory / "run", directory / "journals", "undisturbed")
     return directory
 
 
 def entries_of(directory, name):
-    return read_ledger(ledger_path(directory / "ledgers", name, 0)).entries
+    return read_journal(journal_path(directory / "journals", name, 0)).entries
 
 
 def compare_resumed(undisturbed, directory, **options):
     """Resume a copy of the run, and compare the steps from there on."""
     shutil.copytree(undisturbed / "run", directory / "run")
     resume = checkpoint_name(RESUMED, 1)
-    train(SETTINGS, directory / "run", directory / "ledgers", "resumed", resume=resume, **options)
+    train(SETTINGS, directory / "run", directory / "journals", "resumed", resume=resume, **options)
     reference, candidate = entries_of(undisturbed, "undisturbed"), entries_of(directory, "resumed")
     return compare([reference], [candidate], first=RESUMED, steps=SETTINGS.steps)
 
@@ -107,7 +107,7 @@ def test_the_run_exercises_what_it_restores(undisturbed):
 
 
 def test_the_run_goes_through_its_data_more_than_once(undisturbed):
-    header = read_ledger(ledger_path(undisturbed / "ledgers", "undisturbed", 0)).header
+    header = read_journal(journal_path(undisturbed / "journals", "undisturbed", 0)).header
     assert header is not None
     resumed, done = RESUMED * SETTINGS.global_batch, SETTINGS.steps * SETTINGS.global_batch
 

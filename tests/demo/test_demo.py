@@ -12,7 +12,7 @@ import pytest
 
 import ckptfmt.demo
 from ckptfmt.demo.job import Job, JobError
-from ckptfmt.demo.ledger import compare_worlds, read_ledger
+from ckptfmt.demo.journal import compare_worlds, read_journal
 from ckptfmt.demo.settings import STEPS_MIN, make_settings
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.errors import CkptError
@@ -27,7 +27,7 @@ def run_demo(*options, **settings):
 
 
 def pids_of(directory):
-    headers = [read_ledger(path).header for path in directory.glob("ledgers/*.jsonl")]
+    headers = [read_journal(path).header for path in directory.glob("journals/*.jsonl")]
     return [header.pid for header in headers if header is not None]
 
 
@@ -67,15 +67,15 @@ class TestAsItIsShown:
 
     def test_a_process_was_killed_and_steps_were_done_twice(self, shown):
         _, directory = shown
-        killed = [read_ledger(directory / "ledgers" / f"killed-rank{rank}.jsonl") for rank in range(2)]
-        resumed = read_ledger(directory / "ledgers" / "resumed-rank0.jsonl")
+        killed = [read_journal(directory / "journals" / f"killed-rank{rank}.jsonl") for rank in range(2)]
+        resumed = read_journal(directory / "journals" / "resumed-rank0.jsonl")
 
-        assert max(ledger.last_step for ledger in killed) < make_settings(quick=True).steps
+        assert max(journal.last_step for journal in killed) < make_settings(quick=True).steps
         assert "Signal 9 (SIGKILL)" in (directory / "logs" / "killed.txt").read_text("utf-8")
         assert resumed.header is not None
         assert resumed.header.resumed_from is not None
         assert resumed.header.claim == "T1"
-        assert resumed.entries[0].step <= max(ledger.last_step for ledger in killed)
+        assert resumed.entries[0].step <= max(journal.last_step for journal in killed)
 
     def test_the_run_left_behind_is_valid(self, shown):
         report = ckptfmt.validate(shown[1] / "run")
@@ -141,7 +141,7 @@ def launch(directory, world_size, options):
     name = f"{len(list(directory.glob('logs/*')))}-on-{world_size}"
     with Job(directory, run="run", name=name, world_size=world_size, options=options) as job:
         job.wait(lambda _step: None)
-        return [ledger.entries for ledger in job.ledgers()]
+        return [journal.entries for journal in job.journals()]
 
 
 @pytest.mark.parametrize("module", ["torch", "ckptfmt_conformance"])

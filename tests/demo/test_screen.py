@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfmt.demo.ledger import Comparison, Difference, Header
+from ckptfmt.demo.journal import Comparison, Difference, Header
 from ckptfmt.demo.screen import Look, Progress, as_json, render
 from ckptfmt.demo.settings import make_settings
 from ckptfmt.demo.story import Outcome, Resized, Strip

@@ -1,4 +1,4 @@
-"""The ledger of a launch: for each step the digests of all state, the samples and the loss; and how two are compared.
+"""The journal of a launch: for each step the digests of all state, the samples and the loss; and how two are compared.
 
 One file per process, one JSON line per step, written as the step ends. A process that is killed leaves a file that
 ends anywhere; what it had written whole counts.
@@ -69,7 +69,7 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class Journal:
     """What one process of one launch wrote."""
 
     header: Header | None
@@ -81,8 +81,8 @@ class Ledger:
         return self.entries[-1].step if self.entries else 0
 
 
-class LedgerWriter:
-    """Write the ledger of one process, a line at a time."""
+class JournalWriter:
+    """Write the journal of one process, a line at a time."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,12 +98,12 @@ class LedgerWriter:
         self._file.close()
 
 
-def ledger_path(directory: Path, name: str, rank: int) -> Path:
-    """Return the path of a launch's ledger of one process."""
+def journal_path(directory: Path, name: str, rank: int) -> Path:
+    """Return the path of a launch's journal of one process."""
     return directory / f"{name}-rank{rank}.jsonl"
 
 
-def read_ledger(path: Path) -> Ledger:
+def read_journal(path: Path) -> Journal:
     """Return what a process wrote, so far or before it died; nothing where there is no file yet."""
     try:
         content = path.read_text("utf-8")
@@ -112,7 +112,7 @@ def read_ledger(path: Path) -> Ledger:
     whole = content[: content.rfind("\n") + 1]  # a killed process may leave the beginning of a line
     records: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
     header = Header(**records[0] | {"lowered_by": tuple(records[0]["lowered_by"])}) if records else None
-    return Ledger(header=header, entries=tuple(_parse_entry(record) for record in records[1:]))
+    return Journal(header=header, entries=tuple(_parse_entry(record) for record in records[1:]))
 
 
 def _parse_entry(record: dict[str, Any]) -> Entry:
@@ -121,7 +121,7 @@ def _parse_entry(record: dict[str, Any]) -> Entry:
 
 
 class Follower:
-    """Follow a ledger that is being written, reading only what is new.
+    """Follow a journal that is being written, reading only what is new.
 
     Attributes:
         pid: of the process that writes it, once it has said so.
@@ -218,7 +218,7 @@ class Comparison:
         first = self.differences[0]
         place = f"step {first.step}, process {first.rank}"
         if first.category == _ENTRY:
-            return f"{place}: " + ("not in the ledger" if first.found is None else "in the ledger, and shouldn't be")
+            return f"{place}: " + ("not in the journal" if first.found is None else "in the journal, and shouldn't be")
         names = sorted({one.name for one in self.differences if (one.step, one.rank) == (first.step, first.rank)})
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f"first divergence after {place}: {', '.join(names[:3])}{more}; {_guess(names)}"

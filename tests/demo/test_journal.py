@@ -5,16 +5,16 @@ import json
 
 import pytest
 
-from ckptfmt.demo.ledger import (
+from ckptfmt.demo.journal import (
     Entry,
     Follower,
     Header,
-    LedgerWriter,
+    JournalWriter,
     check_history,
     compare,
     compare_worlds,
     join_samples,
-    read_ledger,
+    read_journal,
 )
 
 NAMES = ["parameter/w", "moment/exp_avg/w", "step/w", "buffer/b", "schedule/scheduler", "cursor/data", "rng/numpy"]
@@ -133,14 +133,14 @@ def test_a_fact_that_one_side_lacks_is_found(name):
 def test_a_missing_step_is_found():
     same = compare([run()], [[*run()[:3], *run()[4:]]], steps=6)
 
-    assert same.explain() == "step 3, process 0: not in the ledger"
+    assert same.explain() == "step 3, process 0: not in the journal"
     assert same.identical_steps("parameter") == 5
 
 
 def test_a_step_too_many_is_found():
     same = compare([run()], [run(last=7)], steps=6)
 
-    assert same.explain() == "step 7, process 0: in the ledger, and shouldn't be"
+    assert same.explain() == "step 7, process 0: in the journal, and shouldn't be"
 
 
 def test_a_step_that_no_run_has_is_found():
@@ -248,23 +248,23 @@ def test_a_missing_step_on_another_number_of_processes_is_found(rank):
 
 
 def test_what_is_written_is_read(tmp_path):
-    writer = LedgerWriter(tmp_path / "ledger.jsonl")
+    writer = JournalWriter(tmp_path / "journal.jsonl")
     writer.write(HEADER)
     for one in run():
         writer.write(one)
     writer.close()
 
-    ledger = read_ledger(tmp_path / "ledger.jsonl")
+    journal = read_journal(tmp_path / "journal.jsonl")
 
-    assert ledger.header == HEADER
-    assert list(ledger.entries) == run()
+    assert journal.header == HEADER
+    assert list(journal.entries) == run()
 
 
-def test_a_ledger_is_never_written_over(tmp_path):
-    LedgerWriter(tmp_path / "ledger.jsonl").close()
+def test_a_journal_is_never_written_over(tmp_path):
+    JournalWriter(tmp_path / "journal.jsonl").close()
 
     with pytest.raises(FileExistsError):
-        LedgerWriter(tmp_path / "ledger.jsonl")
+        JournalWriter(tmp_path / "journal.jsonl")
 
 
 def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
@@ -272,14 +272,14 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
     content = "".join(lines).encode()
 
     for nbytes in range(len(content) + 1):
-        path = tmp_path / "ledger.jsonl"
+        path = tmp_path / "journal.jsonl"
         path.write_bytes(content[:nbytes])
         whole = content[:nbytes].count(b"\n")
-        assert len(read_ledger(path).entries) == max(0, whole - 1)
+        assert len(read_journal(path).entries) == max(0, whole - 1)
 
 
 def test_a_follower_reads_what_comes_in_any_pieces(tmp_path):
-    path = tmp_path / "ledger.jsonl"
+    path = tmp_path / "journal.jsonl"
     follower = Follower(path)
     assert (follower.poll(), follower.pid) == (0, None)
 
