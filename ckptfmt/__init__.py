@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptfmt.state import PerWorker, State
     from ckptfmt.write.snapshot import TensorSink, TensorSource
 
-__version__ = "0.1.0"
+__version__ = "0.9.0"
 
 __all__ = [
     "Box",

@@ -8,6 +8,6 @@ Nothing in here imports an implementation, but for the adapters.
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+__version__ = "0.9.0"
 
 __all__ = ["__version__"]

@@ -55,7 +55,7 @@ def test_the_wheel_carries_the_schemas_of_the_spec_and_nothing_of_the_tests(whee
     assert {name.partition("/")[0] for name in files} == {
         "ckptfmt",
         "ckptfmt_conformance",
-        "ckptfmt-0.1.0.dist-info",
+        "ckptfmt-0.9.0.dist-info",
     }
 
 
@@ -74,4 +74,4 @@ def test_the_wheel_works_in_an_empty_environment_without_torch(wheel, tmp_path):
 
 def test_the_wheel_names_its_console_script(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        assert "ckptfmt = ckptfmt.__main__:main" in archive.read("ckptfmt-0.1.0.dist-info/entry_points.txt").decode()
+        assert "ckptfmt = ckptfmt.__main__:main" in archive.read("ckptfmt-0.9.0.dist-info/entry_points.txt").decode()
