@@ -71,7 +71,7 @@ def write_fleet(directory: Path, mixture: Sequence[CutTensor], ranks: int, on_ra
             with (directory / shard_name(stem, origin.attempt, rank)).open("wb") as file:
                 file.write(header)
                 file.truncate(nbytes)
-        digests += sum(len(box.digests) for tensor in part.tensors for box in tensor.boxes) // DIGEST_NBYTES
+        digests += int(part.holdings.digest_count.sum())
     os.sync()
     return digests
 

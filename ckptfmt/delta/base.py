@@ -129,7 +129,9 @@ class BaseFiles:
         """Return the content of a block, verified; thread-safe."""
         piece = self._image.pieces[number]
         opened = self._open().open_part(self._base.part.writer)
-        return Decoder().content(opened, opened.tensors[piece.key][1][piece.box], block)
+        box = opened.find(piece.key, piece.box)
+        assert box is not None  # noqa: S101 - the base has the same image
+        return Decoder().content(opened, box, block)
 
     def close(self) -> None:
         """Close the files."""

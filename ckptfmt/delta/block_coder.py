@@ -113,7 +113,7 @@ class BlockCoder:
         self._fields = fields
         self._contents = contents
         self._groups = {number: group for group in groups for number in group.pieces}
-        self._dtypes = {tensor.key: tensor.dtype for tensor in image.tensors}
+        self._dtypes = image.holdings.table.dtypes_by_key()
         self._among = among
         self._chosen: dict[int | str, _Chosen] = {}
 

@@ -23,8 +23,9 @@ from ckptfmt.delta.block_coder import BlockCoder, Coded
 from ckptfmt.delta.coders import coder_count
 from ckptfmt.delta.prediction_groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.digest import digest_at, digest_bytes
-from ckptfmt.documents.extents import SAME, Extents, Group, StoredBlocks
+from ckptfmt.documents.extents import SAME, Extents, Group, StoredBlocks, count_stored
 from ckptfmt.documents.manifest import Reference, pack_name
+from ckptfmt.documents.packed import Strings
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count
 from ckptfmt.errors import CkptError, Code, err
@@ -388,7 +389,6 @@ class Delta:
         of_shards = [numbers.get(shard.stem) for shard in self._image.shards]
         at = [len(PACK_HEADER)] * len(of_shards)
         rows: list[tuple[int, ...]] = []
-        keys: list[str] = []
         encoded: list[Stored] = []
         nothing = [dataclasses.replace(_NOTHING, reference=self._base_number)]
         for row, piece, stored in zip(self._image.rows, self._image.pieces, self.blocks, strict=True):
@@ -401,7 +401,6 @@ class Delta:
                 place = (-1, 0) if encoding == "same" or file is None else (file, at[piece.shard])
                 base = 0 if reference is None else reference + 1
                 rows.append((row, block_begin, count, *place, ENCODINGS.index(encoding), base, predicted))
-                keys.append(piece.key[1])
                 if encoding not in PLAIN:
                     encoded += blocks
                 at[piece.shard] += sum([block.nbytes for block in blocks])
@@ -410,7 +409,7 @@ class Delta:
             nbytes=np.array([block.nbytes for block in encoded], np.int64),
             digests=b"".join([block.stored_digest for block in encoded]),
         )
-        return Extents.of_rows(rows, keys, stored_blocks)
+        return _columns_of(rows, stored_blocks)
 
     def _range_of(self, number: int) -> range:
         piece = self._image.pieces[number]
@@ -448,3 +447,24 @@ def _find_holders(image: Image, base: Base, references: Sequence[Reference]) -> 
     block_counts = np.bincount(extents.box, extents.block_count, minlength=len(base.part.holdings.replica))
     of_boxes = np.split(np.repeat(of_extents, extents.block_count), np.cumsum(block_counts.astype(np.int64)))
     return [of_boxes[row].tolist() for row in image.rows]
+
+
+def _columns_of(rows: Sequence[tuple[int, ...]], stored: StoredBlocks) -> Extents:
+    """Return extents, given the rows of their columns and their encoded blocks."""
+    columns = np.array(rows, np.int64).reshape(-1, 8).T
+    box, first, count, file, begin, encoding, base, predicted = columns
+    blocks = count_stored(encoding, count)
+    found = Extents(
+        box=box,
+        block_begin=first,
+        block_count=count,
+        file=file,
+        byte_begin=begin,
+        key=Strings.of([""] * len(rows)),
+        encoding=encoding,
+        reference=base,
+        predicted=predicted > 0,
+        stored_row=np.cumsum(blocks) - blocks,
+        stored=stored,
+    )
+    return found.take(found.order())

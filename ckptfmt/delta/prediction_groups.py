@@ -97,7 +97,7 @@ class _Finder:
     def __init__(self, snapshotted: Snapshotted) -> None:
         self._given = snapshotted
         self._image = snapshotted.image
-        self._dtypes = {tensor.key: tensor.dtype for tensor in self._image.tensors}
+        self._dtypes = self._image.holdings.table.dtypes_by_key()
         self._pieces: dict[TensorKey, dict[Box, int]] = {}
         for number, piece in enumerate(self._image.pieces):
             if piece.shard is not None and piece.end > piece.begin:
@@ -119,7 +119,8 @@ class _Finder:
 
     def _find_members(self) -> tuple[Sequence[Members], Sequence[Members]]:
         """Return what may belong together in the snapshot, and in its base."""
-        shapes = {tensor.key: tensor.global_shape for tensor in self._image.tensors}
+        table = self._image.holdings.table
+        shapes = dict(zip(table.keys, table.global_shapes, strict=True))
         tensors = {key: (self._dtypes[key], shapes[key]) for key in self._pieces}
         parse = functools.cache(parse_tree)  # most leaves are in both as they were
         new, base = (_values_of(leaves, parse) for leaves in (self._given.leaves, self._given.base_leaves))

@@ -6,15 +6,26 @@ Spec: REQ-PRT-006, REQ-PRT-007, REQ-DEL-001 to REQ-DEL-012.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.digest import DIGEST_NBYTES, PREFIX, digest_text
+from ckptfmt.digest import DIGEST_NBYTES, PREFIX, digest_at, digest_text
 from ckptfmt.documents.manifest import Reference, check_references
-from ckptfmt.documents.packed import Columns, Integers, Strings, dump_packed, dump_strings, fold, unfold
+from ckptfmt.documents.packed import (
+    Columns,
+    Integers,
+    Strings,
+    dump_packed,
+    dump_strings,
+    fold,
+    make_integers,
+    total_of,
+    unfold,
+)
 from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import Code, err
 from ckptfmt.features import DELTAS, ENCODINGS, GROUP_KINDS, NEEDS_BASE, PLAIN
@@ -104,15 +115,6 @@ def parse_encodings(columns: Columns) -> tuple[str, ...]:
     return tuple(names)
 
 
-def parse_stored(table: Columns, count: int) -> StoredBlocks:
-    """Return the table of `count` encoded blocks. Raises: FormatError(COLUMN_FORM). Spec: REQ-DEL-005."""
-    nbytes = table.packed("nbytes", count=count, below=limits.BLOCK_NBYTES_MAX)
-    digests = table.any("digest")
-    if not isinstance(digests, bytes) or len(digests) != count * DIGEST_NBYTES:
-        raise table.broken("digest", f"not {count} digests")
-    return StoredBlocks(nbytes=nbytes, digests=digests)
-
-
 def dump_groups(groups: Sequence[Group]) -> dict[str, object]:
     """Return the table of groups as a part has it."""
     boxes = np.array([box for group in groups for box in group.boxes], np.int64)
@@ -192,41 +194,62 @@ _PLAIN: Final = [ENCODINGS.index(name) for name in sorted(PLAIN)]
 _NEEDS_BASE: Final = [ENCODINGS.index(name) for name in sorted(NEEDS_BASE)]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Extent:
-    """Where a run of a box's blocks is stored.
+    """Where a run of a box's blocks is stored: a row of `Extents`, for code that goes from extent to extent.
 
     Attributes:
         block_begin: first block.
         block_count: number of blocks.
         file: number of the file in the part; None for blocks that are the base's.
         byte_begin: first byte, from the start of the file.
-        key: of the box in the file's header.
         encoding: of `ckptfmt.features.ENCODINGS`.
         reference: number of the reference whose blocks are the base; None where there is none, or where a group says.
         predicted: whether the group's prediction stands in the place of the base's content.
-        stored_nbytes: of each block, if it is encoded: how many bytes it is stored in.
-        stored_digests: 32 bytes for each block, if it is encoded: of what is stored.
     """
 
     block_begin: int
     block_count: int
     file: int | None
     byte_begin: int
-    key: str
-    encoding: str = "raw"
-    reference: int | None = None
-    predicted: bool = False
-    stored_nbytes: tuple[int, ...] = ()
-    stored_digests: bytes = b""
+    encoding: str
+    reference: int | None
+    predicted: bool
+    _extents: Extents
+    _row: int
+
+    @property
+    def key(self) -> str:
+        """The key of the box in the file's header; the empty string for the tensor's name."""
+        return self._extents.key[self._row]
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether its blocks are neither raw nor the base's."""
+        return self.encoding not in PLAIN
+
+    def stored_begin(self, block: int) -> int:
+        """Return where an encoded block begins in the file, in bytes."""
+        ends, first = self._extents.stored_ends, self._extents.stored_row[self._row]
+        return self.byte_begin + int(ends[first + block - self.block_begin] - ends[first])
+
+    def stored_nbytes(self, block: int) -> int:
+        """Return how many bytes an encoded block is stored in."""
+        return int(self._extents.stored.nbytes[self._extents.stored_row[self._row] + block - self.block_begin])
+
+    def stored_digest(self, block: int) -> bytes:
+        """Return the digest of what an encoded block is stored as."""
+        row = int(self._extents.stored_row[self._row]) + block - self.block_begin
+        return digest_at(self._extents.stored.digests, row)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Extents:
     """The columns of extents, sorted by box and block.
 
     Attributes:
-        file: number of the file; that of no file for blocks that are the base's.
+        file: number of the file; -1 for blocks that are the base's.
+        key: of the box in the file's header; the empty string for the tensor's name.
         encoding: number in `ENCODINGS`.
         reference: number of the reference, plus 1; 0 for none.
         stored_row: for encoded blocks, which row of the stored blocks is the first one's.
@@ -238,7 +261,7 @@ class Extents:
     block_count: Integers
     file: Integers
     byte_begin: Integers
-    key: Sequence[str]
+    key: Strings
     encoding: Integers
     reference: Integers
     predicted: NDArray[np.bool_]
@@ -246,65 +269,49 @@ class Extents:
     stored: StoredBlocks
 
     @classmethod
-    def of(cls, extents: Sequence[tuple[int, Extent]]) -> Extents:
-        """Return the columns of extents, each with the number of its box."""
-        rows = [
-            (
-                row,
-                extent.block_begin,
-                extent.block_count,
-                -1 if extent.file is None else extent.file,
-                extent.byte_begin,
-                ENCODINGS.index(extent.encoding),
-                0 if extent.reference is None else extent.reference + 1,
-                extent.predicted,
-            )
-            for row, extent in extents
-        ]
-        stored = StoredBlocks(
-            nbytes=make_integers(nbytes for _, extent in extents for nbytes in extent.stored_nbytes),
-            digests=b"".join(extent.stored_digests for _, extent in extents),
-        )
-        return cls.of_rows(rows, [extent.key for _, extent in extents], stored)
-
-    @classmethod
-    def of_rows(cls, rows: Sequence[tuple[int, ...]], keys: Sequence[str], stored: StoredBlocks) -> Extents:
-        """Return the columns of rows in any order, sorted.
-
-        Args:
-            rows: `box`, `block_begin`, `block_count`, `file`, `byte_begin`, `encoding`, `reference` and `predicted` of
-                each.
-            keys: of each.
-            stored: their encoded blocks, in their order.
-        """
-        columns = np.array(rows, np.int64).reshape(-1, 8).T
-        box, block_begin, block_count, file, byte_begin, encoding, reference, predicted = columns
-        blocks = np.where(np.isin(encoding, _PLAIN), 0, block_count)
-        found = cls(
+    def of_raw(
+        cls, *, box: Integers, block_count: Integers, file: Integers, byte_begin: Integers, key: Strings
+    ) -> Extents:
+        """Return the extents of boxes that are stored as they are, each in one."""
+        none = np.zeros(len(box), np.int64)
+        return cls(
             box=box,
-            block_begin=block_begin,
+            block_begin=none,
             block_count=block_count,
             file=file,
             byte_begin=byte_begin,
-            key=keys,
-            encoding=encoding,
-            reference=reference,
-            predicted=predicted > 0,
-            stored_row=np.cumsum(blocks) - blocks,
-            stored=stored,
+            key=key,
+            encoding=np.full(len(box), _RAW),
+            reference=none,
+            predicted=none > 0,
+            stored_row=none,
+            stored=StoredBlocks(nbytes=none[:0], digests=b""),
         )
-        return found.take(found.order())
 
-    def delta_members(self, row: int) -> dict[str, Any]:
-        """Return the members of an extent that a raw one doesn't have."""
-        encoding = ENCODINGS[self.encoding[row]]
-        reference = int(self.reference[row])
-        members: dict[str, Any] = {"encoding": encoding, "predicted": bool(self.predicted[row])}
-        if encoding not in PLAIN:
-            first, last = int(self.stored_row[row]), int(self.stored_row[row] + self.block_count[row])
-            members["stored_nbytes"] = tuple(self.stored.nbytes[first:last].tolist())
-            members["stored_digests"] = self.stored.digests[first * DIGEST_NBYTES : last * DIGEST_NBYTES]
-        return {**members, "reference": reference - 1 if reference else None}
+    def row(self, row: int) -> Extent:
+        """Return one row."""
+        file, reference = int(self.file[row]), int(self.reference[row])
+        return Extent(
+            block_begin=int(self.block_begin[row]),
+            block_count=int(self.block_count[row]),
+            file=file if file >= 0 else None,
+            byte_begin=int(self.byte_begin[row]),
+            encoding=ENCODINGS[self.encoding[row]],
+            reference=reference - 1 if reference else None,
+            predicted=bool(self.predicted[row]),
+            _extents=self,
+            _row=row,
+        )
+
+    def of_box(self, box: int) -> tuple[Extent, ...]:
+        """Return the rows of one box."""
+        first, last = np.searchsorted(self.box, (box, box + 1)).tolist()
+        return tuple(map(self.row, range(first, last)))
+
+    @functools.cached_property
+    def stored_ends(self) -> Integers:
+        """Where the bytes of encoded blocks would end if all were stored one behind the other; first a 0."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.stored.nbytes)])
 
     @property
     def is_encoded(self) -> NDArray[np.bool_]:
@@ -320,8 +327,8 @@ class Extents:
         if order is None:
             return self
         names = (name.name for name in dataclasses.fields(self) if name.name not in {"key", "stored"})
-        key = self.key.take(order) if isinstance(self.key, Strings) else [self.key[row] for row in order.tolist()]
-        return Extents(key=key, stored=self.stored, **{name: getattr(self, name)[order] for name in names})
+        columns = {name: getattr(self, name)[order] for name in names}
+        return Extents(key=self.key.take(order), stored=self.stored, **columns)
 
     def stored_in(self, order: NDArray[np.intp]) -> StoredBlocks:
         """Return the encoded blocks in another order of the extents."""
@@ -336,7 +343,7 @@ class Extents:
         """Return how many bytes each extent stores."""
         first = self.block_begin * block_nbytes
         content = np.minimum(box_nbytes[self.box], first + self.block_count * block_nbytes) - first
-        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.stored.nbytes)])
+        ends = self.stored_ends
         encoded = ends[self.stored_row + np.where(self.is_encoded, self.block_count, 0)] - ends[self.stored_row]
         found: Integers = np.where(self.is_encoded, encoded, np.where(self.encoding == _RAW, content, 0))
         return found
@@ -362,26 +369,29 @@ class Files:
 def parse_extents(
     columns: Columns,
     tensors: TensorTable,
-    box_count: Integers,
+    owner: Integers,
     files: Files,
     *,
     encodings: Sequence[str],
     reference_count: int | None,
 ) -> Extents:
-    """Return the extents in the order of their bytes; `byte_begin` is still how far each is from the one before."""
+    """Return the extents in the order of their bytes; `byte_begin` is still how far each is from the one before.
+
+    Args:
+        owner: of each box of the part, the number of its tensor.
+    """
     is_delta, references = reference_count is not None, reference_count or 0
     table = columns.columns("extents", _DELTA_KEYS if is_delta else _EXTENT_KEYS)
     key = table.strings("key", limit_nbytes=limits.KEY_NBYTES)
     count = len(key)
     box = np.cumsum(unfold(table.packed("box", count=count, below=2 * limits.BOXES)) + 1) - 1
-    owner = np.repeat(np.arange(len(box_count)), box_count)
     if count and not 0 <= int(box.min()) <= int(box.max()) < len(owner):
         raise table.broken("box", f"an extent of a box that isn't one of the {len(owner)}")
     encoding = make_integers(map(ENCODINGS.index, encodings))[
         table.packed("encoding", count=count, below=len(encodings))
     ]
     block_count = table.packed("block_count", count=count)
-    blocks = np.where(np.isin(encoding, _PLAIN), 0, block_count)
+    blocks = count_stored(encoding, block_count)
     none = np.zeros(count, np.int64)
     found = Extents(
         box=box,
@@ -407,7 +417,19 @@ def parse_extents(
 
 
 def _parse_stored(columns: Columns, count: int) -> StoredBlocks:
-    return parse_stored(columns.columns("stored", ("nbytes", "digest")), count)
+    """Return the table of `count` encoded blocks. Raises: FormatError(COLUMN_FORM). Spec: REQ-DEL-005."""
+    table = columns.columns("stored", ("nbytes", "digest"))
+    nbytes = table.packed("nbytes", count=count, below=limits.BLOCK_NBYTES_MAX)
+    digests = table.any("digest")
+    if not isinstance(digests, bytes) or len(digests) != count * DIGEST_NBYTES:
+        raise table.broken("digest", f"not {count} digests")
+    return StoredBlocks(nbytes=nbytes, digests=digests)
+
+
+def count_stored(encoding: Integers, block_count: Integers) -> Integers:
+    """Return how many blocks of each extent have a row among the stored blocks: all that are encoded."""
+    found: Integers = np.where(np.isin(encoding, _PLAIN), 0, block_count)
+    return found
 
 
 def _check_encoded(found: Extents, files: Files, encodings: Sequence[str], table: Columns) -> None:
@@ -470,13 +492,3 @@ def place_extents(rows: Extents, nbytes: Integers, files: Files) -> Integers:
         raise files.table.unsorted("nbytes", "extents without bytes aren't sorted by their boxes", "REQ-IDX-003")
     rows.file[rows.file == len(files.nbytes)] = -1
     return begins
-
-
-def total_of(counts: Integers) -> int:
-    """Return a sum that may be larger than an int64, in a file that lies."""
-    return int(counts.sum()) if int(counts.max(initial=0)) < 1 << 32 else sum(counts.tolist())
-
-
-def make_integers(values: Any) -> Integers:  # noqa: ANN401 - any iterable of integers
-    """Return an array of integers."""
-    return np.array(list(values), np.int64)

@@ -1,4 +1,4 @@
-"""What a writer holds: boxes of tensors, where they are stored, digests; as columns, and as rows for who wants those.
+"""What a writer holds, as columns: boxes of tensors, where they are stored, digests.
 
 Spec: REQ-PRT-002 to REQ-PRT-007.
 """
@@ -6,164 +6,142 @@ Spec: REQ-PRT-002 to REQ-PRT-007.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final, overload
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
-from ckptfmt.documents.extents import (
-    Extent,
-    Extents,
-    Files,
-    check_smaller,
-    make_integers,
-    parse_extents,
-    place_extents,
-    total_of,
-)
-from ckptfmt.documents.packed import Columns, Integers, Strings, dump_packed, dump_strings, fold
-from ckptfmt.documents.tables import TensorKey, TensorTable
-from ckptfmt.dtypes import DTYPES
+from ckptfmt.documents.extents import Extents, Files, check_smaller, parse_extents, place_extents
+from ckptfmt.documents.msgpk import dump_packed_document, parse_packed_document
+from ckptfmt.documents.packed import Columns, Integers, dump_packed, dump_strings, fold, total_of
+from ckptfmt.documents.tables import TABLE_KEYS, TensorKey, TensorTable, dump_table, parse_table
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import ENCODINGS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from numpy.typing import NDArray
 
 _BOX_KEYS: Final = ("begin", "cut_shape", "replica", "digest_count")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PartBox:
-    """A piece that the writer holds.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Boxes:
+    """Boxes of tensors: a row for each, those of one tensor behind those of the one before.
 
     Attributes:
-        box: which piece, in elements of the tensor.
-        replica: declared as a replica by the mesh or by the caller.
-        digests: 32 bytes for each block; empty for a declared replica that another writer writes.
-        extents: where its blocks are stored; empty for a piece that another writer writes.
-    """
-
-    box: Box
-    replica: bool
-    digests: bytes
-    extents: tuple[Extent, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PartTensor:
-    """A tensor of which the writer holds pieces; `aliases` are other names of the same storage."""
-
-    field: str
-    name: str
-    scope: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    storage: str
-    aliases: tuple[str, ...]
-    boxes: tuple[PartBox, ...]
-
-    @property
-    def key(self) -> TensorKey:
-        """What the tensor is called."""
-        return self.field, self.name, self.scope
-
-    def box_nbytes(self, box: Box) -> int:
-        """Return the size of a piece in bytes."""
-        return box.element_count * DTYPES[self.dtype].nbytes
-
-
-def extent_nbytes(tensor: PartTensor, held: PartBox, extent: Extent, block_nbytes: int) -> int:
-    """Return the number of bytes that a raw extent stores."""
-    total = tensor.box_nbytes(held.box)
-    begin = extent.block_begin * block_nbytes
-    return min(total, begin + extent.block_count * block_nbytes) - begin
-
-
-class Holdings(Sequence[PartTensor]):
-    """The tensors of a part, with their boxes. Rows are made when they are first asked for.
-
-    Attributes:
-        table: what the tensors are.
-        box_count: how many boxes of each tensor are held.
+        table: what the tensors are, sorted by key.
+        box_count: how many boxes of each tensor there are.
         begin: first index of each box, flattened.
         box_shape: extents of each box, flattened.
-        replica: of each box, as in `PartBox`.
-        digest_count: number of digests of each box.
-        digests: of all boxes, one behind the other.
-        extents: where boxes are stored.
-        written: of each box, whether it has extents.
     """
 
-    __slots__ = (
-        "_rows", "begin", "box_count", "box_shape", "digest_count", "digests", "extents", "replica", "table", "written",
-    )  # fmt: skip
+    table: TensorTable
+    box_count: Integers
+    begin: Integers
+    box_shape: Integers
 
-    def __init__(
-        self,
-        *,
-        table: TensorTable,
-        box_count: Integers,
-        begin: Integers,
-        box_shape: Integers,
-        replica: NDArray[np.bool_],
-        digest_count: Integers,
-        digests: bytes,
-        extents: Extents,
-        rows: tuple[PartTensor, ...] | None = None,
-    ) -> None:
-        self.table = table
-        self.box_count = box_count
-        self.begin = begin
-        self.box_shape = box_shape
-        self.replica = replica
-        self.digest_count = digest_count
-        self.digests = digests
-        self.extents = extents
-        self.written: NDArray[np.bool_] = np.bincount(extents.box, minlength=len(replica)) > 0
-        self._rows = rows
+    @functools.cached_property
+    def owner(self) -> Integers:
+        """Of each box, the number of its tensor."""
+        return np.repeat(np.arange(len(self.box_count)), self.box_count)
 
-    @classmethod
-    def of(cls, tensors: Sequence[PartTensor]) -> Holdings:
-        """Return the columns of rows."""
-        if isinstance(tensors, Holdings):
-            return tensors
-        boxes = [held for tensor in tensors for held in tensor.boxes]
-        extents = [(row, extent) for row, held in enumerate(boxes) for extent in held.extents]
-        return cls(
-            table=TensorTable.of(tensors),
-            box_count=make_integers(len(tensor.boxes) for tensor in tensors),
-            begin=make_integers(first for held in boxes for first in held.box.begin),
-            box_shape=make_integers(extent for held in boxes for extent in held.box.shape),
-            replica=np.array([held.replica for held in boxes], np.bool_),
-            digest_count=make_integers(len(held.digests) // DIGEST_NBYTES for held in boxes),
-            digests=b"".join(held.digests for held in boxes),
-            extents=Extents.of(extents),
-            rows=tuple(tensors),
+    @functools.cached_property
+    def _dim_begin(self) -> Integers:
+        """Of each box, where its numbers begin in the flattened columns."""
+        ndim = self.table.ndim[self.owner]
+        return np.cumsum(ndim) - ndim
+
+    def boxes_of(self, tensor: int) -> range:
+        """Return the rows of a tensor's boxes."""
+        return range(*np.searchsorted(self.owner, (tensor, tensor + 1)).tolist())
+
+    def box(self, row: int) -> Box:
+        """Return a box."""
+        first = self._dim_begin[row]
+        dims = slice(first, first + self.table.ndim[self.owner[row]])
+        return Box(tuple(self.begin[dims].tolist()), tuple(self.box_shape[dims].tolist()))
+
+    def list_boxes(self) -> list[Box]:
+        """Return all boxes."""
+        begins, shapes = iter(self.begin.tolist()), iter(self.box_shape.tolist())
+        return [
+            Box(tuple(itertools.islice(begins, ndim)), tuple(itertools.islice(shapes, ndim)))
+            for ndim in self.table.ndim[self.owner].tolist()
+        ]
+
+    def box_nbytes(self) -> Integers:
+        """Return the size of each box in bytes."""
+        nbytes: Integers = (
+            _products(self.box_shape, self.table.ndim[self.owner]) * self.table.element_nbytes[self.owner]
         )
+        return nbytes
 
-    def refilled(self, digests: bytes, extents: Extents | None = None) -> Holdings:
-        """Return the same boxes with other contents.
+    def members(self) -> dict[str, Any]:
+        """Return the columns by their names."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(Boxes)}
 
-        Args:
-            digests: of all boxes, as many of each as now.
-            extents: where they are stored; None for where they are now.
-        """
-        if len(digests) != len(self.digests):
-            raise ValueError(f"{len(digests)} bytes of digests where {len(self.digests)} were")
-        return Holdings(
-            table=self.table,
-            box_count=self.box_count,
-            begin=self.begin,
-            box_shape=self.box_shape,
-            replica=self.replica,
-            digest_count=self.digest_count,
-            digests=digests,
-            extents=self.extents if extents is None else extents,
-        )
+    def as_dict(self) -> dict[str, Any]:
+        """Return the boxes by themselves, as columns, for `parse_boxes`."""
+        members = dump_table(self.table)
+        members["tensors"]["box_count"] = dump_packed(self.box_count)
+        return {**members, "boxes": {"begin": dump_packed(self.begin), "box_shape": dump_packed(self.box_shape)}}
+
+
+def parse_boxes(columns: Columns, *more: str) -> tuple[Boxes, Columns]:
+    """Return the boxes of `Boxes.as_dict`, and the columns of their tensors, with `more`. Raises: FormatError."""
+    table, rows = parse_table(columns, "box_count", *more)
+    box_count = rows.packed("box_count", count=len(table.keys), below=limits.BOXES + 1)
+    number_count = int((box_count * table.ndim).sum())
+    boxes = columns.columns("boxes", ("begin", "box_shape"))
+    found = Boxes(
+        table=table,
+        box_count=box_count,
+        begin=boxes.packed("begin", count=number_count, below=limits.DIM + 1),
+        box_shape=boxes.packed("box_shape", count=number_count, below=limits.DIM + 1),
+    )
+    return found, rows
+
+
+#: The members of `Boxes.as_dict`.
+BOXES_KEYS: Final = (*TABLE_KEYS, "boxes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Holdings(Boxes):
+    """The tensors of a part, with their boxes.
+
+    Attributes:
+        replica: of each box, whether mesh or caller declare it a replica.
+        digest_count: number of digests of each box: one for each block; none for a declared replica that another
+            writer writes.
+        digests: of all boxes, one behind the other.
+        extents: where boxes are stored; a box that another writer writes has none.
+    """
+
+    replica: NDArray[np.bool_]
+    digest_count: Integers
+    digests: bytes
+    extents: Extents
+
+    @functools.cached_property
+    def written(self) -> NDArray[np.bool_]:
+        """Of each box, whether it has extents."""
+        return np.bincount(self.extents.box, minlength=len(self.replica)) > 0
+
+    @functools.cached_property
+    def _digest_begin(self) -> Integers:
+        return np.cumsum(self.digest_count) - self.digest_count
+
+    def digests_of(self, row: int) -> bytes:
+        """Return the digests of a box."""
+        begin, count = int(self._digest_begin[row]), int(self.digest_count[row])
+        return self.digests[begin * DIGEST_NBYTES : (begin + count) * DIGEST_NBYTES]
 
     def box_columns(
         self, block_nbytes: int, header_nbytes: Sequence[int], encodings: Sequence[str], *, is_delta: bool
@@ -215,9 +193,6 @@ class Holdings(Sequence[PartTensor]):
         gap = begin - np.where(np.diff(file, prepend=-1) != 0, np.append(header_nbytes, 0)[file], ends)
         if (gap < 0).any():
             raise err(Code.FILE_COVERAGE, "two extents overlap in a file", requirement="REQ-PRT-007")
-        owners = np.repeat(np.arange(len(self.box_count)), self.box_count)[box].tolist()
-        names = [self.table.keys[owner][1] for owner in owners]
-        keys = [found.key[row] for row in order.tolist()]
         numbers = np.full(len(ENCODINGS), -1, np.int64)
         numbers[[ENCODINGS.index(name) for name in encodings]] = np.arange(len(encodings))
         columns: dict[str, object] = {
@@ -227,93 +202,11 @@ class Holdings(Sequence[PartTensor]):
             "file": dump_packed(file),
             "gap_nbytes": dump_packed(gap),
             "encoding": dump_packed(numbers[found.encoding[order]]),
-            "key": dump_strings(["" if key == name else key for key, name in zip(keys, names, strict=True)]),
+            "key": dump_strings(found.key.take(order).tolist()),
             "reference": dump_packed(found.reference[order]),
             "predicted": dump_packed(found.predicted[order]),
         }
         return columns, found.stored_in(order).columns()
-
-    def box_nbytes(self) -> Integers:
-        """Return the size of each box in bytes."""
-        elements = _products(self.box_shape, np.repeat(self.table.ndim, self.box_count))
-        nbytes: Integers = elements * np.repeat(self.table.element_nbytes, self.box_count)
-        return nbytes
-
-    def _made(self) -> tuple[PartTensor, ...]:
-        if self._rows is None:
-            self._rows = tuple(self._iter_rows())
-        return self._rows
-
-    def _iter_rows(self) -> Iterator[PartTensor]:
-        table, boxes = self.table, self._iter_boxes()
-        for row, count in enumerate(self.box_count.tolist()):
-            field, name, scope = table.keys[row]
-            yield PartTensor(
-                field=field,
-                name=name,
-                scope=scope,
-                dtype=table.dtypes[row],
-                global_shape=table.global_shapes[row],
-                storage=table.storages[row],
-                aliases=table.aliases[row],
-                boxes=tuple(next(boxes) for _ in range(count)),
-            )
-
-    def _iter_boxes(self) -> Iterator[PartBox]:
-        begins, shapes = self.begin.tolist(), self.box_shape.tolist()
-        owned: dict[int, list[Extent]] = {}
-        for row, extent in self._iter_extents():
-            owned.setdefault(row, []).append(extent)
-        counts = zip(self.replica.tolist(), self.digest_count.tolist(), strict=True)
-        ranks = np.repeat(self.table.ndim, self.box_count).tolist()
-        at = digest = 0
-        for row, (rank, (replica, count)) in enumerate(zip(ranks, counts, strict=True)):
-            yield PartBox(
-                box=Box(tuple(begins[at : at + rank]), tuple(shapes[at : at + rank])),
-                replica=replica,
-                digests=self.digests[digest * DIGEST_NBYTES : (digest + count) * DIGEST_NBYTES],
-                extents=tuple(owned.get(row, ())),
-            )
-            at, digest = at + rank, digest + count
-
-    def _iter_extents(self) -> Iterator[tuple[int, Extent]]:
-        found = self.extents
-        keys = found.key.tolist() if isinstance(found.key, Strings) else found.key
-        owners = np.repeat(np.arange(len(self.box_count)), self.box_count)[found.box].tolist()
-        numbers = (found.box, found.block_begin, found.block_count, found.file, found.byte_begin, found.encoding)
-        rows = zip(owners, keys, *(column.tolist() for column in numbers), strict=True)
-        for row, (owner, key, box, block_begin, blocks, file, byte_begin, encoding) in enumerate(rows):
-            extent = Extent(
-                block_begin=block_begin,
-                block_count=blocks,
-                file=file if file >= 0 else None,
-                byte_begin=byte_begin,
-                key=key or self.table.keys[owner][1],
-                **(found.delta_members(row) if encoding else {}),
-            )
-            yield box, extent
-
-    def __len__(self) -> int:
-        return len(self.box_count)
-
-    @overload
-    def __getitem__(self, at: int) -> PartTensor: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[PartTensor, ...]: ...
-    def __getitem__(self, at: int | slice) -> PartTensor | tuple[PartTensor, ...]:
-        return self._made()[at]
-
-    def __iter__(self) -> Iterator[PartTensor]:
-        return iter(self._made())
-
-    def __eq__(self, other: object) -> bool:
-        return self._made() == tuple(other) if isinstance(other, Holdings | tuple) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._made())
-
-    def __repr__(self) -> str:
-        return f"Holdings({len(self)} tensors, {len(self.replica)} boxes)"
 
 
 def parse_holdings(
@@ -358,7 +251,8 @@ def parse_holdings(
     element_nbytes = np.repeat(table.element_nbytes, box_count)
     elements = _products(box_shape, np.repeat(table.ndim, box_count))
     blocks = -(-elements // (block_nbytes // element_nbytes))
-    rows = parse_extents(columns, table, box_count, files, encodings=encodings, reference_count=reference_count)
+    owner = np.repeat(np.arange(len(box_count)), box_count)
+    rows = parse_extents(columns, table, owner, files, encodings=encodings, reference_count=reference_count)
     order = rows.order()
     held = Holdings(
         table=table,
@@ -374,8 +268,7 @@ def parse_holdings(
     # What is written has a digest for each block, so that its size is far from where an int64 ends.
     check_smaller(rows, elements * element_nbytes, block_nbytes, columns)
     begins = place_extents(rows, rows.stored_nbytes(elements * element_nbytes, block_nbytes), files)
-    held.extents = dataclasses.replace(rows, byte_begin=begins).take(order)
-    return held
+    return dataclasses.replace(held, extents=dataclasses.replace(rows, byte_begin=begins).take(order))
 
 
 def _check_blocks(held: Holdings, blocks: Integers, table: Columns) -> None:
@@ -405,8 +298,7 @@ def _uncovered(detail: str, where: str, requirement: str) -> CkptError:
 
 
 def _name_of(held: Holdings, box: int) -> str:
-    owner = int(np.searchsorted(np.cumsum(held.box_count), box, "right"))
-    return repr(held.table.keys[owner][1][:64])
+    return repr(held.table.keys[held.owner[box]][1][:64])
 
 
 def _of_boxes(flattened: Integers, ndim: Integers, box_count: Integers) -> Integers:
@@ -428,3 +320,47 @@ def _products(flattened: Integers, ndim: Integers) -> Integers:
         deep = np.flatnonzero(ndim > dim)
         products[deep] *= flattened[offsets[deep] + dim]
     return products
+
+
+# --- what writers tell each other before a save -----------------------------------------------------------------------
+
+#: What messages call it.
+_STRUCTURE: Final = "holdings"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Structure(Boxes):
+    """What writers tell each other before a save: the tensors that one holds pieces of, and which pieces.
+
+    Attributes:
+        declared_by: who declares each tensor's pieces to be replicas; "" for nobody.
+        replica: of each tensor, whether its pieces are declared replicas.
+    """
+
+    declared_by: Sequence[str]
+    replica: Sequence[bool]
+
+    def dump(self) -> tuple[bytes, bytes]:
+        """Return the structure as bytes, and their digest: equal structures of one program have the same."""
+        signed = self.as_dict()
+        signed["tensors"] |= {"declared_by": dump_strings(self.declared_by), "replica": dump_packed(self.replica)}
+        return dump_packed_document(signed)
+
+    @classmethod
+    def parse(cls, content: bytes) -> Structure:
+        """Return the structure of `dump`. Raises: FormatError; IntegrityError(DOC_DIGEST)."""
+        signed, _, _ = parse_packed_document(content, where=_STRUCTURE)
+        boxes, rows = parse_boxes(Columns(signed, BOXES_KEYS, _STRUCTURE), "declared_by", "replica")
+        count = len(boxes.box_count)
+        return cls(
+            **boxes.members(),
+            declared_by=rows.strings("declared_by", count=count),
+            replica=[flag > 0 for flag in rows.packed("replica", count=count, below=2).tolist()],
+        )
+
+    def iter_pieces(self) -> Iterator[tuple[TensorKey, Box, str, int]]:
+        """Yield key, box, who declares it a replica, and size in bytes of each piece."""
+        declared = self.declared_by[:]
+        boxes = zip(self.owner.tolist(), self.list_boxes(), self.box_nbytes().tolist(), strict=True)
+        for row, box, nbytes in boxes:
+            yield self.table.keys[row], box, declared[row], nbytes

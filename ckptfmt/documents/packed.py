@@ -84,6 +84,16 @@ def unfold(folded: Integers) -> Integers:
     return steps
 
 
+def total_of(counts: Integers) -> int:
+    """Return a sum that may be larger than an int64, in a file that lies."""
+    return int(counts.sum()) if int(counts.max(initial=0)) < 1 << 32 else sum(counts.tolist())
+
+
+def make_integers(values: Any) -> Integers:  # noqa: ANN401 - any iterable of integers
+    """Return an array of integers."""
+    return np.array(list(values), np.int64)
+
+
 class Strings(Sequence[str]):
     """A column of strings, as it is stored: one text that has all of them. Cut only where one is asked for.
 
@@ -98,6 +108,11 @@ class Strings(Sequence[str]):
         self._begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)] if begins is None else begins
         self._ends = ends
         self._content = content
+
+    @classmethod
+    def of(cls, strings: Sequence[str]) -> Strings:
+        """Return strings as a column."""
+        return cls(np.cumsum(make_integers(len(string.encode()) for string in strings)), "".join(strings).encode())
 
     def __len__(self) -> int:
         return len(self._ends)

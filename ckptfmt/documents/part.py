@@ -22,9 +22,8 @@ from ckptfmt.documents.extents import (
     parse_encodings,
     parse_groups,
     parse_references,
-    total_of,
 )
-from ckptfmt.documents.holdings import Holdings, PartTensor, parse_holdings
+from ckptfmt.documents.holdings import Holdings, parse_holdings
 from ckptfmt.documents.manifest import Origin, Reference
 from ckptfmt.documents.msgpk import (
     Weight,
@@ -32,7 +31,7 @@ from ckptfmt.documents.msgpk import (
     dump_packed_document,
     parse_packed_document,
 )
-from ckptfmt.documents.packed import Budget, Columns, dump_packed, dump_strings
+from ckptfmt.documents.packed import Budget, Columns, dump_packed, dump_strings, total_of
 from ckptfmt.documents.tables import (
     ORIGIN_KEYS,
     TENSOR_KEYS,
@@ -99,7 +98,7 @@ class Leaf:
     value: bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
     """What one writer contributed.
 
@@ -108,7 +107,7 @@ class Part:
         writer: number of the writer.
         saved_unix_s: when it took the state, by its own clock; information only.
         files: what it wrote.
-        tensors: everything that it holds, written or not; of a part that was parsed, rows made on first use.
+        holdings: the tensors that it holds pieces of, written or not.
         streams: its random-number streams.
         leaves: its plain values.
         absent: fields that it has nothing for, each with a reason.
@@ -120,7 +119,7 @@ class Part:
     writer: int
     saved_unix_s: int
     files: tuple[PartFile, ...]
-    tensors: Sequence[PartTensor]
+    holdings: Holdings
     streams: tuple[Stream, ...]
     leaves: tuple[Leaf, ...]
     absent: dict[str, str]
@@ -133,17 +132,12 @@ class Part:
 
     def _weigh(self) -> Weight:
         held = self.holdings
-        rows = len(held) + len(held.replica) + len(held.extents.box) + sum(map(len, held.table.aliases))
+        rows = len(held.box_count) + len(held.replica) + len(held.extents.box) + sum(map(len, held.table.aliases))
         return Weight(
             rows=rows + len(self.files) + len(self.groups) + len(self.streams) + len(self.leaves),
             extents=len(held.table.extents) + len(held.begin),
             tree_nbytes=_tree_nbytes(self.streams, self.leaves, self.groups),
         )
-
-    @property
-    def holdings(self) -> Holdings:
-        """What it holds, as columns."""
-        return Holdings.of(self.tensors)
 
     @property
     def features(self) -> list[str]:
@@ -275,7 +269,7 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
         writer=writer,
         saved_unix_s=saved_unix_s,
         files=files,
-        tensors=held,
+        holdings=held,
         streams=streams,
         leaves=leaves,
         absent=parse_absent(columns),
@@ -298,7 +292,7 @@ def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tup
     groups = parse_groups(
         table,
         box_nbytes=held.box_nbytes(),
-        element_nbytes=np.repeat(held.table.element_nbytes, held.box_count),
+        element_nbytes=held.table.element_nbytes[held.owner],
         references=reference_count,
     )
     _check_predicted(table, held, groups)

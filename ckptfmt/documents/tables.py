@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from ckptfmt import limits
 from ckptfmt.documents.canonical import check_string
 from ckptfmt.documents.manifest import FIELDS, Origin
-from ckptfmt.documents.packed import Columns, dump_packed, dump_strings
+from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, make_integers
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, err
 
@@ -53,7 +52,7 @@ def title_of(key: TensorKey) -> str:
     return f"{field} {name!r}" + ("" if scope == "global" else f" ({scope})")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TensorTable:
     """What tensors are called and what they are: the rows of a table, and what is computed with as columns.
 
@@ -81,17 +80,26 @@ class TensorTable:
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> TensorTable:
-        """Return the table of rows that have key, dtype, global shape, storage and aliases."""
+        """Return the table of rows that have field, name, scope, dtype, global shape, storage and aliases."""
         return cls(
-            keys=tuple(tensor.key for tensor in tensors),
+            keys=tuple((tensor.field, tensor.name, tensor.scope) for tensor in tensors),
             dtypes=tuple(tensor.dtype for tensor in tensors),
-            global_shapes=tuple(tensor.global_shape for tensor in tensors),
+            global_shapes=tuple(tuple(tensor.global_shape) for tensor in tensors),
             storages=tuple(tensor.storage for tensor in tensors),
-            aliases=tuple(tensor.aliases for tensor in tensors),
-            ndim=np.array([len(tensor.global_shape) for tensor in tensors], np.int64),
-            extents=np.array([extent for tensor in tensors for extent in tensor.global_shape], np.int64),
-            element_nbytes=np.array([DTYPES[tensor.dtype].nbytes for tensor in tensors], np.int64),
+            aliases=tuple(tuple(sorted(tensor.aliases, key=str.encode)) for tensor in tensors),
+            ndim=make_integers(len(tensor.global_shape) for tensor in tensors),
+            extents=make_integers(extent for tensor in tensors for extent in tensor.global_shape),
+            element_nbytes=make_integers(DTYPES[tensor.dtype].nbytes for tensor in tensors),
         )
+
+    @functools.cached_property
+    def numbers(self) -> dict[TensorKey, int]:
+        """The row of each tensor."""
+        return {key: row for row, key in enumerate(self.keys)}
+
+    def dtypes_by_key(self) -> dict[TensorKey, str]:
+        """Return the dtype of each tensor."""
+        return dict(zip(self.keys, self.dtypes, strict=True))
 
 
 def block_count(nbytes: int, block_nbytes: int) -> int:
@@ -139,6 +147,22 @@ def alias_columns(table: TensorTable) -> dict[str, object]:
     return {"tensor": dump_packed([number for number, _ in pairs]), "name": dump_strings([alias for _, alias in pairs])}
 
 
+def dump_table(table: TensorTable) -> dict[str, Any]:
+    """Return a table by itself, with the scopes and dtypes that its columns count, for `parse_table`."""
+    scopes, dtypes = collect_scopes(table), sorted(set(table.dtypes))
+    tensors = tensor_columns(table, scopes, dtypes)
+    return {"scopes": scopes, "dtypes": dtypes, "tensors": tensors, "aliases": alias_columns(table)}
+
+
+def parse_table(columns: Columns, *more: str) -> tuple[TensorTable, Columns]:
+    """Return the table of `dump_table`, and its columns, which may be `more`. Raises: as `parse_tensor_table`."""
+    rows = columns.columns("tensors", (*TENSOR_KEYS, *more))
+    aliases = columns.columns("aliases", ("tensor", "name"))
+    return parse_tensor_table(rows, aliases, check_scopes(columns), columns), rows
+
+
+#: The members of `dump_table`.
+TABLE_KEYS: Final = ("scopes", "dtypes", "tensors", "aliases")
 TENSOR_KEYS: Final = ("field", "name", "scope", "dtype", "ndim", "global_shape", "storage")
 
 
@@ -182,7 +206,7 @@ def parse_tensor_table(table: Columns, aliases: Columns, scopes: list[str], dtyp
         aliases=_parse_aliases(aliases, count),
         ndim=ndim,
         extents=extents,
-        element_nbytes=np.array([DTYPES[known[number]].nbytes for number in dtype], np.int64),
+        element_nbytes=make_integers(DTYPES[known[number]].nbytes for number in dtype),
         scope_numbers=frozenset(scope),
     )
 

@@ -214,7 +214,7 @@ def _iter_alike(
         for box in parts[0]:
             reads = [PieceRead(box, own[box], box) for own in parts]
             found = [side.locate(tensor, read) for side, tensor, read in zip(sides, pair, reads, strict=True)]
-            digests = [np.frombuffer(box.held.digests, f"V{DIGEST_NBYTES}") for _, box in found]
+            digests = [np.frombuffer(box.digests, f"V{DIGEST_NBYTES}") for _, box in found]
             counts.block_count += len(digests[0])
             for block in np.flatnonzero(digests[0] != digests[1]).tolist():
                 counts.differing_count += 1

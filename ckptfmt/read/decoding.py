@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import itertools
 import types
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from ckptfmt.box import Box
 from ckptfmt.codecs import encodings, prediction
-from ckptfmt.digest import DIGEST_NBYTES, digest_at, digest_bytes
+from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.manifest import part_path
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
@@ -26,78 +25,123 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ckptfmt.documents.extents import Extent, Group
-    from ckptfmt.documents.holdings import PartBox, PartTensor
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.part import Leaf, Part, Stream
     from ckptfmt.read.reader import Checkpoint
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredBox:
-    """A box as one part stores it.
+    """A box as one part stores it: a row of the part's columns.
 
     Attributes:
         row: its number among the boxes of its part.
-        tensor: whose it is.
-        held: where it is stored.
+        key: of its tensor.
+        dtype: of its tensor.
+        global_shape: of its tensor.
+        storage: of its tensor.
+        box: which piece of the tensor.
+        digests: of the content of its blocks.
+        extents: where its blocks are stored; none where another part stores them.
         group: what it is predicted with; None where it is in no group.
     """
 
     row: int
-    tensor: PartTensor
-    held: PartBox
+    key: TensorKey
+    dtype: str
+    global_shape: tuple[int, ...]
+    storage: str
+    box: Box
+    digests: bytes
+    extents: tuple[Extent, ...]
     group: Group | None = None
 
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return self.tensor.box_nbytes(self.held.box)
+        return self.box.element_count * self.element_nbytes
 
     @property
     def element_nbytes(self) -> int:
         """Size of an element in bytes."""
-        return DTYPES[self.tensor.dtype].nbytes
+        return DTYPES[self.dtype].nbytes
+
+    @property
+    def title(self) -> str:
+        """The tensor, for messages."""
+        return f"{self.key[0]} {self.key[1][:100]!r}"
 
     def extent_of(self, block: int) -> Extent:
         """Return the extent that has a block."""
-        extents = self.held.extents
+        extents = self.extents
         return extents[0] if len(extents) == 1 else extents[self._find(block)]
 
     def extents_of(self, first: int, last: int) -> tuple[Extent, ...]:
         """Return the extents that have something of the blocks ``[first, last)``, at least one of them."""
-        return self.held.extents[self._find(first) : self._find(last - 1) + 1]
+        return self.extents[self._find(first) : self._find(last - 1) + 1]
 
     def _find(self, block: int) -> int:
         """Return the number of the extent that has a block: they hold each block once, in order."""
-        return bisect.bisect_right(self.held.extents, block, key=lambda extent: extent.block_begin) - 1
+        return bisect.bisect_right(self.extents, block, key=lambda extent: extent.block_begin) - 1
 
     def digests_of(self, first: int, last: int) -> bytes:
         """Return the digests of the content of blocks ``[first, last)``."""
-        return self.held.digests[first * DIGEST_NBYTES : last * DIGEST_NBYTES]
+        return self.digests[first * DIGEST_NBYTES : last * DIGEST_NBYTES]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OpenPart:
-    """A part of an opened checkpoint, with its rows by name: what it wrote of each tensor, by box.
+    """A part of an opened checkpoint, whose boxes are found by name. What is asked for becomes an object, and is kept.
 
     Attributes:
-        boxes: all boxes of the part, by row.
+        streams: its random-number streams, by name and scope.
+        leaves: its plain values, by key.
     """
 
     checkpoint: Checkpoint
     part: Part
-    tensors: dict[TensorKey, tuple[PartTensor, dict[Box, StoredBox]]]
     streams: dict[tuple[str, str], Stream]
     leaves: dict[TensorKey, Leaf]
-    boxes: tuple[StoredBox, ...]
-    _ends: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    _boxes: dict[int, StoredBox] = dataclasses.field(default_factory=dict)
+    _written: dict[int, dict[Box, int]] = dataclasses.field(default_factory=dict)
     _sources: dict[tuple[int, int | None, bool], Sources] = dataclasses.field(default_factory=dict)
 
-    def begin_of(self, extent: Extent, number: int) -> int:
-        """Return where the stored bytes of an encoded block begin in their file, given its number in the extent."""
-        if id(extent) not in self._ends:
-            self._ends[id(extent)] = tuple(itertools.accumulate(extent.stored_nbytes))
-        return extent.byte_begin + (self._ends[id(extent)][number - 1] if number else 0)
+    def find(self, key: TensorKey, box: Box) -> StoredBox | None:
+        """Return what the part stores of a tensor; None where it doesn't store this box."""
+        tensor = self.part.holdings.table.numbers.get(key)
+        if tensor is None:
+            return None
+        if tensor not in self._written:
+            held = self.part.holdings
+            self._written[tensor] = {held.box(row): row for row in held.boxes_of(tensor) if held.written[row]}
+        row = self._written[tensor].get(box)
+        return None if row is None else self.box(row)
+
+    def box(self, row: int) -> StoredBox:
+        """Return a box, given its number."""
+        if row not in self._boxes:
+            held = self.part.holdings
+            tensor = held.owner[row]
+            self._boxes[row] = StoredBox(
+                row=row,
+                key=held.table.keys[tensor],
+                dtype=held.table.dtypes[tensor],
+                global_shape=held.table.global_shapes[tensor],
+                storage=held.table.storages[tensor],
+                box=held.box(row),
+                digests=held.digests_of(row),
+                extents=held.extents.of_box(row),
+                group=self._groups.get(row),
+            )
+        return self._boxes[row]
+
+    def iter_boxes(self) -> Iterator[StoredBox]:
+        """Yield all boxes."""
+        return map(self.box, range(len(self.part.holdings.replica)))
+
+    @functools.cached_property
+    def _groups(self) -> dict[int, Group]:
+        return {row: group for group in self.part.groups for row in group.boxes}
 
     def sources_of(self, box: StoredBox, block: int) -> Sources:
         """Return what a block of a box is decoded from, beside what is stored of it.
@@ -167,7 +211,7 @@ class StoredBlock:
     @property
     def title(self) -> str:
         """What it is, for errors."""
-        return f"block {self.block} of {self.box.tensor.field} {self.box.tensor.name[:100]!r}"
+        return f"block {self.block} of {self.box.title}"
 
     def check(self, stored: memoryview) -> None:
         """Compare what is stored with its digest. Raises: IntegrityError(BLOCK_DIGEST). Spec: REQ-DEL-007."""
@@ -176,32 +220,19 @@ class StoredBlock:
             digest = self.box.digests_of(self.block, self.block + 1)
             requirement, saved = "REQ-OPN-006", "what was saved"
         else:
-            digest = digest_at(extent.stored_digests, self.block - extent.block_begin)
+            digest = extent.stored_digest(self.block)
             requirement, saved = "REQ-DEL-007", "stored as it was saved"
         if digest_bytes(stored) != digest:
             raise err(Code.BLOCK_DIGEST, f"{self.title} isn't {saved}", where=self.where, requirement=requirement)
 
 
 def open_part(checkpoint: Checkpoint, part: Part) -> OpenPart:
-    """Return a part with its rows by name."""
-    groups = {row: group for group in part.groups for row in group.boxes}
-    rows = [(tensor, held) for tensor in part.tensors for held in tensor.boxes]
-    boxes = tuple(
-        StoredBox(row=row, tensor=tensor, held=held, group=groups.get(row)) for row, (tensor, held) in enumerate(rows)
-    )
-    tensors: dict[TensorKey, tuple[PartTensor, dict[Box, StoredBox]]] = {
-        tensor.key: (tensor, {}) for tensor in part.tensors
-    }
-    for box in boxes:
-        if box.held.extents:
-            tensors[box.tensor.key][1][box.held.box] = box
+    """Return a part whose rows are found by name."""
     return OpenPart(
         checkpoint=checkpoint,
         part=part,
-        tensors=tensors,
         streams={(stream.name, stream.scope): stream for stream in part.streams},
         leaves={(leaf.field, leaf.name, leaf.scope): leaf for leaf in part.leaves},
-        boxes=boxes,
     )
 
 
@@ -242,12 +273,11 @@ def stored_block(opened: OpenPart, box: StoredBox, block: int) -> StoredBlock:
     """Return where a block is stored, whose encoding is any but ``same``."""
     extent = box.extent_of(block)
     assert extent.file is not None  # noqa: S101 - all but the base's blocks are in a file
-    number = block - extent.block_begin
     if extent.encoding == "raw":
-        byte_begin = extent.byte_begin + number * opened.part.origin.block_nbytes
+        byte_begin = extent.byte_begin + (block - extent.block_begin) * opened.part.origin.block_nbytes
         nbytes = _block_nbytes(opened, box, block)
     else:
-        byte_begin, nbytes = opened.begin_of(extent, number), extent.stored_nbytes[number]
+        byte_begin, nbytes = extent.stored_begin(block), extent.stored_nbytes(block)
     name = opened.part.files[extent.file].name
     return StoredBlock(opened=opened, box=box, block=block, name=name, byte_begin=byte_begin, nbytes=nbytes)
 
@@ -358,7 +388,7 @@ class Decoder:
         sources = opened.sources_of(box, block)
         if sources.rule is None:
             base = None if sources.base is None else self.content(*sources.base, block)
-            encodings.decode(encoding, stored, content, dtype=box.tensor.dtype, base=base, where=place.where)
+            encodings.decode(encoding, stored, content, dtype=box.dtype, base=base, where=place.where)
             return
         elements = _elements_of(opened, box, block)
         news = {role: self._elements(held, member, elements) for role, held, member in sources.news}
@@ -387,8 +417,8 @@ def _find_predicting(opened: OpenPart, box: StoredBox, group: Group, block: int)
     where = stored_block(opened, box, block).where
     rule = _parse_rule(group, where)
     roles = prediction.roles(rule)
-    members = [opened.boxes[row] for row in group.boxes]
-    dtypes = [member.tensor.dtype for member in members]
+    members = [opened.box(row) for row in group.boxes]
+    dtypes = [member.dtype for member in members]
     if rule.kind != group.kind or [prediction.role_dtype(rule, role) for role in roles] != dtypes:
         detail = f"a group of {', '.join(dtypes)}, kind {group.kind}, with a rule of another form"
         raise err(Code.ENCODED_FORM, detail, where=where, requirement="REQ-DEL-009")
@@ -436,18 +466,18 @@ def _block_nbytes(opened: OpenPart, box: StoredBox, block: int) -> int:
 def _find_base(opened: OpenPart, box: StoredBox, reference: Reference) -> tuple[OpenPart, StoredBox]:
     """Return the same box of the same tensor in a base. Raises: FormatError(BASE_BLOCK) if it has none."""
     checkpoint = opened.checkpoint.closure.open(reference)
-    tensor = checkpoint.tensors.get(box.tensor.key)
+    tensor = checkpoint.tensors.get(box.key)
     if (
         tensor is None
-        or (tensor.dtype, tensor.global_shape) != (box.tensor.dtype, box.tensor.global_shape)
+        or (tensor.dtype, tensor.global_shape) != (box.dtype, box.global_shape)
         or checkpoint.manifest.origin.block_nbytes != opened.part.origin.block_nbytes
     ):
-        raise _no_base(opened, box, f"isn't in {reference.name} as dtype {box.tensor.dtype} and in this shape")
-    found = tensor.sharding.part_of(box.held.box)
+        raise _no_base(opened, box, f"isn't in {reference.name} as dtype {box.dtype} and in this shape")
+    found = tensor.sharding.part_of(box.box)
     if found is None:
         raise _no_base(opened, box, f"is cut otherwise in {reference.name}")
     base = checkpoint.open_part(found)
-    stored = base.tensors.get(tensor.key, (None, {}))[1].get(box.held.box)
+    stored = base.find(box.key, box.box)
     if stored is None:
         raise _no_base(opened, box, f"isn't stored by the part of {reference.name} that should have it")
     return base, stored
@@ -473,7 +503,7 @@ def _blocks_of(elements: range, element_nbytes: int, block_nbytes: int) -> range
 def _no_base(opened: OpenPart, box: StoredBox, detail: str, requirement: str = "REQ-DEL-022") -> CkptError:
     return err(
         Code.BASE_BLOCK,
-        f"box {box.held.box} of {box.tensor.name[:100]!r} {detail}",
+        f"box {box.box} of {box.key[1][:100]!r} {detail}",
         where=opened.checkpoint.place_of(part_path(opened.part.origin.attempt, opened.part.writer)),
         requirement=requirement,
     )

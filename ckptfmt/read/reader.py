@@ -17,7 +17,6 @@ from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import read_register
 from ckptfmt.digest import PREFIX, digest_bytes
-from ckptfmt.documents.holdings import PartTensor
 from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor
 from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, index_name, part_path
 from ckptfmt.documents.part import Leaf, Part, PartFile, Stream
@@ -355,10 +354,10 @@ class Checkpoint:
     def locate(self, tensor: IndexTensor, read: PieceRead) -> tuple[OpenPart, StoredBox]:
         """Return a piece as its part stores it. Raises: FormatError(DOC_MISMATCH), and of parts."""
         opened = self.open_part(read.part)
-        held, written = opened.tensors.get(tensor.key, (None, {}))
-        if held is None or _what(held) != _what(tensor) or read.stored not in written:
+        box = opened.find(tensor.key, read.stored)
+        if box is None or _what(box) != _what(tensor):
             raise self._contradiction(read.part, f"doesn't store {read.stored} of {tensor.name!r}")
-        return opened, written[read.stored]
+        return opened, box
 
     def open_part(self, number: int) -> OpenPart:
         """Return a part with its rows by name; it is read once. Raises: as `read_part`."""
@@ -551,7 +550,7 @@ def _open_base(store: Store, reference: Reference, closure: Closure) -> Checkpoi
     return Checkpoint(store, digest=reference.digest, closure=closure, title=reference.name)
 
 
-def _what(tensor: IndexTensor | PartTensor) -> tuple[object, ...]:
+def _what(tensor: IndexTensor | StoredBox) -> tuple[object, ...]:
     """Return what index and part must say alike of a tensor. Spec: REQ-IDX-001."""
     return tensor.dtype, tensor.global_shape, tensor.storage
 

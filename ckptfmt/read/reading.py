@@ -239,6 +239,6 @@ def unit_of(run: Run, block: int) -> tuple[int, int, int]:
     """Return what is the same for all blocks that are decoded together."""
     group = run.box.group
     rows = (run.box.row,) if group is None else group.boxes
-    narrowest = min(run.opened.boxes[row].element_nbytes for row in rows)
+    narrowest = min(run.opened.box(row).element_nbytes for row in rows)
     # Wider elements have more blocks for as many of them.
     return id(run.opened), rows[0], block * narrowest // run.box.element_nbytes

@@ -90,7 +90,7 @@ class StoredPiece:
     @property
     def box(self) -> Box:
         """Which elements it has."""
-        return self.stored.held.box
+        return self.stored.box
 
     @property
     def block_nbytes(self) -> int:
@@ -100,7 +100,7 @@ class StoredPiece:
     def iter_blocks(self) -> Iterator[tuple[int, int]]:
         """Yield the runs of blocks that have something wanted, each ``[begin, end)``, none across two extents."""
         blocks = find_blocks(self.box, [box for _, box in self.wanted], self.element_nbytes, self.block_nbytes)
-        for extent in self.stored.held.extents:
+        for extent in self.stored.extents:
             for begin, end in blocks:
                 first = max(begin, extent.block_begin)
                 last = min(end, extent.block_begin + extent.block_count)
@@ -109,7 +109,7 @@ class StoredPiece:
 
     def check(self, blocks: BlockRange, content: memoryview) -> None:
         """Raise unless every block of a range is what was saved. Raises: IntegrityError(BLOCK_DIGEST)."""
-        for error in iter_damages(blocks, content, self.stored.held.digests, self.block_nbytes):
+        for error in iter_damages(blocks, content, self.stored.digests, self.block_nbytes):
             raise error
 
     def open_sinks(self) -> None:

@@ -12,7 +12,6 @@ from ckptfmt.commit.waiting import describe_savers, list_held
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import is_foreign, parse_cursor, parse_foreign
 from ckptfmt.documents.extents import Extent
-from ckptfmt.documents.holdings import PartBox, PartTensor
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
     Abort,
@@ -370,10 +369,10 @@ def _verify_header(store: Store, file: PartFile, extents: Sequence[tuple[StoredB
     if file.kind == "pack":  # it is the same for all of them
         return
     entries = parse_shard_header(header, file_nbytes=file.nbytes, where=file.name)
-    stored = [(extent.key, box.tensor, box.held, extent.byte_begin) for box, extent in extents]
+    stored = [(extent.key or box.key[1], box, extent.byte_begin) for box, extent in extents]
     # Counted, for a key that the part names twice would hide one of the two.
     if sorted(key for key, *_ in stored) != sorted(entries) or not all(
-        _agrees(entries[key], tensor, held, byte_begin) for key, tensor, held, byte_begin in stored
+        _agrees(entries[key], box, byte_begin) for key, box, byte_begin in stored
     ):
         raise err(
             Code.SHARD_MISMATCH,
@@ -383,15 +382,14 @@ def _verify_header(store: Store, file: PartFile, extents: Sequence[tuple[StoredB
         )
 
 
-def _agrees(entry: ShardEntry, tensor: PartTensor, held: PartBox, byte_begin: int) -> bool:
-    dtype = DTYPES[tensor.dtype]
-    nbytes = tensor.box_nbytes(held.box)
-    shape = held.box.shape if dtype.safetensors else (nbytes,)
+def _agrees(entry: ShardEntry, box: StoredBox, byte_begin: int) -> bool:
+    dtype = DTYPES[box.dtype]
+    shape = box.box.shape if dtype.safetensors else (box.nbytes,)
     return (entry.tag, entry.shape, entry.byte_begin, entry.byte_end) == (
         dtype.safetensors or "U8",
         shape,
         byte_begin,
-        byte_begin + nbytes,
+        byte_begin + box.nbytes,
     )
 
 

@@ -9,8 +9,7 @@ import dataclasses
 import threading
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckptfmt.digest import digest_at, digest_bytes
-from ckptfmt.documents.holdings import extent_nbytes
+from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange, plan_requests
 from ckptfmt.read.ahead import iter_ahead
@@ -45,17 +44,12 @@ class _Expected:
     block: int
     stored_digest: bytes = b""
 
-    @property
-    def title(self) -> str:
-        """The tensor, for messages."""
-        return f"{self.box.tensor.field} {self.box.tensor.name[:100]!r}"
-
 
 def sort_extents(opened: OpenPart) -> list[list[tuple[StoredBox, Extent]]]:
     """Return the extents that each file of a part has, by the number of the file; all boxes are gone through once."""
     found: list[list[tuple[StoredBox, Extent]]] = [[] for _ in opened.part.files]
-    for box in opened.boxes:
-        for extent in box.held.extents:
+    for box in opened.iter_boxes():
+        for extent in box.extents:
             if extent.file is not None:
                 found[extent.file].append((box, extent))
     return found
@@ -108,7 +102,9 @@ def _iter_expected(
     """Yield first byte, size and contents of what a file has."""
     for box, extent in extents:
         if extent.encoding == "raw":
-            nbytes = extent_nbytes(box.tensor, box.held, extent, opened.part.origin.block_nbytes)
+            block_nbytes = opened.part.origin.block_nbytes
+            begin = extent.block_begin * block_nbytes
+            nbytes = min(box.nbytes, begin + extent.block_count * block_nbytes) - begin
             if nbytes:
                 yield extent.byte_begin, nbytes, _Expected(box=box, block=extent.block_begin)
         elif with_stored:
@@ -116,21 +112,19 @@ def _iter_expected(
 
 
 def _iter_stored(box: StoredBox, extent: Extent) -> Iterator[tuple[int, int, _Expected]]:
-    begin = extent.byte_begin
-    for at, nbytes in enumerate(extent.stored_nbytes):
-        digest = digest_at(extent.stored_digests, at)
-        if nbytes:
-            yield begin, nbytes, _Expected(box=box, block=extent.block_begin + at, stored_digest=digest)
-        begin += nbytes
+    for block in range(extent.block_begin, extent.block_begin + extent.block_count if extent.is_encoded else 0):
+        if nbytes := extent.stored_nbytes(block):
+            row = _Expected(box=box, block=block, stored_digest=extent.stored_digest(block))
+            yield extent.stored_begin(block), nbytes, row
 
 
 def _iter_wrong(expected: _Expected, blocks: BlockRange, content: memoryview, block_nbytes: int) -> Iterator[CkptError]:
     if not expected.stored_digest:
-        yield from iter_damages(blocks, content, expected.box.held.digests, block_nbytes, title=expected.title)
+        yield from iter_damages(blocks, content, expected.box.digests, block_nbytes, title=expected.box.title)
     elif digest_bytes(content) != expected.stored_digest:
         yield err(
             Code.BLOCK_DIGEST,
-            f"block {expected.block} of {expected.title} isn't stored as it was saved",
+            f"block {expected.block} of {expected.box.title} isn't stored as it was saved",
             where=f"{blocks.path}[{blocks.byte_begin}:{blocks.byte_end}]",
             requirement="REQ-DEL-007",
         )
@@ -157,7 +151,7 @@ def find_undecodable(
     units = []
     for unit in plan.units.values():
         units.append([(run, block) for run, block in unit if block not in done.get(_key(run.opened, run.box), ())])
-        count(sum(run.extent.stored_nbytes[block - run.extent.block_begin] for run, block in unit))
+        count(sum(run.extent.stored_nbytes(block) for run, block in unit))
     for wrong, decoded in iter_ahead(_decode, [unit for unit in units if unit]):
         damages += wrong
         for opened_by, box, block in decoded:
@@ -185,8 +179,8 @@ class _Plan:
         self._checkpoint = opened.checkpoint
         self._library = Library(opened.checkpoint)
         self._runs: list[Run] = []
-        for box in opened.boxes:
-            for extent in box.held.extents:
+        for box in opened.iter_boxes():
+            for extent in box.extents:
                 if extent.encoding != "raw":
                     self._add(opened, box, extent, with_bases=with_bases)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from ckptfmt.commit.decision import check_vacant, decide
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
-from ckptfmt.documents.holdings import Holdings
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
+from ckptfmt.documents.packed import make_integers
 from ckptfmt.documents.tables import block_count
 from ckptfmt.errors import Code, err
 from ckptfmt.read.ahead import iter_ahead
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ckptfmt.box import Box
-    from ckptfmt.documents.extents import Extent
-    from ckptfmt.documents.holdings import PartTensor
-    from ckptfmt.documents.tables import TensorKey
+    from ckptfmt.documents.holdings import Holdings
     from ckptfmt.read.decoding import OpenPart, StoredBox
     from ckptfmt.store.protocol import Store
 
@@ -105,7 +103,8 @@ def _write(checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Ca
     """
     for number in range(origin.writer_count):
         opened = checkpoint.open_part(number)
-        image, part = _plan(opened), opened.part
+        part = opened.part
+        image = _plan(part.holdings, origin.block_nbytes)
         context = Context(
             saved_unix_s=part.saved_unix_s, streams=part.streams, leaves=part.leaves, absent=dict(part.absent)
         )
@@ -120,44 +119,47 @@ def _write(checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Ca
 class _Written:
     """The boxes of a tensor that a part stores; a `TensorSource` to lay out shards by."""
 
-    tensor: PartTensor
+    field: str
+    name: str
+    scope: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    storage: str
+    aliases: tuple[str, ...]
     boxes: tuple[Box, ...]
     replica: bool = False
-
-    field = property(lambda self: self.tensor.field)
-    name = property(lambda self: self.tensor.name)
-    dtype = property(lambda self: self.tensor.dtype)
-    global_shape = property(lambda self: self.tensor.global_shape)
-    scope = property(lambda self: self.tensor.scope)
-    storage = property(lambda self: self.tensor.storage)
-    aliases = property(lambda self: self.tensor.aliases)
 
     def copy_into(self, box: Box, out: memoryview) -> None:
         """Nothing is copied: blocks are decoded where they are written."""
         raise NotImplementedError
 
 
-def _plan(opened: OpenPart) -> Image:
+def _plan(held: Holdings, block_nbytes: int) -> Image:
     """Return the shards of a part, and everything that it holds, written or not."""
+    table, boxes = held.table, held.list_boxes()
+    columns = (table.keys, table.dtypes, table.global_shapes, table.storages, table.aliases)
     written = tuple(
-        _Written(tensor=tensor, boxes=tuple(box.box for box in tensor.boxes if box.extents))
-        for tensor in opened.part.tensors
-    )
-    snapshot = Snapshot(tensors=written, streams=(), leaves=(), absent={})
-    image = plan_image(snapshot, block_nbytes=opened.part.origin.block_nbytes)
-    extents: dict[tuple[TensorKey, Box], tuple[Extent, ...]] = {
-        (tensor.key, box.box): box.extents for tensor in image.tensors for box in tensor.boxes
-    }
-    tensors = tuple(
-        dataclasses.replace(
-            tensor,
-            boxes=tuple(
-                dataclasses.replace(box, extents=extents.get((tensor.key, box.box), ())) for box in tensor.boxes
-            ),
+        _Written(
+            field=field,
+            name=name,
+            scope=scope,
+            dtype=dtype,
+            global_shape=global_shape,
+            storage=storage,
+            aliases=aliases,
+            boxes=tuple(boxes[row] for row in held.boxes_of(tensor) if held.written[row]),
         )
-        for tensor in opened.part.tensors
+        for tensor, ((field, name, scope), dtype, global_shape, storage, aliases) in enumerate(
+            zip(*columns, strict=True)
+        )
     )
-    return dataclasses.replace(image, tensors=Holdings.of(tensors))
+    image = plan_image(Snapshot(tensors=written, streams=(), leaves=(), absent={}), block_nbytes=block_nbytes)
+    # The same tensors are in both tables, and of each the boxes that are written: in the image they are sorted.
+    rows = {(tensor, box): row for row, (tensor, box) in enumerate(zip(held.owner.tolist(), boxes, strict=True))}
+    places = zip(image.holdings.owner.tolist(), image.holdings.list_boxes(), strict=True)
+    of_image = make_integers(rows[place] for place in places)
+    extents = dataclasses.replace(image.holdings.extents, box=of_image[image.holdings.extents.box])
+    return dataclasses.replace(image, holdings=dataclasses.replace(held, extents=extents.take(extents.order())))
 
 
 class _Decoded:
@@ -167,7 +169,6 @@ class _Decoded:
         self._opened = opened
         self._image = image
         self._on_progress = on_progress
-        self._boxes = {(box.tensor.key, box.held.box): box for box in opened.boxes}
 
     def iter_chunks(self, shard: int) -> Iterator[bytes | memoryview]:
         """Yield the header, then the pieces, each block verified."""
@@ -180,15 +181,15 @@ class _Decoded:
 
     def digests(self) -> list[bytes]:
         """Return the digests: those that the part has, for all its contents were compared with them."""
-        return [self._boxes[piece.key, piece.box].held.digests for piece in self._image.pieces]
+        return [self._opened.part.holdings.digests_of(row) for row in self._image.rows]
 
     def _iter_blocks(self, shard: int) -> Iterator[tuple[StoredBox, range]]:
         """Yield the blocks of a shard in their order, a few small ones of one box together."""
         step = max(1, _CHUNK_NBYTES // self._image.block_nbytes)
-        for piece in self._image.pieces:
+        for row, piece in zip(self._image.rows, self._image.pieces, strict=True):
             count = block_count(piece.end - piece.begin, self._image.block_nbytes)
             for first in range(0, count, step) if piece.shard == shard else ():
-                yield self._boxes[piece.key, piece.box], range(first, min(first + step, count))
+                yield self._opened.box(row), range(first, min(first + step, count))
 
     def _decode(self, chunk: tuple[StoredBox, range]) -> list[memoryview]:
         box, blocks = chunk

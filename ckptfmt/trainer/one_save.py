@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import decide
+from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.manifest import Manifest, Origin
-from ckptfmt.documents.structure import Structure
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.assignment import assign_writers
 from ckptfmt.trainer.capture import capture

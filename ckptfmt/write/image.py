@@ -9,21 +9,29 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from ckptfmt import limits
-from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
-from ckptfmt.documents.extents import Extent
-from ckptfmt.documents.holdings import Holdings, PartBox, PartTensor
-from ckptfmt.documents.manifest import Origin, shard_name
-from ckptfmt.documents.part import Leaf, Part, PartFile, Stream
-from ckptfmt.documents.shard import ShardEntry, most_entry_nbytes, plan_shard
-from ckptfmt.documents.tables import TensorKey, block_count, sort_key
+from ckptfmt.digest import digest_bytes
+from ckptfmt.documents.extents import Extents
+from ckptfmt.documents.holdings import BOXES_KEYS, Boxes, Holdings, parse_boxes
+from ckptfmt.documents.manifest import shard_name
+from ckptfmt.documents.packed import Columns, Strings, dump_packed, dump_strings, make_integers
+from ckptfmt.documents.part import Part, PartFile
+from ckptfmt.documents.shard import most_entry_nbytes, plan_shard
+from ckptfmt.documents.tables import TensorTable, parse_counter, sort_key
 from ckptfmt.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from numpy.typing import NDArray
+
     from ckptfmt.box import Box
-    from ckptfmt.documents.extents import Extents
+    from ckptfmt.documents.manifest import Origin
+    from ckptfmt.documents.packed import Integers
+    from ckptfmt.documents.part import Leaf, Stream
+    from ckptfmt.documents.tables import TensorKey
     from ckptfmt.write.snapshot import Snapshot, TensorSource
 
 #: Each shard begins at a multiple of this, in bytes: what direct I/O asks of memory and file.
@@ -31,8 +39,6 @@ ALIGN_NBYTES: Final = 4096
 #: What the entries of one header may take, so that the rest of it has room.
 _ENTRIES_NBYTES: Final = limits.SHARD_HEADER_NBYTES - 4096
 _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
-#: A part that describes an image belongs to no attempt yet.
-_NOWHERE: Final = Origin(run_id=None, launch=None, nonce="0" * 32, step=0, attempt="0" * 16, writer_count=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +73,14 @@ class Piece:
     shard: int | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Image:
     """The layout of what one writer writes and digests.
 
     Attributes:
         block_nbytes: size of a block in bytes.
         shards: the files, one behind the other.
-        tensors: everything that is held, as the part will say it; digests that are still to come are zeros.
+        holdings: everything that is held, as the part will say it, without the digests that are still to come.
         pieces: what is copied into the image, by first byte.
         rows: of each piece, its number among all boxes of the part.
         nbytes: size of the image.
@@ -82,13 +88,13 @@ class Image:
 
     block_nbytes: int
     shards: tuple[ImageShard, ...]
-    tensors: Holdings
+    holdings: Holdings
     pieces: tuple[Piece, ...] = dataclasses.field(init=False)
     rows: tuple[int, ...] = dataclasses.field(init=False)
     nbytes: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        rows, pieces = _list_pieces(self.shards, self.tensors)
+        rows, pieces = _list_pieces(self.shards, self.holdings)
         end = max((shard.begin + shard.nbytes for shard in self.shards), default=0)
         object.__setattr__(self, "pieces", pieces)
         object.__setattr__(self, "rows", rows)
@@ -118,9 +124,10 @@ class Image:
             digests: of the blocks of each piece, in the order of `pieces`.
             extents: where boxes are, if that isn't in the image's shards.
         """
-        of_boxes = [b""] * len(self.tensors.replica)
+        held, of_boxes = self.holdings, [b""] * len(self.holdings.replica)
         for row, found in zip(self.rows, digests, strict=True):
             of_boxes[row] = found
+        extents = held.extents if extents is None else extents
         return Part(
             origin=origin,
             writer=writer,
@@ -135,33 +142,65 @@ class Image:
                 )
                 for shard in self.shards
             ),
-            tensors=self.tensors.refilled(b"".join(of_boxes), extents),
+            holdings=dataclasses.replace(held, digests=b"".join(of_boxes), extents=extents),
             streams=tuple(sorted(streams, key=lambda stream: (stream.name.encode(), stream.scope.encode()))),
             leaves=tuple(sorted(leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))),
             absent=absent,
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the image as bytes, strings and lists: a part that was never saved, and the headers of its files."""
-        zeros = [bytes(_digests_nbytes(piece.end - piece.begin, self.block_nbytes)) for piece in self.pieces]
-        origin = dataclasses.replace(_NOWHERE, block_nbytes=self.block_nbytes)
-        part = self.part(origin, zeros, writer=0, saved_unix_s=0, streams=(), leaves=(), absent={})
+        """Return the image as bytes, strings and lists: its columns."""
+        held, extents = self.holdings, self.holdings.extents
+        file, byte_begin = np.zeros((2, len(held.replica)), np.int64)
+        file[extents.box], byte_begin[extents.box] = extents.file + 1, extents.byte_begin
         return {
-            "part": part.dump()[0],
-            "stems": [shard.stem for shard in self.shards],
-            "headers": [shard.header for shard in self.shards],
+            **held.as_dict(),
+            "block_nbytes": self.block_nbytes,
+            "shards": {
+                "stem": dump_strings([shard.stem for shard in self.shards]),
+                "header": [shard.header for shard in self.shards],
+                "nbytes": dump_packed([shard.nbytes for shard in self.shards]),
+            },
+            "places": {
+                "replica": dump_packed(held.replica),
+                "digested": dump_packed(held.digest_count > 0),
+                "file": dump_packed(file),
+                "byte_begin": dump_packed(byte_begin),
+                "key": dump_strings(extents.key.tolist()),
+            },
         }
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Image:
-        """Return the image that `as_dict` was asked of."""
-        part, _ = Part.parse(value["part"], where="image")
-        nbytes = [file.nbytes for file in part.files]
-        return cls(
-            block_nbytes=part.origin.block_nbytes,
-            shards=_place_shards(value["stems"], value["headers"], nbytes),
-            tensors=part.holdings,
+        """Return the image that `as_dict` was asked of. Raises: FormatError."""
+        columns = Columns(value, (*BOXES_KEYS, "block_nbytes", "shards", "places"), "image")
+        boxes, _ = parse_boxes(columns)
+        block_nbytes = parse_counter(columns, "block_nbytes", below=limits.BLOCK_NBYTES_MAX + 1)
+        if block_nbytes < limits.BLOCK_NBYTES_MIN:
+            raise columns.broken("block_nbytes", f"blocks of {block_nbytes} bytes")
+        table = columns.columns("shards", ("stem", "header", "nbytes"))
+        stems = table.strings("stem").tolist()
+        headers = table.blobs("header", count=len(stems))
+        shards = _place_shards(stems, headers, table.packed("nbytes", count=len(stems)).tolist())
+        places, count = columns.columns("places", _PLACE_KEYS), int(boxes.box_count.sum())
+        file = places.packed("file", count=count, below=len(shards) + 1) - 1
+        byte_begin = places.packed("byte_begin", count=count)
+        ends = np.array([shard.nbytes for shard in shards] + [np.iinfo(np.int64).max])[file]
+        if (byte_begin + boxes.box_nbytes() > ends).any():
+            raise places.broken("byte_begin", "a box that leaves its shard")
+        held = _hold(
+            boxes,
+            block_nbytes,
+            replica=places.packed("replica", count=count, below=2) > 0,
+            digested=places.packed("digested", count=count, below=2) > 0,
+            file=file,
+            byte_begin=byte_begin,
+            key=places.strings("key", count=int((file >= 0).sum()), limit_nbytes=limits.KEY_NBYTES),
         )
+        return cls(block_nbytes=block_nbytes, shards=shards, holdings=held)
+
+
+_PLACE_KEYS: Final = ("replica", "digested", "file", "byte_begin", "key")
 
 
 def plan_image(
@@ -181,9 +220,9 @@ def plan_image(
 
     Spec: REQ-TEN-004, REQ-TEN-005, REQ-SHD-009, REQ-CMT-012.
     """
-    sources = sorted(snapshot.tensors, key=lambda source: sort_key(key_of(source)))
+    sources = sort_sources(snapshot)
     stems, headers, nbytes = [], [], []
-    places: dict[tuple[TensorKey, Box], tuple[int, ShardEntry]] = {}
+    places: dict[tuple[TensorKey, Box], tuple[int, int, str]] = {}
     for number, (stem, pieces) in enumerate(_divide(sources, written)):
         keys = _shard_keys([source.name for source, _ in pieces])
         rows = [(key, *_shard_type(source, box)) for key, (source, box) in zip(keys, pieces, strict=True)]
@@ -192,11 +231,66 @@ def plan_image(
         headers.append(header)
         nbytes.append(max(entry.byte_end for entry in entries))
         for (source, box), entry in zip(pieces, entries, strict=True):
-            places[key_of(source), box] = (number, entry)
-    return Image(
-        block_nbytes=block_nbytes,
-        shards=_place_shards(stems, headers, nbytes),
-        tensors=Holdings.of([_describe_tensor(source, places, block_nbytes, check_replicas) for source in sources]),
+            key = "" if entry.key == source.name else entry.key
+            places[key_of(source), box] = (number, entry.byte_begin, key)
+    found = [places.get((key_of(source), box)) for source in sources for box in sorted(source.boxes)]
+    boxes, file = boxes_of(sources), make_integers(-1 if place is None else place[0] for place in found)
+    replica = np.repeat(np.array([source.replica for source in sources], np.bool_), boxes.box_count)
+    held = _hold(
+        boxes,
+        block_nbytes,
+        replica=replica,
+        # Somebody else writes it? Whether it is the same must be proved, unless mesh or caller vouch for it.
+        digested=(file >= 0) | ~replica | check_replicas,
+        file=file,
+        byte_begin=make_integers(0 if place is None else place[1] for place in found),
+        key=Strings.of([place[2] for place in found if place is not None]),
+    )
+    return Image(block_nbytes=block_nbytes, shards=_place_shards(stems, headers, nbytes), holdings=held)
+
+
+def sort_sources(snapshot: Snapshot) -> list[TensorSource]:
+    """Return the tensors of a snapshot in the order in which documents list them."""
+    return sorted(snapshot.tensors, key=lambda source: sort_key(key_of(source)))
+
+
+def boxes_of(sources: Sequence[TensorSource]) -> Boxes:
+    """Return the boxes of tensors, those of each sorted."""
+    boxes = [box for source in sources for box in sorted(source.boxes)]
+    return Boxes(
+        table=TensorTable.of(sources),
+        box_count=make_integers(len(source.boxes) for source in sources),
+        begin=make_integers(first for box in boxes for first in box.begin),
+        box_shape=make_integers(extent for box in boxes for extent in box.shape),
+    )
+
+
+def _hold(
+    boxes: Boxes,
+    block_nbytes: int,
+    *,
+    replica: NDArray[np.bool_],
+    digested: NDArray[np.bool_],
+    file: Integers,
+    byte_begin: Integers,
+    key: Strings,
+) -> Holdings:
+    """Return boxes with their places: each in one extent, or in none.
+
+    Args:
+        file: number of the shard of each; -1 for what another writer writes.
+        key: of each box that has a file, in its header; the empty string for the tensor's name.
+    """
+    block_count = -(-boxes.box_nbytes() // block_nbytes)
+    rows = np.flatnonzero(file >= 0)
+    return Holdings(
+        **boxes.members(),
+        replica=replica,
+        digest_count=np.where(digested, block_count, 0),
+        digests=b"",
+        extents=Extents.of_raw(
+            box=rows, block_count=block_count[rows], file=file[rows], byte_begin=byte_begin[rows], key=key
+        ),
     )
 
 
@@ -213,27 +307,25 @@ def _place_shards(stems: list[str], headers: list[bytes], nbytes: list[int]) -> 
     return tuple(shards)
 
 
-def _list_pieces(
-    shards: tuple[ImageShard, ...], tensors: Iterable[PartTensor]
-) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+def _list_pieces(shards: tuple[ImageShard, ...], held: Holdings) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
     """Return the pieces by first byte, and which boxes they are; those that no file has lie behind the files."""
-    found: list[tuple[int, Piece]] = []
-    behind = sum(shard.nbytes + -shard.nbytes % ALIGN_NBYTES for shard in shards)
-    for row, (tensor, box) in enumerate((one, held) for one in tensors for held in one.boxes):
-        nbytes = box.box.element_count * DTYPES[tensor.dtype].nbytes
-        shard = None
-        if box.extents:
-            extent = box.extents[0]
-            assert extent.file is not None  # noqa: S101 - an image has nothing that a base has
-            shard, begin = extent.file, shards[extent.file].begin + extent.byte_begin
-        elif box.digests:
-            begin, behind = behind, behind + nbytes + -nbytes % 64
-        else:
-            continue
-        found.append((row, Piece(key=tensor.key, box=box.box, begin=begin, end=begin + nbytes, shard=shard)))
-    found.sort(key=lambda one: (one[1].begin, one[1].end))
-    rows, pieces = zip(*found, strict=True) if found else ((), ())
-    return rows, pieces
+    nbytes, extents = held.box_nbytes(), held.extents
+    begin, shard = np.zeros_like(nbytes), np.full_like(nbytes, -1)
+    shard[extents.box] = extents.file
+    begin[extents.box] = np.array([one.begin for one in shards], np.int64)[extents.file] + extents.byte_begin
+    behind = np.flatnonzero(~held.written & (held.digest_count > 0))
+    padded = nbytes[behind] + -nbytes[behind] % 64
+    end_of_files = sum(one.nbytes + -one.nbytes % ALIGN_NBYTES for one in shards)
+    begin[behind] = end_of_files + np.cumsum(padded) - padded
+    rows = np.concatenate([extents.box, behind])
+    rows = rows[np.lexsort((rows, nbytes[rows], begin[rows]))]
+    boxes, keys = held.list_boxes(), held.table.keys
+    columns = (column[rows].tolist() for column in (held.owner, begin, begin + nbytes, shard))
+    pieces = tuple(
+        Piece(key=keys[owner], box=boxes[row], begin=first, end=end, shard=None if number < 0 else number)
+        for row, owner, first, end, number in zip(rows.tolist(), *columns, strict=True)
+    )
+    return tuple(rows.tolist()), pieces
 
 
 def _divide(
@@ -294,41 +386,3 @@ def _shard_keys(names: list[str]) -> list[str]:
         taken.add(key)
         keys.append(key)
     return keys
-
-
-def _describe_tensor(
-    source: TensorSource,
-    places: dict[tuple[TensorKey, Box], tuple[int, ShardEntry]],
-    block_nbytes: int,
-    check_replicas: bool,  # noqa: FBT001 - private
-) -> PartTensor:
-    key = key_of(source)
-    boxes = []
-    for box in sorted(source.boxes):
-        place = places.get((key, box))
-        nbytes = box.element_count * DTYPES[source.dtype].nbytes
-        # Somebody else writes it? Whether it is the same must be proved, unless mesh or caller vouch for it.
-        digested = place is not None or check_replicas or not source.replica
-        digests = bytes(_digests_nbytes(nbytes, block_nbytes)) if digested else b""
-        extents: tuple[Extent, ...] = ()
-        if place is not None:
-            file, entry = place
-            blocks = block_count(nbytes, block_nbytes)
-            extents = (
-                Extent(block_begin=0, block_count=blocks, file=file, byte_begin=entry.byte_begin, key=entry.key),
-            )
-        boxes.append(PartBox(box=box, replica=source.replica, digests=digests, extents=extents))
-    return PartTensor(
-        field=source.field,
-        name=source.name,
-        scope=source.scope,
-        dtype=source.dtype,
-        global_shape=source.global_shape,
-        storage=source.storage,
-        aliases=tuple(sorted(source.aliases, key=str.encode)),
-        boxes=tuple(boxes),
-    )
-
-
-def _digests_nbytes(nbytes: int, block_nbytes: int) -> int:
-    return DIGEST_NBYTES * block_count(nbytes, block_nbytes)

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from ckptfmt import limits
 from ckptfmt.commit.decision import create_once
 from ckptfmt.digest import block_digests
-from ckptfmt.documents.extents import make_integers
+from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_name
 from ckptfmt.documents.part import Leaf, Part, Stream, dump_failure
-from ckptfmt.documents.structure import Structure
-from ckptfmt.documents.tables import TensorKey, TensorTable, sort_key
-from ckptfmt.dtypes import DTYPES
+from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.protocol import SizedChunks
-from ckptfmt.write.image import Image, Piece, key_of, plan_image
+from ckptfmt.write.image import Image, Piece, boxes_of, key_of, plan_image, sort_sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -107,25 +105,11 @@ def for_saving(error: CkptError) -> CkptError:
 
 def structure_of(snapshot: Snapshot) -> Structure:
     """Return what a writer holds, for the writers to agree on who writes what."""
-    sources = sorted(snapshot.tensors, key=lambda source: sort_key(key_of(source)))
-    keys = tuple(map(key_of, sources))
-    table = TensorTable(
-        keys=keys,
-        dtypes=tuple(source.dtype for source in sources),
-        global_shapes=tuple(source.global_shape for source in sources),
-        storages=tuple(source.storage for source in sources),
-        aliases=tuple(tuple(sorted(source.aliases, key=str.encode)) for source in sources),
-        ndim=make_integers(len(source.global_shape) for source in sources),
-        extents=make_integers(extent for source in sources for extent in source.global_shape),
-        element_nbytes=make_integers(DTYPES[source.dtype].nbytes for source in sources),
-    )
+    sources = sort_sources(snapshot)
     return Structure(
-        table=table,
-        declared_by=[snapshot.declared_by.get(key, "") for key in keys],
+        **boxes_of(sources).members(),
+        declared_by=[snapshot.declared_by.get(key_of(source), "") for source in sources],
         replica=[source.replica for source in sources],
-        box_count=make_integers(len(source.boxes) for source in sources),
-        begin=make_integers(first for source in sources for box in source.boxes for first in box.begin),
-        box_shape=make_integers(extent for source in sources for box in source.boxes for extent in box.shape),
     )
 
 

@@ -14,16 +14,16 @@ from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tables import TensorKey, sort_key
 from ckptfmt.errors import Code, err
 from ckptfmt.layout.tiling import check_tiling
+from tests.part_rows import RowBox, RowTensor, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptfmt.box import Box
-    from ckptfmt.documents.holdings import PartBox, PartTensor
     from ckptfmt.documents.part import Part
 
 #: Who holds a piece: (writer, what its part says of the piece).
-_Holders = list[tuple[int, "PartBox"]]
+_Holders = list[tuple[int, "RowBox"]]
 
 
 def merge_tensors(parts: Sequence[Part], block_nbytes: int) -> tuple[IndexTensor, ...]:
@@ -40,15 +40,15 @@ def merge_tensors(parts: Sequence[Part], block_nbytes: int) -> tuple[IndexTensor
     return tensors
 
 
-def _by_key(parts: Sequence[Part]) -> dict[TensorKey, list[tuple[int, PartTensor]]]:
-    held: dict[TensorKey, list[tuple[int, PartTensor]]] = defaultdict(list)
+def _by_key(parts: Sequence[Part]) -> dict[TensorKey, list[tuple[int, RowTensor]]]:
+    held: dict[TensorKey, list[tuple[int, RowTensor]]] = defaultdict(list)
     for part in parts:
-        for tensor in part.tensors:
+        for tensor in rows_of(part.holdings):
             held[tensor.key].append((part.writer, tensor))
     return held
 
 
-def _check_alike(key: TensorKey, holders: list[tuple[int, PartTensor]]) -> None:
+def _check_alike(key: TensorKey, holders: list[tuple[int, RowTensor]]) -> None:
     first_writer, first = holders[0]
     for writer, tensor in holders[1:]:
         for what in ("dtype", "global_shape", "storage"):
@@ -62,7 +62,7 @@ def _check_alike(key: TensorKey, holders: list[tuple[int, PartTensor]]) -> None:
                 )
 
 
-def _merge_tensor(key: TensorKey, holders: list[tuple[int, PartTensor]], block_nbytes: int) -> IndexTensor:
+def _merge_tensor(key: TensorKey, holders: list[tuple[int, RowTensor]], block_nbytes: int) -> IndexTensor:
     _, first = holders[0]
     pieces: dict[Box, _Holders] = defaultdict(list)
     for writer, tensor in holders:
@@ -113,9 +113,7 @@ def _merge_piece(key: TensorKey, holders: _Holders, block_nbytes: int) -> int:
     )
 
 
-def _check_same_digests(
-    key: TensorKey, one: tuple[int, PartBox], other: tuple[int, PartBox], block_nbytes: int
-) -> None:
+def _check_same_digests(key: TensorKey, one: tuple[int, RowBox], other: tuple[int, RowBox], block_nbytes: int) -> None:
     if one[1].digests == other[1].digests:
         return
     pairs = itertools.zip_longest(_split(one[1].digests), _split(other[1].digests))

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from ckptfmt.box import Box
 from ckptfmt.digest import block_digests, digest_bytes
-from ckptfmt.documents.extents import Extent
-from ckptfmt.documents.holdings import PartBox, PartTensor
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.part import Part
 from ckptfmt.errors import CkptError, Code, LayoutError
 from ckptfmt.layout.merge import PartFileEntry, check_index_tiling, merge_parts, summarise
 from tests.arithmetic.merge_oracle import merge_tensors
 from tests.builders import code_of, error_of, leaf, origin, stream
+from tests.part_rows import RowBox, RowExtent, RowTensor, holdings_of
 
 WHOLE = Box((0,), (4,))
 HALVES = (Box((0,), (2,)), Box((2,), (2,)))
@@ -29,9 +28,9 @@ def held(box, content=None, *, written=True, replica=False, block_nbytes=4096):
     """Return a piece as a part has it; without `content` it has no digests."""
     digests = b"" if content is None else block_digests(memoryview(content), block_nbytes)
     extents = (
-        (Extent(block_begin=0, block_count=len(digests) // 32, file=0, byte_begin=64, key="w"),) if written else ()
+        (RowExtent(block_begin=0, block_count=len(digests) // 32, file=0, byte_begin=64, key="w"),) if written else ()
     )
-    return PartBox(box=box, replica=replica, digests=digests, extents=extents)
+    return RowBox(box=box, replica=replica, digests=digests, extents=extents)
 
 
 def tensor(*boxes, name="w", **members):
@@ -43,7 +42,7 @@ def tensor(*boxes, name="w", **members):
         "storage": "persistent",
         "aliases": (),
     }
-    return PartTensor(name=name, boxes=boxes, **{**own, **members})
+    return RowTensor(name=name, boxes=boxes, **{**own, **members})
 
 
 def merged(*parts, **members):
@@ -51,8 +50,16 @@ def merged(*parts, **members):
     made = origin(writer_count=len(parts), **members)
     entries = []
     for writer, part in enumerate(parts):
-        given_members = part if isinstance(part, dict) else {"tensors": part}
-        own = {"origin": made, "writer": writer, "saved_unix_s": 10 + writer, "files": (), "tensors": (), "streams": ()}
+        given_members = dict(part) if isinstance(part, dict) else {"tensors": part}
+        holdings = holdings_of(given_members.pop("tensors", ()))
+        own = {
+            "origin": made,
+            "writer": writer,
+            "saved_unix_s": 10 + writer,
+            "files": (),
+            "holdings": holdings,
+            "streams": (),
+        }
         whole = Part(**{**own, "leaves": (), "absent": {}, **given_members})
         entries.append(PartFileEntry(part=whole, digest=digest_bytes(bytes([writer])), nbytes=100 + writer))
     return merge_parts(entries)
@@ -250,7 +257,7 @@ def test_a_part_too_few_is_missing():
             writer=0,
             saved_unix_s=0,
             files=(),
-            tensors=(),
+            holdings=holdings_of(()),
             streams=(),
             leaves=(),
             absent={},
@@ -385,7 +392,7 @@ def test_random_tilings_and_replicas_against_an_oracle(shape, rng, writers):
     """REQ-CMT-012, REQ-CMT-013, REQ-CMT-015, REQ-CMT-016."""
     array = np.arange(np.prod(shape, dtype=int), dtype=np.int8).reshape(shape)
     boxes = cut(shape, rng)
-    parts: list[list[PartBox]] = [[] for _ in range(writers)]
+    parts: list[list[RowBox]] = [[] for _ in range(writers)]
     lowest = {}
     for box in boxes:
         holders = rng.sample(range(writers), rng.randint(1, writers))
@@ -416,11 +423,11 @@ def attempts(draw):
     """What some writers hold of some tensors: random tilings, replicas, and now and then something wrong."""
     writers = draw(st.integers(1, 4))
     rng = draw(st.randoms(use_true_random=False))
-    parts: list[list[PartTensor]] = [[] for _ in range(writers)]
+    parts: list[list[RowTensor]] = [[] for _ in range(writers)]
     for name in NAMES[: draw(st.integers(1, 3))]:
         shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
         boxes = cut(shape, rng)
-        held_boxes: list[list[PartBox]] = [[] for _ in range(writers)]
+        held_boxes: list[list[RowBox]] = [[] for _ in range(writers)]
         for box in boxes:
             replica = rng.random() < 0.5
             content = rng.randbytes(box.element_count)
@@ -463,7 +470,9 @@ def test_the_merge_by_columns_is_the_merge_by_objects(parts):
     """REQ-CMT-011 to REQ-CMT-016, REQ-IDX-004, REQ-PRT-011: same tensors, or the same refusal of the same tensor."""
     made = origin(writer_count=len(parts))
     whole = [
-        Part(origin=made, writer=i, saved_unix_s=0, files=(), tensors=own, streams=(), leaves=(), absent={})
+        Part(
+            origin=made, writer=i, saved_unix_s=0, files=(), holdings=holdings_of(own), streams=(), leaves=(), absent={}
+        )
         for i, own in enumerate(parts)
     ]
     entries = [PartFileEntry(part=part, digest=bytes(32), nbytes=1) for part in whole]

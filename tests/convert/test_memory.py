@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptfmt
+from tests.part_rows import rows_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -58,4 +59,4 @@ def digests(path):
     """Return the digests of every block of the weights, by name: equal exactly if the bytes are."""
     with ckptfmt.open(path) as checkpoint:
         part = checkpoint.read_part(0)
-        return {tensor.name: [(held.box, held.digests) for held in tensor.boxes] for tensor in part.tensors}
+        return {tensor.name: [(held.box, held.digests) for held in tensor.boxes] for tensor in rows_of(part.holdings)}

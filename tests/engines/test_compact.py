@@ -23,6 +23,7 @@ from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.writer import write_part
 from tests.builders import code_of, error_of, leaf, origin, save, snapshot, tensor, two_writers, verify
 from tests.chains import Saving, cast_chain
+from tests.part_rows import rows_of
 from tests.stores.faults import Fault, FaultStore
 
 BLOCK = 4096
@@ -132,7 +133,7 @@ def test_it_holds_what_was_saved_and_reads_from_nothing(step):
     written = sum(
         tensor.box_nbytes(box.box)
         for number in range(3)
-        for tensor in made.read_part(number).tensors
+        for tensor in rows_of(made.read_part(number).holdings)
         for box in tensor.boxes
         if box.extents
     )
@@ -148,7 +149,7 @@ def test_its_files_are_those_of_a_full_save(monkeypatch):
     at = origin(writer_count=3, block_nbytes=BLOCK)
     for number, (held, written) in enumerate(zip(states[3], written_of(states[3]), strict=True)):
         write_part(full, held, at, writer=number, written=written)
-        assert Checkpoint(out).read_part(number).tensors == part_of(full, number).tensors
+        assert rows_of(Checkpoint(out).read_part(number).holdings) == rows_of(part_of(full, number).holdings)
     shards = {path: content for path, content in lines_of(out.snapshot()).items() if path.endswith(".safetensors")}
     assert shards == {path: one for path, one in lines_of(full.snapshot()).items() if path.endswith(".safetensors")}
     assert len(shards) >= 4

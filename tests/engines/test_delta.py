@@ -37,6 +37,7 @@ from tests.engines.test_oracle import (
     untouched,
     wanted_boxes,
 )
+from tests.part_rows import rows_of
 from tests.stores.hooked import HookedStore
 from tests.stores.recorder import Recorder
 
@@ -63,7 +64,9 @@ def stored(saving, step, number=0):
     """Return the encodings of a part's blocks, box after box."""
     part = saving.open(step).read_part(number)
     return [
-        [(extent.encoding, extent.block_count) for extent in held.extents] for row in part.tensors for held in row.boxes
+        [(extent.encoding, extent.block_count) for extent in held.extents]
+        for row in rows_of(part.holdings)
+        for held in row.boxes
     ]
 
 
@@ -623,7 +626,7 @@ def test_stored_bytes_are_compared_before_anything_decodes_them(chain, monkeypat
     assert code_of(lambda: read_bytes(saving, 3)) == Code.BLOCK_DIGEST
     read_bytes(saving, 2)
     parts = [saving.open(step).read_part(0) for step in (2, 3)]
-    known = b"".join(e.stored_digests for part in parts for e in part.tensors[0].boxes[0].extents)
+    known = b"".join(e.stored_digests for part in parts for e in rows_of(part.holdings)[0].boxes[0].extents)
     assert decoded
     assert all(digest in known for digest in decoded)
 
@@ -722,7 +725,7 @@ def test_what_reads_the_base_is_the_one_that_has_it():
     for step in (1, 2, 3):
         saving.save(step, state(arrays))
     part = saving.open(3).read_part(0)
-    (extent,) = part.tensors[0].boxes[0].extents
+    (extent,) = rows_of(part.holdings)[0].boxes[0].extents
     assert extent.reference is not None
     assert part.references[extent.reference].name == checkpoint_name(1, 1)
 
@@ -800,5 +803,7 @@ def test_small_blocks_that_changed_in_most_places_are_stored_as_they_are():
     saving = Saving(state(arrays))
     saving.save(1, state(arrays))
     saving.save(2, state({"few": nudged(arrays["few"], 3), "most": nudged(arrays["most"], 200)}))
-    rows = {tensor.name: tensor.boxes[0].extents[0].encoding for tensor in saving.open(2).read_part(0).tensors}
+    rows = {
+        tensor.name: tensor.boxes[0].extents[0].encoding for tensor in rows_of(saving.open(2).read_part(0).holdings)
+    }
     assert rows == {"few": "sparse", "most": "raw"}

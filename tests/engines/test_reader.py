@@ -1,6 +1,7 @@
 """Reading: any box of any tiling, only what is needed, nothing before it is verified."""
 
 import contextlib
+import gc
 import random
 
 import ml_dtypes
@@ -13,6 +14,7 @@ import ckptfmt
 from ckptfmt.box import Box
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StateError
 from ckptfmt.read import reader
+from ckptfmt.read.decoding import StoredBox
 from ckptfmt.read.reader import Checkpoint, numpy_dtype
 from ckptfmt.store.memory import MemoryStore
 from tests.arithmetic.test_merge import cut
@@ -443,3 +445,21 @@ def test_a_shard_with_a_byte_more_is_found_by_whoever_loads():
     with pytest.raises(CkptError) as caught:
         ckptfmt.load(store)
     assert (caught.value.code, caught.value.where) == (Code.FILE_NBYTES, path)
+
+
+def test_opening_a_part_makes_no_object_for_a_box():
+    """It made a row for each box and each extent, also where one tensor of a hundred thousand was wanted."""
+    store = MemoryStore()
+    save(store, snapshot(*(tensor(f"rowless{number}", np.full(3, number)) for number in range(50))))
+    checkpoint = Checkpoint(store)
+    checkpoint.open_part(0)
+    assert rowless() == []
+    assert checkpoint.weights["rowless7"][:].tolist() == [7, 7, 7]
+    assert rowless() == ["rowless7"]
+
+
+def rowless():
+    """Return the tensors of the boxes that are objects."""
+    gc.collect()
+    names = (one.key[1] for one in gc.get_objects() if type(one) is StoredBox)
+    return [name for name in names if name.startswith("rowless")]

@@ -19,6 +19,7 @@ from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import Forgery, code_of, error_of, parse_json, snapshot, tensor
 from tests.chains import Saving, cast_chain
+from tests.part_rows import rows_of
 from tests.stores.faults import Fault, FaultStore
 
 BLOCK = 4096
@@ -76,7 +77,7 @@ def blocks_of(files, step):
     """First byte, last byte and encoding of all that a delta stores, by tensor and block."""
     part = Checkpoint(place(files, step)).read_part(0)
     found = {}
-    for row in part.tensors:
+    for row in rows_of(part.holdings):
         for extent in row.boxes[0].extents:
             at = extent.byte_begin
             for number in range(extent.block_count):
@@ -167,7 +168,7 @@ def test_of_a_chain_each_block_is_decoded_once(files, monkeypatch):
     decode = Decoder.content
 
     def count(self, opened, box, block):
-        if (id(opened), box.row, block) not in self._contents and box.extent_of(block).stored_nbytes:
+        if (id(opened), box.row, block) not in self._contents and box.extent_of(block).is_encoded:
             decoded.append((opened.checkpoint.digest, box.row, block))
         return decode(self, opened, box, block)
 
@@ -536,7 +537,7 @@ def test_damage_in_a_member_is_not_said_again_of_what_is_predicted_from_it():
     files = cast_chain().store.snapshot()
     name = pack_name("optimizer", manifest_of(files, 2)["attempt"], 0)
     part = Checkpoint(place(files, 2)).read_part(0)
-    extent = next(row for row in part.tensors if row.field == "optimizer").boxes[0].extents[0]
+    extent = next(row for row in rows_of(part.holdings) if row.field == "optimizer").boxes[0].extents[0]
     end = extent.byte_begin + extent.stored_nbytes[0]
     flip(files, 2, name, end - 1)
 

@@ -13,13 +13,12 @@ from ckptfmt.box import Box
 from ckptfmt.codecs.encodings.strings import FILL, FRAME, dump_number
 from ckptfmt.commit.decision import commit
 from ckptfmt.digest import digest_bytes
-from ckptfmt.documents.extents import Extent
-from ckptfmt.documents.holdings import PartBox, PartTensor
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.writer import write_part_file
 from tests.builders import ATTEMPT, origin
+from tests.part_rows import RowBox, RowExtent, RowTensor, holdings_of
 
 _BLOCK: Final = limits.BLOCK_NBYTES_MAX
 
@@ -33,7 +32,7 @@ def _checkpoint(stored: bytes, count: int) -> dict[str, bytes]:
     """Return a checkpoint of one tensor of zeros, each block of which is stored alike."""
     made = origin(block_nbytes=_BLOCK)
     name = f"weights-{ATTEMPT}-00000.pack"
-    extent = Extent(
+    extent = RowExtent(
         block_begin=0,
         block_count=count,
         file=0,
@@ -43,7 +42,7 @@ def _checkpoint(stored: bytes, count: int) -> dict[str, bytes]:
         stored_nbytes=(len(stored),) * count,
         stored_digests=digest_bytes(stored) * count,
     )
-    held = PartBox(
+    held = RowBox(
         box=Box.whole((count * _BLOCK,)), replica=False, digests=_digest_of_zeros() * count, extents=(extent,)
     )
     part = Part(
@@ -59,17 +58,19 @@ def _checkpoint(stored: bytes, count: int) -> dict[str, bytes]:
                 header_digest=digest_bytes(PACK_HEADER),
             ),
         ),
-        tensors=(
-            PartTensor(
-                field="weights",
-                name="w",
-                scope="global",
-                dtype="uint8",
-                global_shape=(count * _BLOCK,),
-                storage="persistent",
-                aliases=(),
-                boxes=(held,),
-            ),
+        holdings=holdings_of(
+            [
+                RowTensor(
+                    field="weights",
+                    name="w",
+                    scope="global",
+                    dtype="uint8",
+                    global_shape=(count * _BLOCK,),
+                    storage="persistent",
+                    aliases=(),
+                    boxes=(held,),
+                ),
+            ]
         ),
         streams=(),
         leaves=(),

@@ -33,6 +33,7 @@ from tests.builders import (
     unpacked_strings,
     verify,
 )
+from tests.part_rows import holdings_of
 
 FILES = small_files()
 SHARD = "weights-0123456789abcdef-00000.safetensors"
@@ -436,7 +437,9 @@ def test_a_file_of_another_writer_cannot_be_named():
         header_nbytes=len(header),
         header_digest=digest_bytes(header),
     )
-    part = Part(origin=made, writer=0, saved_unix_s=0, files=(file,), tensors=(), streams=(), leaves=(), absent={})
+    part = Part(
+        origin=made, writer=0, saved_unix_s=0, files=(file,), holdings=holdings_of(()), streams=(), leaves=(), absent={}
+    )
     assert code_of(lambda: Part.parse(part.dump()[0], where="x")) == Code.UNSAFE_PATH
     own = dataclasses.replace(part, files=(dataclasses.replace(file, name=SHARD),))
     assert code_of(lambda: Part.parse(own.dump()[0], where="x")) == "ok"

@@ -15,9 +15,8 @@ class Broken(Reference):
         """Return the first extent's bytes, and zeros for those of the others."""
         content = super().content(checkpoint, key, box)
         for number in range(len(checkpoint.index.parts)):
-            part = checkpoint.open_part(number)
-            for held in part.tensors[key][0].boxes if key in part.tensors else ():
-                if len(held.extents) > 1 and not held.extents[1].stored_nbytes:
+            for held in checkpoint.open_part(number).iter_boxes():
+                if held.key == key and len(held.extents) > 1 and not held.extents[1].is_encoded:
                     nbytes = held.extents[0].block_count * checkpoint.index.origin.block_nbytes
                     return content[:nbytes].ljust(len(content), b"\0")
         return content
