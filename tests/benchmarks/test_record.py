@@ -17,6 +17,8 @@ NAMES = {
     "stall": {
         "stall_vs_copy",
         "first_stall_vs_later",
+        "cpu_vs_floor",
+        "lost_vs_floor",
         "lost_vs_dcp_thread",
         "lost_vs_dcp_process",
         "overlap_blocked_vs_copy",
@@ -53,7 +55,7 @@ BESIDE = {
 }
 CONTESTANTS = {
     "save": {"ckptfmt", "raw", "raw_huge_pages", "dcp", "dcp_best", "safetensors", "torch_save"},
-    "stall": {"ckptfmt", "ckptfmt_copy", "dcp_thread", "dcp_process"},
+    "stall": {"ckptfmt", "ckptfmt_copy", "dcp_thread", "dcp_process", "floor"},
     "load": {
         "ckptfmt_cold",
         "ckptfmt_cold_unverified",
