@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from ckptfmt.commit.decision import finalize, sweep_attempts
-from ckptfmt.delta.chain import Chain, Snapped
+from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.policy import DeltaOptions
-from ckptfmt.digest import block_digests
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.run import Launch, Run
 from ckptfmt.features import REFERENCED
@@ -22,26 +20,12 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.image import Image, plan_image
+from ckptfmt.write.slot_contents import Progress, Snapped
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import Context
 from tests.builders import snapshot, tensor
 
 SMALLEST = DeltaOptions(mode="smallest", restore_budget=float("inf"))
-
-
-class WholeSlot:
-    """A snapshot that is there already; see `ckptfmt.write.writer.Contents`."""
-
-    def __init__(self, image: Image, view: memoryview, _known: Sequence[bytes] | None = None) -> None:
-        self.image = image
-        self.view = view
-
-    def iter_chunks(self, shard: int) -> Any:
-        found = self.image.shards[shard]
-        yield self.view[found.begin : found.begin + found.nbytes]
-
-    def digests(self) -> list[bytes]:
-        return [block_digests(self.view[p.begin : p.end], self.image.block_nbytes) for p in self.image.pieces]
 
 
 @dataclasses.dataclass
@@ -105,22 +89,10 @@ class Saving:
             slot = self.number % len(writer.slots)
             view = memoryview(writer.slots[slot])
             fill(writer.image, held, view)
-            snapped = Snapped(
-                image=writer.image,
-                view=view,
-                slot=slot,
-                wait=lambda _: None,
-                wait_complete=lambda: None,
-                context=Context.of(held),
-            )
-            plan = writer.chain.write(
-                self.place(step),
-                origin,
-                number,
-                snapped,
-                options=self.options,
-                contents=functools.partial(WholeSlot, writer.image, view),
-            )
+            progress = Progress()
+            progress.complete()
+            snapped = Snapped(image=writer.image, view=view, slot=slot, context=Context.of(held), progress=progress)
+            plan = writer.chain.write(self.place(step), origin, number, snapped, options=self.options)
             reasons.append(plan.reason)
         self.number += 1
         return origin, reasons

@@ -58,8 +58,6 @@ def request_of(store: Any, made: Any) -> SaveRequest:
     run = open_run(store)
     launch, _ = begin_launch(store, run)
     return SaveRequest(
-        number=1,
-        slot=0,
         origin=origin(run_id=run.run_id, launch=launch.launch, nonce=launch.nonce, step=1),
         writer=0,
         context=Context.of(made),
@@ -77,7 +75,7 @@ def send_save(link: Any, told: Told, store: Any) -> None:
     slot = hand_over(link, told, 0, image.nbytes)
     slot.view[: image.nbytes] = fill(image, made)[: image.nbytes]
     link.send({"type": "image", "image": image.as_dict()})
-    link.send({"type": "save", "request": request_of(store, made).as_dict()})
+    link.send({"type": "save", "number": 1, "slot": 0, "request": request_of(store, made).as_dict()})
     link.send({"type": "complete", "number": 1})
 
 

@@ -16,11 +16,11 @@ from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.manifest import Reference, checkpoint_name
 from ckptfmt.errors import IntegrityError
 from ckptfmt.features import PLAIN
-from ckptfmt.write.staging import Seen, check_seen
-from ckptfmt.write.writer import Contents, Context, write_image, write_part_file
+from ckptfmt.write.slot_contents import SlotContents, Snapped
+from ckptfmt.write.writer import write_image, write_part_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -32,30 +32,6 @@ if TYPE_CHECKING:
 
 #: Smallest image for which processes are started to encode it, in bytes: a smaller one is done in less time.
 _LEAST_NBYTES: Final = 32 << 20
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Snapped:
-    """A snapshot in a slot.
-
-    Attributes:
-        image: its layout.
-        view: of the slot.
-        slot: its number.
-        wait: waits until the first so many bytes of it are there.
-        wait_complete: waits until it is a snapshot of one moment.
-        context: what isn't tensors.
-        seen: returns what was found of the piece that begins at a byte of the image, if anybody looked at it; once
-            that is there.
-    """
-
-    image: Image
-    view: memoryview
-    slot: int
-    wait: Callable[[int], None]
-    wait_complete: Callable[[], None]
-    context: Context
-    seen: Callable[[int], Seen | None] = lambda _: None
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -91,28 +67,18 @@ class Chain:
         #: The digests of what lies in each slot, by its number, for as long as that isn't being filled again.
         self._in_slots: dict[int, tuple[Image, list[bytes]]] = {}
 
-    def write(
-        self,
-        store: Store,
-        origin: Origin,
-        writer: int,
-        snapped: Snapped,
-        *,
-        options: DeltaOptions,
-        contents: Callable[[Sequence[bytes] | None], Contents],
-    ) -> Plan:
+    def write(self, store: Store, origin: Origin, writer: int, snapped: Snapped, *, options: DeltaOptions) -> Plan:
         """Write a snapshot's files and its part, as the policy says.
 
         Args:
             store: rooted at the checkpoint's directory.
-            contents: opens the snapshot for a full save, given the digests of what the slot had, if they are known.
 
         Returns: what was decided.
         Raises: StoreError; what waiting for the slot raises.
         """
         begin_s = time.monotonic()
-        image, known = self._in_slots.pop(snapped.slot, (None, None))
-        known = known if image is snapped.image else None
+        image, held = self._in_slots.pop(snapped.slot, (None, None))
+        held = held if image is snapped.image else None
         plan, base = self._plan(snapped, options)
         if options.mode == "smallest":
             self._start_coders(snapped.image)  # sooner or later
@@ -132,18 +98,18 @@ class Chain:
                         references=references,
                         plan=plan,
                         options=options,
-                        known=known,
+                        held=held,
                     )
                 self._in_slots[snapped.slot] = snapped.image, self._next.digests
                 self._note_delta(told, time.monotonic() - begin_s, options)
                 return plan
-        opened = contents(known)
-        part = write_image(store, snapped.image, opened, origin, snapped.context, writer=writer)
+        with SlotContents(snapped, held) as contents:
+            part = write_image(store, snapped.image, contents, origin, snapped.context, writer=writer)
         nbytes = _content_nbytes(snapped.image)
         link = _Link(
             snapped=snapped,
             part=part,
-            digests=opened.digests(),
+            digests=contents.digests(),
             read_nbytes=nbytes,
             decoded_nbytes=np.zeros_like(nbytes),
         )
@@ -188,7 +154,7 @@ class Chain:
         references: Sequence[Reference],
         plan: Plan,
         options: DeltaOptions,
-        known: Sequence[bytes] | None,
+        held: Sequence[bytes] | None,
     ) -> tuple[_Link, dict[str, float]]:
         assert plan.fields is not None  # noqa: S101 - see write
         assert self._last is not None  # noqa: S101 - it is the base
@@ -197,7 +163,7 @@ class Chain:
             store,
             image,
             snapped.view,
-            wait=snapped.wait,
+            wait=snapped.progress.wait,
             base=base,
             references=references,
             fields=plan.fields,
@@ -205,14 +171,14 @@ class Chain:
             among=encodings.ENCODINGS if options.mode == "smallest" else encodings.QUICK,
             slot=snapped.slot,
             coders=self._coders,
-            known=known,
-            seen=snapped.seen,
+            known=held,
+            seen=snapped.progress.seen,
         )
         try:
             part = delta.write(store, origin, writer, snapped.context)
-            snapped.wait_complete()
+            snapped.progress.wait_complete()
             digests = delta.digests
-            check_seen(image, digests, snapped.seen)
+            snapped.check(digests)
         finally:
             delta.close()
         write_part_file(store, part)

@@ -15,17 +15,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import queue
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ckptfmt.commit.decision import check_vacant, decide
 from ckptfmt.commit.known import remembered
-from ckptfmt.delta.chain import Chain, Snapped
+from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
-from ckptfmt.delta.policy import DeltaOptions, Plan
-from ckptfmt.digest import block_digests
+from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.run import SAVERS, Run
@@ -33,19 +31,15 @@ from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import tidy_up
 from ckptfmt.write.image import Image
-from ckptfmt.write.staging import Seen, check_kept, check_seen
+from ckptfmt.write.slot_contents import Progress, Snapped
+from ckptfmt.write.staging import Seen
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckptfmt.stage.slot import Slot
-    from ckptfmt.store.protocol import Buffer, Store
-
-#: What is handed to the store at once, in bytes: as long as one of its requests.
-_CHUNK_NBYTES: Final = 16 << 20
-#: What a thread hashes at once, in bytes.
-_SPAN_NBYTES: Final = 8 << 20
+    from ckptfmt.store.protocol import Store
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +47,6 @@ class SaveRequest:
     """One save, as the trainer asks for it.
 
     Attributes:
-        number: of the save in this trainer.
-        slot: number of the slot.
         origin: of the attempt.
         writer: number of this writer.
         context: what isn't tensors.
@@ -64,8 +56,6 @@ class SaveRequest:
         delta: whether it may be a delta.
     """
 
-    number: int
-    slot: int
     origin: Origin
     writer: int
     context: Context
@@ -79,8 +69,6 @@ class SaveRequest:
         """Return the request as plain values, the many of a kind in columns."""
         context = self.context
         return {
-            "number": self.number,
-            "slot": self.slot,
             "origin": self.origin.as_dict(),
             "writer": self.writer,
             "saved_unix_s": context.saved_unix_s,
@@ -104,8 +92,6 @@ class SaveRequest:
             absent=value["absent"],
         )
         return cls(
-            number=value["number"],
-            slot=value["slot"],
             origin=Origin(**value["origin"]),
             writer=value["writer"],
             context=context,
@@ -127,164 +113,30 @@ def _rows(columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(columns, values, strict=True))
 
 
-class Progress:
-    """How far a slot is filled: a prefix of its image, in bytes. One thread tells, others wait."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._nbytes = 0
-        self._seen: dict[int, Seen] = {}
-        self._complete = False
-        self._error: CkptError | None = None
-
-    def advance(self, nbytes: int, seen: Iterable[Seen] = ()) -> None:
-        """Say that the first `nbytes` bytes are there, and what was found of them."""
-        with self._changed:
-            self._seen.update((one.begin, one) for one in seen)
-            self._nbytes = max(self._nbytes, nbytes)
-            self._changed.notify_all()
-
-    def complete(self) -> None:
-        """Say that all is there, and is a snapshot of one moment."""
-        with self._changed:
-            self._complete = True
-            self._changed.notify_all()
-
-    def abandon(self, error: CkptError) -> None:
-        """Say that the snapshot won't be completed, unless it is already."""
-        with self._changed:
-            if not self._complete and self._error is None:
-                self._error = error
-                self._changed.notify_all()
-
-    def seen(self, begin: int) -> Seen | None:
-        """Return what was found of the piece that begins at a byte, if anybody looked at it; once that is there."""
-        return self._seen.get(begin)
-
-    def wait(self, nbytes: int) -> None:
-        """Wait until the first `nbytes` bytes are there. Raises: the error of `abandon`."""
-        self._wait_for(lambda: self._complete or self._nbytes >= nbytes)
-
-    def wait_complete(self) -> None:
-        """Wait until all is there. Raises: the error of `abandon`."""
-        self._wait_for(lambda: self._complete)
-
-    def _wait_for(self, is_there: Callable[[], bool]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or is_there())
-            if self._error is not None:
-                raise self._error
-
-
-class _SlotContents:
-    """The bytes of an image in a slot that is being filled; see `ckptfmt.write.writer.Contents`.
-
-    Hashing has threads of its own: it needs more time than writing where storage is fast. It begins when half of the
-    image is there: the training waits for the copies, and they share the memory's bandwidth.
-    """
-
-    def __init__(
-        self, image: Image, view: memoryview, progress: Progress, known: Sequence[bytes] | None = None
-    ) -> None:
-        self._image = image
-        self._view = view
-        self._progress = progress
-        self._known = known
-        span_nbytes = max(_SPAN_NBYTES, image.block_nbytes)
-        self._spans = [
-            (number, begin, min(begin + span_nbytes, piece.end))
-            for number, piece in enumerate(image.pieces)
-            for begin in range(piece.begin, piece.end, span_nbytes)
-        ]
-        self._digests = [b""] * len(self._spans)
-        self._found: list[bytes] | None = None
-        self._error: BaseException | None = None
-        self._rest = iter(range(len(self._spans)))  # shared by the threads: one step of it is atomic
-        self._threads = [
-            threading.Thread(target=self._hash_rest, name="ckptfmt-hash", daemon=True)
-            for _ in range(min(_hash_thread_count(), len(self._spans)))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def iter_chunks(self, shard: int) -> Iterator[Buffer]:
-        """Yield the bytes of a shard as they come."""
-        found = self._image.shards[shard]
-        end = found.begin + found.nbytes
-        for begin in range(found.begin, end, _CHUNK_NBYTES):
-            self._progress.wait(min(begin + _CHUNK_NBYTES, end))
-            yield self._view[begin : min(begin + _CHUNK_NBYTES, end)]
-
-    def digests(self) -> list[bytes]:
-        """Return the digests of each piece, when the snapshot is complete. Raises: StateError(STATE_CHANGED)."""
-        if self._found is None:
-            self._found = self._find_digests()
-        return self._found
-
-    def _find_digests(self) -> list[bytes]:
-        self._progress.wait_complete()
-        self._hash_rest()  # writing is done: whoever did it helps
-        self.close()
-        if self._error is not None:
-            raise self._error
-        found: list[list[bytes]] = [[] for _ in self._image.pieces]
-        for (number, _, _), digest in zip(self._spans, self._digests, strict=True):
-            found[number].append(digest)
-        digests = [b"".join(of_piece) for of_piece in found]
-        check_seen(self._image, digests, self._progress.seen)
-        if self._known is not None:
-            check_kept(self._image, digests, self._known, self._progress.seen)
-        return digests
-
-    def close(self) -> None:
-        """Wait until the threads are done; they are when all is hashed, or the snapshot abandoned."""
-        for thread in self._threads:
-            thread.join()
-
-    def _hash_rest(self) -> None:
-        try:
-            self._progress.wait(self._image.nbytes // 2)
-            for span in self._rest:
-                _, begin, end = self._spans[span]
-                self._progress.wait(end)
-                self._digests[span] = block_digests(self._view[begin:end], self._image.block_nbytes)
-        except BaseException as error:  # noqa: BLE001 - raised by `digests`
-            self._error = error
-
-
-def _hash_thread_count() -> int:
-    """Return how many threads hash: one where cores are few, since each takes one from the training."""
-    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
-
-
-def save_image(
+def save_snapshot(
     run_store: Store,
     request: SaveRequest,
-    image: Image,
-    view: memoryview,
+    snapped: Snapped,
     *,
-    progress: Progress,
     report: Callable[[str, dict[str, Any]], None],
-    chain: Chain | None = None,
+    chain: Chain,
 ) -> None:
     """Save what is, or will be, in a slot; tell every state behind STAGED that is reached, FAILED included.
 
     Args:
         run_store: rooted at the run.
-        view: of the slot, at least as long as the image.
-        progress: how far the slot is filled.
         report: called with a state and what there is to say of it.
         chain: the saves before this one.
 
     Spec: REQ-CMT-003 to REQ-CMT-009, REQ-CMT-029, REQ-RUN-004.
     """
-    origin, chain = request.origin, Chain() if chain is None else chain
+    origin = request.origin
     store = _place(run_store, origin)
     try:
         if request.writer == 0:
             check_not_fenced(run_store, origin.launch or 0)
             check_vacant(store)
-        plan = _write(store, request, image, view, progress=progress, chain=chain)
+        plan = chain.write(store, origin, request.writer, snapped, options=request.delta)
         report("WRITTEN", {})
         manifest = decide(store, origin, writer=request.writer, deadline_s=request.deadline_s)
     except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
@@ -311,41 +163,11 @@ def _place(run_store: Store, origin: Origin) -> Store:
     return run_store.at(checkpoint_name(origin.step, origin.launch))
 
 
-def _write(
-    store: Store, request: SaveRequest, image: Image, view: memoryview, *, progress: Progress, chain: Chain
-) -> Plan:
-    """Write files and part; return what was decided of them."""
-    snapped = Snapped(
-        image=image,
-        view=view,
-        slot=request.slot,
-        wait=progress.wait,
-        wait_complete=progress.wait_complete,
-        seen=progress.seen,
-        context=request.context,
-    )
-    opened: list[_SlotContents] = []
-
-    def contents(known: Sequence[bytes] | None) -> _SlotContents:
-        opened.append(_SlotContents(image, view, progress, known))
-        return opened[0]
-
-    try:
-        return chain.write(store, request.origin, request.writer, snapped, options=request.delta, contents=contents)
-    except BaseException:
-        # Else the threads that hash would wait for what is still to be staged.
-        progress.abandon(err(Code.WRITER_FAILED, "this save has failed"))
-        raise
-    finally:
-        for one in opened:
-            one.close()
-
-
 def _tidy_up(run_store: Store, request: SaveRequest) -> dict[str, Any]:
     origin = request.origin
     if request.writer != 0:
         return {"removed": [], "problem": ""}
-    assert origin.run_id is not None  # noqa: S101 - see save_image
+    assert origin.run_id is not None  # noqa: S101 - see _place
     assert origin.launch is not None  # noqa: S101
     run = Run(run_id=origin.run_id, writer_features=request.writer_features)
     keep, keep_every = request.keep, request.keep_every
@@ -395,7 +217,7 @@ class Saver:
         if kind == "image":
             self._image = Image.from_dict(message["image"])
         elif kind == "save":
-            self._begin(SaveRequest.from_dict(message["request"]))
+            self._begin(number, message["slot"], SaveRequest.from_dict(message["request"]))
         elif (progress := self._pending.get(number)) is not None:
             if kind == "staged":
                 seen = message.get("seen", ())
@@ -426,32 +248,35 @@ class Saver:
         """Tell whether anybody would do what is asked."""
         return self._thread.is_alive()
 
-    def _begin(self, request: SaveRequest) -> None:
-        image, view, progress = self._image, self._views[request.slot], Progress()
-        assert image is not None  # noqa: S101 - the trainer sends it first
-        report = functools.partial(self._report, request.number)
+    def _begin(self, number: int, slot: int, request: SaveRequest) -> None:
+        assert self._image is not None  # noqa: S101 - the trainer sends it first
+        progress = Progress()
+        snapped = Snapped(
+            image=self._image, view=self._views[slot], slot=slot, context=request.context, progress=progress
+        )
+        report = functools.partial(self._report, number)
         try:
-            self._hold(request, progress)
+            self._hold(number, request, progress)
         except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
             fail(self._store, request, error, report)
             return
 
         def task() -> None:
             try:
-                save_image(self._store, request, image, view, progress=progress, report=report, chain=self._chain)
+                save_snapshot(self._store, request, snapped, report=report, chain=self._chain)
             finally:
-                self._release(request.number)
+                self._release(number)
 
         self._tasks.put(task)
 
-    def _hold(self, request: SaveRequest, progress: Progress) -> None:
+    def _hold(self, number: int, request: SaveRequest, progress: Progress) -> None:
         """Hold the file by which a new launch knows that there is something to wait for."""
         with self._lock:
             if not self._pending:
                 origin = request.origin
                 name = f"{SAVERS}/{origin.launch:04d}-{request.writer:05d}-{origin.attempt}"
                 self._held.enter_context(self._store.hold(name))
-            self._pending[request.number] = progress
+            self._pending[number] = progress
 
     def _release(self, number: int) -> None:
         with self._lock:

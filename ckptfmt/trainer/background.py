@@ -303,7 +303,6 @@ class Background:
             number = min(free, key=lambda number: self._places[number].last_save)
             place = self._places[number]
             self._count += 1
-            request = dataclasses.replace(request, number=self._count, slot=number)
             save = _Save(number=self._count, request=request, handle=handle, link=link, thread=threading.get_ident())
             self._saves = {known.number: known for known in self._saves.values() if not known.handle.is_over}
             self._saves[save.number] = save
@@ -313,7 +312,7 @@ class Background:
         if self._sent_image is not self._image:
             link.send({"type": "image", "image": self._image.as_dict()})
             self._sent_image = self._image
-        link.send({"type": "save", "request": request.as_dict()})
+        link.send({"type": "save", "number": save.number, "slot": number, "request": request.as_dict()})
         return lent
 
     def stage(self, handle: SaveHandle, now: Sequence[Copy], later: Sequence[Copy], view: memoryview) -> None:

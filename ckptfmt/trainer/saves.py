@@ -266,8 +266,6 @@ class Saves:
     def _save_beside(self, background: Background, agreed: Agreed, handle: SaveHandle, run: Run) -> bool:
         """Begin a save beside the training; False if there is no memory for that any more, and nothing was begun."""
         request = SaveRequest(
-            number=0,
-            slot=0,
             origin=agreed.origin,
             writer=self._group.writer,
             context=Context.of(agreed.snapshot),

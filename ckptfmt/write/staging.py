@@ -5,15 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import itertools
 import threading
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
-
-from ckptfmt.digest import digest_at
-from ckptfmt.errors import Code, err
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -194,48 +190,3 @@ class Staging:
                 self._told = nbytes
                 seen, self._seen = self._seen, []
                 self._tell(nbytes, seen)
-
-
-def check_seen(image: Image, digests: Sequence[bytes], seen: Callable[[int], Seen | None]) -> None:
-    """Compare what devices found of pieces with what the slot has of them.
-
-    Args:
-        image: of the slot.
-        digests: of the blocks of each piece, as they are in the slot.
-        seen: returns what was found of the piece that begins at a byte of the image, if anybody looked at it.
-
-    Raises: StateError(STATE_CHANGED). Spec: REQ-CMT-028.
-    """
-    for piece, found in zip(image.pieces, digests, strict=True):
-        told = seen(piece.begin) if piece.end > piece.begin else None
-        if told is not None and told.digests and told.digests != found:
-            field, name, _ = piece.key
-            detail = "what arrived of it isn't what its device had when the save was asked for"
-            raise err(Code.STATE_CHANGED, detail, where=f"{field}:{name}", requirement="REQ-CMT-028")
-
-
-def check_kept(
-    image: Image, digests: Sequence[bytes], known: Sequence[bytes], seen: Callable[[int], Seen | None]
-) -> None:
-    """Compare blocks that weren't copied, since the slot had them, with what they were when they came into it.
-
-    Args:
-        image: of the slot.
-        digests: of the blocks of each piece, as they are in the slot.
-        known: those before it was filled this time.
-        seen: returns what was found of the piece that begins at a byte of the image, if anybody looked at it.
-
-    Raises: StateError(STATE_CHANGED). Spec: REQ-CMT-028.
-    """
-    for piece, now, before in zip(image.pieces, digests, known, strict=True):
-        told = seen(piece.begin) if now != before else None
-        for block in itertools.compress(itertools.count(), b"" if told is None else told.kept):
-            if digest_at(now, block) != digest_at(before, block):
-                field, name, _ = piece.key
-                raise err(
-                    Code.STATE_CHANGED,
-                    f"block {block} of its copy isn't what came there at an earlier save, and nothing was copied since",
-                    where=f"{field}:{name}",
-                    requirement="REQ-CMT-028",
-                    remedy="The next save copies all anew. If it happens again, something writes where it shouldn't.",
-                )

@@ -17,12 +17,12 @@ from ckptfmt.documents.part import Leaf, Stream
 from ckptfmt.documents.run import SAVERS
 from ckptfmt.errors import Code, err
 from ckptfmt.run.lineage import begin_launch, list_checkpoints, open_run
-from ckptfmt.saver import saver as saver_module
 from ckptfmt.saver.saver import Saver, SaveRequest
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Buffer, Store
+from ckptfmt.write import slot_contents
 from ckptfmt.write.image import plan_image
 from ckptfmt.write.writer import Context, write_part
 from tests.builders import leaf, origin, snapshot, stream, tensor, two_writers, verify
@@ -115,8 +115,6 @@ class Trainer:
         self.views[number][:] = b"\xee" * len(self.contents[number])
         self.saver.add_slot(slot, made_slot)
         request = SaveRequest(
-            number=number,
-            slot=slot,
             origin=self.origin(number),
             writer=self.writer,
             context=Context.of(made),
@@ -126,7 +124,7 @@ class Trainer:
             writer_features=(),
         )
         self.send({"type": "image", "image": image.as_dict()})
-        self.send({"type": "save", "request": request.as_dict()})
+        self.send({"type": "save", "number": number, "slot": slot, "request": request.as_dict()})
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message as the channel would."""
@@ -312,7 +310,7 @@ def test_nothing_is_read_before_it_is_there(marks, chunk_nbytes) -> None:
     drawn: list[bytes] = []
     store = MemoryStore()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver_module, "_CHUNK_NBYTES", chunk_nbytes)
+        patch.setattr(slot_contents, "_CHUNK_NBYTES", chunk_nbytes)
         trainer = Trainer(DrawingStore(store, drawn), seen=store)
         trainer.begin(1)
         for mark in marks:
@@ -328,7 +326,7 @@ def test_nothing_is_read_before_it_is_there(marks, chunk_nbytes) -> None:
 
 
 def test_writing_begins_before_the_copies_end(monkeypatch) -> None:
-    monkeypatch.setattr(saver_module, "_CHUNK_NBYTES", 4096)
+    monkeypatch.setattr(slot_contents, "_CHUNK_NBYTES", 4096)
     drawn: list[bytes] = []
     store = MemoryStore()
     trainer = Trainer(DrawingStore(store, drawn), seen=store)
@@ -591,8 +589,6 @@ def test_run_that_cannot_be_held_fails_the_save_and_not_the_saver() -> None:
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 REQUESTS = st.builds(
     SaveRequest,
-    number=st.integers(1, 2**40),
-    slot=st.integers(0, 7),
     origin=st.builds(
         origin,
         run_id=st.sampled_from(["f" * 32, "0" * 32]),

@@ -55,6 +55,7 @@ _OF_TRAINER: Final = (
     "trainer/links.py",
     "trainer/handle.py",
     "write/staging.py",
+    "write/slot_contents.py",
     "saver/saver.py",
 )
 #: By this variable a saver's process is told at which of its messages to raise; see `tests.faults.injected_saver`.

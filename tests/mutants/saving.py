@@ -16,8 +16,9 @@ from ckptfmt.delta import base, chain
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import Origin, Reference, pins_path
 from ckptfmt.documents.run import Pins, Run
-from ckptfmt.saver.saver import Progress, Saver
+from ckptfmt.saver.saver import Saver
 from ckptfmt.store.protocol import Store
+from ckptfmt.write.slot_contents import Progress
 from tests.mutants.mutant import Mutant, replaced
 
 #: What a saver says too early, one state ahead.

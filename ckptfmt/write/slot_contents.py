@@ -1,0 +1,216 @@
+"""A snapshot in a slot, as the saver reads it while it is being filled: how far, which bytes, which digests."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import threading
+from typing import TYPE_CHECKING, Final, Self
+
+from ckptfmt.digest import block_digests, digest_at
+from ckptfmt.errors import CkptError, Code, err
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from ckptfmt.store.protocol import Buffer
+    from ckptfmt.write.image import Image
+    from ckptfmt.write.staging import Seen
+    from ckptfmt.write.writer import Context
+
+#: What is handed to the store at once, in bytes: as long as one of its requests.
+_CHUNK_NBYTES: Final = 16 << 20
+#: What a thread hashes at once, in bytes.
+_SPAN_NBYTES: Final = 8 << 20
+
+
+class Progress:
+    """How far a slot is filled: a prefix of its image, in bytes. One thread tells, others wait."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._nbytes = 0
+        self._seen: dict[int, Seen] = {}
+        self._complete = False
+        self._error: CkptError | None = None
+
+    def advance(self, nbytes: int, seen: Iterable[Seen] = ()) -> None:
+        """Say that the first `nbytes` bytes are there, and what was found of them."""
+        with self._changed:
+            self._seen.update((one.begin, one) for one in seen)
+            self._nbytes = max(self._nbytes, nbytes)
+            self._changed.notify_all()
+
+    def complete(self) -> None:
+        """Say that all is there, and is a snapshot of one moment."""
+        with self._changed:
+            self._complete = True
+            self._changed.notify_all()
+
+    def abandon(self, error: CkptError) -> None:
+        """Say that the snapshot won't be completed, unless it is already."""
+        with self._changed:
+            if not self._complete and self._error is None:
+                self._error = error
+                self._changed.notify_all()
+
+    def seen(self, begin: int) -> Seen | None:
+        """Return what was found of the piece that begins at a byte, if anybody looked at it; once that is there."""
+        return self._seen.get(begin)
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until the first `nbytes` bytes are there. Raises: the error of `abandon`."""
+        self._wait_for(lambda: self._complete or self._nbytes >= nbytes)
+
+    def wait_complete(self) -> None:
+        """Wait until all is there. Raises: the error of `abandon`."""
+        self._wait_for(lambda: self._complete)
+
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or is_there())
+            if self._error is not None:
+                raise self._error
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapped:
+    """A snapshot in a slot that is being filled.
+
+    Attributes:
+        image: its layout.
+        view: of the slot, at least as long as the image.
+        slot: its number.
+        context: what isn't tensors.
+        progress: how far the slot is filled.
+    """
+
+    image: Image
+    view: memoryview
+    slot: int
+    context: Context
+    progress: Progress
+
+    def check(self, digests: Sequence[bytes], held: Sequence[bytes] | None = None) -> None:
+        """Compare what is in the slot with what was found of it when it was copied.
+
+        Of what a device digested it must be the same; of blocks that weren't copied, since the slot had them, what it
+        was when they came there.
+
+        Args:
+            digests: of the blocks of each piece, as they are in the slot.
+            held: those before it was filled this time; None to leave them unchecked.
+
+        Raises: StateError(STATE_CHANGED). Spec: REQ-CMT-028.
+        """
+        for number, (piece, now) in enumerate(zip(self.image.pieces, digests, strict=True)):
+            seen = self.progress.seen(piece.begin) if piece.end > piece.begin else None
+            if seen is None:
+                continue
+            where = ":".join(piece.key[:2])
+            if seen.digests and seen.digests != now:
+                detail = "what arrived of it isn't what its device had when the save was asked for"
+                raise err(Code.STATE_CHANGED, detail, where=where, requirement="REQ-CMT-028")
+            before = now if held is None else held[number]
+            for block in itertools.compress(itertools.count(), seen.kept if before != now else b""):
+                if digest_at(now, block) != digest_at(before, block):
+                    raise err(
+                        Code.STATE_CHANGED,
+                        f"block {block} of its copy isn't what came there at an earlier save, and nothing was copied"
+                        " since",
+                        where=where,
+                        requirement="REQ-CMT-028",
+                        remedy="The next save copies all anew. If it happens again, something writes where it"
+                        " shouldn't.",
+                    )
+
+
+class SlotContents:
+    """The bytes of a snapshot in a slot; see `ckptfmt.write.writer.Contents`.
+
+    Hashing has threads of its own: it needs more time than writing where storage is fast. It begins when half of the
+    image is there: the training waits for the copies, and they share the memory's bandwidth.
+
+    Args:
+        held: digests of what the slot had before it was filled this time, if they are known.
+    """
+
+    def __init__(self, snapped: Snapped, held: Sequence[bytes] | None = None) -> None:
+        self._snapped = snapped
+        self._image = image = snapped.image
+        self._view = snapped.view
+        self._progress = snapped.progress
+        self._held = held
+        span_nbytes = max(_SPAN_NBYTES, image.block_nbytes)
+        self._spans = [
+            (number, begin, min(begin + span_nbytes, piece.end))
+            for number, piece in enumerate(image.pieces)
+            for begin in range(piece.begin, piece.end, span_nbytes)
+        ]
+        self._digests = [b""] * len(self._spans)
+        self._found: list[bytes] | None = None
+        self._error: BaseException | None = None
+        self._rest = iter(range(len(self._spans)))  # shared by the threads: one step of it is atomic
+        self._threads = [
+            threading.Thread(target=self._hash_rest, name="ckptfmt-hash", daemon=True)
+            for _ in range(min(_hash_thread_count(), len(self._spans)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            # Else the threads that hash would wait for what is still to be staged.
+            self._progress.abandon(err(Code.WRITER_FAILED, "this save has failed"))
+        self._join()
+
+    def iter_chunks(self, shard: int) -> Iterator[Buffer]:
+        """Yield the bytes of a shard as they come."""
+        found = self._image.shards[shard]
+        end = found.begin + found.nbytes
+        for begin in range(found.begin, end, _CHUNK_NBYTES):
+            self._progress.wait(min(begin + _CHUNK_NBYTES, end))
+            yield self._view[begin : min(begin + _CHUNK_NBYTES, end)]
+
+    def digests(self) -> list[bytes]:
+        """Return the digests of each piece, when the snapshot is complete. Raises: StateError(STATE_CHANGED)."""
+        if self._found is None:
+            self._found = self._find_digests()
+        return self._found
+
+    def _find_digests(self) -> list[bytes]:
+        self._progress.wait_complete()
+        self._hash_rest()  # writing is done: whoever did it helps
+        self._join()
+        if self._error is not None:
+            raise self._error
+        found: list[list[bytes]] = [[] for _ in self._image.pieces]
+        for (number, _, _), digest in zip(self._spans, self._digests, strict=True):
+            found[number].append(digest)
+        digests = [b"".join(of_piece) for of_piece in found]
+        self._snapped.check(digests, self._held)
+        return digests
+
+    def _join(self) -> None:
+        """Wait until the threads are done; they are when all is hashed, or the snapshot abandoned."""
+        for thread in self._threads:
+            thread.join()
+
+    def _hash_rest(self) -> None:
+        try:
+            self._progress.wait(self._image.nbytes // 2)
+            for span in self._rest:
+                _, begin, end = self._spans[span]
+                self._progress.wait(end)
+                self._digests[span] = block_digests(self._view[begin:end], self._image.block_nbytes)
+        except BaseException as error:  # noqa: BLE001 - raised by `digests`
+            self._error = error
+
+
+def _hash_thread_count() -> int:
+    """Return how many threads hash: one where cores are few, since each takes one from the training."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
