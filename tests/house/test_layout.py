@@ -31,9 +31,23 @@ def test_what_readme_named_elsewhere_is_still_found_there(old, new, names):
         assert getattr(importlib.import_module(old), name) is getattr(importlib.import_module(new), name)
 
 
-def test_the_map_names_what_is_there():
-    text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
-    named = set(re.findall(r"`((?:[a-z0-9_]+/)*[a-z0-9_]+\.py|(?:[a-z0-9_]+/)+)`", text))
+def paths_named(page: str) -> set[str]:
+    return set(re.findall(r"`((?:[a-z0-9_]+/)*[a-z0-9_]+\.py|(?:[a-z0-9_]+/)+)`", (ROOT / page).read_text("utf-8")))
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_the_maps_name_what_is_there(page):
+    named = paths_named(page)
     assert [name for name in sorted(named) if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []
+
+
+def test_contributors_are_told_targets_that_exist():
+    told = set(re.findall(r"`make ([a-z -]+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8")))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    assert {target for line in told for target in line.split()} <= targets
+
+
+def test_the_map_names_every_folder():
+    named = paths_named("ARCHITECTURE.md")
     folders = {f"{path.name}/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert folders - named == set()
