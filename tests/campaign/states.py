@@ -193,7 +193,7 @@ class Held:
 
             flat = torch.from_numpy(memory).view(getattr(torch, spec.dtype))
             if spec.form == "strided":
-                return flat[::2].reshape(shape) if len(shape) < 2 else flat.view(*shape[:-1], -1)[..., ::2]
+                return flat[::2].reshape(shape) if len(shape) < 2 else flat.view(*shape[:-1], 2 * shape[-1])[..., ::2]
             return flat.view(shape[::-1]).permute(*reversed(range(len(shape)))) if _flips(spec) else flat.view(shape)
         dtype = np.dtype(getattr(ml_dtypes, spec.dtype, None) or spec.dtype)
         dtype = dtype.newbyteorder(">") if spec.form == "swapped" and dtype.kind in "iufc" else dtype
