@@ -22,10 +22,10 @@ from ckptfmt.run.retention import tidy_up
 from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.store import LocalStore
 from ckptfmt.trainer.background import Background, staging_thread_count
-from ckptfmt.trainer.copies import plan_copies
 from ckptfmt.trainer.handle import SaveHandle, SaveReport
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.write.fillings import Fillings
+from ckptfmt.write.staging import plan_copies
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
 
 if TYPE_CHECKING:
@@ -300,18 +300,15 @@ class Saves:
         view = lent.view
         constant = frozenset() if guard is None else guard.find_constant(sources)
         # What has changed is looked for by whoever holds it, if somebody asked for deltas.
-        blocks = filling = None
+        filling = None
         if request.delta.mode != "off":
-            filling = self._fillings.begin(lent.number, image, is_known=lent.was_written)
-            if self._devices is not None:
-                blocks = self._devices.blocks_of(lent.number, image, is_known=lent.was_written)
+            filling = self._fillings.begin(lent.number, image, was_written=lent.was_written)
         now, later = plan_copies(
             agreed.snapshot,
             image,
             view,
             later=constant,
             devices=self._devices,
-            blocks=blocks,
             filling=filling,
         )
         if guard is not None:

@@ -1,4 +1,4 @@
-"""Copy a snapshot into a slot, in the order of its image, and say how far the image is filled."""
+"""Copies of a snapshot into a slot, by the host or by devices, in the order of its image; how far it is filled."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import contextlib
 import dataclasses
 import threading
 from concurrent.futures import wait
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
+from ckptfmt.write.image import key_of
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from concurrent.futures import Executor, Future
 
     from ckptfmt.box import Box
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.write.fillings import Filling
-    from ckptfmt.write.image import Image
-    from ckptfmt.write.snapshot import MemoryOf, TensorSource
+    from ckptfmt.write.image import Image, Piece
+    from ckptfmt.write.snapshot import MemoryOf, Snapshot, TensorSource
 
 #: How much more must be there before it is told, in bytes. Whoever is told wakes up, and takes a core from the copies:
 #: told every 4 MiB, a copy of 1.6 GB on two cores took 1.16 times as long.
@@ -112,6 +114,61 @@ class HostCopy:
 
     def guard(self) -> None:
         """Nothing that could overtake it."""
+
+
+def plan_copies(
+    snapshot: Snapshot,
+    image: Image,
+    view: memoryview,
+    *,
+    later: Collection[TensorKey],
+    devices: Any,  # noqa: ANN401 - torch's side, which this module must not import
+    filling: Filling | None = None,
+) -> tuple[list[Copy], list[Copy]]:
+    """Return the copies that fill `view` with what `image` says: those to be done now, and those of `later`.
+
+    Args:
+        snapshot: of the structure that the image was planned for.
+        view: of a slot, as long as the image at least.
+        later: tensors that may be copied beside the training.
+        devices: a ``ckptfmt.adapters.torch.Devices``, or None where torch isn't there.
+        filling: what the slot holds; None to copy everything.
+    """
+    sources = {key_of(source): source for source in snapshot.tensors}
+    pieces = [(sources[piece.key], piece) for piece in image.pieces if piece.end > piece.begin]
+    return (
+        _plan([row for row in pieces if row[1].key not in later], view, devices, filling),
+        _plan([row for row in pieces if row[1].key in later], view, devices, filling),
+    )
+
+
+def _plan(
+    rows: Sequence[tuple[TensorSource, Piece]],
+    view: memoryview,
+    devices: Any,  # noqa: ANN401 - see plan_copies
+    filling: Filling | None,
+) -> list[Copy]:
+    copies: list[Copy] = []
+    on_device = []
+    for source, piece in rows:
+        tensor = None if devices is None else devices.find(source, piece.box)
+        if tensor is not None:
+            on_device.append((piece.key, tensor, piece.begin, piece.end))
+        else:
+            copies.append(
+                HostCopy(
+                    source=source,
+                    box=piece.box,
+                    keys=(piece.key,),
+                    begin=piece.begin,
+                    end=piece.end,
+                    view=view,
+                    filling=filling,
+                )
+            )
+    if on_device:
+        copies += devices.plan(on_device, view, filling)
+    return copies
 
 
 class Staging:

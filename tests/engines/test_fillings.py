@@ -26,7 +26,7 @@ class Slots:
         self.slots = [np.full(nbytes, 0xA5, np.uint8) for _ in range(count)]
         self.copied_whole = 0
 
-    def fill(self, slot: int, content: np.ndarray, *, is_known: bool = True, image=IMAGE) -> bytes:
+    def fill(self, slot: int, content: np.ndarray, *, was_written: bool = True, image=IMAGE) -> bytes:
         place = self.slots[slot]
 
         def copy_all() -> None:
@@ -34,7 +34,7 @@ class Slots:
             place[:] = content
 
         before = place.tobytes()
-        kept = self.fillings.begin(slot, image, is_known=is_known).copy_changed(64, content, place, copy_all)
+        kept = self.fillings.begin(slot, image, was_written=was_written).copy_changed(64, content, place, copy_all)
         assert place.tobytes() == content.tobytes(), "a slot holds a whole snapshot, whatever wasn't copied"
         for number, is_kept in enumerate(kept):
             block = slice(number * image.block_nbytes, (number + 1) * image.block_nbytes)
@@ -54,14 +54,14 @@ class Step:
     """One save: which bytes change before it, whether the slot's last save was written, and which slot it takes."""
 
     changes: tuple[tuple[int, int], ...]
-    is_known: bool
+    was_written: bool
     slot: int
 
 
 STEPS = st.builds(
     Step,
     changes=st.lists(st.tuples(st.integers(0, 5 * BLOCK_NBYTES), st.integers(0, 255)), max_size=3).map(tuple),
-    is_known=st.sampled_from([True, True, True, False]),
+    was_written=st.sampled_from([True, True, True, False]),
     slot=st.integers(0, 2),
 )
 
@@ -73,8 +73,8 @@ def test_a_slot_is_whole_whatever_changed_and_whichever_slot_is_taken(nbytes, st
     for step in steps:
         for at, value in step.changes:
             content[at % nbytes] = value
-        kept = slots.fill(step.slot, content, is_known=step.is_known)
-        assert step.is_known or not any(kept)
+        kept = slots.fill(step.slot, content, was_written=step.was_written)
+        assert step.was_written or not any(kept)
 
 
 def test_what_stays_as_it_was_is_kept_from_the_second_filling_of_a_slot_on() -> None:
@@ -137,7 +137,7 @@ def test_what_an_unwritten_save_left_is_not_believed() -> None:
     slots, content = Slots(BLOCK_NBYTES, 1), np.zeros(BLOCK_NBYTES, np.uint8)
     slots.fill(0, content)
     slots.slots[0][:] = 1  # half of a copy that failed
-    assert slots.fill(0, content, is_known=False) == b"\0"
+    assert slots.fill(0, content, was_written=False) == b"\0"
     assert slots.fill(0, content) == b"\1"
 
 
@@ -145,7 +145,7 @@ def test_a_filling_that_did_not_look_leaves_nothing_to_believe() -> None:
     """As that of a tensor whose elements lay apart at that save."""
     slots, content = Slots(BLOCK_NBYTES, 1), np.zeros(BLOCK_NBYTES, np.uint8)
     slots.fill(0, content)
-    slots.fillings.begin(0, IMAGE, is_known=True)
+    slots.fillings.begin(0, IMAGE, was_written=True)
     slots.slots[0][:] = 1
     assert slots.fill(0, content) == b"\0"
 

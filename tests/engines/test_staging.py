@@ -252,8 +252,8 @@ def filled_twice(array: np.ndarray, *, looks: bool = True) -> HostCopy:
     """Return the copy of an array into a slot that had it by the same way before."""
     image = plan_image(snapshot(), block_nbytes=4096)
     slot, fillings = memoryview(bytearray(array.nbytes + 16)), Fillings()
-    for is_known in (False, True):
-        filling = fillings.begin(0, image, is_known=is_known) if looks else None
+    for was_written in (False, True):
+        filling = fillings.begin(0, image, was_written=was_written) if looks else None
         copy = copy_of(array, slot, filling)
         copy.finish()
         assert slot[8:-8] == array.tobytes()
@@ -280,7 +280,7 @@ def test_the_host_looks_at_nothing_small(monkeypatch) -> None:
 
 
 def test_memory_that_has_another_size_by_now_is_not_read() -> None:
-    filling = Fillings().begin(0, plan_image(snapshot(), block_nbytes=4096), is_known=False)
+    filling = Fillings().begin(0, plan_image(snapshot(), block_nbytes=4096), was_written=False)
     copy = copy_of(np.zeros(8, np.float32), memoryview(bytearray(64)), filling)
     copy.end -= 4
     with pytest.raises(ValueError, match="32 bytes don't fill 28"):

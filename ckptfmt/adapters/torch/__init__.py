@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from ckptfmt.adapters.live_trees import FLATTENED, Encoder
-from ckptfmt.adapters.torch.arrivals import plan_arrivals
-from ckptfmt.adapters.torch.devices import Devices
+from ckptfmt.adapters.torch.devices import Devices, plan_arrivals
 from ckptfmt.adapters.torch.generators import generator_stream, global_streams, is_generator
 from ckptfmt.adapters.torch.guard import Guard
 from ckptfmt.adapters.torch.module_tensors import capture_entries, capture_module, plan_entry, plan_module

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from ckptfmt.adapters.torch.blake3 import block_digests
-from ckptfmt.adapters.torch.slot_blocks import SlotBlocks, Watched
 from ckptfmt.adapters.torch.tensors import _as_integers
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.tables import TensorKey
+from ckptfmt.write.fillings import DeviceTensor, Filling
 from ckptfmt.write.staging import Seen
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class _Transfer:
     end: int
     parts: list[torch.Tensor]
     block_nbytes: int = 0
-    watched: Watched | None = None
+    watched: DeviceTensor | None = None
     digests: torch.Tensor | None = None
     kept: NDArray[np.bool_] | None = None
 
@@ -335,7 +335,7 @@ def plan_device_copies(
     slot_view: memoryview,
     *,
     sides: SideStreams,
-    blocks: SlotBlocks | None = None,
+    filling: Filling | None = None,
 ) -> tuple[DeviceCopy, ...]:
     """Return the copies of device tensors into a slot, in image order. Allocates the buffers that are still missing.
 
@@ -343,9 +343,9 @@ def plan_device_copies(
         pieces: (key, tensor, begin, end), in image order: elements of `tensor` in C order are bytes ``[begin, end)``.
             Neighbours share copies: what is to be finished apart from others is planned apart from them.
         slot_view: the image, writable; exported until each copy has finished or is dropped.
-        blocks: what the slot holds: of large tensors only the other blocks are sent. None to send everything.
+        filling: what the slot holds: of large tensors only the other blocks are sent. None to send everything.
     """
-    parts = (transfer for piece in pieces for transfer in _iter_transfers(piece, sides=sides, blocks=blocks))
+    parts = (transfer for piece in pieces for transfer in _iter_transfers(piece, sides=sides, filling=filling))
     transfers = [_join(run) for run in _iter_runs(parts, GATHER_NBYTES, is_alone=lambda part: part.is_direct)]
     if not transfers:
         return ()
@@ -364,15 +364,15 @@ def plan_device_copies(
 
 
 def _iter_transfers(
-    piece: tuple[TensorKey, torch.Tensor, int, int], *, sides: SideStreams, blocks: SlotBlocks | None
+    piece: tuple[TensorKey, torch.Tensor, int, int], *, sides: SideStreams, filling: Filling | None
 ) -> Iterator[_Transfer]:
     key, held, begin, end = piece
     side, tensor = sides.of(held), held.detach()  # what a later `tensor.data = ...` leaves behind stays held
     for at, part in _iter_parts(tensor, begin, end):
         transfer = _Transfer(side=side, keys=[key], begin=at, end=at + part.nbytes, parts=[part])
         # Blocks are cut from a piece's begin: of one that is sent in parts they are nowhere as they will be.
-        if blocks is not None and part is tensor and transfer.is_direct:
-            transfer.block_nbytes, transfer.watched = blocks.block_nbytes, blocks.watch(begin)
+        if filling is not None and part is tensor and transfer.is_direct:
+            transfer.block_nbytes, transfer.watched = filling.block_nbytes, filling.watch(begin)
         yield transfer
 
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfmt.adapters.torch import device_copies as staging
-from ckptfmt.adapters.torch import slot_blocks
 from ckptfmt.adapters.torch.device_copies import SideStreams, plan_device_copies
-from ckptfmt.adapters.torch.slot_blocks import SlotBlocks
 from ckptfmt.digest import block_digests
+from ckptfmt.write import fillings
+from ckptfmt.write.fillings import Fillings
 from ckptfmt.write.image import plan_image
 from tests.builders import snapshot, tensor
 from tests.interop.test_device import FakeCuda, in_a_row
@@ -40,15 +40,17 @@ class Slots:
         self.cuda = FakeCuda(late=late)
         self.sides = SideStreams(cuda=self.cuda)
         self.pieces = in_a_row(tensors)
-        self.slots = [(bytearray(self.pieces[-1][3]), SlotBlocks()) for _ in range(count)]
+        self.slots = [bytearray(self.pieces[-1][3]) for _ in range(count)]
+        self.fillings = Fillings()
         self.number = -1
 
-    def start(self, *, is_known=True, image=IMAGE):
+    def start(self, *, was_written=True, image=IMAGE):
         self.number += 1
-        self.slot, blocks = self.slots[self.number % len(self.slots)]
-        blocks.begin(image, is_known=is_known)
+        slot = self.number % len(self.slots)
+        self.slot = self.slots[slot]
+        filling = self.fillings.begin(slot, image, was_written=was_written)
         del self.cuda.sent[:]
-        copies = plan_device_copies(self.pieces, memoryview(self.slot), sides=self.sides, blocks=blocks)
+        copies = plan_device_copies(self.pieces, memoryview(self.slot), sides=self.sides, filling=filling)
         for copy in copies:
             copy.start()
         return copies
@@ -101,11 +103,11 @@ def test_of_two_slots_each_is_compared_with_what_it_holds():
     assert sent == [6, 6, 2, 2, 2, 2]  # what changed since the save before the last
 
 
-def test_nothing_is_known_after_a_save_that_was_not_written_or_of_another_image():
+def test_nothing_was_written_after_a_save_that_was_not_written_or_of_another_image():
     held = words(4 * BLOCK // 4)
     slots = Slots(held)
     slots.fill()
-    assert slots.fill(is_known=False)[0] == held.nbytes
+    assert slots.fill(was_written=False)[0] == held.nbytes
     assert slots.fill()[0] == 0
     other = plan_image(snapshot(tensor("w", np.zeros(4, np.float32))), block_nbytes=BLOCK)
     assert slots.fill(image=other)[0] == held.nbytes
@@ -163,7 +165,7 @@ def test_finish_and_guard_send_what_changed_once_whoever_comes_first():
 
 def test_a_tensor_that_changes_everywhere_is_soon_only_copied(monkeypatch):
     """Digesting it costs the device time, and gains nothing; now and then it is looked at again."""
-    monkeypatch.setattr(slot_blocks, "_LONGEST_PAUSE", 4)
+    monkeypatch.setattr(fillings, "_LONGEST_PAUSE", 4)
     held = words(4 * BLOCK // 4)
     slots = Slots(held)
     looked = []
@@ -191,7 +193,7 @@ def test_a_start_that_fails_leaves_nothing_known(monkeypatch):
         with pytest.raises(torch.OutOfMemoryError):
             slots.start()
     held[0] += 1
-    assert slots.fill(is_known=False)[0] == held.nbytes
+    assert slots.fill(was_written=False)[0] == held.nbytes
     assert slots.slot == slots.expected()
 
 
