@@ -7,8 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptfmt.api import FULL_ALREADY, compact, open_checkpoint
-from ckptfmt.cli.console import Console, bytes_text, clean, print_json
-from ckptfmt.cli.progress import Progress
+from ckptfmt.cli.console import Console, Progress, bytes_text, clean, print_json
 from ckptfmt.errors import CkptError
 
 if TYPE_CHECKING:

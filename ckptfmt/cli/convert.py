@@ -9,8 +9,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from ckptfmt.api import open_checkpoint
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_json
-from ckptfmt.cli.progress import Progress
+from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_json
 from ckptfmt.convert.converting import plan_conversion
 from ckptfmt.convert.hf import parse_nbytes
 from ckptfmt.errors import Code, err

@@ -13,9 +13,8 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.api import open_checkpoint
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_errors, print_json, share_text
+from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_errors, print_json, share_text
 from ckptfmt.cli.places import check_field
-from ckptfmt.cli.progress import Progress
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.read.comparison import Comparison, TensorDifference, ValueDifference, compare
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_json, share_text, time_text
 from ckptfmt.cli.places import check_field, open_bases, open_place
-from ckptfmt.cli.rows import group_tensors, list_tensors
-from ckptfmt.cli.values import dump_view, iter_lines
+from ckptfmt.cli.views import dump_view, group_tensors, iter_lines, list_tensors
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.manifest import FIELDS
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptfmt.cli.console import Cell
-    from ckptfmt.cli.rows import TensorRow
+    from ckptfmt.cli.views import TensorRow
     from ckptfmt.documents.index import IndexTensor
     from ckptfmt.documents.manifest import FieldSummary, Reference
     from ckptfmt.store import Store

@@ -11,9 +11,8 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Final
 
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_errors, print_json
+from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_errors, print_json
 from ckptfmt.cli.places import Place, open_bases, open_place
-from ckptfmt.cli.progress import Progress
 from ckptfmt.commit.decision import read_register
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.errors import CkptError, StoreError

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from ckptfmt.__main__ import main
-from ckptfmt.cli import app, progress
+from ckptfmt.cli import app, console
 from ckptfmt.errors import Code, err
 from tests.cli.conftest import ROOT, spawn
 
@@ -258,9 +258,9 @@ def test_json_has_no_colours_on_a_terminal(run_path):
 
 ALWAYS_A_BAR = """
 import sys
-import ckptfmt.cli.progress as progress
+import ckptfmt.cli.console as console
 from ckptfmt.__main__ import main
-progress._DELAY_S = progress._EVERY_S = 0.0
+console._DELAY_S = console._EVERY_S = 0.0
 sys.exit(main(sys.argv[1:]))
 """
 SLOWLY = ("-c", ALWAYS_A_BAR)
@@ -283,11 +283,11 @@ def test_quiet_work_shows_no_bar(checkpoint_path, option):
 
 
 def test_a_bar_without_total_counts(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_DELAY_S", 0.0)
-    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
-    monkeypatch.setattr(progress, "is_terminal", lambda _: True)
+    monkeypatch.setattr(console, "_DELAY_S", 0.0)
+    monkeypatch.setattr(console, "_EVERY_S", 0.0)
+    monkeypatch.setattr(console, "is_terminal", lambda _: True)
 
-    with progress.Progress(lambda: None, quiet=False) as bar:
+    with console.Progress(lambda: None, quiet=False) as bar:
         bar.advance(2048)
 
     assert "2.0 KiB  " in capsys.readouterr().err

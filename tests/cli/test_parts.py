@@ -11,8 +11,7 @@ import pytest
 
 from ckptfmt.cli.console import bytes_text, clean, shorten, time_text
 from ckptfmt.cli.log import draw_graph
-from ckptfmt.cli.rows import common_name
-from ckptfmt.cli.values import dump_view, iter_lines
+from ckptfmt.cli.views import common_name, dump_view, iter_lines
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
 
 SCALARS = (

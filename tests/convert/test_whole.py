@@ -171,7 +171,7 @@ def test_run_is_converted_from_the_head_of_its_lineage(tmp_path):
 
 
 def test_bar_on_a_terminal(checkpoint, tmp_path, monkeypatch):
-    from ckptfmt.cli import progress  # noqa: PLC0415 - for this test alone
+    from ckptfmt.cli import console  # noqa: PLC0415 - for this test alone
 
     shown = []
 
@@ -179,10 +179,10 @@ def test_bar_on_a_terminal(checkpoint, tmp_path, monkeypatch):
         shown.append(self._done_nbytes)
         return ""
 
-    monkeypatch.setattr(progress, "is_terminal", lambda _stream: True)
-    monkeypatch.setattr(progress, "_DELAY_S", 0.0)
-    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
-    monkeypatch.setattr(progress.Progress, "_text", show)
+    monkeypatch.setattr(console, "is_terminal", lambda _stream: True)
+    monkeypatch.setattr(console, "_DELAY_S", 0.0)
+    monkeypatch.setattr(console, "_EVERY_S", 0.0)
+    monkeypatch.setattr(console.Progress, "_text", show)
 
     assert main(["convert", str(checkpoint), str(tmp_path / "a.pt")]) == 0
     assert shown[-1] == 48
