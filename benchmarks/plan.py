@@ -177,7 +177,7 @@ def plan_reads(checkpoint: Checkpoint, wanted: Sequence[Wanted]) -> int:
     This is the one place that knows how the reader plans.
     """
     reading = checkpoint.plan_reading(wanted)
-    return len(checkpoint.plan_requests(reading.files, reading.ranges))
+    return len(reading.library.plan_requests(reading.ranges))
 
 
 def _refuse_bad(mixture: Sequence[CutTensor]) -> list[str]:

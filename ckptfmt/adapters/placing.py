@@ -20,7 +20,7 @@ from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
 from ckptfmt.errors import Code, err
 from ckptfmt.read.reader import numpy_dtype
-from ckptfmt.read.stored import allocating
+from ckptfmt.read.reading import allocating
 
 _DICTS: Final = (dict, OrderedDict)
 _ITEMS: Final = (list, tuple, deque, set, frozenset)

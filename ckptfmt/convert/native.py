@@ -20,7 +20,7 @@ from ckptfmt.documents.tables import sort_key
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.read.stored import carrier_of
+from ckptfmt.read.reading import carrier_of
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Piece, plan_image
 from ckptfmt.write.snapshot import Snapshot

@@ -12,8 +12,8 @@ from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.manifest import Reference, pins_path
 from ckptfmt.documents.run import Pins
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.read.decoding import Decoder, join_blocks
-from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.decoding import Library, join_blocks
+from ckptfmt.read.files import CheckpointFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -122,25 +122,25 @@ class BaseFiles:
         self._store = store
         self._image = image
         self._base = base
-        self._checkpoint: Checkpoint | None = None
+        self._library: Library | None = None
         self._lock = threading.Lock()
 
     def content(self, number: int, block: int) -> memoryview:
         """Return the content of a block, verified; thread-safe."""
         piece = self._image.pieces[number]
-        opened = self._open().open_part(self._base.part.writer)
-        box = opened.find(piece.key, piece.box)
-        assert box is not None  # noqa: S101 - the base has the same image
-        return Decoder().content(opened, box, block)
+        library = self._open()
+        stored = library.files.open_part(self._base.part.writer).find(piece.key, piece.box)
+        assert stored is not None  # noqa: S101 - the base has the same image
+        return library.read_blocks(stored, [block])[0][0]
 
     def close(self) -> None:
         """Close the files."""
-        if self._checkpoint is not None:
-            self._checkpoint.close()
+        if self._library is not None:
+            self._library.files.close()
 
-    def _open(self) -> Checkpoint:
+    def _open(self) -> Library:
         with self._lock:
-            if self._checkpoint is None:
+            if self._library is None:
                 place = self._store.beside(self._base.reference.name)
-                self._checkpoint = Checkpoint(place, digest=self._base.reference.digest)
-            return self._checkpoint
+                self._library = Library(CheckpointFiles(place, digest=self._base.reference.digest))
+            return self._library

@@ -2,8 +2,8 @@
 
 From wanted boxes to requests in four steps:
 
-1. `iter_pieces`: which stored pieces have something of a wanted box (a piece is a box that a part stores as one).
-2. `find_blocks`: which blocks of a piece have something that is wanted; a column slice of long rows skips blocks.
+1. `iter_stored_boxes`: which stored boxes have something of a wanted box (a part stores each of its boxes as one).
+2. `find_blocks`: which blocks of a stored box have something that is wanted; a column slice of long rows skips blocks.
 3. `plan_requests`: ranges of blocks, wherever they come from, made into few requests that are as long as allowed; each
    block is in one request, whoever wants it.
 4. `cut_range`: which boxes the bytes of such a range are, once they are there.
@@ -26,37 +26,22 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PieceRead:
-    """Elements wanted from one stored piece.
-
-    Attributes:
-        stored: the piece as it is stored.
-        part: number of the part that stores it.
-        wanted: what is wanted of it.
-    """
-
-    stored: Box
-    part: int
-    wanted: Box
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class BlockRange:
-    """Blocks of one piece that follow each other, in a file as in the piece.
+    """Blocks of one stored box that follow each other, in a file as in the box; or one encoded block.
 
     Attributes:
         path: of the file.
         byte_begin: first byte in the file.
         nbytes: how many bytes.
-        piece: number of the piece, of the caller's.
-        piece_byte_begin: first byte in the piece; a block begins here.
+        box: number of the box, of the caller's.
+        box_byte_begin: first byte of its content in the box; a block begins here.
     """
 
     path: str
     byte_begin: int
     nbytes: int
-    piece: int
-    piece_byte_begin: int
+    box: int
+    box_byte_begin: int
 
     @property
     def byte_end(self) -> int:
@@ -74,15 +59,15 @@ class Request:
     ranges: tuple[BlockRange, ...]
 
 
-def iter_pieces(sharding: Sharding, wanted: Box) -> Iterator[PieceRead]:
-    """Yield what to read of which stored piece so that `wanted` is filled exactly.
+def iter_stored_boxes(sharding: Sharding, wanted: Box) -> Iterator[tuple[Box, int, Box]]:
+    """Yield what to read so that `wanted` is filled exactly: a stored box, the number of its part, what to read of it.
 
-    One by one: an index may claim millions of pieces which no part stores, and the first of them is refused.
+    One by one: an index may claim millions of boxes which no part stores, and the first of them is refused.
     """
     for stored, part in sharding.iter_common(wanted):
         common = stored.intersect(wanted)
         if common is not None:
-            yield PieceRead(stored, part, common)
+            yield stored, part, common
 
 
 def strides_of(shape: tuple[int, ...], element_nbytes: int) -> tuple[int, ...]:
@@ -93,13 +78,13 @@ def strides_of(shape: tuple[int, ...], element_nbytes: int) -> tuple[int, ...]:
 def find_blocks(
     stored: Box, wanted: Iterable[Box], element_nbytes: int, block_nbytes: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return the blocks of a stored piece that have an element of any box of `wanted`, as ranges ``[begin, end)``.
+    """Return the blocks of a stored box that have an element of any box of `wanted`, as ranges ``[begin, end)``.
 
     Args:
         wanted: none of them empty, each within `stored`.
 
-    >>> piece = Box((0, 0), (4, 100))
-    >>> find_blocks(piece, [Box((0, 0), (4, 5))], 1, 10)  # of each row the first five bytes
+    >>> stored = Box((0, 0), (4, 100))
+    >>> find_blocks(stored, [Box((0, 0), (4, 5))], 1, 10)  # of each row the first five bytes
     ((0, 1), (10, 11), (20, 21), (30, 31))
     """
     wanted = list(wanted)
@@ -152,18 +137,18 @@ def plan_requests(
     requests: list[list[BlockRange]] = []
     step = max(1, request_nbytes // block_nbytes) * block_nbytes
     for blocks in sorted(ranges, key=lambda blocks: (blocks.path, blocks.byte_begin)):
-        for piece in _split(blocks, step):
+        for part in _split(blocks, step):
             first, last = (requests[-1][0], requests[-1][-1]) if requests else (None, None)
             if (
                 first is not None
                 and last is not None
-                and first.path == piece.path
-                and piece.byte_begin - last.byte_end <= gap_nbytes
-                and piece.byte_end - first.byte_begin <= request_nbytes
+                and first.path == part.path
+                and part.byte_begin - last.byte_end <= gap_nbytes
+                and part.byte_end - first.byte_begin <= request_nbytes
             ):
-                requests[-1].append(piece)
+                requests[-1].append(part)
             else:
-                requests.append([piece])
+                requests.append([part])
     return tuple(
         Request(group[0].path, group[0].byte_begin, group[-1].byte_end - group[0].byte_begin, tuple(group))
         for group in requests
@@ -176,17 +161,17 @@ def _split(blocks: BlockRange, step: int) -> Iterator[BlockRange]:
         yield (
             blocks
             if nbytes == blocks.nbytes
-            else BlockRange(blocks.path, blocks.byte_begin + at, nbytes, blocks.piece, blocks.piece_byte_begin + at)
+            else BlockRange(blocks.path, blocks.byte_begin + at, nbytes, blocks.box, blocks.box_byte_begin + at)
         )
 
 
 def cut_range(stored: Box, byte_begin: int, byte_end: int, element_nbytes: int) -> tuple[tuple[int, Box], ...]:
-    """Return the boxes that ``[byte_begin, byte_end)`` of a stored piece are, in order, each with its first byte.
+    """Return the boxes that ``[byte_begin, byte_end)`` of a stored box are, in order, each with its first byte.
 
     They are at most ``2 * ndim - 1``: whole rows in the middle, and what is left of each dimension before and behind.
 
     Args:
-        byte_begin, byte_end: at elements' begins, within the piece.
+        byte_begin, byte_end: at elements' begins, within the box.
 
     >>> cut_range(Box((5, 0), (3, 4)), 2, 9, 1)
     ((2, Box(begin=(5, 2), shape=(1, 2))), (4, Box(begin=(6, 0), shape=(1, 4))), (8, Box(begin=(7, 0), shape=(1, 1))))
@@ -244,8 +229,8 @@ def iter_chunks(wanted: Box, element_nbytes: int, chunk_nbytes: int) -> Iterator
     extent = wanted.shape[axis]
     step = max(1, chunk_nbytes * extent // (wanted.element_count * element_nbytes))
     for begin in range(0, extent, step):
-        piece = Box(
+        chunk = Box(
             (*wanted.begin[:axis], wanted.begin[axis] + begin, *wanted.begin[axis + 1 :]),
             (*wanted.shape[:axis], min(step, extent - begin), *wanted.shape[axis + 1 :]),
         )
-        yield from iter_chunks(piece, element_nbytes, chunk_nbytes)
+        yield from iter_chunks(chunk, element_nbytes, chunk_nbytes)

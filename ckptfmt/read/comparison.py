@@ -19,11 +19,11 @@ from ckptfmt.documents.tables import sort_key
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.layout.distance import Distance, measure
-from ckptfmt.layout.read_plan import PieceRead, iter_chunks
+from ckptfmt.layout.read_plan import iter_chunks
 from ckptfmt.read.ahead import iter_ahead
-from ckptfmt.read.decoding import Decoder
+from ckptfmt.read.decoding import Library
+from ckptfmt.read.reading import ArrayTarget, carrier_of
 from ckptfmt.read.report import Report
-from ckptfmt.read.stored import ArrayTarget, carrier_of
 from ckptfmt.read.verify import verify_opened
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckptfmt.documents.index import IndexTensor
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.errors import CkptError
-    from ckptfmt.read.decoding import OpenPart, StoredBox
+    from ckptfmt.read.files import StoredBox
     from ckptfmt.read.reader import Checkpoint
 
 #: How many bytes of tensors that are cut otherwise are read at a time.
@@ -209,23 +209,24 @@ def _iter_alike(
 ) -> Iterator[Distance]:
     """Yield how far the elements of each block are whose digests differ; of no other anything is read."""
     parts = [dict(tensor.sharding) for tensor in pair]
+    libraries = [Library(side) for side in sides]
 
-    def iter_blocks() -> Iterator[tuple[list[tuple[OpenPart, StoredBox]], int]]:
+    def iter_blocks() -> Iterator[tuple[list[StoredBox], int]]:
         for box in parts[0]:
-            reads = [PieceRead(box, own[box], box) for own in parts]
-            found = [side.locate(tensor, read) for side, tensor, read in zip(sides, pair, reads, strict=True)]
-            digests = [np.frombuffer(box.digests, f"V{DIGEST_NBYTES}") for _, box in found]
+            found = [
+                side.stored_box(tensor, box, own[box]) for side, tensor, own in zip(sides, pair, parts, strict=True)
+            ]
+            digests = [np.frombuffer(stored.digests, f"V{DIGEST_NBYTES}") for stored in found]
             counts.block_count += len(digests[0])
             for block in np.flatnonzero(digests[0] != digests[1]).tolist():
                 counts.differing_count += 1
                 yield found, block
 
-    def read(task: tuple[list[tuple[OpenPart, StoredBox]], int]) -> tuple[Distance, int]:
+    def read(task: tuple[list[StoredBox], int]) -> tuple[Distance, int]:
         found, block = task
-        decoders = [Decoder(), Decoder()]
-        contents = [decoder.content(*where, block) for decoder, where in zip(decoders, found, strict=True)]
-        read_nbytes = sum(decoder.read_nbytes for decoder in decoders)
-        return measure(contents[0], contents[1], pair[0].dtype), read_nbytes
+        read = [library.read_blocks(stored, [block]) for library, stored in zip(libraries, found, strict=True)]
+        ((one,), _), ((other,), _) = read
+        return measure(one, other, pair[0].dtype), sum(fetched.read_nbytes for _, fetched in read)
 
     for distance, read_nbytes in iter_ahead(read, iter_blocks()):
         counts.read_nbytes += read_nbytes

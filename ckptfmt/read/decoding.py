@@ -5,163 +5,107 @@ Spec: REQ-DEL-005, REQ-DEL-007, REQ-DEL-008, REQ-DEL-011, REQ-DEL-022, REQ-DEL-0
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
-import types
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from ckptfmt.box import Box
 from ckptfmt.codecs import encodings, prediction
-from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import part_path
-from ckptfmt.documents.tables import TensorKey
-from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.layout.read_plan import BlockRange, plan_requests
+from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox
+from ckptfmt.read.report import is_violation, without_frames
+from ckptfmt.read.streaming import REQUEST_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
 
-    from ckptfmt.documents.extents import Extent, Group
-    from ckptfmt.documents.manifest import Reference
-    from ckptfmt.documents.part import Leaf, Part, Stream
-    from ckptfmt.read.reader import Checkpoint
+    from ckptfmt.documents.extents import Group
+    from ckptfmt.layout.read_plan import Request
+    from ckptfmt.store.protocol import RangeReader
+
+#: How many bytes that nobody wants are read at most, so as to save a request.
+GAP_NBYTES: Final = 64 << 10
+
+#: A block: the box that has it, and its number there.
+Block: TypeAlias = tuple[StoredBox, int]
+
+
+# --- where blocks are -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpan:
+    """Blocks ``[first, last)`` that lie in one extent of a box: of a part, or of that of a base.
+
+    Attributes:
+        encoding: of the extent; any but ``same``.
+    """
+
+    stored: StoredBox
+    first: int
+    last: int
+    encoding: str
+
+
+def iter_spans(stored: StoredBox, first: int, last: int) -> Iterator[BlockSpan]:
+    """Yield where the blocks ``[first, last)`` of a box are, in order. Bases are opened where they have some of them.
+
+    Raises: as `Decoder.content`, but for what only the bytes of blocks show.
+    """
+    for extent in stored.extents_of(first, last):
+        begin, end = max(first, extent.block_begin), min(last, extent.block_begin + extent.block_count)
+        if extent.encoding != "same":
+            yield BlockSpan(stored=stored, first=begin, last=end, encoding=extent.encoding)
+            continue
+        found = _find_base(stored, extent.reference)
+        if found.digests_of(begin, end) != stored.digests_of(begin, end):
+            detail = f"has other blocks among {begin} to {end - 1} in {found.opened.files.title}"
+            raise _no_base(stored, detail, "REQ-DEL-023")
+        yield from iter_spans(found, begin, end)
+
+
+def _find_base(stored: StoredBox, number: int | None) -> StoredBox:
+    """Return the same box of the same tensor in a base. Raises: FormatError(BASE_BLOCK) if it has none."""
+    assert number is not None  # noqa: S101 - parsing saw to it
+    opened = stored.opened
+    reference = opened.part.references[number]
+    files = opened.files.closure.open(reference)
+    tensor = files.tensors.get(stored.key)
+    if (
+        tensor is None
+        or (tensor.dtype, tensor.global_shape) != (stored.dtype, stored.global_shape)
+        or files.block_nbytes != stored.block_nbytes
+    ):
+        raise _no_base(stored, f"isn't in {reference.name} as dtype {stored.dtype} and in this shape")
+    part = tensor.sharding.part_of(stored.box)
+    if part is None:
+        raise _no_base(stored, f"is cut otherwise in {reference.name}")
+    found = files.open_part(part).find(stored.key, stored.box)
+    if found is None:
+        raise _no_base(stored, f"isn't stored by the part of {reference.name} that should have it")
+    return found
+
+
+def _no_base(stored: StoredBox, detail: str, requirement: str = "REQ-DEL-022") -> CkptError:
+    opened = stored.opened
+    return err(
+        Code.BASE_BLOCK,
+        f"box {stored.box} of {stored.key[1][:100]!r} {detail}",
+        where=opened.files.place_of(part_path(opened.part.origin.attempt, opened.part.writer)),
+        requirement=requirement,
+    )
+
+
+# --- what blocks are decoded from -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StoredBox:
-    """A box as one part stores it: a row of the part's columns.
-
-    Attributes:
-        row: its number among the boxes of its part.
-        key: of its tensor.
-        dtype: of its tensor.
-        global_shape: of its tensor.
-        storage: of its tensor.
-        box: which piece of the tensor.
-        digests: of the content of its blocks.
-        extents: where its blocks are stored; none where another part stores them.
-        group: what it is predicted with; None where it is in no group.
-    """
-
-    row: int
-    key: TensorKey
-    dtype: str
-    global_shape: tuple[int, ...]
-    storage: str
-    box: Box
-    digests: bytes
-    extents: tuple[Extent, ...]
-    group: Group | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self.box.element_count * self.element_nbytes
-
-    @property
-    def element_nbytes(self) -> int:
-        """Size of an element in bytes."""
-        return DTYPES[self.dtype].nbytes
-
-    @property
-    def title(self) -> str:
-        """The tensor, for messages."""
-        return f"{self.key[0]} {self.key[1][:100]!r}"
-
-    def extent_of(self, block: int) -> Extent:
-        """Return the extent that has a block."""
-        extents = self.extents
-        return extents[0] if len(extents) == 1 else extents[self._find(block)]
-
-    def extents_of(self, first: int, last: int) -> tuple[Extent, ...]:
-        """Return the extents that have something of the blocks ``[first, last)``, at least one of them."""
-        return self.extents[self._find(first) : self._find(last - 1) + 1]
-
-    def _find(self, block: int) -> int:
-        """Return the number of the extent that has a block: they hold each block once, in order."""
-        return bisect.bisect_right(self.extents, block, key=lambda extent: extent.block_begin) - 1
-
-    def digests_of(self, first: int, last: int) -> bytes:
-        """Return the digests of the content of blocks ``[first, last)``."""
-        return self.digests[first * DIGEST_NBYTES : last * DIGEST_NBYTES]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class OpenPart:
-    """A part of an opened checkpoint, whose boxes are found by name. What is asked for becomes an object, and is kept.
-
-    Attributes:
-        streams: its random-number streams, by name and scope.
-        leaves: its plain values, by key.
-    """
-
-    checkpoint: Checkpoint
-    part: Part
-    streams: dict[tuple[str, str], Stream]
-    leaves: dict[TensorKey, Leaf]
-    _boxes: dict[int, StoredBox] = dataclasses.field(default_factory=dict)
-    _written: dict[int, dict[Box, int]] = dataclasses.field(default_factory=dict)
-    _sources: dict[tuple[int, int | None, bool], Sources] = dataclasses.field(default_factory=dict)
-
-    def find(self, key: TensorKey, box: Box) -> StoredBox | None:
-        """Return what the part stores of a tensor; None where it doesn't store this box."""
-        tensor = self.part.holdings.table.numbers.get(key)
-        if tensor is None:
-            return None
-        if tensor not in self._written:
-            held = self.part.holdings
-            self._written[tensor] = {held.box(row): row for row in held.boxes_of(tensor) if held.written[row]}
-        row = self._written[tensor].get(box)
-        return None if row is None else self.box(row)
-
-    def box(self, row: int) -> StoredBox:
-        """Return a box, given its number."""
-        if row not in self._boxes:
-            held = self.part.holdings
-            tensor = held.owner[row]
-            self._boxes[row] = StoredBox(
-                row=row,
-                key=held.table.keys[tensor],
-                dtype=held.table.dtypes[tensor],
-                global_shape=held.table.global_shapes[tensor],
-                storage=held.table.storages[tensor],
-                box=held.box(row),
-                digests=held.digests_of(row),
-                extents=held.extents.of_box(row),
-                group=self._groups.get(row),
-            )
-        return self._boxes[row]
-
-    def iter_boxes(self) -> Iterator[StoredBox]:
-        """Yield all boxes."""
-        return map(self.box, range(len(self.part.holdings.replica)))
-
-    @functools.cached_property
-    def _groups(self) -> dict[int, Group]:
-        return {row: group for group in self.part.groups for row in group.boxes}
-
-    def sources_of(self, box: StoredBox, block: int) -> Sources:
-        """Return what a block of a box is decoded from, beside what is stored of it.
-
-        Raises: as `Decoder.content`, but for what only the bytes of blocks show.
-        """
-        extent = box.extent_of(block)
-        at = box.row, extent.reference, extent.predicted
-        if at not in self._sources:
-            self._sources[at] = _find_sources(self, box, block)
-        return self._sources[at]
-
-    def base_of(self, box: StoredBox, number: int | None) -> tuple[OpenPart, StoredBox]:
-        """Return the same box of the same tensor in a base. Raises: FormatError(BASE_BLOCK) if it has none."""
-        assert number is not None  # noqa: S101 - parsing saw to it
-        return _find_base(self, box, self.part.references[number])
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sources:
+class _Sources:
     """What blocks of a box are decoded from that have the same reference, and are predicted alike.
 
     Attributes:
@@ -172,269 +116,49 @@ class Sources:
         bases: the members of the base that are needed, with their roles.
     """
 
-    base: tuple[OpenPart, StoredBox] | None = None
+    base: StoredBox | None = None
     rule: prediction.Rule | None = None
     role: str = ""
-    news: tuple[tuple[str, OpenPart, StoredBox], ...] = ()
-    bases: tuple[tuple[str, OpenPart, StoredBox], ...] = ()
+    news: tuple[tuple[str, StoredBox], ...] = ()
+    bases: tuple[tuple[str, StoredBox], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBlock:
-    """Where the bytes of a block are that is stored: raw, or encoded.
-
-    Attributes:
-        opened, box, block: which one.
-        name: of the file.
-        byte_begin: of them in the file.
-        nbytes: how many they are.
-    """
-
-    opened: OpenPart
-    box: StoredBox
-    block: int
-    name: str
-    byte_begin: int
-    nbytes: int
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """What tells it from others, as long as its part is there."""
-        return id(self.opened), self.box.row, self.block
-
-    @property
-    def where(self) -> str:
-        """The place, for errors."""
-        place = self.opened.checkpoint.place_of(self.name)
-        return f"{place}[{self.byte_begin}:{self.byte_begin + self.nbytes}]"
-
-    @property
-    def title(self) -> str:
-        """What it is, for errors."""
-        return f"block {self.block} of {self.box.title}"
-
-    def check(self, stored: memoryview) -> None:
-        """Compare what is stored with its digest. Raises: IntegrityError(BLOCK_DIGEST). Spec: REQ-DEL-007."""
-        extent = self.box.extent_of(self.block)
-        if extent.encoding == "raw":
-            digest = self.box.digests_of(self.block, self.block + 1)
-            requirement, saved = "REQ-OPN-006", "what was saved"
-        else:
-            digest = extent.stored_digest(self.block)
-            requirement, saved = "REQ-DEL-007", "stored as it was saved"
-        if digest_bytes(stored) != digest:
-            raise err(Code.BLOCK_DIGEST, f"{self.title} isn't {saved}", where=self.where, requirement=requirement)
-
-
-def open_part(checkpoint: Checkpoint, part: Part) -> OpenPart:
-    """Return a part whose rows are found by name."""
-    return OpenPart(
-        checkpoint=checkpoint,
-        part=part,
-        streams={(stream.name, stream.scope): stream for stream in part.streams},
-        leaves={(leaf.field, leaf.name, leaf.scope): leaf for leaf in part.leaves},
-    )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Blocks ``[first, last)`` of a box that lie in one extent of whoever has them: a part, or that of a base.
-
-    Attributes:
-        opened, box: who has them.
-        extent: where; its encoding is any but ``same``.
-    """
-
-    first: int
-    last: int
-    opened: OpenPart
-    box: StoredBox
-    extent: Extent
-
-
-def iter_runs(opened: OpenPart, box: StoredBox, first: int, last: int) -> Iterator[Run]:
-    """Yield who has the blocks ``[first, last)`` of a box, in order. Bases are opened for it, where they have some.
+def _find_sources(stored: StoredBox, block: int) -> _Sources:
+    """Return what a block is decoded from, beside what is stored of it.
 
     Raises: as `Decoder.content`, but for what only the bytes of blocks show.
     """
-    for extent in box.extents_of(first, last):
-        begin, end = max(first, extent.block_begin), min(last, extent.block_begin + extent.block_count)
-        if extent.encoding != "same":
-            yield Run(first=begin, last=end, opened=opened, box=box, extent=extent)
-            continue
-        base, found = opened.base_of(box, extent.reference)
-        if found.digests_of(begin, end) != box.digests_of(begin, end):
-            detail = f"has other blocks among {begin} to {end - 1} in {base.checkpoint.title}"
-            raise _no_base(opened, box, detail, "REQ-DEL-023")
-        yield from iter_runs(base, found, begin, end)
-
-
-def stored_block(opened: OpenPart, box: StoredBox, block: int) -> StoredBlock:
-    """Return where a block is stored, whose encoding is any but ``same``."""
-    extent = box.extent_of(block)
-    assert extent.file is not None  # noqa: S101 - all but the base's blocks are in a file
-    if extent.encoding == "raw":
-        byte_begin = extent.byte_begin + (block - extent.block_begin) * opened.part.origin.block_nbytes
-        nbytes = _block_nbytes(opened, box, block)
-    else:
-        byte_begin, nbytes = extent.stored_begin(block), extent.stored_nbytes(block)
-    name = opened.part.files[extent.file].name
-    return StoredBlock(opened=opened, box=box, block=block, name=name, byte_begin=byte_begin, nbytes=nbytes)
-
-
-def iter_stored(wanted: Iterable[tuple[OpenPart, StoredBox, int]]) -> Iterator[StoredBlock]:
-    """Yield all that is stored of blocks, of those that they are decoded from, and so on; each once.
-
-    Raises: as `Decoder.content`, but for what only the bytes of blocks show.
-    """
-    seen: set[tuple[int, int, int]] = set()
-    waiting = list(wanted)
-    while waiting:
-        opened, box, block = waiting.pop()
-        if (id(opened), box.row, block) in seen:
-            continue
-        seen.add((id(opened), box.row, block))
-        encoding = box.extent_of(block).encoding
-        if encoding == "same":
-            (run,) = iter_runs(opened, box, block, block + 1)
-            waiting.append((run.opened, run.box, block))
-            continue
-        yield stored_block(opened, box, block)
-        if encoding != "raw":
-            waiting += _iter_needed(opened, box, block)
-
-
-def _iter_needed(opened: OpenPart, box: StoredBox, block: int) -> Iterator[tuple[OpenPart, StoredBox, int]]:
-    """Yield the blocks that a block is decoded from."""
-    sources = opened.sources_of(box, block)
-    if sources.base is not None:
-        yield (*sources.base, block)
-    elements = _elements_of(opened, box, block)
-    for _, held, member in (*sources.news, *sources.bases):
-        width, block_nbytes = member.element_nbytes, held.part.origin.block_nbytes
-        for number in _blocks_of(elements, width, block_nbytes):
-            yield held, member, number
-
-
-class Decoder:
-    """Decodes blocks, each once: what one of them needs of another is kept as long as this object.
-
-    Args:
-        stored: what is stored of some blocks, by `StoredBlock.key`, read and checked before.
-
-    Attributes:
-        blocks: those that it has, in the order in which they were done: of bases, too.
-        read_nbytes: how many bytes it read of files itself.
-        verified_nbytes: how many bytes it compared with a digest itself.
-        request_count: how many ranges it read itself.
-        decoded_nbytes: how many bytes of content were decoded.
-    """
-
-    def __init__(self, stored: Mapping[tuple[int, int, int], memoryview] = types.MappingProxyType({})) -> None:
-        self._contents: dict[tuple[int, int, int], memoryview] = {}
-        self._read_before = stored
-        self.blocks: list[tuple[OpenPart, StoredBox, int]] = []
-        self.read_nbytes = self.verified_nbytes = self.request_count = self.decoded_nbytes = 0
-
-    def content(self, opened: OpenPart, box: StoredBox, block: int) -> memoryview:
-        """Return the content of a block, which is what was saved.
-
-        Raises: IntegrityError(BLOCK_DIGEST, BASE_MISSING, BASE_MISMATCH, ...); FormatError(ENCODED_FORM,
-            DECODED_DIGEST, BASE_BLOCK, REFERENCE_CLOSURE); StateError(FLOAT_ENVIRONMENT).
-        """
-        at = (id(opened), box.row, block)
-        if at not in self._contents:
-            self._contents[at] = self._decode(opened, box, block)
-            self.blocks.append((opened, box, block))
-        return self._contents[at]
-
-    def _decode(self, opened: OpenPart, box: StoredBox, block: int) -> memoryview:
-        encoding = box.extent_of(block).encoding
-        if encoding == "same":
-            (run,) = iter_runs(opened, box, block, block + 1)
-            return self.content(run.opened, run.box, block)
-        place = stored_block(opened, box, block)
-        stored = self._read(place)
-        if encoding == "raw":
-            return stored
-        content = np.empty(
-            _block_nbytes(opened, box, block), np.uint8
-        ).data  # not cleared: it counts once its digest fits
-        self._fill(place, encoding, stored, content)
-        self.decoded_nbytes += content.nbytes
-        self.verified_nbytes += content.nbytes
-        if digest_bytes(content) != box.digests_of(block, block + 1):
-            detail = f"{place.title} decodes to something else"
-            raise err(Code.DECODED_DIGEST, detail, where=place.where, requirement="REQ-DEL-008")
-        return content
-
-    def _read(self, place: StoredBlock) -> memoryview:
-        """Return what a block is stored as, verified."""
-        known = self._read_before.get(place.key)
-        if known is not None:
-            return known
-        checkpoint = place.opened.checkpoint
-        checkpoint.check_file(place.opened.part, place.name)
-        stored = memoryview(checkpoint.store.read_range(place.name, place.byte_begin, place.nbytes))
-        self.read_nbytes += place.nbytes
-        self.request_count += 1
-        self.verified_nbytes += place.nbytes
-        place.check(stored)
-        return stored
-
-    def _fill(self, place: StoredBlock, encoding: str, stored: memoryview, content: memoryview) -> None:
-        """Decode a block into `content`."""
-        opened, box, block = place.opened, place.box, place.block
-        sources = opened.sources_of(box, block)
-        if sources.rule is None:
-            base = None if sources.base is None else self.content(*sources.base, block)
-            encodings.decode(encoding, stored, content, dtype=box.dtype, base=base, where=place.where)
-            return
-        elements = _elements_of(opened, box, block)
-        news = {role: self._elements(held, member, elements) for role, held, member in sources.news}
-        bases = {role: self._elements(held, member, elements) for role, held, member in sources.bases}
-        prediction.decode_member(
-            sources.rule, sources.role, encoding, stored, content, bases=bases, news=news, where=place.where
-        )
-
-    def _elements(self, opened: OpenPart, box: StoredBox, elements: range) -> memoryview:
-        """Return the bytes of some elements of a box."""
-        block_nbytes = opened.part.origin.block_nbytes
-        return join_blocks(lambda block: self.content(opened, box, block), elements, box.element_nbytes, block_nbytes)
-
-
-def _find_sources(opened: OpenPart, box: StoredBox, block: int) -> Sources:
-    extent = box.extent_of(block)
-    if box.group is not None and extent.predicted:
-        return _find_predicting(opened, box, box.group, block)
+    extent = stored.extent_of(block)
+    if stored.group is not None and extent.predicted:
+        return _find_predicting(stored, stored.group, block)
     if extent.reference is None:
-        return Sources()
-    return Sources(base=opened.base_of(box, extent.reference))
+        return _Sources()
+    return _Sources(base=_find_base(stored, extent.reference))
 
 
-def _find_predicting(opened: OpenPart, box: StoredBox, group: Group, block: int) -> Sources:
+def _find_predicting(stored: StoredBox, group: Group, block: int) -> _Sources:
     """Return what a block is predicted from. Raises: FormatError(ENCODED_FORM) for a rule that isn't the group's."""
-    where = stored_block(opened, box, block).where
+    where = stored.place_of(block)
     rule = _parse_rule(group, where)
     roles = prediction.roles(rule)
-    members = [opened.box(row) for row in group.boxes]
+    members = [stored.opened.box(row) for row in group.boxes]
     dtypes = [member.dtype for member in members]
     if rule.kind != group.kind or [prediction.role_dtype(rule, role) for role in roles] != dtypes:
         detail = f"a group of {', '.join(dtypes)}, kind {group.kind}, with a rule of another form"
         raise err(Code.ENCODED_FORM, detail, where=where, requirement="REQ-DEL-009")
-    number = group.boxes.index(box.row)
-    bases = []
+    number = group.boxes.index(stored.row)
+    bases: list[tuple[str, StoredBox]] = []
     if group.reference is not None:
         needed = prediction.needed_bases(rule, roles[number])
         bases = [
-            (role, *opened.base_of(member, group.reference))
+            (role, _find_base(member, group.reference))
             for role, member in zip(roles, members, strict=True)
             if role in needed
         ]
-    return Sources(
+    return _Sources(
         rule=rule,
         role=roles[number],
-        news=tuple((roles[at], opened, members[at]) for at in range(number)),
+        news=tuple((roles[at], members[at]) for at in range(number)),
         bases=tuple(bases),
     )
 
@@ -452,35 +176,15 @@ def _known_rule(content: bytes) -> prediction.Rule:
     return prediction.Rule.parse(content, "")
 
 
-def _elements_of(opened: OpenPart, box: StoredBox, block: int) -> range:
+def _elements_of(stored: StoredBox, block: int) -> range:
     """Return the elements of a box that are in a block."""
-    begin = block * opened.part.origin.block_nbytes // box.element_nbytes
-    return range(begin, begin + _block_nbytes(opened, box, block) // box.element_nbytes)
+    begin = block * stored.block_nbytes // stored.element_nbytes
+    return range(begin, begin + stored.content_nbytes(block) // stored.element_nbytes)
 
 
-def _block_nbytes(opened: OpenPart, box: StoredBox, block: int) -> int:
-    block_nbytes = opened.part.origin.block_nbytes
-    return min(block_nbytes, box.nbytes - block * block_nbytes)
-
-
-def _find_base(opened: OpenPart, box: StoredBox, reference: Reference) -> tuple[OpenPart, StoredBox]:
-    """Return the same box of the same tensor in a base. Raises: FormatError(BASE_BLOCK) if it has none."""
-    checkpoint = opened.checkpoint.closure.open(reference)
-    tensor = checkpoint.tensors.get(box.key)
-    if (
-        tensor is None
-        or (tensor.dtype, tensor.global_shape) != (box.dtype, box.global_shape)
-        or checkpoint.manifest.origin.block_nbytes != opened.part.origin.block_nbytes
-    ):
-        raise _no_base(opened, box, f"isn't in {reference.name} as dtype {box.dtype} and in this shape")
-    found = tensor.sharding.part_of(box.box)
-    if found is None:
-        raise _no_base(opened, box, f"is cut otherwise in {reference.name}")
-    base = checkpoint.open_part(found)
-    stored = base.find(box.key, box.box)
-    if stored is None:
-        raise _no_base(opened, box, f"isn't stored by the part of {reference.name} that should have it")
-    return base, stored
+def _blocks_of(elements: range, element_nbytes: int, block_nbytes: int) -> range:
+    """Return the blocks that have some elements."""
+    return range(elements.start * element_nbytes // block_nbytes, -(-elements.stop * element_nbytes // block_nbytes))
 
 
 def join_blocks(
@@ -495,15 +199,222 @@ def join_blocks(
     return whole[begin - first : end - first]
 
 
-def _blocks_of(elements: range, element_nbytes: int, block_nbytes: int) -> range:
-    """Return the blocks that have some elements."""
-    return range(elements.start * element_nbytes // block_nbytes, -(-elements.stop * element_nbytes // block_nbytes))
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _no_base(opened: OpenPart, box: StoredBox, detail: str, requirement: str = "REQ-DEL-022") -> CkptError:
-    return err(
-        Code.BASE_BLOCK,
-        f"box {box.box} of {box.key[1][:100]!r} {detail}",
-        where=opened.checkpoint.place_of(part_path(opened.part.origin.attempt, opened.part.writer)),
-        requirement=requirement,
-    )
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Fetched:
+    """What is stored of some blocks, and of all that they are decoded from, verified.
+
+    Attributes:
+        stored: of each block, its stored bytes; or why they can't be used.
+        nbytes: how many stored bytes there are.
+        read_nbytes: how many bytes were read for it.
+        request_count: in how many ranges.
+    """
+
+    stored: dict[Block, memoryview | CkptError] = dataclasses.field(default_factory=dict)
+    nbytes: int = 0
+    read_nbytes: int = 0
+    request_count: int = 0
+
+
+class Library:
+    """The files of a checkpoint and of those that it reads from, each under a path of its own, and their blocks.
+
+    Its own files have their names as paths, those of others the name of the checkpoint before. Threads may share it.
+    """
+
+    def __init__(self, files: CheckpointFiles) -> None:
+        self.files = files
+        self._opened: dict[str, tuple[OpenPart, str]] = {}
+        self._sources: dict[tuple[StoredBox, int | None, bool], _Sources] = {}
+
+    def range_of(self, stored: StoredBox, first: int, last: int, box: int) -> BlockRange:
+        """Return where what is stored of blocks ``[first, last)`` of one extent lies; see `StoredBox.span_of`.
+
+        Args:
+            box: a number of the caller's, by which the range says whose it is.
+        """
+        name, byte_begin, nbytes = stored.span_of(first, last)
+        return BlockRange(self._path_of(stored.opened, name), byte_begin, nbytes, box, first * stored.block_nbytes)
+
+    def _path_of(self, opened: OpenPart, name: str) -> str:
+        path = name
+        if opened.files is not self.files:
+            path = f"{opened.files.title}/{name}"
+            known = self._opened.get(path)
+            if known is not None and known[0].files is not opened.files:
+                path = f"{opened.files.digest}/{name}"
+        self._opened[path] = opened, name
+        return path
+
+    def plan_requests(self, ranges: Iterable[BlockRange]) -> tuple[Request, ...]:
+        """Return the requests that read `ranges`."""
+        return plan_requests(
+            ranges, block_nbytes=self.files.block_nbytes, request_nbytes=REQUEST_NBYTES, gap_nbytes=GAP_NBYTES
+        )
+
+    def check(self, path: str) -> None:
+        """Compare size and header of a file with its part, once. Raises: IntegrityError. Spec: REQ-OPN-011."""
+        opened, name = self._opened[path]
+        opened.files.check_file(opened.part, name)
+
+    def open_ranges(self, path: str) -> AbstractContextManager[RangeReader]:
+        """Open a file; see `Store.open_ranges`."""
+        opened, name = self._opened[path]
+        return opened.files.store.open_ranges(name)
+
+    def waits(self, path: str) -> bool:
+        """Return whether reads of a file wait; see `Store.waits`."""
+        opened, name = self._opened[path]
+        return opened.files.store.waits(name)
+
+    def sources_of(self, stored: StoredBox, block: int) -> _Sources:
+        """Return what a block is decoded from, beside what is stored of it. Raises: as `_find_sources`."""
+        extent = stored.extent_of(block)
+        at = stored, extent.reference, extent.predicted
+        if at not in self._sources:
+            self._sources[at] = _find_sources(stored, block)
+        return self._sources[at]
+
+    def fetch(self, wanted: Iterable[Block]) -> Fetched:
+        """Read and verify what is stored of blocks, and of all that they are decoded from.
+
+        Raises: StoreError. What is wrong with a block is raised where the block is decoded.
+        """
+        found = Fetched()
+        blocks = list(self._iter_stored(wanted))
+        ranges = []
+        for number, (stored, block) in enumerate(blocks):
+            blocks_range = self.range_of(stored, block, block + 1, number)
+            try:
+                self.check(blocks_range.path)
+            except CkptError as error:
+                found.stored[stored, block] = _kept(error)
+                continue
+            ranges.append(blocks_range)
+            found.nbytes += blocks_range.nbytes
+        for request in self.plan_requests(ranges):
+            opened, name = self._opened[request.path]
+            content = memoryview(opened.files.store.read_range(name, request.byte_begin, request.nbytes))
+            found.read_nbytes += request.nbytes
+            found.request_count += 1
+            for one in request.ranges:
+                at = one.byte_begin - request.byte_begin
+                stored, block = blocks[one.box]
+                bytes_of_block = content[at : at + one.nbytes]
+                damage = next(stored.iter_damages(one, bytes_of_block), None)
+                found.stored[stored, block] = bytes_of_block if damage is None else damage
+        return found
+
+    def _iter_stored(self, wanted: Iterable[Block]) -> Iterator[Block]:
+        """Yield all stored blocks that these blocks are decoded from, in one step or in many; each once."""
+        seen: set[Block] = set()
+        waiting = list(wanted)
+        while waiting:
+            stored, block = waiting.pop()
+            if (stored, block) in seen:
+                continue
+            seen.add((stored, block))
+            encoding = stored.extent_of(block).encoding
+            try:
+                if encoding == "same":
+                    (span,) = iter_spans(stored, block, block + 1)
+                    waiting.append((span.stored, block))
+                    continue
+                yield stored, block
+                if encoding != "raw":
+                    waiting += self._iter_needed(stored, block)
+            except CkptError as error:
+                _kept(error)  # decoding the block meets the same
+
+    def _iter_needed(self, stored: StoredBox, block: int) -> Iterator[Block]:
+        """Yield the blocks that a block is decoded from."""
+        sources = self.sources_of(stored, block)
+        if sources.base is not None:
+            yield sources.base, block
+        elements = _elements_of(stored, block)
+        for _, member in (*sources.news, *sources.bases):
+            for number in _blocks_of(elements, member.element_nbytes, member.block_nbytes):
+                yield member, number
+
+    def read_blocks(self, stored: StoredBox, blocks: Iterable[int]) -> tuple[list[memoryview], Fetched]:
+        """Return the content of some blocks of a box, and what was read for it. Raises: as `Decoder.content`."""
+        blocks = list(blocks)
+        fetched = self.fetch((stored, block) for block in blocks)
+        decoder = Decoder(self, fetched)
+        return [decoder.content(stored, block) for block in blocks], fetched
+
+
+def _kept(error: CkptError) -> CkptError:
+    """Return an error that says something of a block, for later. Raises: any other error, such as the store's."""
+    if not is_violation(error):
+        raise error
+    return without_frames(error)
+
+
+class Decoder:
+    """Decodes blocks, each once: what one of them needs of another is kept as long as this object.
+
+    Args:
+        fetched: what is stored of the blocks, and of all that they are decoded from.
+
+    Attributes:
+        contents: of the blocks that were decoded, in the order in which they were done: of bases, too.
+        decoded_nbytes: how many bytes of content were decoded, and compared with a digest.
+    """
+
+    def __init__(self, library: Library, fetched: Fetched) -> None:
+        self._library = library
+        self._fetched = fetched
+        self.contents: dict[Block, memoryview] = {}
+        self.decoded_nbytes = 0
+
+    def content(self, stored: StoredBox, block: int) -> memoryview:
+        """Return the content of a block, which is what was saved.
+
+        Raises: IntegrityError(BLOCK_DIGEST, BASE_MISSING, BASE_MISMATCH, ...); FormatError(ENCODED_FORM,
+            DECODED_DIGEST, BASE_BLOCK, REFERENCE_CLOSURE); StateError(FLOAT_ENVIRONMENT).
+        """
+        if (stored, block) not in self.contents:
+            self.contents[stored, block] = self._decode(stored, block)
+        return self.contents[stored, block]
+
+    def _decode(self, stored: StoredBox, block: int) -> memoryview:
+        encoding = stored.extent_of(block).encoding
+        if encoding == "same":
+            (span,) = iter_spans(stored, block, block + 1)
+            return self.content(span.stored, block)
+        found = self._fetched.stored[stored, block]
+        if isinstance(found, CkptError):
+            raise found
+        if encoding == "raw":
+            return found
+        content = np.empty(stored.content_nbytes(block), np.uint8).data  # not cleared: it counts once its digest fits
+        self._fill(stored, block, encoding, found, content)
+        self.decoded_nbytes += content.nbytes
+        if digest_bytes(content) != stored.digests_of(block, block + 1):
+            detail = f"{stored.title_of(block)} decodes to something else"
+            raise err(Code.DECODED_DIGEST, detail, where=stored.place_of(block), requirement="REQ-DEL-008")
+        return content
+
+    def _fill(self, stored: StoredBox, block: int, encoding: str, found: memoryview, content: memoryview) -> None:
+        """Decode what is stored of a block into `content`."""
+        sources, where = self._library.sources_of(stored, block), stored.place_of(block)
+        if sources.rule is None:
+            base = None if sources.base is None else self.content(sources.base, block)
+            encodings.decode(encoding, found, content, dtype=stored.dtype, base=base, where=where)
+            return
+        elements = _elements_of(stored, block)
+        news = {role: self._elements(member, elements) for role, member in sources.news}
+        bases = {role: self._elements(member, elements) for role, member in sources.bases}
+        prediction.decode_member(
+            sources.rule, sources.role, encoding, found, content, bases=bases, news=news, where=where
+        )
+
+    def _elements(self, stored: StoredBox, elements: range) -> memoryview:
+        """Return the bytes of some elements of a box."""
+        return join_blocks(
+            lambda block: self.content(stored, block), elements, stored.element_nbytes, stored.block_nbytes
+        )

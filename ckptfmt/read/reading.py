@@ -1,29 +1,36 @@
-"""One read of many elements: from the ranges of blocks that have them to whoever wants them, alone or with others.
+"""One read of many elements: from the blocks that have them to whoever wants them, alone or with other processes.
 
-What lies in a file as it is comes through `ckptfmt.read.streaming`, whichever checkpoint's file it is. What is
-encoded is decoded in units: blocks of the same elements of all boxes of a group, so that what one of them needs of
-another is decoded once. What is stored of a few batches of units is in memory at a time.
+Raw blocks, of whichever checkpoint, come through `ckptfmt.read.streaming`. Encoded blocks are decoded in bundles. A
+bundle is the blocks of the same elements of all boxes of a group, so that what one of them needs of another is decoded
+once. The stored bytes of a few batches of bundles are in memory at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ckptfmt.layout.read_plan import BlockRange
+import numpy as np
+
+from ckptfmt.box import Box
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.layout.read_plan import BlockRange, cut_range, find_blocks, find_stretch, iter_stored_boxes
 from ckptfmt.read.ahead import WAITING, iter_ahead, iter_batches
-from ckptfmt.read.closure import Library
-from ckptfmt.read.decoding import Decoder, iter_runs, iter_stored
+from ckptfmt.read.decoding import BlockSpan, Decoder, Library, iter_spans
 from ckptfmt.read.sharing import Peers, Rounds, Take, share_ranges
 from ckptfmt.read.streaming import Borrow, ReadReport, stream_requests, thread_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from numpy.typing import NDArray
+
+    from ckptfmt.documents.index import IndexTensor
     from ckptfmt.layout.read_plan import Request
-    from ckptfmt.read.decoding import Run
-    from ckptfmt.read.reader import Checkpoint
-    from ckptfmt.read.stored import StoredPiece
+    from ckptfmt.read.decoding import Fetched
+    from ckptfmt.read.files import CheckpointFiles, StoredBox
+    from ckptfmt.write.snapshot import MemoryOf, TensorSink
 
 #: How many threads read what is decoded for each processor, where reading waits.
 _WHILE_WAITING: Final = 3
@@ -31,68 +38,218 @@ _WHILE_WAITING: Final = 3
 _AHEAD_NBYTES: Final = 64 << 20
 #: How much content is read for at once, in bytes.
 _BATCH_NBYTES: Final = 2 << 20
-#: Of how many units at most: planning for them and decoding them takes as long as for a few large ones.
+#: Of how many bundles at most: planning for them and decoding them takes as long as for a few large ones.
 _BATCH_COUNT: Final = 16
+#: Integers of the size of an element: copied as these, elements are copied by the row.
+_CARRIERS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
-#: Blocks that are decoded together: the number of a piece, and that of a block of it.
-Unit: TypeAlias = "list[tuple[int, int]]"
+#: Blocks that are decoded together: of each, the number of its box among those that are read, and its own number.
+Bundle: TypeAlias = list[tuple[int, int]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Fetched:
-    """Units, and what is stored of all that they are decoded from, verified.
+# --- destinations -----------------------------------------------------------------------------------------------------
+
+
+def carrier_of(element_nbytes: int) -> np.dtype[Any]:
+    """Return a numpy dtype for elements of a size, whatever they mean."""
+    return np.dtype(_CARRIERS.get(element_nbytes, (np.void, element_nbytes)))
+
+
+@contextlib.contextmanager
+def allocating(tensor: IndexTensor) -> Iterator[None]:
+    """Say by name that memory doesn't suffice for a tensor, by numpy or torch. Raises: StateError(LOAD_MEMORY)."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except (MemoryError, RuntimeError, ValueError) as error:  # the last beyond all addresses
+        detail = f"{tensor.dtype} of shape {tensor.global_shape}: {error}"
+        raise err(Code.LOAD_MEMORY, detail, where=tensor.name) from error
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class ArrayTarget:
+    """An array to be filled with a box of a tensor, as whatever its elements are; a `MemorySink`.
 
     Attributes:
-        stored: by `StoredBlock.key`.
-        read_nbytes: how many bytes were read for it.
-        request_count: in how many ranges.
+        array: of the shape of the box, and of the dtype that `carrier_of` gives.
     """
 
-    units: list[Unit]
-    stored: Mapping[tuple[int, int, int], memoryview]
-    read_nbytes: int
-    request_count: int
+    field: str
+    name: str
+    scope: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    array: NDArray[Any]
+
+    def copy_from(self, box: Box, content: memoryview) -> None:
+        """Take the elements of `box`."""
+        index: tuple[Any, ...] = (*box.relative_to(self.boxes[0]), ...)  # the dots keep an array of rank 0 one
+        target: NDArray[Any] = self.array[index]
+        np.copyto(target, np.frombuffer(content, self.array.dtype).reshape(box.shape))
+
+    def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
+        """Return the bytes of the elements of `box`, if they follow each other."""
+        first = find_stretch(self.boxes[0], box) if self.array.flags.c_contiguous else None
+        if first is None:
+            return None
+        flat: NDArray[np.uint8] = self.array.reshape(-1)[first : first + box.element_count].view(np.uint8)
+        return flat
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class WantedBox:
+    """A stored box, and who wants which of its elements: nobody, where it is only verified.
+
+    Attributes:
+        wanted: none of the boxes is empty. Complete before anything is placed.
+    """
+
+    stored: StoredBox
+    wanted: list[tuple[TensorSink, Box]] = dataclasses.field(default_factory=list)
+    _straight: list[tuple[int, NDArray[np.uint8]]] = dataclasses.field(default_factory=list)
+    _others: list[tuple[TensorSink, Box]] = dataclasses.field(default_factory=list)
+
+    @property
+    def wanted_nbytes(self) -> int:
+        """How many bytes are wanted of it; what two want counts twice."""
+        return sum(box.element_count for _, box in self.wanted) * self.stored.element_nbytes
+
+    def iter_spans(self) -> Iterator[BlockSpan]:
+        """Yield where the blocks are that have something wanted. Raises: as `ckptfmt.read.decoding.iter_spans`."""
+        stored = self.stored
+        wanted = [box for _, box in self.wanted]
+        for first, last in find_blocks(stored.box, wanted, stored.element_nbytes, stored.block_nbytes):
+            yield from iter_spans(stored, first, last)
+
+    def open_sinks(self) -> None:
+        """Find out whose elements follow each other in memory as they do here. To be called before `place`."""
+        for sink, box in self.wanted:
+            first = find_stretch(self.stored.box, box)
+            # Asked by name: that something is a protocol takes longer to find out than to copy a small tensor.
+            memory_of: MemoryOf | None = None if first is None else getattr(sink, "memory_of", None)
+            memory = None if memory_of is None else memory_of(box)
+            if first is None or memory is None:
+                self._others.append((sink, box))
+            else:
+                self._straight.append((first * self.stored.element_nbytes, memory))
+
+    def place(self, blocks: BlockRange, content: memoryview) -> None:
+        """Hand the elements of a range, which was checked, to those who want them; other threads run meanwhile."""
+        begin = blocks.box_byte_begin
+        for first, memory in self._straight:
+            low, high = max(begin, first), min(begin + blocks.nbytes, first + memory.nbytes)
+            if low < high:
+                found = np.frombuffer(content[low - begin : high - begin], np.uint8)
+                np.copyto(memory[low - first : high - first], found)
+        if not self._others:
+            return
+        for at, box in cut_range(self.stored.box, begin, begin + blocks.nbytes, self.stored.element_nbytes):
+            for sink, wanted in self._others:
+                common = box.intersect(wanted)
+                if common is not None:
+                    sink.copy_from(common, _cut(content[at - begin :], box, common, self.stored.element_nbytes))
+
+
+def _cut(content: memoryview, box: Box, wanted: Box, element_nbytes: int) -> memoryview:
+    """Return the elements of `wanted` out of those of `box`, with which `content` begins: in place, if they follow."""
+    first = find_stretch(box, wanted)
+    if first is not None:
+        begin = first * element_nbytes
+        return content[begin : begin + wanted.element_count * element_nbytes]
+    carrier = carrier_of(element_nbytes)
+    held = np.frombuffer(content[: box.element_count * element_nbytes], carrier).reshape(box.shape)
+    cut: memoryview = np.ascontiguousarray(held[wanted.relative_to(box)]).reshape(-1).view(np.uint8).data
+    return cut
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def plan_reading(files: CheckpointFiles, sinks: Sequence[TensorSink], borrow: Borrow | None = None) -> Reading:
+    """Return what fills sinks; see `ckptfmt.read.reader.Checkpoint.plan_reading`."""
+    boxes: dict[StoredBox, WantedBox] = {}
+    for sink in sinks:
+        tensor = _find_for(files, sink)
+        for wanted in sink.boxes:
+            for box, part, common in iter_stored_boxes(tensor.sharding, wanted):
+                stored = files.stored_box(tensor, box, part)
+                if stored not in boxes:
+                    boxes[stored] = WantedBox(stored=stored)
+                boxes[stored].wanted.append((sink, common))
+    reading = Reading(files, borrow)
+    for one in boxes.values():
+        reading.add_blocks(reading.add_box(one), one.iter_spans())
+    return reading
+
+
+def _find_for(files: CheckpointFiles, sink: TensorSink) -> IndexTensor:
+    tensor = files.find(sink.field, sink.name, sink.scope)
+    if tensor is None:
+        raise err(Code.TENSOR_MISSING, f"{sink.field} has no tensor {sink.name!r} ({sink.scope})", where=sink.name)
+    if sink.dtype != tensor.dtype:
+        raise err(Code.DTYPE_MISMATCH, f"saved as {tensor.dtype}, wanted as {sink.dtype}", where=sink.name)
+    if tuple(sink.global_shape) != tensor.global_shape:
+        raise err(
+            Code.SHAPE_MISMATCH,
+            f"saved as {tensor.global_shape}, wanted as {tuple(sink.global_shape)}",
+            where=sink.name,
+        )
+    return tensor
 
 
 class Reading:
-    """Elements on their way from stored pieces to those who want them; see `Checkpoint.plan_reading`.
+    """Blocks on their way from files to whoever wants their elements. Without anybody it is a check of the blocks.
 
     Attributes:
-        pieces: what is read, each piece once.
+        boxes: what is read, each box once.
         ranges: which raw blocks of them this process reads for itself alone.
-        files: what they are in.
-        units: what is decoded: lists of blocks, each a piece's number and the block's.
+        library: the files that they are in.
     """
 
-    def __init__(self, checkpoint: Checkpoint, pieces: list[StoredPiece], borrow: Borrow | None) -> None:
-        self.pieces = pieces
-        self.files = Library(checkpoint)
-        self.ranges, self.units = _sort_blocks(pieces, self.files)
-        self._checkpoint = checkpoint
+    def __init__(self, files: CheckpointFiles, borrow: Borrow | None = None) -> None:
+        self.boxes: list[WantedBox] = []
+        self.ranges: list[BlockRange] = []
+        self.library = Library(files)
+        self._bundles: dict[tuple[StoredBox, int], Bundle] = {}
         self._borrow = borrow
         self._rounds: Rounds | None = None
         self._read_nbytes = self._verified_nbytes = self._request_count = self._buffer_nbytes = 0
         self._decoded_nbytes = 0
+
+    def add_box(self, wanted: WantedBox) -> int:
+        """Read something of a box; return its number among the boxes of this read."""
+        self.boxes.append(wanted)
+        return len(self.boxes) - 1
+
+    def add_blocks(self, number: int, spans: Iterable[BlockSpan]) -> None:
+        """Read some blocks of a box, given its number."""
+        for span in spans:
+            if span.encoding == "raw":
+                self.ranges.append(self.library.range_of(span.stored, span.first, span.last, number))
+                continue
+            for block in range(span.first, span.last):
+                self._bundles.setdefault(_bundle_of(span.stored, block), []).append((number, block))
 
     def share(self, peers: Peers) -> None:
         """Let each block that several processes want be read by one, who sends it to the others. All of them call it.
 
         Raises: what the gather raises.
         """
-        block_nbytes = self._checkpoint.manifest.origin.block_nbytes
-        self.ranges, self._rounds = share_ranges(self.ranges, peers, block_nbytes=block_nbytes)
+        self.ranges, self._rounds = share_ranges(self.ranges, peers, block_nbytes=self.library.files.block_nbytes)
 
     def run(self) -> ReadReport:
         """Read, verify and hand on everything; if that is shared, every process calls it.
 
         Raises: IntegrityError; what the sinks raise; StateError(PEER_FAILED).
         """
-        for piece in self.pieces:
-            piece.open_sinks()
+        for wanted in self.boxes:
+            wanted.open_sinks()
         failed: Exception | None = None
         try:
             self._read(self.ranges)
-            if self.units:
+            if self._bundles:
                 self._decode()
         except Exception as error:
             if self._rounds is None:
@@ -106,7 +263,8 @@ class Reading:
 
     def _read(self, ranges: list[BlockRange], then: Take | None = None) -> None:
         """Read and take ranges; `then` is given each of them, too."""
-        requests = self._checkpoint.plan_requests(self.files, ranges)
+        ranges = self._check_files(ranges)
+        requests = self.library.plan_requests(ranges)
 
         def take(request: Request, content: memoryview) -> None:
             for blocks in request.ranges:
@@ -119,11 +277,24 @@ class Reading:
         self._request_count += len(requests)
         self._read_nbytes += sum(request.nbytes for request in requests)
         self._verified_nbytes += sum(blocks.nbytes for blocks in ranges)
-        buffer_nbytes = stream_requests(self.files, requests, take, borrow=self._borrow)
+        buffer_nbytes = stream_requests(self.library, requests, take, borrow=self._borrow)
         self._buffer_nbytes = max(self._buffer_nbytes, buffer_nbytes)
 
+    def _check_files(self, ranges: list[BlockRange]) -> list[BlockRange]:
+        """Compare size and header of the files that ranges are in; return the ranges that can be read."""
+        for path in sorted({blocks.path for blocks in ranges}):
+            self.library.check(path)
+        return ranges
+
+    def _take(self, blocks: BlockRange, stored: memoryview) -> None:
+        """Check a range, then hand on what is wanted of it."""
+        wanted = self.boxes[blocks.box]
+        for damage in wanted.stored.iter_damages(blocks, stored):
+            raise damage
+        wanted.place(blocks, stored)
+
     def _decode(self) -> None:
-        """Decode and hand on all units. Where reading waits, a few threads read ahead.
+        """Decode and hand on all bundles. Where reading waits, a few threads read ahead.
 
         One thread decodes. Measured, on two cores: two took from the same time to twice as long, since the calls are
         short and each hands on the interpreter's lock.
@@ -131,114 +302,70 @@ class Reading:
         batches = self._list_batches()
         room = _AHEAD_NBYTES // max(sum(map(self._nbytes_of, batch)) for batch in batches)
         count = max(1, min(thread_count() * _WHILE_WAITING, room // (WAITING + 1))) if self._waits() else 0
-        ahead = iter_ahead(self._fetch, batches, count=count) if count else map(self._fetch, batches)
-        for fetched in ahead:
-            stored_nbytes = sum(map(len, fetched.stored.values()))
+
+        def fetch(batch: list[Bundle]) -> tuple[list[Bundle], Fetched]:
+            wanted = ((self.boxes[number].stored, block) for bundle in batch for number, block in bundle)
+            return batch, self.library.fetch(wanted)
+
+        for batch, fetched in iter_ahead(fetch, batches, count=count) if count else map(fetch, batches):
             self._read_nbytes += fetched.read_nbytes
             self._request_count += fetched.request_count
-            self._verified_nbytes += stored_nbytes
-            self._buffer_nbytes = max(self._buffer_nbytes, stored_nbytes * (WAITING * count + 1))
-            for unit in fetched.units:
-                self._decode_unit(unit, fetched.stored)
+            self._verified_nbytes += fetched.nbytes
+            self._buffer_nbytes = max(self._buffer_nbytes, fetched.nbytes * (WAITING * count + 1))
+            for bundle in batch:
+                decoder = Decoder(self.library, fetched)
+                self._decode_bundle(bundle, decoder)
+                self._decoded_nbytes += decoder.decoded_nbytes
+                self._verified_nbytes += decoder.decoded_nbytes
 
     def _waits(self) -> bool:
         """Return whether reading what is decoded waits for a device or a network."""
-        number, block = self.units[0][0]
-        piece = self.pieces[number]
-        (run,) = iter_runs(piece.opened, piece.stored, block, block + 1)
-        assert run.extent.file is not None  # noqa: S101 - what is decoded is stored
-        return run.opened.checkpoint.store.waits(run.opened.part.files[run.extent.file].name)
+        number, block = next(iter(self._bundles.values()))[0]
+        (span,) = iter_spans(self.boxes[number].stored, block, block + 1)
+        return self.library.waits(self.library.range_of(span.stored, block, block + 1, number).path)
 
-    def _list_batches(self) -> list[list[Unit]]:
-        """Return units in batches whose stored bytes are read at once: a small one by itself would take many requests.
+    def _list_batches(self) -> list[list[Bundle]]:
+        """Return bundles in batches whose stored bytes are read at once: one small one would take many requests.
 
-        Batches of small units, which take long to decode for their bytes, are spread among the others, so that neither
-        reading nor decoding waits for long.
+        Batches of small bundles, which take long to decode for their bytes, are spread among the others, so that
+        neither reading nor decoding waits for long.
         """
-        sorts: tuple[list[Unit], list[Unit]] = [], []
-        for unit in self.units:
-            sorts[self._nbytes_of(unit) * _BATCH_COUNT < _BATCH_NBYTES].append(unit)
-        placed: list[tuple[float, list[Unit]]] = []
-        for units in sorts:
-            batches = list(iter_batches(units, self._nbytes_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT))
+        sorts: tuple[list[Bundle], list[Bundle]] = [], []
+        for bundle in self._bundles.values():
+            sorts[self._nbytes_of(bundle) * _BATCH_COUNT < _BATCH_NBYTES].append(bundle)
+        placed: list[tuple[float, list[Bundle]]] = []
+        for bundles in sorts:
+            batches = list(iter_batches(bundles, self._nbytes_of, nbytes=_BATCH_NBYTES, count=_BATCH_COUNT))
             placed += [((at + 0.5) / len(batches), batch) for at, batch in enumerate(batches)]
         return [batch for _, batch in sorted(placed, key=lambda row: row[0])]
 
-    def _nbytes_of(self, unit: Unit) -> int:
-        return sum(min(self.pieces[number].block_nbytes, self.pieces[number].stored.nbytes) for number, _ in unit)
+    def _nbytes_of(self, bundle: Bundle) -> int:
+        return sum(self.boxes[number].stored.content_nbytes(block) for number, block in bundle)
 
-    def _fetch(self, units: list[Unit]) -> _Fetched:
-        """Read and verify what is stored of units, and of all that they are decoded from."""
-        pieces = ((self.pieces[number], block) for unit in units for number, block in unit)
-        wanted = list(iter_stored((piece.opened, piece.stored, block) for piece, block in pieces))
-        library = Library(self._checkpoint)
-        ranges = [library.range_of_block(stored, number) for number, stored in enumerate(wanted)]
-        requests = self._checkpoint.plan_requests(library, ranges)
-        found: dict[tuple[int, int, int], memoryview] = {}
-        for request in requests:
-            content = library.read(request)
-            for blocks in request.ranges:
-                at = blocks.byte_begin - request.byte_begin
-                stored = wanted[blocks.piece]
-                found[stored.key] = content[at : at + blocks.nbytes]
-                stored.check(found[stored.key])
-        return _Fetched(
-            units=units,
-            stored=found,
-            read_nbytes=sum(request.nbytes for request in requests),
-            request_count=len(requests),
-        )
-
-    def _decode_unit(self, unit: Unit, stored: Mapping[tuple[int, int, int], memoryview]) -> None:
-        decoder = Decoder(stored)
-        for number, block in unit:
-            piece = self.pieces[number]
-            content = decoder.content(piece.opened, piece.stored, block)
-            begin = block * piece.block_nbytes
-            piece.place(BlockRange("", 0, content.nbytes, number, begin), content)
-        self._decoded_nbytes += decoder.decoded_nbytes
-        self._verified_nbytes += decoder.verified_nbytes
-
-    def _take(self, blocks: BlockRange, content: memoryview) -> None:
-        """Check a range, then hand on what is wanted of it."""
-        if self._checkpoint.is_verifying:
-            self.pieces[blocks.piece].check(blocks, content)
-        self.pieces[blocks.piece].place(blocks, content)
+    def _decode_bundle(self, bundle: Bundle, decoder: Decoder) -> None:
+        """Decode the blocks of a bundle, and hand on what is wanted of them."""
+        for number, block in bundle:
+            wanted = self.boxes[number]
+            content = decoder.content(wanted.stored, block)
+            wanted.place(BlockRange("", 0, content.nbytes, number, block * wanted.stored.block_nbytes), content)
 
     def _report(self) -> ReadReport:
         received_nbytes = 0 if self._rounds is None else self._rounds.received_nbytes
-        verified_nbytes = self._verified_nbytes + received_nbytes
         return ReadReport(
-            needed_nbytes=sum(piece.wanted_nbytes for piece in self.pieces),
+            needed_nbytes=sum(wanted.wanted_nbytes for wanted in self.boxes),
             read_nbytes=self._read_nbytes,
-            verified_nbytes=verified_nbytes if self._checkpoint.is_verifying else 0,
+            verified_nbytes=self._verified_nbytes + received_nbytes,
             request_count=self._request_count,
             received_nbytes=received_nbytes,
             decoded_nbytes=self._decoded_nbytes,
             buffer_nbytes=self._buffer_nbytes + (0 if self._rounds is None else self._rounds.buffer_nbytes),
-            metadata_nbytes=self._checkpoint.metadata_nbytes,
+            metadata_nbytes=self.library.files.metadata_nbytes,
         )
 
 
-def _sort_blocks(pieces: Sequence[StoredPiece], library: Library) -> tuple[list[BlockRange], list[Unit]]:
-    """Return the wanted blocks that are read as they are, and those that are decoded."""
-    ranges: list[BlockRange] = []
-    units: dict[tuple[int, int, int], Unit] = {}
-    for number, piece in enumerate(pieces):
-        for first, last in piece.iter_blocks():
-            for run in iter_runs(piece.opened, piece.stored, first, last):
-                if run.extent.encoding == "raw":
-                    ranges.append(library.range_of(run, number))
-                    continue
-                for block in range(run.first, run.last):
-                    units.setdefault(unit_of(run, block), []).append((number, block))
-    return ranges, list(units.values())
-
-
-def unit_of(run: Run, block: int) -> tuple[int, int, int]:
-    """Return what is the same for all blocks that are decoded together."""
-    group = run.box.group
-    rows = (run.box.row,) if group is None else group.boxes
-    narrowest = min(run.opened.box(row).element_nbytes for row in rows)
+def _bundle_of(stored: StoredBox, block: int) -> tuple[StoredBox, int]:
+    """Return what is the same for all blocks that are decoded together: the first box of the group, and a number."""
+    members = [stored] if stored.group is None else [stored.opened.box(row) for row in stored.group.boxes]
+    narrowest = min(member.element_nbytes for member in members)
     # Wider elements have more blocks for as many of them.
-    return id(run.opened), rows[0], block * narrowest // run.box.element_nbytes
+    return members[0], block * narrowest // stored.element_nbytes

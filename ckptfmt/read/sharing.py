@@ -201,5 +201,5 @@ class _Shared:
 
 
 def _part_of(blocks: BlockRange, begin: int, end: int) -> BlockRange:
-    first = blocks.piece_byte_begin + begin - blocks.byte_begin
-    return dataclasses.replace(blocks, byte_begin=begin, nbytes=end - begin, piece_byte_begin=first)
+    first = blocks.box_byte_begin + begin - blocks.byte_begin
+    return dataclasses.replace(blocks, byte_begin=begin, nbytes=end - begin, box_byte_begin=first)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import dataclasses
+import threading
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
@@ -11,7 +13,6 @@ from ckptfmt.commit.decision import read_register
 from ckptfmt.commit.waiting import describe_savers, list_held
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import is_foreign, parse_cursor, parse_foreign
-from ckptfmt.documents.extents import Extent
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
     Abort,
@@ -28,18 +29,27 @@ from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
-from ckptfmt.read.reader import Checkpoint, check_nbytes, read_header
-from ckptfmt.read.report import ClosureMember, FoundReference, Report, is_violation
-from ckptfmt.read.verify_blocks import Done, find_damages, find_undecodable, sort_extents
+from ckptfmt.read.decoding import iter_spans
+from ckptfmt.read.metadata import check_nbytes, read_header
+from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.reading import Reading, WantedBox
+from ckptfmt.read.report import ClosureMember, FoundReference, Report, is_violation, without_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
+    from ckptfmt.documents.extents import Extent
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.documents.packed import Integers
     from ckptfmt.documents.sharding import Sharding
-    from ckptfmt.read.decoding import OpenPart, StoredBox
+    from ckptfmt.layout.read_plan import BlockRange
+    from ckptfmt.read.decoding import Decoder
+    from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox
+    from ckptfmt.read.reading import Bundle
     from ckptfmt.store.protocol import Store
+
+#: The encoded blocks that were decoded already: by manifest digest, number of the part and of the box.
+Done: TypeAlias = dict[tuple[str, int, int], set[int]]
 
 #: What says that a reference isn't there. Any other error says what is wrong with what is.
 _NOT_FOUND: Final = frozenset({Code.BASE_MISSING, Code.BASE_MISMATCH})
@@ -224,7 +234,7 @@ class _Verification:
                 )
             )
 
-    def _check_contents(self, checkpoint: Checkpoint, report: Report, directory: str, *, can_decode: bool) -> None:
+    def _check_contents(self, checkpoint: CheckpointFiles, report: Report, directory: str, *, can_decode: bool) -> None:
         """Check every byte of an opened checkpoint, and that its documents follow from each other."""
         before = len(report.violations)
         manifest = checkpoint.manifest
@@ -250,33 +260,144 @@ class _Verification:
 
     def _check_part(self, opened: OpenPart, report: Report, directory: str, *, can_decode: bool) -> None:
         """Check the files, the encoded blocks and the values of a part."""
-        store, part = opened.checkpoint.store, opened.part
-        damages: list[CkptError] = []
-        extents = sort_extents(opened)
+        store, part = opened.files.store, opened.part
+        check = _BlockCheck(opened, self._done, report.count, with_bases=self._with_bases)
+        shards: list[list[tuple[StoredBox, Extent]]] = [[] for _ in part.files]
+        for stored in opened.iter_boxes():
+            for extent in stored.extents:
+                if extent.file is not None:
+                    shards[extent.file].append((stored, extent))
+        readable, sound = set(), set()
         for number, file in enumerate(part.files):
             with report.collect(directory):
                 check_nbytes(store, file)
-                is_sound = False
-                with report.collect(directory):  # What the header says doesn't matter to the blocks.
-                    _verify_header(store, file, extents[number])
-                    is_sound = True
+                readable.add(number)  # What the header says doesn't matter to the blocks.
+                with report.collect(directory):
+                    _verify_header(store, file, shards[number])
+                    sound.add(number)
                 report.count(file.header_nbytes)
-                # What can't be decoded is at least what was stored.
-                with_stored = not (can_decode and is_sound)
-                damages += find_damages(opened, number, extents[number], report.count, with_stored=with_stored)
-        if part.features and can_decode:
-            damages += find_undecodable(opened, self._done, report.count, with_bases=self._with_bases)
-        for damage in damages:
+        # What can't be decoded is at least what was stored.
+        check.plan(readable, as_stored=readable - sound if can_decode else readable, can_decode=can_decode)
+        for damage in check.find_damages():
             report.add(damage.below(directory) if directory else damage)
-        _verify_values(opened.checkpoint, part, report, directory)
+        _verify_values(opened.files, part, report, directory)
 
 
-def _newest_first(checkpoint: Checkpoint) -> list[Reference]:
+class _BlockCheck(Reading):
+    """A read of all blocks of a part without anybody who wants them: what is wrong is collected.
+
+    Args:
+        done: the encoded blocks that were decoded before, which aren't again; what is decoded now is added, blocks of
+            bases too.
+        count: is told how many bytes were checked: of what blocks are stored as.
+        with_bases: whether what this part needs of its bases is checked as well, and damage there is told; else the
+            bases are checked by themselves.
+    """
+
+    def __init__(self, opened: OpenPart, done: Done, count: Callable[[int], None], *, with_bases: bool) -> None:
+        super().__init__(opened.files)
+        self._opened = opened
+        self._done = done
+        self._count = count
+        self._with_bases = with_bases
+        self._own = {file.name for file in opened.part.files}
+        # By stage, file and place: own blocks, what can't be looked up, blocks of bases, what doesn't decode.
+        self._damages: list[tuple[tuple[int, str, int, int], CkptError]] = []
+        self._lock = threading.Lock()
+
+    def plan(self, readable: Collection[int], *, as_stored: Collection[int], can_decode: bool) -> None:
+        """Find out what to read.
+
+        Args:
+            readable: numbers of the files whose blocks are read.
+            as_stored: numbers of those whose encoded blocks are compared with the digests of what they are stored as.
+            can_decode: whether encoded blocks are decoded.
+        """
+        for stored in self._opened.iter_boxes():
+            number = self.add_box(WantedBox(stored=stored))
+            for extent in stored.extents:
+                first, last = extent.block_begin, extent.block_begin + extent.block_count
+                if extent.encoding == "raw":
+                    if extent.file in readable and first < last:
+                        self.ranges.append(self.library.range_of(stored, first, last, number))
+                    continue
+                if extent.file in as_stored:
+                    self.ranges += [self.library.range_of(stored, at, at + 1, number) for at in range(first, last)]
+                if can_decode:
+                    self._add_decoded(number, stored, first, last)
+
+    def _add_decoded(self, number: int, stored: StoredBox, first: int, last: int) -> None:
+        """Decode some blocks that were not decoded before."""
+        try:
+            spans = list(iter_spans(stored, first, last))
+        except CkptError as error:
+            self._note((1, "", number, first), error)
+            return
+        for span in spans:
+            if span.stored.opened is not self._opened and not self._with_bases:
+                continue
+            if span.encoding == "raw":
+                self.add_blocks(number, [span])
+                continue
+            extent, done = span.stored.extent_of(span.first), self._done.get(_key(span.stored), ())
+            self._count(sum(extent.stored_nbytes(at) for at in range(span.first, span.last)))
+            left = (at for at in range(span.first, span.last) if at not in done)
+            self.add_blocks(number, (dataclasses.replace(span, first=at, last=at + 1) for at in left))
+
+    def find_damages(self) -> list[CkptError]:
+        """Return an error for every block that isn't what was saved: by file, then by box.
+
+        Raises: StoreError; StateError(FLOAT_ENVIRONMENT).
+        """
+        self.run()
+        # Of whoever has a file, the attempt is in its name: what is wrong in a base is said once, there.
+        attempt = self._opened.part.origin.attempt
+        damages = [error for _, error in sorted(self._damages, key=lambda row: row[0])]
+        return [one for one in damages if self._with_bases or one.where is None or attempt in one.where]
+
+    def _note(self, at: tuple[int, str, int, int], error: CkptError) -> None:
+        if not is_violation(error):
+            raise error
+        self._damages.append((at, without_frames(error)))
+
+    def _check_files(self, ranges: list[BlockRange]) -> list[BlockRange]:
+        """Leave out what can't be read of bases; own files were checked before."""
+        wrong = set()
+        for path in sorted({blocks.path for blocks in ranges} - self._own):
+            try:
+                self.library.check(path)
+            except CkptError as error:
+                self._note((2, path, -1, 0), error)
+                wrong.add(path)
+        return [blocks for blocks in ranges if blocks.path not in wrong]
+
+    def _take(self, blocks: BlockRange, stored: memoryview) -> None:
+        damages = list(self.boxes[blocks.box].stored.iter_damages(blocks, stored))
+        with self._lock:
+            for error in damages:
+                self._note((0 if blocks.path in self._own else 2, blocks.path, blocks.byte_begin, 0), error)
+            self._count(blocks.nbytes)
+
+    def _decode_bundle(self, bundle: Bundle, decoder: Decoder) -> None:
+        for number, block in bundle:
+            try:
+                decoder.content(self.boxes[number].stored, block)
+            except CkptError as error:
+                self._note((3, "", number, block), error)
+        for stored, block in decoder.contents:
+            self._done.setdefault(_key(stored), set()).add(block)
+
+
+def _key(stored: StoredBox) -> tuple[str, int, int]:
+    return stored.opened.files.digest, stored.opened.part.writer, stored.row
+
+
+def _newest_first(checkpoint: CheckpointFiles) -> list[Reference]:
     """Return what a checkpoint reads from, in the order of steps; the manifest has it in that of digests."""
     return sorted(checkpoint.manifest.references, key=lambda one: parse_checkpoint_name(one.name) or (), reverse=True)
 
 
-def _can_open(checkpoint: Checkpoint, reference: Reference) -> bool:
+def _can_open(checkpoint: CheckpointFiles, reference: Reference) -> bool:
     """Return whether a reference can be opened; why not was said before."""
     try:
         checkpoint.closure.open(reference)
@@ -335,7 +456,7 @@ def _check_run_id(run_id: str | None, said: str | None, where: str) -> None:
         raise err(Code.RUN_MISMATCH, f"it belongs to run {said}", where=where, requirement="REQ-RUN-003")
 
 
-def _verify_values(checkpoint: Checkpoint, part: Part, report: Report, directory: str) -> None:
+def _verify_values(checkpoint: CheckpointFiles, part: Part, report: Report, directory: str) -> None:
     """Check every tree of a part."""
     where = part_path(part.origin.attempt, part.writer)
     for stream in part.streams:
@@ -352,7 +473,7 @@ def _verify_values(checkpoint: Checkpoint, part: Part, report: Report, directory
                 parse_foreign(value)
 
 
-def _check_references(checkpoint: Checkpoint, field: str, scope: str, value: object, where: str) -> None:
+def _check_references(checkpoint: CheckpointFiles, field: str, scope: str, value: object, where: str) -> None:
     for item in iter_values(value):
         if isinstance(item, TensorRef) and checkpoint.find(field, item.name, scope) is None:
             raise err(
@@ -369,10 +490,10 @@ def _verify_header(store: Store, file: PartFile, extents: Sequence[tuple[StoredB
     if file.kind == "pack":  # it is the same for all of them
         return
     entries = parse_shard_header(header, file_nbytes=file.nbytes, where=file.name)
-    stored = [(extent.key or box.key[1], box, extent.byte_begin) for box, extent in extents]
     # Counted, for a key that the part names twice would hide one of the two.
-    if sorted(key for key, *_ in stored) != sorted(entries) or not all(
-        _agrees(entries[key], box, byte_begin) for key, box, byte_begin in stored
+    keys = [extent.key or stored.key[1] for stored, extent in extents]
+    if sorted(keys) != sorted(entries) or not all(
+        _agrees(entries[key], stored, extent) for key, (stored, extent) in zip(keys, extents, strict=True)
     ):
         raise err(
             Code.SHARD_MISMATCH,
@@ -382,18 +503,18 @@ def _verify_header(store: Store, file: PartFile, extents: Sequence[tuple[StoredB
         )
 
 
-def _agrees(entry: ShardEntry, box: StoredBox, byte_begin: int) -> bool:
-    dtype = DTYPES[box.dtype]
-    shape = box.box.shape if dtype.safetensors else (box.nbytes,)
+def _agrees(entry: ShardEntry, stored: StoredBox, extent: Extent) -> bool:
+    tag = DTYPES[stored.dtype].safetensors
+    shape = stored.box.shape if tag else (stored.nbytes,)
     return (entry.tag, entry.shape, entry.byte_begin, entry.byte_end) == (
-        dtype.safetensors or "U8",
+        tag or "U8",
         shape,
-        byte_begin,
-        byte_begin + box.nbytes,
+        extent.byte_begin,
+        extent.byte_begin + stored.nbytes,
     )
 
 
-def _check_merge(checkpoint: Checkpoint, entries: list[PartFileEntry]) -> None:
+def _check_merge(checkpoint: CheckpointFiles, entries: list[PartFileEntry]) -> None:
     """Raise unless index and manifest follow from the parts: they may leave out nothing that a part holds.
 
     Raises: FormatError(DOC_MISMATCH, MANIFEST_SUMMARY), and of merging. Spec: REQ-IDX-005, REQ-MAN-006, REQ-DEL-021.
@@ -427,7 +548,7 @@ def _check_merge(checkpoint: Checkpoint, entries: list[PartFileEntry]) -> None:
         )
 
 
-def _verify_holders(checkpoint: Checkpoint, sound: set[int], report: Report, directory: str) -> None:
+def _verify_holders(checkpoint: CheckpointFiles, sound: set[int], report: Report, directory: str) -> None:
     """Check that every part that is `sound` by itself has what the index says it has."""
     is_sound = np.zeros(checkpoint.manifest.origin.writer_count, np.bool_)
     is_sound[list(sound)] = True
@@ -438,7 +559,7 @@ def _verify_holders(checkpoint: Checkpoint, sound: set[int], report: Report, dir
             rows[tensor.sharding] = np.flatnonzero(is_sound[tensor.sharding.part])
         for box, part in tensor.sharding.iter_rows(rows[tensor.sharding]):
             with report.collect(directory):
-                checkpoint.check_stored(tensor, box, part)
+                checkpoint.stored_box(tensor, box, part)
             if report.is_full:
                 return
     for leaf in checkpoint.index.leaves:

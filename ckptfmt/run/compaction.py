@@ -16,7 +16,7 @@ from ckptfmt.documents.packed import make_integers
 from ckptfmt.documents.tables import block_count
 from ckptfmt.errors import Code, err
 from ckptfmt.read.ahead import iter_ahead
-from ckptfmt.read.decoding import Decoder
+from ckptfmt.read.decoding import Library
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, check_not_fenced, find_head, open_run
 from ckptfmt.write.image import Image, plan_image
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ckptfmt.box import Box
     from ckptfmt.documents.holdings import Holdings
-    from ckptfmt.read.decoding import OpenPart, StoredBox
+    from ckptfmt.read.files import OpenPart, StoredBox
     from ckptfmt.store.protocol import Store
 
 #: How many bytes of small blocks are decoded at a time.
@@ -167,6 +167,7 @@ class _Decoded:
 
     def __init__(self, opened: OpenPart, image: Image, on_progress: Callable[[int], None] | None) -> None:
         self._opened = opened
+        self._library = Library(opened.files)
         self._image = image
         self._on_progress = on_progress
 
@@ -192,6 +193,4 @@ class _Decoded:
                 yield self._opened.box(row), range(first, min(first + step, count))
 
     def _decode(self, chunk: tuple[StoredBox, range]) -> list[memoryview]:
-        box, blocks = chunk
-        decoder = Decoder()
-        return [decoder.content(self._opened, box, block) for block in blocks]
+        return self._library.read_blocks(*chunk)[0]

@@ -15,7 +15,7 @@ from ckptfmt.layout.read_plan import (
     cut_range,
     find_blocks,
     iter_chunks,
-    iter_pieces,
+    iter_stored_boxes,
     plan_requests,
     strides_of,
 )
@@ -74,12 +74,12 @@ def test_requests_hold_every_run_once_and_keep_the_limits(drawn, block_nbytes, r
         gap_nbytes=gap_nbytes,
     )
     found = [
-        (r.path, r.piece, r.byte_begin + n, r.piece_byte_begin + n)
+        (r.path, r.box, r.byte_begin + n, r.box_byte_begin + n)
         for q in requests
         for r in q.ranges
         for n in range(r.nbytes)
     ]
-    expected = [(r.path, r.piece, r.byte_begin + n, r.piece_byte_begin + n) for r in ranges for n in range(r.nbytes)]
+    expected = [(r.path, r.box, r.byte_begin + n, r.box_byte_begin + n) for r in ranges for n in range(r.nbytes)]
     assert sorted(found) == sorted(expected)
     for request in requests:
         first, last = request.ranges[0], request.ranges[-1]
@@ -90,7 +90,7 @@ def test_requests_hold_every_run_once_and_keep_the_limits(drawn, block_nbytes, r
         )
         assert request.nbytes <= max(request_nbytes, block_nbytes)
         assert all(0 <= b.byte_begin - a.byte_end <= gap_nbytes for a, b in itertools.pairwise(request.ranges))
-        assert all((r.piece_byte_begin - r.piece * block_nbytes) % block_nbytes == 0 for r in request.ranges)
+        assert all((r.box_byte_begin - r.box * block_nbytes) % block_nbytes == 0 for r in request.ranges)
     ordered = [(request.path, request.byte_begin) for request in requests]
     assert ordered == sorted(ordered)
 
@@ -148,33 +148,33 @@ def test_chunks_tile_what_is_wanted(pair, element_nbytes, chunk_nbytes):
 @given(
     st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=4), boxes_in((n,))))
 )
-def test_pieces_are_what_stored_and_wanted_have_in_common(triple):
+def test_boxes_read_are_what_stored_and_wanted_have_in_common(triple):
     """REQ-OPN-005."""
     extent, cuts, wanted = triple
     edges = sorted({0, *cuts, extent})
     sharding = Sharding.of((Box((a,), (b - a,)), number) for number, (a, b) in enumerate(itertools.pairwise(edges)))
-    reads = tuple(iter_pieces(sharding, wanted))
-    assert [list(range(read.wanted.begin[0], read.wanted.end[0])) for read in reads] == [
+    reads = tuple(iter_stored_boxes(sharding, wanted))
+    assert [list(range(common.begin[0], common.end[0])) for _, _, common in reads] == [
         common
         for box, _ in sharding
         if (common := [n for n in range(box.begin[0], box.end[0]) if wanted.begin[0] <= n < wanted.end[0]])
     ]
-    assert all(dict(sharding)[read.stored] == read.part for read in reads)
+    assert all(dict(sharding)[stored] == part for stored, part, _ in reads)
 
 
 def test_nothing_wanted_reads_nothing():
     sharding = Sharding.of([(Box((0, 0), (4, 4)), 0)])
     for wanted in (Box((0, 0), (0, 4)), Box((4, 4), (0, 0)), Box((2, 2), (2, 0))):
-        assert tuple(iter_pieces(sharding, wanted)) == ()
+        assert tuple(iter_stored_boxes(sharding, wanted)) == ()
 
 
-def test_a_scalar_is_one_piece():
+def test_a_scalar_is_one_box():
     sharding = Sharding.of([(Box((), ()), 3)])
-    (read,) = iter_pieces(sharding, Box((), ()))
-    assert read.part == 3
+    ((stored, part, common),) = iter_stored_boxes(sharding, Box((), ()))
+    assert part == 3
     assert list(iter_chunks(Box((), ()), 16, 1)) == [Box((), ())]
-    assert find_blocks(read.stored, [read.wanted], 8, 4096) == ((0, 1),)
-    assert cut_range(read.stored, 0, 8, 8) == ((0, Box((), ())),)
+    assert find_blocks(stored, [common], 8, 4096) == ((0, 1),)
+    assert cut_range(stored, 0, 8, 8) == ((0, Box((), ())),)
 
 
 @pytest.mark.parametrize(("shape", "strides"), [((), ()), ((3,), (8,)), ((2, 3), (24, 8)), ((2, 1, 3), (24, 24, 8))])

@@ -73,7 +73,7 @@ def answer_open(path, request):
             checkpoint.open_part(number)
         for tensor in checkpoint.index.tensors:
             for box, part in tensor.sharding:
-                checkpoint.check_stored(tensor, box, part)
+                checkpoint.stored_box(tensor, box, part)
         for leaf in checkpoint.index.leaves:
             checkpoint.stored_leaf(leaf)
         for row in checkpoint.index.streams:

@@ -26,7 +26,8 @@ from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, failure_path, index_name, part_path
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, open_packed_document
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutError, err
-from ckptfmt.read.reader import Checkpoint, read_manifest
+from ckptfmt.read.metadata import read_manifest
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.write.writer import tell_failure, write_failure, write_part

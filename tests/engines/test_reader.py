@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import ckptfmt
 from ckptfmt.box import Box
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StateError
-from ckptfmt.read import reader
-from ckptfmt.read.decoding import StoredBox
+from ckptfmt.read import decoding
+from ckptfmt.read.files import StoredBox
 from ckptfmt.read.reader import Checkpoint, numpy_dtype
 from ckptfmt.store.memory import MemoryStore
 from tests.arithmetic.test_merge import cut
@@ -119,7 +119,7 @@ def test_any_box_of_any_tiling_is_what_was_saved(shape, dtype, rng, request_nbyt
     array = random_array(shape, dtype, rng)
     store = save_tiled(array, dtype, rng)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "REQUEST_NBYTES", request_nbytes)
+        patch.setattr(decoding, "REQUEST_NBYTES", request_nbytes)
         checkpoint = Checkpoint(store)
         for box in (Box.whole(shape), random_box(shape, rng), random_box(shape, rng)):
             expected = array[box.relative_to(Box.whole(shape))]
@@ -230,7 +230,7 @@ def test_a_row_reads_the_blocks_that_have_it_and_no_others():
 @pytest.mark.parametrize("shape", [(1 << 20,), (1024, 1024)])
 def test_memory_does_not_grow_with_a_tensor(shape, monkeypatch):
     """REQ-OPN-008: what is read into is a few requests, whether rows or columns are wanted."""
-    monkeypatch.setattr(reader, "REQUEST_NBYTES", 1 << 15)
+    monkeypatch.setattr(decoding, "REQUEST_NBYTES", 1 << 15)
     array = np.arange(1 << 20, dtype=np.float32).reshape(shape)
     store = MemoryStore()
     save(store, snapshot(tensor("w", array)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptfmt.box import Box
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.read import reader, sharing
+from ckptfmt.read import decoding, sharing
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import ATTEMPT, ArraySink, save, snapshot, tensor
@@ -75,8 +75,8 @@ class Peer:
 def share_what_is_small(monkeypatch):
     monkeypatch.setattr(sharing, "LEAST_NBYTES", 1)
     monkeypatch.setattr(sharing, "UNIT_NBYTES", 20_000)
-    monkeypatch.setattr(reader, "REQUEST_NBYTES", 20_000)
-    monkeypatch.setattr(reader, "GAP_NBYTES", 0)
+    monkeypatch.setattr(decoding, "REQUEST_NBYTES", 20_000)
+    monkeypatch.setattr(decoding, "GAP_NBYTES", 0)
 
 
 def load(store, boxes_of_each):

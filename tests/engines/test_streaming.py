@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckptfmt.box import Box
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange, Request
-from ckptfmt.read import reader, streaming
+from ckptfmt.read import decoding, streaming
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.streaming import stream_requests
 from ckptfmt.store.memory import MemoryStore
@@ -290,10 +290,10 @@ def test_a_gap_that_nobody_wants_may_be_read_but_is_not_verified(monkeypatch):
     store = MemoryStore()
     save(store, snapshot(tensor("w", array)))
     sink = ArraySink(name="w", dtype="float32", global_shape=(8, 4096), boxes=(Box((0, 0), (8, 100)),))
-    monkeypatch.setattr(reader, "GAP_NBYTES", 3 * 4096)
+    monkeypatch.setattr(decoding, "GAP_NBYTES", 3 * 4096)
     report = Checkpoint(store).read_into([sink])
     assert (report.request_count, report.verified_nbytes, report.read_nbytes) == (1, 8 * 4096, 29 * 4096)
-    monkeypatch.setattr(reader, "GAP_NBYTES", 3 * 4096 - 1)
+    monkeypatch.setattr(decoding, "GAP_NBYTES", 3 * 4096 - 1)
     report = Checkpoint(store).read_into([sink])
     assert (report.request_count, report.read_nbytes) == (8, 8 * 4096)
 
@@ -319,6 +319,6 @@ def test_damage_in_a_gap_does_no_harm(monkeypatch):
     files = store.snapshot()
     damaged = bytearray(files[path])
     damaged[len(damaged) - array.nbytes + 2 * 4096] ^= 1  # of the third block, in the first row
-    monkeypatch.setattr(reader, "GAP_NBYTES", 1 << 20)
+    monkeypatch.setattr(decoding, "GAP_NBYTES", 1 << 20)
     checkpoint = Checkpoint(MemoryStore.from_snapshot({**files, path: bytes(damaged)}))
     assert checkpoint.read("weights", "w", box=Box((0, 0), (8, 10))).tobytes() == array[:, :10].tobytes()

@@ -16,7 +16,7 @@ from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, index_name
 from ckptfmt.documents.run import LAUNCHES
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.read import reader, stored
+from ckptfmt.read import files
 from ckptfmt.run import lineage, retention
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import Loss
@@ -372,8 +372,8 @@ SCENE_MUTANTS: Final = {
 @contextlib.contextmanager
 def _nothing_compared() -> Iterator[None]:
     with (
-        mock.patch.object(stored.StoredPiece, "check", return_value=None),
-        mock.patch.multiple(reader, check_nbytes=lambda *_: None, read_header=lambda *_: b""),
+        mock.patch.object(files.StoredBox, "iter_damages", return_value=iter(())),
+        mock.patch.multiple(files, check_nbytes=lambda *_: None, read_header=lambda *_: b""),
     ):
         yield
 

@@ -8,7 +8,7 @@ import ckptfmt
 from ckptfmt.adapters.torch.devices import plan_arrivals
 from ckptfmt.adapters.torch.tensors import sink_of
 from ckptfmt.box import Box
-from ckptfmt.read import reader, streaming
+from ckptfmt.read import decoding, streaming
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import MemoryStore
 from tests.interop.test_device import FakeCuda
@@ -17,7 +17,7 @@ from tests.interop.test_device import FakeCuda
 @pytest.fixture(name="saved")
 def _saved(monkeypatch):
     """Return a store with weights that take several requests."""
-    monkeypatch.setattr(reader, "REQUEST_NBYTES", 8192)
+    monkeypatch.setattr(decoding, "REQUEST_NBYTES", 8192)
     monkeypatch.setattr(streaming, "_SMALL_NBYTES", 0)
     store = MemoryStore()
     weights = {

@@ -7,7 +7,7 @@ from typing import Any
 from ckptfmt import limits
 from ckptfmt.codecs.prediction import member_codec as codec
 from ckptfmt.documents.manifest import part_path
-from ckptfmt.read import reader
+from ckptfmt.read import decoding, files
 from ckptfmt.run import lineage
 from tests.mutants.mutant import Mutant, replaced
 
@@ -31,13 +31,13 @@ MUTANTS = {
     "parts_read_at_opening": Mutant(
         clauses=("REQ-OPN-002",),
         fault="reads all parts when a checkpoint is opened",
-        patch=replaced(reader, "read_index", _parts_too),
+        patch=replaced(files, "read_index", _parts_too),
         tests=("engines/test_reader.py::test_a_row_reads_the_blocks_that_have_it_and_no_others",),
     ),
     "requests_without_a_limit": Mutant(
         clauses=("REQ-OPN-008",),
         fault="reads blocks that follow each other at once, however many they are",
-        patch=replaced(reader, "plan_requests", _without_limit),
+        patch=replaced(decoding, "plan_requests", _without_limit),
         tests=(
             "engines/test_reader.py::test_memory_does_not_grow_with_a_tensor[shape0]",
             "engines/test_reader.py::test_memory_does_not_grow_with_a_tensor[shape1]",

@@ -423,7 +423,7 @@ def _check_metadata(checkpoint: Checkpoint) -> None:
         checkpoint.open_part(number)
     for tensor in checkpoint.index.tensors:
         for box, part in tensor.sharding:
-            checkpoint.check_stored(tensor, box, part)
+            checkpoint.stored_box(tensor, box, part)
     for field, name, scope in checkpoint.leaves:
         for value in iter_values(checkpoint.leaf(field, name, scope)):
             if isinstance(value, TensorRef) and checkpoint.find(field, value.name, scope) is None:

@@ -8,9 +8,9 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 
 CONVICTED_BY = ("parts/invalid/origin-attempt", "parts/invalid/origin-nonce", "parts/invalid/origin-step")
 
-_part = original("ckptfmt.read.reader:Part")
-_part_path = original("ckptfmt.read.reader:part_path")
-_read_exactly = original("ckptfmt.read.reader:_read_exactly")
+_part = original("ckptfmt.read.files:Part")
+_part_path = original("ckptfmt.read.files:part_path")
+_read_exactly = original("ckptfmt.read.files:read_exactly")
 
 
 def _read_any_part(checkpoint: Any, number: int) -> Any:  # noqa: ANN401 - of the implementation
@@ -23,4 +23,4 @@ def _read_any_part(checkpoint: Any, number: int) -> Any:  # noqa: ANN401 - of th
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.read.reader:Checkpoint.read_part", _read_any_part),)
+    replacements = (("ckptfmt.read.files:CheckpointFiles.read_part", _read_any_part),)

@@ -15,6 +15,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.read.reader:check_nbytes", _check_nothing),
+        ("ckptfmt.read.files:check_nbytes", _check_nothing),
         ("ckptfmt.read.verify:check_nbytes", _check_nothing),
     )

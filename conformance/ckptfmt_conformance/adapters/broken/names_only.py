@@ -20,4 +20,4 @@ def _find(self: Any, field: str, name: str, scope: str = "global") -> Any:  # no
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.read.reader:Checkpoint.find", _find),)
+    replacements = (("ckptfmt.read.files:CheckpointFiles.find", _find),)

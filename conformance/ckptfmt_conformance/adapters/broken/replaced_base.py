@@ -8,10 +8,10 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 
 CONVICTED_BY = ("deltas/invalid/base-made-again", "deltas/invalid/of-itself")
 
-_find = original("ckptfmt.read.closure:Closure.find")
-_read_register = original("ckptfmt.read.closure:read_register")
-_manifest = original("ckptfmt.read.closure:Manifest")
-_checkpoint = original("ckptfmt.read.reader:Checkpoint")
+_find = original("ckptfmt.read.files:Closure.find")
+_read_register = original("ckptfmt.read.files:read_register")
+_manifest = original("ckptfmt.read.files:Manifest")
+_files = original("ckptfmt.read.files:CheckpointFiles")
 
 
 def _find_any(closure: Any, reference: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -20,13 +20,13 @@ def _find_any(closure: Any, reference: Any) -> Any:  # noqa: ANN401 - of the imp
 
 
 def _open_any(store: Any, reference: Any, closure: Any) -> Any:  # noqa: ANN401 - of the implementation
-    return _checkpoint(store, closure=closure, title=reference.name)
+    return _files(store, closure=closure, title=reference.name)
 
 
 class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.read.closure:Closure.find", _find_any),
-        ("ckptfmt.read.reader:_open_base", _open_any),
+        ("ckptfmt.read.files:Closure.find", _find_any),
+        ("ckptfmt.read.files:_open_base", _open_any),
     )

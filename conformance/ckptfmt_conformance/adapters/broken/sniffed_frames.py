@@ -17,11 +17,9 @@ _take = original("ckptfmt.read.reading:Reading._take")
 
 
 def _take_inflated(reading: Any, blocks: Any, content: memoryview) -> None:  # noqa: ANN401 - of the implementation
-    piece = reading.pieces[blocks.piece]
-    piece.check(blocks, content)
     if bytes(content[:4]) == _MAGIC:
         inflated = zstandard.ZstdDecompressor().decompressobj().decompress(content)
-        piece.place(blocks, memoryview(inflated.ljust(blocks.nbytes, b"\0")[: blocks.nbytes]))
+        reading.boxes[blocks.box].place(blocks, memoryview(inflated.ljust(blocks.nbytes, b"\0")[: blocks.nbytes]))
     else:
         _take(reading, blocks, content)
 

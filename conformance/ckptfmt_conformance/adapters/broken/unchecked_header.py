@@ -17,6 +17,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.read.reader:read_header", _read_header),
+        ("ckptfmt.read.files:read_header", _read_header),
         ("ckptfmt.read.verify:read_header", _read_header),
     )

@@ -1,0 +1,456 @@
+"""The files of a committed checkpoint: manifest, index and parts, what each part stores where, and the bases.
+
+Everything here is metadata. Blocks are read by `ckptfmt.read.decoding` and `ckptfmt.read.reading`.
+
+Spec: REQ-OPN-001 to REQ-OPN-004, REQ-OPN-011, REQ-DEL-020 to REQ-DEL-024.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import functools
+import threading
+from typing import TYPE_CHECKING, Self
+
+from ckptfmt.box import Box
+from ckptfmt.commit.decision import read_register
+from ckptfmt.digest import DIGEST_NBYTES, digest_at, digest_bytes, iter_blocks
+from ckptfmt.documents.extents import Extent
+from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Reference, part_path
+from ckptfmt.documents.part import Part
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, UnsupportedError, err
+from ckptfmt.read.metadata import check_nbytes, read_exactly, read_header, read_index, read_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ckptfmt.documents.extents import Group
+    from ckptfmt.documents.index import IndexLeaf, IndexStream, IndexTensor
+    from ckptfmt.documents.part import Leaf, Stream
+    from ckptfmt.documents.tables import TensorKey
+    from ckptfmt.layout.read_plan import BlockRange
+    from ckptfmt.store.protocol import Store
+
+
+class CheckpointFiles:
+    """The files of a committed checkpoint. Only manifest and index are read until more is asked for.
+
+    Args:
+        store: rooted at the checkpoint's directory.
+        digest: the manifest digest that is expected, if one is.
+        bases: where else to look for what a delta reads from, beside the directory that this checkpoint is in:
+            checkpoints, or directories of them.
+        closure: of the checkpoint that reads from this one.
+        title: what that checkpoint calls this one; None for the name of its directory.
+
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED, FILE_MISSING, FILE_NBYTES,
+        DOC_DIGEST); FormatError; UnsupportedError; LayoutError (tiling); StoreError.
+    Spec: REQ-OPN-001 to REQ-OPN-004.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        digest: str | None = None,
+        bases: Sequence[Store] = (),
+        closure: Closure | None = None,
+        title: str | None = None,
+    ) -> None:
+        self.store = store
+        self.manifest = read_manifest(store)
+        if digest is not None and self.manifest.digest != digest:
+            raise err(
+                Code.DOC_DIGEST,
+                f"the manifest is {self.manifest.digest}, not {digest}",
+                where=MANIFEST_NAME,
+                requirement="REQ-OPN-001",
+            )
+        self.index = read_index(store, self.manifest)
+        self.tensors: dict[TensorKey, IndexTensor] = {tensor.key: tensor for tensor in self.index.tensors}
+        self.leaves: dict[TensorKey, IndexLeaf] = {(one.field, one.name, one.scope): one for one in self.index.leaves}
+        self.streams: dict[tuple[str, str], IndexStream] = {(one.name, one.scope): one for one in self.index.streams}
+        self.title = store.name.rstrip("/").rpartition("/")[2] if title is None else title
+        self.closure = closure or Closure(store, self.manifest, bases)
+        self._is_base = closure is not None
+        self._aliases = {
+            (tensor.field, alias, tensor.scope): tensor for tensor in self.index.tensors for alias in tensor.aliases
+        }
+        self._parts: dict[int, OpenPart] = {}
+        self._checked: set[str] = set()
+        self._part_nbytes = self._header_nbytes = 0
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what was read."""
+        self._parts.clear()
+        self._checked.clear()
+        if not self._is_base:
+            self.closure.close()
+
+    @property
+    def digest(self) -> str:
+        """The digest of the manifest: the name of the checkpoint."""
+        return self.manifest.digest
+
+    @property
+    def block_nbytes(self) -> int:
+        """Size of a block in bytes."""
+        return self.manifest.origin.block_nbytes
+
+    @property
+    def metadata_nbytes(self) -> int:
+        """How many bytes of manifest, index, parts and shard headers were read so far."""
+        return self._manifest_nbytes + self.manifest.index_nbytes + self._part_nbytes + self._header_nbytes
+
+    @functools.cached_property
+    def _manifest_nbytes(self) -> int:
+        return len(self.manifest.dump())
+
+    def place_of(self, name: str) -> str:
+        """Return where a file is, for messages: below the checkpoint that was opened."""
+        return f"{self.title}/{name}" if self._is_base else name
+
+    @contextlib.contextmanager
+    def _placed(self) -> Iterator[None]:
+        """Say of errors where they are, as `place_of` does."""
+        try:
+            yield
+        except CkptError as error:
+            if not self._is_base:
+                raise
+            raise error.below(self.title) from error
+
+    def find(self, field: str, name: str, scope: str = "global") -> IndexTensor | None:
+        """Return what the index says of a tensor, by its name or one of its aliases."""
+        key = (field, name, scope)
+        return self.tensors.get(key) or self._aliases.get(key)
+
+    def stored_leaf(self, entry: IndexLeaf) -> Leaf:
+        """Return a plain value as its part has it. Raises: FormatError(DOC_MISMATCH), and of parts."""
+        leaf = self.open_part(entry.part).leaves.get((entry.field, entry.name, entry.scope))
+        if leaf is None:
+            raise self._contradiction(entry.part, f"has no value {entry.name!r} of {entry.field}")
+        return leaf
+
+    def stored_stream(self, entry: IndexStream) -> Stream:
+        """Return a random-number stream as its part has it. Raises: FormatError(DOC_MISMATCH), and of parts."""
+        stream = self.open_part(entry.part).streams.get((entry.name, entry.scope))
+        if stream is None or stream.kind != entry.kind:
+            raise self._contradiction(entry.part, f"has no stream {entry.name!r} of kind {entry.kind!r}")
+        return stream
+
+    def stored_box(self, tensor: IndexTensor, box: Box, part: int) -> StoredBox:
+        """Return a box as its part stores it. Raises: FormatError(DOC_MISMATCH), and of parts. Spec: REQ-IDX-001."""
+        stored = self.open_part(part).find(tensor.key, box)
+        # What index and part must say alike of a tensor.
+        if stored is None or (stored.dtype, stored.global_shape, stored.storage) != (
+            tensor.dtype,
+            tensor.global_shape,
+            tensor.storage,
+        ):
+            raise self._contradiction(part, f"doesn't store {box} of {tensor.name!r}")
+        return stored
+
+    def check_file(self, part: Part, name: str) -> None:
+        """Compare the size and the header of a file with its part, once. Spec: REQ-OPN-011."""
+        with self._lock:
+            if name not in self._checked:
+                file = next(file for file in part.files if file.name == name)
+                with self._placed():
+                    check_nbytes(self.store, file)
+                    read_header(self.store, file)
+                self._header_nbytes += file.header_nbytes
+                self._checked.add(name)
+
+    def open_part(self, number: int) -> OpenPart:
+        """Return a part; it is read once. Raises: as `read_part`."""
+        with self._lock:
+            if number not in self._parts:
+                with self._placed():
+                    self._parts[number] = OpenPart(self, self.read_part(number))
+            return self._parts[number]
+
+    def read_part(self, number: int) -> Part:
+        """Read and check one part.
+
+        Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST); FormatError.
+        Spec: REQ-OPN-004.
+        """
+        origin, entry = self.manifest.origin, self.index.parts[number]
+        path = part_path(origin.attempt, number)
+        content = read_exactly(self.store, path, entry.nbytes)
+        part, _ = Part.parse(content, where=path, digest=entry.digest)
+        self._part_nbytes += entry.nbytes
+        if part.origin != origin or part.writer != number:
+            raise self._contradiction(number, "is of another attempt or writer")
+        if not set(part.features) <= set(self.manifest.features) or not set(part.references) <= set(
+            self.manifest.references
+        ):
+            raise self._contradiction(number, "needs features or reads from checkpoints that the manifest doesn't list")
+        return part
+
+    def _contradiction(self, number: int, detail: str) -> Exception:
+        path = part_path(self.manifest.origin.attempt, number)
+        return err(
+            Code.DOC_MISMATCH, f"against what the index says, {path} {detail}", where=path, requirement="REQ-IDX-001"
+        )
+
+
+# --- bases ------------------------------------------------------------------------------------------------------------
+
+
+class Closure:
+    """The checkpoints that a delta reads from: found by digest, beside it or where the caller says; each opened once.
+
+    Args:
+        store: of the delta.
+        manifest: of the delta; its references are all that may be opened here.
+        bases: where else to look: each a checkpoint, or a directory of checkpoints.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, bases: Sequence[Store]) -> None:
+        self._store = store
+        self._references = frozenset(manifest.references)
+        self._bases = tuple(bases)
+        self._opened: dict[Reference, CheckpointFiles] = {}
+        self._lock = threading.RLock()
+
+    def open(self, reference: Reference) -> CheckpointFiles:
+        """Return a referenced checkpoint.
+
+        Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH) and those of opening it; FormatError(REFERENCE_CLOSURE).
+        """
+        with self._lock:
+            if reference not in self._opened:
+                self._opened[reference] = self._find(reference)
+            return self._opened[reference]
+
+    def close(self) -> None:
+        """Let go of what was opened."""
+        with self._lock:
+            for files in self._opened.values():
+                files.close()
+
+    def _find(self, reference: Reference) -> CheckpointFiles:
+        self._check_listed({reference})
+        store = self.find(reference)
+        try:
+            files = _open_base(store, reference, self)
+        except CkptError as error:
+            raise error.below(reference.name) from error
+        # What it reads from is then listed as well, and fewer than here: no chain is endless, and none has a ring.
+        self._check_listed(set(files.manifest.references))
+        return files
+
+    def _check_listed(self, needed: set[Reference]) -> None:
+        missing = sorted(reference.name for reference in needed - self._references)
+        if missing:
+            raise err(
+                Code.REFERENCE_CLOSURE,
+                f"it reads from {', '.join(missing)}, which its manifest doesn't list",
+                where=f"{MANIFEST_NAME}#/signed/references",
+                requirement="REQ-DEL-021",
+            )
+
+    def find(self, reference: Reference) -> Store:
+        """Return where a checkpoint lies that has the digest. Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH)."""
+        found: list[str] = []
+        elsewhere = (place for base in self._bases for place in (base, base.at(reference.name)))
+        for place in (self._store.beside(reference.name), *elsewhere):
+            try:
+                register = read_register(place)
+            except (FormatError, IntegrityError, UnsupportedError) as error:
+                found.append(f"{place.name}: {error.code}")
+                continue
+            if isinstance(register, Manifest) and register.digest == reference.digest:
+                return place
+            if register is not None:
+                kind = register.digest if isinstance(register, Manifest) else type(register).__name__.lower()
+                found.append(f"{place.name}: {kind}")
+        code = Code.BASE_MISMATCH if found else Code.BASE_MISSING
+        detail = f"{reference.digest} isn't there" + (f"; found {'; '.join(found)}" if found else "")
+        raise err(code, detail, where=reference.name, requirement="REQ-DEL-020")
+
+
+def _open_base(store: Store, reference: Reference, closure: Closure) -> CheckpointFiles:
+    return CheckpointFiles(store, digest=reference.digest, closure=closure, title=reference.name)
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+class OpenPart:
+    """A part of an opened checkpoint, whose boxes are found by name. What is asked for becomes an object, and is kept.
+
+    Attributes:
+        files: the checkpoint.
+        part: the document.
+        streams, leaves: by name.
+    """
+
+    def __init__(self, files: CheckpointFiles, part: Part) -> None:
+        self.files = files
+        self.part = part
+        self.streams = {(stream.name, stream.scope): stream for stream in part.streams}
+        self.leaves = {(leaf.field, leaf.name, leaf.scope): leaf for leaf in part.leaves}
+        self._groups = {row: group for group in part.groups for row in group.boxes}
+        self._boxes: dict[int, StoredBox] = {}
+        self._written: dict[int, dict[Box, int]] = {}
+
+    def find(self, key: TensorKey, box: Box) -> StoredBox | None:
+        """Return what the part stores of a tensor; None where it doesn't store this box."""
+        held = self.part.holdings
+        tensor = held.table.numbers.get(key)
+        if tensor is None:
+            return None
+        if tensor not in self._written:
+            self._written[tensor] = {held.box(row): row for row in held.boxes_of(tensor) if held.written[row]}
+        row = self._written[tensor].get(box)
+        return None if row is None else self.box(row)
+
+    def box(self, row: int) -> StoredBox:
+        """Return a box, given its number in the part."""
+        if row not in self._boxes:
+            # Threads that meet here go on with the same object: blocks are told apart by it.
+            self._boxes.setdefault(row, self._make_box(row))
+        return self._boxes[row]
+
+    def iter_boxes(self) -> Iterator[StoredBox]:
+        """Yield all boxes."""
+        return map(self.box, range(len(self.part.holdings.replica)))
+
+    def _make_box(self, row: int) -> StoredBox:
+        held = self.part.holdings
+        tensor, table = held.owner[row], held.table
+        return StoredBox(
+            opened=self,
+            row=row,
+            key=table.keys[tensor],
+            dtype=table.dtypes[tensor],
+            global_shape=table.global_shapes[tensor],
+            storage=table.storages[tensor],
+            box=held.box(row),
+            digests=held.digests_of(row),
+            extents=held.extents.of_box(row),
+            group=self._groups.get(row),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredBox:
+    """A box as one part stores it.
+
+    Attributes:
+        opened: the part.
+        row: number of the box in the part.
+        key, dtype, global_shape, storage: of the tensor.
+        box: which elements of the tensor.
+        extents: where its blocks are; none for a box that another writer writes.
+        digests: of the content of its blocks.
+        group: what it is predicted with; None where it is in no group.
+    """
+
+    opened: OpenPart
+    row: int
+    key: TensorKey
+    dtype: str
+    global_shape: tuple[int, ...]
+    storage: str
+    box: Box
+    extents: tuple[Extent, ...]
+    digests: bytes
+    group: Group | None
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.box.element_count * self.element_nbytes
+
+    @property
+    def element_nbytes(self) -> int:
+        """Size of an element in bytes."""
+        return DTYPES[self.dtype].nbytes
+
+    @property
+    def block_nbytes(self) -> int:
+        """Size of a block in bytes; the last block of a box may be shorter."""
+        return self.opened.part.origin.block_nbytes
+
+    def digests_of(self, first: int, last: int) -> bytes:
+        """Return the digests of the content of blocks ``[first, last)``."""
+        return self.digests[first * DIGEST_NBYTES : last * DIGEST_NBYTES]
+
+    def content_nbytes(self, block: int) -> int:
+        """Return the size of a block's content in bytes."""
+        return min(self.block_nbytes, self.nbytes - block * self.block_nbytes)
+
+    def extent_of(self, block: int) -> Extent:
+        """Return the extent that has a block."""
+        return self.extents[0] if len(self.extents) == 1 else self.extents[self._find(block)]
+
+    def extents_of(self, first: int, last: int) -> tuple[Extent, ...]:
+        """Return the extents that have something of the blocks ``[first, last)``, at least one of them."""
+        return self.extents[self._find(first) : self._find(last - 1) + 1]
+
+    def _find(self, block: int) -> int:
+        """Return the number of the extent that has a block: they hold each block once, in order."""
+        return bisect.bisect_right(self.extents, block, key=lambda extent: extent.block_begin) - 1
+
+    def span_of(self, first: int, last: int) -> tuple[str, int, int]:
+        """Return the file, the first byte and the size of what is stored of blocks ``[first, last)`` of one extent.
+
+        Args:
+            last: ``first + 1`` where they are encoded.
+        """
+        extent = self.extent_of(first)
+        assert extent.file is not None  # noqa: S101 - all but the base's blocks are in a file
+        if extent.is_encoded:
+            byte_begin, nbytes = extent.stored_begin(first), extent.stored_nbytes(first)
+        else:
+            byte_begin = extent.byte_begin + (first - extent.block_begin) * self.block_nbytes
+            nbytes = min(last * self.block_nbytes, self.nbytes) - first * self.block_nbytes
+        return self.opened.part.files[extent.file].name, byte_begin, nbytes
+
+    def title_of(self, block: int) -> str:
+        """Return how messages call a block."""
+        return f"block {block} of {self.key[0]} {self.key[1][:100]!r}"
+
+    def place_of(self, block: int) -> str:
+        """Return where a block is stored, for messages."""
+        name, byte_begin, nbytes = self.span_of(block, block + 1)
+        return f"{self.opened.files.place_of(name)}[{byte_begin}:{byte_begin + nbytes}]"
+
+    def iter_damages(self, blocks: BlockRange, stored: memoryview) -> Iterator[CkptError]:
+        """Yield an IntegrityError(BLOCK_DIGEST) for each block of a range that isn't as it was saved.
+
+        Args:
+            blocks: raw blocks of one extent, or one encoded block.
+            stored: the bytes of the range.
+
+        Spec: REQ-OPN-006, REQ-DEL-007.
+        """
+        first = blocks.box_byte_begin // self.block_nbytes
+        extent = self.extent_of(first)
+        if extent.is_encoded:
+            digests, requirement, saved = extent.stored_digest(first), "REQ-DEL-007", "stored as it was saved"
+        else:  # raw, here or in the base
+            digests = self.digests_of(first, first - (-blocks.nbytes // self.block_nbytes))
+            requirement, saved = "REQ-OPN-006", "what was saved"
+        for number, (begin, end) in enumerate(iter_blocks(blocks.nbytes, self.block_nbytes)):
+            if digest_bytes(stored[begin:end]) != digest_at(digests, number):
+                yield err(
+                    Code.BLOCK_DIGEST,
+                    f"{self.title_of(first + number)} isn't {saved}",
+                    where=f"{blocks.path}[{blocks.byte_begin + begin}:{blocks.byte_begin + end}]",
+                    requirement=requirement,
+                )
