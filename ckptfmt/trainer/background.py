@@ -52,10 +52,6 @@ class _Place:
     was_written: bool = False
     last_save: int = 0
 
-    def is_free(self) -> bool:
-        """Tell whether nothing reads or fills it any more."""
-        return self.handle is None
-
     def close(self) -> None:
         """Let the memory go; pinned memory that a device may still fill stays pinned."""
         if self.handle is None or self.handle.is_copied:
@@ -127,7 +123,9 @@ class Background:
         self._nice = nice
         self._deadline_s = deadline_s
         self._pid = os.getpid()
+        #: The image of the slots, and that which the saver has.
         self._image: Image | None = None
+        self._sent_image: Image | None = None
         # Entered itself, and not by way of the condition: an interrupt can't come between its being taken and `with`.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -136,7 +134,6 @@ class Background:
         self._link_number = 0
         #: Why the link of this number was lost, if it was.
         self._lost: CkptError | None = None
-        self._sent_image: Image | None = None
         self._places: list[_Place] = []
         #: Whether slots have to be made, since there are none yet, or somebody may still read or fill those there are.
         self._wants_slots = True
@@ -186,7 +183,7 @@ class Background:
 
     def _make_slots(self, count: int, nbytes: int, pin: Callable[[Slot], Callable[[], None]]) -> None:
         """Let the slots go when they are free, make others, and hand them to the saver."""
-        if not self._wait(lambda: all(place.is_free() for place in self._places)):
+        if not self._wait(lambda: all(place.handle is None for place in self._places)):
             raise self._busy_error(self._deadline_s)
         if count < len(self._places):
             self._end_idle_link()
@@ -273,7 +270,7 @@ class Background:
     def is_busy(self) -> bool:
         """Tell whether every slot holds a save that isn't written."""
         with self._lock:
-            return bool(self._places) and not any(place.is_free() for place in self._places)
+            return bool(self._places) and not any(place.handle is None for place in self._places)
 
     def wait_free(self, timeout_s: float) -> None:
         """Wait until a slot is free. Raises: CommitError(SLOTS_BUSY) at the timeout."""
@@ -285,51 +282,27 @@ class Background:
             saves = ", ".join(str(save.handle) for save in self._saves.values() if not save.handle.is_over)
         return err(Code.SLOTS_BUSY, f"no slot is free after {timeout_s:g} s: {saves}")
 
-    def begin(self, request: SaveRequest, handle: SaveHandle) -> Lent:
-        """Begin a save into a free slot, which is returned; the saver follows the copies from now on.
+    def save(
+        self, request: SaveRequest, handle: SaveHandle, plan: Callable[[Lent], tuple[list[Copy], list[Copy]]]
+    ) -> None:
+        """Save into a free slot: the saver follows the copies, and goes on when this has returned.
 
-        Whatever happens from here on until `stage` returns, `abandon` ends the save.
+        Args:
+            plan: called with the slot; returns the copies to be done before this returns, and those for a thread.
+
+        Raises: CommitError(SAVER_LOST, SLOTS_BUSY); what `plan` and the copies raise. Then `abandon` is to be called.
         """
-        assert self._image is not None  # noqa: S101 - see prepare
         self._check_process()
-        link = self._ready_link()
-        with self._lock:
-            if self._link is not link or self._wants_slots:
-                raise err(Code.SAVER_LOST, "it ended just now", where=handle.path)
-            free = [number for number, place in enumerate(self._places) if place.is_free()]
-            if not free:
-                raise self._busy_error(0.0)
-            # The one that was filled longest ago, so that the newest snapshot stays for as long as it can.
-            number = min(free, key=lambda number: self._places[number].last_save)
-            place = self._places[number]
-            self._count += 1
-            save = _Save(number=self._count, request=request, handle=handle, link=link, thread=threading.get_ident())
-            self._saves = {known.number: known for known in self._saves.values() if not known.handle.is_over}
-            self._saves[save.number] = save
-            handle.tell_begun(self.look)
-            lent = Lent(number=number, view=place.slot.view, was_written=place.was_written)
-            place.handle, place.last_save, place.was_written = handle, self._count, False
-        if self._sent_image is not self._image:
-            link.send({"type": "image", "image": self._image.as_dict()})
-            self._sent_image = self._image
-        link.send({"type": "save", "number": save.number, "slot": number, "request": request.as_dict()})
-        return lent
-
-    def stage(self, handle: SaveHandle, now: Sequence[Copy], later: Sequence[Copy], view: memoryview) -> None:
-        """Do the copies of a save: those of `now` before this returns, those of `later` in a thread.
-
-        Raises: what a copy of `now` raises; then the save is to be abandoned.
-        """
-        assert self._image is not None  # noqa: S101 - see prepare
-        save = self._save_of(handle)
-        assert save is not None  # noqa: S101 - see begin
+        save, lent = self._begin(request, handle, self._ready_link())
+        now, later = plan(lent)
 
         def tell(nbytes: int, seen: Sequence[Seen]) -> None:
             rows = [[one.begin, one.digests, one.kept] for one in seen]
             save.link.send({"type": "staged", "number": save.number, "nbytes": nbytes, "seen": rows})
 
         copies = sorted((*now, *later), key=lambda copy: copy.begin)
-        staging = Staging(self._image, copies, view, tell)
+        assert self._image is not None  # noqa: S101 - see prepare
+        staging = Staging(self._image, copies, lent.view, tell)
         for copy in copies:
             copy.start()
         staging.run(now, threads=self._threads, thread_count=self.thread_count)
@@ -338,18 +311,45 @@ class Background:
         else:
             self._end_copies(save, None)
 
-    def abandon(self, handle: SaveHandle, problem: BaseException) -> None:
-        """Give up a save that was begun, unless all of it is copied."""
+    def _begin(self, request: SaveRequest, handle: SaveHandle, link: Link) -> tuple[_Save, Lent]:
+        """Take a free slot for a save, and tell the saver of it."""
+        assert self._image is not None  # noqa: S101 - see prepare
+        with self._lock:
+            if self._link is not link or self._wants_slots:
+                raise err(Code.SAVER_LOST, "it ended just now", where=handle.path)
+            free = [number for number, place in enumerate(self._places) if place.handle is None]
+            if not free:
+                raise self._busy_error(0.0)
+            # The one that was filled longest ago, so that the newest snapshot stays for as long as it can.
+            slot = min(free, key=lambda number: self._places[number].last_save)
+            place = self._places[slot]
+            self._count += 1
+            save = _Save(number=self._count, request=request, handle=handle, link=link, thread=threading.get_ident())
+            self._saves = {known.number: known for known in self._saves.values() if not known.handle.is_over}
+            self._saves[save.number] = save
+            handle.tell_begun(self.look)
+            lent = Lent(number=slot, view=place.slot.view, was_written=place.was_written)
+            place.handle, place.last_save, place.was_written = handle, self._count, False
+        if self._sent_image is not self._image:
+            link.send({"type": "image", "image": self._image.as_dict()})
+            self._sent_image = self._image
+        link.send({"type": "save", "number": save.number, "slot": slot, "request": request.as_dict()})
+        return save, lent
+
+    def abandon(self, handle: SaveHandle, attempt: str, problem: BaseException) -> None:
+        """Give up a save that `save` was asked for, unless all of it is copied: its failure is raised here and now.
+
+        Args:
+            attempt: that of the save, so that nobody is told a second time.
+        """
         if not isinstance(problem, Exception):
             # Where an interrupt struck nobody knows; a thread that fills the slot may have been forgotten.
             self._wants_slots = True
-        save = self._save_of(handle)
+        with self._lock:
+            save = next((save for save in self._saves.values() if save.handle is handle), None)
         if save is not None:
             self._end_copies(save, None if save.is_complete else problem)
-
-    def _save_of(self, handle: SaveHandle) -> _Save | None:
-        with self._lock:
-            return next((save for save in self._saves.values() if save.handle is handle), None)
+        self.note_told(attempt)
 
     def _stage_later(self, save: _Save, staging: Staging, later: Sequence[Copy]) -> None:
         try:
@@ -486,7 +486,7 @@ class Background:
         with self._lock:
             return self._failures[0] if self._failures else None
 
-    def tell_failure(self, attempt: str) -> None:
+    def note_told(self, attempt: str) -> None:
         """Take note that the failure of an attempt was raised here: not again, even if it is still to come."""
         with self._lock:
             self._told.add(attempt)

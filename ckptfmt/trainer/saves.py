@@ -21,7 +21,7 @@ from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import tidy_up
 from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.store import LocalStore
-from ckptfmt.trainer.background import Background, staging_thread_count
+from ckptfmt.trainer.background import Background, Lent, staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle, SaveReport
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.write.fillings import Fillings
@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.part import Leaf
     from ckptfmt.documents.run import Launch, Run
+    from ckptfmt.documents.tables import TensorKey
     from ckptfmt.group import Group
     from ckptfmt.state import State
     from ckptfmt.store.protocol import Store
+    from ckptfmt.write.staging import Copy
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Who writes.
@@ -279,42 +281,34 @@ class Saves:
             self._prepare_slots(self._trainers_here)  # the structure may have grown
             if not background.has_slots:
                 return False
-            self._stage(background, agreed, handle, request)
+            background.save(request, handle, lambda lent: self._plan_copies(agreed, handle, lent))
         except BaseException as error:
-            # An interrupt among them. Raised here and now: the others learn of it from the store, and nobody a second
-            # time.
-            background.abandon(handle, error)
-            background.tell_failure(agreed.origin.attempt)
+            # An interrupt among them. Raised here and now: the others learn of it from the store.
+            background.abandon(handle, agreed.origin.attempt, error)
             place = self._store.at(checkpoint_name(handle.step, agreed.origin.launch or 0))
             tell_failure(place, agreed.origin, self._group.writer, as_ckpt_error(error))
             raise
         return True
 
-    def _stage(self, background: Background, agreed: Agreed, handle: SaveHandle, request: SaveRequest) -> None:
+    def _plan_copies(self, agreed: Agreed, handle: SaveHandle, lent: Lent) -> tuple[list[Copy], list[Copy]]:
+        """Return the copies into a slot: those to be done now, and those that the guard lets go on beside a step."""
         image = self._ownership.image
         assert image is not None  # noqa: S101 - agreeing has planned it
         guard, sources = self._guard, agreed.snapshot.tensors
+        constant: frozenset[TensorKey] = frozenset()
         if guard is not None:
             guard.end_probation()
-        lent = background.begin(request, handle)
-        view = lent.view
-        constant = frozenset() if guard is None else guard.find_constant(sources)
-        # What has changed is looked for by whoever holds it, if somebody asked for deltas.
+            constant = guard.find_constant(sources)
         filling = None
-        if request.delta.mode != "off":
+        if self._options.delta.mode != "off":  # else everything is copied, unseen
             filling = self._fillings.begin(lent.number, image, was_written=lent.was_written)
         now, later = plan_copies(
-            agreed.snapshot,
-            image,
-            view,
-            later=constant,
-            devices=self._devices,
-            filling=filling,
+            agreed.snapshot, image, lent.view, later=constant, devices=self._devices, filling=filling
         )
         if guard is not None:
             later = guard.hold(later, sources, handle)
-            guard.begin_probation(sources, image, view)
-        background.stage(handle, now, later, view)
+            guard.begin_probation(sources, image, lent.view)
+        return now, later
 
     # --- failures, and the end ----------------------------------------------------------------------------------------
 
@@ -327,7 +321,7 @@ class Saves:
         failures = [theirs["failure"] for theirs in told]
         for failure in failures:
             if failure is not None and self._background is not None:
-                self._background.tell_failure(failure["attempt"])
+                self._background.note_told(failure["attempt"])
         own = failures[self._group.writer]
         first = own or next(filter(None, failures), None)
         if first is not None:

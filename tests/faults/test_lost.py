@@ -75,7 +75,7 @@ def test_saver_that_never_gets_ready_is_given_up_and_the_next_save_starts_anothe
 def test_failure_that_comes_while_the_next_save_begins_ends_no_thread(run, monkeypatch):
     """A save that was over was forgotten between being looked up and being failed: KeyError in the receiving thread."""
     toy, begun, heard = Toy(), threading.Event(), threading.Event()
-    begin, finish = Background.begin, HostCopy.finish
+    begin, finish = Background._begin, HostCopy.finish
     failing = [True]
 
     def wait_for_begin(told):
@@ -97,7 +97,7 @@ def test_failure_that_comes_while_the_next_save_begins_ends_no_thread(run, monke
         finish(copy)
 
     monkeypatch.setattr("ckptfmt.trainer.background.error_from_json", wait_for_begin)
-    monkeypatch.setattr(Background, "begin", begin_and_tell)
+    monkeypatch.setattr(Background, "_begin", begin_and_tell)
     monkeypatch.setattr(HostCopy, "finish", fail_once)
     with Checkpointer(run, toy.state, saver="thread", deadline_s=PATIENCE_S / 3) as checkpointer:
         with pytest.raises(MemoryError):
@@ -180,7 +180,7 @@ def test_interrupted_save_is_finished_or_given_up(run, monkeypatch, where, saver
     """Between begin and stage, or at the end of the copies, Ctrl-C left a save that nobody finished."""
     toy = Toy()
     kind, name = {
-        "behind begin": (Background, "begin"),
+        "behind begin": (Background, "_begin"),
         "in the copies": (HostCopy, "finish"),
         "in their end": (SaveHandle, "tell_copied"),
     }[where]

@@ -76,15 +76,19 @@ class Late:
         self._gates: dict[SaveHandle, threading.Event] = {}
         self._gate_of: dict[int, threading.Event] = {}
         self._is_on = True
-        finish, stage = HostCopy.finish, Background.stage
+        finish, save = HostCopy.finish, Background.save
         wait_staged, wait_free = SaveHandle.wait_staged, Background.wait_free
 
-        def stage_late(background: Background, handle: SaveHandle, now: Any, later: Any, view: memoryview) -> None:
-            gate = self._gates[handle] = threading.Event()
-            self._gate_of = {**self._gate_of, **{id(copy.inner): gate for copy in later}}
-            if not self._is_on:
-                gate.set()
-            stage(background, handle, now, later, view)
+        def save_late(background: Background, request: Any, handle: SaveHandle, plan: Any) -> None:
+            def plan_late(lent: Any) -> Any:
+                now, later = plan(lent)
+                gate = self._gates[handle] = threading.Event()
+                self._gate_of = {**self._gate_of, **{id(copy.inner): gate for copy in later}}
+                if not self._is_on:
+                    gate.set()
+                return now, later
+
+            save(background, request, handle, plan_late)
 
         def finish_late(copy: HostCopy) -> None:
             gate = self._gate_of.get(id(copy))
@@ -102,7 +106,7 @@ class Late:
                 self.release()
             wait_free(background, timeout_s)
 
-        monkeypatch.setattr(Background, "stage", stage_late)
+        monkeypatch.setattr(Background, "save", save_late)
         monkeypatch.setattr(HostCopy, "finish", finish_late)
         monkeypatch.setattr(SaveHandle, "wait_staged", wait_for_copies)
         monkeypatch.setattr(Background, "wait_free", wait_for_slot)
