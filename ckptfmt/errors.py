@@ -251,13 +251,13 @@ class Code(StrEnum):
     VERSION_UNSUPPORTED = (
         "VERSION_UNSUPPORTED",
         UnsupportedError,
-        "another version of the format",
+        "the document has another version of the format",
         "Install the ckptfmt that writes this version.",
     )
     FEATURE_UNSUPPORTED = (
         "FEATURE_UNSUPPORTED",
         UnsupportedError,
-        "a feature that this reader doesn't know",
+        "the document needs a feature that this reader doesn't know",
         "Install a newer ckptfmt.",
     )
     # layout
@@ -281,8 +281,8 @@ class Code(StrEnum):
     HELD_NOT_WRITTEN = (
         "HELD_NOT_WRITTEN",
         LayoutError,
-        "a worker holds a piece that nobody wrote",
-        "Save again; report it if it happens twice.",
+        "a worker holds a piece of a tensor that no worker wrote",
+        "Save again. If it happens twice, report it as a bug of the program that saves.",
     )
     TENSOR_DIVERGED = (
         "TENSOR_DIVERGED",
@@ -304,7 +304,12 @@ class Code(StrEnum):
         "an object can't be saved without guessing",
         "Turn it into tensors, arrays and plain values, or give it state_dict and load_state_dict.",
     )
-    STATE_NAME = ("STATE_NAME", StateError, "a name is used twice or isn't usable", "Rename one of the two.")
+    STATE_NAME = (
+        "STATE_NAME",
+        StateError,
+        "a name is used twice, or can't stand in a checkpoint",
+        "Rename the module, parameter or key that this error names.",
+    )
     PARAMETER_UNNAMED = (
         "PARAMETER_UNNAMED",
         StateError,
@@ -351,13 +356,13 @@ class Code(StrEnum):
     STREAM_MISSING = (
         "STREAM_MISSING",
         StateError,
-        "the checkpoint lacks a random-number stream that is live here",
-        "Pass allow=('streams',) to go on with the fresh stream; the claim is lowered.",
+        "the checkpoint lacks an RNG stream that is live here",
+        "Pass allow=('streams',) to go on with the fresh RNG stream; the claim is lowered.",
     )
     STREAM_UNEXPECTED = (
         "STREAM_UNEXPECTED",
         StateError,
-        "the checkpoint has a random-number stream that nothing here takes",
+        "the checkpoint has an RNG stream that nothing here takes",
         "Pass allow=('streams',) to leave it out; the claim is lowered.",
     )
     GROUP_MISMATCH = (
@@ -378,11 +383,16 @@ class Code(StrEnum):
         "an object doesn't hold what its load_state_dict was given",
         "Its load_state_dict changes values: give its tensors to State as a mapping instead.",
     )
-    ARGUMENT = ("ARGUMENT", StateError, "an argument is out of range", "See the docstring.")
+    ARGUMENT = (
+        "ARGUMENT",
+        StateError,
+        "an argument is out of range",
+        "The docstring of the function or class says which values it takes.",
+    )
     WRITERS_UNKNOWN = (
         "WRITERS_UNKNOWN",
         StateError,
-        "several workers, and no way to agree among them",
+        "there are several workers, and no way for them to agree",
         "Initialise torch.distributed, or pass writer=(i, n) with agree=.",
     )
     PEER_FAILED = (
@@ -426,7 +436,7 @@ class Code(StrEnum):
         "FENCED",
         FencedError,
         "a newer launch has taken over the run",
-        "Stop this process; the newer launch goes on.",
+        "Stop this process. The newer launch goes on with the run.",
     )
     CHECKPOINT_EXISTS = (
         "CHECKPOINT_EXISTS",
@@ -449,27 +459,32 @@ class Code(StrEnum):
     WRITERS_MISSING = (
         "WRITERS_MISSING",
         CommitError,
-        "not every writer's part came in time",
-        "See why the named writers stopped; save again.",
+        "not every writer's part arrived in time",
+        "Find out why the named writers stopped, then save again.",
     )
     WRITER_FAILED = (
         "WRITER_FAILED",
         CommitError,
         "a writer reported that it failed",
-        "See the error that the named writer raised; save again.",
+        "See the error that the named writer raised, then save again.",
     )
     SLOTS_BUSY = (
         "SLOTS_BUSY",
         CommitError,
-        "the saves before this one aren't written yet",
-        "Save less often, or pass when_busy='skip'; if the storage hangs, see why.",
+        "every slot holds a save that isn't written yet",
+        "Save less often, or pass when_busy='skip'. If the storage hangs, find out why.",
     )
-    SAVE_PENDING = ("SAVE_PENDING", CommitError, "a save isn't that far yet", "It goes on; wait for it again.")
+    SAVE_PENDING = (
+        "SAVE_PENDING",
+        CommitError,
+        "the save has not reached that state within the time given",
+        "The save goes on: wait again, or longer.",
+    )
     SAVER_LOST = (
         "SAVER_LOST",
         CommitError,
-        "the process that writes ended before it said that the checkpoint is committed",
-        "The next save starts another one; `python -m ckptfmt log` says whether this one was committed.",
+        "the saver process ended before it confirmed the commit",
+        "The next save starts a new saver process; `python -m ckptfmt log` says whether this step was committed.",
     )
     TRAINER_LOST = (
         "TRAINER_LOST",
@@ -479,8 +494,8 @@ class Code(StrEnum):
     )
     # store
     STORE_EXISTS = ("STORE_EXISTS", StoreError, "a file is there already", "Save to another path.")
-    STORE_IO = ("STORE_IO", StoreError, "the storage failed", "Check the storage; save again.")
-    STORE_NO_ANSWER = ("STORE_NO_ANSWER", StoreError, "the storage didn't answer", "Try again when it answers.")
+    STORE_IO = ("STORE_IO", StoreError, "the storage reported an error", "Check the storage, then try again.")
+    STORE_NO_ANSWER = ("STORE_NO_ANSWER", StoreError, "the storage didn't answer in time", "Try again when it answers.")
     STORE_UNSUPPORTED = (
         "STORE_UNSUPPORTED",
         StoreError,
