@@ -12,7 +12,7 @@ CONVICTED_BY = ("documents/invalid/duplicate-member", "documents/invalid/duplica
 
 
 def _loads(text: str, **members: Any) -> Any:  # noqa: ANN401 - any value of JSON
-    del members["object_pairs_hook"]
+    members.pop("object_pairs_hook", None)
     return json.loads(text, **members)
 
 
