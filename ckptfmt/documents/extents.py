@@ -305,8 +305,13 @@ class Extents:
 
     def of_box(self, box: int) -> tuple[Extent, ...]:
         """Return the rows of one box."""
-        first, last = np.searchsorted(self.box, (box, box + 1)).tolist()
-        return tuple(map(self.row, range(first, last)))
+        bounds = self._first[box : box + 2].tolist()
+        return tuple(map(self.row, range(*bounds))) if len(bounds) == 2 else ()
+
+    @functools.cached_property
+    def _first(self) -> NDArray[np.intp]:
+        """Of each box up to the last that has extents, the number of its first, and the number of all extents."""
+        return np.searchsorted(self.box, np.arange(int(self.box.max(initial=-1)) + 2))
 
     @functools.cached_property
     def stored_ends(self) -> Integers:

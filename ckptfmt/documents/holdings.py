@@ -52,6 +52,10 @@ class Boxes:
         return np.repeat(np.arange(len(self.box_count)), self.box_count)
 
     @functools.cached_property
+    def _box_end(self) -> Integers:
+        return np.cumsum(self.box_count)
+
+    @functools.cached_property
     def _dim_begin(self) -> Integers:
         """Of each box, where its numbers begin in the flattened columns."""
         ndim = self.table.ndim[self.owner]
@@ -59,12 +63,13 @@ class Boxes:
 
     def boxes_of(self, tensor: int) -> range:
         """Return the rows of a tensor's boxes."""
-        return range(*np.searchsorted(self.owner, (tensor, tensor + 1)).tolist())
+        end = int(self._box_end[tensor])
+        return range(end - int(self.box_count[tensor]), end)
 
     def box(self, row: int) -> Box:
         """Return a box."""
-        first = self._dim_begin[row]
-        dims = slice(first, first + self.table.ndim[self.owner[row]])
+        first = int(self._dim_begin[row])
+        dims = slice(first, first + int(self.table.ndim[self.owner[row]]))
         return Box(tuple(self.begin[dims].tolist()), tuple(self.box_shape[dims].tolist()))
 
     def list_boxes(self) -> list[Box]:

@@ -313,10 +313,14 @@ class OpenPart:
         tensor = held.table.numbers.get(key)
         if tensor is None:
             return None
-        if tensor not in self._written:
-            self._written[tensor] = {held.box(row): row for row in held.boxes_of(tensor) if held.written[row]}
-        row = self._written[tensor].get(box)
-        return None if row is None else self.box(row)
+        rows = held.boxes_of(tensor)
+        if len(rows) > 1:
+            if tensor not in self._written:
+                self._written[tensor] = {held.box(row): row for row in rows if held.written[row]}
+            row = self._written[tensor].get(box)
+            return None if row is None else self.box(row)
+        stored = self.box(rows[0]) if rows else None  # most often, without a search
+        return stored if stored is not None and stored.extents and stored.box == box else None
 
     def box(self, row: int) -> StoredBox:
         """Return a box, given its number in the part."""
