@@ -14,7 +14,7 @@ from ckptfmt.delta import block_coder as coding
 from ckptfmt.delta import delta
 from ckptfmt.documents import part, shard, tree
 from ckptfmt.features import DELTAS, ENCODINGS
-from ckptfmt.layout import merge_tensor as pieces
+from ckptfmt.layout import merge as pieces
 from ckptfmt.write import image
 from tests.mutants.mutant import Mutant, replaced
 
