@@ -30,8 +30,7 @@ from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
-from ckptfmt.read.ahead import WAITING, iter_ahead, iter_batches
-from ckptfmt.read.streaming import make_memory
+from ckptfmt.read.streaming import WAITING, iter_ahead, iter_batches, make_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

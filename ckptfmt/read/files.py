@@ -14,22 +14,24 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Self
 
+from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import read_register
-from ckptfmt.digest import DIGEST_NBYTES, digest_at, digest_bytes, iter_blocks
+from ckptfmt.digest import DIGEST_NBYTES, PREFIX, digest_at, digest_bytes, iter_blocks
 from ckptfmt.documents.extents import Extent
-from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Reference, part_path
+from ckptfmt.documents.index import Index
+from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, Reference, index_name, part_path
 from ckptfmt.documents.part import Part
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, UnsupportedError, err
-from ckptfmt.read.metadata import check_nbytes, read_exactly, read_header, read_index, read_manifest
+from ckptfmt.layout.merge import check_index_tiling, summarise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ckptfmt.documents.extents import Group
     from ckptfmt.documents.index import IndexLeaf, IndexStream, IndexTensor
-    from ckptfmt.documents.part import Leaf, Stream
+    from ckptfmt.documents.part import Leaf, PartFile, Stream
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.layout.read_plan import BlockRange
     from ckptfmt.store.protocol import Store
@@ -458,3 +460,86 @@ class StoredBox:
                     where=f"{blocks.path}[{blocks.byte_begin + begin}:{blocks.byte_begin + end}]",
                     requirement=requirement,
                 )
+
+
+# --- one document or header -------------------------------------------------------------------------------------------
+
+
+def read_manifest(store: Store) -> Manifest:
+    """Return the manifest in a checkpoint directory's register.
+
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED) and those of `read_register`.
+    Spec: REQ-MAN-001.
+    """
+    register = read_register(store)
+    if isinstance(register, Manifest):
+        return register
+    if register is None:
+        code, detail = Code.NOT_COMMITTED, f"{store.name} has no {MANIFEST_NAME}"
+    elif isinstance(register, Abort):
+        code, detail = Code.CHECKPOINT_ABORTED, register.reason
+    else:
+        code, detail = Code.CHECKPOINT_RETIRED, f"it was {register.manifest_digest}"
+    raise err(code, detail, where=MANIFEST_NAME, requirement="REQ-MAN-001")
+
+
+def read_index(store: Store, manifest: Manifest) -> Index:
+    """Return the index that a manifest names, checked against it.
+
+    Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST); FormatError(DOC_MISMATCH, MANIFEST_SUMMARY and
+        those of parsing); LayoutError.
+    Spec: REQ-IDX-001, REQ-IDX-004, REQ-MAN-006.
+    """
+    path = index_name(manifest.origin.attempt)
+    content = read_exactly(store, path, manifest.index_nbytes)
+    digest = bytes.fromhex(manifest.index_digest.removeprefix(PREFIX))
+    index = Index.parse(content, where=path, digest=digest)
+    if index.origin != manifest.origin or index.saved_unix_s != manifest.saved_unix_s:
+        raise err(
+            Code.DOC_MISMATCH, "manifest and index are of different attempts", where=path, requirement="REQ-IDX-001"
+        )
+    said = {name: dataclasses.replace(field, stored_nbytes=None) for name, field in manifest.fields.items()}
+    if summarise(index) != said:
+        raise err(
+            Code.MANIFEST_SUMMARY,
+            "the fields aren't as the index says",
+            where=f"{MANIFEST_NAME}#/signed/fields",
+            requirement="REQ-MAN-006",
+        )
+    check_index_tiling(index)
+    return index
+
+
+def check_nbytes(store: Store, file: PartFile) -> None:
+    """Raise unless a file has the size that its part says. Raises: IntegrityError(FILE_NBYTES, FILE_MISSING)."""
+    actual = store.nbytes(file.name)
+    if actual != file.nbytes:
+        raise err(
+            Code.FILE_NBYTES,
+            f"{actual} bytes where {file.nbytes} are declared",
+            where=file.name,
+            requirement="REQ-CKP-003",
+        )
+
+
+def read_header(store: Store, file: PartFile) -> bytes:
+    """Return a file's header, which is the one that was digested. Raises: IntegrityError(HEADER_DIGEST)."""
+    header = store.read_range(file.name, 0, file.header_nbytes)
+    if digest_bytes(header) != file.header_digest:
+        raise err(
+            Code.HEADER_DIGEST,
+            "the header isn't the one that was saved",
+            where=f"{file.name}[0:{file.header_nbytes}]",
+            requirement="REQ-PRT-008",
+        )
+    return header
+
+
+def read_exactly(store: Store, path: str, nbytes: int) -> bytes:
+    """Return a file that is named with its size. Raises: IntegrityError(FILE_MISSING, FILE_NBYTES)."""
+    actual = store.nbytes(path)
+    if actual != nbytes:
+        raise err(
+            Code.FILE_NBYTES, f"{actual} bytes where {nbytes} are declared", where=path, requirement="REQ-CKP-003"
+        )
+    return store.read(path, limit_nbytes=min(nbytes, limits.MSGPACK_NBYTES))

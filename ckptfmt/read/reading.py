@@ -16,10 +16,9 @@ import numpy as np
 from ckptfmt.box import Box
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange, cut_range, find_blocks, find_stretch, iter_stored_boxes
-from ckptfmt.read.ahead import WAITING, iter_ahead, iter_batches
 from ckptfmt.read.decoding import BlockSpan, Decoder, Library, iter_spans
 from ckptfmt.read.sharing import Peers, Rounds, Take, share_ranges
-from ckptfmt.read.streaming import Borrow, ReadReport, stream_requests, thread_count
+from ckptfmt.read.streaming import WAITING, Borrow, ReadReport, iter_ahead, iter_batches, stream_requests, thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

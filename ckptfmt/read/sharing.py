@@ -1,7 +1,9 @@
 """Read once, share: what several processes want is read by one of them, and sent to the others.
 
-It goes in rounds, so that it takes a fixed amount of memory: each process reads its units of a round, then all exchange
-them. Whoever fails goes on to the end, and sends a mark in the place of bytes: nobody waits for who has given up.
+Who reads what is a pure function of what all of them want, so that each process computes it alone and all come to the
+same result. Reading and sending goes in rounds, in a fixed amount of memory: each process reads its parcels of a round,
+then all exchange them. A process that fails goes on to the end, and sends a mark in the place of bytes, so that no
+process waits for one that has given up.
 """
 
 from __future__ import annotations
@@ -14,15 +16,104 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange
-from ckptfmt.layout.shared_reads import Unit, plan_rounds, split_shared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+
+#: A range of a file: path, first byte, first byte behind it.
+FileSpan: TypeAlias = tuple[str, int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parcel:
+    """Bytes of a file that several processes want.
+
+    Attributes:
+        path: of the file.
+        byte_begin: first byte; a block begins here.
+        nbytes: how many.
+        reader: the process that reads them.
+        wanters: all who want them, the reader among them; sorted.
+    """
+
+    path: str
+    byte_begin: int
+    nbytes: int
+    reader: int
+    wanters: tuple[int, ...]
+
+
+def split_shared(
+    wanted: Sequence[Sequence[FileSpan]], *, parcel_nbytes: int, least_nbytes: int = 1
+) -> tuple[Parcel, ...]:
+    """Return what more than one process wants, in parcels, each with the one that reads it.
+
+    A parcel begins where a span of some process begins or ends, or a multiple of `parcel_nbytes` behind that. The work
+    is spread: the one of its wanters reads a parcel who has the fewest bytes to read so far.
+
+    Args:
+        wanted: what each process wants, in the order of the processes; the spans of one are disjoint.
+        parcel_nbytes: longest parcel, in bytes.
+        least_nbytes: what is shorter is left to everybody.
+
+    >>> split_shared([[("a", 0, 8)], [("a", 4, 12)]], parcel_nbytes=4)
+    (Parcel(path='a', byte_begin=4, nbytes=4, reader=0, wanters=(0, 1)),)
+    """
+    load = [sum(end - begin for _, begin, end in spans) for spans in wanted]
+    stretches = [stretch for stretch in _iter_stretches(wanted) if stretch[2] - stretch[1] >= least_nbytes]
+    for _, begin, end, wanters in stretches:
+        for process in wanters:
+            load[process] -= end - begin
+    parcels = []
+    for path, begin, end, wanters in stretches:
+        for at in range(begin, end, parcel_nbytes):
+            nbytes = min(parcel_nbytes, end - at)
+            reader = min(wanters, key=lambda process: (load[process], process))
+            load[reader] += nbytes
+            parcels.append(Parcel(path, at, nbytes, reader, wanters))
+    return tuple(parcels)
+
+
+def plan_rounds(parcels: Sequence[Parcel], process_count: int, round_nbytes: int) -> tuple[tuple[Parcel, ...], ...]:
+    """Return the parcels in rounds, in each of which no process holds more than `round_nbytes`, or one parcel."""
+    rounds: list[list[Parcel]] = []
+    held = [0] * process_count
+    for parcel in parcels:
+        if not rounds or any(held[process] + parcel.nbytes > round_nbytes for process in parcel.wanters):
+            rounds.append([])
+            held = [0] * process_count
+        rounds[-1].append(parcel)
+        for process in parcel.wanters:
+            held[process] += parcel.nbytes
+    return tuple(tuple(group) for group in rounds)
+
+
+def _iter_stretches(wanted: Sequence[Sequence[FileSpan]]) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+    """Yield what two or more processes want, from one end of a span to the next: path, begin, end, processes."""
+    changes: dict[str, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for process, spans in enumerate(wanted):
+        for path, begin, end in spans:
+            changes[path][begin].append((process, 1))
+            changes[path][end].append((process, -1))
+    for path in sorted(changes):
+        count = [0] * len(wanted)
+        places = sorted(changes[path])
+        for at, behind in itertools.pairwise(places):
+            for process, change in changes[path][at]:
+                count[process] += change
+            wanters = tuple(process for process, spans in enumerate(count) if spans)
+            if len(wanters) > 1:
+                yield path, at, behind, wanters
+
+
+# --- the exchange -----------------------------------------------------------------------------------------------------
+
 
 #: How much a process holds of a round at most, in bytes.
 ROUND_NBYTES: Final = 24 << 20
 #: What is sent at once, in bytes.
-UNIT_NBYTES: Final = 4 << 20
+PARCEL_NBYTES: Final = 4 << 20
 #: What is shorter is quicker to read again than to send, in bytes.
 LEAST_NBYTES: Final = 64 << 10
 _GOOD: Final = 1
@@ -73,18 +164,18 @@ def share_ranges(ranges: Iterable[BlockRange], peers: Peers, *, block_nbytes: in
     told = peers.all_gather({"wanted": by_path})
     if any(type(theirs) is not dict or theirs.keys() != {"wanted"} for theirs in told):
         raise err(Code.WRITERS_DIVERGED, "not every process shares what it reads", where="share=")
-    units = split_shared(
+    parcels = split_shared(
         [[(path, begin, end) for path, spans in theirs["wanted"].items() for begin, end in spans] for theirs in told],
-        unit_nbytes=max(1, UNIT_NBYTES // block_nbytes) * block_nbytes,
+        parcel_nbytes=max(1, PARCEL_NBYTES // block_nbytes) * block_nbytes,
         least_nbytes=LEAST_NBYTES,
     )
     shared = _Shared(ranges)
     own = []
-    for group in plan_rounds(units, peers.count, ROUND_NBYTES):
-        mine = [unit for unit in group if peers.number in unit.wanters]
+    for group in plan_rounds(parcels, peers.count, ROUND_NBYTES):
+        mine = [parcel for parcel in group if peers.number in parcel.wanters]
         own += [mine] if mine else []
-        for unit in mine:
-            shared.add(unit)
+        for parcel in mine:
+            shared.add(parcel)
     return shared.left(), Rounds(peers, own, shared)
 
 
@@ -96,13 +187,13 @@ class Rounds:
         buffer_nbytes: how much is held of a round.
     """
 
-    def __init__(self, peers: Peers, rounds: Sequence[Sequence[Unit]], shared: _Shared) -> None:
+    def __init__(self, peers: Peers, rounds: Sequence[Sequence[Parcel]], shared: _Shared) -> None:
         self._peers = peers
         self._rounds = rounds
         self._shared = shared
         self.received_nbytes = 0
-        # A byte more for each unit: whether its bytes are good.
-        self.buffer_nbytes = max((sum(unit.nbytes + 1 for unit in units) for units in rounds), default=0)
+        # A byte more for each parcel: whether its bytes are good.
+        self.buffer_nbytes = max((sum(parcel.nbytes + 1 for parcel in parcels) for parcels in rounds), default=0)
         self._buffer = memoryview(bytearray(self.buffer_nbytes))
 
     def run(self, read: Read, take: Take) -> None:
@@ -115,56 +206,64 @@ class Rounds:
         Raises: what reading and checking raise; StateError(PEER_FAILED) where another process couldn't read.
         """
         failed: Exception | None = None
-        for units in self._rounds:
-            places = self._places(units)
+        for parcels in self._rounds:
+            places = self._places(parcels)
             try:
-                self._read(units, places, read)
+                self._read(parcels, places, read)
             except Exception as error:  # noqa: BLE001 - whatever it is, the others wait
                 failed = failed or error
-            self._exchange(units, places)
+            self._exchange(parcels, places)
             try:
-                self._take(units, places, take)
+                self._take(parcels, places, take)
             except Exception as error:  # noqa: BLE001 - whatever it is, the others wait
                 failed = failed or error
         if failed is not None:
             raise failed
 
-    def _places(self, units: Sequence[Unit]) -> dict[Unit, memoryview]:
-        ends = list(itertools.accumulate(unit.nbytes + 1 for unit in units))
-        places = {unit: self._buffer[begin:end] for unit, begin, end in zip(units, [0, *ends], ends, strict=False)}
+    def _places(self, parcels: Sequence[Parcel]) -> dict[Parcel, memoryview]:
+        ends = list(itertools.accumulate(parcel.nbytes + 1 for parcel in parcels))
+        places = {
+            parcel: self._buffer[begin:end] for parcel, begin, end in zip(parcels, [0, *ends], ends, strict=False)
+        }
         for place in places.values():
             place[-1] = 0
         return places
 
-    def _read(self, units: Sequence[Unit], places: dict[Unit, memoryview], read: Read) -> None:
-        own = [unit for unit in units if unit.reader == self._peers.number]
-        begins = [(unit.path, unit.byte_begin) for unit in own]
+    def _read(self, parcels: Sequence[Parcel], places: dict[Parcel, memoryview], read: Read) -> None:
+        own = [parcel for parcel in parcels if parcel.reader == self._peers.number]
+        begins = [(parcel.path, parcel.byte_begin) for parcel in own]
 
         def keep(blocks: BlockRange, content: memoryview) -> None:
-            unit = own[bisect.bisect_right(begins, (blocks.path, blocks.byte_begin)) - 1]
-            at = blocks.byte_begin - unit.byte_begin
-            places[unit][at : at + blocks.nbytes] = content
+            parcel = own[bisect.bisect_right(begins, (blocks.path, blocks.byte_begin)) - 1]
+            at = blocks.byte_begin - parcel.byte_begin
+            places[parcel][at : at + blocks.nbytes] = content
 
-        read([self._shared.range_of(unit) for unit in own], keep)
-        for unit in own:
-            places[unit][-1] = _GOOD
+        read([self._shared.range_of(parcel) for parcel in own], keep)
+        for parcel in own:
+            places[parcel][-1] = _GOOD
 
-    def _exchange(self, units: Sequence[Unit], places: dict[Unit, memoryview]) -> None:
+    def _exchange(self, parcels: Sequence[Parcel], places: dict[Parcel, memoryview]) -> None:
         number = self._peers.number
         outgoing = [
-            (peer, places[unit]) for unit in units if unit.reader == number for peer in unit.wanters if peer != number
+            (peer, places[parcel])
+            for parcel in parcels
+            if parcel.reader == number
+            for peer in parcel.wanters
+            if peer != number
         ]
-        self._peers.exchange(outgoing, [(unit.reader, places[unit]) for unit in units if unit.reader != number])
+        self._peers.exchange(
+            outgoing, [(parcel.reader, places[parcel]) for parcel in parcels if parcel.reader != number]
+        )
 
-    def _take(self, units: Sequence[Unit], places: dict[Unit, memoryview], take: Take) -> None:
-        for unit in units:
-            if unit.reader == self._peers.number:
+    def _take(self, parcels: Sequence[Parcel], places: dict[Parcel, memoryview], take: Take) -> None:
+        for parcel in parcels:
+            if parcel.reader == self._peers.number:
                 continue
-            if places[unit][-1] != _GOOD:
-                raise err(Code.PEER_FAILED, f"process {unit.reader} couldn't read it", where=unit.path)
+            if places[parcel][-1] != _GOOD:
+                raise err(Code.PEER_FAILED, f"process {parcel.reader} couldn't read it", where=parcel.path)
             # Checked here, too: what a network did to it is nobody else's to find.
-            take(self._shared.range_of(unit), places[unit][:-1])
-            self.received_nbytes += unit.nbytes
+            take(self._shared.range_of(parcel), places[parcel][:-1])
+            self.received_nbytes += parcel.nbytes
 
 
 class _Shared:
@@ -173,31 +272,31 @@ class _Shared:
     def __init__(self, ranges: Sequence[BlockRange]) -> None:
         self._ranges = ranges
         self._begins = [(blocks.path, blocks.byte_begin) for blocks in ranges]
-        self._units: dict[int, list[Unit]] = defaultdict(list)
+        self._parcels: dict[int, list[Parcel]] = defaultdict(list)
 
-    def add(self, unit: Unit) -> None:
-        """Note that a unit, which lies in one range, is shared."""
-        self._units[self._find(unit)].append(unit)
+    def add(self, parcel: Parcel) -> None:
+        """Note that a parcel, which lies in one range, is shared."""
+        self._parcels[self._find(parcel)].append(parcel)
 
-    def range_of(self, unit: Unit) -> BlockRange:
-        """Return the part of a range that a unit is."""
-        return _part_of(self._ranges[self._find(unit)], unit.byte_begin, unit.byte_begin + unit.nbytes)
+    def range_of(self, parcel: Parcel) -> BlockRange:
+        """Return the part of a range that a parcel is."""
+        return _part_of(self._ranges[self._find(parcel)], parcel.byte_begin, parcel.byte_begin + parcel.nbytes)
 
     def left(self) -> list[BlockRange]:
         """Return what isn't shared."""
         left = []
         for number, blocks in enumerate(self._ranges):
             at = blocks.byte_begin
-            for unit in sorted(self._units.get(number, ()), key=lambda unit: unit.byte_begin):
-                if at < unit.byte_begin:
-                    left.append(_part_of(blocks, at, unit.byte_begin))
-                at = unit.byte_begin + unit.nbytes
+            for parcel in sorted(self._parcels.get(number, ()), key=lambda parcel: parcel.byte_begin):
+                if at < parcel.byte_begin:
+                    left.append(_part_of(blocks, at, parcel.byte_begin))
+                at = parcel.byte_begin + parcel.nbytes
             if at < blocks.byte_end or not blocks.nbytes:
                 left.append(_part_of(blocks, at, blocks.byte_end))
         return left
 
-    def _find(self, unit: Unit) -> int:
-        return bisect.bisect_right(self._begins, (unit.path, unit.byte_begin)) - 1
+    def _find(self, parcel: Parcel) -> int:
+        return bisect.bisect_right(self._begins, (parcel.path, parcel.byte_begin)) - 1
 
 
 def _part_of(blocks: BlockRange, begin: int, end: int) -> BlockRange:

@@ -1,4 +1,4 @@
-"""Read requests through a few reused buffers: several at a time, each handed on where it lies, in constant memory.
+"""Read requests through a few reused buffers, and do other work ahead: several at a time, in constant memory.
 
 What is in memory is read by threads that each check and place what they have read before they read more: it is in
 their processor's cache. What comes from a device is read by threads that do nothing else, so that the device never
@@ -7,6 +7,7 @@ waits for a processor, while others check and place.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -15,19 +16,21 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from ckptfmt.store.protocol import PAGE_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptfmt.layout.read_plan import Request
     from ckptfmt.store.protocol import RangeReader
+
 
 #: Is given a request and its bytes, which are valid until it returns.
 _Take: TypeAlias = "Callable[[Request, memoryview], None]"
@@ -336,3 +339,63 @@ def make_memory(nbytes: int) -> memoryview:
             memory.madvise(mmap.MADV_HUGEPAGE)
     first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_NBYTES
     return memoryview(memory)[first : first + nbytes]
+
+
+# --- work ahead -------------------------------------------------------------------------------------------------------
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+#: How many items for each thread are begun or wait to be taken, beside the one that is taken.
+WAITING: Final = 2
+
+
+def iter_ahead(
+    work: Callable[[Item], Result], items: Iterable[Item], *, count: int | None = None, ahead_count: int | None = None
+) -> Iterator[Result]:
+    """Yield what `work` returns for each item, in their order; only a few results are there at a time.
+
+    Args:
+        count: of threads; `thread_count` if None.
+        ahead_count: how many items are begun or wait to be taken, beside the one that is taken; `WAITING` for each
+            thread if None.
+
+    Raises: what `work` raises, when its turn has come.
+
+    >>> list(iter_ahead(abs, [3, -1, 2]))
+    [3, 1, 2]
+    """
+    count = thread_count() if count is None else count
+    ahead_count = WAITING * count if ahead_count is None else ahead_count
+    running: collections.deque[Any] = collections.deque()
+    with ThreadPoolExecutor(count, thread_name_prefix="ckptfmt-ahead") as threads:
+        try:
+            for item in items:
+                running.append(threads.submit(work, item))
+                if len(running) > ahead_count:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            threads.shutdown(wait=True, cancel_futures=True)
+
+
+def iter_batches(
+    items: Iterable[Item], nbytes_of: Callable[[Item], int], *, nbytes: int, count: int
+) -> Iterator[list[Item]]:
+    """Yield items in lists, for which handing one over is cheap: each as soon as it has so many bytes, or items.
+
+    >>> list(iter_batches([3, 1, 1, 1], lambda item: item, nbytes=3, count=2))
+    [[3], [1, 1], [1]]
+    """
+    batch: list[Item] = []
+    batch_nbytes = 0
+    for item in items:
+        batch.append(item)
+        batch_nbytes += nbytes_of(item)
+        if batch_nbytes >= nbytes or len(batch) == count:
+            yield batch
+            batch, batch_nbytes = [], 0
+    if batch:
+        yield batch

@@ -30,7 +30,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.read.decoding import iter_spans
-from ckptfmt.read.metadata import check_nbytes, read_header
+from ckptfmt.read.files import check_nbytes, read_header
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Reading, WantedBox
 from ckptfmt.read.report import ClosureMember, FoundReference, Report, is_violation, without_frames

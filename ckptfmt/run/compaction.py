@@ -15,9 +15,9 @@ from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.packed import make_integers
 from ckptfmt.documents.tables import block_count
 from ckptfmt.errors import Code, err
-from ckptfmt.read.ahead import iter_ahead
 from ckptfmt.read.decoding import Library
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.streaming import iter_ahead
 from ckptfmt.run.lineage import begin_launch, check_not_fenced, find_head, open_run
 from ckptfmt.write.image import Image, plan_image
 from ckptfmt.write.snapshot import Snapshot

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.layout.distance import Distance, measure
+from ckptfmt.read.comparison import Distance, measure
 
 FLOATS = [name for name in DTYPES if name.startswith(("float", "bfloat")) and name != "float4_e2m1fn_x2"]
 INTEGERS = [name for name in DTYPES if name.startswith(("int", "uint"))]

@@ -4,7 +4,7 @@ import pytest
 
 from ckptfmt.commit.decision import retire
 from ckptfmt.documents.manifest import checkpoint_name
-from ckptfmt.read.metadata import read_manifest
+from ckptfmt.read.files import read_manifest
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store import LocalStore
 from tests.cli.conftest import make_run, save_in_run

@@ -119,7 +119,7 @@ def test_who_has_no_sampler_says_so_and_is_not_convicted():
 
 
 def test_a_fault_is_put_in_for_a_call_and_taken_out_again():
-    place = "ckptfmt.read.metadata:check_index_tiling"
+    place = "ckptfmt.read.files:check_index_tiling"
     before = original(place)
 
     class Broken(Reference):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from ckptfmt.read.ahead import WAITING, iter_ahead
+from ckptfmt.read.streaming import WAITING, iter_ahead
 
 
 @pytest.mark.parametrize("ahead_count", [None, 1, 5, 50])

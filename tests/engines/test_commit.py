@@ -26,7 +26,7 @@ from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, failure_path, index_name, part_path
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, open_packed_document
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutError, err
-from ckptfmt.read.metadata import read_manifest
+from ckptfmt.read.files import read_manifest
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import Loss, MemoryStore

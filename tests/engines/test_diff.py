@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from ckptfmt.box import Box
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.errors import Code
-from ckptfmt.layout.distance import Distance
-from ckptfmt.read.comparison import ValueDifference, compare
+from ckptfmt.read.comparison import Distance, ValueDifference, compare
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import code_of, leaf, save, snapshot, stream, tensor, two_writers

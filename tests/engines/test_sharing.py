@@ -74,7 +74,7 @@ class Peer:
 @pytest.fixture(autouse=True)
 def share_what_is_small(monkeypatch):
     monkeypatch.setattr(sharing, "LEAST_NBYTES", 1)
-    monkeypatch.setattr(sharing, "UNIT_NBYTES", 20_000)
+    monkeypatch.setattr(sharing, "PARCEL_NBYTES", 20_000)
     monkeypatch.setattr(decoding, "REQUEST_NBYTES", 20_000)
     monkeypatch.setattr(decoding, "GAP_NBYTES", 0)
 
@@ -201,7 +201,7 @@ def test_a_process_that_does_not_share_is_found_out():
     st.sampled_from([4096, 20_000, 1 << 20]),
     st.randoms(use_true_random=False),
 )
-def test_any_boxes_of_any_tiling_on_any_number_of_processes(dtype, count, unit_nbytes, rng):
+def test_any_boxes_of_any_tiling_on_any_number_of_processes(dtype, count, parcel_nbytes, rng):
     """REQ-OPN-005: bit for bit what was saved, and no shared byte is read twice."""
     shape = (rng.randint(1, 40), rng.randint(1, 300))
     array = random_array(shape, dtype, rng)
@@ -216,7 +216,7 @@ def test_any_boxes_of_any_tiling_on_any_number_of_processes(dtype, count, unit_n
         return reading.run()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "UNIT_NBYTES", unit_nbytes)
+        patch.setattr(sharing, "PARCEL_NBYTES", parcel_nbytes)
         reports = Playground(count).run(work)
     for sink, report in zip(sinks, reports, strict=True):
         (box,) = sink.boxes

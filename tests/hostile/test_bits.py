@@ -10,7 +10,7 @@ from ckptfmt.documents.manifest import parse_register
 from ckptfmt.documents.part import Part
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError
 from ckptfmt.layout.merge import check_index_tiling
-from ckptfmt.read import metadata, reader
+from ckptfmt.read import files, reader
 from ckptfmt.read import verify as verify_module
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import read_all, small_files, verify
@@ -35,7 +35,7 @@ def _parse_each_document_once(monkeypatch):
             check_index_tiling(index)
             tiled.append(index)
 
-    monkeypatch.setattr(metadata, "check_index_tiling", check_once)
+    monkeypatch.setattr(files, "check_index_tiling", check_once)
 
 
 def assert_refused(path, content):

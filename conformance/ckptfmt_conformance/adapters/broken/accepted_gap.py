@@ -15,6 +15,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.read.metadata:check_index_tiling", _check_nothing),
+        ("ckptfmt.read.files:check_index_tiling", _check_nothing),
         ("ckptfmt.layout.merge:check_sharding", _check_nothing),
     )
