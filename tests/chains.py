@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ckptfmt.commit.decision import finalize, sweep_attempts
+from ckptfmt.commit.known import Known
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
@@ -44,6 +45,7 @@ class Saving:
         snapshots: what each writer holds, for the layout.
         slot_count: how many slots each writer has; the saves take them in turn.
         written: which of its pieces each writer writes; all of them where there is nothing.
+        known: what was parsed before.
     """
 
     def __init__(
@@ -54,9 +56,11 @@ class Saving:
         options: DeltaOptions = SMALLEST,
         slot_count: int = 2,
         written: Sequence[frozenset[Any] | None] | None = None,
+        known: Known | None = None,
     ) -> None:
         self.store = MemoryStore() if store is None else store
         self.options = options
+        self.known = known or Known()
         self.block_nbytes = block_nbytes
         self.run: Run = open_run(self.store, writer_features=(REFERENCED,))
         self.launch: Launch = begin_launch(self.store, self.run)[0]
@@ -66,7 +70,7 @@ class Saving:
             own = None if written is None else written[number]
             image = plan_image(held, written=own, block_nbytes=block_nbytes)
             slots = [bytearray(image.nbytes) for _ in range(slot_count)]
-            self.writers.append(Writer(image=image, chain=Chain(), slots=slots))
+            self.writers.append(Writer(image=image, chain=Chain(known=self.known), slots=slots))
 
     def origin(self, step: int) -> Origin:
         return Origin(
@@ -100,7 +104,7 @@ class Saving:
     def save(self, step: int, *snapshots: Snapshot) -> Manifest:
         """Write and commit."""
         origin, _ = self.write(step, snapshots)
-        manifest = finalize(self.place(step), origin)
+        manifest = finalize(self.place(step), origin, known=self.known)
         sweep_attempts(self.place(step), origin)
         for writer in self.writers:
             writer.chain.commit(manifest)

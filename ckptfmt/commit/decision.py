@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt import limits
-from ckptfmt.commit.known import Register, known_tables, parse_known, remember_tables
+from ckptfmt.commit.known import Known, Register
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import (
@@ -59,13 +59,16 @@ _TRIES: Final = 3
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.1
 
 
-def read_register(store: Store) -> Register | None:
+def read_register(store: Store, *, known: Known | None = None) -> Register | None:
     """Return what the decision register of a checkpoint directory holds; None if nothing was decided yet.
+
+    Args:
+        known: what the caller has parsed before.
 
     Raises: FormatError, IntegrityError, UnsupportedError, StoreError. Spec: REQ-MAN-001.
     """
     try:
-        return parse_known(store.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES))
+        return (known or Known()).parse_register(store.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES))
     except CkptError as error:
         if error.code == Code.FILE_MISSING:
             return None
@@ -121,7 +124,12 @@ def create_once(
 
 
 def commit(
-    store: Store, origin: Origin, *, deadline_s: float, on_wait: Callable[[list[int]], None] | None = None
+    store: Store,
+    origin: Origin,
+    *,
+    deadline_s: float,
+    on_wait: Callable[[list[int]], None] | None = None,
+    known: Known | None = None,
 ) -> Manifest:
     """Wait for the parts of an attempt, and make them a checkpoint.
 
@@ -130,6 +138,7 @@ def commit(
         origin: of the attempt.
         deadline_s: how long to wait for parts, in seconds.
         on_wait: called with the writers still missing, now and then.
+        known: what the caller has parsed before.
 
     Returns: the manifest that is in the register now; it is durable.
     Raises: CommitError: WRITERS_MISSING, WRITER_FAILED, COMMIT_CONFLICT, COMMIT_UNKNOWN (nothing was deleted);
@@ -137,32 +146,32 @@ def commit(
     Spec: REQ-CMT-005 to REQ-CMT-009.
     """
     _wait_for_parts(store, origin, deadline_s, on_wait)
-    return finalize(store, origin)
+    return finalize(store, origin, known=known)
 
 
-def decide(store: Store, origin: Origin, *, writer: int, deadline_s: float) -> Manifest:
+def decide(store: Store, origin: Origin, *, writer: int, deadline_s: float, known: Known | None = None) -> Manifest:
     """Commit as writer 0, or wait for it as another; the part of `writer` is written.
 
     Raises: as `commit` and `wait_for_decision`. Spec: REQ-CMT-005 to REQ-CMT-009, REQ-CMT-027.
     """
     if writer != 0:
         return wait_for_decision(store, origin, deadline_s=deadline_s)
-    manifest = commit(store, origin, deadline_s=deadline_s)
+    manifest = commit(store, origin, deadline_s=deadline_s, known=known)
     # The save is done. What a killed attempt left takes space, and isn't worth an error.
     with contextlib.suppress(CkptError):
         sweep_attempts(store, origin)
     return manifest
 
 
-def finalize(store: Store, origin: Origin) -> Manifest:
+def finalize(store: Store, origin: Origin, *, known: Known | None = None) -> Manifest:
     """Make the parts of an attempt, which are all there, a checkpoint. Anyone may, any number of times.
 
     Raises: as `commit`.
     Spec: REQ-CMT-005 to REQ-CMT-009.
     """
-    known = known_tables()
-    entries = [_read_part(store, origin, writer, known) for writer in range(origin.writer_count)]
-    remember_tables(known)
+    known = known or Known()
+    entries = [_read_part(store, origin, writer, known.tables) for writer in range(origin.writer_count)]
+    known.limit_tables()
     index = merge_parts(entries)
     content, digest = index.dump()
     index_nbytes, index_digest = _create_index(store, index_name(origin.attempt), content, digest)
@@ -182,18 +191,18 @@ def finalize(store: Store, origin: Origin) -> Manifest:
         references=references,
     )
     for reference in references:
-        check_base(store, reference)
+        check_base(store, reference, known=known)
     store.sync("parts")
     content = manifest.dump()
     # Before it decides: a register that no reader accepts could never be replaced by a better one.
-    decided = parse_known(content)
+    decided = known.parse_register(content)
     assert isinstance(decided, Manifest)  # noqa: S101 - it was dumped from one
     _decide(store, content)
     store.sync("")
     return decided
 
 
-def check_base(store: Store, reference: Reference) -> None:
+def check_base(store: Store, reference: Reference, *, known: Known | None = None) -> None:
     """Raise unless a base is committed and isn't condemned; whoever relies on that has pinned it before.
 
     Args:
@@ -204,7 +213,7 @@ def check_base(store: Store, reference: Reference) -> None:
     base = store.beside(reference.name)
     # In this order: who retires it removes the condemnation last.
     condemned = any(name.startswith(CONDEMNED) for name in base.list_names(""))
-    register = read_register(base)
+    register = read_register(base, known=known)
     if condemned or register is None:
         detail = "it is about to be retired" if condemned else "there is no such checkpoint"
         raise err(Code.BASE_MISSING, detail, where=base.name, requirement="REQ-CMT-031")

@@ -18,6 +18,7 @@ from ckptfmt.read.files import CheckpointFiles
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ckptfmt.commit.known import Known
     from ckptfmt.documents.manifest import Manifest, Origin
     from ckptfmt.documents.part import Part
     from ckptfmt.store.protocol import Store
@@ -45,7 +46,9 @@ class Base:
     slot: int | None = None
 
 
-def pin_base(store: Store, origin: Origin, writer: int, base: Base) -> tuple[Reference, ...]:
+def pin_base(
+    store: Store, origin: Origin, writer: int, base: Base, *, known: Known | None = None
+) -> tuple[Reference, ...]:
     """Keep a base from being cleaned away until this save is decided; return what its delta will refer to.
 
     Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH) if it is going already; StoreError.
@@ -56,7 +59,7 @@ def pin_base(store: Store, origin: Origin, writer: int, base: Base) -> tuple[Ref
     create_once(store, pins_path(origin.attempt, writer), lambda: [content], content=content)
     store.sync("parts")
     for reference in references:
-        check_base(store, reference)
+        check_base(store, reference, known=known)
     return references
 
 

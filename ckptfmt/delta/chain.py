@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ckptfmt.commit.known import Known
     from ckptfmt.delta.coders import Coders
     from ckptfmt.documents.manifest import Manifest, Origin
     from ckptfmt.documents.part import Part
@@ -57,10 +58,12 @@ class Chain:
 
     Args:
         coders: processes that encode what deltas store, if there may be any.
+        known: what the saver has parsed before.
     """
 
-    def __init__(self, coders: Coders | None = None) -> None:
+    def __init__(self, coders: Coders | None = None, known: Known | None = None) -> None:
         self._coders = coders
+        self._known = known
         self.history = History()
         self._last: _Link | None = None  # committed
         self._next: _Link | None = None  # written
@@ -84,7 +87,7 @@ class Chain:
             self._start_coders(snapped.image)  # sooner or later
         if plan.fields is not None and base is not None:
             try:
-                references = pin_base(store, origin, writer, base)
+                references = pin_base(store, origin, writer, base, known=self._known)
             except IntegrityError as error:
                 plan = Plan(fields=None, reason=f"the base can't be had: {error}")
             else:

@@ -27,6 +27,7 @@ from ckptfmt.store.local import LocalStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ckptfmt.commit.known import Known
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.store.protocol import Store
@@ -164,7 +165,7 @@ def read_launch(store: Store, number: int, run: Run | None = None) -> Launch:
     return launch
 
 
-def list_checkpoints(store: Store, run: Run | None = None) -> list[RunEntry]:
+def list_checkpoints(store: Store, run: Run | None = None, *, known: Known | None = None) -> list[RunEntry]:
     """Return every checkpoint directory of a run by step, then launch, compared as numbers.
 
     A register that can't be read becomes an entry with its error: nobody decides for it. What is retired while this
@@ -174,7 +175,7 @@ def list_checkpoints(store: Store, run: Run | None = None) -> list[RunEntry]:
     run_id = run.run_id if run is not None else None
     while True:
         places = _list_places(store)
-        entries = [_read_entry(store, place, run_id) for place in places]
+        entries = [_read_entry(store, place, run_id, known) for place in places]
         if _list_places(store) == places:
             return entries
 
@@ -443,11 +444,11 @@ def _list_places(store: Store) -> list[tuple[int, int]]:
     return sorted(place for place in places if place is not None)
 
 
-def _read_entry(store: Store, place: tuple[int, int], run_id: str | None) -> RunEntry:
+def _read_entry(store: Store, place: tuple[int, int], run_id: str | None, known: Known | None = None) -> RunEntry:
     name = checkpoint_name(*place)
     register: Manifest | Abort | Tombstone | CkptError | None
     try:
-        register = read_register(store.at(name))
+        register = read_register(store.at(name), known=known)
         if register is not None:
             check_place(register, place, run_id)
     except StoreError:

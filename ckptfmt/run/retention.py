@@ -23,6 +23,7 @@ from ckptfmt.run.lineage import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ckptfmt.commit.known import Known
     from ckptfmt.documents.run import Launch, Run
     from ckptfmt.store.protocol import Store
 
@@ -87,13 +88,20 @@ def _iter_late(launches: list[Launch], entries: list[RunEntry], lineage: list[Ru
 
 
 def clean_up(
-    store: Store, run: Run, *, launch: int, keep: int | None = None, keep_every: int | None = None
+    store: Store,
+    run: Run,
+    *,
+    launch: int,
+    keep: int | None = None,
+    keep_every: int | None = None,
+    known: Known | None = None,
 ) -> list[str]:
     """Retire what retention lets go, give up what older launches left unfinished, finish interrupted clean-ups.
 
     Args:
         store: rooted at the run.
         launch: the launch that cleans; undecided directories of this one and of newer ones are left alone.
+        known: what the caller has parsed before.
 
     Returns: the names of what was retired or given up.
     Raises: UnsupportedError(FEATURE_UNSUPPORTED) if the run has a feature that this cleaner doesn't know: then nothing
@@ -110,9 +118,9 @@ def clean_up(
         )
     check_not_fenced(store, launch)
     launches = list_launches(store, run)
-    entries = list_checkpoints(store, run)
+    entries = list_checkpoints(store, run, known=known)
     going = plan_retention(launches, entries, keep=keep, keep_every=keep_every)
-    removed = _retire_unread(store, run, going) if REFERENCED in run.writer_features else _retire(store, going)
+    removed = _retire_unread(store, run, going, known) if REFERENCED in run.writer_features else _retire(store, going)
     named = {past.resume_from.name for past in launches if past.resume_from is not None}
     for entry in entries:
         place = store.at(entry.name)
@@ -126,7 +134,7 @@ def clean_up(
     return removed
 
 
-def _retire_unread(store: Store, run: Run, going: list[RunEntry]) -> list[str]:
+def _retire_unread(store: Store, run: Run, going: list[RunEntry], known: Known | None) -> list[str]:
     """Retire checkpoints that nothing reads from, and nothing that is still being saved will.
 
     They are condemned first, and looked for afterwards: who pins one after that sees that it is condemned, and who
@@ -140,7 +148,7 @@ def _retire_unread(store: Store, run: Run, going: list[RunEntry]) -> list[str]:
     try:
         for entry in going:
             store.at(entry.name).create(name, [b""])
-        read = _find_read(store, run, going)
+        read = _find_read(store, run, going, known)
         staying = [entry for entry in going if entry.manifest is None or entry.manifest.digest in read]
     finally:
         for entry in staying:
@@ -149,11 +157,11 @@ def _retire_unread(store: Store, run: Run, going: list[RunEntry]) -> list[str]:
     return _retire(store, [entry for entry in reversed(going) if entry not in staying])
 
 
-def _find_read(store: Store, run: Run, going: list[RunEntry]) -> set[str]:
+def _find_read(store: Store, run: Run, going: list[RunEntry], known: Known | None) -> set[str]:
     """Return the digests of what others than those that go read from, or will."""
     # In this order: a save that is decided meanwhile has its pins until its manifest is there.
-    pinned = _find_pinned(store, list_checkpoints(store, run))
-    entries = list_checkpoints(store, run)
+    pinned = _find_pinned(store, list_checkpoints(store, run, known=known))
+    entries = list_checkpoints(store, run, known=known)
     if any(isinstance(entry.register, CkptError) for entry in entries):
         return {entry.manifest.digest for entry in going if entry.manifest}  # nobody knows what that one reads
     names = {entry.name for entry in going}
@@ -184,12 +192,20 @@ def _find_pinned(store: Store, entries: list[RunEntry]) -> set[str]:
     return found
 
 
-def tidy_up(store: Store, run: Run, *, launch: int, keep: int | None, keep_every: int | None) -> tuple[list[str], str]:
+def tidy_up(
+    store: Store,
+    run: Run,
+    *,
+    launch: int,
+    keep: int | None,
+    keep_every: int | None,
+    known: Known | None = None,
+) -> tuple[list[str], str]:
     """Clean up behind a committed save: what fails is said, and is no failure of the save.
 
     Returns: the names of what was retired or given up; what went wrong, or an empty string.
     """
     try:
-        return clean_up(store, run, launch=launch, keep=keep, keep_every=keep_every), ""
+        return clean_up(store, run, launch=launch, keep=keep, keep_every=keep_every, known=known), ""
     except CkptError as error:
         return [], str(error)

@@ -20,7 +20,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from ckptfmt.commit.decision import check_vacant, decide
-from ckptfmt.commit.known import remembered
+from ckptfmt.commit.known import Known
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.delta.policy import DeltaOptions
@@ -120,6 +120,7 @@ def save_snapshot(
     *,
     report: Callable[[str, dict[str, Any]], None],
     chain: Chain,
+    known: Known,
 ) -> None:
     """Save what is, or will be, in a slot; tell every state behind STAGED that is reached, FAILED included.
 
@@ -127,6 +128,7 @@ def save_snapshot(
         run_store: rooted at the run.
         report: called with a state and what there is to say of it.
         chain: the saves before this one.
+        known: what they have parsed.
 
     Spec: REQ-CMT-003 to REQ-CMT-009, REQ-CMT-029, REQ-RUN-004.
     """
@@ -138,7 +140,7 @@ def save_snapshot(
             check_vacant(store)
         plan = chain.write(store, origin, request.writer, snapped, options=request.delta)
         report("WRITTEN", {})
-        manifest = decide(store, origin, writer=request.writer, deadline_s=request.deadline_s)
+        manifest = decide(store, origin, writer=request.writer, deadline_s=request.deadline_s, known=known)
     except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
         fail(run_store, request, error, report)
         return
@@ -146,7 +148,7 @@ def save_snapshot(
     told = {name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes")}
     report("COMMITTED", {**told, "reason": plan.reason})
     chain.commit(manifest)
-    report("DONE", _tidy_up(run_store, request))
+    report("DONE", _tidy_up(run_store, request, known))
 
 
 def fail(
@@ -163,7 +165,7 @@ def _place(run_store: Store, origin: Origin) -> Store:
     return run_store.at(checkpoint_name(origin.step, origin.launch))
 
 
-def _tidy_up(run_store: Store, request: SaveRequest) -> dict[str, Any]:
+def _tidy_up(run_store: Store, request: SaveRequest, known: Known) -> dict[str, Any]:
     origin = request.origin
     if request.writer != 0:
         return {"removed": [], "problem": ""}
@@ -172,7 +174,7 @@ def _tidy_up(run_store: Store, request: SaveRequest) -> dict[str, Any]:
     run = Run(run_id=origin.run_id, writer_features=request.writer_features)
     keep, keep_every = request.keep, request.keep_every
     try:
-        removed, problem = tidy_up(run_store, run, launch=origin.launch, keep=keep, keep_every=keep_every)
+        removed, problem = tidy_up(run_store, run, launch=origin.launch, keep=keep, keep_every=keep_every, known=known)
     except Exception as error:  # noqa: BLE001 - it is the next save's to try again, and this one is committed
         removed, problem = [], str(as_ckpt_error(error))
     return {"removed": removed, "problem": encodable(problem)}
@@ -199,7 +201,8 @@ class Saver:
         self._image: Image | None = None
         self._pending: dict[int, Progress] = {}
         self._coders = Coders()
-        self._chain = Chain(self._coders)
+        self._known = Known()
+        self._chain = Chain(self._coders, self._known)
         self._held = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -263,7 +266,7 @@ class Saver:
 
         def task() -> None:
             try:
-                save_snapshot(self._store, request, snapped, report=report, chain=self._chain)
+                save_snapshot(self._store, request, snapped, report=report, chain=self._chain, known=self._known)
             finally:
                 self._release(number)
 
@@ -290,10 +293,9 @@ class Saver:
 
     def _work(self) -> None:
         try:
-            with remembered():
-                while (task := self._tasks.get()) is not None:
-                    task()
-                    self._rest()
+            while (task := self._tasks.get()) is not None:
+                task()
+                self._rest()
         except BaseException as error:  # noqa: BLE001 - told to the trainer, whatever it is
             self._break(error)
         finally:

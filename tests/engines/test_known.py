@@ -1,14 +1,12 @@
 """What was parsed before isn't parsed again, as long as somebody remembers; files are read anew."""
 
-import threading
-
 import numpy as np
 import pytest
 
 import ckptfmt
 from ckptfmt.commit import known
 from ckptfmt.commit.decision import read_register
-from ckptfmt.commit.known import known_tables, parse_known, remember_tables, remembered
+from ckptfmt.commit.known import Known
 from ckptfmt.documents import part
 from ckptfmt.documents.manifest import Abort, Manifest, parse_register
 from ckptfmt.documents.tables import TensorTable, parse_tensor_table
@@ -35,64 +33,53 @@ def register(step):
     return Abort(run_id=None, launch=None, step=step, reason="a test").dump()
 
 
-def test_the_same_bytes_are_parsed_once_while_somebody_remembers(parsed):
-    with remembered():
-        first = parse_known(register(1))
-        assert parse_known(register(2)) != first
-        assert parse_known(bytes(bytearray(register(1)))) == first
-        assert len(parsed) == 2
-    parse_known(register(1))
-    parse_known(register(1))
-    assert len(parsed) == 4
+def test_the_same_bytes_are_parsed_once_by_whoever_remembers(parsed):
+    one = Known()
+    first = one.parse_register(register(1))
+    assert one.parse_register(register(2)) != first
+    assert one.parse_register(bytes(bytearray(register(1)))) == first
+    assert len(parsed) == 2
+    Known().parse_register(register(1))
+    assert len(parsed) == 3
 
 
 def test_what_is_refused_is_refused_again(parsed):
-    damaged = register(1).replace(b"test", b"tost")
-    with remembered():
-        for count in (1, 2):
-            assert code_of(lambda: parse_known(damaged)) == Code.DOC_DIGEST
-            assert len(parsed) == count
-
-
-def test_another_thread_remembers_nothing(parsed):
-    with remembered():
-        parse_known(register(1))
-        other = threading.Thread(target=parse_known, args=(register(1),))
-        other.start()
-        other.join()
-    assert len(parsed) == 2
+    one, damaged = Known(), register(1).replace(b"test", b"tost")
+    for count in (1, 2):
+        assert code_of(lambda: one.parse_register(damaged)) == Code.DOC_DIGEST
+        assert len(parsed) == count
 
 
 def test_those_asked_for_longest_ago_are_forgotten(parsed, monkeypatch):
     monkeypatch.setattr(known, "_COUNT", 2)
-    with remembered():
-        for step in (1, 2, 1, 3, 1, 2):
-            parse_known(register(step))
+    one = Known()
+    for step in (1, 2, 1, 3, 1, 2):
+        one.parse_register(register(step))
     assert parsed == [register(step) for step in (1, 2, 3, 2)]
 
 
 def test_a_register_is_read_anew():
     """What was remembered is what bytes mean, not what a file held."""
+    one = Known()
     saving = Saving(snapshot(tensor("w", np.zeros(4, np.float32))))
     saving.save(1, snapshot(tensor("w", np.zeros(4, np.float32))))
-    with remembered():
-        assert isinstance(read_register(saving.place(1)), Manifest)
-        saving.place(1).replace("manifest.json", register(1))
-        assert isinstance(read_register(saving.place(1)), Abort)
+    assert isinstance(read_register(saving.place(1), known=one), Manifest)
+    saving.place(1).replace("manifest.json", register(1))
+    assert isinstance(read_register(saving.place(1), known=one), Abort)
 
 
 def test_a_save_parses_as_many_registers_however_long_its_chain_is(parsed):
     """Else the thirtieth delta would take longer for those of its bases than for what it stores."""
     array = np.arange(4096, dtype=np.float32)
     counts = []
-    with remembered():
-        saving = Saving(snapshot(tensor("w", array)))
-        for step in range(1, 9):
-            array[step] += 1
-            del parsed[:]
-            assert saving.save(step, snapshot(tensor("w", array.copy()))).profile == ("delta" if step > 1 else "full")
-            tidy_up(saving.store, saving.run, launch=saving.launch.launch, keep=None, keep_every=None)
-            counts.append(len(parsed))
+    saving = Saving(snapshot(tensor("w", array)))
+    for step in range(1, 9):
+        array[step] += 1
+        del parsed[:]
+        assert saving.save(step, snapshot(tensor("w", array.copy()))).profile == ("delta" if step > 1 else "full")
+        launch = saving.launch.launch
+        tidy_up(saving.store, saving.run, launch=launch, keep=None, keep_every=None, known=saving.known)
+        counts.append(len(parsed))
     assert max(counts) == 1  # its own
 
 
@@ -111,21 +98,18 @@ def test_a_table_of_tensors_is_parsed_once_for_all_saves_of_one_structure(monkey
         with ckptfmt.open(saving.place(step)) as opened:
             return [tensor.name for tensor in opened.index.tensors], len(parsed)
 
-    with remembered():
-        saving = Saving(one)
-        assert [save(step, one) for step in (1, 2, 3)] == [(["one"], 1)] * 3
-        saving = Saving(other)
-        assert [save(step, other) for step in (1, 2)] == [(["other"], 2)] * 2
+    saving = Saving(one, known=Known())
+    assert [save(step, one) for step in (1, 2, 3)] == [(["one"], 1)] * 3
+    saving = Saving(other, known=saving.known)
+    assert [save(step, other) for step in (1, 2)] == [(["other"], 2)] * 2
     saving = Saving(one)
-    assert [save(step, one)[1] for step in (1, 2)] == [3, 4]
+    assert [save(step, one)[1] for step in (1, 2)] == [3, 3]
 
 
 def test_too_many_tables_are_forgotten(monkeypatch):
     monkeypatch.setattr(known, "_TABLE_COUNT", 2)
-    table = TensorTable.of([])
-    with remembered():
-        for count in (1, 2, 0, 1):
-            remember_tables({**known_tables(), bytes([len(known_tables())]): table})
-            assert len(known_tables()) == count
-    remember_tables({b"": table})
-    assert known_tables() == {}
+    one = Known()
+    for count in (1, 2, 0, 1):
+        one.tables[bytes([len(one.tables)])] = TensorTable.of([])
+        one.limit_tables()
+        assert len(one.tables) == count

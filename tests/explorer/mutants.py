@@ -243,9 +243,9 @@ def _swallow(*codes: Code) -> Callable[..., None]:
     return decide
 
 
-def _delete_on_no_answer(right: Any, store: Store, origin: Origin) -> Manifest:
+def _delete_on_no_answer(right: Any, store: Store, origin: Origin, **known: Any) -> Manifest:
     try:
-        return right(store, origin)  # type: ignore[no-any-return]
+        return right(store, origin, **known)  # type: ignore[no-any-return]
     except CkptError as error:
         if error.code == Code.COMMIT_UNKNOWN:
             commit._delete_all_but_register(store)
@@ -276,7 +276,7 @@ def _overwrite(_right: Any, store: Store, path: str, chunks: Callable[[], list[B
     store.replace(path, b"".join(chunks()))
 
 
-def _list_once(_right: Any, store: Store, run: Any = None) -> list[lineage.RunEntry]:
+def _list_once(_right: Any, store: Store, run: Any = None, **_: Any) -> list[lineage.RunEntry]:
     return [lineage._read_entry(store, place, run.run_id if run else None) for place in lineage._list_places(store)]
 
 

@@ -134,19 +134,19 @@ def test_both_outcomes_are_met():
     assert {(True, "delta"), (False, "full")} <= met
 
 
-def _no_pins(right, store, origin, writer, given):
+def _no_pins(right, store, origin, writer, given, **known):
     with mock.patch.object(base, "create_once"):
-        return right(store, origin, writer, given)
+        return right(store, origin, writer, given, **known)
 
 
-def _looking_first(right, store, run, going):
+def _looking_first(right, store, run, going, known):
     """Look for pins and references, and condemn afterwards."""
     entries = lineage.list_checkpoints(store, run)
     pinned = retention._find_pinned(store, entries)
     read = {one.digest for entry in entries for one in entry.references} | pinned
     for entry in going:
         store.at(entry.name).create(f"{commit.CONDEMNED}{0:016x}", [b""])
-    del right
+    del right, known
     return retention._retire(store, [entry for entry in going if entry.manifest.digest not in read])
 
 
@@ -154,7 +154,7 @@ def _looking_first(right, store, run, going):
 MUTANTS = {
     "no pins": (1, "ckptfmt.delta.chain.pin_base", _no_pins),
     "pins are not looked for": (1, "ckptfmt.run.retention._find_pinned", lambda *_: set()),
-    "a base is not checked": (1, "ckptfmt.delta.base.check_base", lambda *_: None),
+    "a base is not checked": (1, "ckptfmt.delta.base.check_base", lambda *_, **__: None),
     "looked for before it is condemned": (1, "ckptfmt.run.retention._retire_unread", _looking_first),
 }
 

@@ -141,8 +141,8 @@ MUTANTS = {
             retention._retire_unread,
             "        for entry in going:\n"
             '            store.at(entry.name).create(name, [b""])\n'
-            "        read = _find_read(store, run, going)\n",
-            "        read = _find_read(store, run, going)\n"
+            "        read = _find_read(store, run, going, known)\n",
+            "        read = _find_read(store, run, going, known)\n"
             "        for entry in going:\n"
             '            store.at(entry.name).create(name, [b""])\n',
         ),
@@ -153,9 +153,9 @@ MUTANTS = {
         fault="reads the registers before it looks for pins",
         patch=rewritten(
             retention._find_read,
-            "    pinned = _find_pinned(store, list_checkpoints(store, run))\n"
-            "    entries = list_checkpoints(store, run)\n",
-            "    entries = list_checkpoints(store, run)\n    pinned = _find_pinned(store, entries)\n",
+            "    pinned = _find_pinned(store, list_checkpoints(store, run, known=known))\n"
+            "    entries = list_checkpoints(store, run, known=known)\n",
+            "    entries = list_checkpoints(store, run, known=known)\n    pinned = _find_pinned(store, entries)\n",
         ),
         tests=("engines/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
     ),

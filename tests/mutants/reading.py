@@ -23,7 +23,7 @@ def _without_limit(right: Any, ranges: Any, **members: Any) -> Any:
     return right(ranges, **{**members, "request_nbytes": 1 << 60})
 
 
-def _listed_once(_right: Any, store: Any, run: Any) -> Any:
+def _listed_once(_right: Any, store: Any, run: Any, **_: Any) -> Any:
     return [lineage._read_entry(store, place, run.run_id) for place in lineage._list_places(store)]
 
 

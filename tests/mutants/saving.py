@@ -40,17 +40,17 @@ def _say_ahead(right: Any, self: Saver, number: int, state: str, told: dict[str,
         right(self, number, _AHEAD[state], {"digest": "", "nbytes": 0, "profile": "full", "stored_nbytes": 0})
 
 
-def _pin_the_base_alone(right: Any, store: Store, origin: Origin, writer: int, given: base.Base) -> Any:
+def _pin_the_base_alone(right: Any, store: Store, origin: Origin, writer: int, given: base.Base, **known: Any) -> Any:
     own = replaced(base, "Pins", lambda pins, **members: pins(**{**members, "references": (given.reference,)}))
     with own():
-        return right(store, origin, writer, given)
+        return right(store, origin, writer, given, **known)
 
 
-def _look_then_pin(right: Any, store: Store, origin: Origin, writer: int, given: base.Base) -> Any:
+def _look_then_pin(right: Any, store: Store, origin: Origin, writer: int, given: base.Base, **known: Any) -> Any:
     for reference in {given.reference, *given.manifest.references}:
         commit.check_base(store, reference)
     with mock.patch.object(base, "check_base"):
-        references: tuple[Reference, ...] = right(store, origin, writer, given)
+        references: tuple[Reference, ...] = right(store, origin, writer, given, **known)
     return references
 
 
