@@ -1,4 +1,4 @@
-"""``python -m ckptfmt_conformance run|list|badge``: the suite from a shell.
+"""``python -m ckptfmt_conformance run|list|extract|badge``: the suite from a shell.
 
 Exit codes of ``run``: 0 all is green · 1 something fails, or an expected failure doesn't · 2 it couldn't be run, or
 nothing was judged · 130 interrupted.
@@ -100,6 +100,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     listing = commands.add_parser("list", help="list the cases")
     _add_selection(listing)
     listing.set_defaults(command=_list)
+
+    extract = commands.add_parser("extract", help="write the files of cases into a folder, to look at them")
+    _add_selection(extract)
+    extract.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder, made if it isn't there")
+    extract.set_defaults(command=_extract)
 
     badge = commands.add_parser("badge", help="make a badge, or a page, of the JSON report of a run")
     badge.add_argument("report", type=Path, metavar="REPORT", help="what `run --json` wrote")
@@ -214,6 +219,13 @@ def _list(arguments: argparse.Namespace) -> int:
     width = max((len(case.id) for case in cases), default=0)
     for case in cases:
         print(f"{case.kind:10} {case.id:{width}}  {case.description}")
+    return EXIT_GREEN
+
+
+def _extract(arguments: argparse.Namespace) -> int:
+    cases = load_cases(arguments.vectors or vectors_root())
+    for case in select_cases(cases, patterns=arguments.filter, kinds=arguments.kind):
+        print(case.write_files(arguments.out / case.id))
     return EXIT_GREEN
 
 

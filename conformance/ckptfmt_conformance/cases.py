@@ -1,13 +1,13 @@
-"""Cases: one folder each, with a ``case.json`` and the input that it speaks of."""
+"""Cases: those of an area are one file, and the contents of their files another; ``vectors/README.md`` has the form."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import fnmatch
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from ckptfmt_conformance.errors import SuiteError
@@ -19,8 +19,8 @@ KINDS: Final = ("open", "read", "reshard", "write", "context", "parse", "traject
 #: When a reader may find what is wrong, in this order.
 PHASES: Final = ("open", "read", "validate")
 
-CASE_NAME: Final = "case.json"
-
+#: Below the vectors, the folder of the contents, each file called as that of its cases.
+_CONTENTS: Final = "files"
 _MEMBERS: Final[dict[str, Any]] = {
     "id": str,
     "description": str,
@@ -31,12 +31,14 @@ _MEMBERS: Final[dict[str, Any]] = {
     "features": list,
     "derived_from": (str, type(None)),
     "edit": (str, list, type(None)),
+    "path": str,
     "expect": dict,
     "bug_class": str,
     "why": str,
     "source": dict,
+    "files": dict,
 }
-_OPTIONAL: Final[dict[str, Any]] = {"path": (str, type(None)), "request": (dict, type(None))}
+_OPTIONAL: Final[dict[str, Any]] = {"request": (dict, type(None))}
 _REMEDY: Final = "Install the wheel again, or generate the vectors anew; a released case is never edited."
 
 
@@ -62,7 +64,7 @@ class Case:
     """One question to an implementation, and the answer that is due.
 
     Attributes:
-        id: its place below the vectors, such as ``manifest/invalid/tiling-gap``.
+        id: area, outcome and name, such as ``manifest/invalid/tiling-gap``.
         description: what is in it, in one line.
         requirements: the clauses that it tests.
         kind: one of `KINDS`.
@@ -71,13 +73,13 @@ class Case:
         features: reader features that it needs.
         derived_from: the valid case that it was made from.
         edit: what was done to that.
-        path: what is opened, below the folder.
+        path: what is opened, below the folder that the files are written to; ``.`` for that folder.
         request: what is asked of it.
         expect: what must come of it.
         bug_class: what kind of harm it is that a failure does.
         why: that harm, in one sentence.
         source: what generated it.
-        folder: where it lies.
+        files: contents of the files that it is about, by their paths.
     """
 
     id: str
@@ -89,18 +91,25 @@ class Case:
     features: tuple[str, ...] = ()
     derived_from: str | None = None
     edit: str | list[Any] | None = None
-    path: str = "input"
+    path: str = "."
     request: Mapping[str, Any] | None = None
     expect: Expectation
     bug_class: str = ""
     why: str = ""
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    folder: Path
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
 
-    @property
-    def input(self) -> Path:
-        """Where that lies which is opened."""
-        return self.folder / self.path
+    def write_files(self, folder: Path, change: Callable[[str, bytes], bytes] | None = None) -> Path:
+        """Write the files below a folder, and return what is opened.
+
+        Args:
+            change: returns what is written of a file in the place of its content, by its path.
+        """
+        for name, content in self.files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if change is None else change(name, content))
+        return folder / self.path
 
 
 def vectors_root() -> Path:
@@ -122,8 +131,8 @@ def load_cases(root: Path) -> tuple[Case, ...]:
     """
     if not root.is_dir():
         raise SuiteError(f"{root} is no folder", remedy="Give the folder of the vectors with --vectors.")
-    folders = [Path(folder) for folder, _, names in os.walk(root) if CASE_NAME in names]
-    return tuple(sorted((_load_case(root, folder) for folder in folders), key=lambda case: case.id))
+    found = [case for path in root.glob("*.json") for case in _load_area(path)]
+    return tuple(sorted(found, key=lambda case: case.id))
 
 
 def select_cases(cases: Iterable[Case], *, patterns: Sequence[str] = (), kinds: Sequence[str] = ()) -> tuple[Case, ...]:
@@ -136,47 +145,95 @@ def select_cases(cases: Iterable[Case], *, patterns: Sequence[str] = (), kinds: 
     )
 
 
-def _load_case(root: Path, folder: Path) -> Case:
-    path = folder / CASE_NAME
+def _load_area(path: Path) -> list[Case]:
+    """Return the cases of one area. Raises: SuiteError."""
+    cases = _read_json(path, list)
+    contents = _read_contents(path.parent / _CONTENTS / path.name) if cases else {}
+    found: dict[str, Case] = {}
+    for number, members in enumerate(cases):
+        case = _parse_case(f"{path}, case {number}", members, contents)
+        if case.id in found or not case.id.startswith(f"{path.stem}/"):
+            raise SuiteError(f"{path}: the id {case.id!r} is there twice, or of another area", remedy=_REMEDY)
+        found[case.id] = case
+    return list(found.values())
+
+
+def _read_json(path: Path, kind: type[list[Any] | dict[str, Any]]) -> Any:  # noqa: ANN401 - a value of `kind`
     try:
-        members = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise SuiteError(f"{path} can't be read: {error}", remedy=_REMEDY) from error
-    _check_members(path, members)
-    expected = folder.relative_to(root).as_posix()
-    if members["id"] != expected:
-        raise SuiteError(f"{path}: the id is {members['id']!r}, the place {expected!r}", remedy=_REMEDY)
+    if not isinstance(value, kind):
+        raise SuiteError(f"{path} isn't a JSON {'array' if kind is list else 'object'}", remedy=_REMEDY)
+    return value
+
+
+def _read_contents(path: Path) -> dict[str, bytes]:
+    """Return the contents of an area's files, by their keys. Raises: SuiteError."""
+    found = {}
+    for key, entry in _read_json(path, dict).items():
+        match entry:
+            case {"text": str(text)} if len(entry) == 1:
+                found[key] = text.encode()
+            case {"base64": str(text)} if len(entry) == 1:
+                found[key] = _decode(path, key, text)
+            case _:
+                raise SuiteError(f"{path}: {key} has neither text nor base64", remedy=_REMEDY)
+    return found
+
+
+def _decode(path: Path, key: str, text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise SuiteError(f"{path}: {key} isn't base64: {error}", remedy=_REMEDY) from error
+
+
+def _parse_case(where: str, members: dict[str, Any], contents: Mapping[str, bytes]) -> Case:
+    """Return a case. Raises: SuiteError."""
+    _check_members(where, members)
+    where = f"{where}, {members['id']}"
+    for name, key in members["files"].items():
+        if not _is_inside(name) or key not in contents:
+            raise SuiteError(f"{where}: the file {name!r} has no content, or no place", remedy=_REMEDY)
+    if not _is_inside(members["path"]):
+        raise SuiteError(f"{where}: the path {members['path']!r} leads elsewhere", remedy=_REMEDY)
     return Case(
         **{
             **members,
             **{name: tuple(members[name]) for name in ("requirements", "roles", "features")},
-            "path": members.get("path") or "input",
-            "expect": _parse_expectation(path, members["expect"]),
-            "folder": folder,
+            "expect": _parse_expectation(where, members["expect"]),
+            "files": {name: contents[key] for name, key in members["files"].items()},
         }
     )
 
 
-def _check_members(path: Path, members: object) -> None:
+def _is_inside(path: str) -> bool:
+    """Return whether a path stays below the folder that it starts from."""
+    place = PurePosixPath(path)
+    return not place.is_absolute() and ".." not in place.parts and "\0" not in path
+
+
+def _check_members(where: str, members: object) -> None:
     """Raise unless a case has the members that it should. Raises: SuiteError."""
     if not isinstance(members, dict):
-        raise SuiteError(f"{path} isn't a JSON object", remedy=_REMEDY)
+        raise SuiteError(f"{where} isn't a JSON object", remedy=_REMEDY)
     for name, kind in _MEMBERS.items():
         if not isinstance(members.get(name, ...), kind):
-            raise SuiteError(f"{path}: {name} is missing, or of the wrong type", remedy=_REMEDY)
+            raise SuiteError(f"{where}: {name} is missing, or of the wrong type", remedy=_REMEDY)
     for name, value in members.items():
         if name not in _MEMBERS and not isinstance(value, _OPTIONAL.get(name, ())):
-            raise SuiteError(f"{path}: {name} is unknown, or of the wrong type", remedy=_REMEDY)
+            raise SuiteError(f"{where}: {name} is unknown, or of the wrong type", remedy=_REMEDY)
     if members["kind"] not in KINDS:
-        raise SuiteError(f"{path}: {members['kind']!r} is no kind of case", remedy=_REMEDY)
+        raise SuiteError(f"{where}: {members['kind']!r} is no kind of case", remedy=_REMEDY)
 
 
-def _parse_expectation(path: Path, members: Mapping[str, Any]) -> Expectation:
+def _parse_expectation(where: str, members: Mapping[str, Any]) -> Expectation:
     """Return what is expected. Raises: SuiteError."""
     outcome, phase = members.get("outcome"), members.get("phase", "")
     codes = members.get("error", [])
     errors = (codes,) if isinstance(codes, str) else tuple(codes)
     if outcome not in ("accept", "reject") or (phase and phase not in PHASES) or bool(errors) != (outcome == "reject"):
-        raise SuiteError(f"{path}: it doesn't say what to expect", remedy=_REMEDY)
+        raise SuiteError(f"{where}: it doesn't say what to expect", remedy=_REMEDY)
     rest = {name: value for name, value in members.items() if name not in ("outcome", "error", "phase")}
     return Expectation(outcome=outcome, errors=errors, phase=phase, members=rest)

@@ -34,7 +34,6 @@ def list_cases() -> tuple[Case, ...]:
             roles=(),
             expect=Expectation(outcome="accept"),
             why=reason,
-            folder=Path(),
         )
         return (stand_in,)
     return tuple(map(_case_of, cells))
@@ -51,7 +50,6 @@ def _case_of(cell: Any) -> Case:  # noqa: ANN401 - a Cell of a module that may b
         expect=Expectation(outcome="accept"),
         bug_class="TRAJECTORY",
         why="a run that resumes isn't the same run",
-        folder=Path(),
     )
 
 

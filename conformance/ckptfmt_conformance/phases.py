@@ -8,11 +8,9 @@ more, in the same way, for the phase that it says.
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from ckptfmt_conformance.cases import PHASES, Case, Expectation
@@ -39,12 +37,12 @@ def ask_in_phases(case: Case, expect: Expectation, ask: Ask, judge: Callable[[An
     """
     if expect.outcome != "reject" or not expect.phase or case.kind == "parse" or "launch" in (case.request or {}):
         # What is accepted shows all of it; a document by itself has no tensors; and a launch asks which are whole.
-        return judge(ask(case.input, case.request))
+        return judge(_ask_about(case, ask, case.request))
     due = expect.phase
     answer = _ask_until(due, case, ask)
     verdict = judge(answer)
     if verdict.status is Status.FAIL and due != PHASES[-1]:
-        return _explain(verdict, due, judge(ask(case.input, case.request)))
+        return _explain(verdict, due, judge(_ask_about(case, ask, case.request)))
     if verdict.status is not Status.PASS or answer.outcome != "rejected":
         return verdict
     said = answer.body.get("phase")
@@ -79,24 +77,20 @@ def _explain(verdict: Verdict, due: str, whole: Verdict) -> Verdict:
 def _ask_until(phase: str, case: Case, ask: Ask) -> Answer:
     """Ask what shows no more than a phase may know."""
     if phase == PHASES[-1]:
-        return ask(case.input, case.request)
+        return _ask_about(case, ask, case.request)
     request = case.request and {name: value for name, value in case.request.items() if name != "verify"}
-    if phase != "open":
-        return ask(case.input, request)
-    with _without_tensors(case) as path:
-        return ask(path, request)
+    return _ask_about(case, ask, request, _exchange_tensors if phase == "open" else None)
 
 
-@contextlib.contextmanager
-def _without_tensors(case: Case) -> Iterator[Path]:
-    """Copy what a case is about, its files of tensors with other bytes of the same number; yield what is opened."""
-    top, *rest = PurePosixPath(case.path).parts
+def _ask_about(
+    case: Case, ask: Ask, request: Mapping[str, Any] | None, change: Callable[[str, bytes], bytes] | None = None
+) -> Answer:
+    """Ask about files that are written for this question alone."""
     with tempfile.TemporaryDirectory(prefix="ckptfmt-conformance-") as folder:
-        copy = Path(folder) / top
-        shutil.copytree(case.folder / top, copy, symlinks=True, copy_function=_copy_other_bytes)
-        yield copy.joinpath(*rest)
+        # Nothing of anybody else's lies beside what is opened: a reader may look for bases there.
+        return ask(case.write_files(Path(folder) / "input", change), request)
 
 
-def _copy_other_bytes(source: str, target: str) -> None:
-    content = Path(source).read_bytes()
-    Path(target).write_bytes(content.translate(_OTHER_BYTES) if source.endswith(_TENSORS) else content)
+def _exchange_tensors(path: str, content: bytes) -> bytes:
+    """Return other bytes of the same number for a file of tensors, and of any other file its content."""
+    return content.translate(_OTHER_BYTES) if path.endswith(_TENSORS) else content

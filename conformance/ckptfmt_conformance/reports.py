@@ -189,8 +189,6 @@ def parse_json(text: str) -> Run:
 
 
 def _parse_result(members: Mapping[str, Any]) -> Result:
-    from pathlib import Path  # noqa: PLC0415 - a report has no folders
-
     case = Case(
         id=members["id"],
         description=members["description"],
@@ -200,7 +198,6 @@ def _parse_result(members: Mapping[str, Any]) -> Result:
         request={"claim": members["claim"]} if members["claim"] else None,
         expect=Expectation(outcome="accept"),
         bug_class=members["bug_class"],
-        folder=Path(),
     )
     return Result(case=case, status=Status(members["status"]), message=members["message"], seconds=members["seconds"])
 

@@ -1,12 +1,11 @@
-"""Cases: what a folder of the vectors says and holds, and how pages of the specification are filled with them."""
+"""Cases: what each says and which files it has, and how pages of the specification are filled with them."""
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from conformance.generate.model import Checkpoint, Edit, build
@@ -36,11 +35,11 @@ FileMap = dict[str, bytes]
 
 @dataclass(slots=True, kw_only=True)
 class Case:
-    """One folder of the vectors.
+    """One case of the vectors.
 
     Attributes:
-        members: what `case.json` says.
-        files: the input, by path below `input/`.
+        members: what it says.
+        files: what it is about, by path.
     """
 
     members: dict[str, Any]
@@ -48,14 +47,8 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Place of the folder."""
+        """Area, outcome and name."""
         return str(self.members["id"])
-
-    def contents(self) -> dict[str, bytes]:
-        """Return all files of the folder, by their paths below that of the vectors."""
-        text = json.dumps(self.members, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        found = {f"{self.id}/case.json": text.encode()}
-        return found | {f"{self.id}/input/{path}": content for path, content in self.files.items()}
 
 
 @dataclass(slots=True)
@@ -93,12 +86,12 @@ class Page:
         """Add a checkpoint that a reader has to read wholly.
 
         Args:
-            slug: name of the folder.
+            slug: its name.
             clauses: labels without `REQ-`, separated by spaces.
             says: what is in it, in one line.
             edit: what is done to it.
-            place: directory of the checkpoint below `input/`.
-            beside: other files below `input/`.
+            place: directory of the checkpoint among the files.
+            beside: other files.
             path: what is opened, if not the checkpoint.
             tensors: what comes out, if not what the plan says.
             after: changes the files at the end.
@@ -118,7 +111,7 @@ class Page:
             says,
             files,
             expect={"outcome": "accept", "tensors": expected(checkpoint.plan) if tensors is None else tensors},
-            path=_path(place if path is None else path),
+            path=(place if path is None else path) or ".",
             bug=bug,
             why=why,
             request={"verify": "all"} if request is None else request,
@@ -155,7 +148,7 @@ class Page:
             edit: what is done before digests and sizes are made to fit again.
             error: the code; several, separated by spaces, where the specification leaves it open.
             after: what is done to the files when all is signed.
-            files: everything below `input/`, if it was made elsewhere.
+            files: all of them, if they were made elsewhere.
             request: what is asked; without it, that everything be verified.
         """
         base = self.bases.get(of)
@@ -173,7 +166,7 @@ class Page:
             says,
             files,
             expect={"outcome": "reject", "error": codes[0] if len(codes) == 1 else codes, "phase": phase},
-            path=_path(place if path is None else path),
+            path=(place if path is None else path) or ".",
             bug=bug,
             why=why,
             kind=kind,
@@ -212,7 +205,7 @@ class Page:
             says,
             files,
             expect={"outcome": "accept", **result},
-            path=_path(place),
+            path=place or ".",
             bug=bug,
             why=why,
             request=request,
@@ -260,16 +253,3 @@ class Page:
 
 def _placed(files: FileMap, place: str) -> FileMap:
     return {f"{place}/{path}": content for path, content in files.items()} if place else files
-
-
-def _path(place: str) -> str:
-    return f"input/{place}" if place else "input"
-
-
-def write_all(cases: Sequence[Case], root: Path) -> None:
-    """Write the folders of all cases below `root`."""
-    for case in cases:
-        for path, content in case.contents().items():
-            target = root / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)

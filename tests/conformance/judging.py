@@ -31,12 +31,15 @@ class RefusedError(Exception):
         self.error, self.phase = error, phase
 
 
-def judge(folder, members, make_folder):
-    """Return what is wrong with ckptfmt's answer to a case, or None; `make_folder` makes one to write into."""
-    path, request = folder / members["path"], members.get("request") or {}
+def judge(path, members, output):
+    """Return what is wrong with ckptfmt's answer to a case whose files lie at `path`, or None.
+
+    What it writes lies below `output`.
+    """
+    request = members.get("request") or {}
     try:
         if members["kind"] == "write":
-            answer = answer_write(request, make_folder())
+            answer = answer_write(request, output)
         else:
             answer = ANSWERS[members["kind"]](path, request)
     except RefusedError as refusal:

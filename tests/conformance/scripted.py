@@ -1,6 +1,6 @@
 """An adapter that does what a case's request tells it to, as a class and as a command, and cases for it."""
 
-import json
+import base64
 import os
 import signal
 import sys
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfmt_conformance.protocol import Rejected, Unsupported, run_as_command
+from tests.conformance.vectors import read_area, write_area
 
 
 class Scripted:
@@ -70,11 +71,14 @@ def act(request, path):  # noqa: C901, PLR0912 - a table of behaviours
     raise AssertionError(request)
 
 
+#: The content of `weights.safetensors` in each case.
+ALL_BYTES = bytes(range(256))
+
+
 def write_case(root, case_id, *, request, **members):
-    """Write a case that any adapter may be asked."""
-    folder = Path(root) / case_id
-    (folder / "input").mkdir(parents=True)
-    (folder / "input" / "a-file").touch()
+    """Write a case that any adapter may be asked, behind those that its area has."""
+    area = case_id.partition("/")[0]
+    path = Path(root) / f"{area}.json"
     case = {
         "id": case_id,
         "description": f"what {case_id} is",
@@ -85,14 +89,17 @@ def write_case(root, case_id, *, request, **members):
         "features": [],
         "derived_from": None,
         "edit": None,
-        "path": "input",
+        "path": ".",
         "request": request,
         "expect": {"outcome": "accept"},
         "bug_class": "CRASH",
         "why": "it would be bad",
         "source": {"generator": "a test", "version": "1"},
+        "files": {"a-file": "00", "weights.safetensors": "01"},
     }
-    (folder / "case.json").write_text(json.dumps({**case, **members}))
+    before = read_area(path) if path.exists() else []
+    contents = {"00": {"text": ""}, "01": {"base64": base64.b64encode(ALL_BYTES).decode()}}
+    write_area(Path(root), area, [*before, {**case, **members}], contents)
 
 
 def reject(*codes, phase="open"):
@@ -123,7 +130,7 @@ BEHAVIOURS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"kind": "read", "expect": {"outcome": "accept", "blake3": "ab"}},
         "PASS",
     ),
-    "sees-input": ({"files": 0}, {"expect": {"outcome": "accept", "files": ["a-file"]}}, "PASS"),
+    "sees-input": ({"files": 0}, {"expect": {"outcome": "accept", "files": ["a-file", "weights.safetensors"]}}, "PASS"),
     "rejects": ({"reject": "TILING_GAP"}, {"expect": REJECT}, "PASS"),
     "rejects-one-of-two": ({"reject": "B"}, {"expect": reject("A", "B")}, "PASS"),
     "rejects-valid": ({"reject": "TILING_GAP"}, {}, "FAIL"),

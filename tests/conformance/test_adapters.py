@@ -7,7 +7,7 @@ import pkgutil
 import shlex
 import shutil
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
@@ -17,7 +17,6 @@ from ckptfmt.documents.tree import parse_tree
 from ckptfmt_conformance.adapters import broken
 from ckptfmt_conformance.adapters.reference import Reference, original, tagged
 from ckptfmt_conformance.callers import find_target
-from ckptfmt_conformance.cases import load_cases, vectors_root
 from ckptfmt_conformance.judge import Status
 from ckptfmt_conformance.msgpk import dump, parse
 from ckptfmt_conformance.protocol import Answer, Unsupported, ask, parse_answer, parse_description
@@ -25,9 +24,10 @@ from ckptfmt_conformance.readback import ReadbackError, read_back
 from ckptfmt_conformance.runner import ask_case, run_cases
 from ckptfmt_conformance.tagged import from_tree
 from tests.conformance.tagged_values import VALUES
+from tests.conformance.vectors import cases_by_id
 
 ROOT = Path(__file__).parents[2]
-CASES = {case.id: case for case in load_cases(vectors_root())}
+CASES = cases_by_id()
 BROKEN = sorted(module.name for module in pkgutil.iter_modules(broken.__path__))
 #: What no fault has to do with, but for those that answer everything alike.
 SPARED = ("manifest/valid/small", "trees/valid/torch", "documents/invalid/not-utf-8")
@@ -118,7 +118,7 @@ def test_who_has_no_sampler_says_so_and_is_not_convicted():
     assert {status for name, status in found.items() if name not in asked} == {Status.PASS}
 
 
-def test_a_fault_is_put_in_for_a_call_and_taken_out_again():
+def test_a_fault_is_put_in_for_a_call_and_taken_out_again(tmp_path):
     place = "ckptfmt.read.files:check_index_tiling"
     before = original(place)
 
@@ -126,7 +126,7 @@ def test_a_fault_is_put_in_for_a_call_and_taken_out_again():
         replacements = ((place, lambda *_: pytest.fail("asked")),)
 
     with pytest.raises(pytest.fail.Exception):
-        Broken().open(CASES["manifest/valid/small"].input, None)
+        Broken().open(CASES["manifest/valid/small"].write_files(tmp_path), None)
 
     assert original(place) is before
 
@@ -157,14 +157,14 @@ WHOLE = [
     if case.kind == "open"
     and case.expect.outcome == "accept"
     and not case.features
-    and (case.input / "manifest.json").is_file()
+    and (PurePosixPath(case.path) / "manifest.json").as_posix() in case.files
     and case.id != "parts/valid/two-extents"  # which no writer may make (REQ-PRT-010): the reader is for what they make
 ]
 
 
 @pytest.mark.parametrize("case", WHOLE, ids=lambda case: case.id)
-def test_the_suites_reader_reads_every_full_checkpoint_of_the_vectors(case):
-    assert read_back(case.input)["tensors"] == case.expect.members["tensors"]
+def test_the_suites_reader_reads_every_full_checkpoint_of_the_vectors(case, tmp_path):
+    assert read_back(case.write_files(tmp_path))["tensors"] == case.expect.members["tensors"]
 
 
 def a_checkpoint(path):

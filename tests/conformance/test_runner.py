@@ -23,7 +23,7 @@ from ckptfmt_conformance import callers, cells
 from ckptfmt_conformance.__main__ import main
 from ckptfmt_conformance.badge import badge_svg, badge_text, claim_of
 from ckptfmt_conformance.callers import Target, describe, find_target
-from ckptfmt_conformance.cases import KINDS, Case, Expectation, load_cases, select_cases, vectors_root
+from ckptfmt_conformance.cases import KINDS, Case, Expectation, load_cases, select_cases
 from ckptfmt_conformance.errors import SuiteError
 from ckptfmt_conformance.judge import Status
 from ckptfmt_conformance.page import dump_html
@@ -31,7 +31,8 @@ from ckptfmt_conformance.protocol import Answer, Description, parse_answer, pars
 from ckptfmt_conformance.reports import Progress, dump_json, dump_junit, parse_json, text_of
 from ckptfmt_conformance.runner import Result, Run, ask_case, run_cases
 from ckptfmt_conformance.xfails import Xfails
-from tests.conformance.scripted import BEHAVIOURS, reject, write_case, write_vectors
+from tests.conformance.scripted import ALL_BYTES, BEHAVIOURS, reject, write_case, write_vectors
+from tests.conformance.vectors import cases_by_id, read_area
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -181,8 +182,7 @@ PASSES = {
 @pytest.mark.parametrize("name", READERS)
 def test_a_phase_is_shown_and_not_believed(name, due, tmp_path):
     write_case(tmp_path, "page/case", request={"verify": "all", "more": 1}, expect=reject("A", phase=due))
-    content = bytes(range(256))
-    (tmp_path / "page" / "case" / "input" / "weights.safetensors").write_bytes(content)
+    content = ALL_BYTES
     (case,) = load_cases(tmp_path)
 
     class Caller(Asked):
@@ -405,7 +405,13 @@ def test_serve_is_true_or_false():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"id": "page/other"}, "the id is"),
+        ({"id": "other/case"}, "of another area"),
+        ({"path": "../elsewhere"}, "leads elsewhere"),
+        ({"path": None}, "path"),
+        ({"files": {"a-file": "02"}}, "no content"),
+        ({"files": {"../a-file": "00"}}, "no place"),
+        ({"files": {"/a-file": "00"}}, "no place"),
+        ({"files": None}, "files"),
         ({"kind": "opening"}, "no kind"),
         ({"expect": {"outcome": "maybe"}}, "what to expect"),
         ({"expect": {"outcome": "reject"}}, "what to expect"),
@@ -417,20 +423,66 @@ def test_serve_is_true_or_false():
 )
 def test_a_case_of_another_form_is_an_error_of_the_suite(change, message, tmp_path):
     write_case(tmp_path, "page/case", request={"accept": {}})
-    path = tmp_path / "page" / "case" / "case.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    path = tmp_path / "page.json"
+    path.write_text(json.dumps([read_area(path)[0] | change]))
 
     with pytest.raises(SuiteError, match=message):
         load_cases(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "\x00"])
-def test_a_case_that_is_no_case_is_an_error_of_the_suite(text, tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "case.json").write_text(text)
+@pytest.mark.parametrize("text", ["", "{}", "[{}]", "[[]]", "\x00", "[" * 100_000])
+def test_an_area_that_is_no_list_of_cases_is_an_error_of_the_suite(text, tmp_path):
+    write_case(tmp_path, "page/case", request={})
+    (tmp_path / "page.json").write_text(text)
 
-    with pytest.raises(SuiteError):
+    with pytest.raises(SuiteError, match=r"page\.json"):
         load_cases(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"00": "text"}',
+        '{"00": {"hex": ""}}',
+        '{"00": {"text": "", "base64": ""}}',
+        '{"00": {"base64": "*"}}',
+    ],
+)
+def test_contents_of_another_form_are_an_error_of_the_suite(text, tmp_path):
+    write_case(tmp_path, "page/case", request={})
+    (tmp_path / "files" / "page.json").write_text(text)
+
+    with pytest.raises(SuiteError, match=r"files/page\.json"):
+        load_cases(tmp_path)
+
+
+def test_an_id_is_there_once(tmp_path):
+    for _ in range(2):
+        write_case(tmp_path, "page/case", request={})
+
+    with pytest.raises(SuiteError, match="twice"):
+        load_cases(tmp_path)
+
+
+def test_each_question_is_about_files_of_its_own(tmp_path):
+    """An adapter that writes into the folder, or remembers its path, spoils no later answer, and not the vectors."""
+    write_case(tmp_path, "page/case", request={"verify": "all"}, expect=reject("A", phase="open"))
+    (case,) = load_cases(tmp_path)
+    paths = []
+
+    class Caller(Asked):
+        def call(self, *_, **asked):
+            paths.append(asked["path"])
+            assert sorted(entry.name for entry in paths[-1].iterdir()) == ["a-file", "weights.safetensors"]
+            assert [entry.name for entry in paths[-1].parent.iterdir()] == [paths[-1].name]
+            (paths[-1] / "a-file").unlink()
+            return answer_of("accepted")
+
+    assert ask_case(Caller(), case, READER).status == "FAIL"
+    assert len(set(paths)) == len(paths) == 2
+    assert not any(path.exists() for path in paths)
 
 
 def test_cases_are_chosen_by_pattern_and_kind(tmp_path):
@@ -556,6 +608,16 @@ def test_list_lists(tmp_path, capsys):
     )
 
 
+def test_extract_writes_the_files_of_the_cases_that_are_chosen(tmp_path, capsys):
+    vectors, out = write_vectors(tmp_path / "vectors", "accepts", "rejects"), tmp_path / "out"
+
+    assert main(["extract", "--vectors", str(vectors), "--filter", "*/accepts", "--out", str(out)]) == 0
+
+    assert capsys.readouterr().out == f"{out / 'page' / 'accepts'}\n"
+    found = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert found == {"page/accepts/a-file": b"", "page/accepts/weights.safetensors": ALL_BYTES}
+
+
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     vectors = write_vectors(tmp_path)
     command = f"{sys.executable} -m ckptfmt_conformance list --vectors {vectors} | true"
@@ -596,7 +658,6 @@ def result(case_id, status, *, kind="open", message="", claim=None, seconds=0.25
         roles=(),
         expect=Expectation(outcome="accept"),
         request={"claim": claim} if claim else None,
-        folder=Path(),
     )
     return Result(case=case, status=Status(status), message=message, seconds=seconds)
 
@@ -776,10 +837,10 @@ def test_without_the_trajectories_one_case_says_why(monkeypatch):
     assert "trajectories need more" in verdict.message
 
 
-def test_cells_that_start_processes_are_left_to_one_caller(tmp_path):
+def test_cells_that_start_processes_are_left_to_one_caller():
     cases = [
         Case(
-            id=f"trajectory/{number}", description="", kind="trajectory", roles=(), folder=tmp_path,
+            id=f"trajectory/{number}", description="", kind="trajectory", roles=(),
             request={"claim": "T1", "processes": 2}, expect=Expectation(outcome="accept"),
         )
         for number in range(6)
@@ -910,9 +971,11 @@ def test_the_examples_hold(name):
 README = (ROOT / "conformance" / "README.md").read_text("utf-8")
 
 
-def test_the_exchange_in_the_readme_is_what_is_said():
+def test_the_exchange_in_the_readme_is_what_is_said(tmp_path):
     (exchange,) = re.findall(r"^```serve\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    lines = exchange.replace("/vectors/", f"{vectors_root()}/").splitlines()
+    for case_id in set(re.findall(r"/cases/([a-z0-9/-]+)", exchange)):
+        cases_by_id()[case_id].write_files(tmp_path / case_id)
+    lines = exchange.replace("/cases/", f"{tmp_path}/").splitlines()
     asked = "".join(f"{line[2:]}\n" for line in lines if line.startswith("> "))
     command = [sys.executable, "-m", "ckptfmt_conformance.adapters.reference", "serve"]
 
@@ -939,7 +1002,7 @@ def members_of(value):
 
 def test_every_member_of_the_protocol_is_in_the_readme():
     """What a case asks and expects, what a question and an answer are made of, and what `describe` says."""
-    cases = load_cases(vectors_root())
+    cases = cases_by_id().values()
     used = set().union(
         *(members_of(dict(case.request or {})) | members_of(dict(case.expect.members)) for case in cases)
     )

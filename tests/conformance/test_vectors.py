@@ -5,14 +5,13 @@ import json
 import re
 import shutil
 from collections import Counter
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptfmt_conformance.callers import find_target
-from ckptfmt_conformance.cases import load_cases
 from ckptfmt_conformance.runner import run_cases
-from conformance.generate.__main__ import differences
+from conformance.generate.areas import find_differences, write_areas
 from conformance.generate.cases import BUG_CLASSES
 from conformance.generate.coverage import TABLE, find_gaps, table_text
 from conformance.generate.fields import PAGE, fields_text
@@ -20,14 +19,14 @@ from conformance.generate.kept import KEPT, edited_versions, is_kept
 from conformance.generate.pages import all_cases
 from conformance.generate.wire import FORMAT_VERSION
 from tests.conformance.judging import PHASES, judge
-from tests.spec.pages import ROOT, clauses, fences, page, table
+from tests.conformance.vectors import VECTORS, cases_by_id, read_area
+from tests.spec.pages import clauses, fences, page, table
 
-VECTORS = ROOT / "conformance" / "vectors"
 KINDS = {"open", "read", "reshard", "write", "context", "parse"}
 MEMBERS = {
     "id": str, "description": str, "requirements": list, "kind": str, "roles": list, "spec": str, "features": list,
     "derived_from": str | None, "edit": str | None, "path": str, "request": dict, "expect": dict, "bug_class": str,
-    "why": str, "source": dict,
+    "why": str, "source": dict, "files": dict,
 }  # fmt: skip
 RESULTS = {
     "open": {"tensors"},
@@ -49,12 +48,8 @@ FAILING: dict[str, str] = {}
 
 @functools.cache
 def cases():
-    found = {}
-    for path in sorted(VECTORS.rglob("case.json")):
-        name = path.parent.relative_to(VECTORS).as_posix()
-        if not is_kept(name.partition("/")[0]):
-            found[name] = json.loads(path.read_text("utf-8"))
-    return found
+    areas = [path for path in sorted(VECTORS.glob("*.json")) if not is_kept(path.stem)]
+    return {case["id"]: case for path in areas for case in read_area(path)}
 
 
 def refused():
@@ -76,9 +71,11 @@ def test_there_are_enough():
 
 def test_they_are_small():
     sizes = [path.stat().st_size for path in VECTORS.rglob("*") if path.is_file()]
+    contents = [len(content) for case in cases_by_id().values() for content in case.files.values()]
 
     assert sum(sizes) < 5_000_000
-    assert max(sizes) <= 80_000  # trees that are more than the 64 KiB which any part may have
+    assert max(sizes) < 500_000  # what a browser shows of a repository without being asked
+    assert max(contents) <= 80_000  # trees that are more than the 64 KiB which any part may have
 
 
 def test_a_case_has_the_members_of_its_form():
@@ -91,13 +88,12 @@ def test_a_case_has_the_members_of_its_form():
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_case_is_called_as_its_folder_is():
-    wrong = [name for name, case in cases().items() if case["id"] != name]
+def test_a_case_is_called_by_its_area_and_its_outcome():
+    assert list(cases()) == sorted(cases())
     misplaced = [
         name for name, case in cases().items() if name.split("/")[1] != ("invalid" if name in refused() else "valid")
     ]
 
-    assert not wrong
     assert not misplaced
     assert not [name for name in cases() if not re.fullmatch(r"[a-z]+/(in)?valid/[a-z0-9]+([-.][a-z0-9]+)*", name)]
 
@@ -109,7 +105,10 @@ def test_members_are_of_their_kinds():
         assert case["spec"] == FORMAT_VERSION, name
         assert case["roles"] == (["writer"] if case["kind"] == "write" else ["reader"]), name
         assert all(text and "\n" not in text for text in (case["description"], case["why"])), name
-        assert (VECTORS / name / case["path"]).is_dir(), name
+        assert case["kind"] == "write" or case["path"] == "." or any(
+            path.startswith(f"{case['path']}/") for path in case["files"]
+        ), name  # fmt: skip
+        assert bool(case["files"]) == (case["kind"] != "write"), name
 
 
 def test_the_version_is_that_of_the_specification():
@@ -157,14 +156,8 @@ def test_a_parse_case_needs_its_form():
     for name, case in asked.items():
         assert case["request"].keys() == {"form", "file"}, name
         assert case["features"][0] == f"parse-{case['request']['form']}", name
-        assert [
-            path.relative_to(VECTORS / name / "input").as_posix() for path in files_of(VECTORS / name / "input")
-        ] == [case["request"]["file"]], name
+        assert list(case["files"]) == [case["request"]["file"]], name
     assert asked
-
-
-def files_of(folder):
-    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def test_every_example_of_the_pages_is_a_case():
@@ -210,15 +203,81 @@ def test_a_code_is_one_that_a_clause_of_the_case_names():
     assert not wrong, "\n".join(wrong)
 
 
-def test_there_are_no_links():
-    assert not [path for path in VECTORS.rglob("*") if path.is_symlink()]
+def test_the_reader_in_the_readme_reads_what_the_suite_reads():
+    text = (VECTORS / "README.md").read_text("utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    given: dict[str, Any] = {}
+    exec(program, given)
+    read = {
+        case["id"]: case["files"] for path in VECTORS.glob("*.json") for case in given["read_cases"](VECTORS, path.stem)
+    }
+
+    assert read == {name: case.files for name, case in cases_by_id().items()}
+    assert {f"`{name}`" for name in MEMBERS} - {"`derived_from`", "`edit`"} <= set(re.findall(r"`[a-z_]+`", text))
+
+
+def test_equal_contents_stand_once_in_an_area_and_none_is_there_for_nothing():
+    for path in VECTORS.glob("*.json"):
+        contents = json.loads((VECTORS / "files" / path.name).read_text("utf-8"))
+        used = {key for case in read_area(path) for key in case["files"].values()}
+        assert used == contents.keys(), path.name
+        assert len({json.dumps(entry) for entry in contents.values()}) == len(contents), path.name
 
 
 # --- the generator ----------------------------------------------------------------------------------------------------
 
 
 def test_generated_again_they_are_the_same():
-    assert differences(VECTORS) == []
+    assert find_differences(all_cases(), VECTORS) == []
+
+
+def edited_copy(folder, name, old, new):
+    """Copy the vectors, and edit one of their files."""
+    shutil.copytree(VECTORS, folder, dirs_exist_ok=True)
+    text = (folder / name).read_text("utf-8")
+    assert old in text
+    (folder / name).write_text(text.replace(old, new, 1), "utf-8")
+    return folder
+
+
+def test_a_check_says_which_case_was_edited(tmp_path):
+    gap, name_of_gap = '"description": "a box of the pinwheel is one row shorter"', '"id": "index/invalid/tiling-gap"'
+    for name, old, new, line in (
+        ("index.json", gap, '"description": ""', "index/invalid/tiling-gap isn't what is generated: description"),
+        ("index.json", name_of_gap, '"id": "index/invalid/a"', "index/invalid/a isn't among"),
+        ("index.json", name_of_gap, '"id": "index/invalid/a"', "index/invalid/tiling-gap is missing"),
+        ("index.json", "  {", "   {", "index.json isn't written as it is generated"),
+        ("index.json", "[", "", "index.json can't be read"),
+        ("files/documents.json", "{\n", "{\n" + '"00": {"text": ""},\n', "files/documents.json isn't written as"),
+    ):  # fmt: skip
+        found = find_differences(all_cases(), edited_copy(tmp_path, name, old, new))
+        assert any(text.startswith(line) for text in found), (line, found)
+        assert len(found) <= 2
+
+    key = cases_by_id()["index/invalid/tiling-gap"].files["manifest.json"].decode()
+    found = find_differences(all_cases(), edited_copy(tmp_path, "files/index.json", json.dumps(key), '""'))
+    assert found == ["index/invalid/tiling-gap isn't what is generated: manifest.json"]
+
+
+def test_a_check_says_which_area_is_missing_or_left_over(tmp_path):
+    shutil.copytree(VECTORS, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "trees.json").rename(tmp_path / "bushes.json")
+    found = find_differences(all_cases(), tmp_path)
+
+    assert sum(line.endswith("is missing") for line in found) == sum(name.startswith("trees/") for name in cases())
+    assert find_differences(all_cases(), tmp_path / "none")
+
+
+def test_written_again_what_is_left_over_goes_and_what_is_kept_stays(tmp_path):
+    shutil.copytree(VECTORS, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "trees.json").rename(tmp_path / "bushes.json")
+
+    write_areas(all_cases(), tmp_path)
+
+    there, here = (
+        {path.relative_to(root): path.read_bytes() for path in root.rglob("*.json")} for root in (tmp_path, VECTORS)
+    )
+    assert there == here
 
 
 def test_every_testable_clause_is_covered():
@@ -235,19 +294,15 @@ def test_the_table_of_members_is_up_to_date():
 
 @pytest.mark.parametrize("version", KEPT)
 def test_the_vectors_of_earlier_versions_are_as_they_were(version, tmp_path):
-    for kept in KEPT:
-        shutil.copytree(VECTORS / kept, tmp_path / kept)
-    assert edited_versions(VECTORS) == edited_versions(tmp_path) == []
+    assert edited_versions(VECTORS) == []
 
-    with (tmp_path / version / "run" / "valid" / "simple" / "case.json").open("a") as file:
-        file.write(" ")
-
-    assert edited_versions(tmp_path) == [version]
+    for name in (f"{version}.json", f"files/{version}.json"):
+        assert edited_versions(edited_copy(tmp_path, name, "manifest", "Manifest")) == [version]
 
 
 def test_a_reader_refuses_those_of_an_earlier_version_by_that():
     """REQ-VER-001."""
-    kept = [case for case in load_cases(VECTORS) if case.id.partition("/")[0] in KEPT]
+    kept = [case for case in cases_by_id().values() if case.id.partition("/")[0] in KEPT]
 
     run = run_cases(find_target("reference"), kept, jobs=1)
 
@@ -264,9 +319,11 @@ def named(name):
 
 
 @pytest.mark.parametrize("name", [named(name) for name in cases()])
-def test_ckptfmt_answers_as_expected(name, tmp_path_factory):
+def test_ckptfmt_answers_as_expected(name, tmp_path):
     """REQ-VER-004, REQ-ERR-001: accepted with these bytes, or refused with this code in this phase."""
-    problem = judge(VECTORS / name, cases()[name], lambda: Path(tmp_path_factory.mktemp("out")))
+    case = cases_by_id()[name]
+
+    problem = judge(case.write_files(tmp_path / "input"), cases()[name], tmp_path / "out")
 
     assert problem is None, problem
 

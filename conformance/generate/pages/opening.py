@@ -322,7 +322,7 @@ def _ask_to_write(
         says,
         why="what a writer writes, another's reader has to read",
         result={"tensors": found, "step": members["step"]},
-        files={"README.txt": b"Nothing is read here: the state stands in the request.\n"},
+        files={},  # nothing is read: the state stands in the request
     )
 
 
