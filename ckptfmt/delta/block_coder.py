@@ -10,15 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from ckptfmt.codecs import encodings, prediction
 from ckptfmt.codecs.encodings.planes import LANES
 from ckptfmt.delta.prediction_groups import PlannedGroup
-from ckptfmt.digest import digest_bytes
+from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.documents.extents import RAW, SAME
 from ckptfmt.dtypes import DTYPES
+from ckptfmt.features import ENCODINGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -39,43 +41,48 @@ _MOST_CHANGED: Final = 0.5
 _ALIKE: Final = 1.1
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Coded:
-    """How a block is stored, and as what.
+#: The columns of verdicts: what becomes of each block, as coders tell it and as a delta keeps it.
+VERDICT: Final = np.dtype(
+    [
+        ("encoding", np.uint8),
+        ("predicted", np.bool_),
+        ("nbytes", np.int64),
+        ("digest", f"V{DIGEST_NBYTES}"),
+        ("stored_digest", f"V{DIGEST_NBYTES}"),
+        ("decode_s", np.float64),
+    ]
+)
+#: In the column of encodings: nobody has decided.
+UNDECIDED: Final = 255
+
+
+class Verdict(NamedTuple):
+    """What becomes of a block: a row of `VERDICT`.
 
     Attributes:
-        encoding: of the registry.
-        digest: of its content.
+        encoding: number in `ENCODINGS`.
         predicted: whether its group's prediction stands in the place of the base's content.
-        stored: the bytes; empty where it is stored as it is, or as the base has it.
-        stored_digest: of these bytes, if there are any.
+        nbytes: how many bytes it is stored in.
+        digest: of its content.
+        stored_digest: of what it is stored as; zeros where that is the content, or nothing.
         decode_s: how long decoding it takes, in seconds.
     """
 
-    encoding: str
-    digest: bytes = b""
-    predicted: bool = False
-    stored: bytes = b""
-    stored_digest: bytes = b""
+    encoding: int
+    predicted: bool
+    nbytes: int
+    digest: bytes
+    stored_digest: bytes = bytes(DIGEST_NBYTES)
     decode_s: float = 0.0
 
-    def as_row(self) -> list[Any]:
-        """Return it as plain values, but for what is stored, of which only the size is in it, the last."""
-        decode_ns = int(self.decode_s * 1e9)
-        return [self.encoding, self.digest, self.predicted, self.stored_digest, decode_ns, len(self.stored)]
 
-    @classmethod
-    def from_row(cls, row: Sequence[Any], stored: bytes) -> Coded:
-        """Return what `as_row` was asked of, given what is stored."""
-        encoding, digest, predicted, stored_digest, decode_ns, _ = row
-        return cls(
-            encoding=encoding,
-            digest=digest,
-            predicted=predicted,
-            stored=stored,
-            stored_digest=stored_digest,
-            decode_s=decode_ns / 1e9,
-        )
+class _Encoded(NamedTuple):
+    """What a changed block is stored as, and how long decoding that takes."""
+
+    encoding: str
+    stored: bytes
+    decode_s: float
+    predicted: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,29 +133,39 @@ class BlockCoder:
         members = group.pieces[: group.pieces.index(number) + 1]
         return max(self._image.pieces[member].begin + elements.stop * self._width(member) for member in members)
 
-    def code(self, number: int, block: int, *, digest: bytes | None = None) -> Coded:
-        """Return what becomes of a block.
+    def code(self, number: int, block: int, *, digest: bytes | None = None) -> tuple[Verdict, bytes]:
+        """Return what becomes of a block, and the bytes that store it if it is encoded.
 
         Args:
             digest: of its content, if that is known.
 
         Raises: what the contents of the base raise.
         """
-        digest = digest_bytes(self._content(number, block)) if digest is None else digest
+        content = self._content(number, block)
+        digest = digest_bytes(content) if digest is None else digest
         if digest == self._contents.digest(number, block):
-            return Coded(encoding="same", digest=digest)
-        content, coded = self._content(number, block), Coded(encoding="raw")
+            return Verdict(SAME, predicted=False, nbytes=0, digest=digest), b""
+        found = None
         if self._image.pieces[number].key[0] in self._fields and content.nbytes >= LEAST_NBYTES:
-            coded = self._code_changed(number, block, content)
-        stored_digest = b"" if coded.encoding == "raw" else digest_bytes(coded.stored)
-        return dataclasses.replace(coded, digest=digest, stored_digest=stored_digest)
+            found = self._code_changed(number, block, content)
+        if found is None:
+            return Verdict(RAW, predicted=False, nbytes=content.nbytes, digest=digest), b""
+        verdict = Verdict(
+            ENCODINGS.index(found.encoding),
+            predicted=found.predicted,
+            nbytes=len(found.stored),
+            digest=digest,
+            stored_digest=digest_bytes(found.stored),
+            decode_s=found.decode_s,
+        )
+        return verdict, found.stored
 
-    def _code_changed(self, number: int, block: int, content: memoryview) -> Coded:
-        """Return what stores a block in the fewest bytes, having seen that it decodes to the same."""
+    def _code_changed(self, number: int, block: int, content: memoryview) -> _Encoded | None:
+        """Return what stores a block in the fewest bytes, having seen that it decodes to the same; None for its own."""
         group, is_small = self._groups.get(number), content.nbytes < SMALL_NBYTES
-        coded = None if group is None or is_small else self._predict(group, number, block, content)
-        if coded is not None:
-            return coded
+        found = None if group is None or is_small else self._predict(group, number, block, content)
+        if found is not None:
+            return found
         base, dtype = self._contents.content(number, block), self._dtype(number)
         if is_small:
             encoding, stored = encode_small(content, dtype=dtype, base=base)
@@ -157,15 +174,15 @@ class BlockCoder:
         clock = _Clock()
         decode = functools.partial(encodings.decode, dtype=dtype, base=base)
         if encoding == "raw" or not _decodes(encoding, stored, content, decode, clock):
-            return Coded(encoding="raw")
-        return Coded(encoding=encoding, stored=stored, decode_s=clock.seconds)
+            return None
+        return _Encoded(encoding, stored, clock.seconds)
 
     def code_as(self, encoding: str, number: int, block: int, *, predicted: bool) -> bytes:
         """Return what a block is stored as by an encoding that was chosen for it before."""
         content = self._content(number, block)
         if predicted:
-            coded = self._predict(self._groups[number], number, block, content)
-            return b"" if coded is None else coded.stored
+            found = self._predict(self._groups[number], number, block, content)
+            return b"" if found is None else found.stored
         base = self._contents.content(number, block)
         return encodings.encode(encoding, content, dtype=self._dtype(number), base=base)
 
@@ -186,7 +203,7 @@ class BlockCoder:
         self._chosen[like] = _Chosen(encoding=encoding, share=len(stored) / len(content))
         return encoding, stored
 
-    def _predict(self, group: PlannedGroup, number: int, block: int, content: memoryview) -> Coded | None:
+    def _predict(self, group: PlannedGroup, number: int, block: int, content: memoryview) -> _Encoded | None:
         """Return a block as its group predicts it; None where that doesn't pay."""
         place, elements = group.pieces.index(number), self._elements_of(number, block)
         role = group.roles[place]
@@ -209,8 +226,7 @@ class BlockCoder:
         decode = functools.partial(prediction.decode_member, group.rule, role, **given)
         if encoding == "raw" or not _decodes(encoding, stored, content, decode, clock):
             return None
-        is_predicted = group.is_predicted(role, encoding)
-        return Coded(encoding=encoding, predicted=is_predicted, stored=stored, decode_s=clock.seconds)
+        return _Encoded(encoding, stored, clock.seconds, predicted=group.is_predicted(role, encoding))
 
     def _bases_of(self, group: PlannedGroup, role: str, elements: range) -> dict[str, memoryview]:
         """Return the base's elements of the members that a role is decoded from."""

@@ -13,9 +13,9 @@ from ckptfmt.delta.base import Base, pin_base, unpinned_after_error
 from ckptfmt.delta.delta import Delta
 from ckptfmt.delta.policy import DeltaOptions, History, Plan, plan_save
 from ckptfmt.digest import DIGEST_NBYTES
+from ckptfmt.documents.extents import RAW, SAME
 from ckptfmt.documents.manifest import Reference, checkpoint_name
 from ckptfmt.errors import IntegrityError
-from ckptfmt.features import PLAIN
 from ckptfmt.write.slot_contents import SlotContents, Snapped
 from ckptfmt.write.writer import write_image, write_part_file
 
@@ -186,11 +186,9 @@ class Chain:
             delta.close()
         write_part_file(store, part)
         nbytes = _content_nbytes(image)
-        stored = [block for of_piece in delta.blocks for block in of_piece]
-        encoding = np.array([block.encoding for block in stored])
-        own = np.array([block.nbytes for block in stored], np.int64)
-        is_raw, is_same = encoding == "raw", encoding == "same"
-        is_encoded = ~np.isin(encoding, sorted(PLAIN))
+        encoding, own = delta.verdicts["encoding"], delta.verdicts["nbytes"]
+        is_raw, is_same = encoding == RAW, encoding == SAME
+        is_encoded = ~(is_raw | is_same)
         link = _Link(
             snapped=snapped,
             part=part,

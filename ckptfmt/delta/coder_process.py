@@ -11,15 +11,19 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ckptfmt.codecs.prediction import Rule
 from ckptfmt.delta.base import BaseContents
-from ckptfmt.delta.block_coder import BlockCoder
+from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder
 from ckptfmt.delta.prediction_groups import PlannedGroup
 from ckptfmt.stage.process import be_helper, watch
 from ckptfmt.stage.slot import Slot
 from ckptfmt.write.image import Image
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ckptfmt.stage.channel import Channel
 
 
@@ -52,7 +56,8 @@ def _serve(channel: Channel) -> None:
             if results is None or results.nbytes < room_nbytes:
                 results = Slot.make(room_nbytes)
                 fd = results.fd
-            channel.send({"coded": _code_all(coder, message["blocks"], results.view)}, fd=fd)
+            verdicts = _code_all(coder, message["blocks"], results.view)
+            channel.send({"verdicts": verdicts.tobytes()}, fd=fd)
 
 
 def _make_coder(message: dict[str, Any], image: Image, slots: dict[int, Slot]) -> BlockCoder:
@@ -68,24 +73,21 @@ def _refuse(piece: int, block: int) -> memoryview:
     raise LookupError(f"block {block} of piece {piece} isn't in the base's slot any more")
 
 
-def _code_all(coder: BlockCoder, blocks: list[list[int]], results: memoryview) -> list[list[Any] | None]:
-    """Leave what is stored of blocks in `results`, one behind the other, and return what is told of each.
+def _code_all(coder: BlockCoder, blocks: list[list[int]], results: memoryview) -> NDArray[Any]:
+    """Leave what is stored of encoded blocks in `results`, one behind the other, and return the verdict of each block.
 
-    None of one that wasn't coded, for whatever reason, lets the saver do it.
+    What wasn't coded, for whatever reason, is left undecided: the saver does it.
     """
-    found: list[list[Any] | None] = []
+    verdicts = np.zeros(len(blocks), VERDICT)
+    verdicts["encoding"] = UNDECIDED
     begin = 0
-    for piece, block in blocks:
-        try:
-            coded = coder.code(piece, block)
-        except Exception:  # noqa: BLE001 - the saver meets it again, and tells of it
-            found.append(None)
-            continue
-        end = begin + len(coded.stored)
-        results[begin:end] = coded.stored
-        begin = end
-        found.append(coded.as_row())
-    return found
+    for row, (piece, block) in enumerate(blocks):
+        with contextlib.suppress(Exception):  # the saver meets it again, and tells of it
+            verdict, stored = coder.code(piece, block)
+            results[begin : begin + len(stored)] = stored
+            verdicts[row] = verdict
+            begin += len(stored)
+    return verdicts
 
 
 if __name__ == "__main__":

@@ -11,13 +11,16 @@ import subprocess
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptfmt.delta.block_coder import Coded
+import numpy as np
+
+from ckptfmt.delta.block_coder import UNDECIDED, VERDICT
 from ckptfmt.delta.prediction_groups import dump_rules
+from ckptfmt.documents.extents import RAW
 from ckptfmt.stage.process import start_helper
 from ckptfmt.stage.slot import Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from ckptfmt.delta.prediction_groups import PlannedGroup
     from ckptfmt.stage.channel import Channel
@@ -130,11 +133,11 @@ class Coders:
             self._idle.append(coder)
             self._alive_count += 1
 
-    def code(self, blocks: Sequence[tuple[int, int]], nbytes: int) -> list[Coded | None]:
-        """Return what becomes of blocks; None of one that is for the caller to code. Waits for a process.
+    def code(self, blocks: Sequence[tuple[int, int]], nbytes: int) -> dict[tuple[int, int], tuple[Any, bytes]]:
+        """Return the verdicts of blocks, and what those store that are encoded. Waits for a process.
 
         Args:
-            blocks: number of piece and block of each.
+            blocks: number of piece and block of each; the caller codes those that aren't in what is returned.
             nbytes: size of their content, all together: what is stored of them is no more.
         """
         coder, coded = self._take(), None
@@ -144,9 +147,11 @@ class Coders:
             finally:
                 # After an error nobody knows what it says next, and to which question.
                 self._lose(coder) if coded is None else self._give_back(coder)
-        return coded or [None] * len(blocks)
+        return coded or {}
 
-    def _ask(self, coder: _Coder, blocks: Sequence[tuple[int, int]], nbytes: int) -> list[Coded | None] | None:
+    def _ask(
+        self, coder: _Coder, blocks: Sequence[tuple[int, int]], nbytes: int
+    ) -> dict[tuple[int, int], tuple[Any, bytes]] | None:
         """Return what a process made of blocks; None if it is gone."""
         message = {"type": "blocks", "blocks": [list(at) for at in blocks], "room_nbytes": nbytes}
         try:
@@ -160,7 +165,12 @@ class Coders:
         if fd is not None:
             coder.results = Slot.attach(fd)
         assert coder.results is not None  # noqa: S101 - the first answer has it
-        return _read_coded(told["coded"], coder.results.view)
+        verdicts = np.frombuffer(told["verdicts"], VERDICT)
+        encoded = np.where((verdicts["encoding"] == RAW) | (verdicts["encoding"] == UNDECIDED), 0, verdicts["nbytes"])
+        ends = np.cumsum(encoded).tolist()
+        stored = [bytes(coder.results.view[end - size : end]) for end, size in zip(ends, encoded.tolist(), strict=True)]
+        rows = zip(blocks, verdicts, stored, strict=True)
+        return {at: (verdict, content) for at, verdict, content in rows if verdict["encoding"] != UNDECIDED}
 
     def close(self) -> None:
         """End the processes."""
@@ -219,20 +229,6 @@ def _dump_groups(groups: Sequence[PlannedGroup]) -> list[list[Any]]:
     for group in groups:
         pieces[id(group.rule)].append(list(group.pieces))
     return [[rule, pieces[number]] for number, rule in dump_rules(groups).items()]
-
-
-def _read_coded(rows: Iterable[list[Any] | None], results: memoryview) -> list[Coded | None]:
-    """Return what a coder has told of blocks, and left of them in `results`."""
-    found: list[Coded | None] = []
-    begin = 0
-    for row in rows:
-        if row is None:
-            found.append(None)
-            continue
-        end = begin + row[-1]
-        found.append(Coded.from_row(row, bytes(results[begin:end])))
-        begin = end
-    return found
 
 
 def coder_count() -> int:

@@ -12,20 +12,20 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ckptfmt.codecs import encodings
 from ckptfmt.commit.decision import create_once
 from ckptfmt.delta.base import BaseContents, BaseFiles
-from ckptfmt.delta.block_coder import BlockCoder, Coded
+from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder, Verdict
 from ckptfmt.delta.coders import coder_count
 from ckptfmt.delta.prediction_groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.digest import digest_at, digest_bytes
-from ckptfmt.documents.extents import SAME, Extents, Group, StoredBlocks, count_stored
+from ckptfmt.documents.extents import RAW, SAME, Extents, Group, StoredBlocks, count_stored
 from ckptfmt.documents.manifest import Reference, pack_name
-from ckptfmt.documents.packed import Strings
+from ckptfmt.documents.packed import Strings, join_integers
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count
 from ckptfmt.errors import CkptError, Code, err
@@ -34,6 +34,8 @@ from ckptfmt.read.streaming import WAITING, iter_ahead, iter_batches, make_memor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from ckptfmt.delta.base import Base
     from ckptfmt.delta.coders import Coders
@@ -57,33 +59,6 @@ _AHEAD_COUNT: Final = 24
 #: and few requests. All are such as a file takes past the page cache.
 _FIRST_NBYTES: Final = 1 << 20
 _CHUNK_NBYTES: Final = 4 << 20
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """What became of a block.
-
-    Attributes:
-        encoding: of the registry.
-        reference: number of the reference that is its base; None where it needs none.
-        predicted: whether its group's prediction stands in the place of the base's content.
-        nbytes: how many bytes it is stored in.
-        digest: of its content.
-        stored_digest: of what it is stored as; empty where that is the content, or nothing.
-        decode_s: how long decoding it takes, in seconds.
-    """
-
-    encoding: str
-    reference: int | None
-    predicted: bool
-    nbytes: int
-    digest: bytes
-    stored_digest: bytes
-    decode_s: float = 0.0
-
-
-#: What becomes of a box without blocks: the base has all of it.
-_NOTHING: Final = Stored(encoding="same", reference=None, predicted=False, nbytes=0, digest=b"", stored_digest=b"")
 
 
 class Delta:
@@ -144,8 +119,13 @@ class Delta:
                 )
             )
         self._groups = {number: group for group in groups for number in group.pieces}
-        self._stored: dict[tuple[int, int], Stored] = {}
-        self._holders = _find_holders(image, base, self._references)
+        counts = [block_count(piece.end - piece.begin, image.block_nbytes) for piece in image.pieces]
+        #: Of each piece, and of what would be behind the last, the row of its first block.
+        self._first = [0, *itertools.accumulate(counts)]
+        #: What became of the blocks of all pieces of the image, in their order.
+        self.verdicts = np.zeros(self._first[-1], VERDICT)
+        self.verdicts["encoding"] = UNDECIDED
+        self._holders = _find_holders(image, base, self._references, self._first)
         self._coder = BlockCoder(image, view, contents=contents, groups=groups, fields=fields, among=among)
         self._encodes = bool(fields)
         self._coders: Coders | None = None
@@ -164,7 +144,7 @@ class Delta:
     @property
     def decode_s(self) -> float:
         """How long decoding what was encoded takes, in seconds, by as many threads as encode."""
-        return sum(stored.decode_s for stored in self._stored.values()) / coder_count()
+        return float(self.verdicts["decode_s"].sum()) / coder_count()
 
     def close(self) -> None:
         """Let go of the base's files."""
@@ -207,7 +187,7 @@ class Delta:
     def _part_groups(self) -> tuple[Group, ...]:
         """Return the groups of which a block is predicted, as the part lists them."""
         rows = self._image.rows
-        predicted = {number for (number, _), stored in self._stored.items() if stored.predicted}
+        predicted = set(self._piece_of[self.verdicts["predicted"]].tolist())
         rules = dump_rules(self._groups.values())
         found = [
             Group(
@@ -264,7 +244,8 @@ class Delta:
         ]
 
     def _pack_nbytes(self, blocks: Sequence[tuple[int, int]]) -> int:
-        return len(PACK_HEADER) + sum(self._stored[at].nbytes for at in blocks)
+        rows = [self._row(*at) for at in blocks]
+        return len(PACK_HEADER) + int(self.verdicts["nbytes"][rows].sum())
 
     def _blocks_of(self, shard: int | None) -> list[tuple[int, int]]:
         """Return number of piece and block, of all that a file of the image has; of what has none, for None."""
@@ -289,8 +270,7 @@ class Delta:
 
     def _work_of(self, at: tuple[int, int]) -> int:
         """Return about how many bytes are to be digested, or to be encoded."""
-        number, block = at
-        was_same = not self._encodes and self._holders[number][block] != self._base_number
+        was_same = not self._encodes and self._holders[self._row(*at)] != self._base_number
         return self._nbytes_of(at) // (_SAME_SHARE if was_same else 1)
 
     def _nbytes_of(self, at: tuple[int, int]) -> int:
@@ -301,39 +281,29 @@ class Delta:
         """Return what blocks are stored as, and note it; another process does what takes a while, if one can."""
         self._wait(max(self._coder.end_of(*at) for at in blocks))
         digests = {at: self._known_digest(*at) for at in blocks}
-        coded: dict[tuple[int, int], Coded | None] = {}
+        coded: dict[tuple[int, int], tuple[Any, bytes]] = {}
         if self._coders is not None:
-            news = [at for at in blocks if at not in self._stored and digests[at] is None]
+            news = [at for at in blocks if not self._is_decided(*at) and digests[at] is None]
             if news:
-                found = self._coders.code(news, sum(map(self._nbytes_of, news)))
-                coded = dict(zip(news, found, strict=True))
+                coded = self._coders.code(news, sum(map(self._nbytes_of, news)))
         return [
-            self._code_again(*at, self._stored[at])
-            if at in self._stored
-            else self._note(*at, coded.get(at) or self._coder.code(*at, digest=digests[at]))
+            self._code_again(*at)
+            if self._is_decided(*at)
+            else self._note(*at, *(coded.get(at) or self._coder.code(*at, digest=digests[at])))
             for at in blocks
         ]
 
-    def _note(self, number: int, block: int, coded: Coded) -> bytes | memoryview:
+    def _row(self, number: int, block: int) -> int:
+        return self._first[number] + block
+
+    def _is_decided(self, number: int, block: int) -> bool:
+        return bool(self.verdicts["encoding"][self._row(number, block)] != UNDECIDED)
+
+    def _note(self, number: int, block: int, verdict: Any, stored: bytes) -> bytes | memoryview:  # noqa: ANN401 - a row
         """Note what becomes of a block, and return what it is stored as."""
-        reference = None
-        stored: bytes | memoryview = coded.stored
-        if coded.encoding == "same":
-            reference = self._holders[number][block]
-        elif coded.encoding in NEEDS_BASE and not coded.predicted:
-            reference = self._base_number
-        elif coded.encoding == "raw":
-            stored = self._content(number, block)
-        self._stored[number, block] = Stored(
-            encoding=coded.encoding,
-            reference=reference,
-            predicted=coded.predicted,
-            nbytes=len(stored),
-            digest=coded.digest,
-            stored_digest=coded.stored_digest,
-            decode_s=coded.decode_s,
-        )
-        return stored
+        row = self._row(number, block)
+        self.verdicts[row] = verdict
+        return self._content(number, block) if self.verdicts["encoding"][row] == RAW else stored
 
     def _content(self, number: int, block: int) -> memoryview:
         begin, end = self._image.span(number, block)
@@ -346,15 +316,17 @@ class Delta:
             return None
         return digest_at(self._known[number], block)
 
-    def _code_again(self, number: int, block: int, known: Stored) -> bytes | memoryview:
+    def _code_again(self, number: int, block: int) -> bytes | memoryview:
         """Return a block as it was stored in a try that the store didn't answer: perhaps that one is there.
 
         Raises: StoreError(STORE_NO_ANSWER) if it comes out otherwise; then nobody knows what is there.
         """
-        if known.encoding in PLAIN:
-            return self._content(number, block) if known.encoding == "raw" else b""
-        stored = self._coder.code_as(known.encoding, number, block, predicted=known.predicted)
-        if digest_bytes(stored) != known.stored_digest:
+        known = self.verdicts[self._row(number, block)]
+        encoding = ENCODINGS[known["encoding"]]
+        if encoding in PLAIN:
+            return self._content(number, block) if encoding == "raw" else b""
+        stored = self._coder.code_as(encoding, number, block, predicted=bool(known["predicted"]))
+        if digest_bytes(stored) != known["stored_digest"].tobytes():
             raise err(Code.STORE_NO_ANSWER, "a block encoded twice isn't the same, and the first may be there")
         return stored
 
@@ -362,57 +334,61 @@ class Delta:
         """Digest what this writer holds and another one writes."""
         for number, block in self._blocks_of(None):
             self._wait(self._image.span(number, block)[1])
-            self._stored[number, block] = Stored(
-                encoding="raw",
-                reference=None,
-                predicted=False,
-                nbytes=0,
-                digest=self._known_digest(number, block) or digest_bytes(self._content(number, block)),
-                stored_digest=b"",
-            )
-
-    @functools.cached_property
-    def blocks(self) -> list[list[Stored]]:
-        """What became of the blocks of each piece of the image, once all is written."""
-        numbers = range(len(self._image.pieces))
-        return [[self._stored[number, block] for block in self._range_of(number)] for number in numbers]
+            digest = self._known_digest(number, block) or digest_bytes(self._content(number, block))
+            self.verdicts[self._row(number, block)] = Verdict(RAW, predicted=False, nbytes=0, digest=digest)
 
     @functools.cached_property
     def digests(self) -> list[bytes]:
         """The digests of the blocks of each piece of the image, once all is written."""
-        return [b"".join([stored.digest for stored in of_piece]) for of_piece in self.blocks]
+        column = self.verdicts["digest"]
+        return [column[first:last].tobytes() for first, last in itertools.pairwise(self._first)]
+
+    @functools.cached_property
+    def _piece_of(self) -> NDArray[np.int64]:
+        """Of each block, the number of its piece."""
+        return np.repeat(np.arange(len(self._image.pieces)), np.diff(self._first))
 
     def _extents(self, files: Sequence[PartFile]) -> Extents:
-        """Return where the blocks of each box are, given the packs that were written."""
+        """Return where the blocks of each box are, given the packs that were written: an extent for each run of alike.
+
+        A box without blocks is the base's.
+        """
         numbers = {file.name.rpartition("-")[0].rpartition("-")[0]: number for number, file in enumerate(files)}
-        of_shards = [numbers.get(shard.stem) for shard in self._image.shards]
-        at = [len(PACK_HEADER)] * len(of_shards)
-        rows: list[tuple[int, ...]] = []
-        encoded: list[Stored] = []
-        nothing = [dataclasses.replace(_NOTHING, reference=self._base_number)]
-        for row, piece, stored in zip(self._image.rows, self._image.pieces, self.blocks, strict=True):
-            if piece.shard is None:
-                continue
-            block_begin, file = 0, of_shards[piece.shard]
-            for (encoding, reference, predicted), run in itertools.groupby(stored or nothing, _kind):
-                blocks = list(run)
-                count = len(blocks) if stored else 0
-                place = (-1, 0) if encoding == "same" or file is None else (file, at[piece.shard])
-                base = 0 if reference is None else reference + 1
-                rows.append((row, block_begin, count, *place, ENCODINGS.index(encoding), base, predicted))
-                if encoding not in PLAIN:
-                    encoded += blocks
-                at[piece.shard] += sum([block.nbytes for block in blocks])
-                block_begin += count
-        stored_blocks = StoredBlocks(
-            nbytes=np.array([block.nbytes for block in encoded], np.int64),
-            digests=b"".join([block.stored_digest for block in encoded]),
+        file_of = np.array([*(numbers.get(shard.stem, -1) for shard in self._image.shards), -1])
+        shard_of = np.array([-1 if piece.shard is None else piece.shard for piece in self._image.pieces], np.int64)
+        written = np.flatnonzero(shard_of[self._piece_of] >= 0)
+        blocks, piece = self.verdicts[written], self._piece_of[written]
+        encoding, predicted = blocks["encoding"].astype(np.int64), blocks["predicted"]
+        has_base = np.isin(encoding, [ENCODINGS.index(name) for name in sorted(NEEDS_BASE)]) & ~predicted
+        reference = np.where(encoding == SAME, self._holders[written] + 1, has_base * (self._base_number + 1))
+        is_new = np.ones(len(written), np.bool_)
+        is_new[1:] = np.any([np.diff(column) != 0 for column in (piece, encoding, reference, predicted)], axis=0)
+        first = np.flatnonzero(is_new)
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(blocks["nbytes"])])[first]
+        shard = shard_of[piece[first]]  # pieces lie shard by shard
+        place = ends - ends[np.searchsorted(shard, shard)] + len(PACK_HEADER)
+        file = np.where(encoding[first] == SAME, -1, file_of[shard])
+        empty = np.flatnonzero((np.diff(self._first) == 0) & (shard_of >= 0))
+        none, of_base = np.zeros_like(empty), np.full_like(empty, self._base_number + 1)
+        block_count = np.concatenate([np.diff(first, append=len(written)), none])
+        of_encoded = count_stored(np.concatenate([encoding[first], none + SAME]), block_count)
+        found = Extents(
+            box=np.array(self._image.rows, np.int64)[np.concatenate([piece[first], empty])],
+            block_begin=np.concatenate([written[first] - np.array(self._first)[piece[first]], none]),
+            block_count=block_count,
+            file=np.concatenate([file, none - 1]),
+            byte_begin=np.concatenate([np.where(file < 0, 0, place), none]),
+            key=Strings.of([""] * (len(first) + len(empty))),
+            encoding=np.concatenate([encoding[first], none + SAME]),
+            reference=np.concatenate([reference[first], of_base]),
+            predicted=np.concatenate([predicted[first], none > 0]),
+            stored_row=np.cumsum(of_encoded) - of_encoded,
+            stored=_stored_of(blocks),
         )
-        return _columns_of(rows, stored_blocks)
+        return found.take(found.order())
 
     def _range_of(self, number: int) -> range:
-        piece = self._image.pieces[number]
-        return range(block_count(piece.end - piece.begin, self._image.block_nbytes))
+        return range(self._first[number + 1] - self._first[number])
 
 
 def _iter_chunks(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
@@ -433,37 +409,20 @@ def _iter_chunks(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
         yield memory[:filled_nbytes]
 
 
-def _kind(stored: Stored) -> tuple[str, int | None, bool]:
-    return stored.encoding, stored.reference, stored.predicted
+def _stored_of(blocks: NDArray[Any]) -> StoredBlocks:
+    """Return the encoded ones of some blocks."""
+    encoded = blocks[~np.isin(blocks["encoding"], (RAW, SAME))]
+    return StoredBlocks(nbytes=encoded["nbytes"], digests=encoded["stored_digest"].tobytes())
 
 
-def _find_holders(image: Image, base: Base, references: Sequence[Reference]) -> list[list[int]]:
-    """Return for each block of each piece the number of the reference that has it in a file of its own."""
+def _find_holders(image: Image, base: Base, references: Sequence[Reference], first: Sequence[int]) -> NDArray[np.int64]:
+    """Return for each block the number of the reference that has it in a file of its own, given each piece's first."""
     numbers = {reference: number for number, reference in enumerate(references)}
     holders = np.array([numbers[one] for one in (base.reference, *base.part.references)], np.int64)
     extents = base.part.holdings.extents
     of_extents = holders[np.where(extents.encoding == SAME, extents.reference, 0)]
     block_counts = np.bincount(extents.box, extents.block_count, minlength=len(base.part.holdings.replica))
     of_boxes = np.split(np.repeat(of_extents, extents.block_count), np.cumsum(block_counts.astype(np.int64)))
-    return [of_boxes[row].tolist() for row in image.rows]
-
-
-def _columns_of(rows: Sequence[tuple[int, ...]], stored: StoredBlocks) -> Extents:
-    """Return extents, given the rows of their columns and their encoded blocks."""
-    columns = np.array(rows, np.int64).reshape(-1, 8).T
-    box, first, count, file, begin, encoding, base, predicted = columns
-    blocks = count_stored(encoding, count)
-    found = Extents(
-        box=box,
-        block_begin=first,
-        block_count=count,
-        file=file,
-        byte_begin=begin,
-        key=Strings.of([""] * len(rows)),
-        encoding=encoding,
-        reference=base,
-        predicted=predicted > 0,
-        stored_row=np.cumsum(blocks) - blocks,
-        stored=stored,
-    )
-    return found.take(found.order())
+    # What another writer writes has no extents, and nobody asks for its holder.
+    rows = zip(image.rows, np.diff(first).tolist(), strict=True)
+    return join_integers([of_boxes[row] if len(of_boxes[row]) else np.zeros(count, np.int64) for row, count in rows])

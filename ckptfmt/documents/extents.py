@@ -186,7 +186,8 @@ def check_encodings_used(used: Collection[str], encodings: Sequence[str], where:
 
 _EXTENT_KEYS: Final = ("box", "block_begin", "block_count", "file", "gap_nbytes", "encoding", "key")
 _DELTA_KEYS: Final = (*_EXTENT_KEYS, "reference", "predicted")
-_RAW: Final = ENCODINGS.index("raw")
+#: In the column of encodings, the number of blocks that are stored as they are.
+RAW: Final = ENCODINGS.index("raw")
 #: In the column of encodings, the number of blocks that are the base's.
 SAME: Final = ENCODINGS.index("same")
 _GRADIENT = ENCODINGS.index("gradient")
@@ -281,7 +282,7 @@ class Extents:
             file=file,
             byte_begin=byte_begin,
             key=key,
-            encoding=np.full(len(box), _RAW),
+            encoding=np.full(len(box), RAW),
             reference=none,
             predicted=none > 0,
             stored_row=none,
@@ -350,7 +351,7 @@ class Extents:
         content = np.minimum(box_nbytes[self.box], first + self.block_count * block_nbytes) - first
         ends = self.stored_ends
         encoded = ends[self.stored_row + np.where(self.is_encoded, self.block_count, 0)] - ends[self.stored_row]
-        found: Integers = np.where(self.is_encoded, encoded, np.where(self.encoding == _RAW, content, 0))
+        found: Integers = np.where(self.is_encoded, encoded, np.where(self.encoding == RAW, content, 0))
         return found
 
 

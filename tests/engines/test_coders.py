@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckptfmt.delta import chain, coders
-from ckptfmt.delta.block_coder import BlockCoder
+from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.stage.slot import Slot
@@ -241,6 +241,13 @@ def is_running(pid):
         return False
 
 
+def undecided(count):
+    """Return what a process tells that codes none of some blocks."""
+    verdicts = np.zeros(count, VERDICT)
+    verdicts["encoding"] = UNDECIDED
+    return verdicts.tobytes()
+
+
 class _SlowChannel:
     """To a process that answers one message for each `answers.release()`."""
 
@@ -253,7 +260,7 @@ class _SlowChannel:
 
     def receive(self):
         assert self.answers.acquire(timeout=20)
-        return None if self.asked[-1] == [[-1, 0]] else ({"coded": [None]}, None)
+        return None if self.asked[-1] == [[-1, 0]] else ({"verdicts": undecided(1)}, None)
 
     def shut_down(self):
         """Nobody asks it again."""
@@ -284,7 +291,7 @@ def test_who_waits_longest_gets_the_next_process(dies):
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
-    assert found == [[None]] * (5 if dies else 8)
+    assert found == [{}] * (5 if dies else 8)
     asked = [number for ((number, _),) in channel.asked]
     assert asked[:4] == ([-1] if dies else [0, 1, 2, 3])
     assert sorted(asked[4:]) == ([] if dies else [10, 11, 12, 13])
@@ -298,7 +305,7 @@ def test_a_process_whose_answer_cannot_be_taken_is_done_without():
     channel.answers.release()
     with pytest.raises(AssertionError):
         made.code([(0, 0)], 0)
-    assert made.code([(1, 0)], 0) == [None]  # nobody is left, and nobody waits
+    assert made.code([(1, 0)], 0) == {}  # nobody is left, and nobody waits
 
 
 def wait_for(is_so, timeout_s=20):

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from ckptfmt.codecs import encodings
 from ckptfmt.delta import block_coder as coding
 from ckptfmt.delta import delta
@@ -42,9 +44,8 @@ def _never_raw(right: Any, content: memoryview, *, dtype: str, base: memoryview,
     return encoding, stored
 
 
-def _the_base_always(right: Any, plan: Any, base: Any, references: Sequence[Any]) -> list[list[int]]:
-    number = references.index(base.reference)
-    return [[number] * len(own) for own in right(plan, base, references)]
+def _the_base_always(right: Any, image: Any, base: Any, references: Sequence[Any], first: Sequence[int]) -> Any:
+    return np.full_like(right(image, base, references, first), references.index(base.reference))
 
 
 MUTANTS = {
