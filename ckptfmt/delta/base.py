@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 from typing import TYPE_CHECKING
@@ -11,12 +10,11 @@ from ckptfmt.commit.decision import check_base, create_once
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.manifest import Reference, pins_path
 from ckptfmt.documents.run import Pins
-from ckptfmt.errors import CkptError, Code
 from ckptfmt.read.decoding import Library, join_blocks
 from ckptfmt.read.files import CheckpointFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from ckptfmt.commit.known import Known
     from ckptfmt.documents.manifest import Manifest, Origin
@@ -61,19 +59,6 @@ def pin_base(
     for reference in references:
         check_base(store, reference, known=known)
     return references
-
-
-@contextlib.contextmanager
-def unpinned_after_error(store: Store, origin: Origin, writer: int) -> Iterator[None]:
-    """Take the pins of a writer away if its part isn't written: nothing will be read, and bases would stay for it."""
-    try:
-        yield
-    except Exception as error:
-        # Of what is unknown the part may be there, or still come.
-        if not isinstance(error, CkptError) or error.code not in (Code.STORE_NO_ANSWER, Code.COMMIT_UNKNOWN):
-            with contextlib.suppress(CkptError):
-                store.delete(pins_path(origin.attempt, writer))
-        raise
 
 
 class BaseContents:

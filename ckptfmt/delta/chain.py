@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ckptfmt.codecs import encodings
-from ckptfmt.delta.base import Base, pin_base, unpinned_after_error
+from ckptfmt.delta.base import Base, pin_base
 from ckptfmt.delta.delta import Delta
 from ckptfmt.delta.policy import DeltaOptions, History, Plan, plan_save
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.extents import RAW, SAME
-from ckptfmt.documents.manifest import Reference, checkpoint_name
+from ckptfmt.documents.manifest import Reference, checkpoint_name, pins_path
 from ckptfmt.errors import IntegrityError
 from ckptfmt.write.slot_contents import SlotContents, Snapped
-from ckptfmt.write.writer import write_image, write_part_file
+from ckptfmt.write.writer import removed_after_error, write_image, write_part_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +91,8 @@ class Chain:
             except IntegrityError as error:
                 plan = Plan(fields=None, reason=f"the base can't be had: {error}")
             else:
-                with unpinned_after_error(store, origin, writer):
+                # Nothing will be read of the bases if the part isn't written, and for its pins they would stay.
+                with removed_after_error(store, [pins_path(origin.attempt, writer)]):
                     self._next, told = self._write_delta(
                         store,
                         origin,

@@ -28,9 +28,10 @@ from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.packed import Strings, join_integers
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import Code, err
 from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
 from ckptfmt.read.streaming import WAITING, iter_ahead, iter_batches, make_memory
+from ckptfmt.write.writer import removed_after_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -159,20 +160,14 @@ class Delta:
         """
         files: list[PartFile] = []
         blocks = [self._blocks_of(number) for number in range(len(self._image.shards))]
-        try:
+        names = [pack_name(shard.stem, origin.attempt, writer) for shard in self._image.shards]
+        with removed_after_error(store, names):
             # One stream through all packs: the next one is coded while the last of this one is written.
             with contextlib.closing(self._code_all([at for of_shard in blocks for at in of_shard])) as stream:
-                for shard, of_shard in zip(self._image.shards, blocks, strict=True):
-                    name = pack_name(shard.stem, origin.attempt, writer)
+                for name, of_shard in zip(names, blocks, strict=True):
                     files.extend(self._write_pack(store, name, of_shard, itertools.islice(stream, len(of_shard))))
             self._digest_rest()
             return self._make_part(origin, writer, context, files)
-        except Exception as error:
-            known = not isinstance(error, CkptError) or error.code != Code.STORE_NO_ANSWER
-            for shard in self._image.shards if known else ():
-                with contextlib.suppress(CkptError):
-                    store.delete(pack_name(shard.stem, origin.attempt, writer))
-            raise
 
     def _make_part(self, origin: Origin, writer: int, context: Context, files: Sequence[PartFile]) -> Part:
         extents = self._extents(files)

@@ -80,7 +80,7 @@ def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> Run:
     """
     run = read_run(store) or _refuse_other_contents(store)
     if run is not None:
-        _check_writer_features(run)
+        check_writer_features(run)
         return run
     content = Run(run_id=secrets.token_hex(16), writer_features=tuple(writer_features)).dump()
     try:
@@ -92,11 +92,17 @@ def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> Run:
     run = read_run(store)
     if run is None:
         raise err(Code.STORE_IO, "the run's record was created and isn't there", where=RUN_NAME)
-    _check_writer_features(run)  # perhaps somebody else's
+    check_writer_features(run)  # perhaps somebody else's
     return run
 
 
-def _check_writer_features(run: Run) -> None:
+def check_writer_features(
+    run: Run,
+    requirement: str = "REQ-VER-003",
+    *,
+    doing: str = "writing into this run",
+    undone: str = "nothing was written",
+) -> None:
     """Raise if a run has a feature that its writers must know, and this one doesn't.
 
     Raises: UnsupportedError(FEATURE_UNSUPPORTED). Spec: REQ-VER-003.
@@ -105,9 +111,9 @@ def _check_writer_features(run: Run) -> None:
     if unknown:
         raise err(
             Code.FEATURE_UNSUPPORTED,
-            f"writing into this run needs {', '.join(unknown)}; nothing was written",
+            f"{doing} needs {', '.join(unknown)}; {undone}",
             where=f"{RUN_NAME}#/signed/features/writer",
-            requirement="REQ-VER-003",
+            requirement=requirement,
         )
 
 

@@ -9,11 +9,12 @@ from ckptfmt import limits
 from ckptfmt.commit.decision import CONDEMNED, abort, retire, sweep
 from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_checkpoint_name
 from ckptfmt.documents.run import Pins
-from ckptfmt.errors import CkptError, Code, IntegrityError, err
-from ckptfmt.features import REFERENCED, WRITER_FEATURES
+from ckptfmt.errors import CkptError, IntegrityError
+from ckptfmt.features import REFERENCED
 from ckptfmt.run.lineage import (
     RunEntry,
     check_not_fenced,
+    check_writer_features,
     is_overtaken,
     iter_lineage,
     list_checkpoints,
@@ -108,14 +109,7 @@ def clean_up(
         is removed; FencedError(FENCED) if a newer launch has taken over: it does the cleaning; StoreError.
     Spec: REQ-CMT-020 to REQ-CMT-026, REQ-RUN-004.
     """
-    unknown = sorted(set(run.writer_features) - WRITER_FEATURES)
-    if unknown:
-        raise err(
-            Code.FEATURE_UNSUPPORTED,
-            f"cleaning up needs {', '.join(unknown)}; nothing was removed",
-            where="run.json#/signed/features/writer",
-            requirement="REQ-CMT-025",
-        )
+    check_writer_features(run, "REQ-CMT-025", doing="cleaning up", undone="nothing was removed")
     check_not_fenced(store, launch)
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, known=known)

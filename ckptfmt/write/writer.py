@@ -20,7 +20,7 @@ from ckptfmt.store.protocol import SizedChunks
 from ckptfmt.write.image import Image, Piece, boxes_of, key_of, plan_image, sort_sources
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckptfmt.box import Box
     from ckptfmt.store.protocol import Buffer, Store
@@ -228,19 +228,26 @@ def as_ckpt_error(error: BaseException) -> CkptError:
     return err(Code.PEER_FAILED, f"{type(error).__qualname__}: {error}")
 
 
+@contextlib.contextmanager
+def removed_after_error(store: Store, paths: Sequence[str]) -> Iterator[None]:
+    """Remove files after an error: what nothing will refer to is never committed, and a full disk would stay full."""
+    try:
+        yield
+    except Exception as error:
+        # Where no answer came, what refers to them may be there, or still come.
+        unknown = isinstance(error, CkptError) and error.code in (Code.STORE_NO_ANSWER, Code.COMMIT_UNKNOWN)
+        for path in () if unknown else paths:
+            with contextlib.suppress(CkptError):
+                store.delete(path)
+        raise
+
+
 def _write_shards(store: Store, image: Image, contents: Contents, names: list[str]) -> list[bytes]:
     """Write all shards, or leave none; return the digests of each piece's blocks."""
-    try:
+    with removed_after_error(store, names):
         for number, (shard, name) in enumerate(zip(image.shards, names, strict=True)):
             create_once(store, name, functools.partial(_chunks_of, contents, number, shard.nbytes), nbytes=shard.nbytes)
         return contents.digests()
-    except Exception as error:
-        # Without a part they can never be committed, and a full disk would stay full. Of what is unknown, nothing goes.
-        known = not isinstance(error, CkptError) or error.code != Code.STORE_NO_ANSWER
-        for name in names if known else ():
-            with contextlib.suppress(CkptError):
-                store.delete(name)
-        raise
 
 
 def _chunks_of(contents: Contents, shard: int, nbytes: int) -> SizedChunks:

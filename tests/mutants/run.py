@@ -145,7 +145,7 @@ MUTANTS = {
     "writer_features_ignored": Mutant(
         clauses=("REQ-VER-003",),
         fault="writes into a run whatever its writers must know",
-        patch=replaced(lineage, "_check_writer_features", lambda *_: None),
+        patch=replaced(lineage, "check_writer_features", lambda *_: None),
         tests=("engines/test_lineage.py::test_a_run_with_a_writer_feature_that_is_not_known_is_not_written_to",),
     ),
 }
