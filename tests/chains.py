@@ -10,8 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ckptfmt.commit.decision import finalize, sweep_attempts
-from ckptfmt.commit.known import Known
+from ckptfmt.commit.decision import Known, finalize, sweep_attempts
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name

@@ -6,13 +6,13 @@ exclusive creation of the decision register decides, once and for all.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import re
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ckptfmt import limits
-from ckptfmt.commit.known import Known, Register
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import (
@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from ckptfmt.documents.tables import TensorTable
     from ckptfmt.store.protocol import Buffer, Store
 
+Register: TypeAlias = Manifest | Abort | Tombstone
+
+#: Of how many registers it is remembered: a few times as many as a checkpoint may refer to.
+_COUNT: Final = 256
+#: With more tables than this all are forgotten: they are a few where writers hold shards, and one each else.
+_TABLE_COUNT: Final = 16
 #: The attempt in the name of a file that belongs to one.
 _ATTEMPT: Final = re.compile(
     r"(?:parts/|index-|[a-z][a-z_]*-)([0-9a-f]{16})"
@@ -57,6 +63,36 @@ CONDEMNED: Final = "condemned-"
 _TRIES: Final = 3
 #: How long a poll sleeps, in seconds: at first, and at most.
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.1
+
+
+class Known:
+    """What one saver has parsed, which meets the same registers and tables of tensors at every save; for one thread.
+
+    A file is read anew each time, since what it holds is what counts. Only what these very bytes mean isn't found out
+    again: of a register that takes a millisecond, and a chain of thirty deltas asks for it a hundred and fifty times.
+
+    Attributes:
+        tables: the tables of tensors that parts had, for `Part.parse` to take from and to add to.
+    """
+
+    def __init__(self) -> None:
+        self._registers: collections.OrderedDict[bytes, Register] = collections.OrderedDict()
+        self.tables: dict[bytes, TensorTable] = {}
+
+    def parse_register(self, content: bytes) -> Register:
+        """Return what a decision register holds. Raises: as the function of that name, each time."""
+        known = self._registers
+        if content not in known:
+            known[content] = parse_register(content)
+            if len(known) > _COUNT:
+                known.popitem(last=False)
+        known.move_to_end(content)
+        return known[content]
+
+    def limit_tables(self) -> None:
+        """Forget the tables if they are too many."""
+        if len(self.tables) > _TABLE_COUNT:
+            self.tables = {}
 
 
 def read_register(store: Store, *, known: Known | None = None) -> Register | None:

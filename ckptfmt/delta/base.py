@@ -16,7 +16,7 @@ from ckptfmt.read.files import CheckpointFiles
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ckptfmt.commit.known import Known
+    from ckptfmt.commit.decision import Known
     from ckptfmt.documents.manifest import Manifest, Origin
     from ckptfmt.documents.part import Part
     from ckptfmt.store.protocol import Store

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ckptfmt.commit.known import Known
+    from ckptfmt.commit.decision import Known
     from ckptfmt.delta.coders import Coders
     from ckptfmt.documents.manifest import Manifest, Origin
     from ckptfmt.documents.part import Part

@@ -16,14 +16,14 @@ import numpy as np
 from ckptfmt.delta.block_coder import UNDECIDED, VERDICT
 from ckptfmt.delta.prediction_groups import dump_rules
 from ckptfmt.documents.extents import RAW
-from ckptfmt.stage.process import start_helper
+from ckptfmt.stage.helper_process import start_helper
 from ckptfmt.stage.slot import Slot
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from ckptfmt.delta.prediction_groups import PlannedGroup
-    from ckptfmt.stage.channel import Channel
+    from ckptfmt.stage.helper_process import Channel
     from ckptfmt.write.image import Image
 
 #: A coder makes and drops arrays of a block's size all the time: the C library shall keep their memory.

@@ -27,7 +27,7 @@ from ckptfmt.store.local import LocalStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ckptfmt.commit.known import Known
+    from ckptfmt.commit.decision import Known
     from ckptfmt.documents.manifest import Reference
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.store.protocol import Store

@@ -24,7 +24,7 @@ from ckptfmt.run.lineage import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptfmt.commit.known import Known
+    from ckptfmt.commit.decision import Known
     from ckptfmt.documents.run import Launch, Run
     from ckptfmt.store.protocol import Store
 

@@ -19,8 +19,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any
 
-from ckptfmt.commit.decision import check_vacant, decide
-from ckptfmt.commit.known import Known
+from ckptfmt.commit.decision import Known, check_vacant, decide
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.delta.policy import DeltaOptions

@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ckptfmt.saver.saver import Saver
-from ckptfmt.stage.process import be_helper, watch
+from ckptfmt.stage.helper_process import be_helper, watch
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store.local import LocalStore
 from ckptfmt.write.writer import as_ckpt_error
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptfmt.errors import CkptError
-    from ckptfmt.stage.channel import Channel
+    from ckptfmt.stage.helper_process import Channel
 
 
 def main(fd: int) -> None:

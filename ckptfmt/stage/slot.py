@@ -184,7 +184,7 @@ class Slot:
         """Give each page its memory now, in this process's page table, so that no copy waits for it later.
 
         Contents stay, and other threads run meanwhile. Beyond the limit of a cgroup the system kills rather than
-        refuses: ask `ckptfmt.stage.plan_slots` first. Needs the descriptor.
+        refuses: ask `ckptfmt.stage.room.plan_slots` first. Needs the descriptor.
 
         Args:
             on_progress: called after each piece (64 MiB) with the number of bytes touched so far.

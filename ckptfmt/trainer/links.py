@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.saver.saver import Saver
-from ckptfmt.stage.process import start_helper
+from ckptfmt.stage.helper_process import start_helper
 
 if TYPE_CHECKING:
     from ckptfmt.stage.slot import Slot

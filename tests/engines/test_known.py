@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 import ckptfmt
-from ckptfmt.commit import known
-from ckptfmt.commit.decision import read_register
-from ckptfmt.commit.known import Known
+from ckptfmt.commit import decision
+from ckptfmt.commit.decision import Known, read_register
 from ckptfmt.documents import part
 from ckptfmt.documents.manifest import Abort, Manifest, parse_register
 from ckptfmt.documents.tables import TensorTable, parse_tensor_table
@@ -25,7 +24,7 @@ def parsed(monkeypatch):
         found.append(content)
         return parse_register(content)
 
-    monkeypatch.setattr(known, "parse_register", note)
+    monkeypatch.setattr(decision, "parse_register", note)
     return found
 
 
@@ -51,7 +50,7 @@ def test_what_is_refused_is_refused_again(parsed):
 
 
 def test_those_asked_for_longest_ago_are_forgotten(parsed, monkeypatch):
-    monkeypatch.setattr(known, "_COUNT", 2)
+    monkeypatch.setattr(decision, "_COUNT", 2)
     one = Known()
     for step in (1, 2, 1, 3, 1, 2):
         one.parse_register(register(step))
@@ -107,7 +106,7 @@ def test_a_table_of_tensors_is_parsed_once_for_all_saves_of_one_structure(monkey
 
 
 def test_too_many_tables_are_forgotten(monkeypatch):
-    monkeypatch.setattr(known, "_TABLE_COUNT", 2)
+    monkeypatch.setattr(decision, "_TABLE_COUNT", 2)
     one = Known()
     for count in (1, 2, 0, 1):
         one.tables[bytes([len(one.tables)])] = TensorTable.of([])

@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 from ckptfmt.saver.saver_process import main
-from ckptfmt.stage import process
-from ckptfmt.stage.channel import Channel
+from ckptfmt.stage import helper_process
+from ckptfmt.stage.helper_process import Channel
 
 #: Of `tests.faults.injecting`, which imports torch, and much else that a saver hasn't got.
 _AT_MESSAGE = "CKPTFMT_FAULTS_AT_MESSAGE"
@@ -37,5 +37,5 @@ class _FailingChannel(Channel):
 
 
 if __name__ == "__main__":
-    vars(process)["Channel"] = _FailingChannel
+    vars(helper_process)["Channel"] = _FailingChannel
     main(int(sys.argv[1]))

@@ -38,8 +38,7 @@ import ckptfmt.trainer.links
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import CkptError
 from ckptfmt.saver.saver import Saver
-from ckptfmt.stage.channel import Channel
-from ckptfmt.stage.process import start_helper
+from ckptfmt.stage.helper_process import Channel, start_helper
 from ckptfmt.trainer.background import Background
 from ckptfmt.trainer.handle import SaveHandle
 from tests.faults.driver import problems

@@ -11,7 +11,7 @@ import pytest
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import CkptError, error_from_json
 from ckptfmt.saver.saver import Saver
-from ckptfmt.stage.process import start_helper
+from ckptfmt.stage.helper_process import start_helper
 from ckptfmt.trainer import links
 from ckptfmt.trainer.background import Background
 from ckptfmt.trainer.handle import SaveHandle
