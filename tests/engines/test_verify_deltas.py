@@ -180,6 +180,22 @@ def test_of_a_chain_each_block_is_decoded_once(files, monkeypatch):
     assert len(decoded) == len(set(decoded)) == 3 * 4
 
 
+def test_a_check_reads_encoded_blocks_as_a_load_does(files, monkeypatch):
+    """It planned and decoded beside the reader: each block by itself, in a request of its own."""
+    asked: list[str] = []
+    read_range = MemoryStore.read_range
+
+    def count(self, path, begin, nbytes):
+        asked.append(path)
+        return read_range(self, path, begin, nbytes)
+
+    monkeypatch.setattr(MemoryStore, "read_range", count)
+    assert loadable(files, 2).valid
+
+    # The header, by the check and by the reader; the raw block; and all four encoded blocks at once.
+    assert asked.count(pack_of(files, 2)) == 4
+
+
 def test_bases_may_lie_elsewhere(files):
     elsewhere = MemoryStore.from_snapshot({path: content for path, content in files.items() if "l0001/" in path})
     own = {path: content for path, content in files.items() if path.startswith(NAMES[3])}
