@@ -131,7 +131,10 @@ def load_cases(root: Path) -> tuple[Case, ...]:
     """
     if not root.is_dir():
         raise SuiteError(f"{root} is no folder", remedy="Give the folder of the vectors with --vectors.")
-    found = [case for path in root.glob("*.json") for case in _load_area(path)]
+    areas = list(root.glob("*.json"))
+    if not areas:
+        raise SuiteError(f"{root} has no areas: no *.json", remedy="Give the folder of the vectors with --vectors.")
+    found = [case for path in areas for case in _load_area(path)]
     return tuple(sorted(found, key=lambda case: case.id))
 
 

@@ -439,6 +439,11 @@ def test_an_area_that_is_no_list_of_cases_is_an_error_of_the_suite(text, tmp_pat
         load_cases(tmp_path)
 
 
+def test_a_folder_without_areas_is_an_error_of_the_suite(tmp_path):
+    with pytest.raises(SuiteError, match="no areas"):
+        load_cases(tmp_path)
+
+
 @pytest.mark.parametrize(
     "text",
     [
