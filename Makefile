@@ -46,9 +46,9 @@ test-exhaustive: venv  ## what `make test` leaves out: minutes of what other tes
 # on several processes. It takes less than six minutes of processor time for each version, on as many cores as JOBS says.
 # Each version has an environment of its own below .venv-torch: 1 GB for the CPU, 5.5 GB where pip finds CUDA builds.
 TORCH_VERSIONS := 2.7.1 2.15.0
-TORCH_TESTS := tests/interop tests/regressions tests/convert/test_round_trips.py tests/convert/test_foreign.py \
-	tests/layouts/test_sharded.py tests/layouts/test_data_parallel.py tests/layouts/test_plain.py \
-	tests/layouts/test_deltas.py tests/layouts/test_sharing.py tests/overlap/test_compiled.py \
+TORCH_TESTS := tests/adapters tests/regressions tests/convert/test_round_trips.py tests/convert/test_foreign.py \
+	tests/resharding/test_sharded.py tests/resharding/test_data_parallel.py tests/resharding/test_plain.py \
+	tests/resharding/test_deltas.py tests/resharding/test_sharing.py tests/overlap/test_compiled.py \
 	tests/overlap/test_guard.py tests/overlap/test_trainings.py tests/test_api.py tests/test_checkpointer.py \
 	tests/test_deltas.py tests/test_device_deltas.py tests/test_own_loops.py tests/test_saves.py
 

@@ -12,8 +12,8 @@ from ckptfmt.adapters.torch.devices import Devices
 from ckptfmt.delta import block_coder as coding
 from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import Code
+from tests.adapters.test_device import FakeCuda
 from tests.builders import code_of
-from tests.interop.test_device import FakeCuda
 
 MIB = 1 << 20
 #: Full at first, then deltas, however long reading them takes.

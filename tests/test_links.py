@@ -20,8 +20,8 @@ from ckptfmt.trainer.links import Lost, ProcessLink, ThreadLink
 from ckptfmt.write.image import plan_image
 from ckptfmt.write.writer import Context
 from tests.builders import error_of, origin, read_all
-from tests.engines.test_image import fill
-from tests.engines.test_saver import WAIT_S, GateStore, made_of
+from tests.saver.test_saver import WAIT_S, GateStore, made_of
+from tests.write.test_image import fill
 
 
 class Told:

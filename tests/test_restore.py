@@ -7,7 +7,7 @@ from ckptfmt.errors import StateError
 from ckptfmt.state import PerWorker, State
 from ckptfmt.trainer.capture import capture
 from ckptfmt.trainer.restore import plan_restore, restore
-from tests.interop.double import checkpoint_of, load, save
+from tests.adapters.double import checkpoint_of, load, save
 
 CURSOR = {"kind": "ckptfmt.data_cursor", "position": 3}
 

@@ -11,7 +11,7 @@ from ckptfmt.data.sampler import Sampler
 from ckptfmt.errors import CkptError, Code
 from conformance.generate import course as oracle
 from conformance.generate.pages.context import went_on
-from tests.arithmetic.cursors import orders, skip_trees
+from tests.data.cursors import orders, skip_trees
 
 BOOKS_AND_CODE = {"books": 20, "code": 7}
 MIXTURE = {0: {"books": 5, "code": 3}, 40: {"books": 8, "code": 0}}

@@ -28,7 +28,7 @@ from ckptfmt.trainer.background import Background
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.write.staging import HostCopy
 from tests.builders import code_of, error_of
-from tests.engines.test_saver import WAIT_S, GateStore
+from tests.saver.test_saver import WAIT_S, GateStore
 from tests.stores.faults import Fault, FaultStore
 from tests.test_checkpointer import committed
 from tests.test_group import Allgather, run_writers

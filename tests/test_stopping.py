@@ -14,7 +14,7 @@ from ckptfmt.errors import Code
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.trainer.signals import StopSignals
 from tests.builders import code_of, error_of
-from tests.engines.test_saver import WAIT_S, GateStore
+from tests.saver.test_saver import WAIT_S, GateStore
 from tests.stores.faults import Fault, FaultStore
 from tests.test_checkpointer import Trainer, committed, run
 from tests.test_group import Allgather, run_writers

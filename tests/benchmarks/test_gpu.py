@@ -82,7 +82,7 @@ def test_packages_that_travelled_along_come_before_the_machines(tmp_path):
 def test_every_test_that_needs_a_device_is_marked_and_run():
     asking = [path for path in (ROOT / "tests").rglob("test_*.py") if "skipif(not torch.cuda" in path.read_text()]
     assert [path.name for path in asking] == ["test_gpu.py"], "mark it @pytest.mark.cuda: `make gpu` runs what is"
-    assert {"tests/interop/test_device.py", "tests/interop/test_arrivals.py"} <= set(gpu.find_tests())
+    assert {"tests/adapters/test_device.py", "tests/adapters/test_arrivals.py"} <= set(gpu.find_tests())
     assert set(gpu.find_tests()) <= set(gpu.STEPS[2].arguments)
 
 

@@ -12,7 +12,7 @@ from benchmarks.rounds import Progress, Workplace
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.torch.devices import Devices
-from tests.interop.test_device import FakeCuda
+from tests.adapters.test_device import FakeCuda
 
 HOST = torch.device("cpu")
 MIB = limits.BLOCK_NBYTES

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.layouts.stage import Stage
+from tests.resharding.stage import Stage
 
 
 def make_model(seed: int = 0) -> nn.Module:

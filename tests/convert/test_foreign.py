@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import ckptfmt
 from tests.convert.made import Net, bits, done, frozen, load_dcp, reasons, state_of, stored, trained, trees
-from tests.layouts.launch import launch
+from tests.resharding.launch import launch
 
 
 @pytest.fixture

@@ -18,21 +18,21 @@ MUTANTS = {
             "_delete_all_but_register(store); _decide(store, record.dump())",
         ),
         tests=(
-            "engines/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[given up]",
-            "engines/test_commit.py::test_an_abort_without_an_answer_deletes_nothing",
+            "run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[given up]",
+            "commit/test_commit.py::test_an_abort_without_an_answer_deletes_nothing",
         ),
     ),
     "abort_record_not_synced": Mutant(
         clauses=("REQ-CMT-020",),
         fault="deletes files behind an abort record that a crash may take away",
         patch=rewritten(commit.abort, *_NO_SYNC),
-        tests=("engines/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[given up]",),
+        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[given up]",),
     ),
     "own_saves_given_up": Mutant(
         clauses=("REQ-CMT-021",),
         fault="gives up what the newest launch is still saving",
         patch=rewritten(retention.clean_up, "entry.launch < launch", "entry.launch <= launch"),
-        tests=("engines/test_retention.py::test_only_what_older_launches_left_unfinished_is_aborted",),
+        tests=("run/test_retention.py::test_only_what_older_launches_left_unfinished_is_aborted",),
     ),
     "files_before_the_tombstone": Mutant(
         clauses=("REQ-CMT-022",),
@@ -42,46 +42,46 @@ MUTANTS = {
             "store.replace(MANIFEST_NAME, tombstone.dump())",
             "_delete_all_but_register(store); store.replace(MANIFEST_NAME, tombstone.dump())",
         ),
-        tests=("engines/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[retired]",),
+        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[retired]",),
     ),
     "tombstone_not_synced": Mutant(
         clauses=("REQ-CMT-022",),
         fault="deletes files behind a tombstone that a crash may take away",
         patch=rewritten(commit.retire, *_NO_SYNC),
-        tests=("engines/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[retired]",),
+        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[retired]",),
     ),
     "register_deleted_too": Mutant(
         clauses=("REQ-CMT-023",),
         fault="deletes the register with the files",
         patch=rewritten(commit._delete_all_but_register, "if path != MANIFEST_NAME:", "if path:"),
         tests=(
-            "engines/test_commit.py::test_what_was_retired_stays_retired",
-            "engines/test_commit.py::test_what_was_aborted_is_never_committed",
+            "commit/test_commit.py::test_what_was_retired_stays_retired",
+            "commit/test_commit.py::test_what_was_aborted_is_never_committed",
         ),
     ),
     "record_found_not_synced": Mutant(
         clauses=("REQ-CMT-024",),
         fault="trusts that the record which it finds is durable",
         patch=rewritten(commit.sweep, *_NO_SYNC),
-        tests=("engines/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[left behind]",),
+        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[left behind]",),
     ),
     "unknown_features_are_no_matter": Mutant(
         clauses=("REQ-CMT-025",),
         fault="stops at no writer feature",
         patch=replaced(retention, "check_writer_features", lambda *_, **__: None),
-        tests=("engines/test_retention.py::test_an_unknown_writer_feature_removes_nothing",),
+        tests=("run/test_retention.py::test_an_unknown_writer_feature_removes_nothing",),
     ),
     "the_last_one_retired": Mutant(
         clauses=("REQ-CMT-026",),
         fault="retires the first candidate when it is told to keep none",
         patch=rewritten(retention.plan_retention, "lineage[: max(1, keep)]", "lineage[:keep]"),
-        tests=("engines/test_retention.py::test_the_last_one_never_goes[0]",),
+        tests=("run/test_retention.py::test_the_last_one_never_goes[0]",),
     ),
     "what_was_resumed_from_retired": Mutant(
         clauses=("REQ-CMT-026",),
         fault="retires what its launch resumed from before that launch has a commit of its own",
         patch=rewritten(retention.plan_retention, "if not own and launches and", "if own and"),
-        tests=("engines/test_retention.py::test_what_a_launch_resumes_from_stays_until_it_saved",),
+        tests=("run/test_retention.py::test_what_a_launch_resumes_from_stays_until_it_saved",),
     ),
     "what_lies_beside_retired": Mutant(
         clauses=("REQ-CMT-026",),
@@ -91,21 +91,21 @@ MUTANTS = {
             "for entry in iter_lineage(launches, entries)",
             "for entry in sorted(entries, key=lambda entry: (-entry.launch, -entry.step))",
         ),
-        tests=("engines/test_retention.py::test_what_a_rollback_left_beside_is_left_alone",),
+        tests=("run/test_retention.py::test_what_a_rollback_left_beside_is_left_alone",),
     ),
     "late_retired_too_soon": Mutant(
         clauses=("REQ-CMT-026",),
         fault="retires what was committed late before the newest launch has a commit of its own",
         patch=rewritten(retention.plan_retention, "if own else []", ""),
-        tests=("engines/test_retention.py::test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved",),
+        tests=("run/test_retention.py::test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved",),
     ),
     "given_up_taken_for_late": Mutant(
         clauses=("REQ-CMT-026",),
         fault="retires what a rollback left beside the lineage as if it had been committed late",
         patch=rewritten(retention._iter_late, 'successor.chosen_by != "lineage"', "False"),
         tests=(
-            "engines/test_retention.py::test_what_a_rollback_left_beside_is_left_alone",
-            "engines/test_retention.py::test_what_a_launch_fell_back_from_is_not_late",
+            "run/test_retention.py::test_what_a_rollback_left_beside_is_left_alone",
+            "run/test_retention.py::test_what_a_launch_fell_back_from_is_not_late",
         ),
     ),
     "unknown_files_swept": Mutant(
@@ -116,7 +116,7 @@ MUTANTS = {
             "if found is not None and (",
             "if found is None and name not in (MANIFEST_NAME, 'parts/') or found is not None and (",
         ),
-        tests=("engines/test_commit.py::test_leftovers_of_other_attempts_are_swept",),
+        tests=("commit/test_commit.py::test_leftovers_of_other_attempts_are_swept",),
     ),
     "swept_before_the_decision": Mutant(
         clauses=("REQ-CMT-027",),
@@ -126,13 +126,13 @@ MUTANTS = {
             "    manifest = commit(",
             "    sweep_attempts(store, origin)\n    manifest = commit(",
         ),
-        tests=("engines/test_commit.py::test_nothing_is_swept_before_the_decision",),
+        tests=("commit/test_commit.py::test_nothing_is_swept_before_the_decision",),
     ),
     "retired_uncondemned": Mutant(
         clauses=("REQ-CMT-032",),
         fault="retires without saying so before",
         patch=rewritten(retention._retire_unread, 'store.at(entry.name).create(name, [b""])', "pass"),
-        tests=("engines/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
+        tests=("delta/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
     ),
     "looked_for_before_condemned": Mutant(
         clauses=("REQ-CMT-032",),
@@ -146,7 +146,7 @@ MUTANTS = {
             "        for entry in going:\n"
             '            store.at(entry.name).create(name, [b""])\n',
         ),
-        tests=("engines/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
+        tests=("delta/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
     ),
     "references_before_pins": Mutant(
         clauses=("REQ-CMT-032",),
@@ -157,19 +157,19 @@ MUTANTS = {
             "    entries = list_checkpoints(store, run, known=known)\n",
             "    entries = list_checkpoints(store, run, known=known)\n    pinned = _find_pinned(store, entries)\n",
         ),
-        tests=("engines/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
+        tests=("delta/test_delta.py::test_a_cleaner_condemns_then_looks_for_pins_then_for_references",),
     ),
     "pins_not_looked_for": Mutant(
         clauses=("REQ-CMT-032",),
         fault="retires what an undecided checkpoint has pinned",
         patch=replaced(retention, "_find_pinned", lambda *_: set()),
-        tests=("engines/test_delta.py::test_what_is_pinned_stays_and_is_no_more_condemned",),
+        tests=("delta/test_delta.py::test_what_is_pinned_stays_and_is_no_more_condemned",),
     ),
     "one_name_for_all_cleaners": Mutant(
         clauses=("REQ-CMT-033",),
         fault="condemns under a name that every cleaner of the run uses",
         patch=rewritten(retention._retire_unread, "secrets.token_hex(8)", "run.run_id[:16]"),
-        tests=("engines/test_delta.py::test_no_cleaner_takes_a_condemnation_of_another_away",),
+        tests=("delta/test_delta.py::test_no_cleaner_takes_a_condemnation_of_another_away",),
     ),
     "all_condemnations_withdrawn": Mutant(
         clauses=("REQ-CMT-033",),
@@ -179,7 +179,7 @@ MUTANTS = {
             "store.at(entry.name).delete(name)",
             "[store.at(entry.name).delete(one) for one in store.at(entry.name).list('') if one.startswith(CONDEMNED)]",
         ),
-        tests=("engines/test_delta.py::test_no_cleaner_takes_a_condemnation_of_another_away",),
+        tests=("delta/test_delta.py::test_no_cleaner_takes_a_condemnation_of_another_away",),
     ),
     "unreadable_registers_passed_over": Mutant(
         clauses=("REQ-CMT-034",),
@@ -189,7 +189,7 @@ MUTANTS = {
             "if any(isinstance(entry.register, CkptError) for entry in entries):",
             "if not entries:",
         ),
-        tests=("engines/test_delta.py::test_a_register_that_cannot_be_read_protects_everything",),
+        tests=("delta/test_delta.py::test_a_register_that_cannot_be_read_protects_everything",),
     ),
     "unreadable_pins_passed_over": Mutant(
         clauses=("REQ-CMT-034",),
@@ -202,6 +202,6 @@ MUTANTS = {
             "                except CkptError:\n"
             "                    pass\n",
         ),
-        tests=("engines/test_delta.py::test_pins_that_cannot_be_read_protect_everything",),
+        tests=("delta/test_delta.py::test_pins_that_cannot_be_read_protect_everything",),
     ),
 }

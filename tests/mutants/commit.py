@@ -54,8 +54,8 @@ MUTANTS = {
         fault="writes over a file that is there already",
         patch=rewritten(commit.create_once, "store.create(path, chunks())", 'store.replace(path, b"".join(chunks()))'),
         tests=(
-            "engines/test_writer.py::test_another_attempts_file_is_not_taken_for_ours",
-            "engines/test_commit.py::test_create_once_tells_own_files_from_others",
+            "write/test_writer.py::test_another_attempts_file_is_not_taken_for_ours",
+            "commit/test_commit.py::test_create_once_tells_own_files_from_others",
         ),
     ),
     "attempt_named_after_its_step": Mutant(
@@ -68,33 +68,33 @@ MUTANTS = {
         clauses=("REQ-CMT-004",),
         fault="fails without leaving a record for those who wait",
         patch=rewritten(writer.tell_failure, "write_failure(store, origin, writer, error)", "pass"),
-        tests=("engines/test_saver.py::test_run_that_cannot_be_held_is_told_to_the_other_writers[1]",),
+        tests=("saver/test_saver.py::test_run_that_cannot_be_held_is_told_to_the_other_writers[1]",),
     ),
     "verdict_taken_for_one_writers_own": Mutant(
         clauses=("REQ-CMT-038",),
         fault="says only that another writer failed, where that one says that the attempt can't be committed",
         patch=rewritten(commit._error_of_record, "code in _VERDICTS or", "False and"),
-        tests=("engines/test_commit.py::test_what_one_writer_says_of_the_attempt_all_raise",),
+        tests=("commit/test_commit.py::test_what_one_writer_says_of_the_attempt_all_raise",),
     ),
     "full_disk_of_another_taken_for_ones_own": Mutant(
         clauses=("REQ-CMT-038",),
         fault="fails with the code of any failure record, as if it spoke of this writer",
         patch=rewritten(commit._error_of_record, "code in _VERDICTS or", "True or"),
-        tests=("engines/test_commit.py::test_what_one_writer_says_of_itself_is_not_said_of_the_others",),
+        tests=("commit/test_commit.py::test_what_one_writer_says_of_itself_is_not_said_of_the_others",),
     ),
     "failure_records_not_read": Mutant(
         clauses=("REQ-CMT-004",),
         fault="waits for a writer that said it failed",
         patch=replaced(commit, "_raise_failures", lambda *_: None),
-        tests=("engines/test_commit.py::test_a_failed_writer_is_not_waited_for",),
+        tests=("commit/test_commit.py::test_a_failed_writer_is_not_waited_for",),
     ),
     "part_before_names_are_durable": Mutant(
         clauses=("REQ-CMT-005",),
         fault="creates the part before the names of its files are durable",
         patch=rewritten(writer.write_part_file, 'store.sync("")', "pass"),
         tests=(
-            "engines/test_writer.py::test_a_part_comes_behind_the_sync_of_its_files",
-            "engines/test_writer.py::test_files_whose_names_could_not_be_synced_get_no_part",
+            "write/test_writer.py::test_a_part_comes_behind_the_sync_of_its_files",
+            "write/test_writer.py::test_files_whose_names_could_not_be_synced_get_no_part",
         ),
     ),
     "part_after_a_failed_sync": Mutant(
@@ -103,55 +103,55 @@ MUTANTS = {
         patch=rewritten(
             writer.write_part_file, 'store.sync("")', 'with contextlib.suppress(CkptError): store.sync("")'
         ),
-        tests=("engines/test_writer.py::test_files_whose_names_could_not_be_synced_get_no_part",),
+        tests=("write/test_writer.py::test_files_whose_names_could_not_be_synced_get_no_part",),
     ),
     "parts_not_waited_for": Mutant(
         clauses=("REQ-CMT-005",),
         fault="goes on before the parts of all writers are there",
         patch=replaced(commit, "_wait_for_parts", lambda *_: None),
         tests=(
-            "engines/test_commit.py::test_a_late_part_is_waited_for",
-            "engines/test_commit.py::test_a_missing_writer_is_named_at_the_deadline",
+            "commit/test_commit.py::test_a_late_part_is_waited_for",
+            "commit/test_commit.py::test_a_missing_writer_is_named_at_the_deadline",
         ),
     ),
     "any_index_is_ours": Mutant(
         clauses=("REQ-CMT-006",),
         fault="takes an index that is there for the one that it would have created",
         patch=rewritten(commit._read_equal_index, "if said != open_packed_document(content, where=path)[0]:", "if 0:"),
-        tests=("engines/test_commit.py::test_an_index_that_says_something_else_is_a_conflict[of another content]",),
+        tests=("commit/test_commit.py::test_an_index_that_says_something_else_is_a_conflict[of another content]",),
     ),
     "manifest_names_the_own_index": Mutant(
         clauses=("REQ-CMT-006",),
         fault="names its own index in the manifest where another is there that says the same",
         patch=rewritten(commit._create_index, "return _read_equal_index(store, path, content)", "pass"),
         tests=(
-            "engines/test_commit.py::test_an_index_that_says_the_same_is_taken_as_it_is[0]",
-            "engines/test_commit.py::test_an_index_that_says_the_same_is_taken_as_it_is[9]",
+            "commit/test_commit.py::test_an_index_that_says_the_same_is_taken_as_it_is[0]",
+            "commit/test_commit.py::test_an_index_that_says_the_same_is_taken_as_it_is[9]",
         ),
     ),
     "files_not_looked_for": Mutant(
         clauses=("REQ-CMT-007",),
         fault="trusts the parts that their files are there",
         patch=replaced(commit, "_check_file", lambda *_: None),
-        tests=("engines/test_commit.py::test_every_file_is_there_with_its_size_before_the_decision",),
+        tests=("commit/test_commit.py::test_every_file_is_there_with_its_size_before_the_decision",),
     ),
     "sizes_not_compared": Mutant(
         clauses=("REQ-CMT-007",),
         fault="looks whether a file is there, and not how long it is",
         patch=replaced(commit, "_check_file", lambda _right, store, path, _: store.nbytes(path)),
-        tests=("engines/test_commit.py::test_every_file_is_there_with_its_size_before_the_decision",),
+        tests=("commit/test_commit.py::test_every_file_is_there_with_its_size_before_the_decision",),
     ),
     "register_looked_at_then_replaced": Mutant(
         clauses=("REQ-CMT-008",),
         fault="looks whether the register is free, and then replaces it",
         patch=replaced(commit, "_decide", _look_then_replace),
-        tests=("engines/test_commit.py::test_whenever_another_attempt_commits_one_of_the_two_has_the_register",),
+        tests=("commit/test_commit.py::test_whenever_another_attempt_commits_one_of_the_two_has_the_register",),
     ),
     "taken_register_is_success": Mutant(
         clauses=("REQ-CMT-008",),
         fault="takes a register that is there for its own, without reading it",
         patch=rewritten(commit._decide, "if found == content:", "if found is not None:"),
-        tests=("engines/test_commit.py::test_the_second_attempt_loses",),
+        tests=("commit/test_commit.py::test_the_second_attempt_loses",),
     ),
     "unknown_outcome_is_cleaned_up": Mutant(
         clauses=("REQ-CMT-008",),
@@ -161,7 +161,7 @@ MUTANTS = {
             "    raise err(\n        Code.COMMIT_UNKNOWN,",
             "    _delete_all_but_register(store)\n    raise err(\n        Code.COMMIT_UNKNOWN,",
         ),
-        tests=("engines/test_commit.py::test_a_store_that_never_answers_leaves_it_unknown",),
+        tests=("commit/test_commit.py::test_a_store_that_never_answers_leaves_it_unknown",),
     ),
     "committed_before_its_name_is_synced": Mutant(
         clauses=("REQ-CMT-009",),
@@ -169,24 +169,24 @@ MUTANTS = {
         patch=rewritten(
             commit.finalize, '    _decide(store, content)\n    store.sync("")\n', "    _decide(store, content)\n"
         ),
-        tests=("engines/test_commit.py::test_a_save_is_committed_only_when_the_name_of_its_register_is_synced[0]",),
+        tests=("commit/test_commit.py::test_a_save_is_committed_only_when_the_name_of_its_register_is_synced[0]",),
     ),
     "seen_is_durable": Mutant(
         clauses=("REQ-CMT-009",),
         fault="calls a save committed whose register it sees, and doesn't sync the name",
         patch=rewritten(commit.wait_for_decision, 'store.sync("")', "pass"),
-        tests=("engines/test_commit.py::test_a_save_is_committed_only_when_the_name_of_its_register_is_synced[1]",),
+        tests=("commit/test_commit.py::test_a_save_is_committed_only_when_the_name_of_its_register_is_synced[1]",),
     ),
     "any_manifest_is_ours": Mutant(
         clauses=("REQ-CMT-009",),
         fault="calls a save committed when the register holds the manifest of another attempt",
         patch=rewritten(commit.wait_for_decision, " and register.origin.attempt == origin.attempt", ""),
-        tests=("engines/test_commit.py::test_the_second_attempt_loses",),
+        tests=("commit/test_commit.py::test_the_second_attempt_loses",),
     ),
     "committers_clock": Mutant(
         clauses=("REQ-MAN-009",),
         fault="says in the manifest when it committed",
         patch=replaced(Manifest, "dump", _with_the_committers_clock),
-        tests=("engines/test_commit.py::test_who_commits_and_when_does_not_show",),
+        tests=("commit/test_commit.py::test_who_commits_and_when_does_not_show",),
     ),
 }

@@ -45,19 +45,19 @@ MUTANTS = {
         clauses=("REQ-CTX-003",),
         fault="saves each worker's generators as if they were everybody's",
         patch=replaced(streams, "worker_scope", lambda *_: GLOBAL),
-        tests=("interop/test_streams.py::test_the_callers_generators_go_on[python]",),
+        tests=("adapters/test_streams.py::test_the_callers_generators_go_on[python]",),
     ),
     "streams_left_out_in_silence": Mutant(
         clauses=("REQ-CTX-004",),
         fault="leaves out streams of workers that aren't there, and says nothing",
         patch=replaced(streams, "_report_only", lambda *_: lambda *_: True),
-        tests=("interop/test_streams.py::test_another_number_of_workers_is_refused_or_reported",),
+        tests=("adapters/test_streams.py::test_another_number_of_workers_is_refused_or_reported",),
     ),
     "other_scopes_taken_in_silence": Mutant(
         clauses=("REQ-CTX-004",),
         fault="gives a worker what another one had, and says nothing",
         patch=replaced(LoadPlan, "_report_scope", lambda *_: None),
-        tests=("interop/test_modules.py::test_per_worker_modules_and_a_load_by_fewer_and_more",),
+        tests=("adapters/test_modules.py::test_per_worker_modules_and_a_load_by_fewer_and_more",),
     ),
     "whole_environment": Mutant(
         clauses=("REQ-CTX-005",),

@@ -63,28 +63,28 @@ MUTANTS = {
         clauses=("REQ-RUN-004",),
         fault="looks for a newer launch before its first save, and then goes on for ever",
         patch=_look_once,
-        tests=("engines/test_saver.py::test_launch_that_was_taken_over_writes_nothing",),
+        tests=("saver/test_saver.py::test_launch_that_was_taken_over_writes_nothing",),
     ),
     "candidates_only_opened": Mutant(
         clauses=("REQ-RUN-012",),
         fault="takes a checkpoint that can be opened for one that is whole",
         patch=replaced(lineage, "verify_loadable", _open_only),
         tests=(
-            "engines/test_lineage.py::test_a_damaged_newest_is_passed_over_and_recorded",
-            "engines/test_lineage.py::test_whatever_is_damaged_is_passed_over[missing]",
+            "run/test_lineage.py::test_a_damaged_newest_is_passed_over_and_recorded",
+            "run/test_lineage.py::test_whatever_is_damaged_is_passed_over[missing]",
         ),
     ),
     "blocks_of_bases_not_checked": Mutant(
         clauses=("REQ-RUN-012",),
         fault="checks a delta's own bytes before a launch names it, and not what it needs of its bases",
         patch=replaced(lineage, "verify_loadable", _without_bases),
-        tests=("engines/test_verify_deltas.py::test_a_launch_passes_over_a_delta_whose_base_is_damaged",),
+        tests=("read/test_verify_deltas.py::test_a_launch_passes_over_a_delta_whose_base_is_damaged",),
     ),
     "register_not_read_again": Mutant(
         clauses=("REQ-RUN-013",),
         fault="believes that what its record names is still there",
         patch=replaced(lineage, "_is_committed", lambda *_: True),
-        tests=("engines/test_lineage.py::test_what_is_retired_before_the_record_is_there_is_chosen_anew",),
+        tests=("run/test_lineage.py::test_what_is_retired_before_the_record_is_there_is_chosen_anew",),
     ),
     "checkpoint_in_a_run_directory": Mutant(
         clauses=("REQ-RUN-016",),
@@ -102,7 +102,7 @@ MUTANTS = {
         clauses=("REQ-RUN-017",),
         fault="lets its file in the run go when the first of its saves is decided",
         patch=replaced(Saver, "_release", _let_go_at_the_first),
-        tests=("engines/test_saver.py::test_run_is_held_from_the_first_save_to_the_last_ones_end[memory]",),
+        tests=("saver/test_saver.py::test_run_is_held_from_the_first_save_to_the_last_ones_end[memory]",),
     ),
     "launch_does_not_wait": Mutant(
         clauses=("REQ-RUN-018",),
@@ -114,7 +114,7 @@ MUTANTS = {
         clauses=("REQ-RUN-018",),
         fault="compacts a run while a saver is at work",
         patch=replaced(compact, "wait_for_savers", lambda *_, **__: []),
-        tests=("engines/test_compact.py::test_somebody_who_is_saving_is_not_fenced_off",),
+        tests=("run/test_compaction.py::test_somebody_who_is_saving_is_not_fenced_off",),
     ),
     "run_opened_without_a_word_of_saves_in_hand": Mutant(
         clauses=("REQ-RUN-019",),
@@ -140,12 +140,12 @@ MUTANTS = {
         clauses=("REQ-CKP-007",),
         fault="gives what it compacts out of a run that run and launch",
         patch=replaced(compact, "_write", _write_as_the_run),
-        tests=("engines/test_compact.py::test_it_holds_what_was_saved_and_reads_from_nothing[1]",),
+        tests=("run/test_compaction.py::test_it_holds_what_was_saved_and_reads_from_nothing[1]",),
     ),
     "writer_features_ignored": Mutant(
         clauses=("REQ-VER-003",),
         fault="writes into a run whatever its writers must know",
         patch=replaced(lineage, "check_writer_features", lambda *_: None),
-        tests=("engines/test_lineage.py::test_a_run_with_a_writer_feature_that_is_not_known_is_not_written_to",),
+        tests=("run/test_lineage.py::test_a_run_with_a_writer_feature_that_is_not_known_is_not_written_to",),
     ),
 }

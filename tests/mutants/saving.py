@@ -86,27 +86,27 @@ MUTANTS = {
         fault="creates the part when all bytes are there, and may still turn out not to be of one moment",
         patch=replaced(Progress, "wait_complete", lambda *_: None),
         tests=(
-            "engines/test_saver.py::test_abandoned_save_leaves_nothing[1-1.0]",
-            "engines/test_saver.py::test_states_come_in_order_each_with_what_it_promises",
+            "saver/test_saver.py::test_abandoned_save_leaves_nothing[1-1.0]",
+            "saver/test_saver.py::test_states_come_in_order_each_with_what_it_promises",
         ),
     ),
     "said_one_state_ahead": Mutant(
         clauses=("REQ-CMT-030",),
         fault="says WRITTEN and COMMITTED when that begins",
         patch=replaced(Saver, "_report", _say_ahead),
-        tests=("engines/test_saver.py::test_states_come_in_order_each_with_what_it_promises",),
+        tests=("saver/test_saver.py::test_states_come_in_order_each_with_what_it_promises",),
     ),
     "only_the_base_pinned": Mutant(
         clauses=("REQ-CMT-035",),
         fault="pins its base, and not what that one has its blocks of",
         patch=replaced(chain, "pin_base", _pin_the_base_alone),
-        tests=("engines/test_delta.py::test_pins_are_there_before_the_part_and_gone_after_the_commit",),
+        tests=("delta/test_delta.py::test_pins_are_there_before_the_part_and_gone_after_the_commit",),
     ),
     "pinned_after_the_look": Mutant(
         clauses=("REQ-CMT-035",),
         fault="sees that its bases stand, and pins them then",
         patch=replaced(chain, "pin_base", _look_then_pin),
-        tests=("engines/test_delta.py::test_a_base_that_is_condemned_once_it_is_pinned_is_not_used",),
+        tests=("delta/test_delta.py::test_a_base_that_is_condemned_once_it_is_pinned_is_not_used",),
     ),
     "deltas_in_any_run": Mutant(
         clauses=("REQ-CMT-036",),
@@ -118,7 +118,7 @@ MUTANTS = {
         clauses=("REQ-CMT-037",),
         fault="says in every writer's pins that they are writer 0's",
         patch=replaced(base, "Pins", lambda pins, **members: pins(**{**members, "writer": 0})),
-        tests=("engines/test_delta.py::test_each_writer_has_pins_of_its_own",),
+        tests=("delta/test_delta.py::test_each_writer_has_pins_of_its_own",),
     ),
     "pins_of_anybody": Mutant(
         clauses=("REQ-CMT-037",),

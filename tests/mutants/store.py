@@ -132,7 +132,7 @@ MUTANTS = {
             "store.create(path, chunks())",
             'store.create(path, chunks()) if attempt == 0 else store.replace(path, b"".join(chunks()))',
         ),
-        tests=("engines/test_commit.py::test_only_a_register_is_ever_replaced[Loss.REQUEST]",),
+        tests=("commit/test_commit.py::test_only_a_register_is_ever_replaced[Loss.REQUEST]",),
     ),
     "fsync_tried_again": Mutant(
         clauses=("REQ-STO-007",),

@@ -75,7 +75,7 @@ MUTANTS = {
             "_stem",
             lambda right, source: source.field if source.storage == "non-persistent" else right(source),
         ),
-        tests=("engines/test_writer.py::test_kinds_of_tensors_have_files_of_their_own",),
+        tests=("write/test_writer.py::test_kinds_of_tensors_have_files_of_their_own",),
     ),
     "boxes_laid_out_by_size_alone": Mutant(
         clauses=("REQ-SHD-002",),
@@ -97,22 +97,22 @@ MUTANTS = {
         clauses=("REQ-PRT-011",),
         fault="takes a box that one writer lists twice for a replica",
         patch=replaced(pieces, "_check_listed_once", lambda *_: None),
-        tests=("arithmetic/test_merge.py::test_what_does_not_fit_together_is_refused[one box twice on a writer]",),
+        tests=("layout/test_merge.py::test_what_does_not_fit_together_is_refused[one box twice on a writer]",),
     ),
     "encoded_and_not_decoded": Mutant(
         clauses=("REQ-DEL-013",),
         fault="believes its encoders",
         patch=replaced(coding, "_decodes", lambda *_: True),
         tests=(
-            "engines/test_delta.py::test_what_does_not_decode_to_the_content_is_stored_raw[choose]",
-            "engines/test_delta.py::test_a_member_predicted_wrongly_is_stored_otherwise",
+            "delta/test_delta.py::test_what_does_not_decode_to_the_content_is_stored_raw[choose]",
+            "delta/test_delta.py::test_a_member_predicted_wrongly_is_stored_otherwise",
         ),
     ),
     "blocks_read_through_every_delta": Mutant(
         clauses=("REQ-DEL-014",),
         fault="names the checkpoint before it for a block that that one has of another",
         patch=replaced(delta, "_find_holders", _the_base_always),
-        tests=("engines/test_delta.py::test_what_reads_the_base_is_the_one_that_has_it",),
+        tests=("delta/test_delta.py::test_what_reads_the_base_is_the_one_that_has_it",),
     ),
     "encodings_not_listed": Mutant(
         clauses=("REQ-ENC-002",),
@@ -128,7 +128,7 @@ MUTANTS = {
         clauses=("REQ-ENC-021",),
         fault="stores an encoded block also where it is longer than its content",
         patch=replaced(encodings, "choose", _never_raw),
-        tests=("engines/test_delta.py::test_what_no_encoding_shortens_is_stored_raw",),
+        tests=("delta/test_delta.py::test_what_no_encoding_shortens_is_stored_raw",),
     ),
     "deltas_always_listed": Mutant(
         clauses=("REQ-VER-007",),

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptfmt import State
-from tests.layouts.stage import Stage
 from tests.overlap.watching import Late, Spy, Trainer
+from tests.resharding.stage import Stage
 
 
 def data_parallel(stage: Stage) -> Any:

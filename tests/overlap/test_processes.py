@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.layouts.launch import launch
+from tests.resharding.launch import launch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -1,0 +1,335 @@
+"""Which checkpoints stay, and what a cleaner may touch."""
+
+import random
+
+import numpy as np
+import pytest
+
+from ckptfmt.commit.decision import read_register, retire
+from ckptfmt.documents.manifest import Abort, Tombstone, checkpoint_name
+from ckptfmt.documents.run import Run
+from ckptfmt.errors import CkptError, Code, UnsupportedError
+from ckptfmt.run.lineage import begin_launch, list_checkpoints, list_launches
+from ckptfmt.run.retention import clean_up, plan_retention
+from ckptfmt.store.memory import MemoryStore
+from ckptfmt.write.writer import write_part
+from tests.builders import error_of, origin, save, snapshot, tensor, verify
+from tests.chains import Saving
+from tests.run.test_lineage import RunOfSteps, manifests
+from tests.stores.faults import Fault, FaultStore
+from tests.stores.recorder import Recorder
+
+
+def planned(made, **options):
+    launches, entries = list_launches(made.store, made.run), list_checkpoints(made.store, made.run)
+    return [
+        (entry.step, entry.launch)
+        for entry in plan_retention(launches, entries, **{"keep": None, "keep_every": None, **options})
+    ]
+
+
+def committed(made):
+    return [
+        (entry.step, entry.launch) for entry in list_checkpoints(made.store, made.run) if entry.manifest is not None
+    ]
+
+
+@pytest.fixture
+def ten():
+    made = RunOfSteps()
+    made.begin()
+    return made.save(*range(10, 110, 10))
+
+
+def test_the_oldest_go_first(ten):
+    assert planned(ten, keep=7) == [(10, 1), (20, 1), (30, 1)]
+
+
+def test_without_a_number_all_stay(ten):
+    assert planned(ten) == planned(ten, keep_every=20) == []
+
+
+@pytest.mark.parametrize("keep", [0, -3, 1])
+def test_the_last_one_never_goes(ten, keep):
+    """REQ-CMT-026."""
+    assert (100, 1) not in planned(ten, keep=keep)
+    assert len(planned(ten, keep=keep)) == 9
+
+
+def test_every_so_many_steps_one_stays(ten):
+    assert planned(ten, keep=2, keep_every=40) == [(10, 1), (20, 1), (30, 1), (50, 1), (60, 1), (70, 1)]
+
+
+def test_more_to_keep_than_there_are(ten):
+    assert planned(ten, keep=99) == []
+
+
+def test_what_a_launch_resumes_from_stays_until_it_saved(ten):
+    """REQ-CMT-026: also when it is far back, chosen by hand."""
+    ten.begin(choose="step-00000030-l0001")
+    assert planned(ten, keep=1) == [(10, 1), (20, 1)]
+    ten.save(35)
+    assert planned(ten, keep=1) == [(10, 1), (20, 1), (30, 1)]
+
+
+def test_what_a_rollback_left_beside_is_left_alone(ten):
+    """REQ-CMT-026: nobody asked for it to go."""
+    ten.begin(choose="step-00000030-l0001")
+    ten.save(35, 45)
+    clean_up(ten.store, ten.run, launch=2, keep=1)
+    assert committed(ten) == [(step, 1) for step in range(40, 110, 10) if step < 45] + [(45, 2)] + [
+        (step, 1) for step in range(50, 110, 10)
+    ]
+
+
+def late_run():
+    """Launch 1 saved 10 and 20, launch 2 resumes from 20, and launch 1 then commits 30 and 40."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(10, 20)
+    assert made.begin().resume_from.name == "step-00000020-l0001"
+    return made.save(30, 40, launch=1)
+
+
+def test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved():
+    """REQ-CMT-026: it is no candidate, and nobody left it there."""
+    made = late_run()
+    assert planned(made, keep=1) == [(10, 1)]
+    made.save(25)
+    assert planned(made, keep=1) == [(10, 1), (20, 1), (30, 1), (40, 1)]
+    assert planned(made, keep=2) == [(10, 1), (30, 1), (40, 1)]
+    assert planned(made, keep=1, keep_every=20) == [(10, 1), (30, 1)]
+    assert planned(made) == []
+    clean_up(made.store, made.run, launch=2, keep=1)
+    assert committed(made) == [(25, 2)]
+    assert made.head() == "step-00000025-l0002"
+
+
+def test_late_commits_of_many_launches_do_not_pile_up():
+    """REQ-CMT-026: each launch is taken over while it saves, as by a scheduler that restarts a job too soon."""
+    made = RunOfSteps()
+    for number in range(1, 14):
+        made.begin()
+        made.save(10 * number)
+        if number > 1:
+            made.save(10 * number + 1, launch=number - 1)
+        clean_up(made.store, made.run, launch=number, keep=1)
+    assert committed(made) == [(130, 13)]
+
+
+def test_the_first_save_of_a_launch_that_was_taken_over_is_late_too():
+    """REQ-CMT-026: its successor resumed from nothing, or from what came before both."""
+    made = RunOfSteps()
+    made.begin()
+    assert made.begin().resume_from is None
+    made.save(5, launch=1).save(7)
+    assert planned(made, keep=1) == [(5, 1)]
+    made.begin()
+    made.begin()
+    made.save(9, launch=3).save(8)
+    assert planned(made, keep=1) == [(5, 1), (7, 2), (9, 3)]
+
+
+def test_what_a_rollback_left_is_not_late_for_launches_that_follow_it(ten):
+    """REQ-CMT-026: the launch after the rollback follows the lineage, but who rolled back gave the others up."""
+    ten.begin(choose="step-00000030-l0001")
+    assert ten.begin().chosen_by == "lineage"
+    ten.save(35)
+    assert planned(ten, keep=1) == [(10, 1), (20, 1), (30, 1)]
+    ten.begin(fresh=True)
+    ten.save(1)
+    assert planned(ten, keep=1) == []
+
+
+def test_a_lost_record_makes_nothing_late(ten):
+    """REQ-CMT-026: it may have been that of a rollback, which is gone with it."""
+    ten.begin(choose="step-00000030-l0001")
+    ten.begin()
+    ten.save(35)
+    ten.store.delete("launches/0002.json")
+    assert planned(ten, keep=1) == [(10, 1), (20, 1), (30, 1)]
+
+
+def test_what_a_launch_fell_back_from_is_not_late(ten):
+    """REQ-CMT-026: it is damaged, perhaps not beyond repair."""
+    ten.damage(100, 1)
+    assert ten.begin().chosen_by == "fallback"
+    ten.save(95)
+    assert (100, 1) not in planned(ten, keep=1)
+
+
+def test_a_late_one_that_somebody_went_on_from_is_not_late_any_more():
+    """REQ-CMT-026: a record names it."""
+    made = late_run()
+    made.save(25)
+    made.begin(choose="step-00000040-l0001")
+    made.save(45)
+    made.begin(choose="step-00000025-l0002")
+    made.save(26)
+    assert planned(made, keep=1) == [(10, 1), (20, 1), (25, 2), (30, 1)]
+
+
+def test_a_launch_that_was_overtaken_makes_nothing_late():
+    """REQ-CMT-026: launch 2 named 10, which launch 1 retired behind its 20; launch 3 goes on from that."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(10)
+    made.begin()
+    made.save(20, launch=1)
+    retire(made.place(10, 1), manifests(made)[0])
+    assert made.begin().resume_from.name == "step-00000020-l0001"
+    assert planned(made, keep=1) == []
+    made.begin(choose="step-00000020-l0001")
+    made.save(30, launch=1)
+    made.save(25)
+    assert planned(made, keep=1) == [(20, 1), (30, 1)]
+
+
+def test_bases_of_a_late_delta_go_with_it():
+    """REQ-CMT-026: they stay as long as it does."""
+    array = np.arange(4096, dtype=np.float32)
+    saving = Saving(snapshot(tensor("w", array)))
+    for step in (1, 2):
+        saving.save(step, snapshot(tensor("w", array + step)))
+    second, _ = begin_launch(saving.store, saving.run)
+    manifest = saving.save(3, snapshot(tensor("w", array + 3)))  # launch 1 is taken over, and doesn't know it yet
+    assert {one.name for one in manifest.references} >= {checkpoint_name(1, 1), checkpoint_name(2, 1)}
+    place = saving.store.at(checkpoint_name(3, 2))
+    save(place, snapshot(tensor("w", array)), step=3, launch=2, run_id=saving.run.run_id, attempt="b" * 16)
+    assert second.launch == 2
+    removed = clean_up(saving.store, saving.run, launch=2, keep=1)
+    assert sorted(removed) == [checkpoint_name(step, 1) for step in (1, 2, 3)]
+    assert verify(place).valid
+
+
+def test_a_cleaned_run_resumes_where_it_was(ten):
+    assert clean_up(ten.store, ten.run, launch=1, keep=2) == [f"step-{step:08}-l0001" for step in range(10, 90, 10)]
+    assert committed(ten) == [(90, 1), (100, 1)]
+    assert ten.head() == "step-00000100-l0001"
+    for step in (10, 80):
+        place = ten.place(step, 1)
+        assert place.list("") == ["manifest.json"]
+    assert clean_up(ten.store, ten.run, launch=2, keep=2) == []
+    assert all(verify(ten.place(step, 1)).valid for step in (90, 100))
+
+
+def test_an_unknown_writer_feature_removes_nothing(ten):
+    """REQ-CMT-025, REQ-VER-003."""
+    before = ten.store.snapshot()
+    run = Run(run_id=ten.run.run_id, writer_features=("me.packs",))
+    error = error_of(lambda: clean_up(ten.store, run, launch=9, keep=1))
+    assert (error.code, error.requirement, type(error)) == (Code.FEATURE_UNSUPPORTED, "REQ-CMT-025", UnsupportedError)
+    assert "me.packs" in error.detail
+    assert ten.store.snapshot() == before
+
+
+def unfinished(made, step, launch):
+    made_origin = origin(step=step, launch=launch, run_id=made.run.run_id, attempt=f"{step:016x}")
+    write_part(made.place(step, launch), snapshot(tensor("w", np.ones(2))), made_origin, writer=0)
+
+
+def test_only_what_older_launches_left_unfinished_is_aborted(ten):
+    """REQ-CMT-021, REQ-CMT-020."""
+    ten.begin()
+    for launch in (1, 2, 3):
+        unfinished(ten, 200 + launch, launch)
+    assert clean_up(ten.store, ten.run, launch=2) == [checkpoint_name(201, 1)]
+    registers = {entry.name: entry.register for entry in list_checkpoints(ten.store, ten.run)}
+    assert isinstance(registers[checkpoint_name(201, 1)], Abort)
+    assert registers[checkpoint_name(202, 2)] is None
+    assert registers[checkpoint_name(203, 3)] is None
+    assert ten.place(201, 1).list("") == ["manifest.json"]
+    assert len(ten.place(202, 2).list("")) == 2
+    assert len(committed(ten)) == 10
+
+
+ENDS = {
+    "given up": (201, ["create", "sync", "delete"]),
+    "retired": (20, ["replace", "sync", "delete"]),
+    "left behind": (10, ["sync", "delete"]),
+}
+
+
+@pytest.mark.parametrize(("step", "expected"), ENDS.values(), ids=ENDS)
+def test_files_go_only_behind_a_record_that_is_synced(ten, step, expected):
+    """REQ-CMT-020, REQ-CMT-022, REQ-CMT-024."""
+    unfinished(ten, 201, 1)
+    interrupted = FaultStore(ten.store, Fault(fail_at=1, operations=frozenset({"delete"})))
+    error_of(lambda: clean_up(interrupted, ten.run, launch=1, keep=9))
+    assert isinstance(read_register(ten.place(10, 1)), Tombstone)
+    ten.begin()
+    recorder = Recorder(ten.store)
+    clean_up(recorder, ten.run, launch=2, keep=1)
+    name = checkpoint_name(step, 1)
+    steps = [step.op for step in recorder.log.operations if step.path.split("/")[0] == name]
+    lasting = [op for op in steps if op in ("create", "replace", "sync", "delete")]
+    assert lasting[: lasting.index("delete") + 1] == expected
+    assert ten.place(step, 1).list("") == ["manifest.json"]
+
+
+def test_a_register_that_cannot_be_read_is_left_alone(ten):
+    """REQ-CMT-021: nobody decides for it."""
+    path = "step-00000010-l0001/manifest.json"
+    ten.store.replace(path, b"garbage")
+    ten.begin()
+    before = {name: content for name, content in ten.store.snapshot().items() if name.startswith("step-00000010")}
+    clean_up(ten.store, ten.run, launch=2, keep=1)
+    after = ten.store.snapshot()
+    assert {name: after.get(name) for name in before} == before
+
+
+def test_a_clean_up_that_was_interrupted_is_finished(ten):
+    """REQ-CMT-024: at whatever operation it stopped, the next one gets to the same end, and nothing else is hurt."""
+    done = MemoryStore.from_snapshot(ten.store.snapshot())
+    clean_up(done, ten.run, launch=1, keep=7)
+    for fail_at in range(1, 200):
+        inner = MemoryStore.from_snapshot(ten.store.snapshot())
+        fault = Fault(fail_at=fail_at, operations=frozenset({"replace", "delete", "create", "sync"}))
+        try:
+            clean_up(FaultStore(inner, fault), ten.run, launch=1, keep=7)
+        except CkptError:
+            kept = RunOfSteps(inner)
+            assert {(step, 1) for step in range(40, 110, 10)} <= set(committed(kept))
+            assert all(verify(kept.place(step, 1)).valid for step in (40, 100))
+        clean_up(inner, ten.run, launch=1, keep=7)
+        assert inner.snapshot() == done.snapshot()
+        if not fault.fired_count:
+            assert fail_at > 6
+            return
+    raise AssertionError("no end of operations")
+
+
+def test_random_histories_never_lose_what_comes_next():
+    """REQ-CMT-026: launches, saves, rollbacks, damage and clean-ups in any order; what would be resumed from stays."""
+    for seed in range(12):
+        rng = random.Random(seed)
+        made = RunOfSteps()
+        made.begin()
+        step = 0
+        for _ in range(12):
+            action = rng.randrange(6)
+            if action <= 1:
+                step += rng.randrange(1, 9)
+                made.save(step)
+            elif action == 2:
+                made.begin()
+            elif action == 3 and committed(made):
+                back = rng.choice(committed(made))
+                made.begin(choose=checkpoint_name(*back))
+            elif action == 4 and made.launch.launch > 1:
+                late = (step + rng.randrange(1, 9), rng.randrange(1, made.launch.launch))
+                if checkpoint_name(*late) not in {entry.name for entry in list_checkpoints(made.store, made.run)}:
+                    made.save(late[0], launch=late[1])
+            else:
+                before = made.begin().resume_from
+                clean_up(
+                    made.store,
+                    made.run,
+                    launch=made.launch.launch,
+                    keep=rng.randrange(3),
+                    keep_every=rng.choice((None, 5)),
+                )
+                assert made.begin().resume_from == before
+        assert not made.passed_over
+        retired = [entry for entry in list_checkpoints(made.store, made.run) if isinstance(entry.register, Tombstone)]
+        assert all(made.place(entry.step, entry.launch).list("") == ["manifest.json"] for entry in retired)
