@@ -154,7 +154,7 @@ def test_saver_that_fails_by_itself_says_why_and_finishes_what_is_staged(run, mo
         staged = save_and_stop(checkpointer, toy)
         link = background_of(checkpointer)._link
         send_as_it_is = link.send
-        nonsense = {"type": "image", "image": {}}
+        nonsense = {"type": "save", "number": 99}
         monkeypatch.setattr(
             link, "send", lambda message: send_as_it_is(nonsense if message["type"] == "staged" else message)
         )
