@@ -111,12 +111,7 @@ class Delta:
         if fields:
             groups = find_groups(
                 Snapshotted(
-                    image=image,
-                    view=view,
-                    wait=wait,
-                    leaves=leaves,
-                    base_leaves=base.part.leaves,
-                    contents=contents,
+                    image=image, view=view, wait=wait, leaves=leaves, base_leaves=base.part.leaves, contents=contents
                 )
             )
         self._groups = {number: group for group in groups for number in group.pieces}
