@@ -131,7 +131,7 @@ def load(
         allow: what may differ, each then reported: any of ``missing``, ``unexpected``, ``dtype``, ``streams``,
             ``loader``. With ``dtype``, tensors are converted to the live dtype, and optimizer state along with its
             parameter.
-        strict: whether random-number streams of another number of processes are an error instead of a report.
+        strict: whether RNG streams of another number of processes are an error instead of a report.
         framework: ``torch`` or ``numpy`` for the tensors of trees; None for torch where it is imported.
         writer, agree, deadline_s: as for `save`; an exchange by token needs a directory that can be written.
         share: whether each block that several processes want is read by one, who sends it to the others through

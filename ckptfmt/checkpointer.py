@@ -53,7 +53,7 @@ class Checkpointer:
 
     The loop is one of three. `steps` is a whole one. `training_step` is a context around each step of a loop of one's
     own. `end_step` is called after each step by who has a step count of their own, such as a framework's callback; and
-    `save` with ``step=`` saves at once. Random-number streams are put back when the first step begins, or when
+    `save` with ``step=`` saves at once. RNG streams are put back when the first step begins, or when
     `restore_rng` is called; until then nothing may be counted, and T1 isn't claimed.
 
     Args:
@@ -92,7 +92,7 @@ class Checkpointer:
     Attributes:
         step: training steps done. To assign it says so, as `end_step` does, and saves nothing.
         launch: this start's record; None before `restore`.
-        load_report: what restoring found; None after a fresh start. It claims T1 once the random-number streams are put
+        load_report: what restoring found; None after a fresh start. It claims T1 once the RNG streams are put
             back, at the earliest.
         passed_over: what is newer than the checkpoint that was restored and wasn't taken, a sentence each: checkpoints
             that aren't valid, and saves that a living saver hadn't committed by the deadline.
@@ -151,7 +151,7 @@ class Checkpointer:
         self._deadline_s = deadline_s
         self._saves = Saves(self._store, self._group, state, options)
         self._run: Run | None = None
-        #: The checkpoint that this launch resumes from; open until the random-number streams are put back.
+        #: The checkpoint that this launch resumes from; open until the RNG streams are put back.
         self._checkpoint: Checkpoint | None = None
         self._handle: SaveHandle | None = None
         self._saved_step: int | None = None
@@ -197,7 +197,7 @@ class Checkpointer:
     def restore(self) -> LoadReport | None:
         """Take the next launch of the run, and load what it resumes from; entering the context does it.
 
-        Random-number streams are put back later, when `steps` begins, since making an iterator draws from them.
+        RNG streams are put back later, when `steps` begins, since making an iterator draws from them.
 
         Returns: the report; None after a fresh start.
         Raises: IntegrityError(NO_VALID_CHECKPOINT); StateError; LayoutError; StoreError.
@@ -236,9 +236,9 @@ class Checkpointer:
         self._count.tell(step)
 
     def restore_rng(self) -> None:
-        """Put the random-number streams back: now, and not when the first step begins. Every process calls it.
+        """Put the RNG streams back: now, and not when the first step begins. Every process calls it.
 
-        Making an iterator draws from the streams, and so may fetching its first batch. Call this between the two, if
+        Making an iterator draws from the RNG streams, and so may fetching its first batch. Call this between them, if
         the first batch is fetched outside of `training_step`. It also makes ready for saves, since to ask an object
         for its state may draw, and catches `stop_on`. A second call does nothing.
 
@@ -259,7 +259,7 @@ class Checkpointer:
         """Yield the number of each step still to do, from the steps done up to `total`; save after the loop's body.
 
         Before the first one everything is prepared (what can't be saved is refused here, before any training is lost),
-        and the random-number streams are put back. After the last one the run is saved, if it isn't.
+        and the RNG streams are put back. After the last one the run is saved, if it isn't.
 
         Raises: as `restore` and `save`.
         """
@@ -275,7 +275,7 @@ class Checkpointer:
         """Hold one step of a loop of one's own; on the way out the step is done, and is saved if that is due.
 
         The context's value is the number of the step. The first one prepares what `steps` prepares, and puts the
-        random-number streams back: let what a step draws, its batch included, be drawn within. A step that an exception
+        RNG streams back: let what a step draws, its batch included, be drawn within. A step that an exception
         ends isn't done; Python can't tell one that ``break`` ends from others, so that one is. After the loop, `save`
         saves the last step; `stopped` says when to leave early.
 
@@ -327,7 +327,7 @@ class Checkpointer:
                 here already.
 
         Raises: StateError(ARGUMENT) for a step before those that are done; without a step, where nobody counts them or
-            the last one was left half-way; and after a resume whose random-number streams weren't put back;
+            the last one was left half-way; and after a resume whose RNG streams weren't put back;
             LayoutError(WRITERS_DIVERGED) if the processes save different steps. What an earlier save failed with, if it
             wasn't raised yet, such as FencedError(FENCED) when a newer launch owns the run; CommitError(SLOTS_BUSY);
             others as `ckptfmt.save`.
@@ -469,7 +469,7 @@ class Checkpointer:
         checkpoint.close()
         self._checkpoint = None
         self._count.is_streamless = False
-        assert self.load_report is not None  # noqa: S101 - what has streams to put back was loaded
+        assert self.load_report is not None  # noqa: S101 - what has RNG streams to put back was loaded
         known = self.load_report.lowered_by
         self.load_report = report = claim_of_all(self.load_report.with_streams(found), self._group)
         if self._group.writer == 0:

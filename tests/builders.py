@@ -20,7 +20,7 @@ from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, index_name, part_path
 from ckptfmt.documents.msgpk import dump_packed_document, parse_msgpack
 from ckptfmt.documents.packed import dump_packed, dump_strings, parse_packed
-from ckptfmt.documents.part import Leaf, Stream
+from ckptfmt.documents.part import Leaf, RngStream
 from ckptfmt.documents.tree import DtypeName, InlineArray, TensorRef, dump_tree
 from ckptfmt.errors import CkptError
 from ckptfmt.read.reader import Checkpoint
@@ -88,9 +88,9 @@ def leaf(field: str, value: object, *, name: str = "", scope: str = "global") ->
     return Leaf(field=field, name=name, scope=scope, value=dump_tree(value, where=name))
 
 
-def stream(name: str, state: object, *, scope: str = "lw/0", kind: str = "python.mt19937") -> Stream:
+def stream(name: str, state: object, *, scope: str = "lw/0", kind: str = "python.mt19937") -> RngStream:
     """Return a random-number stream."""
-    return Stream(name=name, scope=scope, kind=kind, state=dump_tree(state, where=name))
+    return RngStream(name=name, scope=scope, kind=kind, state=dump_tree(state, where=name))
 
 
 def snapshot(*tensors: ArraySource, leaves: Any = (), streams: Any = (), absent: Any = None) -> Snapshot:

@@ -56,7 +56,7 @@ class ForeignLoader(_Adapter):
 
     Iterate over this, not over the loader, and save between a step and the next batch: what the loader has handed out
     then is what was consumed. Whether it counts what it fetched ahead is the library's affair. A load asks the loader
-    for its iterator, since making one draws random numbers, and the streams are put back last; a loader that draws them
+    for its iterator, since making one draws random numbers, and the RNG streams are put back last; a loader that draws
     later, with its first batch, goes on with other numbers than it would have.
 
     Args:

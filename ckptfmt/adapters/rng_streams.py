@@ -1,4 +1,4 @@
-"""Random-number streams: the process's own of Python, numpy and torch, and the caller's."""
+"""RNG streams: the process's own of Python, numpy and torch, and the caller's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live_trees import Encoder, plain_values
 from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.adapters.names import GLOBAL, worker_scope
-from ckptfmt.documents.part import Stream
+from ckptfmt.documents.part import RngStream
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.errors import Code, err
 
@@ -23,7 +23,7 @@ _NUMPY_LEGACY: Final = "numpy.legacy"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LiveStream:
+class LiveRngStream:
     """A generator of this process.
 
     Attributes:
@@ -39,8 +39,8 @@ class LiveStream:
     write: Callable[[Any], None]
 
 
-def live_streams(rng: Mapping[str, object] | None, devices: frozenset[str]) -> list[LiveStream]:
-    """Return the streams of this process.
+def live_streams(rng: Mapping[str, object] | None, devices: frozenset[str]) -> list[LiveRngStream]:
+    """Return the RNG streams of this process.
 
     Args:
         rng: the caller's generators, by name.
@@ -49,8 +49,8 @@ def live_streams(rng: Mapping[str, object] | None, devices: frozenset[str]) -> l
     Raises: StateError(STATE_UNSUPPORTED) for a generator of an unknown type.
     """
     streams = [
-        LiveStream(name="python", kind=_PYTHON, read=random.getstate, write=random.setstate),
-        LiveStream(
+        LiveRngStream(name="python", kind=_PYTHON, read=random.getstate, write=random.setstate),
+        LiveRngStream(
             name="numpy",
             kind=_NUMPY_LEGACY,
             read=functools.partial(np.random.get_state, legacy=False),
@@ -59,16 +59,16 @@ def live_streams(rng: Mapping[str, object] | None, devices: frozenset[str]) -> l
     ]
     side = torch_side()
     if side is not None:
-        streams += [LiveStream(**stream) for stream in side.global_streams(devices)]
+        streams += [LiveRngStream(**stream) for stream in side.global_streams(devices)]
     return streams + [_user_stream(f"user/{name}", generator) for name, generator in (rng or {}).items()]
 
 
-def capture_streams(streams: list[LiveStream], *, worker: int) -> tuple[Stream, ...]:
-    """Return the streams as they stand now; a stream always belongs to one worker."""
+def capture_streams(streams: list[LiveRngStream], *, worker: int) -> tuple[RngStream, ...]:
+    """Return the RNG streams as they stand now; an RNG stream always belongs to one worker."""
     scope = worker_scope(worker)
     encoder = Encoder(field="rng", scope=scope, inline=True)
     return tuple(
-        Stream(
+        RngStream(
             name=stream.name,
             scope=scope,
             kind=stream.kind,
@@ -78,11 +78,11 @@ def capture_streams(streams: list[LiveStream], *, worker: int) -> tuple[Stream, 
     )
 
 
-def plan_streams(plan: LoadPlan, streams: list[LiveStream], *, strict: bool) -> list[Callable[[], None]]:
-    """Return what puts the streams back; the plan takes note of those that can't be.
+def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) -> list[Callable[[], None]]:
+    """Return what puts the RNG streams back; the plan takes note of those that can't be.
 
     Problems: STREAM_MISSING, STREAM_UNEXPECTED. With another number of workers these are only reported, and new
-    workers keep their fresh streams, unless `strict`.
+    workers keep their fresh RNG streams, unless `strict`.
     """
     left = [stream.name for stream in streams if plan.is_overridden("rng", stream.name)]
     plan.downgrades += [f"rng:{name} stays as it is here: override=" for name in left]
@@ -97,7 +97,7 @@ def plan_streams(plan: LoadPlan, streams: list[LiveStream], *, strict: bool) -> 
         plan.downgrades.append(f"streams of {saved_count} workers, loaded by {plan.worker_count}")
         report = report if strict else _report_only(plan)
     scope = worker_scope(plan.worker)
-    # A stream of scope global is every worker's; one of its own of the same name stands above it.
+    # An RNG stream of scope global is every worker's; one of its own of the same name stands above it.
     places = {name: at for wanted in (GLOBAL, scope) for name, at in saved_streams if at == wanted}
     saved = {name: saved_streams[name, at].kind for name, at in places.items()}
     actions: list[Callable[[], None]] = []
@@ -126,15 +126,15 @@ def _report_only(plan: LoadPlan) -> Callable[[Code, str, str], bool]:
     return report
 
 
-def _user_stream(name: str, generator: object) -> LiveStream:
+def _user_stream(name: str, generator: object) -> LiveRngStream:
     if type(generator) is random.Random:
-        return LiveStream(name=name, kind=_PYTHON, read=generator.getstate, write=generator.setstate)
+        return LiveRngStream(name=name, kind=_PYTHON, read=generator.getstate, write=generator.setstate)
     if isinstance(generator, np.random.RandomState):
         read = functools.partial(generator.get_state, legacy=False)
-        return LiveStream(name=name, kind=_NUMPY_LEGACY, read=read, write=generator.set_state)
+        return LiveRngStream(name=name, kind=_NUMPY_LEGACY, read=read, write=generator.set_state)
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
-        return LiveStream(
+        return LiveRngStream(
             name=name,
             kind=f"numpy.{type(bits).__name__}",
             read=lambda: bits.state,
@@ -142,7 +142,7 @@ def _user_stream(name: str, generator: object) -> LiveStream:
         )
     side = torch_side()
     if side is not None and side.is_generator(generator):
-        return LiveStream(name=name, **side.generator_stream(generator))
+        return LiveRngStream(name=name, **side.generator_stream(generator))
     kind = f"{type(generator).__module__}.{type(generator).__qualname__}"
     raise err(
         Code.STATE_UNSUPPORTED,

@@ -289,7 +289,7 @@ def compare_worlds(
     """Compare the entries of a run with those of an uninterrupted one on another number of processes.
 
     Of the samples each process took a part: they are compared over all processes, in the order of the ranks. A
-    random-number stream belongs to one process, and is compared where both runs have that process. All else is the same
+    RNG stream belongs to one process, and is compared where both runs have that process. All else is the same
     on every process, and compared on each.
 
     Args and Returns: as of `compare`.
@@ -305,7 +305,7 @@ def compare_worlds(
 
 
 def _shared(entries: Sequence[Entry], samples: Mapping[int, tuple[int, ...]], *, streams: bool) -> list[Entry]:
-    """Return the entries of a process with the samples of all, and with its streams or without."""
+    """Return the entries of a process with the samples of all, and with its RNG streams or without."""
     return [
         dataclasses.replace(
             entry,

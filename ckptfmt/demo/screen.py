@@ -32,7 +32,7 @@ _ROWS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What a stream can show.
+    """What an RNG stream can show.
 
     Attributes:
         save, kill, begin, resume, line: of the time line.

@@ -60,8 +60,8 @@ class Resized:
         world_size: how many processes.
         step: the step it resumed from.
         same: its steps against those of the undisturbed run, on each process.
-        new_stream_count: random-number streams of processes that the run didn't have.
-        stream_count: random-number streams of all its processes.
+        new_stream_count: RNG streams of processes that the run didn't have.
+        stream_count: RNG streams of all its processes.
         samples_wrong: what is wrong with the samples of the whole history; empty if nothing is.
         sample_count: how many samples the whole history took.
         claim: the claim level that the load reports, and what lowers it.

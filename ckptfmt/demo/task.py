@@ -80,13 +80,14 @@ class Augmentation:
 
 
 def draw_augmentation(settings: Settings) -> Augmentation:
-    """Draw from this process's own streams, one number from each; what process 0 draws goes for all.
+    """Draw from this process's own RNG streams, one number from each; what process 0 draws goes for all.
 
-    The trainer gives every logical worker random numbers that follow from the plan, and no stream to lose. These three
-    are for the streams that a process has and a checkpoint restores: a run that loses one of them learns otherwise.
+    The trainer gives each logical worker random numbers that follow from the plan, and no RNG stream to lose. These
+    three numbers come from the RNG streams that a process has and a checkpoint restores: a run that loses one of these
+    streams learns otherwise.
     """
     begin = random.randrange(settings.chunk_nbytes - settings.context)
-    masked = np.random.uniform(0.0, settings.masked)  # noqa: NPY002 - the global stream is one to restore
+    masked = np.random.uniform(0.0, settings.masked)  # noqa: NPY002 - the global RNG stream is one to restore
     dropout = settings.dropout * torch.rand((), dtype=torch.float64).item()
     drawn = torch.tensor([begin, masked, dropout], dtype=torch.float64)
     if dist.is_initialized():
@@ -138,8 +139,8 @@ def make_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and targets, (batch, context), of some samples, with noise.
 
-    The trainer seeds Python's stream and torch's for each logical worker at each step. What numpy draws is derived from
-    Python's; torch's is left to the dropout.
+    The trainer seeds Python's RNG stream and torch's for each logical worker at each step. What numpy draws
+    is derived from Python's; torch's is left to the dropout.
     """
     chunks = b"".join(text.chunk(sample) for sample in samples)
     rows = np.frombuffer(chunks, dtype=np.uint8).reshape(len(samples), settings.chunk_nbytes)

@@ -96,7 +96,7 @@ def make_scheduler(optimizer: AdamW, settings: Settings) -> SequentialLR:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed the streams of Python, numpy and torch."""
+    """Seed the RNG streams of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The index: every tensor, stream and leaf of a checkpoint, and the part that has it. Spec: REQ-IDX-001 to REQ-IDX-012.
+"""The index: every tensor, RNG stream and leaf, and the part that has it. Spec: REQ-IDX-001 to REQ-IDX-012.
 
 What it says is a pure function of the parts, so that any two committers say the same.
 """
@@ -75,8 +75,8 @@ class IndexTensor:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class IndexStream:
-    """A random-number stream, and the part that has its state."""
+class IndexRngStream:
+    """An RNG stream, and the part that has its state."""
 
     name: str
     scope: str
@@ -102,7 +102,7 @@ class Index:
     saved_unix_s: int
     parts: tuple[PartEntry, ...]
     tensors: tuple[IndexTensor, ...]
-    streams: tuple[IndexStream, ...]
+    streams: tuple[IndexRngStream, ...]
     leaves: tuple[IndexLeaf, ...]
     absent: dict[str, str]
 
@@ -229,11 +229,11 @@ def _check_first_uses(columns: Columns, numbers: Integers, count: int) -> None:
         raise columns.unsorted("shardings", detail, "REQ-IDX-009")
 
 
-def _parse_streams(table: Columns, scopes: list[str], part_count: int) -> tuple[IndexStream, ...]:
+def _parse_streams(table: Columns, scopes: list[str], part_count: int) -> tuple[IndexRngStream, ...]:
     rows = parse_stream_rows(table, scopes)
     parts = table.packed("part", count=len(rows), below=part_count).tolist()
     return tuple(
-        IndexStream(name=name, scope=scope, kind=kind, part=part)
+        IndexRngStream(name=name, scope=scope, kind=kind, part=part)
         for (name, scope, kind), part in zip(rows, parts, strict=True)
     )
 

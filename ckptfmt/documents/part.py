@@ -79,8 +79,8 @@ class PartFile:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
-    """A random-number stream: logical name, scope, generator kind, state as a tree."""
+class RngStream:
+    """An RNG stream: logical name, scope, generator kind, state as a tree."""
 
     name: str
     scope: str
@@ -108,7 +108,7 @@ class Part:
         saved_unix_s: when it took the state, by its own clock; information only.
         files: what it wrote.
         holdings: the tensors that it holds pieces of, written or not.
-        streams: its random-number streams.
+        streams: its RNG streams.
         leaves: its plain values.
         absent: fields that it has nothing for, each with a reason.
         references: the checkpoints that it reads from, and those that they read from; none if it is full.
@@ -120,7 +120,7 @@ class Part:
     saved_unix_s: int
     files: tuple[PartFile, ...]
     holdings: Holdings
-    streams: tuple[Stream, ...]
+    streams: tuple[RngStream, ...]
     leaves: tuple[Leaf, ...]
     absent: dict[str, str]
     references: tuple[Reference, ...] = ()
@@ -278,7 +278,7 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     )
 
 
-def _tree_nbytes(streams: Sequence[Stream], leaves: Sequence[Leaf], groups: Sequence[Group]) -> int:
+def _tree_nbytes(streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: Sequence[Group]) -> int:
     """Return how many bytes all trees of a part have."""
     trees = itertools.chain(
         (stream.state for stream in streams), (leaf.value for leaf in leaves), (group.rule for group in groups)
@@ -400,11 +400,11 @@ def _parse_table(columns: Columns, rows: Columns, scopes: list[str], known: dict
     return table
 
 
-def _parse_streams(table: Columns, scopes: list[str]) -> tuple[Stream, ...]:
+def _parse_streams(table: Columns, scopes: list[str]) -> tuple[RngStream, ...]:
     rows = parse_stream_rows(table, scopes)
     states = table.blobs("state", count=len(rows))
     return tuple(
-        Stream(name=name, scope=scope, kind=kind, state=state)
+        RngStream(name=name, scope=scope, kind=kind, state=state)
         for (name, scope, kind), state in zip(rows, states, strict=True)
     )
 

@@ -1,4 +1,4 @@
-"""What index and parts have in common: tensors, aliases, streams, scopes. Spec: REQ-IDX-002 to REQ-IDX-007."""
+"""What index and parts have in common: tensors, aliases, RNG streams, scopes. Spec: REQ-IDX-002 to REQ-IDX-007."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TensorKey = tuple[str, str, str]
 
 
 def sort_key(key: TensorKey) -> tuple[int, bytes, bytes]:
-    """Return by what tensors, streams and leaves are sorted. Spec: REQ-IDX-003."""
+    """Return by what tensors, RNG streams and leaves are sorted. Spec: REQ-IDX-003."""
     field, name, scope = key
     # A name that isn't Unicode text is refused by name, and not where names are sorted.
     return _FIELD_NUMBERS[field], name.encode(errors="surrogatepass"), scope.encode()
@@ -212,7 +212,7 @@ def parse_tensor_table(table: Columns, aliases: Columns, scopes: list[str], dtyp
 
 
 def stream_columns(streams: Sequence[Any], scopes: list[str]) -> dict[str, object]:
-    """Return the columns that describe random-number streams alike in index and parts."""
+    """Return the columns that describe RNG streams alike in index and parts."""
     return {
         "name": dump_strings([stream.name for stream in streams]),
         "scope": dump_packed([scopes.index(stream.scope) for stream in streams]),

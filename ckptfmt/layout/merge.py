@@ -16,7 +16,7 @@ import numpy as np
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
-from ckptfmt.documents.index import Index, IndexLeaf, IndexStream, IndexTensor, PartEntry
+from ckptfmt.documents.index import Index, IndexLeaf, IndexRngStream, IndexTensor, PartEntry
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Origin, Reference
 from ckptfmt.documents.packed import join_integers
 from ckptfmt.documents.sharding import Sharding, rows_increase
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ckptfmt.documents.holdings import Holdings
     from ckptfmt.documents.packed import Integers
-    from ckptfmt.documents.part import Leaf, Part, Stream
+    from ckptfmt.documents.part import Leaf, Part, RngStream
     from ckptfmt.documents.tables import TensorKey, TensorTable
 
 
@@ -225,15 +225,15 @@ def _check_names(tensors: Sequence[IndexTensor]) -> None:
                 )
 
 
-def _merge_streams(parts: Sequence[Part]) -> tuple[IndexStream, ...]:
-    found: dict[tuple[str, str], tuple[int, Stream]] = {}
+def _merge_streams(parts: Sequence[Part]) -> tuple[IndexRngStream, ...]:
+    found: dict[tuple[str, str], tuple[int, RngStream]] = {}
     for part in parts:
         for stream in part.streams:
             writer, first = found.setdefault((stream.name, stream.scope), (part.writer, stream))
             if first != stream:
                 raise _diverged(f"rng {stream.name} ({stream.scope})", writer, part.writer, None)
     return tuple(
-        IndexStream(name=stream.name, scope=stream.scope, kind=stream.kind, part=writer)
+        IndexRngStream(name=stream.name, scope=stream.scope, kind=stream.kind, part=writer)
         for _, (writer, stream) in sorted(found.items(), key=lambda item: [part.encode() for part in item[0]])
     )
 

@@ -69,7 +69,7 @@ class TensorDifference:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDifference:
-    """A plain value or a random-number stream that isn't the same on both sides.
+    """A plain value or an RNG stream that isn't the same on both sides.
 
     Attributes:
         only_in: as of a tensor.

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ckptfmt.documents.extents import Group
-    from ckptfmt.documents.index import IndexLeaf, IndexStream, IndexTensor
-    from ckptfmt.documents.part import Leaf, PartFile, Stream
+    from ckptfmt.documents.index import IndexLeaf, IndexRngStream, IndexTensor
+    from ckptfmt.documents.part import Leaf, PartFile, RngStream
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.layout.read_plan import BlockRange
     from ckptfmt.store.protocol import Store
@@ -74,7 +74,7 @@ class CheckpointFiles:
         self.index = read_index(store, self.manifest)
         self.tensors: dict[TensorKey, IndexTensor] = {tensor.key: tensor for tensor in self.index.tensors}
         self.leaves: dict[TensorKey, IndexLeaf] = {(one.field, one.name, one.scope): one for one in self.index.leaves}
-        self.streams: dict[tuple[str, str], IndexStream] = {(one.name, one.scope): one for one in self.index.streams}
+        self.streams: dict[tuple[str, str], IndexRngStream] = {(one.name, one.scope): one for one in self.index.streams}
         self.title = store.name.rstrip("/").rpartition("/")[2] if title is None else title
         self.closure = closure or Closure(store, self.manifest, bases)
         self._is_base = closure is not None
@@ -144,7 +144,7 @@ class CheckpointFiles:
             raise self._contradiction(entry.part, f"has no value {entry.name!r} of {entry.field}")
         return leaf
 
-    def stored_stream(self, entry: IndexStream) -> Stream:
+    def stored_stream(self, entry: IndexRngStream) -> RngStream:
         """Return a random-number stream as its part has it. Raises: FormatError(DOC_MISMATCH), and of parts."""
         stream = self.open_part(entry.part).streams.get((entry.name, entry.scope))
         if stream is None or stream.kind != entry.kind:

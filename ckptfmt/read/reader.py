@@ -88,7 +88,7 @@ class Checkpoint(CheckpointFiles):
         return parse_tree(self.stored_leaf(entry).value, where=f"{where}#/leaves/{field}/{name}")
 
     def stream(self, name: str, scope: str) -> tuple[str, Any]:
-        """Return kind and state of a random-number stream.
+        """Return kind and state of an RNG stream.
 
         Raises: StateError(STREAM_MISSING).
         """

@@ -24,7 +24,7 @@ from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import Origin, checkpoint_name
-from ckptfmt.documents.part import Leaf, Stream
+from ckptfmt.documents.part import Leaf, RngStream
 from ckptfmt.documents.run import SAVERS, Run
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.run.lineage import check_not_fenced
@@ -71,7 +71,7 @@ class SaveRequest:
             "origin": self.origin.as_dict(),
             "writer": self.writer,
             "saved_unix_s": context.saved_unix_s,
-            "streams": _columns(context.streams, Stream),
+            "streams": _columns(context.streams, RngStream),
             "leaves": _columns(context.leaves, Leaf),
             "absent": context.absent,
             "deadline_s": str(self.deadline_s),
@@ -86,7 +86,7 @@ class SaveRequest:
         """Return the request that `as_dict` was asked of."""
         context = Context(
             saved_unix_s=value["saved_unix_s"],
-            streams=tuple(Stream(**row) for row in _rows(value["streams"])),
+            streams=tuple(RngStream(**row) for row in _rows(value["streams"])),
             leaves=tuple(Leaf(**row) for row in _rows(value["leaves"])),
             absent=value["absent"],
         )
@@ -102,7 +102,7 @@ class SaveRequest:
         )
 
 
-def _columns(rows: Iterable[Stream | Leaf], kind: type[Stream | Leaf]) -> dict[str, Any]:
+def _columns(rows: Iterable[RngStream | Leaf], kind: type[RngStream | Leaf]) -> dict[str, Any]:
     rows = tuple(rows)
     return {field.name: [getattr(row, field.name) for row in rows] for field in dataclasses.fields(kind)}
 

@@ -26,7 +26,7 @@ LOCAL_TOPOLOGY: Final = "local"
 def capture(state: State, *, worker: int, worker_count: int) -> Snapshot:
     """Return everything that this worker gives to a save.
 
-    The sources refer to live tensors: they hold this state until the program changes it. Values and streams are
+    The sources refer to live tensors: they hold this state until the program changes it. Values and RNG streams are
     copied here.
 
     Args:

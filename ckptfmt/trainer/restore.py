@@ -36,7 +36,7 @@ _LOADED: Final = ("weights", "optimizer", "data")
 #: How many differences of the configuration are told one by one.
 _SHOWN: Final = 20
 _CURSOR_KIND: Final = "ckptfmt.data_cursor"
-#: What lowers the claim of a load as long as the random-number streams stand elsewhere.
+#: What lowers the claim of a load as long as the RNG streams stand elsewhere.
 _STREAMS_PENDING: Final = "the random-number streams aren't put back yet"
 
 
@@ -71,7 +71,7 @@ class LoadReport:
     left_count: int
 
     def with_streams(self, found: Iterable[str] = ()) -> LoadReport:
-        """Return the report once the random-number streams are put back, too, and what was found to differ then."""
+        """Return the report once the RNG streams are put back, too, and what was found to differ then."""
         known = (reason for reason in self.lowered_by if reason != _STREAMS_PENDING)
         lowered = tuple(dict.fromkeys((*known, *found)))
         return dataclasses.replace(self, claim=self.claim if lowered else "T1", lowered_by=lowered)
@@ -100,8 +100,8 @@ def restore(
         worker: number of this worker, from 0.
         worker_count: how many workers load.
         allow: differences to accept: ``missing``, ``unexpected``, ``dtype``, ``streams``, ``loader``.
-        strict: refuse random-number streams of another number of workers.
-        streams: put random-number streams back too; else `restore_streams` does, once iterators exist.
+        strict: refuse RNG streams of another number of workers.
+        streams: put RNG streams back too; else `restore_streams` does, once iterators exist.
         only: what to load, as patterns of saved names; see `ckptfmt.adapters.choice.Only`.
         rename: what live names were called; see `ckptfmt.adapters.choice.Renaming`.
 
@@ -135,9 +135,9 @@ def restore_streams(
     strict: bool = False,
     override: Patterns = (),
 ) -> tuple[str, ...]:
-    """Put the random-number streams back: the last thing to do before the first step.
+    """Put the RNG streams back: the last thing to do before the first step.
 
-    Returns: what lowers the claim now: streams that couldn't be put back, and what of the topology isn't as it was;
+    Returns: what lowers the claim now: RNG streams that couldn't be put back, and what of the topology isn't as it was;
         since the load, flags may have been set, or something compiled.
 
     Raises: StateError(STREAM_MISSING, STREAM_UNEXPECTED).

@@ -29,7 +29,7 @@ class StepCount:
     Attributes:
         step: how many steps are done.
         is_under_way: whether a step's body is being run.
-        is_streamless: whether the random-number streams of `step` are still to be put back.
+        is_streamless: whether the RNG streams of `step` are still to be put back.
     """
 
     def __init__(self, state: State) -> None:

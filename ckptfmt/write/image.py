@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ckptfmt.box import Box
     from ckptfmt.documents.manifest import Origin
     from ckptfmt.documents.packed import Integers
-    from ckptfmt.documents.part import Leaf, Stream
+    from ckptfmt.documents.part import Leaf, RngStream
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.write.snapshot import Snapshot, TensorSource
 
@@ -113,7 +113,7 @@ class Image:
         *,
         writer: int,
         saved_unix_s: int,
-        streams: Iterable[Stream],
+        streams: Iterable[RngStream],
         leaves: Iterable[Leaf],
         absent: dict[str, str],
         extents: Extents | None = None,

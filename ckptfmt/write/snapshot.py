@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckptfmt.box import Box
-    from ckptfmt.documents.part import Leaf, Stream
+    from ckptfmt.documents.part import Leaf, RngStream
     from ckptfmt.documents.tables import TensorKey
 
 MemoryOf: TypeAlias = "Callable[[Box], NDArray[np.uint8] | None]"
@@ -116,7 +116,7 @@ class Snapshot:
 
     Attributes:
         tensors: what it holds.
-        streams: its random-number streams.
+        streams: its RNG streams.
         leaves: its plain values.
         absent: each field that it has nothing for, with the reason.
         declared_by: for declared replicas, who declares them, such as a mesh. It speaks for its own holders only: what
@@ -124,7 +124,7 @@ class Snapshot:
     """
 
     tensors: tuple[TensorSource, ...]
-    streams: tuple[Stream, ...]
+    streams: tuple[RngStream, ...]
     leaves: tuple[Leaf, ...]
     absent: dict[str, str]
     declared_by: Mapping[TensorKey, str] = dataclasses.field(default_factory=dict)

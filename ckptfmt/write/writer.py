@@ -13,7 +13,7 @@ from ckptfmt.commit.decision import create_once
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_name
-from ckptfmt.documents.part import Leaf, Part, Stream, dump_failure
+from ckptfmt.documents.part import Leaf, Part, RngStream, dump_failure
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.protocol import SizedChunks
@@ -40,7 +40,7 @@ _REMEDY: Final = (
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
-    """Raise if two tensors, streams or leaves of a snapshot have one name, or one that a document can't hold.
+    """Raise if two tensors, RNG streams or leaves of a snapshot have one name, or one that a document can't hold.
 
     Raises: StateError(STATE_NAME). Spec: REQ-IDX-003, REQ-IDX-008, REQ-LIM-001.
     """
@@ -152,7 +152,7 @@ class Context:
     """
 
     saved_unix_s: int
-    streams: tuple[Stream, ...]
+    streams: tuple[RngStream, ...]
     leaves: tuple[Leaf, ...]
     absent: dict[str, str]
 

@@ -16,7 +16,7 @@ from ckptfmt.__main__ import main
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import abort, commit
 from ckptfmt.documents.manifest import Origin, checkpoint_name
-from ckptfmt.documents.part import Leaf, Stream
+from ckptfmt.documents.part import Leaf, RngStream
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store import LocalStore
@@ -80,7 +80,7 @@ def snapshot_of(writer, writer_count, *, leaves=None, names=("layers.0.w", "laye
     return Snapshot(
         tensors=tuple(tensors),
         streams=(
-            Stream(name="python", scope=f"lw/{writer}", kind="python.mt19937", state=dump_tree((1, 2), where="")),
+            RngStream(name="python", scope=f"lw/{writer}", kind="python.mt19937", state=dump_tree((1, 2), where="")),
         ),
         leaves=tuple(leaves if leaves is not None else [leaf_of("config", CONFIG), leaf_of("data", CURSOR)]),
         absent={"optimizer": "not given to State"},

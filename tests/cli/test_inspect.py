@@ -6,7 +6,7 @@ from ckptfmt.cli import inspect
 from ckptfmt.commit.decision import commit
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.manifest import Origin
-from ckptfmt.documents.part import Stream
+from ckptfmt.documents.part import RngStream
 from ckptfmt.documents.tree import TensorRef, dump_tree
 from ckptfmt.store import LocalStore
 from ckptfmt.write.writer import write_part
@@ -183,7 +183,7 @@ def test_references_to_tensors_and_odd_streams_are_shown(call, tmp_path):
     store = LocalStore(tmp_path, writable=True)
     origin = Origin(run_id=None, launch=None, nonce="0" * 32, step=1, attempt=ATTEMPT, writer_count=1)
     snapshot = snapshot_of(0, 1, leaves=[leaf_of("weights", {"head": TensorRef("scale", "torch")}, name="extra")])
-    streams = (Stream(name="x/y", scope="global", kind="odd", state=dump_tree(None, where="")),)
+    streams = (RngStream(name="x/y", scope="global", kind="odd", state=dump_tree(None, where="")),)
     object.__setattr__(snapshot, "streams", streams)
     write_part(store, snapshot, origin, writer=0)
     commit(store, origin, deadline_s=5)

@@ -18,7 +18,7 @@ from ckptfmt.commit import decision as commit
 from ckptfmt.documents import canonical
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
-from ckptfmt.documents.part import Leaf, Part, Stream
+from ckptfmt.documents.part import Leaf, Part, RngStream
 from ckptfmt.documents.run import Launch
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.read.reader import Checkpoint
@@ -95,7 +95,7 @@ def snapshot_of(attempt: str, number: int) -> Snapshot:
     stream = dump_tree((attempt, number), where="")
     return Snapshot(
         tensors=(ArraySource(name="w", array=_weights(attempt), boxes=boxes),),
-        streams=(Stream(name="python", scope=f"lw/{number}", kind="demo", state=stream),),
+        streams=(RngStream(name="python", scope=f"lw/{number}", kind="demo", state=stream),),
         leaves=(Leaf(field="config", name="", scope="global", value=dump_tree({"attempt": attempt}, where="")),),
         absent={"data": "none"},
     )

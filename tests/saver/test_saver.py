@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptfmt.commit.decision import decide, poll, read_register
 from ckptfmt.documents.manifest import Manifest, checkpoint_name, failure_path, part_path
 from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
-from ckptfmt.documents.part import Leaf, Stream
+from ckptfmt.documents.part import Leaf, RngStream
 from ckptfmt.documents.run import SAVERS
 from ckptfmt.errors import Code, err
 from ckptfmt.run.lineage import begin_launch, list_checkpoints, open_run
@@ -599,7 +599,7 @@ REQUESTS = st.builds(
     context=st.builds(
         Context,
         saved_unix_s=st.integers(0, 2**40),
-        streams=st.lists(st.builds(Stream, name=TEXT, scope=TEXT, kind=TEXT, state=st.binary())).map(tuple),
+        streams=st.lists(st.builds(RngStream, name=TEXT, scope=TEXT, kind=TEXT, state=st.binary())).map(tuple),
         leaves=st.lists(st.builds(Leaf, field=TEXT, name=TEXT, scope=TEXT, value=st.binary())).map(tuple),
         absent=st.dictionaries(TEXT, TEXT),
     ),
