@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ckptfmt.data.draws import Draws, Walk
 from ckptfmt.data.mixture import Blocks, source_seed
 from ckptfmt.data.sample_digest import EMPTY, add_ledgers, ledger_of_samples
-from ckptfmt.documents.cursor import Ledger, Mixture, Plan, Source, check_rules
+from ckptfmt.documents.cursor import BatchPlan, Ledger, Mixture, Source, check_rules
 from ckptfmt.documents.cursor_map import PosSkip, SampleSkip, ShardSkip, Skip
 
 #: What is made of the sample at a position: it counts, it has weight zero, or it isn't there.
@@ -71,7 +71,7 @@ class Course:
 
     >>> books = Source(id="books", fingerprint=None, n=10)
     >>> skip = SampleSkip(policy="shift", from_pos=2, reason="corrupt", source="books", ids=(4,))
-    >>> course = Course([books], seed=0, plan=Plan(global_batch=4), skips=[skip])
+    >>> course = Course([books], seed=0, plan=BatchPlan(global_batch=4), skips=[skip])
     >>> course.stretch(0, 9).samples.tolist()
     [3, 1, 2, 8, 5, 9, 6, 0, 7]
     >>> course.epoch_at(9)
@@ -83,7 +83,7 @@ class Course:
         sources: Sequence[Source],
         *,
         seed: int,
-        plan: Plan,
+        plan: BatchPlan,
         mixture: Mixture | None = None,
         skips: Sequence[Skip] = (),
     ) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptfmt.data.shuffle import positions_of, samples_at
-from ckptfmt.documents.cursor import Plan
+from ckptfmt.documents.cursor import BatchPlan
 
 #: Draws at a time: scratch arrays stay in the cache.
 _CHUNK = 1 << 14
@@ -65,7 +65,7 @@ class _Epoch:
 class Walk:
     """The draws of a source of `n` samples.
 
-    >>> walk = Walk(10, seed=0, plan=Plan(global_batch=4, tail="drop"))
+    >>> walk = Walk(10, seed=0, plan=BatchPlan(global_batch=4, tail="drop"))
     >>> [(draws.epoch, draws.samples.tolist()) for draws in walk.draws(6, 10)]
     [(0, [9, 6]), (1, [4, 9])]
     >>> walk.remove(8, np.array([4]))
@@ -73,7 +73,7 @@ class Walk:
     [(0, [9, 6]), (1, [9, 6])]
     """
 
-    def __init__(self, n: int, *, seed: int, plan: Plan) -> None:
+    def __init__(self, n: int, *, seed: int, plan: BatchPlan) -> None:
         self._n = n
         self._seed = seed
         self._plan = plan

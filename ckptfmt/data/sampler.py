@@ -15,12 +15,12 @@ from ckptfmt.data.course import Stretch as CourseStretch
 from ckptfmt.data.sample_digest import EMPTY, add_ledgers
 from ckptfmt.data.shuffle import sample_at
 from ckptfmt.documents.cursor import (
+    BatchPlan,
     Commit,
     Cursor,
     Ledger,
     Mixture,
     Order,
-    Plan,
     Source,
     Tail,
     VectorCheck,
@@ -128,7 +128,7 @@ class Sampler:
         self._sources = _sources(dataset, fingerprint, source, is_mixed=mixture is not None)
         for one in self._sources:
             sample_at(one.n, seed=seed, position=0)  # refuses a length or a seed out of range
-        self._plan = Plan(global_batch=global_batch, tail=tail)
+        self._plan = BatchPlan(global_batch=global_batch, tail=tail)
         self._seed = seed
         self._mixture = None if mixture is None else _mixture(mixture, seed, self._sources)
         self._skips: tuple[Skip, ...] = ()

@@ -11,7 +11,7 @@ import numpy as np
 from ckptfmt.codecs import encodings
 from ckptfmt.delta.base import Base, pin_base
 from ckptfmt.delta.delta import Delta
-from ckptfmt.delta.policy import DeltaOptions, History, Plan, plan_save
+from ckptfmt.delta.policy import DeltaOptions, History, SavePlan, plan_save
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.extents import RAW, SAME
 from ckptfmt.documents.manifest import Reference, checkpoint_name, pins_path
@@ -70,7 +70,7 @@ class Chain:
         #: The digests of what lies in each slot, by its number, for as long as that isn't being filled again.
         self._in_slots: dict[int, tuple[Image, list[bytes]]] = {}
 
-    def write(self, store: Store, origin: Origin, writer: int, snapped: Snapped, *, options: DeltaOptions) -> Plan:
+    def write(self, store: Store, origin: Origin, writer: int, snapped: Snapped, *, options: DeltaOptions) -> SavePlan:
         """Write a snapshot's files and its part, as the policy says.
 
         Args:
@@ -89,7 +89,7 @@ class Chain:
             try:
                 references = pin_base(store, origin, writer, base, known=self._known)
             except IntegrityError as error:
-                plan = Plan(fields=None, reason=f"the base can't be had: {error}")
+                plan = SavePlan(fields=None, reason=f"the base can't be had: {error}")
             else:
                 # Nothing will be read of the bases if the part isn't written, and for its pins they would stay.
                 with removed_after_error(store, [pins_path(origin.attempt, writer)]):
@@ -131,7 +131,7 @@ class Chain:
             self._last, self._next = self._next, None
             self._last.manifest = manifest
 
-    def _plan(self, snapped: Snapped, options: DeltaOptions) -> tuple[Plan, Base | None]:
+    def _plan(self, snapped: Snapped, options: DeltaOptions) -> tuple[SavePlan, Base | None]:
         last = self._last
         if last is None or last.manifest is None or last.snapped.image is not snapped.image:
             return plan_save(options, self.history, base_reference_count=None), None
@@ -156,7 +156,7 @@ class Chain:
         *,
         base: Base,
         references: Sequence[Reference],
-        plan: Plan,
+        plan: SavePlan,
         options: DeltaOptions,
         held: Sequence[bytes] | None,
     ) -> tuple[_Link, dict[str, float]]:

@@ -23,7 +23,7 @@ from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder, Verdict
 from ckptfmt.delta.coders import coder_count
 from ckptfmt.delta.prediction_groups import Snapshotted, dump_rules, find_groups
 from ckptfmt.digest import digest_at, digest_bytes
-from ckptfmt.documents.extents import RAW, SAME, Extents, Group, StoredBlocks, count_stored
+from ckptfmt.documents.extents import RAW, SAME, Extents, PredictionGroup, StoredBlocks, count_stored
 from ckptfmt.documents.manifest import Reference, pack_name
 from ckptfmt.documents.packed import Strings, join_integers
 from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
@@ -174,13 +174,13 @@ class Delta:
             groups=self._part_groups(),
         )
 
-    def _part_groups(self) -> tuple[Group, ...]:
+    def _part_groups(self) -> tuple[PredictionGroup, ...]:
         """Return the groups of which a block is predicted, as the part lists them."""
         rows = self._image.rows
         predicted = set(self._piece_of[self.verdicts["predicted"]].tolist())
         rules = dump_rules(self._groups.values())
         found = [
-            Group(
+            PredictionGroup(
                 kind=group.rule.kind,
                 rule=rules[id(group.rule)],
                 reference=self._base_number if group.needs_base else None,

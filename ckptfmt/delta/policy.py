@@ -168,7 +168,7 @@ class History:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SavePlan:
     """What a save becomes, and why.
 
     Attributes:
@@ -180,7 +180,7 @@ class Plan:
     reason: str
 
 
-def plan_save(options: DeltaOptions, history: History, *, base_reference_count: int | None) -> Plan:
+def plan_save(options: DeltaOptions, history: History, *, base_reference_count: int | None) -> SavePlan:
     """Return whether the next save is a delta.
 
     A delta refers to all checkpoints that its base refers to, also where only another writer's part does. So the end of
@@ -194,19 +194,19 @@ def plan_save(options: DeltaOptions, history: History, *, base_reference_count: 
     """
     full = _find_reason(options, history, base_reference_count)
     if full:
-        return Plan(fields=None, reason=full)
+        return SavePlan(fields=None, reason=full)
     if options.mode == "smallest":
-        return Plan(fields=options.fields, reason="in the fewest bytes")
+        return SavePlan(fields=options.fields, reason="in the fewest bytes")
     if history.nbytes < _LEAST_NBYTES:
-        return Plan(fields=None, reason="a full save of so little takes no time")
+        return SavePlan(fields=None, reason="a full save of so little takes no time")
     changed = 1.0 - history.unchanged
     write_rate = history.nbytes / max(history.full_s, 1e-6)
     encode_rate = history.encode_rate or _ENCODE_RATE
     if encode_rate * _MARGIN > write_rate:
-        return Plan(fields=options.fields, reason="the store is slower than encoding")
+        return SavePlan(fields=options.fields, reason="the store is slower than encoding")
     if history.unchanged >= _UNCHANGED:
-        return Plan(fields=frozenset(), reason=f"{changed:.0%} changed")
-    return Plan(fields=None, reason=f"{changed:.0%} changed, and the store is faster than encoding")
+        return SavePlan(fields=frozenset(), reason=f"{changed:.0%} changed")
+    return SavePlan(fields=None, reason=f"{changed:.0%} changed, and the store is faster than encoding")
 
 
 def _find_reason(options: DeltaOptions, history: History, base_reference_count: int | None) -> str:

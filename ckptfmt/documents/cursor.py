@@ -77,7 +77,7 @@ _SET_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class BatchPlan:
     """How positions become batches. `global_batch` is in samples."""
 
     global_batch: int
@@ -88,7 +88,7 @@ class Plan:
     def epoch_positions(self, count: int) -> int:
         """Return how many positions an epoch of `count` samples has.
 
-        >>> [Plan(global_batch=4, tail=tail).epoch_positions(10) for tail in ("carry", "drop", "pad_masked")]
+        >>> [BatchPlan(global_batch=4, tail=tail).epoch_positions(10) for tail in ("carry", "drop", "pad_masked")]
         [10, 8, 12]
         """
         if self.tail == "carry":
@@ -172,7 +172,7 @@ class Ledger:
 class Cursor:
     """A data cursor of one source, or of a mixture of sources."""
 
-    plan: Plan
+    plan: BatchPlan
     commit: Commit
     order: Order
     sources: tuple[Source, ...]
@@ -255,12 +255,12 @@ def _check_header(top: CursorMap) -> None:
         top.inner("mixture").known("alg", "block-det-v1")
 
 
-def _parse_plan(plan: CursorMap) -> Plan:
+def _parse_plan(plan: CursorMap) -> BatchPlan:
     plan.check_names("unit", "global_batch", "assign", "tail")
     plan.known("unit", "sample")
     plan.known("assign", "contig-v1")
     tail = plan.known("tail", "carry", "drop", "pad_masked")
-    return Plan(
+    return BatchPlan(
         global_batch=plan.integer("global_batch", limits.DIM, least=1),
         tail="carry" if tail == "carry" else "drop" if tail == "drop" else "pad_masked",
     )
@@ -369,7 +369,7 @@ def check_cursor(cursor: Cursor, where: str = "cursor") -> None:
 
 
 def check_rules(
-    plan: Plan, sources: tuple[Source, ...], mixture: Mixture | None, skips: tuple[Skip, ...], where: str
+    plan: BatchPlan, sources: tuple[Source, ...], mixture: Mixture | None, skips: tuple[Skip, ...], where: str
 ) -> None:
     """Refuse what no order can be made of. Raises: CURSOR_FORM. Spec: REQ-CUR-015, REQ-CUR-019."""
     if mixture is not None and plan.tail != "carry":

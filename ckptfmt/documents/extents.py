@@ -39,7 +39,7 @@ GROUP_KEYS: Final = ("kind", "rule", "reference", "member_count", "box")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class PredictionGroup:
     """Boxes of one shape whose blocks are predicted from each other's.
 
     Attributes:
@@ -72,7 +72,7 @@ class StoredBlocks:
         return {"nbytes": dump_packed(self.nbytes), "digest": self.digests}
 
 
-def delta_features(encodings: Sequence[str], groups: Sequence[Group], references: Sized) -> list[str]:
+def delta_features(encodings: Sequence[str], groups: Sequence[PredictionGroup], references: Sized) -> list[str]:
     """Return the reader features that a part needs. Spec: REQ-DEL-001, REQ-VER-007.
 
     >>> delta_features(["raw"], [], []), delta_features(["raw", "sparse"], [], [])
@@ -115,7 +115,7 @@ def parse_encodings(columns: Columns) -> tuple[str, ...]:
     return tuple(names)
 
 
-def dump_groups(groups: Sequence[Group]) -> dict[str, object]:
+def dump_groups(groups: Sequence[PredictionGroup]) -> dict[str, object]:
     """Return the table of groups as a part has it."""
     boxes = np.array([box for group in groups for box in group.boxes], np.int64)
     return {
@@ -127,7 +127,9 @@ def dump_groups(groups: Sequence[Group]) -> dict[str, object]:
     }
 
 
-def parse_groups(table: Columns, *, box_nbytes: Integers, element_nbytes: Integers, references: int) -> list[Group]:
+def parse_groups(
+    table: Columns, *, box_nbytes: Integers, element_nbytes: Integers, references: int
+) -> list[PredictionGroup]:
     """Return the groups of a part.
 
     Args:
@@ -157,7 +159,7 @@ def parse_groups(table: Columns, *, box_nbytes: Integers, element_nbytes: Intege
     table.check_increasing("box", members)
     rows = zip(kinds, rules, reference, members, strict=True)
     return [
-        Group(kind=kind, rule=rule, reference=None if not number else number - 1, boxes=boxes)
+        PredictionGroup(kind=kind, rule=rule, reference=None if not number else number - 1, boxes=boxes)
         for kind, rule, number, boxes in rows
     ]
 

@@ -15,7 +15,7 @@ from ckptfmt.documents.canonical import check_version, dump_document, fit_string
 from ckptfmt.documents.extents import (
     GROUP_KEYS,
     Files,
-    Group,
+    PredictionGroup,
     delta_features,
     dump_groups,
     dump_references,
@@ -124,7 +124,7 @@ class Part:
     leaves: tuple[Leaf, ...]
     absent: dict[str, str]
     references: tuple[Reference, ...] = ()
-    groups: tuple[Group, ...] = ()
+    groups: tuple[PredictionGroup, ...] = ()
 
     def dump(self) -> tuple[bytes, bytes]:
         """Return the bytes of the part's file, and the digest that names them."""
@@ -278,7 +278,7 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     )
 
 
-def _tree_nbytes(streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: Sequence[Group]) -> int:
+def _tree_nbytes(streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: Sequence[PredictionGroup]) -> int:
     """Return how many bytes all trees of a part have."""
     trees = itertools.chain(
         (stream.state for stream in streams), (leaf.value for leaf in leaves), (group.rule for group in groups)
@@ -286,7 +286,7 @@ def _tree_nbytes(streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: S
     return sum(map(len, trees))
 
 
-def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tuple[Group, ...]:
+def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tuple[PredictionGroup, ...]:
     """Return the groups; the features are those that groups, encodings and references need. Spec: REQ-DEL-001."""
     table = columns.columns("groups", GROUP_KEYS)
     groups = parse_groups(
@@ -308,7 +308,7 @@ def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tup
     return tuple(groups)
 
 
-def _check_predicted(table: Columns, held: Holdings, groups: Sequence[Group]) -> None:
+def _check_predicted(table: Columns, held: Holdings, groups: Sequence[PredictionGroup]) -> None:
     """Raise unless groups have what they predict from. Spec: REQ-DEL-006, REQ-DEL-009, REQ-DEL-010."""
     members = [box for group in groups for box in group.boxes]
     extents = held.extents

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
-    from ckptfmt.documents.extents import Group
+    from ckptfmt.documents.extents import PredictionGroup
     from ckptfmt.layout.read_plan import Request
     from ckptfmt.store.protocol import RangeReader
 
@@ -136,7 +136,7 @@ def _find_sources(stored: StoredBox, block: int) -> _Sources:
     return _Sources(base=_find_base(stored, extent.reference))
 
 
-def _find_predicting(stored: StoredBox, group: Group, block: int) -> _Sources:
+def _find_predicting(stored: StoredBox, group: PredictionGroup, block: int) -> _Sources:
     """Return what a block is predicted from. Raises: FormatError(ENCODED_FORM) for a rule that isn't the group's."""
     where = stored.place_of(block)
     rule = _parse_rule(group, where)
@@ -163,7 +163,7 @@ def _find_predicting(stored: StoredBox, group: Group, block: int) -> _Sources:
     )
 
 
-def _parse_rule(group: Group, where: str) -> prediction.Rule:
+def _parse_rule(group: PredictionGroup, where: str) -> prediction.Rule:
     try:
         return _known_rule(group.rule)
     except CkptError:

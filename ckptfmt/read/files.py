@@ -29,7 +29,7 @@ from ckptfmt.layout.merge import check_index_tiling, summarise
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ckptfmt.documents.extents import Group
+    from ckptfmt.documents.extents import PredictionGroup
     from ckptfmt.documents.index import IndexLeaf, IndexRngStream, IndexTensor
     from ckptfmt.documents.part import Leaf, PartFile, RngStream
     from ckptfmt.documents.tables import TensorKey
@@ -375,7 +375,7 @@ class StoredBox:
     box: Box
     extents: tuple[Extent, ...]
     digests: bytes
-    group: Group | None
+    group: PredictionGroup | None
 
     @property
     def nbytes(self) -> int:

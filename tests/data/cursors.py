@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ckptfmt.data.course import COUNTS, HOLE, MASKED, Course
-from ckptfmt.documents.cursor import Mixture, Plan, Source, Stage
+from ckptfmt.documents.cursor import BatchPlan, Mixture, Source, Stage
 from ckptfmt.documents.cursor_map import CursorMap, parse_skips
 
 USES = {COUNTS: "counts", MASKED: "masked", HOLE: "hole"}
@@ -75,7 +75,7 @@ def course_of(tree):
     return Course(
         [Source(**source) for source in tree["sources"]],
         seed=tree["order"]["seed"],
-        plan=Plan(**tree["plan"]),
+        plan=BatchPlan(**tree["plan"]),
         mixture=mixture,
         skips=parse_skips(CursorMap(tree, "cursor"), lengths),
     )

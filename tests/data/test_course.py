@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckptfmt.data.course import COUNTS, HOLE, Course
 from ckptfmt.data.sample_digest import add_ledgers
 from ckptfmt.data.shuffle import sample_indices
-from ckptfmt.documents.cursor import Mixture, Plan, Source, Stage
+from ckptfmt.documents.cursor import BatchPlan, Mixture, Source, Stage
 from ckptfmt.documents.cursor_map import PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.errors import CkptError, Code
 from conformance.generate import course as oracle
@@ -80,7 +80,7 @@ def test_a_skip_changes_nothing_before_it(tree, begin, data):
 
 @given(st.integers(1, 40), st.integers(0, 9), st.integers(0, 200), st.integers(0, 50))
 def test_one_source_without_skips_has_the_plain_order(n, seed, begin, count):
-    course = Course([Source(id="a", fingerprint=None, n=n)], seed=seed, plan=Plan(global_batch=4))
+    course = Course([Source(id="a", fingerprint=None, n=n)], seed=seed, plan=BatchPlan(global_batch=4))
     stretch = course.stretch(begin, begin + count)
     assert stretch.samples.tolist() == sample_indices(n, seed=seed, begin=begin, end=begin + count).tolist()
     assert stretch.epochs.tolist() == [position // n for position in range(begin, begin + count)]
@@ -89,7 +89,7 @@ def test_one_source_without_skips_has_the_plain_order(n, seed, begin, count):
 
 def test_what_is_shifted_out_comes_in_no_epoch_and_the_rest_once_in_each():
     skip = SampleSkip(policy="shift", from_pos=0, reason="", source="a", ids=(2, 5, 11))
-    course = Course([Source(id="a", fingerprint=None, n=12)], seed=3, plan=Plan(global_batch=4), skips=[skip])
+    course = Course([Source(id="a", fingerprint=None, n=12)], seed=3, plan=BatchPlan(global_batch=4), skips=[skip])
     for epoch in range(4):
         samples = course.stretch(9 * epoch, 9 * epoch + 9).samples
         assert sorted(samples.tolist()) == [0, 1, 3, 4, 6, 7, 8, 9, 10]
@@ -104,7 +104,7 @@ def test_far_positions_cost_no_more_than_near_ones(far):
     ]
     mixture = Mixture(block=10, seed=1, stages=(Stage(from_pos=0, counts={"a": 7, "b": 3}),))
     sources = [Source(id=name, fingerprint=None, n=100_000) for name in ("a", "b")]
-    course = Course(sources, seed=3, plan=Plan(global_batch=4), mixture=mixture, skips=skips)
+    course = Course(sources, seed=3, plan=BatchPlan(global_batch=4), mixture=mixture, skips=skips)
     stretch = course.stretch(far, far + 1000)
     a = stretch.sources == 0
     assert a.sum() == 700
@@ -120,7 +120,7 @@ def test_holes_go_before_masks():
         PosSkip(policy="hole", reason="", range=(0, 1)),
         SampleSkip(policy="mask", from_pos=0, reason="", source="a", ids=(3,)),
     ]
-    course = Course([Source(id="a", fingerprint=None, n=10)], seed=0, plan=Plan(global_batch=4), skips=skips)
+    course = Course([Source(id="a", fingerprint=None, n=10)], seed=0, plan=BatchPlan(global_batch=4), skips=skips)
     assert course.sample_at(0) == ("a", 3)
     assert course.stretch(0, 2).uses.tolist() == [HOLE, COUNTS]
 
@@ -129,5 +129,5 @@ def test_a_course_without_anything_left_is_refused():
     """REQ-CUR-019."""
     skip = ShardSkip(policy="shift", from_pos=0, reason="", source="a", shard="s", range=(0, 10))
     with pytest.raises(CkptError) as raised:
-        Course([Source(id="a", fingerprint=None, n=10)], seed=0, plan=Plan(global_batch=4), skips=[skip])
+        Course([Source(id="a", fingerprint=None, n=10)], seed=0, plan=BatchPlan(global_batch=4), skips=[skip])
     assert (raised.value.code, raised.value.requirement) == (Code.CURSOR_FORM, "REQ-CUR-019")

@@ -15,7 +15,7 @@ from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.canonical import dump_document
-from ckptfmt.documents.extents import Group, delta_features
+from ckptfmt.documents.extents import PredictionGroup, delta_features
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Manifest, Reference, pack_name, parse_register, pins_path
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document
 from ckptfmt.documents.packed import dump_packed, dump_strings, fold, parse_packed, unfold
@@ -42,7 +42,7 @@ class Builder:
     def __init__(self, references=REFERENCES):
         self.references = references
         self.tensors: list[RowTensor] = []
-        self.groups: list[tuple[Group, tuple[tuple[str, str], ...]]] = []
+        self.groups: list[tuple[PredictionGroup, tuple[tuple[str, str], ...]]] = []
         self.nbytes: dict[str, int] = {}  # of each file, what it holds behind its header
 
     def add(self, field, name, dtype, shape, *runs, **members):
@@ -72,7 +72,7 @@ class Builder:
 
     def group(self, kind, *members, rule=b"rule", reference=None):
         """Add a group of boxes: of tensors, by field and name."""
-        self.groups.append((Group(kind=kind, rule=rule, reference=reference, boxes=()), members))
+        self.groups.append((PredictionGroup(kind=kind, rule=rule, reference=reference, boxes=()), members))
 
     def part(self, **members):
         """Return the part: files and tensors in their order, extents at their places."""
