@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.house.file_list import file_list, written
 from tests.house.sources import ROOT
 
 PACKAGE = ROOT / "ckptfmt"
@@ -51,3 +52,8 @@ def test_the_map_names_every_folder():
     named = paths_named("ARCHITECTURE.md")
     folders = {f"{path.name}/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert folders - named == set()
+
+
+def test_every_file_is_listed_with_its_docstring():
+    """If it isn't: ``python -m tests.house.file_list``."""
+    assert written()[1] == file_list()
