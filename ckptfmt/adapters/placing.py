@@ -20,7 +20,7 @@ from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
 from ckptfmt.errors import Code, err
 from ckptfmt.read.reader import numpy_dtype
-from ckptfmt.read.reading import allocating
+from ckptfmt.read.reading import allocate
 
 _DICTS: Final = (dict, OrderedDict)
 _ITEMS: Final = (list, tuple, deque, set, frozenset)
@@ -176,12 +176,12 @@ class Placer:
     def _fresh_tensor(self, saved: TensorRef, like: object) -> object:
         tensor = self.referred(saved)
         side = torch_side()
-        with allocating(tensor):
-            if (self.framework or saved.kind) == "torch" and side is not None:
-                made = side.allocate(tensor.dtype, tensor.global_shape, like=like, device=self.device)
-            else:
-                made = np.empty(tensor.global_shape, numpy_dtype(tensor.dtype))
-        if 0 not in tensor.global_shape:  # half a million tensors without elements take a megabyte of an index
+        dtype, shape = tensor.dtype, tensor.global_shape
+        if (self.framework or saved.kind) == "torch" and side is not None:
+            made = allocate(tensor, lambda: side.allocate(dtype, shape, like=like, device=self.device))
+        else:
+            made = allocate(tensor, lambda: np.empty(shape, numpy_dtype(dtype)))
+        if 0 not in shape:  # half a million tensors without elements take a megabyte of an index
             fill(self.plan, made, tensor)
         return made
 

@@ -69,21 +69,22 @@ def _field(plan: LoadPlan, field: str, framework: str | None) -> Any:  # noqa: A
             placer = Placer(plan, field=field, scope=key[2], framework=framework, parts=True)
             values.setdefault(key[2], {})[key[1]] = placer.fresh(tree, key[1])
     alone = [key for key in plan.checkpoint.tensors if key[0] == field and key not in plan.taken_tensors]
-    alone = [key for key in alone if any(plan.fits(field, name) for name in _names(plan, key))]
+    if plan.is_partial:
+        alone = [key for key in alone if any(plan.fits(field, name) for name in _names(plan, key))]
     if not alone and list(values) == [GLOBAL] and list(values[GLOBAL]) == [""]:
         return values[GLOBAL][""]
+    kind = framework or ("torch" if "torch" in sys.modules else "numpy")
+    placers = {scope: Placer(plan, field=field, scope=scope, framework=kind) for scope in {key[2] for key in alone}}
     for key in alone:
-        _add_tensor(plan, key, framework, values.setdefault(key[2], {}))
+        _add_tensor(plan, key, placers[key[2]], kind, values.setdefault(key[2], {}))
     return {**values.pop(GLOBAL, {}), **values}
 
 
-def _add_tensor(plan: LoadPlan, key: TensorKey, framework: str | None, values: dict[str, Any]) -> None:
+def _add_tensor(plan: LoadPlan, key: TensorKey, placer: Placer, kind: str, values: dict[str, Any]) -> None:
     tensor = plan.checkpoint.tensors[key]
-    if tensor.storage != "persistent":
-        return
-    kind = framework or ("torch" if "torch" in sys.modules else "numpy")
-    made = Placer(plan, field=key[0], scope=key[2], framework=kind).fresh(TensorRef(tensor.name, kind), tensor.name)
-    values |= dict.fromkeys((tensor.name, *tensor.aliases), made)
+    if tensor.storage == "persistent":
+        made = placer.fresh(TensorRef(tensor.name, kind), tensor.name)
+        values.update(dict.fromkeys((tensor.name, *tensor.aliases), made))
 
 
 def _names(plan: LoadPlan, key: TensorKey) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ Spec: REQ-OPN-001 to REQ-OPN-008.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -16,7 +17,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 from ckptfmt.layout.read_plan import iter_chunks
 from ckptfmt.read.files import CheckpointFiles
-from ckptfmt.read.reading import ArrayTarget, Reading, allocating, carrier_of, plan_reading
+from ckptfmt.read.reading import ArrayTarget, Reading, allocate, carrier_of, plan_reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 CHUNK_NBYTES: Final = 32 << 20
 
 
+@functools.cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the numpy dtype of a dtype of the format; bfloat16 and the float8 family come from ml_dtypes.
 
@@ -111,8 +113,7 @@ class Checkpoint(CheckpointFiles):
         wanted = whole if box is None else box
         if len(wanted.shape) != len(whole.shape) or min(wanted.shape, default=0) < 0 or not whole.contains(wanted):
             raise err(Code.ARGUMENT, f"{wanted} leaves the tensor's {tensor.global_shape}", where=name)
-        with allocating(tensor):
-            array = np.empty(wanted.shape, numpy_dtype(tensor.dtype))
+        array = allocate(tensor, lambda: np.empty(wanted.shape, numpy_dtype(tensor.dtype)))
         self.fill(tensor, wanted, array.view(carrier_of(array.itemsize)))
         return array
 

@@ -7,9 +7,8 @@ once. The stored bytes of a few batches of bundles are in memory at a time.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from ckptfmt.read.sharing import Peers, Rounds, Take, share_ranges
 from ckptfmt.read.streaming import WAITING, Borrow, ReadReport, iter_ahead, iter_batches, stream_requests, thread_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from ckptfmt.read.decoding import Fetched
     from ckptfmt.read.files import CheckpointFiles, StoredBox
     from ckptfmt.write.snapshot import MemoryOf, TensorSink
+
+T = TypeVar("T")
 
 #: How many threads read what is decoded for each processor, where reading waits.
 _WHILE_WAITING: Final = 3
@@ -54,11 +55,10 @@ def carrier_of(element_nbytes: int) -> np.dtype[Any]:
     return np.dtype(_CARRIERS.get(element_nbytes, (np.void, element_nbytes)))
 
 
-@contextlib.contextmanager
-def allocating(tensor: IndexTensor) -> Iterator[None]:
-    """Say by name that memory doesn't suffice for a tensor, by numpy or torch. Raises: StateError(LOAD_MEMORY)."""
+def allocate(tensor: IndexTensor, make: Callable[[], T]) -> T:
+    """Return what `make` makes for a tensor, by numpy or torch. Raises: StateError(LOAD_MEMORY) by its name."""
     try:
-        yield
+        return make()
     except CkptError:
         raise
     except (MemoryError, RuntimeError, ValueError) as error:  # the last beyond all addresses
