@@ -111,22 +111,9 @@ def _extents_of(tensors: Iterable[RowTensor]) -> Extents:
 def rows_of(held: Holdings) -> tuple[RowTensor, ...]:
     """Return the rows of columns."""
     boxes = iter([_box_of(held, row) for row in range(len(held.replica))])
-    table = held.table
-    columns = zip(
-        table.keys, table.dtypes, table.global_shapes, table.storages, table.aliases, held.box_count, strict=True
-    )
     return tuple(
-        RowTensor(
-            field=field,
-            name=name,
-            scope=scope,
-            dtype=dtype,
-            global_shape=global_shape,
-            storage=storage,
-            aliases=aliases,
-            boxes=tuple(itertools.islice(boxes, count)),
-        )
-        for (field, name, scope), dtype, global_shape, storage, aliases, count in columns
+        RowTensor(**held.table.members(tensor), boxes=tuple(itertools.islice(boxes, count)))
+        for tensor, count in zip(range(len(held.table.keys)), held.box_count, strict=True)
     )
 
 

@@ -24,6 +24,8 @@ from ckptfmt.read.reading import allocate
 
 _DICTS: Final = (dict, OrderedDict)
 _ITEMS: Final = (list, tuple, deque, set, frozenset)
+#: Fields whose mappings add up; elsewhere a mapping is one value, and the same on all workers.
+_FIELDS: Final = ("weights", "optimizer")
 
 #: Dtypes with several elements in a byte, and those with two parts, by how their names end and begin.
 _PACKED: Final = "_x2"
@@ -319,10 +321,6 @@ def _refill(live: Any, items: Any) -> None:  # noqa: ANN401 - a mutable containe
         live.extend(items)
     else:
         live.update(items)
-
-
-#: Fields whose mappings add up; elsewhere a mapping is one value, and the same on all workers.
-_FIELDS: Final = ("weights", "optimizer")
 
 
 def is_named_tensors(unit: Unit) -> bool:

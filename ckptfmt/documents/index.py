@@ -201,22 +201,10 @@ def _parse_tensors(columns: Columns, scopes: list[str], part_count: int) -> tupl
     numbers = rows.packed("sharding", count=len(table.keys), below=len(shardings))
     tensors = []
     for row, number in enumerate(numbers.tolist()):
-        field, name, scope = table.keys[row]
-        shape, sharding = table.global_shapes[row], shardings[number]
-        if len(sharding) and sharding.ndim != len(shape):
-            raise rows.broken("sharding", f"{name[:64]!r} has the sharding of a tensor of another rank")
-        tensors.append(
-            IndexTensor(
-                field=field,
-                name=name,
-                scope=scope,
-                dtype=table.dtypes[row],
-                global_shape=shape,
-                storage=table.storages[row],
-                aliases=table.aliases[row],
-                sharding=sharding,
-            )
-        )
+        tensor = IndexTensor(**table.members(row), sharding=shardings[number])
+        if len(tensor.sharding) and tensor.sharding.ndim != len(tensor.global_shape):
+            raise rows.broken("sharding", f"{tensor.name[:64]!r} has the sharding of a tensor of another rank")
+        tensors.append(tensor)
     _check_first_uses(columns, numbers, len(shardings))
     return tuple(tensors), table
 

@@ -92,6 +92,19 @@ class TensorTable:
             element_nbytes=make_integers(DTYPES[tensor.dtype].nbytes for tensor in tensors),
         )
 
+    def members(self, row: int) -> dict[str, Any]:
+        """Return what the table says of one tensor, by the names of which `of` makes a table."""
+        field, name, scope = self.keys[row]
+        return {
+            "field": field,
+            "name": name,
+            "scope": scope,
+            "dtype": self.dtypes[row],
+            "global_shape": self.global_shapes[row],
+            "storage": self.storages[row],
+            "aliases": self.aliases[row],
+        }
+
     @functools.cached_property
     def numbers(self) -> dict[TensorKey, int]:
         """The row of each tensor."""

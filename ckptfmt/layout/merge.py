@@ -158,20 +158,8 @@ def _merge_tensors(parts: Sequence[Part], block_nbytes: int) -> tuple[IndexTenso
 
 def _list_tensors(table: TensorTable, shardings: Iterable[Sharding]) -> list[IndexTensor]:
     """Return the rows of a table, each with its sharding."""
-    rows = zip(table.keys, table.dtypes, table.global_shapes, table.storages, table.aliases, strict=True)
-    return [
-        IndexTensor(
-            field=field,
-            name=name,
-            scope=scope,
-            dtype=dtype,
-            global_shape=global_shape,
-            storage=storage,
-            aliases=aliases,
-            sharding=sharding,
-        )
-        for ((field, name, scope), dtype, global_shape, storage, aliases), sharding in zip(rows, shardings, strict=True)
-    ]
+    rows = zip(range(len(table.keys)), shardings, strict=True)
+    return [IndexTensor(**table.members(row), sharding=sharding) for row, sharding in rows]
 
 
 def _unite_tables(tables: Sequence[tuple[int, TensorTable]]) -> TensorTable:

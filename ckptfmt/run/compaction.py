@@ -136,22 +136,13 @@ class _Written:
 
 def _plan(held: Holdings, block_nbytes: int) -> Image:
     """Return the shards of a part, and everything that it holds, written or not."""
-    table, boxes = held.table, held.list_boxes()
-    columns = (table.keys, table.dtypes, table.global_shapes, table.storages, table.aliases)
+    boxes = held.list_boxes()
     written = tuple(
         _Written(
-            field=field,
-            name=name,
-            scope=scope,
-            dtype=dtype,
-            global_shape=global_shape,
-            storage=storage,
-            aliases=aliases,
+            **held.table.members(tensor),
             boxes=tuple(boxes[row] for row in held.boxes_of(tensor) if held.written[row]),
         )
-        for tensor, ((field, name, scope), dtype, global_shape, storage, aliases) in enumerate(
-            zip(*columns, strict=True)
-        )
+        for tensor in range(len(held.table.keys))
     )
     image = plan_image(Snapshot(tensors=written, streams=(), leaves=(), absent={}), block_nbytes=block_nbytes)
     # The same tensors are in both tables, and of each the boxes that are written: in the image they are sorted.
