@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from ckptfmt.commit.decision import check_base, create_once
+from ckptfmt.commit.decision import Known, check_base, create_once
 from ckptfmt.digest import digest_at, digest_bytes
-from ckptfmt.documents.manifest import Reference, pins_path
+from ckptfmt.documents.manifest import Manifest, Origin, Reference, pins_path
+from ckptfmt.documents.part import Part
 from ckptfmt.documents.run import Pins
 from ckptfmt.read.decoding import Library, join_blocks
 from ckptfmt.read.files import CheckpointFiles
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ckptfmt.commit.decision import Known
-    from ckptfmt.documents.manifest import Manifest, Origin
-    from ckptfmt.documents.part import Part
-    from ckptfmt.store.protocol import Store
-    from ckptfmt.write.image import Image
+from ckptfmt.store.protocol import Store
+from ckptfmt.write.image import Image
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

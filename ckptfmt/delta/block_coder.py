@@ -10,23 +10,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ckptfmt.codecs import encodings, prediction
 from ckptfmt.codecs.encodings.planes import LANES
+from ckptfmt.delta.base import BaseContents
 from ckptfmt.delta.prediction_groups import PlannedGroup
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.extents import RAW, SAME
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.features import ENCODINGS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from ckptfmt.delta.base import BaseContents
-    from ckptfmt.write.image import Image
+from ckptfmt.write.image import Image
 
 #: Smallest block that is encoded, in bytes: of a smaller one the digest of what is stored takes all of the gain.
 LEAST_NBYTES: Final = 64

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptfmt.codecs import encodings
+from ckptfmt.commit.decision import Known
 from ckptfmt.delta.base import Base, pin_base
+from ckptfmt.delta.coders import Coders
 from ckptfmt.delta.delta import Delta
 from ckptfmt.delta.policy import DeltaOptions, History, SavePlan, plan_save
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.extents import RAW, SAME
-from ckptfmt.documents.manifest import Reference, checkpoint_name, pins_path
+from ckptfmt.documents.manifest import Manifest, Origin, Reference, checkpoint_name, pins_path
+from ckptfmt.documents.part import Part
 from ckptfmt.errors import IntegrityError
+from ckptfmt.store.protocol import Store
+from ckptfmt.write.image import Image
 from ckptfmt.write.slot_contents import SlotContents, Snapped
 from ckptfmt.write.writer import removed_after_error, write_image, write_part_file
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from ckptfmt.commit.decision import Known
-    from ckptfmt.delta.coders import Coders
-    from ckptfmt.documents.manifest import Manifest, Origin
-    from ckptfmt.documents.part import Part
-    from ckptfmt.store.protocol import Store
-    from ckptfmt.write.image import Image
 
 #: Smallest image for which processes are started to encode it, in bytes: a smaller one is done in less time.
 _LEAST_NBYTES: Final = 32 << 20

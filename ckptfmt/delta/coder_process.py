@@ -9,22 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptfmt.codecs.prediction import Rule
 from ckptfmt.delta.base import BaseContents
 from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder
 from ckptfmt.delta.prediction_groups import PlannedGroup
-from ckptfmt.stage.helper_process import be_helper, watch
+from ckptfmt.stage.helper_process import Channel, be_helper, watch
 from ckptfmt.stage.slot import Slot
 from ckptfmt.write.image import Image
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ckptfmt.stage.helper_process import Channel
 
 
 def main(fd: int) -> None:

@@ -9,22 +9,17 @@ import os
 import queue
 import subprocess
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Collection, Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from ckptfmt.delta.block_coder import UNDECIDED, VERDICT
-from ckptfmt.delta.prediction_groups import dump_rules
+from ckptfmt.delta.prediction_groups import PlannedGroup, dump_rules
 from ckptfmt.documents.extents import RAW
-from ckptfmt.stage.helper_process import start_helper
+from ckptfmt.stage.helper_process import Channel, start_helper
 from ckptfmt.stage.slot import Slot
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from ckptfmt.delta.prediction_groups import PlannedGroup
-    from ckptfmt.stage.helper_process import Channel
-    from ckptfmt.write.image import Image
+from ckptfmt.write.image import Image
 
 #: A coder makes and drops arrays of a block's size all the time: the C library shall keep their memory.
 _ENVIRONMENT: Final = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}

@@ -12,41 +12,31 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptfmt.codecs import encodings
 from ckptfmt.commit.decision import create_once
-from ckptfmt.delta.base import BaseContents, BaseFiles
+from ckptfmt.delta.base import Base, BaseContents, BaseFiles
 from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder, Verdict
-from ckptfmt.delta.coders import coder_count
-from ckptfmt.delta.prediction_groups import Snapshotted, dump_rules, find_groups
+from ckptfmt.delta.coders import Coders, coder_count
+from ckptfmt.delta.prediction_groups import PlannedGroup, Snapshotted, dump_rules, find_groups
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.extents import RAW, SAME, Extents, PredictionGroup, StoredBlocks, count_stored
-from ckptfmt.documents.manifest import Reference, pack_name
+from ckptfmt.documents.manifest import Origin, Reference, pack_name
 from ckptfmt.documents.packed import Strings, join_integers
-from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
+from ckptfmt.documents.part import PACK_HEADER, Leaf, Part, PartFile
 from ckptfmt.documents.tables import block_count
 from ckptfmt.errors import Code, err
 from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
 from ckptfmt.read.streaming import WAITING, iter_ahead, iter_batches, make_memory
-from ckptfmt.write.writer import removed_after_error
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from ckptfmt.delta.base import Base
-    from ckptfmt.delta.coders import Coders
-    from ckptfmt.delta.prediction_groups import PlannedGroup
-    from ckptfmt.documents.manifest import Origin
-    from ckptfmt.documents.part import Leaf
-    from ckptfmt.store.protocol import Buffer, Store
-    from ckptfmt.write.image import Image
-    from ckptfmt.write.staging import Seen
-    from ckptfmt.write.writer import Context
+from ckptfmt.store.protocol import Buffer, Store
+from ckptfmt.write.image import Image
+from ckptfmt.write.staging import Seen
+from ckptfmt.write.writer import Context, removed_after_error
 
 #: How many bytes of blocks a thread takes at once, and how many blocks at most.
 _BATCH_NBYTES: Final = 4 << 20

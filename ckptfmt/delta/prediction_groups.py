@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
+from ckptfmt.box import Box
 from ckptfmt.codecs import prediction
 from ckptfmt.codecs.prediction.member_codec import Members, find_members
+from ckptfmt.delta.base import BaseContents
+from ckptfmt.documents.part import Leaf
+from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.features import NEEDS_BASE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from ckptfmt.box import Box
-    from ckptfmt.delta.base import BaseContents
-    from ckptfmt.documents.part import Leaf
-    from ckptfmt.documents.tables import TensorKey
-    from ckptfmt.write.image import Image
+from ckptfmt.write.image import Image
 
 #: Where leaves may say that tensors belong together.
 _FIELDS: Final = frozenset({"weights", "optimizer", "data"})

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Sequence, Sized
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptfmt import limits
 from ckptfmt.digest import DIGEST_NBYTES, PREFIX, digest_at, digest_text
@@ -29,11 +30,6 @@ from ckptfmt.documents.packed import (
 from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import Code, err
 from ckptfmt.features import DELTAS, ENCODINGS, GROUP_KINDS, NEEDS_BASE, PLAIN
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sized
-
-    from numpy.typing import NDArray
 
 GROUP_KEYS: Final = ("kind", "rule", "reference", "member_count", "box")
 

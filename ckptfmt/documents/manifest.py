@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.documents.canonical import dump_document, parse_document
 from ckptfmt.errors import Code, err
 from ckptfmt.features import DELTAS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MANIFEST_NAME: Final = "manifest.json"
 #: What the names of pins end in.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,12 +26,7 @@ from ckptfmt.documents.extents import (
 )
 from ckptfmt.documents.holdings import Holdings, parse_holdings
 from ckptfmt.documents.manifest import Origin, Reference
-from ckptfmt.documents.msgpk import (
-    Weight,
-    dump_mapless,
-    dump_packed_document,
-    parse_packed_document,
-)
+from ckptfmt.documents.msgpk import Weight, dump_mapless, dump_packed_document, parse_packed_document
 from ckptfmt.documents.packed import Budget, Columns, dump_packed, dump_strings, total_of
 from ckptfmt.documents.tables import (
     ORIGIN_KEYS,
@@ -52,9 +48,6 @@ from ckptfmt.documents.tables import (
     tensor_columns,
 )
 from ckptfmt.errors import CkptError, Code, err
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 #: The kinds of files, each with what its names end in.
 FILE_KINDS: Final = {"safetensors": ".safetensors", "pack": ".pack"}

@@ -7,19 +7,15 @@ import functools
 import itertools
 import math
 import re
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.documents.canonical import check_string
 from ckptfmt.documents.manifest import FIELDS, Origin
-from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, make_integers
+from ckptfmt.documents.packed import Columns, Integers, dump_packed, dump_strings, make_integers
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, err
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from ckptfmt.documents.packed import Integers
 
 #: How a tensor belongs to its module; non-persistent ones have files of their own.
 STORAGE: Final = ("persistent", "non-persistent")

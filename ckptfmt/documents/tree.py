@@ -10,16 +10,14 @@ import dataclasses
 import itertools
 import struct
 from collections import Counter, OrderedDict, deque
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Final, TypeAlias, TypeVar
 
 from ckptfmt import limits
 from ckptfmt.documents.msgpk import check_msgpack, dump_mapless, parse_msgpack
 from ckptfmt.documents.packed import pack_items, unpack_items
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, FormatError, err
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

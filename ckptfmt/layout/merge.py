@@ -9,31 +9,25 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
+from ckptfmt.documents.holdings import Holdings
 from ckptfmt.documents.index import Index, IndexLeaf, IndexRngStream, IndexTensor, PartEntry
 from ckptfmt.documents.manifest import FIELDS, FieldSummary, Origin, Reference
-from ckptfmt.documents.packed import join_integers
+from ckptfmt.documents.packed import Integers, join_integers
+from ckptfmt.documents.part import Leaf, Part, RngStream
 from ckptfmt.documents.sharding import Sharding, rows_increase
-from ckptfmt.documents.tables import TensorTable, sort_key, title_of
+from ckptfmt.documents.tables import TensorKey, TensorTable, sort_key, title_of
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.tiling import check_sharding
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from numpy.typing import NDArray
-
-    from ckptfmt.documents.holdings import Holdings
-    from ckptfmt.documents.packed import Integers
-    from ckptfmt.documents.part import Leaf, Part, RngStream
-    from ckptfmt.documents.tables import TensorKey, TensorTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

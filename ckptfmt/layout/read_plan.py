@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from ckptfmt.box import Box
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from ckptfmt.documents.sharding import Sharding
+from ckptfmt.documents.sharding import Sharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

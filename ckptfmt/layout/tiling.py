@@ -13,17 +13,15 @@ they differ, at the cost of sorting ``boxes * d`` integers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptfmt import limits
 from ckptfmt.box import Box
+from ckptfmt.documents.sharding import Sharding
 from ckptfmt.errors import Code, err
-
-if TYPE_CHECKING:
-    from ckptfmt.documents.sharding import Sharding
 
 #: n boxes by ndim dimensions, in elements, of any integer dtype.
 Rows: TypeAlias = NDArray[Any]

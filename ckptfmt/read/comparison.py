@@ -12,33 +12,27 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any, Final, Self
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Final, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
-from ckptfmt.documents.tables import sort_key
+from ckptfmt.documents.index import IndexTensor
+from ckptfmt.documents.tables import TensorKey, sort_key
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.dtypes import DTYPES
+from ckptfmt.errors import CkptError
 from ckptfmt.layout.read_plan import iter_chunks
 from ckptfmt.read.decoding import Library
+from ckptfmt.read.files import StoredBox
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import ArrayTarget, carrier_of
 from ckptfmt.read.report import Report
 from ckptfmt.read.streaming import iter_ahead
 from ckptfmt.read.verify import verify_opened
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
-    from numpy.typing import NDArray
-
-    from ckptfmt.documents.index import IndexTensor
-    from ckptfmt.documents.tables import TensorKey
-    from ckptfmt.errors import CkptError
-    from ckptfmt.read.files import StoredBox
-    from ckptfmt.read.reader import Checkpoint
-
 
 #: How many bytes of tensors that are cut otherwise are read at a time.
 _CHUNK_NBYTES: Final = 4 << 20

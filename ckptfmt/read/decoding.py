@@ -7,26 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Final, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from ckptfmt.codecs import encodings, prediction
 from ckptfmt.digest import digest_bytes
+from ckptfmt.documents.extents import PredictionGroup
 from ckptfmt.documents.manifest import part_path
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.layout.read_plan import BlockRange, plan_requests
+from ckptfmt.layout.read_plan import BlockRange, Request, plan_requests
 from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox
 from ckptfmt.read.report import is_violation, without_frames
 from ckptfmt.read.streaming import REQUEST_NBYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from contextlib import AbstractContextManager
-
-    from ckptfmt.documents.extents import PredictionGroup
-    from ckptfmt.layout.read_plan import Request
-    from ckptfmt.store.protocol import RangeReader
+from ckptfmt.store.protocol import RangeReader
 
 #: How many bytes that nobody wants are read at most, so as to save a request.
 GAP_NBYTES: Final = 64 << 10

@@ -6,11 +6,14 @@ Spec: REQ-OPN-001 to REQ-OPN-008.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptfmt.box import Box
+from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import part_path
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
@@ -18,15 +21,8 @@ from ckptfmt.errors import Code, err
 from ckptfmt.layout.read_plan import iter_chunks
 from ckptfmt.read.files import CheckpointFiles
 from ckptfmt.read.reading import ArrayTarget, Reading, allocate, carrier_of, plan_reading
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from ckptfmt.documents.index import IndexTensor
-    from ckptfmt.read.streaming import Borrow, ReadReport
-    from ckptfmt.write.snapshot import TensorSink
+from ckptfmt.read.streaming import Borrow, ReadReport
+from ckptfmt.write.snapshot import TensorSink
 
 #: How many bytes of a tensor `Checkpoint.iter_content` holds at a time.
 CHUNK_NBYTES: Final = 32 << 20

@@ -8,27 +8,21 @@ once. The stored bytes of a few batches of bundles are in memory at a time.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptfmt.box import Box
+from ckptfmt.documents.index import IndexTensor
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.layout.read_plan import BlockRange, cut_range, find_blocks, find_stretch, iter_stored_boxes
-from ckptfmt.read.decoding import BlockSpan, Decoder, Library, iter_spans
+from ckptfmt.layout.read_plan import BlockRange, Request, cut_range, find_blocks, find_stretch, iter_stored_boxes
+from ckptfmt.read.decoding import BlockSpan, Decoder, Fetched, Library, iter_spans
+from ckptfmt.read.files import CheckpointFiles, StoredBox
 from ckptfmt.read.sharing import Peers, Rounds, Take, share_ranges
 from ckptfmt.read.streaming import WAITING, Borrow, ReadReport, iter_ahead, iter_batches, stream_requests, thread_count
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from ckptfmt.documents.index import IndexTensor
-    from ckptfmt.layout.read_plan import Request
-    from ckptfmt.read.decoding import Fetched
-    from ckptfmt.read.files import CheckpointFiles, StoredBox
-    from ckptfmt.write.snapshot import MemoryOf, TensorSink
+from ckptfmt.write.snapshot import MemoryOf, TensorSink
 
 T = TypeVar("T")
 

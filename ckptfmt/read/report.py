@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from ckptfmt.errors import CkptError, Code, StoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 #: How many violations are listed.
 MOST_VIOLATIONS: Final = 10_000

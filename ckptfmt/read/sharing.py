@@ -12,14 +12,11 @@ import bisect
 import dataclasses
 import itertools
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Protocol, TypeAlias
 
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
 
 #: A range of a file: path, first byte, first byte behind it.
 FileSpan: TypeAlias = tuple[str, int, int]

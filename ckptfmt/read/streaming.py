@@ -15,22 +15,16 @@ import mmap
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from ckptfmt.store.protocol import PAGE_NBYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from ckptfmt.layout.read_plan import Request
-    from ckptfmt.store.protocol import RangeReader
-
+from ckptfmt.layout.read_plan import Request
+from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader
 
 #: Is given a request and its bytes, which are valid until it returns.
 _Take: TypeAlias = "Callable[[Request, memoryview], None]"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from typing import TYPE_CHECKING, Final, TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -13,40 +14,33 @@ from ckptfmt.commit.decision import read_register
 from ckptfmt.commit.waiting import describe_savers, list_held
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import is_foreign, parse_cursor, parse_foreign
+from ckptfmt.documents.extents import Extent
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
     Abort,
     Manifest,
+    Reference,
     Tombstone,
     index_name,
     parse_checkpoint_name,
     part_path,
 )
+from ckptfmt.documents.packed import Integers
 from ckptfmt.documents.part import Part, PartFile
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, Run, launch_name, parse_launch_name
 from ckptfmt.documents.shard import ShardEntry, parse_shard_header
+from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
-from ckptfmt.read.decoding import iter_spans
-from ckptfmt.read.files import check_nbytes, read_header
+from ckptfmt.layout.read_plan import BlockRange
+from ckptfmt.read.decoding import Decoder, iter_spans
+from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox, check_nbytes, read_header
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.read.reading import Reading, WantedBox
+from ckptfmt.read.reading import Bundle, Reading, WantedBox
 from ckptfmt.read.report import ClosureMember, FoundReference, Report, is_violation, without_frames
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from ckptfmt.documents.extents import Extent
-    from ckptfmt.documents.manifest import Reference
-    from ckptfmt.documents.packed import Integers
-    from ckptfmt.documents.sharding import Sharding
-    from ckptfmt.layout.read_plan import BlockRange
-    from ckptfmt.read.decoding import Decoder
-    from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox
-    from ckptfmt.read.reading import Bundle
-    from ckptfmt.store.protocol import Store
+from ckptfmt.store.protocol import Store
 
 #: The encoded blocks that were decoded already: by manifest digest, number of the part and of the box.
 Done: TypeAlias = dict[tuple[str, int, int], set[int]]

@@ -22,19 +22,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import secrets
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
 from ckptfmt.digest import DIGEST_NBYTES, iter_blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from ckptfmt.write.image import Image
+from ckptfmt.write.image import Image
 
 #: How many bytes of a block are compared with those of the last save before all of it is read.
 _SAMPLE_NBYTES: Final = 1024

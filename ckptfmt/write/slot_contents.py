@@ -6,18 +6,15 @@ import dataclasses
 import itertools
 import os
 import threading
-from typing import TYPE_CHECKING, Final, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, Self
 
 from ckptfmt.digest import block_digests, digest_at
 from ckptfmt.errors import CkptError, Code, err
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from ckptfmt.store.protocol import Buffer
-    from ckptfmt.write.image import Image
-    from ckptfmt.write.staging import Seen
-    from ckptfmt.write.writer import Context
+from ckptfmt.store.protocol import Buffer
+from ckptfmt.write.image import Image
+from ckptfmt.write.staging import Seen
+from ckptfmt.write.writer import Context
 
 #: What is handed to the store at once, in bytes: as long as one of its requests.
 _CHUNK_NBYTES: Final = 16 << 20

@@ -6,22 +6,17 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from concurrent.futures import wait
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Executor, Future, wait
+from typing import Any, Final, Protocol
 
 import numpy as np
 
-from ckptfmt.write.image import key_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-    from concurrent.futures import Executor, Future
-
-    from ckptfmt.box import Box
-    from ckptfmt.documents.tables import TensorKey
-    from ckptfmt.write.fillings import Filling
-    from ckptfmt.write.image import Image, Piece
-    from ckptfmt.write.snapshot import MemoryOf, Snapshot, TensorSource
+from ckptfmt.box import Box
+from ckptfmt.documents.tables import TensorKey
+from ckptfmt.write.fillings import Filling
+from ckptfmt.write.image import Image, Piece, key_of
+from ckptfmt.write.snapshot import MemoryOf, Snapshot, TensorSource
 
 #: How much more must be there before it is told, in bytes. Whoever is told wakes up, and takes a core from the copies:
 #: told every 4 MiB, a copy of 1.6 GB on two cores took 1.16 times as long.
