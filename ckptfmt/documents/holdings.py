@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptfmt import limits
 from ckptfmt.box import Box
@@ -21,11 +23,6 @@ from ckptfmt.documents.packed import Columns, Integers, dump_packed, dump_string
 from ckptfmt.documents.tables import TABLE_KEYS, TensorKey, TensorTable, dump_table, parse_table
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import ENCODINGS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
 
 _BOX_KEYS: Final = ("begin", "cut_shape", "replica", "digest_count")
 
@@ -61,7 +58,7 @@ class Boxes:
         ndim = self.table.ndim[self.owner]
         return np.cumsum(ndim) - ndim
 
-    def boxes_of(self, tensor: int) -> range:
+    def rows_of(self, tensor: int) -> range:
         """Return the rows of a tensor's boxes."""
         end = int(self._box_end[tensor])
         return range(end - int(self.box_count[tensor]), end)

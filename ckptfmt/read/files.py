@@ -12,29 +12,23 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterator, Sequence
+from typing import Self
 
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import read_register
 from ckptfmt.digest import DIGEST_NBYTES, PREFIX, digest_at, digest_bytes, iter_blocks
-from ckptfmt.documents.extents import Extent
-from ckptfmt.documents.index import Index
+from ckptfmt.documents.extents import Extent, PredictionGroup
+from ckptfmt.documents.index import Index, IndexLeaf, IndexRngStream, IndexTensor
 from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, Reference, index_name, part_path
-from ckptfmt.documents.part import Part
+from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
+from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, UnsupportedError, err
 from ckptfmt.layout.merge import check_index_tiling, summarise
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from ckptfmt.documents.extents import PredictionGroup
-    from ckptfmt.documents.index import IndexLeaf, IndexRngStream, IndexTensor
-    from ckptfmt.documents.part import Leaf, PartFile, RngStream
-    from ckptfmt.documents.tables import TensorKey
-    from ckptfmt.layout.read_plan import BlockRange
-    from ckptfmt.store.protocol import Store
+from ckptfmt.layout.read_plan import BlockRange
+from ckptfmt.store.protocol import Store
 
 
 class CheckpointFiles:
@@ -315,7 +309,7 @@ class OpenPart:
         tensor = held.table.numbers.get(key)
         if tensor is None:
             return None
-        rows = held.boxes_of(tensor)
+        rows = held.rows_of(tensor)
         if len(rows) > 1:
             if tensor not in self._written:
                 self._written[tensor] = {held.box(row): row for row in rows if held.written[row]}

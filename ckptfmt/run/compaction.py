@@ -12,22 +12,18 @@ from typing import TYPE_CHECKING, Final
 from ckptfmt.commit.decision import check_vacant, decide
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
-from ckptfmt.documents.packed import make_integers
 from ckptfmt.documents.tables import block_count
 from ckptfmt.errors import Code, err
 from ckptfmt.read.decoding import Library
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.streaming import iter_ahead
 from ckptfmt.run.lineage import begin_launch, check_not_fenced, find_head, open_run
-from ckptfmt.write.image import Image, plan_image
-from ckptfmt.write.snapshot import Snapshot
+from ckptfmt.write.image import Image, lay_out
 from ckptfmt.write.writer import Context, write_image
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckptfmt.box import Box
-    from ckptfmt.documents.holdings import Holdings
     from ckptfmt.read.files import OpenPart, StoredBox
     from ckptfmt.store.protocol import Store
 
@@ -104,7 +100,14 @@ def _write(checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Ca
     for number in range(origin.writer_count):
         opened = checkpoint.open_part(number)
         part = opened.part
-        image = _plan(part.holdings, origin.block_nbytes)
+        held = part.holdings
+        image = lay_out(
+            held,
+            block_nbytes=origin.block_nbytes,
+            written=held.written,
+            replica=held.replica,
+            digested=held.digest_count > 0,
+        )
         context = Context(
             saved_unix_s=part.saved_unix_s, streams=part.streams, leaves=part.leaves, absent=dict(part.absent)
         )
@@ -113,44 +116,6 @@ def _write(checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Ca
 
 
 # --- one part -------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
-    """The boxes of a tensor that a part stores; a `TensorSource` to lay out shards by."""
-
-    field: str
-    name: str
-    scope: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    storage: str
-    aliases: tuple[str, ...]
-    boxes: tuple[Box, ...]
-    replica: bool = False
-
-    def copy_into(self, box: Box, out: memoryview) -> None:
-        """Nothing is copied: blocks are decoded where they are written."""
-        raise NotImplementedError
-
-
-def _plan(held: Holdings, block_nbytes: int) -> Image:
-    """Return the shards of a part, and everything that it holds, written or not."""
-    boxes = held.list_boxes()
-    written = tuple(
-        _Written(
-            **held.table.members(tensor),
-            boxes=tuple(boxes[row] for row in held.boxes_of(tensor) if held.written[row]),
-        )
-        for tensor in range(len(held.table.keys))
-    )
-    image = plan_image(Snapshot(tensors=written, streams=(), leaves=(), absent={}), block_nbytes=block_nbytes)
-    # The same tensors are in both tables, and of each the boxes that are written: in the image they are sorted.
-    rows = {(tensor, box): row for row, (tensor, box) in enumerate(zip(held.owner.tolist(), boxes, strict=True))}
-    places = zip(image.holdings.owner.tolist(), image.holdings.list_boxes(), strict=True)
-    of_image = make_integers(rows[place] for place in places)
-    extents = dataclasses.replace(image.holdings.extents, box=of_image[image.holdings.extents.box])
-    return dataclasses.replace(image, holdings=dataclasses.replace(held, extents=extents.take(extents.order())))
 
 
 class _Decoded:

@@ -7,32 +7,26 @@ is only digested. Names of tensors and boxes are in it, tensors aren't, so that 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptfmt import limits
+from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.extents import Extents
 from ckptfmt.documents.holdings import BOXES_KEYS, Boxes, Holdings, parse_boxes
-from ckptfmt.documents.manifest import shard_name
-from ckptfmt.documents.packed import Columns, Strings, dump_packed, dump_strings, make_integers
-from ckptfmt.documents.part import Part, PartFile
+from ckptfmt.documents.manifest import Origin, shard_name
+from ckptfmt.documents.packed import Columns, Integers, Strings, dump_packed, dump_strings, make_integers
+from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
 from ckptfmt.documents.shard import most_entry_nbytes, plan_shard
-from ckptfmt.documents.tables import TensorTable, parse_counter, sort_key
+from ckptfmt.documents.tables import TensorKey, TensorTable, parse_counter, sort_key
 from ckptfmt.dtypes import DTYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from numpy.typing import NDArray
-
-    from ckptfmt.box import Box
-    from ckptfmt.documents.manifest import Origin
-    from ckptfmt.documents.packed import Integers
-    from ckptfmt.documents.part import Leaf, RngStream
-    from ckptfmt.documents.tables import TensorKey
-    from ckptfmt.write.snapshot import Snapshot, TensorSource
+from ckptfmt.write.snapshot import Snapshot, TensorSource
 
 #: Each shard begins at a multiple of this, in bytes: what direct I/O asks of memory and file.
 ALIGN_NBYTES: Final = 4096
@@ -221,31 +215,50 @@ def plan_image(
     Spec: REQ-TEN-004, REQ-TEN-005, REQ-SHD-009, REQ-CMT-012.
     """
     sources = sort_sources(snapshot)
+    boxes = gather_boxes(sources)
+    pieces = ((key_of(source), box) for source in sources for box in sorted(source.boxes))
+    is_written = np.array([written is None or piece in written for piece in pieces], np.bool_)
+    replica = np.repeat(np.array([source.replica for source in sources], np.bool_), boxes.box_count)
+    # Somebody else writes it? Whether it is the same must be proved, unless mesh or caller vouch for it.
+    digested = is_written | ~replica | check_replicas
+    return lay_out(boxes, block_nbytes=block_nbytes, written=is_written, replica=replica, digested=digested)
+
+
+def lay_out(
+    boxes: Boxes,
+    *,
+    block_nbytes: int,
+    written: NDArray[np.bool_],
+    replica: NDArray[np.bool_],
+    digested: NDArray[np.bool_],
+) -> Image:
+    """Return the image of some boxes.
+
+    Args:
+        written: of each box, whether a file of the image has it.
+        replica: of each box, whether it is declared a replica.
+        digested: of each box, whether its blocks are digested.
+
+    Spec: REQ-TEN-004, REQ-TEN-005, REQ-SHD-009.
+    """
+    tensors, extents = boxes.table, iter(boxes.box_shape.tolist())
+    owners = boxes.owner.tolist()
+    shapes = [tuple(itertools.islice(extents, len(tensors.global_shapes[owner]))) for owner in owners]
+    file, byte_begin = np.full(len(owners), -1), np.zeros(len(owners), np.int64)
+    keys = [""] * len(owners)
     stems, headers, nbytes = [], [], []
-    places: dict[tuple[TensorKey, Box], tuple[int, int, str]] = {}
-    for number, (stem, pieces) in enumerate(_divide(sources, written)):
-        keys = _shard_keys([source.name for source, _ in pieces])
-        rows = [(key, *_shard_type(source, box)) for key, (source, box) in zip(keys, pieces, strict=True)]
-        header, entries = plan_shard(rows)
+    for number, (stem, rows) in enumerate(_divide(tensors, owners, np.flatnonzero(written).tolist())):
+        names = [tensors.keys[owners[row]][1] for row in rows]
+        types = (_shard_type(tensors.dtypes[owners[row]], shapes[row]) for row in rows)
+        header, entries = plan_shard([(key, *of) for key, of in zip(_shard_keys(names), types, strict=True)])
         stems.append(stem)
         headers.append(header)
         nbytes.append(max(entry.byte_end for entry in entries))
-        for (source, box), entry in zip(pieces, entries, strict=True):
-            key = "" if entry.key == source.name else entry.key
-            places[key_of(source), box] = (number, entry.byte_begin, key)
-    found = [places.get((key_of(source), box)) for source in sources for box in sorted(source.boxes)]
-    boxes, file = boxes_of(sources), make_integers(-1 if place is None else place[0] for place in found)
-    replica = np.repeat(np.array([source.replica for source in sources], np.bool_), boxes.box_count)
-    held = _hold(
-        boxes,
-        block_nbytes,
-        replica=replica,
-        # Somebody else writes it? Whether it is the same must be proved, unless mesh or caller vouch for it.
-        digested=(file >= 0) | ~replica | check_replicas,
-        file=file,
-        byte_begin=make_integers(0 if place is None else place[1] for place in found),
-        key=Strings.of([place[2] for place in found if place is not None]),
-    )
+        file[rows], byte_begin[rows] = number, [entry.byte_begin for entry in entries]
+        for row, name, entry in zip(rows, names, entries, strict=True):
+            keys[row] = "" if entry.key == name else entry.key
+    key = Strings.of(list(itertools.compress(keys, written)))
+    held = _hold(boxes, block_nbytes, replica=replica, digested=digested, file=file, byte_begin=byte_begin, key=key)
     return Image(block_nbytes=block_nbytes, shards=_place_shards(stems, headers, nbytes), holdings=held)
 
 
@@ -254,7 +267,7 @@ def sort_sources(snapshot: Snapshot) -> list[TensorSource]:
     return sorted(snapshot.tensors, key=lambda source: sort_key(key_of(source)))
 
 
-def boxes_of(sources: Sequence[TensorSource]) -> Boxes:
+def gather_boxes(sources: Sequence[TensorSource]) -> Boxes:
     """Return the boxes of tensors, those of each sorted."""
     boxes = [box for source in sources for box in sorted(source.boxes)]
     return Boxes(
@@ -328,44 +341,42 @@ def _list_pieces(shards: tuple[ImageShard, ...], held: Holdings) -> tuple[tuple[
     return tuple(rows.tolist()), pieces
 
 
-def _divide(
-    sources: Iterable[TensorSource], written: frozenset[tuple[TensorKey, Box]] | None
-) -> list[tuple[str, list[tuple[TensorSource, Box]]]]:
-    """Return the pieces of each file, with the stem of its name, by stem.
+def _divide(tensors: TensorTable, owners: Sequence[int], written: Iterable[int]) -> list[tuple[str, list[int]]]:
+    """Return the boxes of each file, with the stem of its name, by stem.
 
     What is too much for one header goes into further files, `weights_aa` and so on beside `weights`.
 
+    Args:
+        owners: of each box, the number of its tensor.
+        written: the boxes that go into files.
+
     Spec: REQ-SHD-001, REQ-TEN-007.
     """
-    by_stem: dict[str, list[tuple[TensorSource, Box]]] = {}
+    by_stem: dict[str, list[int]] = {}
     open_stems: dict[str, tuple[str, int, int]] = {}
-    for source in sources:
-        first = _stem(source)
-        for box in sorted(source.boxes):
-            if written is not None and (key_of(source), box) not in written:
-                continue
-            stem, header_nbytes, more = open_stems.get(first, (first, 0, 0))
-            entry_nbytes = most_entry_nbytes(source.name, len(box.shape))
-            if header_nbytes + entry_nbytes > _ENTRIES_NBYTES:
-                stem, header_nbytes, more = f"{first}_{_LETTERS[more // 26]}{_LETTERS[more % 26]}", 0, more + 1
-            open_stems[first] = stem, header_nbytes + entry_nbytes, more
-            by_stem.setdefault(stem, []).append((source, box))
+    for row in written:
+        first = _stem(tensors, owners[row])
+        stem, header_nbytes, more = open_stems.get(first, (first, 0, 0))
+        entry_nbytes = most_entry_nbytes(tensors.keys[owners[row]][1], len(tensors.global_shapes[owners[row]]))
+        if header_nbytes + entry_nbytes > _ENTRIES_NBYTES:
+            stem, header_nbytes, more = f"{first}_{_LETTERS[more // 26]}{_LETTERS[more % 26]}", 0, more + 1
+        open_stems[first] = stem, header_nbytes + entry_nbytes, more
+        by_stem.setdefault(stem, []).append(row)
     return sorted(by_stem.items())
 
 
-def _stem(source: TensorSource) -> str:
+def _stem(tensors: TensorTable, tensor: int) -> str:
     """Return in which file a tensor goes: tools that load weights by name find nothing else among them."""
-    if DTYPES[source.dtype].safetensors is None:
-        return f"{source.field}_opaque"
-    return f"{source.field}_buffers" if source.storage == "non-persistent" else source.field
+    field = tensors.keys[tensor][0]
+    if DTYPES[tensors.dtypes[tensor]].safetensors is None:
+        return f"{field}_opaque"
+    return f"{field}_buffers" if tensors.storages[tensor] == "non-persistent" else field
 
 
-def _shard_type(source: TensorSource, box: Box) -> tuple[str, tuple[int, ...]]:
+def _shard_type(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """Return tag and shape of a piece in a shard's header. Spec: REQ-TEN-004."""
-    dtype = DTYPES[source.dtype]
-    if dtype.safetensors is None:
-        return "U8", (box.element_count * dtype.nbytes,)
-    return dtype.safetensors, box.shape
+    tag = DTYPES[dtype].safetensors
+    return ("U8", (math.prod(shape) * DTYPES[dtype].nbytes,)) if tag is None else (tag, shape)
 
 
 def _shard_keys(names: list[str]) -> list[str]:

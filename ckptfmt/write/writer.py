@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import time
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol
 
 from ckptfmt import limits
+from ckptfmt.box import Box
 from ckptfmt.commit.decision import create_once
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.holdings import Structure
@@ -16,15 +18,9 @@ from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_na
 from ckptfmt.documents.part import Leaf, Part, RngStream, dump_failure
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.protocol import SizedChunks
-from ckptfmt.write.image import Image, Piece, boxes_of, key_of, plan_image, sort_sources
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from ckptfmt.box import Box
-    from ckptfmt.store.protocol import Buffer, Store
-    from ckptfmt.write.snapshot import Snapshot, TensorSource
+from ckptfmt.store.protocol import Buffer, SizedChunks, Store
+from ckptfmt.write.image import Image, Piece, gather_boxes, key_of, plan_image, sort_sources
+from ckptfmt.write.snapshot import Snapshot, TensorSource
 
 #: What to do about a limit that a save meets, by the clause that it breaks, and otherwise.
 _REMEDIES: Final = {
@@ -107,7 +103,7 @@ def structure_of(snapshot: Snapshot) -> Structure:
     """Return what a writer holds, for the writers to agree on who writes what."""
     sources = sort_sources(snapshot)
     return Structure(
-        **boxes_of(sources).members(),
+        **gather_boxes(sources).members(),
         declared_by=[snapshot.declared_by.get(key_of(source), "") for source in sources],
         replica=[source.replica for source in sources],
     )
