@@ -19,7 +19,7 @@ from ckptfmt.delta.coders import Coders
 from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import Code
 from ckptfmt.saver import saver
-from ckptfmt.write.fillings import Fillings
+from ckptfmt.write.staging import Fillings
 from tests.builders import code_of, error_of
 from tests.test_device_deltas import MIB, check_loads
 from tests.test_device_deltas import Run as Table

@@ -13,9 +13,8 @@ from ckptfmt.commit.decision import decide
 from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.manifest import Manifest, Origin
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.layout.assignment import assign_writers
 from ckptfmt.trainer.capture import capture
-from ckptfmt.write.image import Image, plan_image
+from ckptfmt.write.image import Image, assign_writers, plan_image
 from ckptfmt.write.writer import as_ckpt_error, check_snapshot, for_saving, structure_of, tell_failure, write_part
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from ckptfmt.store import LocalStore
 from ckptfmt.trainer.background import Background, Lent, staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle, SaveReport
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
-from ckptfmt.write.fillings import Fillings
-from ckptfmt.write.staging import plan_copies
+from ckptfmt.write.staging import Fillings, plan_copies
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Where the bytes of one writer go: its files as one image, laid out before a byte is copied.
+"""Who writes what, and where it goes: the files of one writer as one image, laid out before a byte is copied.
 
 An image is what a snapshot looks like in memory: each shard as it will be on disk, header and all, and behind them what
 is only digested. Names of tensors and boxes are in it, tensors aren't, so that it is kept from save to save.
@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
 from ckptfmt.documents.shard import most_entry_nbytes, plan_shard
 from ckptfmt.documents.tables import TensorKey, TensorTable, parse_counter, sort_key
 from ckptfmt.dtypes import DTYPES
+from ckptfmt.errors import Code, err
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 
 #: Each shard begins at a multiple of this, in bytes: what direct I/O asks of memory and file.
@@ -397,3 +398,54 @@ def _shard_keys(names: list[str]) -> list[str]:
         taken.add(key)
         keys.append(key)
     return keys
+
+
+# --- who writes what --------------------------------------------------------------------------------------------------
+
+#: Whatever can be put into a set and into order.
+K = TypeVar("K", bound=Any)
+
+
+def assign_writers(holdings: Sequence[Sequence[tuple[K, int]]]) -> tuple[frozenset[K], ...]:
+    """Return for each writer the keys that it writes: each key exactly once, by one of its holders.
+
+    What has one holder is given to it first. The rest goes, largest first, to the holder with the fewest bytes so far;
+    ties go to the lower key, then to the lower writer. The result depends on nothing else, not even on the order
+    within a writer's list.
+
+    Args:
+        holdings: for each writer, what it holds: key and number of bytes.
+
+    Units: bytes.
+    Raises: ARGUMENT when a writer lists a key twice; TENSOR_DIVERGED when two writers give a key different sizes.
+    Source: LPT scheduling, R. L. Graham, SIAM J. Appl. Math. 17 (1969), with restricted machines.
+
+    >>> [sorted(keys) for keys in assign_writers([[("a", 5), ("b", 3), ("c", 3)], [("a", 5), ("b", 3)]])]
+    [['b', 'c'], ['a']]
+    """
+    holders, nbytes = _invert(holdings)
+    load = [0] * len(holdings)
+    written: list[list[K]] = [[] for _ in holdings]
+    # The only holder has no choice; the others are balanced around it.
+    order = sorted(holders, key=lambda key: (len(holders[key]) > 1, -nbytes[key], key))
+    for key in order:
+        writer = min(holders[key], key=lambda holder: (load[holder], holder))
+        load[writer] += nbytes[key]
+        written[writer].append(key)
+    return tuple(frozenset(keys) for keys in written)
+
+
+def _invert(holdings: Sequence[Sequence[tuple[K, int]]]) -> tuple[dict[K, list[int]], dict[K, int]]:
+    """Return the writers that hold each key, ascending, and each key's bytes."""
+    holders: dict[K, list[int]] = {}
+    nbytes: dict[K, int] = {}
+    for writer, held in enumerate(holdings):
+        for key, key_nbytes in held:
+            of_key = holders.setdefault(key, [])
+            if of_key and of_key[-1] == writer:
+                raise err(Code.ARGUMENT, f"writer {writer} lists {key} twice")
+            of_key.append(writer)
+            if nbytes.setdefault(key, key_nbytes) != key_nbytes:
+                detail = f"{key} has {nbytes[key]} bytes on writer {of_key[0]} and {key_nbytes} on writer {writer}"
+                raise err(Code.TENSOR_DIVERGED, detail)
+    return holders, nbytes

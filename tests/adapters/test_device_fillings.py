@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from ckptfmt.adapters.torch import device_copies as staging
 from ckptfmt.adapters.torch.device_copies import SideStreams, plan_device_copies
 from ckptfmt.digest import block_digests
-from ckptfmt.write import fillings
-from ckptfmt.write.fillings import Fillings
 from ckptfmt.write.image import plan_image
+from ckptfmt.write.staging import Fillings
 from tests.adapters.test_device import FakeCuda, in_a_row
 from tests.builders import snapshot, tensor
 
@@ -165,7 +164,7 @@ def test_finish_and_guard_send_what_changed_once_whoever_comes_first():
 
 def test_a_tensor_that_changes_everywhere_is_soon_only_copied(monkeypatch):
     """Digesting it costs the device time, and gains nothing; now and then it is looked at again."""
-    monkeypatch.setattr(fillings, "_LONGEST_PAUSE", 4)
+    monkeypatch.setattr("ckptfmt.write.staging._LONGEST_PAUSE", 4)
     held = words(4 * BLOCK // 4)
     slots = Slots(held)
     looked = []

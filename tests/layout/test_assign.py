@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.layout.assignment import assign_writers
+from ckptfmt.write.image import assign_writers
 
 
 @st.composite

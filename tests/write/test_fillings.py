@@ -8,9 +8,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.write import fillings
-from ckptfmt.write.fillings import Fillings
+from ckptfmt.write import staging
 from ckptfmt.write.image import plan_image
+from ckptfmt.write.staging import Fillings
 from tests.builders import snapshot
 
 BLOCK_NBYTES = 4096
@@ -45,7 +45,7 @@ class Slots:
 @pytest.fixture(autouse=True, scope="module")
 def sixteen_bytes_are_a_sample():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fillings, "_SAMPLE_NBYTES", 16)
+        patch.setattr(staging, "_SAMPLE_NBYTES", 16)
         yield
 
 
@@ -110,7 +110,7 @@ def computed(monkeypatch) -> list[int]:
         found.append(content.nbytes)
         return xxhash.xxh3_128_digest(content, seed=seed)
 
-    monkeypatch.setattr(fillings, "xxh3_128_digest", checksum)
+    monkeypatch.setattr(staging, "xxh3_128_digest", checksum)
     return found
 
 

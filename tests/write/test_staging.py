@@ -16,9 +16,8 @@ from ckptfmt.adapters.numpy import ArraySource
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.write import staging
-from ckptfmt.write.fillings import Filling, Fillings
 from ckptfmt.write.image import plan_image
-from ckptfmt.write.staging import HostCopy, Seen, Staging
+from ckptfmt.write.staging import Filling, Fillings, HostCopy, Seen, Staging
 from tests.builders import snapshot, tensor
 from tests.write.test_image import fill
 

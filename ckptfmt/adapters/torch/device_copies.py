@@ -26,8 +26,7 @@ from ckptfmt.adapters.torch.blake3 import block_digests
 from ckptfmt.adapters.torch.tensors import _as_integers
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.write.fillings import DeviceTensor, Filling
-from ckptfmt.write.staging import Seen
+from ckptfmt.write.staging import DeviceTensor, Filling, Seen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,8 +16,8 @@ from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.read.streaming import Borrow
 from ckptfmt.stage.slot import Slot
-from ckptfmt.write.fillings import Filling
 from ckptfmt.write.snapshot import TensorSink, TensorSource
+from ckptfmt.write.staging import Filling
 
 #: Where tensors lie that aren't reached through the processor's memory.
 DEVICE_TYPE: Final = "cuda"
