@@ -1,4 +1,9 @@
-"""The processes that digest and encode blocks for a saver, and the way to them. Without them it does so by itself."""
+"""The processes that digest and encode blocks for a saver, and the way to them. Without them it does so by itself.
+
+A saver starts as many as it has processors for: arithmetic on small arrays, by several threads of one Python process,
+takes as long as by one. A coder is ``python -m ckptfmt.delta.coders FD``. It knows slots, and no store: what isn't in a
+slot any more is encoded by the saver.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +13,20 @@ import dataclasses
 import os
 import queue
 import subprocess
+import sys
 import threading
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ckptfmt.delta.block_coder import UNDECIDED, VERDICT
+from ckptfmt.codecs.prediction import Rule
+from ckptfmt.delta.base import BaseContents
+from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder
 from ckptfmt.delta.prediction_groups import PlannedGroup, dump_rules
 from ckptfmt.documents.extents import RAW
-from ckptfmt.stage.helper_process import Channel, start_helper
+from ckptfmt.stage.helper_process import Channel, be_helper, start_helper, watch
 from ckptfmt.stage.slot import Slot
 from ckptfmt.write.image import Image
 
@@ -73,7 +82,7 @@ class Coders:
         self._has_started = True
         with contextlib.suppress(OSError):
             for _ in range(count):
-                process, channel = start_helper("ckptfmt.delta.coder_process", environment=_ENVIRONMENT)
+                process, channel = start_helper("ckptfmt.delta.coders", environment=_ENVIRONMENT)
                 coder = _Coder(process=process, channel=channel, slots={})
                 self._all.append(coder)
                 channel.limit_waits(_PATIENCE_S)
@@ -229,3 +238,73 @@ def _dump_groups(groups: Sequence[PlannedGroup]) -> list[list[Any]]:
 def coder_count() -> int:
     """Return how many blocks are encoded at once: what that takes from the training it takes for a shorter time."""
     return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
+# --- in the process ---------------------------------------------------------------------------------------------------
+
+
+def main(fd: int) -> None:
+    """Serve the saver at the other end of the socket `fd` until it is gone."""
+    channel = be_helper(fd)
+    watch(os.getppid(), channel)
+    with contextlib.suppress(OSError):  # the saver is gone: there is nobody to tell
+        _serve(channel)
+
+
+def _serve(channel: Channel) -> None:
+    slots: dict[int, Slot] = {}
+    image: Image | None = None
+    coder: BlockCoder | None = None
+    results: Slot | None = None
+    while (received := channel.receive()) is not None:
+        message, slot_fd = received
+        if slot_fd is not None:
+            slots[message["slot"]] = slot = Slot.attach(slot_fd)
+            slot.touch()
+        elif message["type"] == "image":
+            image = Image.from_dict(message["image"])
+        elif message["type"] == "delta":
+            assert image is not None  # noqa: S101 - the saver sends it first
+            coder = _make_coder(message, image, slots)
+        else:
+            assert coder is not None  # noqa: S101 - the saver sends image and delta first
+            room_nbytes, fd = message["room_nbytes"], None
+            if results is None or results.nbytes < room_nbytes:
+                results = Slot.make(room_nbytes)
+                fd = results.fd
+            verdicts = _code_all(coder, message["blocks"], results.view)
+            channel.send({"verdicts": verdicts.tobytes()}, fd=fd)
+
+
+def _make_coder(message: dict[str, Any], image: Image, slots: dict[int, Slot]) -> BlockCoder:
+    contents = BaseContents(image, message["digests"], slots[message["base_slot"]].view, otherwise=_refuse)
+    rules = [(Rule.parse(rule, "delta"), rows) for rule, rows in message["groups"]]
+    groups = [PlannedGroup(rule=rule, pieces=tuple(pieces)) for rule, rows in rules for pieces in rows]
+    view = slots[message["slot"]].view
+    fields, among = frozenset(message["fields"]), message["among"]
+    return BlockCoder(image, view, contents=contents, groups=groups, fields=fields, among=among)
+
+
+def _refuse(piece: int, block: int) -> memoryview:
+    raise LookupError(f"block {block} of piece {piece} isn't in the base's slot any more")
+
+
+def _code_all(coder: BlockCoder, blocks: list[list[int]], results: memoryview) -> NDArray[Any]:
+    """Leave what is stored of encoded blocks in `results`, one behind the other, and return the verdict of each block.
+
+    What wasn't coded, for whatever reason, is left undecided: the saver does it.
+    """
+    verdicts = np.zeros(len(blocks), VERDICT)
+    verdicts["encoding"] = UNDECIDED
+    begin = 0
+    for row, (piece, block) in enumerate(blocks):
+        with contextlib.suppress(Exception):  # the saver meets it again, and tells of it
+            verdict, stored = coder.code(piece, block)
+            results[begin : begin + len(stored)] = stored
+            verdicts[row] = verdict
+            begin += len(stored)
+    return verdicts
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

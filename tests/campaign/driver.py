@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ckptfmt.checkpointer import Checkpointer
-from ckptfmt.delta import coder_process
+from ckptfmt.delta import coders
 from ckptfmt.saver import saver_process
 from tests.campaign.checker import look_at, problems_of
 from tests.campaign.oracle import EXCUSED, Oracle, Place
@@ -33,7 +33,7 @@ _SMALL_NBYTES: Final = (20_000, 300_000, 2_000_000, 6_000_000)
 _LARGE_NBYTES: Final = (38 << 20, 46 << 20)
 _PATIENCE_S: Final = 60.0
 #: What the processes that are killed beside a trainer run.
-_HELPERS: Final = {"saver": saver_process.__name__, "coder": coder_process.__name__}
+_HELPERS: Final = {"saver": saver_process.__name__, "coder": coders.__name__}
 #: Of a job of which one worker is dead, how long the others may live on; a launcher ends them.
 _GRACE_S: Final = (0.0, 0.0, 0.3)
 #: After how long a life counts as hanging.
