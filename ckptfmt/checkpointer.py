@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from ckptfmt.api import DEADLINE_S
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.delta.policy import DeltaOptions
-from ckptfmt.documents.run import Launch, ResumeFrom, Run
+from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import REFERENCED
 from ckptfmt.group import Agree, Group, make_group
@@ -150,7 +150,7 @@ class Checkpointer:
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
         self._deadline_s = deadline_s
         self._saves = Saves(self._store, self._group, state, options)
-        self._run: Run | None = None
+        self._run: RunRecord | None = None
         #: The checkpoint that this launch resumes from; open until the RNG streams are put back.
         self._checkpoint: Checkpoint | None = None
         self._handle: SaveHandle | None = None
@@ -215,7 +215,7 @@ class Checkpointer:
         told = self._group.run_on_first(self._begin)
         if not isinstance(told, dict) or "launch" not in told:
             raise err(Code.WRITERS_DIVERGED, "the processes aren't at the same point", requirement="REQ-CMT-001")
-        self._run = Run(run_id=told["launch"]["run_id"], writer_features=tuple(told["writer_features"]))
+        self._run = RunRecord(run_id=told["launch"]["run_id"], writer_features=tuple(told["writer_features"]))
         resume = told["launch"].pop("resume_from")
         self.launch = Launch(**told["launch"], resume_from=None if resume is None else ResumeFrom(**resume))
         self.passed_over = told["passed_over"]

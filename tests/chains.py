@@ -14,7 +14,7 @@ from ckptfmt.commit.decision import Known, finalize, sweep_attempts
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
-from ckptfmt.documents.run import Launch, Run
+from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.features import REFERENCED
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
@@ -61,7 +61,7 @@ class Saving:
         self.options = options
         self.known = known or Known()
         self.block_nbytes = block_nbytes
-        self.run: Run = open_run(self.store, writer_features=(REFERENCED,))
+        self.run: RunRecord = open_run(self.store, writer_features=(REFERENCED,))
         self.launch: Launch = begin_launch(self.store, self.run)[0]
         self.number = 0
         self.writers = []

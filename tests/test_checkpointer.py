@@ -14,7 +14,7 @@ import pytest
 import ckptfmt
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import Manifest, Tombstone
-from ckptfmt.documents.run import RUN_NAME, SAVERS, Run
+from ckptfmt.documents.run import RUN_NAME, SAVERS, RunRecord
 from ckptfmt.errors import CkptError, Code, FencedError
 from ckptfmt.run.lineage import list_checkpoints, open_run
 from ckptfmt.store import open_store
@@ -230,7 +230,7 @@ def test_launch_that_gives_up_waiting_says_what_it_passed_over(tmp_path: Path) -
 
 def test_run_of_a_newer_program_is_left_as_it_is(tmp_path: Path) -> None:
     """REQ-VER-003: what refers to its checkpoints, only that one knows."""
-    (tmp_path / RUN_NAME).write_bytes(Run(run_id="a" * 32, writer_features=("me.packs",)).dump())
+    (tmp_path / RUN_NAME).write_bytes(RunRecord(run_id="a" * 32, writer_features=("me.packs",)).dump())
     with pytest.raises(CkptError) as caught:
         run(tmp_path, 2, saver="inline")
     assert caught.value.code == Code.FEATURE_UNSUPPORTED

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckptfmt.cli.console import Cell
-    from ckptfmt.documents.run import Launch, Run
+    from ckptfmt.documents.run import Launch, RunRecord
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class _History:
         problems: why records couldn't be read.
     """
 
-    run: Run | None
+    run: RunRecord | None
     launches: list[Launch]
     entries: list[RunEntry]
     lineage: list[str]

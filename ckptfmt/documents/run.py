@@ -40,7 +40,7 @@ def parse_launch_name(name: str) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunRecord:
     """The identity of a run, and the features that clean-up and compaction must understand."""
 
     run_id: str
@@ -58,7 +58,7 @@ class Run:
         )
 
     @classmethod
-    def parse(cls, content: bytes, *, where: str = RUN_NAME) -> Run:
+    def parse(cls, content: bytes, *, where: str = RUN_NAME) -> RunRecord:
         """Return the run of ``run.json``. Raises: FormatError, IntegrityError, UnsupportedError."""
         signed, _ = parse_document(content, where=where, types=("run",))
         return cls(run_id=signed["run_id"], writer_features=tuple(signed["features"]["writer"]))

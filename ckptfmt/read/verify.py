@@ -27,7 +27,7 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.packed import Integers
 from ckptfmt.documents.part import Part, PartFile
-from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, Run, launch_name, parse_launch_name
+from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, RunRecord, launch_name, parse_launch_name
 from ckptfmt.documents.shard import ShardEntry, parse_shard_header
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
@@ -103,9 +103,9 @@ def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> 
         report.warnings.append(
             f"{describe_savers(held)} still has saves in hand: only what was committed before is checked"
         )
-    run: Run | None = None
+    run: RunRecord | None = None
     with report.collect():
-        run = Run.parse(store.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES))
+        run = RunRecord.parse(store.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES))
     run_id = run.run_id if run is not None else None
     numbers = set()
     for name in store.list_names(LAUNCHES):

@@ -17,7 +17,7 @@ from ckptfmt.documents.manifest import (
     checkpoint_name,
     parse_checkpoint_name,
 )
-from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, Run, launch_name, parse_launch_name
+from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, RunRecord, launch_name, parse_launch_name
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import WRITER_FEATURES
 from ckptfmt.read.report import Report
@@ -60,17 +60,17 @@ class RunEntry:
         return () if self.manifest is None else self.manifest.references
 
 
-def read_run(store: Store) -> Run | None:
+def read_run(store: Store) -> RunRecord | None:
     """Return the record of a run, or None where there is none. Raises: FormatError, IntegrityError."""
     try:
-        return Run.parse(store.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES))
+        return RunRecord.parse(store.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES))
     except CkptError as error:
         if error.code == Code.FILE_MISSING:
             return None
         raise
 
 
-def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> Run:
+def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> RunRecord:
     """Return the record of a run to write into, made if there is none; who comes second takes the first one's.
 
     Args:
@@ -82,7 +82,7 @@ def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> Run:
     if run is not None:
         check_writer_features(run)
         return run
-    content = Run(run_id=secrets.token_hex(16), writer_features=tuple(writer_features)).dump()
+    content = RunRecord(run_id=secrets.token_hex(16), writer_features=tuple(writer_features)).dump()
     try:
         create_once(store, RUN_NAME, lambda: [content], content=content)
     except CkptError as error:
@@ -97,7 +97,7 @@ def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> Run:
 
 
 def check_writer_features(
-    run: Run,
+    run: RunRecord,
     requirement: str = "REQ-VER-003",
     *,
     doing: str = "writing into this run",
@@ -117,7 +117,7 @@ def check_writer_features(
         )
 
 
-def _refuse_other_contents(store: Store) -> Run | None:
+def _refuse_other_contents(store: Store) -> RunRecord | None:
     """Raise if a new run can't begin here; return the run that somebody has made in the meantime."""
     names = set(store.list_names(""))
     if MANIFEST_NAME in names:
@@ -133,7 +133,7 @@ def _refuse_other_contents(store: Store) -> Run | None:
     return _read_known_run(store)
 
 
-def _read_known_run(store: Store) -> Run:
+def _read_known_run(store: Store) -> RunRecord:
     """Return the record of a run of which there is something else. Raises: IntegrityError(FILE_MISSING)."""
     run = read_run(store)
     if run is None:
@@ -147,7 +147,7 @@ def _read_known_run(store: Store) -> Run:
     return run
 
 
-def list_launches(store: Store, run: Run | None = None) -> list[Launch]:
+def list_launches(store: Store, run: RunRecord | None = None) -> list[Launch]:
     """Return the launches of a run, oldest first.
 
     Raises: FormatError(RUN_MISMATCH and those of parsing), IntegrityError. Spec: REQ-RUN-003, REQ-RUN-005.
@@ -162,7 +162,7 @@ def list_launch_numbers(store: Store) -> list[int]:
     return sorted(number for number in numbers if number is not None)
 
 
-def read_launch(store: Store, number: int, run: Run | None = None) -> Launch:
+def read_launch(store: Store, number: int, run: RunRecord | None = None) -> Launch:
     """Return one launch record. Raises: FormatError, IntegrityError."""
     path = f"{LAUNCHES}/{launch_name(number)}"
     launch = Launch.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
@@ -171,7 +171,7 @@ def read_launch(store: Store, number: int, run: Run | None = None) -> Launch:
     return launch
 
 
-def list_checkpoints(store: Store, run: Run | None = None, *, known: Known | None = None) -> list[RunEntry]:
+def list_checkpoints(store: Store, run: RunRecord | None = None, *, known: Known | None = None) -> list[RunEntry]:
     """Return every checkpoint directory of a run by step, then launch, compared as numbers.
 
     A register that can't be read becomes an entry with its error: nobody decides for it. What is retired while this
@@ -265,7 +265,7 @@ def check_not_fenced(store: Store, launch: int) -> None:
 
 def begin_launch(
     store: Store,
-    run: Run,
+    run: RunRecord,
     *,
     choose: str | None = None,
     fresh: bool = False,
@@ -389,7 +389,7 @@ def _choose_by_hand(
 
 def _choose_by_lineage(
     store: Store,
-    run: Run,
+    run: RunRecord,
     launches: list[Launch],
     on_passed_over: Callable[[str], None] | None,
     on_progress: Callable[[int], None] | None,
@@ -439,7 +439,7 @@ def _is_committed(store: Store, name: str) -> bool:
     return isinstance(read_register(store.at(name)), Manifest)
 
 
-def _is_retired(store: Store, run: Run, entry: RunEntry) -> bool:
+def _is_retired(store: Store, run: RunRecord, entry: RunEntry) -> bool:
     """Return whether a candidate's register holds its tombstone by now; that of another run or step is damage."""
     return isinstance(_read_entry(store, (entry.step, entry.launch), run.run_id).register, Tombstone)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckptfmt.commit.decision import Known
-    from ckptfmt.documents.run import Launch, Run
+    from ckptfmt.documents.run import Launch, RunRecord
     from ckptfmt.store.protocol import Store
 
 
@@ -90,7 +90,7 @@ def _iter_late(launches: list[Launch], entries: list[RunEntry], lineage: list[Ru
 
 def clean_up(
     store: Store,
-    run: Run,
+    run: RunRecord,
     *,
     launch: int,
     keep: int | None = None,
@@ -128,7 +128,7 @@ def clean_up(
     return removed
 
 
-def _retire_unread(store: Store, run: Run, going: list[RunEntry], known: Known | None) -> list[str]:
+def _retire_unread(store: Store, run: RunRecord, going: list[RunEntry], known: Known | None) -> list[str]:
     """Retire checkpoints that nothing reads from, and nothing that is still being saved will.
 
     They are condemned first, and looked for afterwards: who pins one after that sees that it is condemned, and who
@@ -151,7 +151,7 @@ def _retire_unread(store: Store, run: Run, going: list[RunEntry], known: Known |
     return _retire(store, [entry for entry in reversed(going) if entry not in staying])
 
 
-def _find_read(store: Store, run: Run, going: list[RunEntry], known: Known | None) -> set[str]:
+def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known | None) -> set[str]:
     """Return the digests of what others than those that go read from, or will."""
     # In this order: a save that is decided meanwhile has its pins until its manifest is there.
     pinned = _find_pinned(store, list_checkpoints(store, run, known=known))
@@ -188,7 +188,7 @@ def _find_pinned(store: Store, entries: list[RunEntry]) -> set[str]:
 
 def tidy_up(
     store: Store,
-    run: Run,
+    run: RunRecord,
     *,
     launch: int,
     keep: int | None,

@@ -25,7 +25,7 @@ from ckptfmt.delta.coders import Coders
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, RngStream
-from ckptfmt.documents.run import SAVERS, Run
+from ckptfmt.documents.run import SAVERS, RunRecord
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import tidy_up
@@ -170,7 +170,7 @@ def _tidy_up(run_store: Store, request: SaveRequest, known: Known) -> dict[str, 
         return {"removed": [], "problem": ""}
     assert origin.run_id is not None  # noqa: S101 - see _place
     assert origin.launch is not None  # noqa: S101
-    run = Run(run_id=origin.run_id, writer_features=request.writer_features)
+    run = RunRecord(run_id=origin.run_id, writer_features=request.writer_features)
     keep, keep_every = request.keep, request.keep_every
     try:
         removed, problem = tidy_up(run_store, run, launch=origin.launch, keep=keep, keep_every=keep_every, known=known)

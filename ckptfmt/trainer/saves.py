@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptfmt.documents.part import Leaf
-    from ckptfmt.documents.run import Launch, Run
+    from ckptfmt.documents.run import Launch, RunRecord
     from ckptfmt.documents.tables import TensorKey
     from ckptfmt.group import Group
     from ckptfmt.state import State
@@ -183,7 +183,7 @@ class Saves:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def save(
-        self, step: int, run: Run, launch: Launch, *, must: bool = False, deadline_s: float | None = None
+        self, step: int, run: RunRecord, launch: Launch, *, must: bool = False, deadline_s: float | None = None
     ) -> SaveHandle:
         """Begin a save, or make one; every process calls it at the same step.
 
@@ -240,7 +240,7 @@ class Saves:
                 return error
         return None
 
-    def _save_inline(self, agreed: Agreed, handle: SaveHandle, run: Run, launch: Launch) -> None:
+    def _save_inline(self, agreed: Agreed, handle: SaveHandle, run: RunRecord, launch: Launch) -> None:
         store = self._store.at(checkpoint_name(handle.step, launch.launch))
         deadline_s = self._options.deadline_s
         manifest = write_and_commit(store, self._group, agreed, ownership=self._ownership, deadline_s=deadline_s)
@@ -264,7 +264,7 @@ class Saves:
                 _LOG.warning("clean-up stopped: %s", problem)
         handle.tell_over(tuple(removed))
 
-    def _save_beside(self, background: Background, agreed: Agreed, handle: SaveHandle, run: Run) -> bool:
+    def _save_beside(self, background: Background, agreed: Agreed, handle: SaveHandle, run: RunRecord) -> bool:
         """Begin a save beside the training; False if there is no memory for that any more, and nothing was begun."""
         request = SaveRequest(
             origin=agreed.origin,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ckptfmt.documents.canonical import dump_document
-from ckptfmt.documents.run import Launch, ResumeFrom, Run, launch_name, parse_launch_name
+from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord, launch_name, parse_launch_name
 from ckptfmt.errors import Code, FormatError
 from tests.builders import NONCE, RUN_ID, code_of, error_of, parse_json
 
@@ -16,8 +16,8 @@ LAUNCH = Launch(run_id=RUN_ID, launch=3, nonce=NONCE, chosen_by="hand", resume_f
 
 def test_records_come_back():
     """REQ-RUN-001, REQ-RUN-002."""
-    for run in (Run(run_id=RUN_ID), Run(run_id=RUN_ID, writer_features=("packs",))):
-        assert Run.parse(run.dump()) == run
+    for run in (RunRecord(run_id=RUN_ID), RunRecord(run_id=RUN_ID, writer_features=("packs",))):
+        assert RunRecord.parse(run.dump()) == run
     for resume in (None, RESUME):
         for chosen_by in ("lineage", "fallback", "hand"):
             launch = Launch(run_id=RUN_ID, launch=3, nonce=NONCE, chosen_by=chosen_by, resume_from=resume)
@@ -95,9 +95,9 @@ def test_wrong_members_are_refused(key, value):
     assert code == (Code.DOC_NUMBER if value == 2**53 else Code.DOC_SCHEMA)
 
 
-@pytest.mark.parametrize("document", [Run(run_id=RUN_ID).dump(), LAUNCH.dump()], ids=["run", "launch"])
+@pytest.mark.parametrize("document", [RunRecord(run_id=RUN_ID).dump(), LAUNCH.dump()], ids=["run", "launch"])
 def test_a_record_is_not_taken_for_another(document):
     """REQ-DOC-011."""
-    other = Launch.parse if b'"type":"run"' in document else Run.parse
+    other = Launch.parse if b'"type":"run"' in document else RunRecord.parse
     error = error_of(lambda: other(document, where="launches/0003.json"))
     assert (error.code, type(error)) == (Code.DOC_SCHEMA, FormatError)

@@ -15,7 +15,7 @@ from typing import Final
 
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, parse_checkpoint_name
-from ckptfmt.documents.run import Launch, Run
+from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.read import verify
 from ckptfmt.read.report import Report
@@ -120,7 +120,7 @@ class _TellingStore(HookedStore):
             self.replaced.append(name)
 
 
-def clean_up(store: Store, run: Run, launch: Launch, marks: Marks, *, keep: int | None) -> None:
+def clean_up(store: Store, run: RunRecord, launch: Launch, marks: Marks, *, keep: int | None) -> None:
     """Clean up, telling what may go before it does, and what is gone afterwards."""
     telling = _TellingStore(store, marks)
     retention.clean_up(telling, run, launch=launch.launch, keep=keep)

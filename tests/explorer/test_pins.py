@@ -15,7 +15,7 @@ import pytest
 from ckptfmt.commit import decision as commit
 from ckptfmt.delta import base
 from ckptfmt.documents.manifest import Manifest, checkpoint_name, parse_checkpoint_name
-from ckptfmt.documents.run import Run
+from ckptfmt.documents.run import RunRecord
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.features import REFERENCED
 from ckptfmt.read.reader import Checkpoint
@@ -50,7 +50,7 @@ class PinScene:
     def __init__(self, prepared, *, cleaners=1):
         saving, chain, files = prepared
         self._store = MemoryStore.from_snapshot(files)
-        self._run = Run(run_id=saving.run.run_id, writer_features=(REFERENCED,))
+        self._run = RunRecord(run_id=saving.run.run_id, writer_features=(REFERENCED,))
         self.actors = {}
         self._add("saver", lambda store: self._save(store, copy.copy(saving), copy.copy(chain)))
         for number in range(cleaners):

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import Origin
-from ckptfmt.documents.run import Launch, Run
+from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.run import lineage
 from tests.explorer import content
 from tests.explorer.crashes import Bench
@@ -224,7 +224,7 @@ def _writers_of(origin: Origin) -> dict[str, Callable[[Any], None]]:
     return {f"w{number}": action(number) for number in range(content.WRITER_COUNT)}
 
 
-def _launch(bench: Bench) -> tuple[Run, Launch]:
+def _launch(bench: Bench) -> tuple[RunRecord, Launch]:
     store = bench.store()
     run = lineage.open_run(store)
     launch, _ = lineage.begin_launch(store, run)
@@ -232,7 +232,7 @@ def _launch(bench: Bench) -> tuple[Run, Launch]:
     return run, launch
 
 
-def _current(bench: Bench) -> tuple[Run, Launch]:
+def _current(bench: Bench) -> tuple[RunRecord, Launch]:
     store = bench.store()
     run = lineage.read_run(store)
     assert run is not None

@@ -8,7 +8,7 @@ from typing import Final
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Tombstone, checkpoint_name
-from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, Run, launch_name
+from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, RunRecord, launch_name
 from tests.builders import NONCE, RUN_ID, Forgery, small_files
 
 _DIGEST: Final = digest_text(bytes(32))
@@ -22,7 +22,7 @@ def _run(launches: int, resume_from: Callable[[int], int | None]) -> dict[str, b
     Args:
         resume_from: the step that a launch resumes from, of the launch before it; None for a fresh start.
     """
-    files = {RUN_NAME: Run(run_id=RUN_ID).dump()}
+    files = {RUN_NAME: RunRecord(run_id=RUN_ID).dump()}
     for number in range(1, launches + 1):
         step = resume_from(number)
         name = None if step is None or number == 1 else checkpoint_name(step, number - 1)

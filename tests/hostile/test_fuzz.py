@@ -13,7 +13,7 @@ from ckptfmt.documents.manifest import parse_register
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, parse_msgpack, parse_packed_document
 from ckptfmt.documents.packed import dump_packed
 from ckptfmt.documents.part import Part
-from ckptfmt.documents.run import Launch, ResumeFrom, Run
+from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
 from ckptfmt.documents.shard import parse_shard_header
 from ckptfmt.documents.tree import dump_tree, parse_tree
 from ckptfmt.errors import CkptError
@@ -156,7 +156,7 @@ def parse_part(signed):
 
 TARGETS: dict[str, tuple[Any, Any, bool]] = {
     "manifest": (parse_json(FILES["manifest.json"]), lambda v: parse_register(json_document(v)), False),
-    "run": (parse_json(Run(run_id=RUN_ID).dump()), lambda v: Run.parse(json_document(v)), False),
+    "run": (parse_json(RunRecord(run_id=RUN_ID).dump()), lambda v: RunRecord.parse(json_document(v)), False),
     "launch": (
         parse_json(LAUNCH.dump()),
         lambda v: Launch.parse(json_document(v), where="launches/0003.json"),

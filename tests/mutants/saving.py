@@ -15,7 +15,7 @@ from ckptfmt.commit import decision as commit
 from ckptfmt.delta import base, chain
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import Origin, Reference, pins_path
-from ckptfmt.documents.run import Pins, Run
+from ckptfmt.documents.run import Pins, RunRecord
 from ckptfmt.saver.saver import Saver
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.slot_contents import Progress
@@ -54,8 +54,8 @@ def _look_then_pin(right: Any, store: Store, origin: Origin, writer: int, given:
     return references
 
 
-def _as_if_listed(right: Any, store: Store, *, writer_features: tuple[str, ...]) -> Run:
-    run: Run = right(store, writer_features=writer_features)
+def _as_if_listed(right: Any, store: Store, *, writer_features: tuple[str, ...]) -> RunRecord:
+    run: RunRecord = right(store, writer_features=writer_features)
     return dataclasses.replace(run, writer_features=writer_features)
 
 

@@ -10,7 +10,7 @@ import pytest
 from ckptfmt.box import Box
 from ckptfmt.documents.manifest import FIELDS, checkpoint_name, part_path
 from ckptfmt.documents.part import Part
-from ckptfmt.documents.run import Run
+from ckptfmt.documents.run import RunRecord
 from ckptfmt.errors import Code
 from ckptfmt.features import REFERENCED
 from ckptfmt.read.comparison import compare
@@ -328,7 +328,7 @@ def test_a_run_with_a_feature_that_is_not_known_is_left_alone():
     """REQ-VER-003."""
     saving, _ = chain(steps=2)
     files = dict(saving.store.snapshot())
-    files["run.json"] = Run(run_id=saving.run.run_id, writer_features=(REFERENCED, "unheard-of")).dump()
+    files["run.json"] = RunRecord(run_id=saving.run.run_id, writer_features=(REFERENCED, "unheard-of")).dump()
     store = MemoryStore.from_snapshot(files)
 
     assert code_of(lambda: compact_run(store)) == Code.FEATURE_UNSUPPORTED

@@ -8,7 +8,7 @@ import pytest
 
 from ckptfmt.commit.decision import abort, retire
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, checkpoint_name
-from ckptfmt.documents.run import RUN_NAME, Launch, ResumeFrom, Run, launch_name
+from ckptfmt.documents.run import RUN_NAME, Launch, ResumeFrom, RunRecord, launch_name
 from ckptfmt.errors import Code, CommitError, FencedError, FormatError, IntegrityError, StoreError, UnsupportedError
 from ckptfmt.run.lineage import (
     begin_launch,
@@ -193,7 +193,7 @@ def test_what_is_retired_before_the_record_is_there_is_chosen_anew():
 def test_a_run_with_a_writer_feature_that_is_not_known_is_not_written_to():
     """REQ-VER-003."""
     store = MemoryStore()
-    store.create(RUN_NAME, [Run(run_id="a" * 32, writer_features=("references", "me.packs")).dump()])
+    store.create(RUN_NAME, [RunRecord(run_id="a" * 32, writer_features=("references", "me.packs")).dump()])
     before = store.snapshot()
     error = error_of(lambda: begin_launch(store, open_run(store)))
     assert (error.code, type(error), error.requirement) == (Code.FEATURE_UNSUPPORTED, UnsupportedError, "REQ-VER-003")
@@ -497,6 +497,6 @@ def test_jobs_that_start_at_once_take_one_run_and_numbers_of_their_own(tmp_path)
 def test_a_damaged_run_record_is_an_error():
     """REQ-RUN-001: nobody founds a second run over it."""
     store = MemoryStore()
-    content = Run(run_id="0" * 32).dump()
+    content = RunRecord(run_id="0" * 32).dump()
     store.create("run.json", [content.replace(b"0000", b"0001", 1)])
     assert code_of(lambda: open_run(store)) == Code.DOC_DIGEST

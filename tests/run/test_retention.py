@@ -7,7 +7,7 @@ import pytest
 
 from ckptfmt.commit.decision import read_register, retire
 from ckptfmt.documents.manifest import Abort, Tombstone, checkpoint_name
-from ckptfmt.documents.run import Run
+from ckptfmt.documents.run import RunRecord
 from ckptfmt.errors import CkptError, Code, UnsupportedError
 from ckptfmt.run.lineage import begin_launch, list_checkpoints, list_launches
 from ckptfmt.run.retention import clean_up, plan_retention
@@ -216,7 +216,7 @@ def test_a_cleaned_run_resumes_where_it_was(ten):
 def test_an_unknown_writer_feature_removes_nothing(ten):
     """REQ-CMT-025, REQ-VER-003."""
     before = ten.store.snapshot()
-    run = Run(run_id=ten.run.run_id, writer_features=("me.packs",))
+    run = RunRecord(run_id=ten.run.run_id, writer_features=("me.packs",))
     error = error_of(lambda: clean_up(ten.store, run, launch=9, keep=1))
     assert (error.code, error.requirement, type(error)) == (Code.FEATURE_UNSUPPORTED, "REQ-CMT-025", UnsupportedError)
     assert "me.packs" in error.detail

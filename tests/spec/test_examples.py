@@ -22,7 +22,7 @@ from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import Manifest, parse_register
 from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, parse_packed
 from ckptfmt.documents.part import PACK_HEADER, Part
-from ckptfmt.documents.run import Launch, Pins, Run
+from ckptfmt.documents.run import Launch, Pins, RunRecord
 from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
 from ckptfmt.errors import CkptError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts
@@ -79,7 +79,7 @@ def example(name):
 
 def parse_json_document(content, where, kind):
     if kind == "run":
-        return Run.parse(content, where=where)
+        return RunRecord.parse(content, where=where)
     if kind == "launch":
         return Launch.parse(content, where=where)
     if kind == "failure":
@@ -204,7 +204,7 @@ def test_a_bad_document_is_refused(fence):
         else:
             content = text.encode()
         parse = {
-            "run": Run.parse,
+            "run": RunRecord.parse,
             "shard": lambda content: parse_shard_header(content, file_nbytes=len(content), where="example"),
         }[fence.tags["parse"]]
         check_refused(lambda parse=parse, content=content: parse(content), line)
