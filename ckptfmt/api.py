@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, SupportsFloat
 
 from ckptfmt import limits
 from ckptfmt.adapters.standalone import load_trees
 from ckptfmt.commit.decision import check_vacant
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
+from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
@@ -28,7 +30,7 @@ from ckptfmt.trainer.one_save import Ownership, save_once
 from ckptfmt.trainer.restore import LoadReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ckptfmt.adapters.choice import Patterns, Rename
     from ckptfmt.state import State
@@ -49,6 +51,8 @@ def save(
     state: State,
     *,
     step: int,
+    metrics: Mapping[str, SupportsFloat] | None = None,
+    tags: Iterable[str] = (),
     writer: tuple[int, int] | None = None,
     agree: Agree = None,
     deadline_s: float = DEADLINE_S,
@@ -62,6 +66,9 @@ def save(
         path: directory of the checkpoint, made if missing; or a store rooted there.
         state: what to save.
         step: training steps done.
+        metrics: finite numbers by name, at most 64, such as ``{"eval_loss": 2.31}``; they stand in the manifest. With
+            several processes those of process 0 count, and what others pass is ignored.
+        tags: short strings, at most 32; likewise.
         writer: (number, count) of this process; None to ask torch.distributed, else the only one.
         agree: how the processes tell each other what must be the same: None for torch.distributed; an all-gather
             ``agree(value: bytes) -> list[bytes]`` such as mpi4py's ``comm.allgather``; or a token, the same on all
@@ -91,6 +98,7 @@ def save(
         deadline_s=deadline_s,
         ownership=Ownership(),
         check=lambda: _check_no_run(store),
+        label=functools.partial(Labels.of, metrics, tags),
     )
     if isinstance(agree, str) and group.writer == 0:
         with contextlib.suppress(CkptError):

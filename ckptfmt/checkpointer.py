@@ -10,11 +10,12 @@ import operator
 import re
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat
 
 from ckptfmt.api import DEADLINE_S
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.delta.policy import DeltaOptions
+from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import REFERENCED
@@ -31,7 +32,7 @@ from ckptfmt.trainer.step_count import StepCount
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptfmt.state import State
     from ckptfmt.store.protocol import Store
@@ -101,6 +102,9 @@ class Checkpointer:
     Raises: StateError(ARGUMENT).
     """
 
+    #: What returns the labels of the save that a body asked for; None where none did.
+    _requested: Callable[[], Labels] | None = None
+
     def __init__(
         self,
         run: str | os.PathLike[str] | Store,
@@ -156,7 +160,7 @@ class Checkpointer:
         self._handle: SaveHandle | None = None
         self._saved_step: int | None = None
         self._clock, self._timer, self._stop_s = time.monotonic, _Timer(), 0.0
-        self._restored = self._requested = self._has_begun = self._is_prepared = self.stopped = False
+        self._restored = self._has_begun = self._is_prepared = self.stopped = False
         self._count = StepCount(state)
         self.launch: Launch | None = None
         self.load_report: LoadReport | None = None
@@ -286,11 +290,17 @@ class Checkpointer:
             yield self.step
         self._end_step(self.step + 1)
 
-    def end_step(self, step: int) -> SaveHandle | None:
+    def end_step(
+        self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = ()
+    ) -> SaveHandle | None:
         """Say that so many steps are done, over the whole run: for loops that count them, such as a framework's.
 
         Samplers in the state commit; the run is saved if that is due or if it is to stop; then `stopped` says so. To
         say a number again does nothing. Call `restore_rng` before the first step.
+
+        Args:
+            step: training steps done.
+            metrics, tags: of the save, if there is one; as for `save`.
 
         Returns: the save, if there is one.
         Raises: as `save`.
@@ -300,7 +310,7 @@ class Checkpointer:
         if step == self.step:
             return None
         self.restore_rng()
-        return self._end_step(step)
+        return self._end_step(step, label=functools.partial(Labels.of, metrics, tags))
 
     def prepare(self) -> None:
         """Make ready for saves: check the state, make and touch slots, start the saver.
@@ -312,7 +322,13 @@ class Checkpointer:
         self.restore()
         self._saves.prepare()
 
-    def save(self, step: int | None = None) -> SaveHandle | None:
+    def save(
+        self,
+        step: int | None = None,
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        tags: Iterable[str] = (),
+    ) -> SaveHandle | None:
         """Begin a save; every process calls it at the same step. None if this step is saved already.
 
         What the optimizers' steps change is copied beside the training where that was seen to be safe; all else when
@@ -325,6 +341,9 @@ class Checkpointer:
         Args:
             step: training steps done, over the whole run; samplers in the state commit. Left out where they are counted
                 here already.
+            metrics: finite numbers by name, such as ``{"eval_loss": 2.31}``, by which `Run.best` and ``keep_best=``
+                choose; those of process 0 count. What is known later goes to `Run.set_metrics`.
+            tags: short strings; likewise.
 
         Raises: StateError(ARGUMENT) for a step before those that are done; without a step, where nobody counts them or
             the last one was left half-way; and after a resume whose RNG streams weren't put back;
@@ -333,13 +352,21 @@ class Checkpointer:
             others as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
         """
+        label = functools.partial(Labels.of, metrics, tags)
         if self._count.is_under_way and step is None:
-            self._requested = True
+            self._requested = label
             return None
         self.restore()
-        return self._save(step=step, must=False)
+        handle = self._save(step=step, must=False, label=label)
+        if handle is None and (metrics or tags) and self._group.writer == 0:
+            _LOG.warning(
+                "step %d is saved already, without these metrics and tags: pass them to ckptfmt.Run", self.step
+            )
+        return handle
 
-    def _end_step(self, step: int, total: int | None = None) -> SaveHandle | None:
+    def _end_step(
+        self, step: int, total: int | None = None, *, label: Callable[[], Labels] | None = None
+    ) -> SaveHandle | None:
         more = self._count.tell(step)
         if not self._is_prepared:
             self._saves.prepare()
@@ -347,11 +374,12 @@ class Checkpointer:
         is_over, is_last = self.stopped, self.step == total
         # Who goes on after a stop has a checkpoint of it, and asks for any other.
         is_due = not is_over and self._is_due(more)
-        requested, self._requested = self._requested, False
+        requested, self._requested = self._requested, None
+        label = requested or label
         if self.stopped and not is_over:
-            self._save_and_stop()
+            self._save_and_stop(label)
             return self._handle
-        return self._save(must=is_last) if is_due or requested or is_last else None
+        return self._save(must=is_last, label=label) if is_due or requested or is_last else None
 
     def _agree(self, step: int | None) -> bool:
         """Count on all processes alike, and return whether the step is still to be saved.
@@ -374,21 +402,28 @@ class Checkpointer:
         # A step whose save failed, on any process, may be saved again, by all.
         return any(theirs["failed"] or not theirs["done"] for theirs in told)
 
-    def _save(self, *, must: bool, step: int | None = None, deadline_s: float | None = None) -> SaveHandle | None:
+    def _save(
+        self,
+        *,
+        must: bool,
+        step: int | None = None,
+        deadline_s: float | None = None,
+        label: Callable[[], Labels] | None = None,
+    ) -> SaveHandle | None:
         assert self.launch is not None  # noqa: S101 - restore() sets both
         assert self._run is not None  # noqa: S101
         if not self._agree(step):
             return None
-        handle = self._saves.save(self.step, self._run, self.launch, must=must, deadline_s=deadline_s)
+        handle = self._saves.save(self.step, self._run, self.launch, must=must, deadline_s=deadline_s, label=label)
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
         self._timer = _Timer(last_s=self._clock(), next_step=self.step + 1)
         return handle
 
-    def _save_and_stop(self) -> None:
+    def _save_and_stop(self, label: Callable[[], Labels] | None) -> None:
         """Save within the deadline of a stop; what isn't committed by then is left to the saver."""
         try:
-            self._save(must=True, deadline_s=self._rest_s(self._deadline_s))
+            self._save(must=True, deadline_s=self._rest_s(self._deadline_s), label=label)
             if self._handle is not None:
                 self._handle.wait(timeout_s=self._rest_s(self._deadline_s))
         except CkptError as error:

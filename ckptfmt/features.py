@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 #: The feature of references, packs, encoded blocks and groups as such.
@@ -14,9 +15,21 @@ NEEDS_BASE: Final = frozenset({"same", "xor", "difference", "sparse", "classes",
 PLAIN: Final = frozenset({"raw", "same"})
 #: The closed registry of groups.
 GROUP_KINDS: Final = ("adam", "cast", "sgd")
+#: The feature of a manifest, and of a part, with metrics or tags; and the writer feature of a run whose checkpoints may
+#: be pinned.
+LABELS: Final = "labels"
 #: Everything that a reader may have to know.
-READER_FEATURES: Final = frozenset({DELTAS, *ENCODINGS, *GROUP_KINDS}) - PLAIN
+READER_FEATURES: Final = frozenset({DELTAS, LABELS, *ENCODINGS, *GROUP_KINDS}) - PLAIN
 #: The writer feature of a run whose checkpoints may read from each other.
 REFERENCED: Final = "references"
 #: Everything that who writes into a run, or deletes in it, may have to know.
-WRITER_FEATURES: Final = frozenset({REFERENCED})
+WRITER_FEATURES: Final = frozenset({REFERENCED, LABELS})
+
+
+def is_of_delta(features: Iterable[str]) -> bool:
+    """Return whether reader features are those of a delta: any but that of labels. Spec: REQ-MAN-005.
+
+    >>> is_of_delta(["labels"]), is_of_delta(["deltas", "labels"])
+    (False, True)
+    """
+    return any(feature != LABELS for feature in features)

@@ -72,6 +72,11 @@ WRITERS: Final = 1_000_000
 #: Most references of one checkpoint.
 REFERENCES: Final = 32
 
+#: Most metrics of one checkpoint.
+METRICS: Final = 64
+#: Most tags of one checkpoint.
+TAGS: Final = 32
+
 #: Most positions in a block of a mixture of sources.
 MIXTURE_BLOCK: Final = 1 << 16
 #: Most samples of one source that skips remove from its order.

@@ -93,9 +93,12 @@ def stream(name: str, state: object, *, scope: str = "lw/0", kind: str = "python
     return RngStream(name=name, scope=scope, kind=kind, state=dump_tree(state, where=name))
 
 
-def snapshot(*tensors: ArraySource, leaves: Any = (), streams: Any = (), absent: Any = None) -> Snapshot:
+def snapshot(
+    *tensors: ArraySource, leaves: Any = (), streams: Any = (), absent: Any = None, **members: Any
+) -> Snapshot:
     """Return what one writer gives to a save."""
-    return Snapshot(tensors=tensors, streams=tuple(streams), leaves=tuple(leaves), absent=dict(absent or {}))
+    absent = dict(absent or {})
+    return Snapshot(tensors=tensors, streams=tuple(streams), leaves=tuple(leaves), absent=absent, **members)
 
 
 def origin(**members: Any) -> Origin:

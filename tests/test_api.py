@@ -228,6 +228,34 @@ def test_writers_make_one_attempt_of_one_step() -> None:
     assert files_in(store) == []
 
 
+def test_metrics_and_tags_are_those_of_writer_0() -> None:
+    """REQ-PRT-014, REQ-CMT-039: others may have computed a number that differs in the last bit, or none."""
+    state, store = ckptfmt.State(weights={"w": np.zeros(3)}), MemoryStore()
+    given: list[Any] = [{"metrics": {"loss": np.float32(0.5)}, "tags": ["a"]}, {"metrics": {"loss": math.nan}}]
+
+    outcomes = run_writers(
+        2, lambda writer: ckptfmt.save(store, state, step=3, writer=(writer, 2), agree="start-1", **given[writer])
+    )
+    labels = read_manifest(store).labels
+    assert (labels.metrics, labels.tags) == ({"loss": "0.5"}, ("a",))
+    assert {outcome.digest for outcome in outcomes} == {read_manifest(store).digest}
+    assert ckptfmt.validate(store)
+    assert ckptfmt.load(store, state, writer=(0, 1)).claim == "S0"
+
+
+def test_a_metric_that_is_no_number_stops_all_writers() -> None:
+    """REQ-CMT-002, REQ-MAN-011"""
+    state, store = ckptfmt.State(weights={"w": np.zeros(3)}), MemoryStore()
+    given: list[Any] = [{"loss": math.nan}, {"loss": 0.5}]
+
+    outcomes = run_writers(
+        2,
+        lambda writer: ckptfmt.save(store, state, step=3, writer=(writer, 2), agree="1", metrics=given[writer]),
+    )
+    assert [outcome.code for outcome in outcomes] == [Code.ARGUMENT] * 2
+    assert files_in(store) == []
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_what_one_writer_refuses_reaches_all_before_a_file_is_created(who: int) -> None:
     """REQ-CMT-002."""

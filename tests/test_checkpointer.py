@@ -99,6 +99,62 @@ def test_saves_every_so_many_steps_and_at_the_end(store: Any) -> None:
     assert committed(store) == [(3, 1), (6, 1), (7, 1)]
 
 
+def labels_of(store: Any) -> dict[int, tuple[dict[str, str], tuple[str, ...]]]:
+    entries = [entry for entry in list_checkpoints(store) if entry.manifest is not None]
+    return {entry.step: (entry.manifest.labels.metrics, entry.manifest.labels.tags) for entry in entries}
+
+
+@pytest.mark.parametrize("saver", ["inline", "thread", "process"])
+def test_metrics_and_tags_go_with_the_save_that_they_were_given_to(tmp_path: Path, saver: str) -> None:
+    """REQ-MAN-010: at once, at the end of the step whose body asked for it, or with the save that is due."""
+    trainer = Trainer()
+    with Checkpointer(tmp_path, trainer.state, every=4, saver=saver) as checkpointer:
+        with checkpointer.training_step():
+            checkpointer.save(metrics={"loss": 2}, tags=["in the body"])
+        checkpointer.save(step=2, metrics={"loss": 1.5}, tags="at once")
+        checkpointer.end_step(3, metrics={"loss": 9.0})
+        checkpointer.end_step(4, metrics={"loss": 1.25})
+        checkpointer.save(step=5)
+    assert labels_of(open_store(tmp_path, writable=False)) == {
+        1: ({"loss": "2.0"}, ("in the body",)),
+        2: ({"loss": "1.5"}, ("at once",)),
+        4: ({"loss": "1.25"}, ()),
+        5: ({}, ()),
+    }
+    assert ckptfmt.validate(tmp_path)
+
+
+def test_labels_of_a_step_that_is_saved_already_are_not_lost_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(MemoryStore(), Trainer().state, saver="inline") as checkpointer:
+        checkpointer.save(step=1)
+        assert checkpointer.save(metrics={"loss": 1.0}) is None
+    assert "step 1 is saved already, without these metrics" in caplog.text
+
+
+def test_a_delta_has_labels_too(tmp_path: Path) -> None:
+    """REQ-MAN-005, REQ-DEL-001"""
+    weights = {"w": np.arange(100_000.0)}
+    with Checkpointer(
+        tmp_path, ckptfmt.State(weights=weights), delta={"mode": "smallest", "restore_budget": 100}
+    ) as made:
+        for step in (1, 2):
+            weights["w"][step] += 1
+            made.save(step=step, metrics={"loss": step})
+    (_, first), (_, second) = [
+        (entry.step, entry.manifest) for entry in list_checkpoints(open_store(tmp_path, writable=False))
+    ]
+    assert first is not None
+    assert second is not None
+    assert (first.profile, first.features) == ("full", ("labels",))
+    assert second.profile == "delta"
+    assert {"deltas", "labels"} <= set(second.features)
+    assert ckptfmt.validate(tmp_path)
+    full = ckptfmt.compact(tmp_path, out=tmp_path.parent / "full")
+    with ckptfmt.open(full.path) as checkpoint:
+        assert checkpoint.manifest.labels == second.labels
+        assert checkpoint.manifest.profile == "full"
+
+
 def test_retention_keeps_the_last_and_every_nth(store: Any) -> None:
     run(store, 9, every=1, keep=2, keep_every=4)
     assert committed(store) == [(4, 1), (8, 1), (9, 1)]

@@ -30,6 +30,7 @@ from ckptfmt.documents.manifest import (
 from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError, err
+from ckptfmt.features import is_of_delta
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 
 if TYPE_CHECKING:
@@ -220,11 +221,12 @@ def finalize(store: Store, origin: Origin, *, known: Known | None = None) -> Man
     manifest = Manifest(
         origin=origin,
         saved_unix_s=index.saved_unix_s,
-        fields=add_stored(fields, parts) if features else fields,
+        fields=add_stored(fields, parts) if is_of_delta(features) else fields,
         index_nbytes=index_nbytes,
         index_digest=digest_text(index_digest),
         features=features,
         references=references,
+        labels=parts[0].labels,
     )
     for reference in references:
         check_base(store, reference, known=known)

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.documents.canonical import dump_document, parse_document
+from ckptfmt.documents.labels import NO_LABELS, Labels, parse_labels
 from ckptfmt.errors import Code, err
-from ckptfmt.features import DELTAS
+from ckptfmt.features import DELTAS, is_of_delta
 
 MANIFEST_NAME: Final = "manifest.json"
 #: What the names of pins end in.
@@ -165,7 +166,8 @@ class Manifest:
     Attributes:
         origin: run, launch, step and attempt.
         saved_unix_s: when writer 0 took the state, in seconds since 1970, by its own clock; information only.
-        features: the reader features that it needs; none if it is full.
+        features: the reader features that it needs.
+        labels: its metrics and tags, as they were given with the save.
         references: all checkpoints that it reads from, and those that they read from; none if it is full.
         fields: a summary for each of the seven.
         index_nbytes: size of the index file.
@@ -180,12 +182,13 @@ class Manifest:
     index_digest: str
     features: tuple[str, ...] = ()
     references: tuple[Reference, ...] = ()
+    labels: Labels = NO_LABELS
     digest: str = ""
 
     @property
     def profile(self) -> str:
         """``full``, or ``delta``."""
-        return "delta" if self.features else "full"
+        return "delta" if is_of_delta(self.features) else "full"
 
     @property
     def nbytes(self) -> int:
@@ -214,6 +217,7 @@ class Manifest:
                 "saved_unix_s": self.saved_unix_s,
                 "profile": self.profile,
                 "references": [dataclasses.asdict(reference) for reference in self.references],
+                **(self.labels.members() if self.labels else {}),
                 "fields": {field: self.fields[field].as_dict() for field in FIELDS},
                 "index": {
                     "name": index_name(self.origin.attempt),
@@ -270,6 +274,7 @@ class Manifest:
             index_digest=signed["index"]["digest"],
             features=tuple(signed["features"]["reader"]),
             references=references,
+            labels=parse_labels(signed, signed["features"]["reader"], f"{where}#/signed"),
             digest=digest,
         )
 
@@ -281,7 +286,7 @@ def _check_profile(
     features = signed["features"]["reader"]
     is_delta = signed["profile"] == "delta"
     stored = [field.stored_nbytes is not None for field in fields.values() if field.reason is None]
-    if bool(features) != is_delta or (is_delta and DELTAS not in features) or features != sorted(features):
+    if is_of_delta(features) != is_delta or (is_delta and DELTAS not in features) or features != sorted(features):
         problem = f"features {', '.join(features) or 'none'}"
     elif references and not is_delta:
         problem = "references"

@@ -25,6 +25,7 @@ from ckptfmt.documents.extents import (
     parse_references,
 )
 from ckptfmt.documents.holdings import Holdings, parse_holdings
+from ckptfmt.documents.labels import NO_LABELS, Labels, parse_labels
 from ckptfmt.documents.manifest import Origin, Reference
 from ckptfmt.documents.msgpk import Weight, dump_mapless, dump_packed_document, parse_packed_document
 from ckptfmt.documents.packed import Budget, Columns, dump_packed, dump_strings, total_of
@@ -48,6 +49,7 @@ from ckptfmt.documents.tables import (
     tensor_columns,
 )
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.features import LABELS, is_of_delta
 
 #: The kinds of files, each with what its names end in.
 FILE_KINDS: Final = {"safetensors": ".safetensors", "pack": ".pack"}
@@ -106,6 +108,7 @@ class Part:
         absent: fields that it has nothing for, each with a reason.
         references: the checkpoints that it reads from, and those that they read from; none if it is full.
         groups: boxes whose blocks are predicted from each other's.
+        labels: metrics and tags of the checkpoint; of writer 0 alone.
     """
 
     origin: Origin
@@ -118,6 +121,7 @@ class Part:
     absent: dict[str, str]
     references: tuple[Reference, ...] = ()
     groups: tuple[PredictionGroup, ...] = ()
+    labels: Labels = NO_LABELS
 
     def dump(self) -> tuple[bytes, bytes]:
         """Return the bytes of the part's file, and the digest that names them."""
@@ -135,13 +139,15 @@ class Part:
     @property
     def features(self) -> list[str]:
         """The reader features that it needs."""
-        return delta_features(self.holdings.encodings(), self.groups, self.references)
+        needed = delta_features(self.holdings.encodings(), self.groups, self.references)
+        return sorted([*needed, LABELS]) if self.labels else needed
 
     def _signed(self) -> dict[str, Any]:
         held = self.holdings
         scopes = collect_scopes(held.table, self.streams, self.leaves)
         dtypes = sorted(set(held.table.dtypes))
         features, encodings = self.features, held.encodings()
+        is_delta = is_of_delta(features)
         header_nbytes = [file.header_nbytes for file in self.files]
         return {
             **document_head("part", self.origin, saved_unix_s=self.saved_unix_s, scopes=scopes, dtypes=dtypes),
@@ -155,8 +161,9 @@ class Part:
                 "box_count": dump_packed(held.box_count),
             },
             "aliases": alias_columns(held.table),
-            **held.box_columns(self.origin.block_nbytes, header_nbytes, encodings, is_delta=bool(features)),
-            **({"groups": dump_groups(self.groups)} if features else {}),
+            **held.box_columns(self.origin.block_nbytes, header_nbytes, encodings, is_delta=is_delta),
+            **({"groups": dump_groups(self.groups)} if is_delta else {}),
+            **(self.labels.members() if self.labels else {}),
             "streams": {
                 **stream_columns(self.streams, scopes),
                 "state": [stream.state for stream in self.streams],
@@ -231,8 +238,10 @@ _DELTA_KEYS: Final = (*_PART_KEYS, "stored", "groups")
 
 def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTable], most: Weight) -> Part:
     check_version(signed, where)
-    is_delta = bool(signed["features"]["reader"])
-    columns = Columns(signed, _DELTA_KEYS if is_delta else _PART_KEYS, where, budget=Budget(most))
+    features = signed["features"]["reader"]
+    is_delta = is_of_delta(features)
+    keys = (*(_DELTA_KEYS if is_delta else _PART_KEYS), *(("metrics", "tags") if LABELS in features else ()))
+    columns = Columns(signed, keys, where, budget=Budget(most))
     if columns.any("type") != "part":
         raise err(Code.DOC_SCHEMA, "not a part", where=columns.place("type"), requirement="REQ-DOC-011")
     if not is_delta and (columns.any("references"), columns.any("encodings")) != ([], ["raw"]):
@@ -245,6 +254,10 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     origin = parse_origin(columns)
     saved_unix_s = parse_counter(columns, "saved_unix_s")
     writer = parse_counter(columns, "writer", below=origin.writer_count)
+    labels = parse_labels(signed, features, where)
+    if labels and writer != 0:
+        detail = "metrics and tags are those of writer 0"
+        raise err(Code.DOC_SCHEMA, detail, where=columns.place("metrics"), requirement="REQ-PRT-014")
     scopes = check_scopes(columns)
     files = _parse_files(columns, origin, writer, is_delta=is_delta)
     references = parse_references(columns)
@@ -268,6 +281,7 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
         absent=parse_absent(columns),
         references=references,
         groups=groups,
+        labels=labels,
     )
 
 
@@ -289,7 +303,7 @@ def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tup
         references=reference_count,
     )
     _check_predicted(table, held, groups)
-    features = columns.any("features")["reader"]
+    features = [feature for feature in columns.any("features")["reader"] if feature != LABELS]
     needed = delta_features(held.encodings(), groups, range(reference_count))
     if features != needed:
         raise err(

@@ -1,4 +1,7 @@
-"""run.json, the launch records, and the pins of a save. Spec: REQ-RUN-001 to REQ-RUN-007, REQ-CMT-035, REQ-CMT-037."""
+"""run.json, the launch records, the labels of checkpoints, and the pins of a save.
+
+Spec: REQ-RUN-001 to REQ-RUN-007, REQ-RUN-023, REQ-CMT-035, REQ-CMT-037.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.documents.canonical import dump_document, parse_document
-from ckptfmt.documents.manifest import Reference, check_references, pins_path
+from ckptfmt.documents.labels import Labels, check_labels
+from ckptfmt.documents.manifest import Reference, check_references, parse_checkpoint_name, pins_path
 from ckptfmt.errors import Code, err
 
 RUN_NAME: Final = "run.json"
@@ -16,6 +20,10 @@ LAUNCHES: Final = "launches"
 #: Where savers hold a file each, as long as they have a save in their hands.
 SAVERS: Final = "savers"
 
+#: Where it is recorded what is said of checkpoints after their commits.
+LABELS_FOLDER: Final = "labels"
+
+_LABELS_NAME: Final = re.compile(r"(step-[0-9]+-l[0-9]+)-([0-9]{4,})\.json")
 _LAUNCH_NAME: Final = re.compile(r"([0-9]{4,})\.json")
 
 
@@ -128,6 +136,83 @@ class Launch:
             nonce=signed["nonce"],
             chosen_by=signed["chosen_by"],
             resume_from=None if resume is None else ResumeFrom(**resume),
+        )
+
+
+def labels_name(checkpoint: str, number: int) -> str:
+    """Return the file name of a record of labels.
+
+    >>> labels_name("step-00001200-l0003", 2)
+    'step-00001200-l0003-0002.json'
+    """
+    return f"{checkpoint}-{number:04d}.json"
+
+
+def parse_labels_name(name: str) -> tuple[str, int] | None:
+    """Return checkpoint and number of a record of labels, or None for any other file.
+
+    >>> parse_labels_name("step-00001200-l0003-0002.json"), parse_labels_name("step-00001200-l0003-2.json")
+    (('step-00001200-l0003', 2), None)
+    """
+    found = _LABELS_NAME.fullmatch(name) if len(name) < 100 else None
+    if found is None or parse_checkpoint_name(found[1]) is None:
+        return None
+    number = int(found[2])
+    return (found[1], number) if labels_name(found[1], number) == name else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LabelsRecord:
+    """What is said of a checkpoint after its commit; the one with the greatest number counts alone.
+
+    Attributes:
+        run_id: of the run that it belongs to.
+        checkpoint: name of the directory.
+        number: its own, of those of the checkpoint.
+        pinned: whether the checkpoint is to stay until somebody unpins it.
+        labels: all metrics and tags, in the place of those of the manifest.
+    """
+
+    run_id: str
+    checkpoint: str
+    number: int
+    pinned: bool
+    labels: Labels
+
+    @property
+    def path(self) -> str:
+        """Where it lies in the run."""
+        return f"{LABELS_FOLDER}/{labels_name(self.checkpoint, self.number)}"
+
+    def dump(self) -> bytes:
+        """Return the bytes of the record."""
+        return dump_document(
+            {
+                "type": "labels",
+                "format_version": limits.FORMAT_VERSION,
+                "features": {"reader": [], "writer": []},
+                "run_id": self.run_id,
+                "checkpoint": self.checkpoint,
+                "number": self.number,
+                "pinned": self.pinned,
+                **self.labels.members(),
+            }
+        )
+
+    @classmethod
+    def parse(cls, content: bytes, *, where: str) -> LabelsRecord:
+        """Return the record of a file.
+
+        Raises: FormatError (RUN_MISMATCH where it is that of another file), IntegrityError, UnsupportedError.
+        """
+        signed, _ = parse_document(content, where=where, types=("labels",))
+        checkpoint, number = signed["checkpoint"], signed["number"]
+        if parse_labels_name(where.rpartition("/")[2]) != (checkpoint, number):
+            detail = f"the record is number {number} of {checkpoint}"
+            raise err(Code.RUN_MISMATCH, detail, where=where, requirement="REQ-RUN-023")
+        labels = check_labels(signed["metrics"], signed["tags"], f"{where}#/signed")
+        return cls(
+            run_id=signed["run_id"], checkpoint=checkpoint, number=number, pinned=signed["pinned"], labels=labels
         )
 
 

@@ -33,6 +33,7 @@ from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, encodable, err
+from ckptfmt.features import is_of_delta
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.read.decoding import Decoder, iter_spans
@@ -533,7 +534,14 @@ def _check_merge(checkpoint: CheckpointFiles, entries: list[PartFileEntry]) -> N
                 where=f"{MANIFEST_NAME}#/signed/{what}",
                 requirement="REQ-DEL-021",
             )
-    if features and add_stored(summarise(checkpoint.index), parts) != manifest.fields:
+    if manifest.labels != parts[0].labels:
+        raise err(
+            Code.DOC_MISMATCH,
+            "metrics and tags aren't those of part 0",
+            where=f"{MANIFEST_NAME}#/signed/metrics",
+            requirement="REQ-CMT-039",
+        )
+    if is_of_delta(features) and add_stored(summarise(checkpoint.index), parts) != manifest.fields:
         raise err(
             Code.MANIFEST_SUMMARY,
             "stored_nbytes isn't what the parts store",

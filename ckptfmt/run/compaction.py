@@ -109,7 +109,11 @@ def _write(checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Ca
             digested=held.digest_count > 0,
         )
         context = Context(
-            saved_unix_s=part.saved_unix_s, streams=part.streams, leaves=part.leaves, absent=dict(part.absent)
+            saved_unix_s=part.saved_unix_s,
+            streams=part.streams,
+            leaves=part.leaves,
+            absent=dict(part.absent),
+            labels=part.labels,
         )
         write_image(store, image, _Decoded(opened, image, on_progress), origin, context, writer=number)
     return decide(store, origin, writer=0, deadline_s=_DEADLINE_S)

@@ -23,6 +23,7 @@ from ckptfmt.commit.decision import Known, check_vacant, decide
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.delta.policy import DeltaOptions
+from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, RngStream
 from ckptfmt.documents.run import SAVERS, RunRecord
@@ -74,6 +75,7 @@ class SaveRequest:
             "streams": _columns(context.streams, RngStream),
             "leaves": _columns(context.leaves, Leaf),
             "absent": context.absent,
+            "labels": context.labels.members(),
             "deadline_s": str(self.deadline_s),
             "keep": self.keep,
             "keep_every": self.keep_every,
@@ -89,6 +91,7 @@ class SaveRequest:
             streams=tuple(RngStream(**row) for row in _rows(value["streams"])),
             leaves=tuple(Leaf(**row) for row in _rows(value["leaves"])),
             absent=value["absent"],
+            labels=Labels(metrics=value["labels"]["metrics"], tags=tuple(value["labels"]["tags"])),
         )
         return cls(
             origin=Origin(**value["origin"]),

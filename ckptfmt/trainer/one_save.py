@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfmt import limits
 from ckptfmt.commit.decision import decide
 from ckptfmt.documents.holdings import Structure
+from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Manifest, Origin
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.trainer.capture import capture
@@ -75,18 +76,22 @@ def save_once(
     deadline_s: float,
     ownership: Ownership,
     check: Callable[[], None] | None = None,
+    label: Callable[[], Labels] | None = None,
 ) -> Manifest:
     """Save `state` into the checkpoint directory that `store` is rooted at, outside of a run.
 
     Args:
         check: run on writer 0 before anything is written; what it raises stops all writers.
         ownership: kept by the caller between saves.
+        label: as for `agree_on_save`.
 
     Raises: CkptError of any kind; then no checkpoint was committed, unless the code is COMMIT_UNKNOWN, or the store
         failed after the decision.
     Spec: the steps of REQ-CMT-001 to REQ-CMT-009.
     """
-    agreed = agree_on_save(group, state, step=step, block_nbytes=block_nbytes, ownership=ownership, check=check)
+    agreed = agree_on_save(
+        group, state, step=step, block_nbytes=block_nbytes, ownership=ownership, check=check, label=label
+    )
     return write_and_commit(store, group, agreed, ownership=ownership, deadline_s=deadline_s)
 
 
@@ -99,17 +104,19 @@ def agree_on_save(
     block_nbytes: int,
     ownership: Ownership,
     check: Callable[[], None] | None = None,
+    label: Callable[[], Labels] | None = None,
     say: object = None,
 ) -> Agreed:
     """Take what is live here, and agree with the other writers on the attempt and on who writes what.
 
     Args:
         launch: of the run; None outside of one.
+        label: returns metrics and tags; called on writer 0 alone, whose count, and what it raises stops all writers.
         say: JSON that all writers are told beside.
 
     Raises: what refuses the save, on all writers alike. Spec: REQ-CMT-001, REQ-CMT-002.
     """
-    snapshot, error = _capture(state, group, step, ownership, check)
+    snapshot, error = _capture(state, group, step, ownership, check, label)
     mine = {
         "step": 0 if snapshot is None else operator.index(step),
         "fingerprint": "" if snapshot is None else ownership.fingerprint,
@@ -170,14 +177,20 @@ def _take(state: State, group: Group, ownership: Ownership) -> Snapshot:
     return snapshot
 
 
-def _capture(
-    state: State, group: Group, step: int, ownership: Ownership, check: Callable[[], None] | None
+def _capture(  # noqa: PLR0917 - what `agree_on_save` was given
+    state: State,
+    group: Group,
+    step: int,
+    ownership: Ownership,
+    check: Callable[[], None] | None,
+    label: Callable[[], Labels] | None,
 ) -> tuple[Snapshot | None, Exception | None]:
     try:
         check_step(step)
         if check is not None and group.writer == 0:
             check()
-        return _take(state, group, ownership), None
+        labels = label() if label is not None and group.writer == 0 else NO_LABELS
+        return dataclasses.replace(_take(state, group, ownership), labels=labels), None
     except Exception as error:  # noqa: BLE001 - raised again, once the others know of it
         return None, error
 

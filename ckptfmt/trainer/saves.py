@@ -28,8 +28,9 @@ from ckptfmt.write.staging import Fillings, plan_copies
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
+    from ckptfmt.documents.labels import Labels
     from ckptfmt.documents.part import Leaf
     from ckptfmt.documents.run import Launch, RunRecord
     from ckptfmt.documents.tables import TensorKey
@@ -183,13 +184,21 @@ class Saves:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def save(
-        self, step: int, run: RunRecord, launch: Launch, *, must: bool = False, deadline_s: float | None = None
+        self,
+        step: int,
+        run: RunRecord,
+        launch: Launch,
+        *,
+        must: bool = False,
+        deadline_s: float | None = None,
+        label: Callable[[], Labels] | None = None,
     ) -> SaveHandle:
         """Begin a save, or make one; every process calls it at the same step.
 
         Args:
             must: whether to wait for a slot even where the policy is to skip.
             deadline_s: how long at most, in seconds; None for that of the options.
+            label: returns metrics and tags, on writer 0.
 
         Raises: the error of an earlier save that failed, once; what refuses this one.
         """
@@ -209,6 +218,7 @@ class Saves:
             block_nbytes=limits.BLOCK_NBYTES,
             ownership=self._ownership,
             check=None if background is not None else lambda: self._check_place(step, launch),
+            label=label,
             say={
                 "failure": self._say_failure(),
                 "busy": problem is not None or (background is not None and background.is_busy()),

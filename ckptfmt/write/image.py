@@ -20,6 +20,7 @@ from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.extents import Extents
 from ckptfmt.documents.holdings import BOXES_KEYS, Boxes, Holdings, parse_boxes
+from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Origin, shard_name
 from ckptfmt.documents.packed import Columns, Integers, Strings, dump_packed, dump_strings, make_integers
 from ckptfmt.documents.part import Leaf, Part, PartFile, RngStream
@@ -111,6 +112,7 @@ class Image:
         streams: Iterable[RngStream],
         leaves: Iterable[Leaf],
         absent: dict[str, str],
+        labels: Labels = NO_LABELS,
         extents: Extents | None = None,
     ) -> Part:
         """Return the part of a save of this image.
@@ -141,6 +143,7 @@ class Image:
             streams=tuple(sorted(streams, key=lambda stream: (stream.name.encode(), stream.scope.encode()))),
             leaves=tuple(sorted(leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))),
             absent=absent,
+            labels=labels,
         )
 
     def as_dict(self) -> dict[str, Any]:

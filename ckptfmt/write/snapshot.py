@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
+from ckptfmt.documents.labels import NO_LABELS, Labels
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -121,6 +123,7 @@ class Snapshot:
         absent: each field that it has nothing for, with the reason.
         declared_by: for declared replicas, who declares them, such as a mesh. It speaks for its own holders only: what
             several declare is written once for each of them, and compared.
+        labels: metrics and tags of the checkpoint; of writer 0 alone.
     """
 
     tensors: tuple[TensorSource, ...]
@@ -128,3 +131,4 @@ class Snapshot:
     leaves: tuple[Leaf, ...]
     absent: dict[str, str]
     declared_by: Mapping[TensorKey, str] = dataclasses.field(default_factory=dict)
+    labels: Labels = NO_LABELS

@@ -14,6 +14,7 @@ from ckptfmt.box import Box
 from ckptfmt.commit.decision import create_once
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.holdings import Structure
+from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_name
 from ckptfmt.documents.part import Leaf, Part, RngStream, dump_failure
 from ckptfmt.documents.tables import TensorKey
@@ -151,6 +152,7 @@ class Context:
     streams: tuple[RngStream, ...]
     leaves: tuple[Leaf, ...]
     absent: dict[str, str]
+    labels: Labels = NO_LABELS
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Context:
@@ -161,6 +163,7 @@ class Context:
             streams=snapshot.streams,
             leaves=snapshot.leaves,
             absent=dict(snapshot.absent),
+            labels=snapshot.labels,
         )
 
     def members(self) -> dict[str, Any]:

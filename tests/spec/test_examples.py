@@ -22,7 +22,7 @@ from ckptfmt.documents.index import Index
 from ckptfmt.documents.manifest import Manifest, parse_register
 from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, parse_packed
 from ckptfmt.documents.part import PACK_HEADER, Part
-from ckptfmt.documents.run import Launch, Pins, RunRecord
+from ckptfmt.documents.run import LabelsRecord, Launch, Pins, RunRecord
 from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
 from ckptfmt.errors import CkptError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts
@@ -84,6 +84,8 @@ def parse_json_document(content, where, kind):
         return Launch.parse(content, where=where)
     if kind == "failure":
         return parse_document(content, where=where, types=("failure",))
+    if kind == "labels":
+        return LabelsRecord.parse(content, where=where)
     if kind == "pins":
         return Pins.parse(content, where=where)
     return parse_register(content, where=where)

@@ -32,7 +32,7 @@ from ckptfmt.documents.manifest import parse_register
 from ckptfmt.documents.msgpk import open_packed_document, parse_msgpack
 from ckptfmt.documents.packed import Columns, parse_packed
 from ckptfmt.documents.part import Part
-from ckptfmt.documents.run import Launch, Pins, RunRecord
+from ckptfmt.documents.run import LabelsRecord, Launch, Pins, RunRecord
 from ckptfmt.documents.shard import parse_shard_header
 from ckptfmt.documents.tree import (
     DeviceName,
@@ -521,6 +521,7 @@ def _strings(content: bytes, where: str) -> list[str]:
 _FORMS: dict[str, Callable[[bytes, str], Any]] = {
     "run": lambda content, where: RunRecord.parse(content, where=where),
     "launch": lambda content, where: Launch.parse(content, where=where),
+    "labels": lambda content, where: LabelsRecord.parse(content, where=where),
     "pins": lambda content, where: Pins.parse(content, where=where),
     "failure": lambda content, where: parse_document(content, where=where, types=("failure",)),
     **dict.fromkeys(("manifest", "abort", "tombstone"), lambda content, where: parse_register(content, where=where)),

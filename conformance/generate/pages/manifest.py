@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from conformance.generate.bases import RUN_ID, pop_at, put_file, set_at, small, two_writers
+from conformance.generate.bases import RUN_ID, pop_at, put_file, replace, set_at, small, two_writers
 from conformance.generate.cases import Page
 from conformance.generate.model import Checkpoint, Edit, build
 from conformance.generate.plans import Plan, Tensor
@@ -50,6 +51,7 @@ def page() -> Page:
         "rng and data are present, and nothing is in them",
         why="present and empty is something else than absent",
     )
+    _labels(made)
     _registers(made)
     _fields(made)
     _profile(made)
@@ -57,6 +59,185 @@ def page() -> Page:
     _index(made)
     _entry(made)
     return made
+
+
+def _labelled(**members: Any) -> Edit:  # noqa: ANN401 - members of a record, by name
+    """Return an edit that gives a checkpoint metrics and tags, or in their place `members` to the manifest alone."""
+
+    def edit(made: Checkpoint) -> None:
+        for document in (made.part, made.manifest):
+            document["features"]["reader"] = sorted([*document["features"]["reader"], "labels"])
+            document["metrics"] = {"eval_loss": "2.5", "accuracy/top 1": "-1.25e-07"}
+            document["tags"] = ["candidate", "v2"]
+        made.manifest.update(members)
+
+    return edit
+
+
+def _labels(made: Page) -> None:
+    """Add metrics and tags."""
+    clauses = "MAN-010 MAN-011 MAN-005 PRT-014 CMT-039 DEL-001"
+    made.accept(
+        "labels",
+        small(),
+        clauses,
+        "two metrics and two tags, behind the feature labels",
+        why="they are what a run is searched by, and the profile is still full",
+        edit=_labelled(),
+    )
+    made.accept(
+        "labels-of-writer-0",
+        two_writers(),
+        clauses,
+        "two writers; the part of writer 0 has metrics and tags, that of writer 1 has none",
+        why="an evaluation often runs on one process alone",
+        edit=_labelled(),
+    )
+
+    def only(key: str, value: Any) -> Edit:  # noqa: ANN401 - any value of JSON
+        def edit(made: Checkpoint) -> None:
+            for document in (made.part, made.manifest):
+                document.update(metrics={}, tags=[])
+                document[key] = value
+
+        return edit
+
+    many = {f"metric {number}": "1" for number in range(64)}
+    numbers = {
+        f"n{at}": text for at, text in enumerate(("0", "-0", "1e308", "5e-324", "0.1", "17976931348623157e+292"))
+    }
+    for slug, says, key, value in (
+        ("metric-alone", "one metric, and no tag", "metrics", {"\U0001f642" * 100: "0.30000000000000004"}),
+        ("metric-numbers", "numbers in all spellings that there are", "metrics", numbers),
+        ("metrics-64", "as many metrics as there may be", "metrics", many),
+        (
+            "tags-32",
+            "as many tags as there may be, and no metric",
+            "tags",
+            [f"tag {number:02}" for number in range(32)],
+        ),
+    ):
+        made.accept(
+            slug, made.bases["labels"], "MAN-010 MAN-011", says, why="it is within the limits", edit=only(key, value)
+        )
+    _bad_labels(made)
+
+
+def _bad_labels(made: Page) -> None:
+    """Add metrics and tags that a manifest may not have."""
+
+    def reject(
+        slug: str,
+        clauses: str,
+        says: str,
+        edit: Edit,
+        *,
+        error: str = "DOC_SCHEMA",
+        of: str = "labels",
+        phase: str = "open",
+    ) -> None:
+        why = "what one reader takes for another number, or passes over, another one decides by"
+        made.reject(slug, of, edit, clauses, error, says, why=why, bug="AMBIGUITY", phase=phase)
+
+    for slug, says, members in (
+        ("labels-unlisted", "metrics and tags without the feature", {"features": {"reader": [], "writer": []}}),
+        ("labels-empty", "the feature, and neither a metric nor a tag", {"metrics": {}, "tags": []}),
+    ):
+        reject(slug, "MAN-010", says, _both(members))
+    for key in ("metrics", "tags"):
+        reject(f"labels-without-{key}", "MAN-010", f"the feature without {key}", pop_at("manifest", key))
+    for slug, value in (
+        ("nan", "NaN"), ("nan-small", "nan"), ("infinity", "Infinity"), ("overflow", "1e309"), ("empty", ""),
+        ("number", 2), ("null", None), ("plus", "+1"), ("hex", "0x1p3"), ("comma", "2,5"), ("point-last", "2."),
+        ("point-first", ".5"), ("space", " 2"), ("capital", "1E3"), ("underscore", "1_000"), ("zeros", "007"),
+        ("long", "0." + "1" * 31), ("digits", "\u0661"),
+    ):  # fmt: skip
+        says = f"the value of a metric is {value!r}"
+        reject(f"metric-{slug}", "MAN-011", says, set_at("manifest", "metrics", "eval_loss", value=value))
+    for slug, says, key, value in (
+        ("metric-name-empty", "a metric without a name", "metrics", {"": "1"}),
+        ("metric-name-101", "the name of a metric has 101 characters", "metrics", {"x" * 101: "1"}),
+        ("metrics-65", "65 metrics", "metrics", {f"m{number}": "1" for number in range(65)}),
+        ("metrics-list", "metrics are a list", "metrics", ["eval_loss"]),
+        ("tag-empty", "an empty tag", "tags", [""]),
+        ("tag-101", "a tag of 101 characters", "tags", ["x" * 101]),
+        ("tag-number", "a tag that is a number", "tags", [1]),
+        ("tags-33", "33 tags", "tags", [f"t{number:02}" for number in range(33)]),
+        ("tags-twice", "a tag twice", "tags", ["v2", "v2"]),
+        ("tags-unsorted", "tags in another order", "tags", ["v2", "candidate"]),
+        ("tags-map", "tags are a map", "tags", {"v2": "1"}),
+    ):
+        reject(slug, "MAN-011", says, set_at("manifest", key, value=value))
+    reject(
+        "tag-not-normal",
+        "MAN-011 DOC-006",
+        "a tag that isn't in normal form C",
+        set_at("manifest", "tags", value=["e\u0301"]),
+        error="DOC_STRING",
+    )
+    reject(
+        "metric-fraction",
+        "MAN-011 DOC-005",
+        "the value of a metric is a number with a fraction",
+        _fraction,
+        error="DOC_NUMBER",
+    )
+    _bad_parts(reject)
+
+
+def _both(members: dict[str, Any]) -> Edit:
+    def edit(made: Checkpoint) -> None:
+        made.manifest.update(members)
+
+    return edit
+
+
+def _fraction(made: Checkpoint) -> None:
+    made.bend("manifest", inner=replace(b'"eval_loss":"2.5"', b'"eval_loss":2.5'))
+
+
+def _bad_parts(reject: Callable[..., None]) -> None:
+    """Add parts whose metrics and tags can't be, or aren't those of the manifest."""
+
+    def of_both(made: Checkpoint) -> None:
+        made.parts[1].update(metrics={"eval_loss": "2.5"}, tags=[])
+        made.parts[1]["features"]["reader"] = ["labels"]
+
+    reject("labels-of-writer-1", "PRT-014", "the part of writer 1 has a metric, too", of_both, of="labels-of-writer-0")
+    for slug, says, key, value in (
+        ("part-metric-nan", "in the part, the value of a metric is NaN", "metrics", {"eval_loss": "NaN"}),
+        ("part-metric-number", "in the part, the value of a metric is an integer", "metrics", {"eval_loss": 2}),
+        ("part-tags-unsorted", "in the part, tags are in another order", "tags", ["v2", "candidate"]),
+        ("part-tag-not-normal", "in the part, a tag isn't in normal form C", "tags", ["e\u0301"]),
+    ):
+        reject(slug, "PRT-014 MAN-011", says, set_at("part/0", key, value=value))
+    for slug, says, edit in (
+        (
+            "metric-of-another-part",
+            "a metric has another value in the part",
+            set_at("part/0", "metrics", "eval_loss", value="2.4"),
+        ),
+        (
+            "metric-other-spelling",
+            "a metric is spelled otherwise in the part",
+            set_at("part/0", "metrics", "eval_loss", value="2.50"),
+        ),
+        ("tag-of-another-part", "the part has one tag less", set_at("part/0", "tags", value=["v2"])),
+    ):
+        reject(slug, "CMT-039", says, edit, error="DOC_MISMATCH", phase="validate")
+
+    def unlabelled(made: Checkpoint) -> None:
+        made.part["features"]["reader"].remove("labels")
+        del made.part["metrics"], made.part["tags"]
+
+    reject(
+        "labels-nowhere",
+        "CMT-039 DEL-001",
+        "the part has neither metrics nor tags",
+        unlabelled,
+        error="DOC_MISMATCH",
+        phase="validate",
+    )
 
 
 def _record(kind: str, **members: Any) -> bytes:  # noqa: ANN401 - members of a record, by name

@@ -1,0 +1,137 @@
+"""Labels of a checkpoint: metrics, which are numbers with names, and tags. Spec: REQ-MAN-010, REQ-MAN-011."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, SupportsFloat
+
+from ckptfmt import limits
+from ckptfmt.documents.canonical import check_string
+from ckptfmt.errors import CkptError, Code, FormatError, err
+from ckptfmt.features import LABELS
+
+_NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e[+-]?[0-9]+)?")
+_NUMBER_LENGTH: Final = 32
+_NAME_LENGTH: Final = 100
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """Metrics and tags of a checkpoint; false if there are none.
+
+    Attributes:
+        metrics: each number as decimal text, since the documents have no fractions.
+        tags: sorted.
+    """
+
+    metrics: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.metrics or self.tags)
+
+    def members(self) -> dict[str, Any]:
+        """Return the members of a document."""
+        return {"metrics": dict(self.metrics), "tags": list(self.tags)}
+
+    def number(self, metric: str) -> float | None:
+        """Return the value of a metric, or None where the checkpoint doesn't have it."""
+        return float(self.metrics[metric]) if metric in self.metrics else None
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = ()) -> Labels:
+        """Return the labels that a caller gives.
+
+        Raises: StateError(ARGUMENT) for a value that isn't a finite number, and for what exceeds a limit.
+        """
+        if not isinstance(metrics, Mapping | None):
+            raise err(Code.ARGUMENT, f"a {type(metrics).__name__} isn't a mapping of numbers", where="metrics=")
+        tags = (tags,) if isinstance(tags, str) else tuple(tags)
+        numbers = {_check_name(name, "metrics="): _text_of(name, value) for name, value in (metrics or {}).items()}
+        names = tuple(sorted({_check_name(tag, "tags=") for tag in tags}))
+        for count, limit, where in ((len(numbers), limits.METRICS, "metrics="), (len(names), limits.TAGS, "tags=")):
+            if count > limit:
+                raise err(Code.ARGUMENT, f"{count} of them; at most {limit} are kept", where=where)
+        return cls(metrics=numbers, tags=names)
+
+
+#: Of a checkpoint that nobody gave any.
+NO_LABELS: Final = Labels()
+
+
+def parse_labels(members: Mapping[str, Any], features: Iterable[str], where: str) -> Labels:
+    """Return the labels of a manifest or part, which has them behind a feature.
+
+    Args:
+        members: what the document has, its other members among them.
+        features: the reader features that the document lists.
+
+    Raises: FormatError(DOC_SCHEMA). Spec: REQ-MAN-010, REQ-MAN-011.
+    """
+    has_labels = LABELS in features
+    if {"metrics" in members, "tags" in members} != {has_labels}:
+        raise _broken("metrics and tags go with the feature labels", where, "REQ-MAN-010")
+    if not has_labels:
+        return NO_LABELS
+    labels = check_labels(members["metrics"], members["tags"], where)
+    if not labels:
+        raise _broken("the feature labels, and no label", where, "REQ-MAN-010")
+    return labels
+
+
+def check_labels(metrics: object, tags: object, where: str) -> Labels:
+    """Return labels as they stand in a document. Raises: FormatError(DOC_SCHEMA). Spec: REQ-MAN-011."""
+    if not isinstance(metrics, dict) or len(metrics) > limits.METRICS or not all(map(_is_name, metrics)):
+        raise _broken(f"metrics aren't a map of at most {limits.METRICS} names", where, "REQ-MAN-011")
+    if not all(map(_is_number, metrics.values())):
+        raise _broken("a metric isn't a finite decimal number as text", where, "REQ-MAN-011")
+    if not isinstance(tags, list) or len(tags) > limits.TAGS or not all(map(_is_name, tags)):
+        raise _broken(f"tags aren't an array of at most {limits.TAGS} names", where, "REQ-MAN-011")
+    if tags != sorted(set(tags)):
+        raise _broken("tags aren't sorted, each once", where, "REQ-MAN-011")
+    return Labels(metrics=metrics, tags=tuple(tags))
+
+
+def _broken(detail: str, where: str, requirement: str) -> CkptError:
+    return err(Code.DOC_SCHEMA, detail, where=where, requirement=requirement)
+
+
+def _is_number(text: object) -> bool:
+    is_decimal = isinstance(text, str) and len(text) <= _NUMBER_LENGTH and _NUMBER.fullmatch(text) is not None
+    return is_decimal and math.isfinite(float(str(text)))
+
+
+def _is_name(name: object) -> bool:
+    if not isinstance(name, str) or not 1 <= len(name) <= _NAME_LENGTH:
+        return False
+    try:
+        check_string(name, "")
+    except FormatError:
+        return False
+    return True
+
+
+def _check_name(name: object, where: str) -> str:
+    """Return the name of a metric, or a tag, that a caller gives."""
+    if not isinstance(name, str) or not 1 <= len(name) <= _NAME_LENGTH:
+        detail = f"{str(name)[:64]!r} isn't a text of 1 to {_NAME_LENGTH} characters"
+        raise err(Code.ARGUMENT, detail, where=where)
+    try:
+        check_string(name, where)
+    except FormatError as error:
+        raise err(Code.ARGUMENT, f"{name!r}: {error.detail}", where=where) from None
+    return name
+
+
+def _text_of(name: object, value: SupportsFloat) -> str:
+    try:
+        number = math.nan if isinstance(value, bool | str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        remedy = "Pass a finite number, or leave the metric out."
+        raise err(Code.ARGUMENT, f"{name!r} is {str(value)[:64]}", where="metrics=", remedy=remedy)
+    return repr(number)
