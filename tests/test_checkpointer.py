@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import ckptfmt
+from ckptfmt.api import compact
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import Manifest, Tombstone
 from ckptfmt.documents.run import RUN_NAME, SAVERS, RunRecord
@@ -99,9 +100,9 @@ def test_saves_every_so_many_steps_and_at_the_end(store: Any) -> None:
     assert committed(store) == [(3, 1), (6, 1), (7, 1)]
 
 
-def labels_of(store: Any) -> dict[int, tuple[dict[str, str], tuple[str, ...]]]:
-    entries = [entry for entry in list_checkpoints(store) if entry.manifest is not None]
-    return {entry.step: (entry.manifest.labels.metrics, entry.manifest.labels.tags) for entry in entries}
+def labels_of(store: Any) -> dict[int, Any]:
+    found = {entry.step: entry.register for entry in list_checkpoints(store)}
+    return {step: (one.labels.metrics, one.labels.tags) for step, one in found.items() if isinstance(one, Manifest)}
 
 
 @pytest.mark.parametrize("saver", ["inline", "thread", "process"])
@@ -149,7 +150,7 @@ def test_a_delta_has_labels_too(tmp_path: Path) -> None:
     assert second.profile == "delta"
     assert {"deltas", "labels"} <= set(second.features)
     assert ckptfmt.validate(tmp_path)
-    full = ckptfmt.compact(tmp_path, out=tmp_path.parent / "full")
+    full = compact(tmp_path, out=tmp_path.parent / "full")
     with ckptfmt.open(full.path) as checkpoint:
         assert checkpoint.manifest.labels == second.labels
         assert checkpoint.manifest.profile == "full"
