@@ -15,6 +15,8 @@ from typing import Final
 from benchmarks.codecs import Measured, timed
 from benchmarks.snapshots import MASTER, WEIGHT, Pair, Tensor
 from ckptfmt.codecs import encodings, prediction
+from ckptfmt.codecs.rule import Rule, roles
+from ckptfmt.codecs.rule_search import find_rule
 from ckptfmt.delta.block_coder import SMALL_NBYTES, encode_small
 from ckptfmt.digest import DIGEST_NBYTES, iter_blocks
 from ckptfmt.limits import BLOCK_NBYTES
@@ -137,13 +139,13 @@ def list_groups(pair: Pair, kind: str) -> dict[str, dict[str, Tensor]]:
     return {parameter: group for parameter, group in groups.items() if group.keys() == roles}
 
 
-def _find_rules(pair: Pair, kind: str, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, prediction.Rule]:
+def _find_rules(pair: Pair, kind: str, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Rule]:
     """Return the rule of each parameter that one predicts: found in the largest of those with the same step counts."""
     by_steps: dict[tuple[int | None, int | None], list[str]] = {}
     for parameter, group in groups.items():
         if any(pair.base[tensor.name].content != tensor.content for tensor in group.values()):
             by_steps.setdefault(pair.steps_of(parameter), []).append(parameter)
-    rules: dict[str, prediction.Rule] = {}
+    rules: dict[str, Rule] = {}
     hint = None
     for (before, after), parameters in by_steps.items():
         largest = groups[max(parameters, key=lambda parameter: groups[parameter][WEIGHT].array.size)]
@@ -152,7 +154,7 @@ def _find_rules(pair: Pair, kind: str, groups: Mapping[str, Mapping[str, Tensor]
             for role, tensor in largest.items()
         }
         options, base_options = ({**pair.options, "step": step} for step in (after, before))
-        rule = prediction.find_rule(kind, options, samples, base_options=base_options, hint=hint)
+        rule = find_rule(kind, options, samples, base_options=base_options, hint=hint)
         if rule is not None:
             hint = rule
             rules.update(dict.fromkeys(parameters, rule))
@@ -196,10 +198,10 @@ def _code_alone(block: _Block, tally: _Tally) -> None:
     _check(block, out)
 
 
-def _code_group(rule: prediction.Rule, blocks: _Blocks, tally: _Tally) -> None:
+def _code_group(rule: Rule, blocks: _Blocks, tally: _Tally) -> None:
     bases = {role: block.base for role, block in blocks.items() if block.base is not None}
     news: dict[str, memoryview] = {}
-    for role in prediction.roles(rule):
+    for role in roles(rule):
         block = blocks[role]
         earlier = dict(news)
         news[role] = block.new

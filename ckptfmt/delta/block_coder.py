@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ckptfmt.codecs import encodings, prediction
-from ckptfmt.codecs.encodings.planes import LANES
+from ckptfmt.codecs.lanes import LANES
 from ckptfmt.delta.base import BaseContents
 from ckptfmt.delta.prediction_groups import PlannedGroup
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes

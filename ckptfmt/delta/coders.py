@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.codecs.prediction import Rule
+from ckptfmt.codecs.rule import Rule
 from ckptfmt.delta.base import BaseContents
 from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder
 from ckptfmt.delta.prediction_groups import PlannedGroup, dump_rules

@@ -14,8 +14,9 @@ from typing import Final
 import numpy as np
 
 from ckptfmt.box import Box
-from ckptfmt.codecs import prediction
-from ckptfmt.codecs.prediction.member_codec import Members, find_members
+from ckptfmt.codecs.prediction import Members, find_members
+from ckptfmt.codecs.rule import Rule, roles
+from ckptfmt.codecs.rule_search import find_rule
 from ckptfmt.delta.base import BaseContents
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tables import TensorKey
@@ -37,13 +38,13 @@ class PlannedGroup:
         pieces: numbers of the pieces in the image, in the order in which they are decoded.
     """
 
-    rule: prediction.Rule
+    rule: Rule
     pieces: tuple[int, ...]
 
     @property
     def roles(self) -> tuple[str, ...]:
         """What each piece is."""
-        return prediction.roles(self.rule)
+        return roles(self.rule)
 
     @property
     def needs_base(self) -> bool:
@@ -99,7 +100,7 @@ class _Finder:
         for number, piece in enumerate(self._image.pieces):
             if piece.shard is not None and piece.end > piece.begin:
                 self._pieces.setdefault(piece.key, {})[piece.box] = number
-        self._hints: dict[str, prediction.Rule] = {}
+        self._hints: dict[str, Rule] = {}
 
     def find(self) -> tuple[PlannedGroup, ...]:
         """Return the groups."""
@@ -111,7 +112,7 @@ class _Finder:
             rule = self._find_rule(alike[0], before.get(_names_of(alike[0]), {}), rows) if rows else None
             if rule is not None:
                 self._hints[rule.kind] = rule
-                found += [PlannedGroup(rule=rule, pieces=row[: len(prediction.roles(rule))]) for row in rows]
+                found += [PlannedGroup(rule=rule, pieces=row[: len(roles(rule))]) for row in rows]
         return tuple(found)
 
     def _find_members(self) -> tuple[Sequence[Members], Sequence[Members]]:
@@ -153,7 +154,7 @@ class _Finder:
 
     def _find_rule(
         self, members: Members, base_options: Mapping[str, object], rows: Sequence[tuple[int, ...]]
-    ) -> prediction.Rule | None:
+    ) -> Rule | None:
         """Return the rule that a sample of the largest box shows."""
         row = max(rows, key=lambda row: self._image.pieces[row[0]].end - self._image.pieces[row[0]].begin)
         piece = self._image.pieces[row[0]]
@@ -167,7 +168,7 @@ class _Finder:
         if steps is not None:
             before["step"], options["step"] = steps
         hint = self._hints.get(members.kind)
-        return prediction.find_rule(members.kind, options, samples, base_options=before, hint=hint)
+        return find_rule(members.kind, options, samples, base_options=before, hint=hint)
 
     def _sample(self, number: int, elements: range) -> tuple[memoryview, memoryview]:
         """Return some elements of a piece: the base's, and the new ones."""

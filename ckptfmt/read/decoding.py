@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ckptfmt.codecs import encodings, prediction
+from ckptfmt.codecs.rule import Rule, role_dtype, roles
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.extents import PredictionGroup
 from ckptfmt.documents.manifest import part_path
@@ -113,7 +114,7 @@ class _Sources:
     """
 
     base: StoredBox | None = None
-    rule: prediction.Rule | None = None
+    rule: Rule | None = None
     role: str = ""
     news: tuple[tuple[str, StoredBox], ...] = ()
     bases: tuple[tuple[str, StoredBox], ...] = ()
@@ -136,40 +137,40 @@ def _find_predicting(stored: StoredBox, group: PredictionGroup, block: int) -> _
     """Return what a block is predicted from. Raises: FormatError(ENCODED_FORM) for a rule that isn't the group's."""
     where = stored.place_of(block)
     rule = _parse_rule(group, where)
-    roles = prediction.roles(rule)
+    ordered = roles(rule)
     members = [stored.opened.box(row) for row in group.boxes]
     dtypes = [member.dtype for member in members]
-    if rule.kind != group.kind or [prediction.role_dtype(rule, role) for role in roles] != dtypes:
+    if rule.kind != group.kind or [role_dtype(rule, role) for role in ordered] != dtypes:
         detail = f"a group of {', '.join(dtypes)}, kind {group.kind}, with a rule of another form"
         raise err(Code.ENCODED_FORM, detail, where=where, requirement="REQ-DEL-009")
     number = group.boxes.index(stored.row)
     bases: list[tuple[str, StoredBox]] = []
     if group.reference is not None:
-        needed = prediction.needed_bases(rule, roles[number])
+        needed = prediction.needed_bases(rule, ordered[number])
         bases = [
             (role, _find_base(member, group.reference))
-            for role, member in zip(roles, members, strict=True)
+            for role, member in zip(ordered, members, strict=True)
             if role in needed
         ]
     return _Sources(
         rule=rule,
-        role=roles[number],
-        news=tuple((roles[at], members[at]) for at in range(number)),
+        role=ordered[number],
+        news=tuple((ordered[at], members[at]) for at in range(number)),
         bases=tuple(bases),
     )
 
 
-def _parse_rule(group: PredictionGroup, where: str) -> prediction.Rule:
+def _parse_rule(group: PredictionGroup, where: str) -> Rule:
     try:
         return _known_rule(group.rule)
     except CkptError:
-        return prediction.Rule.parse(group.rule, where)  # which raises again, and says where
+        return Rule.parse(group.rule, where)  # which raises again, and says where
 
 
 @functools.lru_cache(maxsize=64)
-def _known_rule(content: bytes) -> prediction.Rule:
+def _known_rule(content: bytes) -> Rule:
     """Return a rule: all parameters that an optimizer treats alike have the same."""
-    return prediction.Rule.parse(content, "")
+    return Rule.parse(content, "")
 
 
 def _elements_of(stored: StoredBox, block: int) -> range:

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptfmt.codecs.encodings import ENCODINGS, NEEDS_BASE, QUICK, choose, decode, encode
-from ckptfmt.codecs.encodings.planes import LANES, apply_steps, steps_between
+from ckptfmt.codecs.lanes import LANES, apply_steps, steps_between
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code
 from tests.spec.pages import table

@@ -12,20 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptfmt.codecs import encodings
+from ckptfmt.codecs.optimizer_steps import Step, check_float_environment
 from ckptfmt.codecs.prediction import (
     GROUP_ENCODINGS,
-    Rule,
-    check_float_environment,
     decode_member,
     encode_member,
-    find_rule,
     predict_member,
-    role_dtype,
-    roles,
 )
-from ckptfmt.codecs.prediction.optimizer_steps import Step
-from ckptfmt.codecs.prediction.rule import FIRST_MOMENT
-from ckptfmt.codecs.prediction.search import DIGITS, factor_candidates
+from ckptfmt.codecs.rule import FIRST_MOMENT, Rule, role_dtype, roles
+from ckptfmt.codecs.rule_search import DIGITS, factor_candidates, find_rule
 from ckptfmt.documents.tree import InlineArray, dump_tree, parse_tree
 from ckptfmt.errors import CkptError, Code
 

@@ -11,16 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfmt.codecs.prediction import (
-    Rule,
-    check_float_environment,
-    decode_member,
-    encode_member,
-    find_rule,
-    role_dtype,
-    roles,
-)
-from ckptfmt.codecs.prediction.rule import FIRST_MOMENT
+from ckptfmt.codecs.optimizer_steps import check_float_environment
+from ckptfmt.codecs.prediction import decode_member, encode_member
+from ckptfmt.codecs.rule import FIRST_MOMENT, Rule, role_dtype, roles
+from ckptfmt.codecs.rule_search import find_rule
 from ckptfmt.errors import CkptError, Code
 
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {

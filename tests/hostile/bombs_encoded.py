@@ -10,7 +10,7 @@ import zstandard
 
 from ckptfmt import limits
 from ckptfmt.box import Box
-from ckptfmt.codecs.encodings.strings import FILL, FRAME, dump_number
+from ckptfmt.codecs.strings import FILL, FRAME, dump_number
 from ckptfmt.commit.decision import commit
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import FIELDS

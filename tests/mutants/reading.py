@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptfmt import limits
-from ckptfmt.codecs.prediction import member_codec as codec
+from ckptfmt.codecs import prediction as codec
 from ckptfmt.documents.manifest import part_path
 from ckptfmt.read import decoding, files
 from ckptfmt.run import lineage

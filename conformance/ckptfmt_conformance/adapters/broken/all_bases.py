@@ -9,7 +9,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-DEL-025",)
 CONVICTED_BY = ("prediction/valid/adam-base-without-copy",)
 
-_roles = original("ckptfmt.codecs.prediction:roles")
+_roles = original("ckptfmt.codecs.rule:roles")
 
 
 def _all(rule: Any, _: str) -> Any:  # noqa: ANN401 - of the implementation

@@ -9,7 +9,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-ENC-024",)
 CONVICTED_BY = ("encodings/invalid/frame-checksum-wrong",)
 
-zstandard: Any = original("ckptfmt.codecs.encodings.strings:zstandard")
+zstandard: Any = original("ckptfmt.codecs.strings:zstandard")
 
 
 class _Zstandard:
@@ -33,4 +33,4 @@ class _Zstandard:
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.encodings.strings:zstandard", _Zstandard()),)
+    replacements = (("ckptfmt.codecs.strings:zstandard", _Zstandard()),)

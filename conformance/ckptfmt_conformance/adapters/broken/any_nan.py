@@ -19,6 +19,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.codecs.prediction.optimizer_steps:without_nan", _as_predicted),
-        ("ckptfmt.codecs.prediction.member_codec:without_nan", _as_predicted),
+        ("ckptfmt.codecs.optimizer_steps:without_nan", _as_predicted),
+        ("ckptfmt.codecs.prediction:without_nan", _as_predicted),
     )

@@ -9,7 +9,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-PRE-016",)
 CONVICTED_BY = ("prediction/valid/adam", "prediction/valid/sgd")
 
-_predict = original("ckptfmt.codecs.prediction.optimizer_steps:Step.predict")
+_predict = original("ckptfmt.codecs.optimizer_steps:Step.predict")
 
 
 def _take_base(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -19,4 +19,4 @@ def _take_base(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.prediction.optimizer_steps:Step.predict", _take_base),)
+    replacements = (("ckptfmt.codecs.optimizer_steps:Step.predict", _take_base),)

@@ -12,9 +12,9 @@ CONVICTED_BY = (
     "prediction/valid/adam-gain-nearly-half",
 )
 
-_scalar = original("ckptfmt.codecs.prediction.optimizer_steps:Step._scalar")
-_moment = original("ckptfmt.codecs.prediction.optimizer_steps:Step.moment")
-_multiply_add = original("ckptfmt.codecs.prediction.optimizer_steps:Step._multiply_add")
+_scalar = original("ckptfmt.codecs.optimizer_steps:Step._scalar")
+_moment = original("ckptfmt.codecs.optimizer_steps:Step.moment")
+_multiply_add = original("ckptfmt.codecs.optimizer_steps:Step._multiply_add")
 
 
 def _closed(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -27,4 +27,4 @@ def _closed(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - of t
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.prediction.optimizer_steps:Step.moment", _closed),)
+    replacements = (("ckptfmt.codecs.optimizer_steps:Step.moment", _closed),)

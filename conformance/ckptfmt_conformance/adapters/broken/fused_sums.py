@@ -9,7 +9,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-PRE-002",)
 CONVICTED_BY = ("prediction/valid/adam-separate",)
 
-_multiply_add = original("ckptfmt.codecs.prediction.optimizer_steps:multiply_add")
+_multiply_add = original("ckptfmt.codecs.optimizer_steps:multiply_add")
 
 
 def _fuse(factor: Any, values: Any, addend: Any, *, separate: bool) -> Any:  # noqa: ANN401 - of the implementation
@@ -20,4 +20,4 @@ def _fuse(factor: Any, values: Any, addend: Any, *, separate: bool) -> Any:  # n
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.prediction.optimizer_steps:multiply_add", _fuse),)
+    replacements = (("ckptfmt.codecs.optimizer_steps:multiply_add", _fuse),)

@@ -11,8 +11,8 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-PRE-011",)
 CONVICTED_BY = ("prediction/valid/adam-large-gain-uneven",)
 
-_moment = original("ckptfmt.codecs.prediction.optimizer_steps:Step.moment")
-_multiply_add = original("ckptfmt.codecs.prediction.optimizer_steps:multiply_add")
+_moment = original("ckptfmt.codecs.optimizer_steps:Step.moment")
+_multiply_add = original("ckptfmt.codecs.optimizer_steps:multiply_add")
 
 
 def _from_the_old_one(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -26,4 +26,4 @@ def _from_the_old_one(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.prediction.optimizer_steps:Step.moment", _from_the_old_one),)
+    replacements = (("ckptfmt.codecs.optimizer_steps:Step.moment", _from_the_old_one),)

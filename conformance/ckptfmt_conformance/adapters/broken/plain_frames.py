@@ -12,7 +12,7 @@ CONVICTED_BY = (
     "encodings/valid/frame-dictionary-0",
 )
 
-_take_frame = original("ckptfmt.codecs.encodings.strings:Source._take_frame")
+_take_frame = original("ckptfmt.codecs.strings:Source._take_frame")
 
 
 def _take_plain(source: Any, nbytes: int) -> Any:  # noqa: ANN401 - of the implementation
@@ -39,4 +39,4 @@ class _Watched:
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.encodings.strings:Source._take_frame", _take_plain),)
+    replacements = (("ckptfmt.codecs.strings:Source._take_frame", _take_plain),)

@@ -9,10 +9,10 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-PRE-011",)
 CONVICTED_BY = ("prediction/valid/adam-gain-nearly-half-double",)
 
-np: Any = original("ckptfmt.codecs.prediction.optimizer_steps:np")
-_scalar = original("ckptfmt.codecs.prediction.optimizer_steps:Step._scalar")
-_moment = original("ckptfmt.codecs.prediction.optimizer_steps:Step.moment")
-_multiply_add = original("ckptfmt.codecs.prediction.optimizer_steps:Step._multiply_add")
+np: Any = original("ckptfmt.codecs.optimizer_steps:np")
+_scalar = original("ckptfmt.codecs.optimizer_steps:Step._scalar")
+_moment = original("ckptfmt.codecs.optimizer_steps:Step.moment")
+_multiply_add = original("ckptfmt.codecs.optimizer_steps:Step._multiply_add")
 
 
 def _rounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -31,4 +31,4 @@ def _rounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - of 
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.prediction.optimizer_steps:Step.moment", _rounded),)
+    replacements = (("ckptfmt.codecs.optimizer_steps:Step.moment", _rounded),)

@@ -11,7 +11,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-PRE-004",)
 CONVICTED_BY = ("prediction/valid/cast-bfloat16", "prediction/valid/cast-float16")
 
-_round_low = original("ckptfmt.codecs.prediction.optimizer_steps:round_low")
+_round_low = original("ckptfmt.codecs.optimizer_steps:round_low")
 
 
 def _round_bits(values: Any, precision: str) -> Any:  # noqa: ANN401 - of the implementation
@@ -27,4 +27,4 @@ def _round_bits(values: Any, precision: str) -> Any:  # noqa: ANN401 - of the im
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.prediction.optimizer_steps:round_low", _round_bits),)
+    replacements = (("ckptfmt.codecs.optimizer_steps:round_low", _round_bits),)

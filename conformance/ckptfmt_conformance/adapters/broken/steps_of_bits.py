@@ -17,4 +17,4 @@ def _as_it_is(words: Any, lane: Any) -> Any:  # noqa: ANN401 - of the implementa
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.encodings.planes:_ordered", _as_it_is),)
+    replacements = (("ckptfmt.codecs.lanes:_ordered", _as_it_is),)

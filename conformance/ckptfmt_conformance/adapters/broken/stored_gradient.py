@@ -12,9 +12,9 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-PRE-009",)
 CONVICTED_BY = ("prediction/valid/adam-corrected",)
 
-_decode_gradient = original("ckptfmt.codecs.prediction.member_codec:_decode_gradient")
+_decode_gradient = original("ckptfmt.codecs.prediction:_decode_gradient")
 _decode = original("ckptfmt.codecs.encodings:decode")
-_low_gradient = original("ckptfmt.codecs.prediction.optimizer_steps:Step.low_gradient")
+_low_gradient = original("ckptfmt.codecs.optimizer_steps:Step.low_gradient")
 
 #: The gradient behind each first moment that was decoded last.
 _gradients: dict[bytes, Any] = {}
@@ -38,6 +38,6 @@ class Broken(Reference):
     """See above."""
 
     replacements = (
-        ("ckptfmt.codecs.prediction.member_codec:_decode_gradient", _decode_and_keep),
-        ("ckptfmt.codecs.prediction.optimizer_steps:Step.low_gradient", _kept),
+        ("ckptfmt.codecs.prediction:_decode_gradient", _decode_and_keep),
+        ("ckptfmt.codecs.optimizer_steps:Step.low_gradient", _kept),
     )

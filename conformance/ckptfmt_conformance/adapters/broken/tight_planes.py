@@ -9,9 +9,9 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-ENC-012",)
 CONVICTED_BY = ("encodings/valid/sparse-plane-zero",)
 
-_SCATTERED: Any = original("ckptfmt.codecs.encodings.planes:_SCATTERED")
-_take_set = original("ckptfmt.codecs.encodings.planes:take_set")
-np: Any = original("ckptfmt.codecs.encodings.planes:np")
+_SCATTERED: Any = original("ckptfmt.codecs.lanes:_SCATTERED")
+_take_set = original("ckptfmt.codecs.lanes:take_set")
+np: Any = original("ckptfmt.codecs.lanes:np")
 
 
 def _take_tight(source: Any, count: int) -> Any:  # noqa: ANN401 - of the implementation
@@ -32,4 +32,4 @@ def _take_tight(source: Any, count: int) -> Any:  # noqa: ANN401 - of the implem
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.encodings.planes:take_plane", _take_tight),)
+    replacements = (("ckptfmt.codecs.lanes:take_plane", _take_tight),)

@@ -9,7 +9,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-PRE-017",)
 CONVICTED_BY = ("prediction/valid/adam-decayed", "prediction/valid/adam-float32")
 
-_predict = original("ckptfmt.codecs.prediction.optimizer_steps:Step.predict")
+_predict = original("ckptfmt.codecs.optimizer_steps:Step.predict")
 
 
 def _predict_no_decay(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -19,4 +19,4 @@ def _predict_no_decay(step: Any, role: str, bases: Any, news: Any) -> Any:  # no
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.prediction.optimizer_steps:Step.predict", _predict_no_decay),)
+    replacements = (("ckptfmt.codecs.optimizer_steps:Step.predict", _predict_no_decay),)

@@ -9,9 +9,9 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-PRE-011",)
 CONVICTED_BY = ("prediction/valid/adam-gain-nearly-half",)
 
-_scalar = original("ckptfmt.codecs.prediction.optimizer_steps:Step._scalar")
-_moment = original("ckptfmt.codecs.prediction.optimizer_steps:Step.moment")
-_multiply_add = original("ckptfmt.codecs.prediction.optimizer_steps:Step._multiply_add")
+_scalar = original("ckptfmt.codecs.optimizer_steps:Step._scalar")
+_moment = original("ckptfmt.codecs.optimizer_steps:Step.moment")
+_multiply_add = original("ckptfmt.codecs.optimizer_steps:Step._multiply_add")
 
 
 def _unrounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -23,4 +23,4 @@ def _unrounded(step: Any, bases: Any, gradient: Any) -> Any:  # noqa: ANN401 - o
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.prediction.optimizer_steps:Step.moment", _unrounded),)
+    replacements = (("ckptfmt.codecs.optimizer_steps:Step.moment", _unrounded),)

@@ -9,7 +9,7 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-ENC-013",)
 CONVICTED_BY = ("encodings/valid/difference-dtypes", "encodings/valid/xor-dtypes")
 
-_lanes = original("ckptfmt.codecs.encodings.registry:LANES")
+_lanes = original("ckptfmt.codecs.encodings:LANES")
 #: That of complex128 would be wider than any integer of numpy.
 _wide = {name: dataclasses.replace(_lanes[name], nbytes=2 * _lanes[name].nbytes) for name in ("complex32", "complex64")}
 
@@ -17,4 +17,4 @@ _wide = {name: dataclasses.replace(_lanes[name], nbytes=2 * _lanes[name].nbytes)
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.encodings.registry:LANES", _lanes | _wide),)
+    replacements = (("ckptfmt.codecs.encodings:LANES", _lanes | _wide),)

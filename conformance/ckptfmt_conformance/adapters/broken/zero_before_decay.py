@@ -9,8 +9,8 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-PRE-017",)
 CONVICTED_BY = ("prediction/valid/adam-decayed-l2",)
 
-np: Any = original("ckptfmt.codecs.prediction.optimizer_steps:np")
-_predict = original("ckptfmt.codecs.prediction.optimizer_steps:Step.predict")
+np: Any = original("ckptfmt.codecs.optimizer_steps:np")
+_predict = original("ckptfmt.codecs.optimizer_steps:Step.predict")
 
 
 def _predict_decayed(step: Any, role: str, bases: Any, news: Any) -> Any:  # noqa: ANN401 - of the implementation
@@ -22,4 +22,4 @@ def _predict_decayed(step: Any, role: str, bases: Any, news: Any) -> Any:  # noq
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.codecs.prediction.optimizer_steps:Step.predict", _predict_decayed),)
+    replacements = (("ckptfmt.codecs.optimizer_steps:Step.predict", _predict_decayed),)

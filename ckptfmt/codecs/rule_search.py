@@ -9,9 +9,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.codecs.prediction.floats import Doubles, Floats, bits_of, check_float_environment, round_low
-from ckptfmt.codecs.prediction.optimizer_steps import Step
-from ckptfmt.codecs.prediction.rule import COPY, FIRST_MOMENT, LOW, Rule, list_templates, roles
+from ckptfmt.codecs.optimizer_steps import Doubles, Floats, Step, bits_of, check_float_environment, round_low
+from ckptfmt.codecs.rule import COPY, FIRST_MOMENT, LOW, Rule, list_templates, roles
 from ckptfmt.errors import Code, err
 
 #: Significant binary digits of each precision.

@@ -1,4 +1,7 @@
-"""The registry of encodings, and the way between a block's content and what is stored of it, both ways."""
+"""Encodings of a block: their registry, and the way between its content and what is stored of it, both ways.
+
+Spec: page 55.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,20 @@ from typing import Final
 
 import numpy as np
 
-from ckptfmt.codecs.encodings.classes import dump_classes, take_classes
-from ckptfmt.codecs.encodings.planes import LANES, Lane, Words, apply_steps, dump_planes, steps_between, take_planes
-from ckptfmt.codecs.encodings.sparse import dump_changes, take_changes
-from ckptfmt.codecs.encodings.strings import Source
+from ckptfmt.codecs.lanes import (
+    LANES,
+    Lane,
+    Words,
+    apply_steps,
+    dump_changes,
+    dump_classes,
+    dump_planes,
+    steps_between,
+    take_changes,
+    take_classes,
+    take_planes,
+)
+from ckptfmt.codecs.strings import Source
 from ckptfmt.errors import Code, err
 
 #: The closed registry. Each but the first is a reader feature of the same name. Spec: REQ-ENC-001, REQ-ENC-002.

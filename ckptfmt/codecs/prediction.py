@@ -1,4 +1,9 @@
-"""Groups: which tensors belong together by their names, and their blocks encoded against a prediction, and back."""
+"""Prediction: an optimizer's new state from its old one and the gradient, by the optimizer's own arithmetic.
+
+Here: which tensors belong together by their names, and their blocks encoded against a prediction, and back.
+
+Spec: page 56.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptfmt.codecs import encodings
-from ckptfmt.codecs.prediction.floats import bits_of, check_float_environment, without_nan
-from ckptfmt.codecs.prediction.optimizer_steps import Step
-from ckptfmt.codecs.prediction.rule import COPY, FIRST_MOMENT, LOW, Rule, number_of, role_dtype, roles
+from ckptfmt.codecs.optimizer_steps import Step, bits_of, check_float_environment, without_nan
+from ckptfmt.codecs.rule import COPY, FIRST_MOMENT, LOW, Rule, number_of, role_dtype, roles
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.dtypes import DTYPES
@@ -184,6 +188,21 @@ class Encode(Protocol):
 
     def __call__(self, content: memoryview, /, *, dtype: str, base: memoryview) -> tuple[str, bytes]:
         """Return an encoding, and what is stored."""
+
+
+def needed_bases(rule: Rule, role: str) -> frozenset[str]:
+    """Return the roles whose bases the block of a role is decoded from, whatever encoding it has.
+
+    >>> sorted(needed_bases(Rule(kind="adam"), "exp_avg_sq")), sorted(needed_bases(Rule(kind="adam"), "weight"))
+    (['exp_avg', 'exp_avg_sq'], ['weight'])
+    """
+    if rule.kind == "cast" or role == COPY:
+        return frozenset()
+    first = FIRST_MOMENT[rule.kind]
+    gradient = frozenset({first, "weight"} if rule.l2 else {first})
+    if role in (first, "exp_avg_sq") or rule.nesterov:
+        return gradient | {role}
+    return frozenset({role})
 
 
 Views = Mapping[str, memoryview]
