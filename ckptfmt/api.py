@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, SupportsFloat
 
 from ckptfmt import limits
-from ckptfmt.adapters.standalone import load_trees
+from ckptfmt.adapters.placing import load_trees
 from ckptfmt.commit.decision import check_vacant
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.labels import Labels
@@ -32,7 +32,7 @@ from ckptfmt.trainer.restore import LoadReport
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ckptfmt.adapters.choice import Patterns, Rename
+    from ckptfmt.adapters.load_plan import Patterns, Rename
     from ckptfmt.state import State
     from ckptfmt.store.protocol import Store
 

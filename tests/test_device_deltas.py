@@ -8,7 +8,7 @@ import torch
 import ckptfmt
 from ckptfmt import Checkpointer, State
 from ckptfmt.adapters import torch_side
-from ckptfmt.adapters.torch.devices import Devices
+from ckptfmt.adapters.torch.device_copies import Devices
 from ckptfmt.delta import block_coder as coding
 from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import Code

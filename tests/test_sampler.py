@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.data.sample_digest import add_ledgers, ledger_of_range, ledger_of_samples
+from ckptfmt.data.course import add_ledgers, ledger_of_samples
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.data.shuffle import sample_indices
 from ckptfmt.documents.cursor import Ledger
 from ckptfmt.errors import CkptError, Code
+from tests.data.cursors import ledger_of_range
 
 
 def flat(lists):

@@ -7,14 +7,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
-from ckptfmt.adapters.names import GLOBAL, join_name, prefix_of, worker_scope
-from ckptfmt.adapters.own_tensors import is_piece
+from ckptfmt.adapters.live_trees import GLOBAL, join_name, prefix_of, worker_scope
+from ckptfmt.box import Box
+from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.state import PerWorker, State
+from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 
 class Kind(Enum):
@@ -246,3 +248,50 @@ def _tensors(side: ModuleType, unit: Unit) -> Iterator[tuple[str, Any]]:
                 yield from find(item, (*path, index))
 
     return find(unit.value, unit.path)
+
+
+def is_piece(value: object) -> TypeGuard[TensorSource | TensorSink]:
+    """Tell whether a value is a source or a sink; its class says so, so that no attribute of a value is asked for."""
+    kind = type(value)
+    return callable(getattr(kind, "copy_into", None)) or callable(getattr(kind, "copy_from", None))
+
+
+def check_source(value: object, *, field: str, where: str) -> TensorSource:
+    """Return a source that can be saved in `field`.
+
+    Raises: StateError(STATE_UNSUPPORTED, STATE_NAME); LayoutError(BOX_BOUNDS).
+    """
+    if not isinstance(value, TensorSource):
+        kind = type(value)
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            f"{kind.__module__}.{kind.__qualname__} isn't a ckptfmt.TensorSource: it lacks {_missing(value)}",
+            where=where,
+        )
+    if value.field != field:
+        raise err(Code.STATE_NAME, f"a source of the field {value.field}, given as {field}", where=where)
+    if value.dtype not in DTYPES:
+        raise err(Code.STATE_UNSUPPORTED, f"a source of the unknown dtype {value.dtype!r}", where=where)
+    whole = Box.whole(tuple(value.global_shape))
+    for box in value.boxes:
+        if len(box.begin) != len(whole.begin) or not whole.contains(box):
+            raise err(
+                Code.BOX_BOUNDS, f"{box} leaves {whole.shape}", where=where, remedy="Mend the boxes of the source."
+            )
+    return value
+
+
+def _missing(value: object) -> str:
+    attributes = (
+        "name",
+        "dtype",
+        "global_shape",
+        "scope",
+        "boxes",
+        "replica",
+        "storage",
+        "aliases",
+        "copy_into",
+        "field",
+    )
+    return ", ".join(name for name in sorted(attributes) if not hasattr(value, name))

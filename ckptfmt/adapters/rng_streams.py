@@ -11,9 +11,8 @@ from typing import Any, Final
 import numpy as np
 
 from ckptfmt.adapters import torch_side
-from ckptfmt.adapters.live_trees import Encoder, plain_values
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder, plain_values, worker_scope
 from ckptfmt.adapters.load_plan import LoadPlan
-from ckptfmt.adapters.names import GLOBAL, worker_scope
 from ckptfmt.documents.part import RngStream
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.errors import Code, err

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from ckptfmt import limits
-from ckptfmt.adapters.names import GLOBAL, key_text
+from ckptfmt.adapters.live_trees import GLOBAL, key_text
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES

@@ -16,18 +16,33 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+import numpy as np
+
+from ckptfmt import limits
 from ckptfmt.adapters import check_torch
-from ckptfmt.convert import dcp_source, hf, native, torch_trees
+from ckptfmt.box import Box
+from ckptfmt.commit.decision import finalize
+from ckptfmt.convert import hf, torch_sources
 from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree
 from ckptfmt.convert.fields import assemble, parse_rules, sort_fields
 from ckptfmt.convert.hf import INDEX_NAME
-from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME
+from ckptfmt.digest import block_digests
+from ckptfmt.documents.index import IndexTensor
+from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME, Manifest, Origin
+from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
+from ckptfmt.documents.tables import sort_key
+from ckptfmt.documents.tree import dump_tree
+from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.reading import carrier_of
 from ckptfmt.store import LocalStore
 from ckptfmt.store.posix import PosixCalls
-from ckptfmt.store.protocol import TEMPORARY_PREFIX
+from ckptfmt.store.protocol import TEMPORARY_PREFIX, Store
+from ckptfmt.write.image import Piece, plan_image
+from ckptfmt.write.snapshot import Snapshot
+from ckptfmt.write.writer import Context, LiveContents, check_snapshot, write_image
 
 #: How large a file of a Hugging Face directory may be, if the caller doesn't say.
 MAX_SHARD_NBYTES = 5 * 10**9
@@ -36,8 +51,8 @@ MAX_SHARD_NBYTES = 5 * 10**9
 _PROOF = (LeftOut("digests", "the target has none: damage to it won't be noticed"),)
 
 _TORCH_FORMATS: Final[dict[str, tuple[Callable[[str, Content], object], str]]] = {
-    "torch": (torch_trees.read_file, "a torch.save file"),
-    "dcp": (dcp_source.read_directory, "a directory of torch.distributed.checkpoint"),
+    "torch": (torch_sources.read_file, "a torch.save file"),
+    "dcp": (torch_sources.read_directory, "a directory of torch.distributed.checkpoint"),
 }
 
 
@@ -123,7 +138,7 @@ def plan_conversion(
         opened.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's: that a dtype is new, and that there is no process group
         if from_kind == "ckptfmt":
-            content = native.read_checkpoint(opened.enter_context(open_checkpoint(source)))
+            content = read_checkpoint(opened.enter_context(open_checkpoint(source)))
         else:
             content = _read_foreign(source, from_kind, rules)
         content.step = content.step if step is None else step
@@ -154,10 +169,10 @@ def _read_foreign(source: str, kind: str, rules: dict[str, str]) -> Content:
     return content
 
 
-def _torch_side(name: str) -> ModuleType:
+def _torch_side() -> ModuleType:
     try:
         check_torch(importlib.import_module("torch"))
-        return importlib.import_module(f"ckptfmt.convert.torch.{name}")
+        return importlib.import_module("ckptfmt.convert.torch_targets")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -169,11 +184,11 @@ def _plan_native(content: Content, only: str | None, _max_shard_nbytes: int) -> 
     if only is not None:
         content.tensors = {key: tensor for key, tensor in content.tensors.items() if key[0] == only}
         content.leaves = {key: tree for key, tree in content.leaves.items() if key[0] == only}
-    snapshot = native.snapshot_of(content)
+    snapshot = snapshot_of(content)
 
     def write(path: Path, on_progress: Callable[[int], None]) -> None:
         store = LocalStore(path, writable=True)
-        native.write_checkpoint(store, snapshot, step=content.step or 0, on_progress=on_progress)
+        write_checkpoint(store, snapshot, step=content.step or 0, on_progress=on_progress)
 
     return _Target(tensors=list(content.tensors.values()), left_out=[], write=write)
 
@@ -188,7 +203,7 @@ def _plan_hf(content: Content, only: str | None, max_shard_nbytes: int) -> _Targ
 
 
 def _plan_torch(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
-    side = _torch_side("zip_target")
+    side = _torch_side()
     root, left_out = _fitting(content, only, side)
     write = functools.partial(_write_torch, side, root)
     return _Target(tensors=_distinct(side.iter_tensors(root)), left_out=left_out, write=write)
@@ -199,8 +214,8 @@ def _write_torch(side: ModuleType, root: dict[str, Any], path: Path, on_progress
 
 
 def _plan_dcp(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
-    root, left_out = _fitting(content, only, _torch_side("zip_target"))
-    side = _torch_side("dcp_target")
+    side = _torch_side()
+    root, left_out = _fitting(content, only, side)
     flat = side.plan_flat(root)
 
     # Torch's writer makes an archive of each tensor, half a millisecond each: 28,000 tensors in a megabyte take 15 s. A
@@ -329,3 +344,99 @@ def _store_error(error: OSError, where: str) -> CkptError:
         errno.EPERM: Code.STORE_ACCESS,
     }
     return err(codes.get(error.errno or 0, Code.STORE_IO), error.strerror or str(error), where=error.filename or where)
+
+
+def read_checkpoint(checkpoint: Checkpoint) -> Content:
+    """Return what a checkpoint holds; its tensors are read, and verified, when they are asked for."""
+    content = Content(origin="a checkpoint of ckptfmt", step=checkpoint.step)
+    for tensor in checkpoint.tensors.values():
+        content.add(
+            Tensor(
+                field=tensor.field,
+                name=tensor.name,
+                scope=tensor.scope,
+                dtype=tensor.dtype,
+                global_shape=tensor.global_shape,
+                storage=tensor.storage,
+                aliases=tensor.aliases,
+                read=functools.partial(_read, checkpoint, tensor),
+            )
+        )
+    content.leaves = {key: checkpoint.leaf(*key) for key in checkpoint.leaves}
+    content.left_out = [
+        LeftOut(f"rng:{name} ({scope})", "the target has no random-number streams")
+        for name, scope in checkpoint.streams
+    ]
+    return content
+
+
+def _read(checkpoint: Checkpoint, tensor: IndexTensor, box: Box, out: memoryview) -> None:
+    carrier = carrier_of(DTYPES[tensor.dtype].nbytes)
+    checkpoint.fill(tensor, box, np.frombuffer(out, carrier).reshape(box.shape))
+
+
+def snapshot_of(content: Content) -> Snapshot:
+    """Return what a save of all this writes.
+
+    Raises: StateError(STATE_UNSUPPORTED, STATE_NAME) for what a checkpoint can't hold; FormatError(LIMIT_EXCEEDED).
+    """
+    leaves = [
+        Leaf(field=field, name=name, scope=scope, value=dump_tree(tree, where=f"{field}:{name}"))
+        for (field, name, scope), tree in content.leaves.items()
+    ]
+    given = {leaf.field for leaf in leaves} | {tensor.field for tensor in content.tensors.values()}
+    snapshot = Snapshot(
+        tensors=tuple(content.tensors[key] for key in sorted(content.tensors, key=sort_key)),
+        streams=(),
+        leaves=tuple(sorted(leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))),
+        absent={field: f"imported from {content.origin}" for field in FIELDS if field not in given},
+    )
+    check_snapshot(snapshot)
+    return snapshot
+
+
+def write_checkpoint(store: Store, snapshot: Snapshot, *, step: int, on_progress: Callable[[int], None]) -> Manifest:
+    """Write and commit a checkpoint from the tensors of a conversion, a chunk in memory at a time.
+
+    Raises: StoreError; what reading the source raises. Spec: REQ-CMT-003 to REQ-CMT-008.
+    """
+    origin = Origin(
+        run_id=None,
+        launch=None,
+        nonce=secrets.token_hex(16),
+        step=step,
+        attempt=secrets.token_hex(8),
+        writer_count=1,
+        block_nbytes=limits.BLOCK_NBYTES,
+    )
+    image = plan_image(snapshot, block_nbytes=origin.block_nbytes)
+    contents = _Streamed(snapshot, image, on_progress)
+    write_image(store, image, contents, origin, Context.of(snapshot), writer=0)
+    return finalize(store, origin)
+
+
+class _Streamed(LiveContents):
+    """The bytes of an image of which no tensor is ever whole in memory."""
+
+    def _iter_piece(self, piece: Piece) -> Iterator[memoryview]:
+        source = self._sources[piece.key]
+        assert isinstance(source, Tensor)  # noqa: S101 - of `snapshot_of`
+        found = []
+        for chunk in _whole_blocks(source.iter_content(), self._image.block_nbytes):
+            found.append(block_digests(chunk, self._image.block_nbytes))
+            yield chunk
+            self._tell(chunk.nbytes)
+        self._digests[piece] = b"".join(found)
+
+
+def _whole_blocks(chunks: Iterator[memoryview], block_nbytes: int) -> Iterator[memoryview]:
+    """Yield the same bytes, cut at multiples of a block."""
+    rest = b""
+    for chunk in chunks:
+        content = memoryview(b"".join((rest, chunk))) if rest else chunk
+        whole = content.nbytes - content.nbytes % block_nbytes
+        if whole:
+            yield content[:whole]
+        rest = bytes(content[whole:])
+    if rest:
+        yield memoryview(rest)

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from ckptfmt.adapters.names import GLOBAL, key_text
+from ckptfmt.adapters.live_trees import GLOBAL, key_text
 from ckptfmt.convert.content import Array, Content, LeftOut, Tensor, Unfit, map_tree
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef, iter_values

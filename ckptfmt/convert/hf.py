@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ckptfmt.adapters.names import GLOBAL
+from ckptfmt.adapters.live_trees import GLOBAL
 from ckptfmt.box import Box
 from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree, member_of
 from ckptfmt.convert.fields import assemble

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Final
 
 from ckptfmt import limits
-from ckptfmt.data.course import COUNTS, HOLE, Course
-from ckptfmt.data.course import Stretch as CourseStretch
-from ckptfmt.data.sample_digest import EMPTY, add_ledgers
-from ckptfmt.data.shuffle import sample_at
+from ckptfmt.data.course import COUNTS, EMPTY, HOLE, Course, Stretch, add_ledgers
+from ckptfmt.data.shuffle import sample_indices
 from ckptfmt.documents.cursor import (
     BatchPlan,
     Commit,
@@ -127,7 +125,7 @@ class Sampler:
             _check_worker(worker, global_batch)
         self._sources = _sources(dataset, fingerprint, source, is_mixed=mixture is not None)
         for one in self._sources:
-            sample_at(one.n, seed=seed, position=0)  # refuses a length or a seed out of range
+            sample_indices(one.n, seed=seed, begin=0, end=1)  # refuses a length or a seed out of range
         self._plan = BatchPlan(global_batch=global_batch, tail=tail)
         self._seed = seed
         self._mixture = None if mixture is None else _mixture(mixture, seed, self._sources)
@@ -406,7 +404,7 @@ class Sampler:
             raise err(Code.ARGUMENT, f"step {step} is before the first one, {self._progress.first_step}")
         return self._position_of(step)
 
-    def _part(self, step: int) -> CourseStretch:
+    def _part(self, step: int) -> Stretch:
         """Return what this worker's positions of a step have."""
         position, size = self._first_position(step), self._plan.global_batch
         number, count = self._worker or distributed_worker()

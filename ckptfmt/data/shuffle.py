@@ -62,55 +62,8 @@ class _Epoch(NamedTuple):
     keys: tuple[int, ...]
 
 
-def sample_at(n: int, *, seed: int, position: int) -> int:
-    """Return the sample at a position of the endless order.
-
-    Args:
-        n: number of samples of one epoch.
-        seed: of the order, 64 bits.
-        position: counted from the first epoch's first.
-
-    Raises: ARGUMENT when an argument is out of range.
-
-    >>> [sample_at(10, seed=0, position=p) for p in range(10)]
-    [3, 1, 4, 2, 8, 5, 9, 6, 0, 7]
-    """
-    epoch, p = divmod(position, n) if n > 0 else (0, 0)
-    a, b, keys = _epoch(n, seed, epoch)
-    while True:
-        left, right = divmod(p, b)
-        for i in range(0, ROUNDS, 2):
-            left = (left + _round(right + keys[i], a)) % a
-            right = (right + _round(left + keys[i + 1], b)) % b
-        p = left * b + right
-        if p < n:
-            return p
-
-
-def position_of(n: int, *, seed: int, epoch: int, sample: int) -> int:
-    """Return where in its epoch a sample stands: the inverse of `sample_at`.
-
-    Raises: ARGUMENT when an argument is out of range.
-
-    >>> position_of(10, seed=0, epoch=0, sample=7)
-    9
-    """
-    if not 0 <= sample < n:
-        raise err(Code.ARGUMENT, f"sample {sample} is not in [0, {n})")
-    a, b, keys = _epoch(n, seed, epoch)
-    p = sample
-    while True:
-        left, right = divmod(p, b)
-        for i in range(ROUNDS - 2, -1, -2):
-            right = (right - _round(left + keys[i + 1], b)) % b
-            left = (left - _round(right + keys[i], a)) % a
-        p = left * b + right
-        if p < n:
-            return p
-
-
 def positions_of(n: int, *, seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where in their epoch samples stand, each below n: `position_of` of each.
+    """Return where in their epoch samples stand, each below n: the inverse of `samples_at`.
 
     Raises: ARGUMENT when another argument is out of range.
 
@@ -172,13 +125,6 @@ def _epoch(n: int, seed: int, epoch: int) -> _Epoch:
     a = math.isqrt(n - 1) + 1
     stream = blake3(b"ckptfmt/feistel-v1" + struct.pack("<QQ", seed, epoch)).digest(length=8 * ROUNDS)
     return _Epoch(a, -(-n // a), struct.unpack(f"<{ROUNDS}Q", stream))
-
-
-def _round(x: int, m: int) -> int:
-    x &= _MASK
-    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
-    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
-    return (((x ^ (x >> 31)) >> 24) * m) >> 40
 
 
 def _walk(n: int, epoch: _Epoch, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:

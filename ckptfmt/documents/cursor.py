@@ -19,7 +19,7 @@ What each says:
   rest of the epoch out; ``pad_masked`` fills the batch with samples of weight zero.
 * `vector_check` is a position and the sample there, by which a reader proves that it computes the same order.
 * `skips` are what is left out, each from a position on (`ckptfmt.documents.cursor_map`).
-* `ledger` is the multiset digest of all samples consumed (`ckptfmt.data.sample_digest`), the order left out.
+* `ledger` is the multiset digest of all samples consumed (`ckptfmt.data.course`), the order left out.
 
 With a mixture of sources, the epochs are those of the sources, each of which has its own position:
 

@@ -7,10 +7,8 @@ from typing import Any, Final
 
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.context import local_facts, plain_config, provenance, topology
-from ckptfmt.adapters.live import Kind, Live, Unit, optimizer_prefix
-from ckptfmt.adapters.live_trees import Encoder
-from ckptfmt.adapters.names import GLOBAL, check_unique
-from ckptfmt.adapters.own_tensors import check_source
+from ckptfmt.adapters.live import Kind, Live, Unit, check_source, optimizer_prefix
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder, check_unique
 from ckptfmt.adapters.placing import is_named_tensors
 from ckptfmt.adapters.rng_streams import capture_streams, live_streams
 from ckptfmt.documents.manifest import FIELDS

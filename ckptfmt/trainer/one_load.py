@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
-    from ckptfmt.adapters.choice import Patterns, Rename
+    from ckptfmt.adapters.load_plan import Patterns, Rename
     from ckptfmt.group import Group
     from ckptfmt.read.reader import Checkpoint
     from ckptfmt.read.sharing import Peers

@@ -9,15 +9,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from ckptfmt.adapters import torch_side
-from ckptfmt.adapters.choice import Patterns, Rename
 from ckptfmt.adapters.context import find_differences, local_facts, plain_config, topology
 from ckptfmt.adapters.data_loaders import may_load
 from ckptfmt.adapters.live import Kind, Live, Unit, optimizer_prefix
-from ckptfmt.adapters.live_trees import Encoder, fingerprint
-from ckptfmt.adapters.load_plan import MISSING, LoadPlan
-from ckptfmt.adapters.names import GLOBAL
-from ckptfmt.adapters.own_tensors import plan_sink
-from ckptfmt.adapters.placing import Placer, plan_named_tensors, take_named_leaf
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint
+from ckptfmt.adapters.load_plan import MISSING, LoadPlan, Patterns, Rename
+from ckptfmt.adapters.placing import Placer, plan_named_tensors, plan_sink, take_named_leaf
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
@@ -102,8 +99,8 @@ def restore(
         allow: differences to accept: ``missing``, ``unexpected``, ``dtype``, ``streams``, ``loader``.
         strict: refuse RNG streams of another number of workers.
         streams: put RNG streams back too; else `restore_streams` does, once iterators exist.
-        only: what to load, as patterns of saved names; see `ckptfmt.adapters.choice.Only`.
-        rename: what live names were called; see `ckptfmt.adapters.choice.Renaming`.
+        only: what to load, as patterns of saved names; see `ckptfmt.adapters.load_plan.Only`.
+        rename: what live names were called; see `ckptfmt.adapters.load_plan.Renaming`.
 
     Raises: StateError (TENSOR_MISSING, TENSOR_UNEXPECTED, SHAPE_MISMATCH, DTYPE_MISMATCH, META_DESTINATION,
         LEAF_MISSING, LEAF_UNEXPECTED, GROUP_MISMATCH, STREAM_MISSING, STREAM_UNEXPECTED, CONFIG_IDENTITY, READ_BACK);

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ckptfmt
-from ckptfmt.adapters.torch.devices import plan_arrivals
+from ckptfmt.adapters.torch.device_copies import plan_arrivals
 from ckptfmt.adapters.torch.tensors import sink_of
 from ckptfmt.box import Box
 from ckptfmt.read import decoding, streaming

@@ -10,7 +10,7 @@ from torch import nn
 
 import ckptfmt
 from ckptfmt import State
-from ckptfmt.adapters.choice import Only, Renaming
+from ckptfmt.adapters.load_plan import Only, Renaming
 from ckptfmt.adapters.torch.tensors import TORCH_DTYPES
 from ckptfmt.errors import Code, StateError
 from ckptfmt.read.reader import numpy_dtype

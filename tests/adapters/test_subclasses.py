@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfmt.adapters.standalone import load_trees
+from ckptfmt.adapters.placing import load_trees
 from ckptfmt.adapters.torch import tensors
 from ckptfmt.errors import StateError
 from ckptfmt.state import State

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from ckptfmt.adapters.names import join_name
+from ckptfmt.adapters.live_trees import join_name
 from ckptfmt.adapters.numpy import ArraySink
-from ckptfmt.adapters.standalone import load_trees
+from ckptfmt.adapters.placing import load_trees
 from ckptfmt.box import Box
 from ckptfmt.errors import StateError
 from ckptfmt.state import PerWorker, State

@@ -11,7 +11,7 @@ from benchmarks.gpu_saves import SAVE_GOALS, measure_saves
 from benchmarks.rounds import Progress, Workplace
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
-from ckptfmt.adapters.torch.devices import Devices
+from ckptfmt.adapters.torch.device_copies import Devices
 from tests.adapters.test_device import FakeCuda
 
 HOST = torch.device("cpu")

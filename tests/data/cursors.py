@@ -79,3 +79,9 @@ def course_of(tree):
         mixture=mixture,
         skips=parse_skips(CursorMap(tree, "cursor"), lengths),
     )
+
+
+def ledger_of_range(source, n, *, seed, begin, end):
+    """The ledger of the positions [begin, end) of one source's endless order."""
+    course = Course([Source(id=source, fingerprint=None, n=n)], seed=seed, plan=BatchPlan(global_batch=1))
+    return course.ledger(begin, end)

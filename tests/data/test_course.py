@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.data.course import COUNTS, HOLE, Course
-from ckptfmt.data.sample_digest import add_ledgers
+from ckptfmt.data.course import COUNTS, HOLE, Course, add_ledgers
 from ckptfmt.data.shuffle import sample_indices
 from ckptfmt.documents.cursor import BatchPlan, Mixture, Source, Stage
 from ckptfmt.documents.cursor_map import PosSkip, SampleSkip, ShardSkip, Skip

@@ -7,8 +7,9 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.data.sample_digest import EMPTY, add_ledgers, ledger_of_range, ledger_of_samples
+from ckptfmt.data.course import EMPTY, add_ledgers, ledger_of_samples
 from ckptfmt.data.shuffle import sample_indices
+from tests.data.cursors import ledger_of_range
 
 
 def written_down(source, members):

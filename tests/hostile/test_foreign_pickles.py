@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from ckptfmt.convert import dcp_source, torch_archive
+from ckptfmt.convert import torch_archive, torch_sources
 from ckptfmt.convert.pickles import Made, Named, parse_pickle
 from ckptfmt.errors import CkptError
 from tests.convert.made import bits, convert, done, refused, save_dcp, trees
@@ -34,7 +34,7 @@ from tests.hostile.bombs_foreign import (
     write_archive,
 )
 
-PERMITTED = sorted(dcp_source._PERMITTED | torch_archive._PERMITTED)
+PERMITTED = sorted(torch_sources._PERMITTED | torch_archive._PERMITTED)
 
 
 def snapshot():

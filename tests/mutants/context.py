@@ -8,8 +8,8 @@ from unittest import mock
 
 from ckptfmt.adapters import live as walk
 from ckptfmt.adapters import rng_streams as streams
+from ckptfmt.adapters.live_trees import GLOBAL
 from ckptfmt.adapters.load_plan import LoadPlan
-from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.data import sampler
 from ckptfmt.data.course import Course
 from ckptfmt.data.sampler import Sampler

@@ -7,13 +7,28 @@ from typing import Any
 import torch
 
 from ckptfmt.adapters.live_trees import FLATTENED, Encoder
-from ckptfmt.adapters.torch.devices import Devices, plan_arrivals
-from ckptfmt.adapters.torch.generators import generator_stream, global_streams, is_generator
+from ckptfmt.adapters.torch.device_copies import Devices, plan_arrivals
 from ckptfmt.adapters.torch.guard import Guard
-from ckptfmt.adapters.torch.module_tensors import capture_entries, capture_module, plan_entry, plan_module
-from ckptfmt.adapters.torch.modules import find_claim_limits, merge_tied, view_module
+from ckptfmt.adapters.torch.modules import (
+    capture_entries,
+    capture_module,
+    find_claim_limits,
+    merge_tied,
+    plan_entry,
+    plan_module,
+    view_module,
+)
 from ckptfmt.adapters.torch.optimizers import capture_optimizer, is_plain_optimizer, plan_optimizer, unwrap_optimizer
-from ckptfmt.adapters.torch.process_group import open_peers
+from ckptfmt.adapters.torch.runtime import (
+    flags,
+    generator_stream,
+    global_streams,
+    is_generator,
+    local_facts,
+    open_peers,
+    versions,
+    world_size,
+)
 from ckptfmt.adapters.torch.tensors import (
     TORCH_DTYPES,
     allocate,
@@ -29,7 +44,6 @@ from ckptfmt.adapters.torch.tensors import (
     sink_of,
     source_of,
 )
-from ckptfmt.adapters.torch.topology import flags, local_facts, versions, world_size
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef
 from ckptfmt.errors import Code, err
 

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ckptfmt.adapters.torch.devices import held_at
+from ckptfmt.adapters.torch.device_copies import held_at
 from ckptfmt.adapters.torch.tensors import TorchSource, _as_integers, local_of
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey

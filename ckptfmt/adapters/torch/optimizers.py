@@ -14,9 +14,8 @@ from typing import Any, Final
 
 import torch
 
-from ckptfmt.adapters.live_trees import Encoder
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan
-from ckptfmt.adapters.names import GLOBAL
 from ckptfmt.adapters.placing import Placer, fill, refuses
 from ckptfmt.adapters.torch.tensors import DTYPE_NAMES, allocate, dtype_name, is_distributed, is_registered, local_of
 from ckptfmt.digest import digest_bytes

@@ -245,7 +245,7 @@ class TorchSink:
     """A tensor to be filled in place; see `ckptfmt.write.snapshot.MemorySink`. Another dtype of it converts.
 
     Attributes:
-        arrive: copies to where the tensor is, if not as torch does; see `ckptfmt.adapters.torch.devices`.
+        arrive: copies to where the tensor is, if not as torch does; see `ckptfmt.adapters.torch.device_copies`.
     """
 
     field: str

@@ -1,1 +1,0 @@
-"""Targets of a conversion that torch itself writes."""
