@@ -91,6 +91,20 @@ def test_a_slot_is_filled_once_and_then_only_what_changed_is_sent():
     assert slots.slot == slots.expected()
 
 
+def test_where_the_device_cannot_digest_all_is_sent_each_time(monkeypatch):
+    held = words(4 * BLOCK // 4)
+    slots = Slots(held)
+    slots.fill()
+    monkeypatch.setattr(slots.cuda, "digest_blocks", lambda *_: None)
+
+    for _ in range(2):
+        held[0] += 1
+        sent_nbytes, seen = slots.fill()
+
+        assert (sent_nbytes, seen) == (held.nbytes, {})
+        assert slots.slot == slots.expected()
+
+
 def test_of_two_slots_each_is_compared_with_what_it_holds():
     held = words(6 * BLOCK // 4)
     slots = Slots(held, count=2)

@@ -11,19 +11,20 @@ the steps of a chunk are a loop: all of it unrolled wouldn't fit into the instru
 
 Chaining values are 8 rows, one for each word, so that stores and loads of neighbours lie together. A program reduces
 1024 of them in place, level by level, with a barrier between what it reads and what it writes.
+
+Source: BLAKE3, one function, fast everywhere: J. O'Connor, J.-P. Aumasson, S. Neves, Z. Wilcox-O'Hearn, 2020.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from ckptfmt.adapters.torch import blake3_trees as trees
-from ckptfmt.adapters.torch.blake3_trees import CHUNK_NBYTES, Forest
-
+CHUNK_NBYTES: Final = 1024
 #: Chunks of a program, one to a thread.
 CHUNK_LANES: Final = 32
 CHUNK_WARPS: Final = 1
@@ -33,22 +34,64 @@ PAIR_LANES: Final = 64
 PAIR_WARPS: Final = 2
 
 # A kernel reads no other globals than constants of its own kind.
-_IV0, _IV1, _IV2, _IV3, _IV4, _IV5, _IV6, _IV7 = (tl.constexpr(word) for word in trees.IV)
-_CHUNK_START = tl.constexpr(trees.CHUNK_START)
-_CHUNK_END = tl.constexpr(trees.CHUNK_END)
-_PARENT = tl.constexpr(trees.PARENT)
-_ROOT = tl.constexpr(trees.ROOT)
+#: The first 32 bits of the fractional parts of the square roots of the first eight primes, as in SHA-256.
+_IV0, _IV1, _IV2, _IV3, _IV4, _IV5, _IV6, _IV7 = (
+    tl.constexpr(word)
+    for word in (0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19)
+)
+_CHUNK_START, _CHUNK_END, _PARENT, _ROOT = (tl.constexpr(flag) for flag in (1, 2, 4, 8))
 
 
-def digest_batch(content: torch.Tensor, digests: torch.Tensor, forest: Forest) -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forest:
+    """The trees of the blocks of a batch. Chunks are counted over all blocks; a block's own begin at 0.
+
+    All blocks but the last hold as many chunks as a power of two, so that pairs of all chunks of the batch never cross
+    from one block into the next; that pairing from the left gives BLAKE3's tree in the last, see the tests.
+
+    Attributes:
+        nbytes: of the batch.
+        chunk_count: of the batch; the last chunk may be short.
+        block_chunks: of a block that isn't short.
+        last_begin: the first chunk of the last block.
+        level_count: how many levels the largest tree has above its chunks.
+    """
+
+    nbytes: int
+    chunk_count: int
+    block_chunks: int
+    last_begin: int
+    level_count: int
+
+    @classmethod
+    def of(cls, nbytes: int, block_nbytes: int) -> Forest:
+        """Return that of so many bytes, at least one."""
+        chunk_count, block_chunks = -(-nbytes // CHUNK_NBYTES), block_nbytes // CHUNK_NBYTES
+        return cls(
+            nbytes=nbytes,
+            chunk_count=chunk_count,
+            block_chunks=block_chunks,
+            last_begin=(chunk_count - 1) // block_chunks * block_chunks,
+            level_count=(min(chunk_count, block_chunks) - 1).bit_length(),
+        )
+
+    @property
+    def root_chunk(self) -> int:
+        """The chunk that is a whole block, else -1: only the last can be."""
+        return self.last_begin if self.last_begin == self.chunk_count - 1 else -1
+
+
+def digest_batch(content: torch.Tensor, digests: torch.Tensor, block_nbytes: int) -> None:
     """Enqueue on the current stream what writes the digests of the blocks of a batch.
 
     Args:
         content: uint8, contiguous, at most `BATCH_NBYTES`: kernels count its bytes in 32 bits.
         digests: int32, contiguous, a row of 8 words for each block.
+        block_nbytes: size of the blocks, which the last may fall short of.
 
     Memory: a 32nd of the batch, given back to the current stream's pool.
     """
+    forest = Forest.of(content.numel(), block_nbytes)
     values = torch.empty((8, forest.chunk_count), dtype=torch.int32, device=content.device)
     with torch.cuda.device_of(content):
         _launch_chunks(content, values, forest)
@@ -57,7 +100,8 @@ def digest_batch(content: torch.Tensor, digests: torch.Tensor, forest: Forest) -
 
 def _launch_chunks(content: torch.Tensor, values: torch.Tensor, forest: Forest) -> None:
     """Chunks that are whole, by words; the short one at the end, or all that lie across words, by bytes."""
-    whole = forest.nbytes // CHUNK_NBYTES if trees.has_words(content) else 0
+    has_words = content.data_ptr() % 4 == 0 and content.storage_offset() % 4 == 0
+    whole = forest.nbytes // CHUNK_NBYTES if has_words else 0
     for begin, end in ((0, whole), (whole, forest.chunk_count)):
         if begin == end:
             continue

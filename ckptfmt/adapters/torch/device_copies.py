@@ -79,8 +79,8 @@ class Cuda:
         """Return pinned memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def digest_blocks(self, content: torch.Tensor, block_nbytes: int) -> torch.Tensor:
-        """Return the digests of blocks of bytes, computed on the current stream."""
+    def digest_blocks(self, content: torch.Tensor, block_nbytes: int) -> torch.Tensor | None:
+        """Return the digests of blocks of bytes, computed on the current stream; None where there is no program."""
         return block_digests(content, block_nbytes)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -226,9 +226,13 @@ class _Transfer:
             self.digests = self.side.cuda.empty_on_host(-(-self.nbytes // self.block_nbytes) * DIGEST_NBYTES)
 
     def look(self) -> None:
-        """Compute the digests of its blocks and send them, on the current stream."""
-        if self.digests is not None:
-            found = self.side.cuda.digest_blocks(_bytes_of(self.parts[0]), self.block_nbytes)
+        """Compute the digests of its blocks and send them, on the current stream; where nothing can, watch no more."""
+        if self.digests is None:
+            return
+        found = self.side.cuda.digest_blocks(_bytes_of(self.parts[0]), self.block_nbytes)
+        if found is None:
+            self.watched = self.digests = None
+        else:
             self.side.cuda.copy_to_host(self.digests, found.reshape(-1))
 
     def compare(self) -> None:
