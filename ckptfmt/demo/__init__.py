@@ -16,17 +16,15 @@ import json
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from ckptfmt.demo.job import JobError
 from ckptfmt.demo.screen import Look, Progress, as_json, render
 from ckptfmt.demo.settings import ITEMS, STEPS_MIN, make_settings
-from ckptfmt.demo.story import tell
+from ckptfmt.demo.story import JobError, tell
 from ckptfmt.errors import CkptError, Code, err
 
 __all__ = ["main"]
@@ -67,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
     directory = _make_directory(arguments.run)
     progress = Progress(3 if arguments.leave_out else 4)
     try:
-        outcome = tell(directory, settings, options, without=arguments.leave_out, phases=progress)
+        outcome = tell(directory, settings, options, without=arguments.leave_out, show_phase=progress.phase)
     finally:
         progress.end()
     seconds = time.monotonic() - begin_s
@@ -90,14 +88,11 @@ def _make_directory(wanted: Path | None) -> Path:
 
 @contextmanager
 def _ended_as_by_ctrl_c(number: signal.Signals) -> Iterator[None]:
-    """Take a signal as Ctrl-C is taken, so that no process is left behind; only where signals arrive at all."""
+    """Take a signal as Ctrl-C is taken, so that no process is left behind."""
 
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(number, interrupt)
     try:
         yield

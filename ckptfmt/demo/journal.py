@@ -120,36 +120,16 @@ def _parse_entry(record: dict[str, Any]) -> Entry:
     return Entry(**record | {"samples": None if samples is None else tuple(samples)})
 
 
-class Follower:
-    """Follow a journal that is being written, reading only what is new.
+def read_progress(path: Path) -> tuple[int | None, int]:
+    """Return the pid of the process that writes a journal, and the last step that it wrote.
 
-    Attributes:
-        pid: of the process that writes it, once it has said so.
-        last_step: the last step written.
+    The pid is None until the process has said it, and the step 0 where it wrote none.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._begun = b""
-        self._byte_end = 0
-        self.pid: int | None = None
-        self.last_step = 0
-
-    def poll(self) -> int:
-        """Read on, and return the last step written."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._byte_end)
-                news = file.read()
-        except FileNotFoundError:
-            return self.last_step
-        self._byte_end += len(news)
-        *lines, self._begun = (self._begun + news).split(b"\n")
-        if lines and self.pid is None:
-            self.pid = json.loads(lines.pop(0))["pid"]
-        if lines:
-            self.last_step = json.loads(lines[-1])["step"]
-        return self.last_step
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        lines = []
+    return (json.loads(lines[0])["pid"] if lines else None), (json.loads(lines[-1])["step"] if len(lines) > 1 else 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

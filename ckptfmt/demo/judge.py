@@ -11,6 +11,7 @@ import copy
 import json
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ def leave_out(
     scheduler: LRScheduler,
     sampler: Sampler,
     trainer: Trainer,
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """Remember what `item` is before the restore.
 
     Returns: a function that puts that value back; to be called after the restore.
@@ -84,60 +85,28 @@ def leave_out(
         raise ValueError(f"{item!r} is none of {', '.join(ITEMS)}")
     if item.startswith("optimizer."):
         return lambda: _reset_moments(optimizer, item.removeprefix("optimizer."))
-    return {
-        "python": _keep_python,
-        "numpy": _keep_numpy,
-        "torch.cpu": _keep_torch,
-        "scheduler": lambda: _keep_stateful(scheduler),
-        "cursor": lambda: _keep_cursor(sampler),
-        "buffer": lambda: _keep_buffers(model),
-        "trainer": lambda: _keep_stateful(trainer),
-    }[item]()
 
-
-def _keep_python() -> Callable[[], None]:
-    before = random.getstate()
-    return lambda: random.setstate(before)
-
-
-def _keep_numpy() -> Callable[[], None]:
-    before = np.random.get_state()  # noqa: NPY002 - the global RNG stream is the one left out
-    return lambda: np.random.set_state(before)  # noqa: NPY002
-
-
-def _keep_torch() -> Callable[[], None]:
-    before = torch.get_rng_state()
-
-    def put_back() -> None:
-        torch.set_rng_state(before)
-
-    return put_back
-
-
-def _keep_cursor(sampler: Sampler) -> Callable[[], None]:
-    before = copy.deepcopy(sampler.state_dict())
-
-    def put_back() -> None:
+    def put_cursor_back(before: dict[str, Any]) -> None:
         # With the steps done, which the checkpointer counts as well: it would refuse a cursor that disagrees.
         before["commit"]["step"] = sampler.steps_done
         sampler.load_state_dict(before)
 
-    return put_back
-
-
-def _keep_stateful(stateful: LRScheduler | Trainer) -> Callable[[], None]:
-    before = copy.deepcopy(stateful.state_dict())
-    return lambda: stateful.load_state_dict(before)
-
-
-def _keep_buffers(model: nn.Module) -> Callable[[], None]:
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-    def put_back() -> None:
-        for buffer, value in before:
+    def put_buffers_back(before: list[torch.Tensor]) -> None:
+        for buffer, value in zip(model.buffers(), before, strict=True):
             buffer.copy_(value)
 
-    return put_back
+    ways: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+        "python": (random.getstate, random.setstate),
+        "numpy": (np.random.get_state, np.random.set_state),
+        "torch.cpu": (torch.get_rng_state, torch.set_rng_state),
+        "scheduler": (scheduler.state_dict, scheduler.load_state_dict),
+        "trainer": (trainer.state_dict, trainer.load_state_dict),
+        "cursor": (sampler.state_dict, put_cursor_back),
+        "buffer": (lambda: list(model.buffers()), put_buffers_back),
+    }
+    read, put_back = ways[item]
+    before = copy.deepcopy(read())
+    return lambda: put_back(before)
 
 
 def _reset_moments(optimizer: Optimizer, key: str) -> None:

@@ -17,18 +17,6 @@ _WIDTH = 78
 _STRIP_WIDTH = 60
 _LABEL_WIDTH = 13
 
-#: What is compared, as a person calls it, and its categories in the journal.
-_ROWS = {
-    "parameters": ("parameter",),
-    "AdamW": ("moment", "step"),
-    "buffer": ("buffer",),
-    "learning rate": ("schedule",),
-    "trainer": ("trainer",),
-    "RNG streams": ("rng",),
-    "data": ("sample", "cursor"),
-    "loss": ("loss",),
-}
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
@@ -127,11 +115,11 @@ def _draw(strip: Strip, steps: int, look: Look) -> str:
 def _iter_comparison(outcome: Outcome, look: Look) -> Iterator[str]:
     same, steps = outcome.same, outcome.settings.steps
     yield "  Launches 1 and 2 against the undisturbed run, each step of each process:"
-    for name, categories in _ROWS.items():
+    for name, categories, what in _list_rows(same):
         done = min(same.identical_steps(category) for category in categories)
         good = done == steps and not any(other.category in categories for other in same.differences)
         verdict = look.verdict(good=good, text="identical" if good else "DIFFERENT")
-        yield f"    {name:<14} {_describe(name, same):<30} {verdict}  {done} of {steps} steps"
+        yield f"    {name:<14} {what:<30} {verdict}  {done} of {steps} steps"
     again = sorted({step for step, _ in same.repeated})
     if again:
         steps_text = f"Steps {again[0]} to {again[-1]} were" if len(again) > 1 else f"Step {again[0]} was"
@@ -145,17 +133,19 @@ def _claim(level: str) -> str:
     return f"The load claims {level}, {meaning.get(level, 'the same state')}"
 
 
-def _describe(name: str, same: Comparison) -> str:
-    return {
-        "parameters": f"{len(same.names_of('parameter'))} tensors",
-        "AdamW": f"{len(same.names_of('moment'))} moments, {len(same.names_of('step'))} step counts",
-        "buffer": ", ".join(same.names_of("buffer")),
-        "learning rate": "scheduler, options of AdamW",
-        "trainer": "plan, steps, sums under way",
-        "RNG streams": ", ".join(same.names_of("rng")),
-        "data": "ids in order, position, ledger",
-        "loss": "all bits",
-    }[name]
+def _list_rows(same: Comparison) -> list[tuple[str, tuple[str, ...], str]]:
+    """Return what is compared: as a person calls it, its categories in the journal, and which facts these are."""
+    names = same.names_of
+    return [
+        ("parameters", ("parameter",), f"{len(names('parameter'))} tensors"),
+        ("AdamW", ("moment", "step"), f"{len(names('moment'))} moments, {len(names('step'))} step counts"),
+        ("buffer", ("buffer",), ", ".join(names("buffer"))),
+        ("learning rate", ("schedule",), "scheduler, options of AdamW"),
+        ("trainer", ("trainer",), "plan, steps, sums under way"),
+        ("RNG streams", ("rng",), ", ".join(names("rng"))),
+        ("data", ("sample", "cursor"), "ids in order, position, ledger"),
+        ("loss", ("loss",), "all bits"),
+    ]
 
 
 def _iter_resized(resized: Resized, look: Look) -> Iterator[str]:

@@ -40,18 +40,18 @@ class Settings:
 
     steps: int
     every: int
-    global_batch: int
-    chunk_nbytes: int
-    text_nbytes: int
-    context: int
-    layers: int
-    width: int
-    heads: int
+    warmup_steps: int
+    global_batch: int = 24
+    chunk_nbytes: int = 2 << 10
+    text_nbytes: int = 2 << 20
+    context: int = 128
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
     dropout: float = 0.2
     masked: float = 0.04
     lr: float = 2e-3
     weight_decay: float = 0.1
-    warmup_steps: int
     workers: int = 4
     seed: int = 2026
 
@@ -78,25 +78,10 @@ def make_settings(*, steps: int | None = None, quick: bool = False) -> Settings:
     (60, 10, 35, 40)
     """
     steps = steps or (24 if quick else 60)
-    common = {"steps": steps, "every": max(2, steps // 6), "warmup_steps": max(2, steps // 6)}
-    if quick:
-        return Settings(
-            **common,
-            global_batch=12,
-            chunk_nbytes=256,
-            text_nbytes=48 << 10,
-            context=64,
-            layers=1,
-            width=64,
-            heads=2,
-        )
-    return Settings(
-        **common,
-        global_batch=24,
-        chunk_nbytes=2 << 10,
-        text_nbytes=2 << 20,
-        context=128,
-        layers=4,
-        width=128,
-        heads=4,
+    part = max(2, steps // 6)
+    settings = Settings(steps=steps, every=part, warmup_steps=part)
+    if not quick:
+        return settings
+    return dataclasses.replace(
+        settings, global_batch=12, chunk_nbytes=256, text_nbytes=48 << 10, context=64, layers=1, width=64, heads=2
     )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Self, TypeAlias
 
 import ckptfmt
-from ckptfmt.demo.job import Job
 from ckptfmt.demo.journal import (
     Comparison,
     Entry,
@@ -18,20 +25,140 @@ from ckptfmt.demo.journal import (
     compare,
     compare_worlds,
     join_samples,
+    journal_path,
+    read_journal,
+    read_progress,
 )
 from ckptfmt.demo.settings import Settings
 from ckptfmt.documents.manifest import checkpoint_name
+
+#: How often the journals are looked at, and how long they may stay as they are, in seconds.
+_POLL_S = 0.02
+_STALL_S = 300.0
+#: How long torchrun gets to end its processes before they are killed, in seconds.
+_GRACE_S = 20.0
+
+#: How a line of torchrun's own log begins, when it reports an error.
+_TORCHRUN_ERROR = re.compile(r"E[0-9]{4} ")
+
+
+class JobError(Exception):
+    """A job that didn't do what the demo needs it to. The text says what its output says."""
+
+
+class Job:
+    """One launch of the training under torchrun; a context manager that ends all its processes.
+
+    Args:
+        directory: of the demo; checkpoints, journals and logs lie under it.
+        run: name of the run, which is a directory there.
+        name: of this launch.
+        world_size: how many processes.
+        options: more for the training script.
+    """
+
+    def __init__(self, directory: Path, *, run: str, name: str, world_size: int, options: Sequence[str]) -> None:
+        self.name = name
+        journals = directory / "journals"
+        self._journal_paths = [journal_path(journals, name, rank) for rank in range(world_size)]
+        self._log = directory / "logs" / f"{name}.txt"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+        script = ["-m", "ckptfmt.demo.train", "--checkpoints", str(directory / run)]
+        command = [sys.executable, *launcher, *script, "--journals", str(journals), "--name", name, *options]
+        with self._log.open("wb") as log:
+            # In a session of its own, so that Ctrl-C reaches the demo, which then ends the job in good order.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def journals(self) -> list[Journal]:
+        """Return what the processes wrote."""
+        return [read_journal(path) for path in self._journal_paths]
+
+    def wait(self, on_step: Callable[[int], None]) -> None:
+        """Wait until the job has ended well; call `on_step` with the steps done as they are done.
+
+        Raises: JobError if it fails, or stands still.
+        """
+        self._watch(on_step)
+        if self._process.poll() != 0:
+            raise self._failure(f"ended with exit code {self._process.poll()}")
+
+    def kill_after(self, step: int, rank: int, on_step: Callable[[int], None]) -> None:
+        """Send SIGKILL to one process once all have done `step` steps, and wait until the job has failed of it.
+
+        Raises: JobError if there was nothing to kill, or the job went on all the same.
+        """
+        self._watch(on_step, until=step)
+        pid, _ = read_progress(self._journal_paths[rank])
+        if pid is None or self._process.poll() is not None:
+            raise self._failure(f"ended before it could be killed after step {step}")
+        _kill(pid)
+        self._watch(on_step)
+        if self._process.poll() == 0:
+            raise self._failure("ended well, although one of its processes was killed")
+
+    def end(self) -> None:
+        """End the job if it is still running: first torchrun, which ends its processes; then whoever is left."""
+        if self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            for path in self._journal_paths:
+                pid, _ = read_progress(path)
+                if pid is not None:
+                    _kill(pid)
+
+    def _watch(self, on_step: Callable[[int], None], *, until: int | None = None) -> None:
+        """Follow the journals until all processes have done a step, or the job has ended."""
+        last_step, change_s = 0, time.monotonic()
+        while self._process.poll() is None:
+            step = min(read_progress(path)[1] for path in self._journal_paths)
+            if step != last_step:
+                last_step, change_s = step, time.monotonic()
+                on_step(step)
+            if until is not None and step >= until:
+                return
+            if time.monotonic() - change_s > _STALL_S:
+                raise self._failure(f"did nothing for {_STALL_S:g} s")
+            time.sleep(_POLL_S)
+
+    def _failure(self, what: str) -> JobError:
+        lines = self._log.read_text("utf-8", errors="replace").splitlines() if self._log.exists() else []
+        # After the processes' own last words torchrun repeats at length that they failed.
+        own = list(itertools.takewhile(lambda line: not _TORCHRUN_ERROR.match(line), lines)) or lines
+        said = "".join(f"\n    {line}" for line in own[-15:])
+        return JobError(f"the launch {self.name!r} {what}; its output, {self._log}, says:{said}")
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
 
 #: Names of the two runs under the demo's directory.
 UNDISTURBED = "undisturbed"
 RUN = "run"
 
 
-class Phases(Protocol):
-    """Whoever shows how far the story is."""
-
-    def phase(self, text: str, steps: int) -> Callable[[int], None]:
-        """Begin a phase of so many steps; return what is to be called with the steps done."""
+#: Shows that a phase of so many steps begins; returns what is to be called with the steps done.
+ShowPhase: TypeAlias = Callable[[str, int], Callable[[int], None]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +255,9 @@ class Outcome:
         return self.same.identical and self.resized is not None and self.resized.holds and not self.violations
 
 
-def tell(directory: Path, settings: Settings, options: list[str], *, without: str | None, phases: Phases) -> Outcome:
+def tell(
+    directory: Path, settings: Settings, options: list[str], *, without: str | None, show_phase: ShowPhase
+) -> Outcome:
     """Run all launches one after the other and compare them.
 
     Args:
@@ -143,14 +272,14 @@ def tell(directory: Path, settings: Settings, options: list[str], *, without: st
         return Job(directory, run=run, name=name, world_size=world_size, options=[*options, *more])
 
     with launch(UNDISTURBED, "undisturbed", 2) as job:
-        job.wait(phases.phase("an undisturbed run, to compare with", settings.steps))
+        job.wait(show_phase("an undisturbed run, to compare with", settings.steps))
         undisturbed = job.journals()
     with launch(RUN, "killed", 2) as job:
-        job.kill_after(settings.killed_step, 1, phases.phase("the run; one process gets SIGKILL", settings.steps))
+        job.kill_after(settings.killed_step, 1, show_phase("the run; one process gets SIGKILL", settings.steps))
         killed = job.journals()
     control = ["--leave-out", without] if without else []
     with launch(RUN, "resumed", 2, *control) as job:
-        job.wait(phases.phase("the same command again: it resumes", settings.steps))
+        job.wait(show_phase("the same command again: it resumes", settings.steps))
         resumed = job.journals()
     both = [[*before.entries, *after.entries] for before, after in zip(killed, resumed, strict=True)]
     same = compare([journal.entries for journal in undisturbed], both, steps=settings.steps)
@@ -159,7 +288,7 @@ def tell(directory: Path, settings: Settings, options: list[str], *, without: st
         saved_by = 2 if settings.resized_step > resumed[0].entries[0].step else 1
         name = checkpoint_name(settings.resized_step, saved_by)
         with launch(RUN, "resized", 3, "--resume", name) as job:
-            job.wait(phases.phase("resumed once more, on 3 processes", settings.steps))
+            job.wait(show_phase("resumed once more, on 3 processes", settings.steps))
             wider = job.journals()
         strips.append(_strip(settings, "launch 3", wider))
         resized = _compare_resized(settings, undisturbed, both, wider)

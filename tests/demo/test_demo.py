@@ -11,9 +11,9 @@ import time
 import pytest
 
 import ckptfmt.demo
-from ckptfmt.demo.job import Job, JobError
 from ckptfmt.demo.journal import compare_worlds, read_journal
 from ckptfmt.demo.settings import STEPS_MIN, make_settings
+from ckptfmt.demo.story import Job, JobError
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.errors import CkptError
 

@@ -7,7 +7,6 @@ import pytest
 
 from ckptfmt.demo.journal import (
     Entry,
-    Follower,
     Header,
     JournalWriter,
     check_history,
@@ -15,6 +14,7 @@ from ckptfmt.demo.journal import (
     compare_worlds,
     join_samples,
     read_journal,
+    read_progress,
 )
 
 NAMES = ["parameter/w", "moment/exp_avg/w", "step/w", "buffer/b", "schedule/scheduler", "cursor/data", "rng/numpy"]
@@ -278,19 +278,18 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
         assert len(read_journal(path).entries) == max(0, whole - 1)
 
 
-def test_a_follower_reads_what_comes_in_any_pieces(tmp_path):
+def test_progress_is_that_of_the_whole_lines(tmp_path):
     path = tmp_path / "journal.jsonl"
-    follower = Follower(path)
-    assert (follower.poll(), follower.pid) == (0, None)
+    assert read_progress(path) == (None, 0)
 
     content = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in (HEADER, *run(last=3))).encode()
     seen = []
     with path.open("ab", buffering=0) as file:
         for begin in range(0, len(content), 50):
             file.write(content[begin : begin + 50])
-            seen.append(follower.poll())
+            seen.append(read_progress(path)[1])
 
-    assert follower.pid == HEADER.pid
+    assert read_progress(path)[0] == HEADER.pid
     assert sorted(set(seen)) == [0, 1, 2, 3]
     assert seen == sorted(seen)
 
