@@ -116,394 +116,340 @@ _SCOPE = "Wrap what belongs to one worker in ckptfmt.PerWorker, or make it equal
 
 
 class Code(StrEnum):
-    """What went wrong. Append-only.
+    """What went wrong. Append-only. Above each stands what it says, as in the specification's table.
 
     Attributes:
         error: the class of errors with this code: what a handler would do.
-        meaning: what the code says, in one clause.
         remedy: what to do about it, where the place that raises it has nothing better to say.
     """
 
     error: type[CkptError]
-    meaning: str
     remedy: str
 
-    def __new__(cls, code: str, error: type[CkptError], meaning: str, remedy: str) -> Self:  # noqa: D102 - a row
+    def __new__(cls, code: str, error: type[CkptError], remedy: str) -> Self:  # noqa: D102 - a row
         member = str.__new__(cls, code)
         member._value_ = code
-        member.error, member.meaning, member.remedy = error, meaning, remedy
+        member.error, member.remedy = error, remedy
         return member
 
     # documents
-    DOC_ENCODING = ("DOC_ENCODING", FormatError, "a document isn't UTF-8, or starts with a byte-order mark", _RESTORE)
-    DOC_SYNTAX = ("DOC_SYNTAX", FormatError, "a document isn't one JSON object", _RESTORE)
-    DOC_DUPLICATE_KEY = ("DOC_DUPLICATE_KEY", FormatError, "a map has one key twice", _WRITER)
-    DOC_NUMBER = ("DOC_NUMBER", FormatError, "a number isn't an integer in range", _WRITER)
-    DOC_STRING = ("DOC_STRING", FormatError, "a string has a forbidden character, or isn't normalised", _WRITER)
-    DOC_DEPTH = ("DOC_DEPTH", FormatError, "a document nests too deeply", _WRITER)
-    DOC_NOT_CANONICAL = ("DOC_NOT_CANONICAL", FormatError, "a document isn't in its canonical form", _RESTORE)
-    DOC_SCHEMA = ("DOC_SCHEMA", FormatError, "a document has a missing, unknown or ill-typed member", _WRITER)
-    DOC_DIGEST = ("DOC_DIGEST", IntegrityError, "a document isn't the one that its digest names", _RESTORE)
-    DOC_MISMATCH = ("DOC_MISMATCH", FormatError, "two documents of one checkpoint contradict each other", _RESTORE)
-    DOC_COMPRESSION = ("DOC_COMPRESSION", FormatError, "a compressed document doesn't hold what it says", _RESTORE)
-    LIMIT_EXCEEDED = ("LIMIT_EXCEEDED", FormatError, "something is larger than the table of limits allows", _WRITER)
-    MSGPACK_SYNTAX = ("MSGPACK_SYNTAX", FormatError, "bytes aren't one whole msgpack value", _RESTORE)
-    MSGPACK_TYPE = ("MSGPACK_TYPE", FormatError, "a msgpack type is outside of the profile", _WRITER)
-    PACKED_FORM = ("PACKED_FORM", FormatError, "a packed array isn't in its one form", _WRITER)
-    COLUMN_FORM = ("COLUMN_FORM", FormatError, "columns disagree in length, or an entry is out of range", _WRITER)
-    COLUMN_ORDER = ("COLUMN_ORDER", FormatError, "rows aren't sorted and unique", _WRITER)
-    SCOPE_FORM = ("SCOPE_FORM", FormatError, "a scope is neither global nor lw/<i>", _WRITER)
-    TREE_TAG = ("TREE_TAG", FormatError, "a tree has an unknown tag, or a tag with the wrong contents", _WRITER)
-    TREE_REFERENCE = ("TREE_REFERENCE", FormatError, "a tree refers to a tensor that isn't there", _WRITER)
-    CURSOR_FORM = ("CURSOR_FORM", FormatError, "a data cursor isn't of the form that the specification gives", _WRITER)
-    MANIFEST_FIELDS = ("MANIFEST_FIELDS", FormatError, "a field is neither present nor absent with a reason", _WRITER)
-    MANIFEST_SUMMARY = ("MANIFEST_SUMMARY", FormatError, "the manifest's summary isn't what the index says", _WRITER)
-    PROFILE_MISMATCH = ("PROFILE_MISMATCH", FormatError, "a full checkpoint has references or encoded blocks", _WRITER)
+    #: a document isn't UTF-8, or starts with a byte-order mark
+    DOC_ENCODING = ("DOC_ENCODING", FormatError, _RESTORE)
+    #: a document isn't one JSON object
+    DOC_SYNTAX = ("DOC_SYNTAX", FormatError, _RESTORE)
+    #: a map has one key twice
+    DOC_DUPLICATE_KEY = ("DOC_DUPLICATE_KEY", FormatError, _WRITER)
+    #: a number isn't an integer in range
+    DOC_NUMBER = ("DOC_NUMBER", FormatError, _WRITER)
+    #: a string has a forbidden character, or isn't normalised
+    DOC_STRING = ("DOC_STRING", FormatError, _WRITER)
+    #: a document nests too deeply
+    DOC_DEPTH = ("DOC_DEPTH", FormatError, _WRITER)
+    #: a document isn't in its canonical form
+    DOC_NOT_CANONICAL = ("DOC_NOT_CANONICAL", FormatError, _RESTORE)
+    #: a document has a missing, unknown or ill-typed member
+    DOC_SCHEMA = ("DOC_SCHEMA", FormatError, _WRITER)
+    #: a document isn't the one that its digest names
+    DOC_DIGEST = ("DOC_DIGEST", IntegrityError, _RESTORE)
+    #: two documents of one checkpoint contradict each other
+    DOC_MISMATCH = ("DOC_MISMATCH", FormatError, _RESTORE)
+    #: a compressed document doesn't hold what it says
+    DOC_COMPRESSION = ("DOC_COMPRESSION", FormatError, _RESTORE)
+    #: something is larger than the table of limits allows
+    LIMIT_EXCEEDED = ("LIMIT_EXCEEDED", FormatError, _WRITER)
+    #: bytes aren't one whole msgpack value
+    MSGPACK_SYNTAX = ("MSGPACK_SYNTAX", FormatError, _RESTORE)
+    #: a msgpack type is outside of the profile
+    MSGPACK_TYPE = ("MSGPACK_TYPE", FormatError, _WRITER)
+    #: a packed array isn't in its one form
+    PACKED_FORM = ("PACKED_FORM", FormatError, _WRITER)
+    #: columns disagree in length, or an entry is out of range
+    COLUMN_FORM = ("COLUMN_FORM", FormatError, _WRITER)
+    #: rows aren't sorted and unique
+    COLUMN_ORDER = ("COLUMN_ORDER", FormatError, _WRITER)
+    #: a scope is neither global nor lw/<i>
+    SCOPE_FORM = ("SCOPE_FORM", FormatError, _WRITER)
+    #: a tree has an unknown tag, or a tag with the wrong contents
+    TREE_TAG = ("TREE_TAG", FormatError, _WRITER)
+    #: a tree refers to a tensor that isn't there
+    TREE_REFERENCE = ("TREE_REFERENCE", FormatError, _WRITER)
+    #: a data cursor isn't of the form that the specification gives
+    CURSOR_FORM = ("CURSOR_FORM", FormatError, _WRITER)
+    #: a field is neither present nor absent with a reason
+    MANIFEST_FIELDS = ("MANIFEST_FIELDS", FormatError, _WRITER)
+    #: the manifest's summary isn't what the index says
+    MANIFEST_SUMMARY = ("MANIFEST_SUMMARY", FormatError, _WRITER)
+    #: a full checkpoint has references or encoded blocks
+    PROFILE_MISMATCH = ("PROFILE_MISMATCH", FormatError, _WRITER)
+    #: the manifest isn't that of this directory's step and launch
     STEP_MISMATCH = (
         "STEP_MISMATCH",
         FormatError,
-        "the manifest isn't that of this directory's step and launch",
         "The directory was renamed or copied over another: give it the name that its manifest says.",
     )
-    RUN_MISMATCH = (
-        "RUN_MISMATCH",
-        FormatError,
-        "a document belongs to another run",
-        "Move it back to its own run's directory.",
-    )
-    UNSAFE_PATH = ("UNSAFE_PATH", FormatError, "a path isn't of an allowed form", _WRITER)
-    UNSAFE_FILE = (
-        "UNSAFE_FILE",
-        FormatError,
-        "a file is a link, pipe, device or directory",
-        "Replace it by the regular file that was saved.",
-    )
-    EXTENT_COVERAGE = ("EXTENT_COVERAGE", FormatError, "a written box's extents don't hold each block once", _WRITER)
-    FILE_COVERAGE = ("FILE_COVERAGE", FormatError, "header and extents don't tile a file exactly", _WRITER)
-    SHARD_HEADER_NBYTES = ("SHARD_HEADER_NBYTES", FormatError, "a shard's header length is wrong", _RESTORE)
-    SHARD_HEADER_SYNTAX = (
-        "SHARD_HEADER_SYNTAX",
-        FormatError,
-        "a shard's header isn't one padded JSON object",
-        _RESTORE,
-    )
-    SHARD_HEADER_SCHEMA = (
-        "SHARD_HEADER_SCHEMA",
-        FormatError,
-        "a shard's header has a wrong or unknown member",
-        _WRITER,
-    )
-    SHARD_DTYPE = ("SHARD_DTYPE", FormatError, "a shard's header names an unknown dtype", _WRITER)
-    SHARD_SHAPE = ("SHARD_SHAPE", FormatError, "a shard's header has a shape out of range", _WRITER)
-    SHARD_OFFSETS = ("SHARD_OFFSETS", FormatError, "a shard's tensors don't tile its data exactly", _WRITER)
-    SHARD_MISMATCH = ("SHARD_MISMATCH", FormatError, "a shard's header isn't what its part says", _WRITER)
-    ENCODED_FORM = ("ENCODED_FORM", FormatError, "the stored bytes of a block aren't of its encoding's form", _WRITER)
-    DECODED_DIGEST = ("DECODED_DIGEST", FormatError, "a block decodes to other bytes than were saved", _WRITER)
-    BASE_BLOCK = ("BASE_BLOCK", FormatError, "a base doesn't have what a delta reads from it", _WRITER)
-    REFERENCE_CLOSURE = (
-        "REFERENCE_CLOSURE",
-        FormatError,
-        "the references of a checkpoint leave out what its bases refer to",
-        _WRITER,
-    )
+    #: a document belongs to another run
+    RUN_MISMATCH = ("RUN_MISMATCH", FormatError, "Move it back to its own run's directory.")
+    #: a path isn't of an allowed form
+    UNSAFE_PATH = ("UNSAFE_PATH", FormatError, _WRITER)
+    #: a file is a link, pipe, device or directory
+    UNSAFE_FILE = ("UNSAFE_FILE", FormatError, "Replace it by the regular file that was saved.")
+    #: a written box's extents don't hold each block once
+    EXTENT_COVERAGE = ("EXTENT_COVERAGE", FormatError, _WRITER)
+    #: header and extents don't tile a file exactly
+    FILE_COVERAGE = ("FILE_COVERAGE", FormatError, _WRITER)
+    #: a shard's header length is wrong
+    SHARD_HEADER_NBYTES = ("SHARD_HEADER_NBYTES", FormatError, _RESTORE)
+    #: a shard's header isn't one padded JSON object
+    SHARD_HEADER_SYNTAX = ("SHARD_HEADER_SYNTAX", FormatError, _RESTORE)
+    #: a shard's header has a wrong or unknown member
+    SHARD_HEADER_SCHEMA = ("SHARD_HEADER_SCHEMA", FormatError, _WRITER)
+    #: a shard's header names an unknown dtype
+    SHARD_DTYPE = ("SHARD_DTYPE", FormatError, _WRITER)
+    #: a shard's header has a shape out of range
+    SHARD_SHAPE = ("SHARD_SHAPE", FormatError, _WRITER)
+    #: a shard's tensors don't tile its data exactly
+    SHARD_OFFSETS = ("SHARD_OFFSETS", FormatError, _WRITER)
+    #: a shard's header isn't what its part says
+    SHARD_MISMATCH = ("SHARD_MISMATCH", FormatError, _WRITER)
+    #: the stored bytes of a block aren't of its encoding's form
+    ENCODED_FORM = ("ENCODED_FORM", FormatError, _WRITER)
+    #: a block decodes to other bytes than were saved
+    DECODED_DIGEST = ("DECODED_DIGEST", FormatError, _WRITER)
+    #: a base doesn't have what a delta reads from it
+    BASE_BLOCK = ("BASE_BLOCK", FormatError, _WRITER)
+    #: the references of a checkpoint leave out what its bases refer to
+    REFERENCE_CLOSURE = ("REFERENCE_CLOSURE", FormatError, _WRITER)
     # integrity
-    FILE_MISSING = ("FILE_MISSING", IntegrityError, "a file isn't there", _RESTORE)
-    FILE_NBYTES = ("FILE_NBYTES", IntegrityError, "a file has another number of bytes than declared", _RESTORE)
-    BLOCK_DIGEST = ("BLOCK_DIGEST", IntegrityError, "a block's bytes aren't those that were saved", _RESTORE)
-    HEADER_DIGEST = ("HEADER_DIGEST", IntegrityError, "a shard's header isn't the one that was saved", _RESTORE)
+    #: a file isn't there
+    FILE_MISSING = ("FILE_MISSING", IntegrityError, _RESTORE)
+    #: a file has another number of bytes than declared
+    FILE_NBYTES = ("FILE_NBYTES", IntegrityError, _RESTORE)
+    #: a block's bytes aren't those that were saved
+    BLOCK_DIGEST = ("BLOCK_DIGEST", IntegrityError, _RESTORE)
+    #: a shard's header isn't the one that was saved
+    HEADER_DIGEST = ("HEADER_DIGEST", IntegrityError, _RESTORE)
+    #: there is no committed checkpoint here
     NOT_COMMITTED = (
         "NOT_COMMITTED",
         IntegrityError,
-        "there is no committed checkpoint here",
         "Give the path of a checkpoint directory (it has a manifest.json) or of a run.",
     )
-    CHECKPOINT_ABORTED = (
-        "CHECKPOINT_ABORTED",
-        IntegrityError,
-        "this attempt was given up and cleaned away",
-        "Load another checkpoint of the run.",
-    )
-    CHECKPOINT_RETIRED = (
-        "CHECKPOINT_RETIRED",
-        IntegrityError,
-        "this checkpoint was retired and its files deleted",
-        "Load another checkpoint of the run.",
-    )
+    #: this attempt was given up and cleaned away
+    CHECKPOINT_ABORTED = ("CHECKPOINT_ABORTED", IntegrityError, "Load another checkpoint of the run.")
+    #: this checkpoint was retired and its files deleted
+    CHECKPOINT_RETIRED = ("CHECKPOINT_RETIRED", IntegrityError, "Load another checkpoint of the run.")
+    #: none of the checkpoints that the lineage names is valid
     NO_VALID_CHECKPOINT = (
         "NO_VALID_CHECKPOINT",
         IntegrityError,
-        "none of the checkpoints that the lineage names is valid",
         "Run `python -m ckptfmt validate` on the run; resume by hand from another checkpoint, or start afresh.",
     )
+    #: a checkpoint that this one reads from isn't there
     BASE_MISSING = (
         "BASE_MISSING",
         IntegrityError,
-        "a checkpoint that this one reads from isn't there",
         "Put the base back beside it, say with bases= where it lies, or load another checkpoint.",
     )
+    #: another checkpoint lies where a base should be
     BASE_MISMATCH = (
         "BASE_MISMATCH",
         IntegrityError,
-        "another checkpoint lies where a base should be",
         "Put the base back under its name, say with bases= where it lies, or load another checkpoint.",
     )
     # unsupported
-    VERSION_UNSUPPORTED = (
-        "VERSION_UNSUPPORTED",
-        UnsupportedError,
-        "the document has another version of the format",
-        "Install the ckptfmt that writes this version.",
-    )
-    FEATURE_UNSUPPORTED = (
-        "FEATURE_UNSUPPORTED",
-        UnsupportedError,
-        "the document needs a feature that this reader doesn't know",
-        "Install a newer ckptfmt.",
-    )
+    #: the document has another version of the format
+    VERSION_UNSUPPORTED = ("VERSION_UNSUPPORTED", UnsupportedError, "Install the ckptfmt that writes this version.")
+    #: the document needs a feature that this reader doesn't know
+    FEATURE_UNSUPPORTED = ("FEATURE_UNSUPPORTED", UnsupportedError, "Install a newer ckptfmt.")
     # layout
-    BOX_BOUNDS = ("BOX_BOUNDS", LayoutError, "a box leaves its tensor", _WRITER)
-    TILING_GAP = ("TILING_GAP", LayoutError, "the boxes leave a part of a tensor uncovered", _WRITER)
-    TILING_OVERLAP = (
-        "TILING_OVERLAP",
-        LayoutError,
-        "two boxes of a tensor overlap",
-        "Give workers that hold different pieces disjoint boxes.",
-    )
+    #: a box leaves its tensor
+    BOX_BOUNDS = ("BOX_BOUNDS", LayoutError, _WRITER)
+    #: the boxes leave a part of a tensor uncovered
+    TILING_GAP = ("TILING_GAP", LayoutError, _WRITER)
+    #: two boxes of a tensor overlap
+    TILING_OVERLAP = ("TILING_OVERLAP", LayoutError, "Give workers that hold different pieces disjoint boxes.")
+    #: workers hold the same tensor with other contents
     REPLICA_DIVERGED = (
         "REPLICA_DIVERGED",
         LayoutError,
-        "workers hold the same tensor with other contents",
         (
             "Give the tensors different names if they are different; wrap them in ckptfmt.PerWorker if each worker has"
             " its own; otherwise suspect silent corruption."
         ),
     )
+    #: a worker holds a piece of a tensor that no worker wrote
     HELD_NOT_WRITTEN = (
         "HELD_NOT_WRITTEN",
         LayoutError,
-        "a worker holds a piece of a tensor that no worker wrote",
         "Save again. If it happens twice, report it as a bug of the program that saves.",
     )
-    TENSOR_DIVERGED = (
-        "TENSOR_DIVERGED",
-        LayoutError,
-        "workers give one tensor different shapes, dtypes or kinds",
-        "Give different tensors different names.",
-    )
-    LEAF_DIVERGED = ("LEAF_DIVERGED", LayoutError, "workers give one value differently", _SCOPE)
+    #: workers give one tensor different shapes, dtypes or kinds
+    TENSOR_DIVERGED = ("TENSOR_DIVERGED", LayoutError, "Give different tensors different names.")
+    #: workers give one value differently
+    LEAF_DIVERGED = ("LEAF_DIVERGED", LayoutError, _SCOPE)
+    #: workers disagree on what they save or load
     WRITERS_DIVERGED = (
         "WRITERS_DIVERGED",
         LayoutError,
-        "workers disagree on what they save or load",
         "Call save and load on all workers with the same step and path, at the same point of the program.",
     )
     # state
+    #: an object can't be saved without guessing
     STATE_UNSUPPORTED = (
         "STATE_UNSUPPORTED",
         StateError,
-        "an object can't be saved without guessing",
         "Turn it into tensors, arrays and plain values, or give it state_dict and load_state_dict.",
     )
-    STATE_NAME = (
-        "STATE_NAME",
-        StateError,
-        "a name is used twice, or can't stand in a checkpoint",
-        "Rename the module, parameter or key that this error names.",
-    )
+    #: a name is used twice, or can't stand in a checkpoint
+    STATE_NAME = ("STATE_NAME", StateError, "Rename the module, parameter or key that this error names.")
+    #: an optimizer updates a parameter that has no name in weights
     PARAMETER_UNNAMED = (
         "PARAMETER_UNNAMED",
         StateError,
-        "an optimizer updates a parameter that has no name in weights",
         "Pass every module whose parameters the optimizer updates as State(weights=...).",
     )
+    #: a destination has no memory
     META_DESTINATION = (
         "META_DESTINATION",
         StateError,
-        "a destination has no memory",
         "Call module.to_empty(device=...) before load; what isn't loaded must be initialised by you.",
     )
-    TENSOR_MISSING = (
-        "TENSOR_MISSING",
-        StateError,
-        "the checkpoint lacks a tensor that the state wants",
-        "Fix the model, or pass allow=('missing',) to keep the live value.",
-    )
+    #: the checkpoint lacks a tensor that the state wants
+    TENSOR_MISSING = ("TENSOR_MISSING", StateError, "Fix the model, or pass allow=('missing',) to keep the live value.")
+    #: the checkpoint has a tensor that the state doesn't want
     TENSOR_UNEXPECTED = (
         "TENSOR_UNEXPECTED",
         StateError,
-        "the checkpoint has a tensor that the state doesn't want",
         "Fix the model, or pass allow=('unexpected',) to leave it out.",
     )
+    #: a tensor was saved with another dtype
     DTYPE_MISMATCH = (
         "DTYPE_MISMATCH",
         StateError,
-        "a tensor was saved with another dtype",
         "Create the destination with the saved dtype, or pass allow=('dtype',) to convert.",
     )
-    SHAPE_MISMATCH = ("SHAPE_MISMATCH", StateError, "a tensor was saved with another shape", "Fix the model's sizes.")
-    LEAF_MISSING = (
-        "LEAF_MISSING",
-        StateError,
-        "the checkpoint lacks a value that the state wants",
-        "Pass allow=('missing',) to keep the live value.",
-    )
-    LEAF_UNEXPECTED = (
-        "LEAF_UNEXPECTED",
-        StateError,
-        "the checkpoint has a value that the state doesn't want",
-        "Pass allow=('unexpected',) to leave it out.",
-    )
+    #: a tensor was saved with another shape
+    SHAPE_MISMATCH = ("SHAPE_MISMATCH", StateError, "Fix the model's sizes.")
+    #: the checkpoint lacks a value that the state wants
+    LEAF_MISSING = ("LEAF_MISSING", StateError, "Pass allow=('missing',) to keep the live value.")
+    #: the checkpoint has a value that the state doesn't want
+    LEAF_UNEXPECTED = ("LEAF_UNEXPECTED", StateError, "Pass allow=('unexpected',) to leave it out.")
+    #: the checkpoint lacks an RNG stream that is live here
     STREAM_MISSING = (
         "STREAM_MISSING",
         StateError,
-        "the checkpoint lacks an RNG stream that is live here",
         "Pass allow=('streams',) to go on with the fresh RNG stream; the claim is lowered.",
     )
+    #: the checkpoint has an RNG stream that nothing here takes
     STREAM_UNEXPECTED = (
         "STREAM_UNEXPECTED",
         StateError,
-        "the checkpoint has an RNG stream that nothing here takes",
         "Pass allow=('streams',) to leave it out; the claim is lowered.",
     )
-    GROUP_MISMATCH = (
-        "GROUP_MISMATCH",
-        StateError,
-        "an optimizer's parameter groups can't be matched to the saved ones",
-        "Build the optimizer with the same groups as when it was saved.",
-    )
+    #: an optimizer's parameter groups can't be matched to the saved ones
+    GROUP_MISMATCH = ("GROUP_MISMATCH", StateError, "Build the optimizer with the same groups as when it was saved.")
+    #: a configuration key that defines the run differs
     CONFIG_IDENTITY = (
         "CONFIG_IDENTITY",
         StateError,
-        "a configuration key that defines the run differs",
         "Use the saved configuration, or take the key out of State(identity=...).",
     )
+    #: an object doesn't hold what its load_state_dict was given
     READ_BACK = (
         "READ_BACK",
         StateError,
-        "an object doesn't hold what its load_state_dict was given",
         "Its load_state_dict changes values: give its tensors to State as a mapping instead.",
     )
-    ARGUMENT = (
-        "ARGUMENT",
-        StateError,
-        "an argument is out of range",
-        "The docstring of the function or class says which values it takes.",
-    )
+    #: an argument is out of range
+    ARGUMENT = ("ARGUMENT", StateError, "The docstring of the function or class says which values it takes.")
+    #: there are several workers, and no way for them to agree
     WRITERS_UNKNOWN = (
         "WRITERS_UNKNOWN",
         StateError,
-        "there are several workers, and no way for them to agree",
         "Initialise torch.distributed, or pass writer=(i, n) with agree=.",
     )
-    PEER_FAILED = (
-        "PEER_FAILED",
-        StateError,
-        "another worker refused the save or the load",
-        "See the error that the named worker raised.",
-    )
-    STATE_CHANGED = (
-        "STATE_CHANGED",
-        StateError,
-        "a tensor changed while it was copied beside the training",
-        "Change parameters in optimizer.step() only, or pass overlap=False.",
-    )
+    #: another worker refused the save or the load
+    PEER_FAILED = ("PEER_FAILED", StateError, "See the error that the named worker raised.")
+    #: a tensor changed while it was copied beside the training
+    STATE_CHANGED = ("STATE_CHANGED", StateError, "Change parameters in optimizer.step() only, or pass overlap=False.")
+    #: memory doesn't suffice for a snapshot
     SLOT_MEMORY = (
         "SLOT_MEMORY",
         StateError,
-        "memory doesn't suffice for a snapshot",
         "Free memory, pass slots=1, or pass saver='inline' to save without a snapshot.",
     )
+    #: memory doesn't suffice for a tensor that is loaded
     LOAD_MEMORY = (
         "LOAD_MEMORY",
         StateError,
-        "memory doesn't suffice for a tensor that is loaded",
         "Load into live tensors, choose less with only=, or read boxes of it: ckptfmt.open(path).read(..., box=...).",
     )
+    #: this thread's floating point doesn't round as IEEE 754 says
     FLOAT_ENVIRONMENT = (
         "FLOAT_ENVIRONMENT",
         StateError,
-        "this thread's floating point doesn't round as IEEE 754 says",
         "Turn flush-to-zero off: torch.set_flush_denormal(False), and no library built with -ffast-math.",
     )
+    #: another library's position in its data holds for another number of workers
     LOADER_NOT_ELASTIC = (
         "LOADER_NOT_ELASTIC",
         StateError,
-        "another library's position in its data holds for another number of workers",
         "Load with as many workers as saved, or pass allow=('loader',); the claim is lowered.",
     )
     # commit
-    FENCED = (
-        "FENCED",
-        FencedError,
-        "a newer launch has taken over the run",
-        "Stop this process. The newer launch goes on with the run.",
-    )
+    #: a newer launch has taken over the run
+    FENCED = ("FENCED", FencedError, "Stop this process. The newer launch goes on with the run.")
+    #: a checkpoint is here already
     CHECKPOINT_EXISTS = (
         "CHECKPOINT_EXISTS",
         CommitError,
-        "a checkpoint is here already",
         "Save to another path; a committed checkpoint is never changed.",
     )
-    COMMIT_CONFLICT = (
-        "COMMIT_CONFLICT",
-        CommitError,
-        "another checkpoint was committed here first",
-        "Load what was committed, or save another step.",
-    )
+    #: another checkpoint was committed here first
+    COMMIT_CONFLICT = ("COMMIT_CONFLICT", CommitError, "Load what was committed, or save another step.")
+    #: the store didn't say whether the commit took place
     COMMIT_UNKNOWN = (
         "COMMIT_UNKNOWN",
         CommitError,
-        "the store didn't say whether the commit took place",
         "Nothing was deleted. When the store answers again, `python -m ckptfmt validate` says which it is.",
     )
-    WRITERS_MISSING = (
-        "WRITERS_MISSING",
-        CommitError,
-        "not every writer's part arrived in time",
-        "Find out why the named writers stopped, then save again.",
-    )
-    WRITER_FAILED = (
-        "WRITER_FAILED",
-        CommitError,
-        "a writer reported that it failed",
-        "See the error that the named writer raised, then save again.",
-    )
+    #: not every writer's part arrived in time
+    WRITERS_MISSING = ("WRITERS_MISSING", CommitError, "Find out why the named writers stopped, then save again.")
+    #: a writer reported that it failed
+    WRITER_FAILED = ("WRITER_FAILED", CommitError, "See the error that the named writer raised, then save again.")
+    #: every slot holds a save that isn't written yet
     SLOTS_BUSY = (
         "SLOTS_BUSY",
         CommitError,
-        "every slot holds a save that isn't written yet",
         "Save less often, or pass when_busy='skip'. If the storage hangs, find out why.",
     )
-    SAVE_PENDING = (
-        "SAVE_PENDING",
-        CommitError,
-        "the save has not reached that state within the time given",
-        "The save goes on: wait again, or longer.",
-    )
+    #: the save has not reached that state within the time given
+    SAVE_PENDING = ("SAVE_PENDING", CommitError, "The save goes on: wait again, or longer.")
+    #: the saver process ended before it confirmed the commit
     SAVER_LOST = (
         "SAVER_LOST",
         CommitError,
-        "the saver process ended before it confirmed the commit",
         "The next save starts a new saver process; `python -m ckptfmt log` says whether this step was committed.",
     )
-    TRAINER_LOST = (
-        "TRAINER_LOST",
-        CommitError,
-        "the training process ended before its snapshot was complete",
-        "Resume from an older checkpoint.",
-    )
+    #: the training process ended before its snapshot was complete
+    TRAINER_LOST = ("TRAINER_LOST", CommitError, "Resume from an older checkpoint.")
     # store
-    STORE_EXISTS = ("STORE_EXISTS", StoreError, "a file is there already", "Save to another path.")
-    STORE_IO = ("STORE_IO", StoreError, "the storage reported an error", "Check the storage, then try again.")
-    STORE_NO_ANSWER = ("STORE_NO_ANSWER", StoreError, "the storage didn't answer in time", "Try again when it answers.")
+    #: a file is there already
+    STORE_EXISTS = ("STORE_EXISTS", StoreError, "Save to another path.")
+    #: the storage reported an error
+    STORE_IO = ("STORE_IO", StoreError, "Check the storage, then try again.")
+    #: the storage didn't answer in time
+    STORE_NO_ANSWER = ("STORE_NO_ANSWER", StoreError, "Try again when it answers.")
+    #: the file system can't create a file exclusively and whole
     STORE_UNSUPPORTED = (
         "STORE_UNSUPPORTED",
         StoreError,
-        "the file system can't create a file exclusively and whole",
         "Use a file system with hard links or renameat2(RENAME_NOREPLACE).",
     )
-    STORE_ACCESS = ("STORE_ACCESS", StoreError, "permission denied", "Check owner and mode of the path.")
-    NO_SPACE = ("NO_SPACE", StoreError, "no space is left", "Free space or lower keep=, then save again.")
+    #: permission denied
+    STORE_ACCESS = ("STORE_ACCESS", StoreError, "Check owner and mode of the path.")
+    #: no space is left
+    NO_SPACE = ("NO_SPACE", StoreError, "Free space or lower keep=, then save again.")
 
 
 def err(
