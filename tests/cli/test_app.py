@@ -13,8 +13,8 @@ import sys
 
 import pytest
 
-from ckptfmt.__main__ import main
-from ckptfmt.cli import app, console
+from ckptfmt.__main__ import EXIT_PIPE, main
+from ckptfmt.cli import console
 from ckptfmt.errors import Code, err
 from tests.cli.conftest import ROOT, spawn
 
@@ -77,7 +77,7 @@ def test_a_reader_that_goes_away_is_no_error(run_path):
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert done.stderr == ""
-    assert done.returncode in {0, app.EXIT_PIPE}
+    assert done.returncode in {0, EXIT_PIPE}
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs a full device")

@@ -7,7 +7,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from ckptfmt.cli import app
 from tests.convert.made import convert, save_dcp
 
 FILES = {
@@ -36,7 +35,7 @@ def test_damage_is_named_or_harmless(name, sources, tmp_path, monkeypatch):
     def show(error):
         raise error
 
-    monkeypatch.setattr(app, "_fail_unexpectedly", show)
+    monkeypatch.setattr("ckptfmt.__main__._fail_unexpectedly", show)
     chance = random.Random(name)
     shutil.copytree(sources, tmp_path / "in")
     whole = (tmp_path / "in" / name).read_bytes()

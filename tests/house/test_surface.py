@@ -34,8 +34,8 @@ def test_importing_and_asking_for_help_import_nothing_heavy(tmp_path):
     program = """
 import sys
 import ckptfmt
-from ckptfmt.cli.app import run
-run(["validate", "--help"])
+from ckptfmt.__main__ import main
+main(["validate", "--help"])
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"numpy", "torch", "msgpack", "blake3", "zstandard"}))
 """
 
