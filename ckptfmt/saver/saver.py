@@ -1,7 +1,9 @@
 """Save from a slot, beside the training: follow the copies into the slot, hash, write, commit, clean up.
 
-A `Saver` does what messages say, in a thread of its own process or of the trainer. It knows the run's store and the
-slots, and no framework. A save goes through these states, and each is reported:
+A `Saver` does what messages say. It knows the run's store and the slots, and no framework. It works in a thread of the
+trainer, or in a process of its own, ``python -m ckptfmt.saver.saver FD``, that a `Checkpointer` starts, in a session of
+its own and without standard streams. When the trainer is gone, that process finishes the saves whose snapshot is
+complete, gives up the others, and ends. A save goes through these states, and each is reported:
 
     STAGED      the snapshot is complete, and the saver has it: a trainer that dies now loses nothing
     WRITTEN     this writer's files and part are durable; the slot is free
@@ -15,9 +17,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
+import os
+import pathlib
 import queue
+import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from ckptfmt.commit.decision import Known, check_vacant, decide
 from ckptfmt.delta.chain import Chain
@@ -30,16 +37,14 @@ from ckptfmt.documents.run import SAVERS, RunRecord
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import tidy_up
+from ckptfmt.stage.helper_process import Channel, be_helper, watch
+from ckptfmt.stage.slot import Slot
+from ckptfmt.store.local import LocalStore
+from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Image
 from ckptfmt.write.slot_contents import Progress, Snapped
 from ckptfmt.write.staging import Seen
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from ckptfmt.stage.slot import Slot
-    from ckptfmt.store.protocol import Store
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,3 +315,62 @@ class Saver:
         known = as_ckpt_error(error)
         self.give_up(known)
         self._send({"type": "broken", "error": known.as_json()})
+
+
+# --- a process of its own ---------------------------------------------------------------------------------------------
+
+
+def main(fd: int) -> None:
+    """Serve the trainer at the other end of the socket `fd` until it is gone."""
+    channel = be_helper(fd)
+
+    def send(message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the trainer is gone: there is nobody to tell
+            channel.send(message)
+
+    first = channel.receive()
+    if first is None:
+        return
+    opening = first[0]
+    _be_nice(opening["nice"])
+    watch(opening["trainer_pid"], channel)
+    saver: Saver | None = None
+    problem: CkptError | None = None
+    try:
+        # Garbage has time until a save is over; to look for it takes milliseconds, and somebody waits for those.
+        gc.disable()
+        saver = Saver(LocalStore(os.fsdecode(opening["path"]), writable=True), send, rest=gc.collect)
+        _serve(channel, saver, send)
+    except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
+        problem = as_ckpt_error(error)
+    if saver is not None:
+        saver.lose_trainer() if problem is None else saver.give_up(problem)
+        saver.finish()
+    if problem is not None:
+        # Last: the trainer takes the slots back now.
+        send({"type": "broken", "error": problem.as_json()})
+
+
+def _be_nice(added: int) -> None:
+    """Add to the niceness of this process, and to that of its session, which is what many kernels go by."""
+    niceness = os.nice(added)
+    with contextlib.suppress(OSError):  # no such kernel, or set too often within a moment
+        pathlib.Path("/proc/self/autogroup").write_text(str(niceness))
+
+
+def _serve(channel: Channel, saver: Saver, send: Callable[[dict[str, Any]], None]) -> None:
+    """Do what the trainer says, until it is gone."""
+    slots: dict[int, Slot] = {}
+    while (received := channel.receive()) is not None:
+        message, slot_fd = received
+        if slot_fd is not None:
+            slots[message["slot"]] = slot = Slot.attach(slot_fd)
+            slot.touch()
+            saver.add_slot(message["slot"], slot)
+            send({"type": "ready", "slot": message["slot"]})
+        else:
+            saver.handle(message)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

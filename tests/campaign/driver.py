@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.delta import coders
-from ckptfmt.saver import saver_process
+from ckptfmt.saver import saver
 from tests.campaign.checker import look_at, problems_of
 from tests.campaign.oracle import EXCUSED, Oracle, Place
 from tests.campaign.states import Spec, hold, make_specs
@@ -33,7 +33,7 @@ _SMALL_NBYTES: Final = (20_000, 300_000, 2_000_000, 6_000_000)
 _LARGE_NBYTES: Final = (38 << 20, 46 << 20)
 _PATIENCE_S: Final = 60.0
 #: What the processes that are killed beside a trainer run.
-_HELPERS: Final = {"saver": saver_process.__name__, "coder": coders.__name__}
+_HELPERS: Final = {"saver": saver.__name__, "coder": coders.__name__}
 #: Of a job of which one worker is dead, how long the others may live on; a launcher ends them.
 _GRACE_S: Final = (0.0, 0.0, 0.3)
 #: After how long a life counts as hanging.

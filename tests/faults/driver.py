@@ -20,7 +20,7 @@ from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.errors import CkptError
 from ckptfmt.run.lineage import list_checkpoints
-from ckptfmt.saver import saver_process
+from ckptfmt.saver import saver
 from ckptfmt.store import open_store
 from ckptfmt.trainer.handle import SaveHandle
 from tests.store.helpers import ROOT
@@ -191,7 +191,7 @@ def savers() -> list[int]:
     found = []
     for place in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"\0{saver_process.__name__}\0".encode() in (place / "cmdline").read_bytes():
+            if f"\0{saver.__name__}\0".encode() in (place / "cmdline").read_bytes():
                 found.append(int(place.name))
     return [pid for pid in found if (mark_of(pid) or "").startswith(os.environ[MARK])]
 

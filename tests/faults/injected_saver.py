@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from ckptfmt.saver.saver_process import main
+from ckptfmt.saver.saver import main
 from ckptfmt.stage import helper_process
 from ckptfmt.stage.helper_process import Channel
 
