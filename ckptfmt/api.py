@@ -6,10 +6,12 @@ import contextlib
 import functools
 import logging
 import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, SupportsFloat
+from typing import Final, SupportsFloat
 
 from ckptfmt import limits
+from ckptfmt.adapters.load_plan import Patterns, Rename
 from ckptfmt.adapters.placing import load_trees
 from ckptfmt.commit.decision import check_vacant
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
@@ -23,20 +25,14 @@ from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import check_surroundings, find_head
+from ckptfmt.state import State
 from ckptfmt.store import open_store
+from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveReport
-from ckptfmt.trainer.one_load import load_once
 from ckptfmt.trainer.one_save import Ownership, save_once
-from ckptfmt.trainer.restore import LoadReport
+from ckptfmt.trainer.restore import LoadReport, load_once
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from ckptfmt.adapters.load_plan import Patterns, Rename
-    from ckptfmt.state import State
-    from ckptfmt.store.protocol import Store
-
-    PathOrStore = str | os.PathLike[str] | Store
+PathOrStore = str | os.PathLike[str] | Store
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Why a compacted checkpoint is full: what a `SaveReport` says of it.

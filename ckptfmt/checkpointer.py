@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import logging
 import operator
+import os
 import re
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Self, SupportsFloat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Self, SupportsFloat
 
 from ckptfmt.api import DEADLINE_S
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
@@ -22,20 +23,13 @@ from ckptfmt.features import REFERENCED
 from ckptfmt.group import Agree, Group, make_group
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
+from ckptfmt.state import State
 from ckptfmt.store import open_store
+from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveHandle
-from ckptfmt.trainer.one_load import claim_of_all, load_once
-from ckptfmt.trainer.restore import LoadReport, restore_streams
+from ckptfmt.trainer.loop import StepCount, StopSignals
+from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves
-from ckptfmt.trainer.signals import StopSignals
-from ckptfmt.trainer.step_count import StepCount
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from ckptfmt.state import State
-    from ckptfmt.store.protocol import Store
 
 _LOG: Final = logging.getLogger("ckptfmt")
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")
@@ -393,12 +387,7 @@ class Checkpointer:
             error = caught
         has_failed = self._handle is not None and self._handle.state == "FAILED"
         answer = {"step": self.step, "done": self._saved_step == self.step, "failed": has_failed}
-        told = self._group.raise_together(error, value=answer)
-        if any(not isinstance(theirs, dict) or theirs.keys() != answer.keys() for theirs in told):
-            raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
-        steps = sorted({theirs["step"] for theirs in told})
-        if len(steps) > 1:
-            raise err(Code.WRITERS_DIVERGED, f"the writers save steps {steps}", requirement="REQ-CMT-001")
+        told = self._group.agree(error, answer)
         # A step whose save failed, on any process, may be saved again, by all.
         return any(theirs["failed"] or not theirs["done"] for theirs in told)
 
@@ -538,12 +527,7 @@ class Checkpointer:
             "next_step": self.step + max(1, int(ahead)),
             "stop": self._signals.first_s is not None,
         }
-        told = self._group.raise_together(None, value=answer)
-        if any(not isinstance(theirs, dict) or theirs.keys() != answer.keys() for theirs in told):
-            raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
-        steps = sorted({theirs["step"] for theirs in told})
-        if len(steps) > 1:
-            raise err(Code.WRITERS_DIVERGED, f"the writers are at steps {steps}", requirement="REQ-CMT-001")
+        told = self._group.agree(None, answer)
         self._timer.next_step = told[0]["next_step"]
         self.stopped = any(theirs["stop"] for theirs in told)
         # From the signal on; for who got none, from now.

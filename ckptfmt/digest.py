@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import Final
 
 from blake3 import blake3
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 DIGEST_NBYTES: Final = 32
 PREFIX: Final = "blake3:"

@@ -13,12 +13,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from ckptfmt.errors import CkptError, Code, err, error_from_json
-
-if TYPE_CHECKING:
-    from ckptfmt.store.protocol import Store
+from ckptfmt.store.protocol import Store
 
 #: Gather the bytes of all writers, in writer order; or a token, the same on all writers and new at each start.
 Agree: TypeAlias = "Callable[[bytes], Sequence[bytes]] | str | None"
@@ -29,6 +27,14 @@ T = TypeVar("T")
 EXCHANGE: Final = "exchange"
 _TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _EXCHANGE_NBYTES: Final = 1 << 30
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return what an action returns, or what it raises: that is raised again, once the other writers know of it."""
+    try:
+        return action(), None
+    except Exception as error:  # noqa: BLE001 - see above
+        return None, error
 
 
 class Group:
@@ -66,13 +72,7 @@ class Group:
 
         Raises: what the action raises; on the other writers an error of the same code.
         """
-        result: Any = None
-        error: Exception | None = None
-        if self.writer == 0:
-            try:
-                result = action()
-            except Exception as caught:  # noqa: BLE001 - raised again, once the others know of it
-                error = caught
+        result, error = attempt(action) if self.writer == 0 else (None, None)
         return self.raise_together(error, value=result)[0]
 
     def together(self, action: Callable[[], T]) -> T:
@@ -80,14 +80,23 @@ class Group:
 
         Raises: what the action raises; elsewhere as `raise_together`.
         """
-        results: list[T] = []
-        error: Exception | None = None
-        try:
-            results.append(action())
-        except Exception as caught:  # noqa: BLE001 - raised again, once the others know of it
-            error = caught
+        result, error = attempt(action)
         self.raise_together(error)
-        return results[0]
+        return cast("T", result)
+
+    def agree(self, error: Exception | None, answer: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tell all writers of an error or of none, as `raise_together`, and of an answer that has a ``step``.
+
+        Returns: the answers of all writers, which are of the same form, and of the same step.
+        Raises: as `raise_together`; LayoutError(WRITERS_DIVERGED). Spec: REQ-CMT-001.
+        """
+        told = self.raise_together(error, value=answer)
+        if any(not isinstance(theirs, dict) or theirs.keys() != answer.keys() for theirs in told):
+            raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
+        steps = sorted({theirs["step"] for theirs in told})
+        if len(steps) > 1:
+            raise err(Code.WRITERS_DIVERGED, f"the writers are at steps {steps}", requirement="REQ-CMT-001")
+        return told
 
     def raise_together(self, error: Exception | None, *, value: object = None) -> list[Any]:
         """Tell all writers of an error here, or of none, along with a value; raise on all if there is one anywhere.

@@ -15,7 +15,7 @@ from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tree import InlineArray, parse_tree
 from ckptfmt.errors import CkptError, StateError
 from ckptfmt.state import NOT_GIVEN, PerWorker, State
-from ckptfmt.trainer.capture import capture
+from ckptfmt.trainer.one_save import capture
 from ckptfmt.write.snapshot import TensorSource
 
 
@@ -167,8 +167,8 @@ def test_numpy_runs_go_without_torch():
     program = """
 import sys
 import numpy as np
-from ckptfmt.trainer.capture import capture
-from ckptfmt.trainer.restore import restore
+from ckptfmt.trainer.one_save import capture
+from ckptfmt.trainer.restore import load_once
 from ckptfmt.state import State
 snapshot = capture(State(weights={"w": np.ones(2)}, config={"a": 1}), worker=0, worker_count=1)
 print(len(snapshot.tensors), [name for name in sys.modules if name.partition(".")[0] == "torch"])

@@ -20,7 +20,7 @@ from ckptfmt.errors import CkptError, Code, FencedError
 from ckptfmt.run.lineage import list_checkpoints, open_run
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.trainer.capture import capture
+from ckptfmt.trainer.one_save import capture
 from tests import builders
 from tests.stores.hooked import HookedStore, Operation
 from tests.stores.recorder import Recorder

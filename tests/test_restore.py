@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.errors import StateError
 from ckptfmt.state import PerWorker, State
-from ckptfmt.trainer.capture import capture
-from ckptfmt.trainer.restore import plan_restore, restore
-from tests.adapters.double import checkpoint_of, load, save
+from ckptfmt.trainer.one_save import capture
+from ckptfmt.trainer.restore import plan_restore
+from tests.adapters.double import checkpoint_of, load, restore, save
 
 CURSOR = {"kind": "ckptfmt.data_cursor", "position": 3}
 
@@ -112,12 +113,16 @@ def stage(worker, *, lr=0.1):
     return State(weights=net, optimizer=optimizer, data=PerWorker({"worker": worker}))
 
 
+def plan_of(checkpoint, worker):
+    return LoadPlan(checkpoint, worker=worker, worker_count=2, allow=frozenset())
+
+
 def test_stages_of_a_pipeline_load_their_own_and_leave_the_others():
     saved = [stage(worker, lr=0.1 * (worker + 1)) for worker in range(2)]
     checkpoint = checkpoint_of(*(capture(one, worker=i, worker_count=2) for i, one in enumerate(saved)))
     live = [stage(worker) for worker in range(2)]
 
-    plans = [plan_restore(one, checkpoint, worker=i, worker_count=2) for i, one in enumerate(live)]
+    plans = [plan_restore(one, plan_of(checkpoint, i)) for i, one in enumerate(live)]
     nobody = plans[0].leftover() & plans[1].leftover()
     for plan in plans:
         plan.check(nobody)
@@ -134,7 +139,7 @@ def test_stages_of_a_pipeline_load_their_own_and_leave_the_others():
 def test_what_no_worker_takes_is_refused():
     saved = [stage(worker) for worker in range(2)]
     checkpoint = checkpoint_of(*(capture(one, worker=i, worker_count=2) for i, one in enumerate(saved)))
-    plans = [plan_restore(stage(0), checkpoint, worker=i, worker_count=2) for i in range(2)]
+    plans = [plan_restore(stage(0), plan_of(checkpoint, i)) for i in range(2)]
 
     with pytest.raises(StateError, match=r"TENSOR_UNEXPECTED|LEAF_UNEXPECTED"):
         plans[1].check(plans[0].leftover() & plans[1].leftover())

@@ -12,7 +12,7 @@ import pytest
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.errors import Code
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.trainer.signals import StopSignals
+from ckptfmt.trainer.loop import StopSignals
 from tests.builders import code_of, error_of
 from tests.saver.test_saver import WAIT_S, GateStore
 from tests.stores.faults import Fault, FaultStore

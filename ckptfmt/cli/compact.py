@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import time
-from typing import TYPE_CHECKING
 
 from ckptfmt.api import FULL_ALREADY, compact, open_checkpoint
 from ckptfmt.cli.console import Console, Progress, bytes_text, clean, print_json
 from ckptfmt.errors import CkptError
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,15 +12,12 @@ import os
 import shutil
 import sys
 import time
-from typing import IO, TYPE_CHECKING, Final, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Final, Self
 
 from ckptfmt import limits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from types import TracebackType
-
-    from ckptfmt.errors import CkptError
+from ckptfmt.errors import CkptError
 
 _SGR: Final = {
     "bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35", "cyan": "36",

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import itertools
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ckptfmt.api import open_checkpoint
 from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_json
-from ckptfmt.convert.converting import plan_conversion
+from ckptfmt.convert.content import LeftOut
+from ckptfmt.convert.converting import Conversion, plan_conversion
 from ckptfmt.convert.hf import parse_nbytes
 from ckptfmt.errors import Code, err
-
-if TYPE_CHECKING:
-    import argparse
-
-    from ckptfmt.convert.content import LeftOut
-    from ckptfmt.convert.converting import Conversion
 
 #: How many names are shown for one reason; ``--json`` has them all.
 _SHOWN: Final = 4

@@ -6,23 +6,29 @@ Blocks are compared by their recorded digests first; only those that differ are 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import math
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ckptfmt.api import open_checkpoint
-from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_errors, print_json, share_text
+from ckptfmt.cli.console import (
+    Cell,
+    Console,
+    Progress,
+    bytes_text,
+    clean,
+    count_text,
+    print_errors,
+    print_json,
+    share_text,
+)
 from ckptfmt.cli.places import check_field
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.read.comparison import Comparison, TensorDifference, ValueDifference, compare
-
-if TYPE_CHECKING:
-    import argparse
-
-    from ckptfmt.cli.console import Cell
-    from ckptfmt.read.reader import Checkpoint
+from ckptfmt.read.reader import Checkpoint
 
 #: How many lines are shown of each kind; ``--json`` has them all.
 _SHOWN: Final = 60

@@ -6,32 +6,26 @@ can't be read is named in its place, and the exit code is 2.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import fnmatch
 import functools
 import itertools
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_json, share_text, time_text
+from ckptfmt.cli.console import Cell, Console, bytes_text, clean, count_text, print_json, share_text, time_text
 from ckptfmt.cli.places import check_field, open_bases, open_place
-from ckptfmt.cli.views import dump_view, group_tensors, iter_lines, list_tensors
+from ckptfmt.cli.views import TensorRow, dump_view, group_tensors, iter_lines, list_tensors
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
-from ckptfmt.documents.manifest import FIELDS
+from ckptfmt.documents.index import IndexTensor
+from ckptfmt.documents.manifest import FIELDS, FieldSummary, Reference
 from ckptfmt.errors import CkptError
 from ckptfmt.features import ENCODINGS
 from ckptfmt.read.reader import Checkpoint
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-
-    from ckptfmt.cli.console import Cell
-    from ckptfmt.cli.views import TensorRow
-    from ckptfmt.documents.index import IndexTensor
-    from ckptfmt.documents.manifest import FieldSummary, Reference
-    from ckptfmt.store import Store
+from ckptfmt.store import Store
 
 #: Fields whose values are small, and what people look for.
 _CONTEXT: Final = ("data", "config", "topology", "provenance")

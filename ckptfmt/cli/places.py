@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import stat
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store import open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ckptfmt.store import Store
+from ckptfmt.store import Store, open_store
 
 _REMEDY = "Give the directory of a checkpoint (it has a manifest.json) or of a run (it has a run.json)."
 

@@ -7,11 +7,13 @@ neither. In a run each checkpoint is checked once, as own bytes; what of the clo
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
-from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_errors, print_json
+from ckptfmt.cli.console import Cell, Console, Progress, bytes_text, clean, count_text, print_errors, print_json
 from ckptfmt.cli.places import Place, open_bases, open_place
 from ckptfmt.commit.decision import read_register
 from ckptfmt.documents.manifest import Manifest
@@ -20,13 +22,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.lineage import check_surroundings, list_checkpoints
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
-
-    from ckptfmt.cli.console import Cell
-    from ckptfmt.store import Store
+from ckptfmt.store import Store
 
 _EXIT_CODES: Final = {"valid": 0, "invalid": 1, "incomplete": 2}
 

@@ -23,20 +23,17 @@ import dataclasses
 import math
 import re
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.cli.console import bytes_text, clean, shorten
+from ckptfmt.documents.index import IndexTensor
+from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
 from ckptfmt.errors import CkptError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from ckptfmt.documents.index import IndexTensor
-    from ckptfmt.documents.sharding import Sharding
 
 #: Integers with more bits than this aren't printed in decimal, which takes quadratic time.
 _DECIMAL_BITS: Final = 4096

@@ -10,7 +10,8 @@ import collections
 import contextlib
 import re
 import time
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
 
 from ckptfmt import limits
 from ckptfmt.digest import digest_text
@@ -21,6 +22,7 @@ from ckptfmt.documents.manifest import (
     Abort,
     Manifest,
     Origin,
+    Reference,
     Tombstone,
     failure_path,
     index_name,
@@ -29,16 +31,11 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part
+from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError, err
 from ckptfmt.features import is_of_delta
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from ckptfmt.documents.manifest import Reference
-    from ckptfmt.documents.tables import TensorTable
-    from ckptfmt.store.protocol import Buffer, Store
+from ckptfmt.store.protocol import Buffer, Store
 
 Register: TypeAlias = Manifest | Abort | Tombstone
 

@@ -6,17 +6,13 @@ Spec: REQ-RUN-017, REQ-RUN-018, REQ-RUN-019.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 from ckptfmt.commit.decision import poll
 from ckptfmt.documents.run import SAVERS
 from ckptfmt.errors import CkptError, StoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import Any
-
-    from ckptfmt.store.protocol import Store
+from ckptfmt.store.protocol import Store
 
 _NAME: Final = re.compile(r"([0-9]{4,})-([0-9]{5,})-[0-9a-f]{16}")
 #: How many writers of a launch are named.

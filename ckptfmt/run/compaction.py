@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator
+from typing import Final
 
 from ckptfmt.commit.decision import check_vacant, decide
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
@@ -15,17 +16,13 @@ from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.tables import block_count
 from ckptfmt.errors import Code, err
 from ckptfmt.read.decoding import Library
+from ckptfmt.read.files import OpenPart, StoredBox
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.streaming import iter_ahead
 from ckptfmt.run.lineage import begin_launch, check_not_fenced, find_head, open_run
+from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Image, lay_out
 from ckptfmt.write.writer import Context, write_image
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ckptfmt.read.files import OpenPart, StoredBox
-    from ckptfmt.store.protocol import Store
 
 #: How many bytes of small blocks are decoded at a time.
 _CHUNK_NBYTES: Final = 1 << 20

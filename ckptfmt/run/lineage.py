@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 from ckptfmt import limits
-from ckptfmt.commit.decision import create_once, read_register
+from ckptfmt.commit.decision import Known, create_once, read_register
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
     Abort,
     Manifest,
+    Reference,
     Tombstone,
     checkpoint_name,
     parse_checkpoint_name,
@@ -20,17 +21,11 @@ from ckptfmt.documents.manifest import (
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, RunRecord, launch_name, parse_launch_name
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import WRITER_FEATURES
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import check_place, check_record, verify_loadable
 from ckptfmt.store.local import LocalStore
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from ckptfmt.commit.decision import Known
-    from ckptfmt.documents.manifest import Reference
-    from ckptfmt.read.reader import Checkpoint
-    from ckptfmt.store.protocol import Store
+from ckptfmt.store.protocol import Store
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

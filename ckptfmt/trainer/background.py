@@ -10,21 +10,17 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from ckptfmt.errors import CkptError, Code, encodable, err, error_from_json
 from ckptfmt.saver.saver import SaveRequest
-from ckptfmt.stage.room import available_nbytes, is_shortage, plan_slots
-from ckptfmt.stage.slot import Slot
+from ckptfmt.stage.slot import Slot, available_nbytes, is_shortage, plan_slots
+from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveHandle, SaveReport, wait_until
 from ckptfmt.trainer.links import Link, Lost, ProcessLink, ThreadLink
+from ckptfmt.write.image import Image
 from ckptfmt.write.staging import Copy, Seen, Staging
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ckptfmt.store.protocol import Store
-    from ckptfmt.write.image import Image
 
 _LOG: Final = logging.getLogger("ckptfmt")
 

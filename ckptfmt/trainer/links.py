@@ -14,15 +14,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.helper_process import start_helper
-
-if TYPE_CHECKING:
-    from ckptfmt.stage.slot import Slot
-    from ckptfmt.store.protocol import Store
+from ckptfmt.stage.slot import Slot
+from ckptfmt.store.protocol import Store
 
 #: How long the end of a saver's process may come after that of its channel, in seconds.
 _END_S: Final = 5.0
@@ -75,7 +73,7 @@ class Link(Protocol):
 
 
 class ProcessLink:
-    """A process ``python -m ckptfmt.saver.saver_process`` in a session of its own, with null standard streams.
+    """A process ``python -m ckptfmt.saver.saver`` in a session of its own, with null standard streams.
 
     Args:
         path: of the run.
@@ -88,7 +86,7 @@ class ProcessLink:
 
     def __init__(self, path: str, *, nice: int, on_message: _OnMessage, on_lost: _OnLost) -> None:
         try:
-            self._process, self._channel = start_helper("ckptfmt.saver.saver_process")
+            self._process, self._channel = start_helper("ckptfmt.saver.saver")
         except OSError as error:
             raise _not_started(error) from error
         self._on_message, self._on_lost = on_message, on_lost

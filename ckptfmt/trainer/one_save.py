@@ -6,28 +6,31 @@ import base64
 import dataclasses
 import operator
 import secrets
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Final
 
 from ckptfmt import limits
+from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.context import local_facts, plain_config, provenance, topology
+from ckptfmt.adapters.live import Kind, Live, Unit, check_source, optimizer_prefix
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder, check_unique
+from ckptfmt.adapters.placing import is_named_tensors
+from ckptfmt.adapters.rng_streams import capture_streams, live_streams
+from ckptfmt.box import Box
 from ckptfmt.commit.decision import decide
 from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.labels import NO_LABELS, Labels
-from ckptfmt.documents.manifest import Manifest, Origin
+from ckptfmt.documents.manifest import FIELDS, Manifest, Origin
+from ckptfmt.documents.part import Leaf
+from ckptfmt.documents.run import Launch
+from ckptfmt.documents.tables import TensorKey, sort_key
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.trainer.capture import capture
+from ckptfmt.group import Group, attempt
+from ckptfmt.state import State
+from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Image, assign_writers, plan_image
+from ckptfmt.write.snapshot import Snapshot, TensorSource
 from ckptfmt.write.writer import as_ckpt_error, check_snapshot, for_saving, structure_of, tell_failure, write_part
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ckptfmt.box import Box
-    from ckptfmt.documents.run import Launch
-    from ckptfmt.documents.tables import TensorKey
-    from ckptfmt.group import Group
-    from ckptfmt.state import State
-    from ckptfmt.store.protocol import Store
-    from ckptfmt.write.snapshot import Snapshot
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,7 +119,15 @@ def agree_on_save(
 
     Raises: what refuses the save, on all writers alike. Spec: REQ-CMT-001, REQ-CMT-002.
     """
-    snapshot, error = _capture(state, group, step, ownership, check, label)
+
+    def take() -> Snapshot:
+        check_step(step)
+        if check is not None and group.writer == 0:
+            check()
+        labels = label() if label is not None and group.writer == 0 else NO_LABELS
+        return dataclasses.replace(_take(state, group, ownership), labels=labels)
+
+    snapshot, error = attempt(take)
     mine = {
         "step": 0 if snapshot is None else operator.index(step),
         "fingerprint": "" if snapshot is None else ownership.fingerprint,
@@ -124,13 +135,8 @@ def agree_on_save(
         "attempt": secrets.token_hex(8),
         "say": say,
     }
-    told = group.raise_together(error, value=mine)
-    if any(not isinstance(theirs, dict) or theirs.keys() != mine.keys() for theirs in told):
-        raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
-    assert snapshot is not None  # noqa: S101 - raise_together raised otherwise
-    steps = sorted({theirs["step"] for theirs in told})
-    if len(steps) > 1:
-        raise err(Code.WRITERS_DIVERGED, f"the writers save steps {steps}", requirement="REQ-CMT-001")
+    told = group.agree(error, mine)
+    assert snapshot is not None  # noqa: S101 - agree() has raised otherwise
     origin = Origin(
         run_id=None if launch is None else launch.run_id,
         launch=None if launch is None else launch.launch,
@@ -175,24 +181,6 @@ def _take(state: State, group: Group, ownership: Ownership) -> Snapshot:
     except CkptError as error:
         raise for_saving(error) from error
     return snapshot
-
-
-def _capture(  # noqa: PLR0917 - what `agree_on_save` was given
-    state: State,
-    group: Group,
-    step: int,
-    ownership: Ownership,
-    check: Callable[[], None] | None,
-    label: Callable[[], Labels] | None,
-) -> tuple[Snapshot | None, Exception | None]:
-    try:
-        check_step(step)
-        if check is not None and group.writer == 0:
-            check()
-        labels = label() if label is not None and group.writer == 0 else NO_LABELS
-        return dataclasses.replace(_take(state, group, ownership), labels=labels), None
-    except Exception as error:  # noqa: BLE001 - raised again, once the others know of it
-        return None, error
 
 
 def check_step(step: object) -> None:
@@ -245,13 +233,7 @@ def write_and_commit(
     """
     origin = agreed.origin
     try:
-        write_part(
-            store,
-            agreed.snapshot,
-            origin,
-            writer=group.writer,
-            image=ownership.image,
-        )
+        write_part(store, agreed.snapshot, origin, writer=group.writer, image=ownership.image)
         return decide(store, origin, writer=group.writer, deadline_s=deadline_s)
     except Exception as error:
         known = as_ckpt_error(error)
@@ -259,3 +241,88 @@ def write_and_commit(
         if isinstance(error, CkptError) and known is not error:
             raise known from error
         raise
+
+
+#: Leaf of topology that only worker 0 gives: what may differ between machines.
+LOCAL_TOPOLOGY: Final = "local"
+
+
+def capture(state: State, *, worker: int, worker_count: int) -> Snapshot:
+    """Return everything that this worker gives to a save.
+
+    The sources refer to live tensors: they hold this state until the program changes it. Values and RNG streams are
+    copied here.
+
+    Args:
+        state: what to save.
+        worker: number of this worker, from 0.
+        worker_count: how many workers there are.
+
+    Raises: StateError(STATE_UNSUPPORTED, STATE_NAME, PARAMETER_UNNAMED, ARGUMENT); FormatError(LIMIT_EXCEEDED,
+        DOC_DEPTH).
+    """
+    live = Live.of(state, worker=worker, worker_count=worker_count)
+    tensors: list[TensorSource] = []
+    leaves: list[Leaf] = []
+    side: Any = torch_side()  # only torch has entries, modules and optimizers
+    for field, entries in live.entries.items():
+        tensors += side.capture_entries(entries, field)
+    for number, unit in enumerate(live.units):
+        encoder = Encoder(field=unit.field, scope=unit.scope)
+        leaves += _capture_unit(unit, encoder, live, number)
+        tensors += encoder.sources
+    leaves += _context_leaves(state, live, worker=worker, worker_count=worker_count)
+    aliases = [(tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases]
+    check_unique([*((tensor.field, tensor.name, tensor.scope) for tensor in tensors), *aliases], "tensors")
+    check_unique([(leaf.field, leaf.name, leaf.scope) for leaf in leaves], "values")
+    given = {tensor.field for tensor in tensors} | {leaf.field for leaf in leaves}
+    return Snapshot(
+        tensors=tuple(sorted(tensors, key=_key_order)),
+        streams=capture_streams(live_streams(state.rng, live.devices), worker=worker),
+        leaves=tuple(sorted(leaves, key=_key_order)),
+        absent=_absent(state, given),
+        declared_by={} if side is None else side.declared_by(tensors),
+    )
+
+
+def _key_order(of: TensorSource | Leaf) -> tuple[int, bytes, bytes]:
+    return sort_key((of.field, of.name, of.scope))
+
+
+def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list[Leaf]:
+    """Return the values of an object of the state; its tensors go to the encoder."""
+    side: Any = torch_side()
+    leaves: list[Leaf] = []
+    match unit.kind:
+        case Kind.MODULE:
+            leaves = side.capture_module(live.views[number], encoder)
+        case Kind.OPTIMIZER:
+            leaves = side.capture_optimizer(unit.value, live.names, prefix=optimizer_prefix(unit), encoder=encoder)
+        case Kind.STATEFUL:
+            leaves = [encoder.leaf(unit.name, unit.value.state_dict())]
+        case Kind.PIECE:
+            encoder.sources.append(check_source(unit.value, field=unit.field, where=f"{unit.field}:{unit.name}"))
+        case Kind.TREE if live.worker_count > 1 and is_named_tensors(unit):
+            encoder.encode(unit.value, unit.name)
+        case Kind.TREE:
+            leaves = [encoder.leaf(unit.name, unit.value)]
+    return leaves
+
+
+def _context_leaves(state: State, live: Live, *, worker: int, worker_count: int) -> list[Leaf]:
+    values: list[tuple[str, str, Any]] = [("topology", "", topology(worker_count=worker_count))]
+    if state.config is not None:
+        values.append(("config", "", plain_config(state.config, where="config:")))
+    if worker == 0:
+        values.append(("topology", LOCAL_TOPOLOGY, local_facts(devices=live.devices, meshes=live.meshes)))
+        values.append(("provenance", "", provenance(state.provenance)))
+    return [
+        Encoder(field=field, scope=GLOBAL, inline=True).leaf(name, value, tensors_under=name)
+        for field, name, value in values
+    ]
+
+
+def _absent(state: State, given: set[str]) -> dict[str, str]:
+    reasons = state.absent_reasons()
+    empty = [field for field in FIELDS if field not in given and field != "rng"]
+    return {field: reasons.get(field, "nothing of it on this worker") for field in empty}

@@ -1,11 +1,13 @@
-"""From an open checkpoint back into a live `State`, in place."""
+"""One load, from an open checkpoint into the live `State` of all processes: all of them succeed, or all raise."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from ckptfmt.adapters import torch_side
@@ -16,15 +18,18 @@ from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan, Patterns, Rename
 from ckptfmt.adapters.placing import Placer, plan_named_tensors, plan_sink, take_named_leaf
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
+from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree
 from ckptfmt.errors import Code, err
+from ckptfmt.group import Group
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Reading
+from ckptfmt.read.sharing import Peers, refuse_sharing
 from ckptfmt.read.streaming import ReadReport
 from ckptfmt.state import State
-from ckptfmt.trainer.capture import LOCAL_TOPOLOGY
+from ckptfmt.trainer.one_save import LOCAL_TOPOLOGY
 
 #: The levels of claims, from the least on.
 CLAIMS: Final = ("S0", "S1", "T1")
@@ -32,7 +37,6 @@ CLAIMS: Final = ("S0", "S1", "T1")
 _LOADED: Final = ("weights", "optimizer", "data")
 #: How many differences of the configuration are told one by one.
 _SHOWN: Final = 20
-_CURSOR_KIND: Final = "ckptfmt.data_cursor"
 #: What lowers the claim of a load as long as the RNG streams stand elsewhere.
 _STREAMS_PENDING: Final = "the random-number streams aren't put back yet"
 
@@ -74,52 +78,100 @@ class LoadReport:
         return dataclasses.replace(self, claim=self.claim if lowered else "T1", lowered_by=lowered)
 
 
-def restore(
+def load_once(
     state: State,
     checkpoint: Checkpoint,
+    group: Group,
     *,
-    worker: int,
-    worker_count: int,
-    allow: Iterable[str] = frozenset(),
-    strict: bool = False,
+    allow: Iterable[str],
+    strict: bool,
     streams: bool = True,
     only: Patterns = None,
     rename: Rename = None,
+    override: Patterns = (),
+    share: bool = False,
 ) -> LoadReport:
-    """Load a checkpoint into the live objects of a state.
+    """Load a checkpoint into a state on every process of the group.
 
-    Everything that can be known to be wrong is found before anything live is changed. With several workers, what this
-    one leaves may be another's: then nothing is refused as unexpected here; use `plan_restore`.
+    What one process has no place for may be another's; only what none of them takes is unexpected. Whatever doesn't fit
+    is found on all of them before anything live is changed on any. Damaged bytes are found as they are read: then the
+    state is partly that of the checkpoint, and isn't fit to go on with.
 
     Args:
         state: live objects; parameters, containers and arrays are filled in place.
-        checkpoint: an open one.
-        worker: number of this worker, from 0.
-        worker_count: how many workers load.
         allow: differences to accept: ``missing``, ``unexpected``, ``dtype``, ``streams``, ``loader``.
         strict: refuse RNG streams of another number of workers.
         streams: put RNG streams back too; else `restore_streams` does, once iterators exist.
         only: what to load, as patterns of saved names; see `ckptfmt.adapters.load_plan.Only`.
         rename: what live names were called; see `ckptfmt.adapters.load_plan.Renaming`.
+        override: what stays as it is live, as patterns.
+        share: whether what several processes want is read by one of them and sent to the others.
 
-    Raises: StateError (TENSOR_MISSING, TENSOR_UNEXPECTED, SHAPE_MISMATCH, DTYPE_MISMATCH, META_DESTINATION,
-        LEAF_MISSING, LEAF_UNEXPECTED, GROUP_MISMATCH, STREAM_MISSING, STREAM_UNEXPECTED, CONFIG_IDENTITY, READ_BACK);
-        and what reading raises.
+    Raises: as `ckptfmt.load`; LayoutError(WRITERS_DIVERGED) if the processes load different checkpoints;
+        StateError(PEER_FAILED) where another process refused.
     """
-    restoration = plan_restore(
-        state,
-        checkpoint,
-        worker=worker,
-        worker_count=worker_count,
-        allow=allow,
-        strict=strict,
-        only=only,
-        rename=rename,
+    allow = frozenset((allow,) if isinstance(allow, str) else allow)
+
+    def plan() -> Restoration:
+        load_plan = LoadPlan(
+            checkpoint,
+            worker=group.writer,
+            worker_count=group.writer_count,
+            allow=allow,
+            only=only,
+            rename=rename,
+            override=override,
+        )
+        return plan_restore(state, load_plan, strict=strict)
+
+    restoration = group.together(plan)
+    mine = {"leftover": sorted(restoration.leftover()), "unused": sorted(restoration.unused_renames())}
+    told = group.all_gather({"digest": checkpoint.digest, **mine})
+    digests = {theirs["digest"] for theirs in told}
+    if len(digests) > 1:
+        raise err(Code.WRITERS_DIVERGED, f"the processes load {len(digests)} different checkpoints")
+    leftovers = [{(kind, tuple(key)) for kind, key in theirs["leftover"]} for theirs in told]
+    unused = frozenset.intersection(*(frozenset(theirs["unused"]) for theirs in told))
+
+    def check() -> Reading:
+        restoration.check(frozenset(set.intersection(*leftovers)), unused)
+        return restoration.plan_reading()
+
+    reading = group.together(check)
+    with contextlib.ExitStack() as stack:
+        if share and group.writer_count > 1:
+            reading.share(stack.enter_context(_open_peers(group)))
+        report = group.together(lambda: restoration.apply(reading, streams=streams))
+    return claim_of_all(report, group)
+
+
+def claim_of_all(report: LoadReport, group: Group) -> LoadReport:
+    """Return a report with what lowers the claim on any process: a run is no more than the least of them.
+
+    What another process says, and this one doesn't, comes last, with its number.
+    """
+    if group.writer_count == 1:
+        return report
+    own = [reason for reason in report.lowered_by if not reason.startswith(_OTHER)]
+    told = group.all_gather({"claim": report.claim, "lowered_by": own[:_TOLD]})
+    others = {
+        reason: f"{_OTHER}{number}: {reason}"
+        for number, theirs in reversed(list(enumerate(told)))
+        for reason in theirs["lowered_by"]
+        if reason not in report.lowered_by
+    }
+    claim = min((theirs["claim"] for theirs in told), key=CLAIMS.index)
+    return dataclasses.replace(
+        report, claim=claim, lowered_by=tuple(dict.fromkeys((*report.lowered_by, *others.values())))
     )
-    if worker_count == 1:
-        restoration.check_renames(restoration.unused_renames())
-    restoration.check(restoration.leftover() if worker_count == 1 else frozenset())
-    return restoration.apply(restoration.plan_reading(), streams=streams)
+
+
+def _open_peers(group: Group) -> AbstractContextManager[Peers]:
+    side = torch_side()
+    if side is None:
+        raise refuse_sharing(group.writer_count)
+    peers: AbstractContextManager[Peers] = side.open_peers(group)
+    return peers
 
 
 def restore_streams(
@@ -148,107 +200,87 @@ def restore_streams(
     return (*plan.downgrades, *_compare_topology(plan, live))
 
 
-def plan_restore(
-    state: State,
-    checkpoint: Checkpoint,
-    *,
-    worker: int,
-    worker_count: int,
-    allow: Iterable[str] = frozenset(),
-    strict: bool = False,
-    only: Patterns = None,
-    rename: Rename = None,
-    override: Patterns = (),
-) -> Restoration:
-    """Return what a load would do; nothing live is changed. Arguments and errors are those of `restore`."""
-    live = Live.of(state, worker=worker, worker_count=worker_count)
-    plan = LoadPlan(
-        checkpoint,
-        worker=worker,
-        worker_count=worker_count,
-        allow=frozenset(allow),
-        only=only,
-        rename=rename,
-        override=override,
-    )
-    side = torch_side()
+def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Restoration:
+    """Return what a load would do; nothing live is changed.
+
+    Args:
+        plan: an empty one.
+        strict: refuse RNG streams of another number of workers.
+
+    Raises: StateError.
+    """
+    live = Live.of(state, worker=plan.worker, worker_count=plan.worker_count)
+    side: Any = torch_side()  # only torch has entries, modules and optimizers
     for field, entries in live.entries.items():
         for entry in entries:
-            if side is not None:
-                side.plan_entry(plan, entry, field)
+            side.plan_entry(plan, entry, field)
     for number, unit in enumerate(live.units):
-        _PLANS[unit.kind](plan, unit, live, number)
+        _plan_unit(plan, unit, live, number)
     stream_actions = plan_streams(plan, live_streams(state.rng, live.devices), strict=strict)
     differences = _compare_config(plan, state)
-    lowered = (
+    lowered_by = (
         *_missing_fields(plan, state),
         *_list_decisive(plan, state, differences),
         *_compare_topology(plan, live),
         *_find_limits(live),
     )
-    return Restoration(plan, state, stream_actions, tuple(differences), lowered)
+    return Restoration(plan, state, stream_actions, tuple(differences), lowered_by)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Restoration:
-    """A load that is planned and not yet done: `leftover`, `check`, then `apply`.
+    """A load that is planned and not yet done: `check`, `plan_reading`, then `apply`.
 
-    Workers agree on what none of them takes by intersecting their `leftover`, and give the result to `check`; likewise
-    with `unused_renames` and `check_renames`.
+    Workers agree on what none of them takes by intersecting their `leftover`, and on keys of `rename` that none has met
+    by intersecting their `unused_renames`; they give the results to `check`.
     """
 
-    def __init__(
-        self,
-        plan: LoadPlan,
-        state: State,
-        stream_actions: list[Callable[[], None]],
-        config_differences: tuple[tuple[str, object, object], ...],
-        lowered_by: tuple[str, ...],
-    ) -> None:
-        self._plan = plan
-        self._state = state
-        self._stream_actions = stream_actions
-        self._config_differences = config_differences
-        self._lowered_by = lowered_by
+    plan: LoadPlan
+    state: State
+    stream_actions: list[Callable[[], None]]
+    config_differences: tuple[tuple[str, object, object], ...]
+    lowered_by: tuple[str, ...]
 
     def leftover(self) -> frozenset[tuple[str, TensorKey]]:
         """Return what this worker has no place for: ``tensor`` or ``leaf``, with field, name and scope."""
-        return self._plan.leftover(field for field in _LOADED if not _is_left_out(self._state, field))
+        return self.plan.leftover(field for field in _LOADED if not _is_left_out(self.state, field))
 
     def unused_renames(self) -> frozenset[str]:
         """Return the keys of `rename` that no live name of this worker has met."""
-        return self._plan.renaming.unused()
+        return self.plan.renaming.unused()
 
-    @staticmethod
-    def check_renames(unused: frozenset[str]) -> None:
-        """Refuse keys of `rename` that no worker has met. Raises: StateError(ARGUMENT)."""
-        if unused:
+    def check(self, leftover: frozenset[tuple[str, TensorKey]], unused_renames: frozenset[str] = frozenset()) -> None:
+        """Raise what is wrong with this load. Raises: StateError.
+
+        Args:
+            leftover: what no worker takes.
+            unused_renames: keys of `rename` that no worker has met.
+        """
+        if unused_renames:
             raise err(
                 Code.ARGUMENT,
-                f"no live name is one of these, or lies beneath it: {', '.join(map(repr, sorted(unused)))}",
+                f"no live name is one of these, or lies beneath it: {', '.join(map(repr, sorted(unused_renames)))}",
                 where="rename=",
                 remedy="The keys are names of the live state; the values are those in the checkpoint.",
             )
-
-    def check(self, leftover: frozenset[tuple[str, TensorKey]]) -> None:
-        """Raise what is wrong with this load; `leftover` is what no worker takes."""
-        self._plan.refuse_leftover(leftover)
-        self._plan.check()
+        self.plan.refuse_leftover(leftover)
+        self.plan.check()
 
     def plan_reading(self) -> Reading:
         """Return what will be read for `apply`; nothing live is changed. Raises: IntegrityError of parts."""
-        plan, side = self._plan, torch_side()
+        plan, side = self.plan, torch_side()
         borrow = None if side is None else side.plan_arrivals(plan.sinks, report=plan.notes.append)
         return plan.checkpoint.plan_reading(plan.sinks, borrow=borrow)
 
     def apply(self, reading: Reading, *, streams: bool = True) -> LoadReport:
         """Fill the live objects. Raises: StateError(READ_BACK), and what reading raises."""
-        plan = self._plan
+        plan = self.plan
         reads = reading.run()
         for action in plan.actions:
             action()
-        for action in self._stream_actions if streams else ():
+        for action in self.stream_actions if streams else ():
             action()
-        lowered = (*self._lowered_by, *plan.downgrades)
+        lowered = (*self.lowered_by, *plan.downgrades)
         if plan.is_partial:
             lowered += (f"only= was given: {plan.left_count} tensors and values here are left as they were",)
         if not streams:
@@ -261,7 +293,7 @@ class Restoration:
             lowered_by=lowered,
             downgrades=tuple(plan.downgrades),
             notes=tuple(plan.notes),
-            config_differences=self._config_differences,
+            config_differences=self.config_differences,
             values=plan.values,
             reads=reads,
             renamed=plan.list_renamed(),
@@ -271,31 +303,34 @@ class Restoration:
     def _claim(self, lowered: tuple[str, ...]) -> str:
         if not lowered:
             return "T1"
-        checkpoint = self._plan.checkpoint
-        if self._plan.is_partial or self._plan.reorders or ("data", "", GLOBAL) not in self._plan.taken_leaves:
+        checkpoint = self.plan.checkpoint
+        if self.plan.is_partial or self.plan.reorders or ("data", "", GLOBAL) not in self.plan.taken_leaves:
             return "S0"
         cursor = checkpoint.leaf("data", "", GLOBAL)
-        return "S1" if isinstance(cursor, dict) and cursor.get("kind") == _CURSOR_KIND else "S0"
+        return "S1" if isinstance(cursor, dict) and cursor.get("kind") == CURSOR_KIND else "S0"
 
 
 # --- units ------------------------------------------------------------------------------------------------------------
 
 
-def _plan_module(plan: LoadPlan, unit: Unit, live: Live, number: int) -> None:
-    side = torch_side()
-    if side is not None:
-        side.plan_module(plan, live.views[number], unit.field)
-        take_named_leaf(plan, unit)
+def _plan_unit(plan: LoadPlan, unit: Unit, live: Live, number: int) -> None:
+    side: Any = torch_side()
+    match unit.kind:
+        case Kind.MODULE:
+            side.plan_module(plan, live.views[number], unit.field)
+            take_named_leaf(plan, unit)
+        case Kind.OPTIMIZER:
+            prefix = f"{plan.renaming.saved_name(unit.name)}/" if optimizer_prefix(unit) else ""
+            side.plan_optimizer(plan, unit.value, live.names, prefix=prefix, field=unit.field, scope=unit.scope)
+        case Kind.STATEFUL:
+            _plan_stateful(plan, unit)
+        case Kind.PIECE:
+            plan_sink(plan, unit.value, field=unit.field, where=f"{unit.field}:{unit.name}")
+        case Kind.TREE:
+            _plan_tree(plan, unit)
 
 
-def _plan_optimizer(plan: LoadPlan, unit: Unit, live: Live, _number: int) -> None:
-    side = torch_side()
-    if side is not None:
-        prefix = f"{plan.renaming.saved_name(unit.name)}/" if optimizer_prefix(unit) else ""
-        side.plan_optimizer(plan, unit.value, live.names, prefix=prefix, field=unit.field, scope=unit.scope)
-
-
-def _plan_stateful(plan: LoadPlan, unit: Unit, _live: Live, _number: int) -> None:
+def _plan_stateful(plan: LoadPlan, unit: Unit) -> None:
     chosen = plan.choose(unit.field, [unit.name])
     if not chosen:
         return
@@ -314,7 +349,7 @@ def _plan_stateful(plan: LoadPlan, unit: Unit, _live: Live, _number: int) -> Non
 
 def _compare_cursors(plan: LoadPlan, saved: object, now: object, where: str) -> None:
     """Report what a cursor allows to be another from here on, and what makes another training of the run."""
-    if not all(isinstance(cursor, dict) and cursor.get("kind") == _CURSOR_KIND for cursor in (saved, now)):
+    if not all(isinstance(cursor, dict) and cursor.get("kind") == CURSOR_KIND for cursor in (saved, now)):
         return
     cursors: tuple[Any, Any] = (saved, now)
     for part in ("plan", "mixture"):
@@ -337,11 +372,7 @@ def _load_stateful(live: Any, value: object, where: str) -> None:  # noqa: ANN40
         raise err(Code.READ_BACK, f"its state_dict differs from the loaded one, first at {differing}", where=where)
 
 
-def _plan_piece(plan: LoadPlan, unit: Unit, _live: Live, _number: int) -> None:
-    plan_sink(plan, unit.value, field=unit.field, where=f"{unit.field}:{unit.name}")
-
-
-def _plan_tree(plan: LoadPlan, unit: Unit, _live: Live, _number: int) -> None:
+def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
     if plan_named_tensors(plan, unit):
         return
     saved_name = plan.renaming.saved_name(unit.name)
@@ -364,15 +395,6 @@ def _plan_tree(plan: LoadPlan, unit: Unit, _live: Live, _number: int) -> None:
         plan.values[where] = placed
     else:
         plan.actions.append(functools.partial(unit.put, placed))
-
-
-_PLANS: Final[dict[Kind, Callable[[LoadPlan, Unit, Live, int], None]]] = {
-    Kind.MODULE: _plan_module,
-    Kind.OPTIMIZER: _plan_optimizer,
-    Kind.STATEFUL: _plan_stateful,
-    Kind.PIECE: _plan_piece,
-    Kind.TREE: _plan_tree,
-}
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------
@@ -425,10 +447,8 @@ def _lies_under(path: str, key: str) -> bool:
 
 def _find_limits(live: Live) -> list[str]:
     """Return what no checkpoint can bring back, and what therefore lowers the claim."""
-    side = torch_side()
-    return (
-        [] if side is None else [limit for view in live.views.values() for limit in side.find_claim_limits(view.module)]
-    )
+    side: Any = torch_side()
+    return [limit for view in live.views.values() for limit in side.find_claim_limits(view.module)]
 
 
 def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
@@ -441,3 +461,9 @@ def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
         saved = plan.checkpoint.leaf(*key) if key in plan.checkpoint.leaves else {}
         lowered += [f"{path}: saved {before!r}, here {after!r}" for path, before, after in find_differences(saved, now)]
     return lowered
+
+
+#: What a reason of another process begins with.
+_OTHER: Final = "process "
+#: How many reasons a process tells the others.
+_TOLD: Final = 32

@@ -8,36 +8,32 @@ import logging
 import socket
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
 from ckptfmt.commit.decision import check_vacant
 from ckptfmt.delta.policy import DeltaOptions
+from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import checkpoint_name
+from ckptfmt.documents.part import Leaf
+from ckptfmt.documents.run import Launch, RunRecord
+from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, err, error_from_json
+from ckptfmt.group import Group
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import tidy_up
 from ckptfmt.saver.saver import SaveRequest
+from ckptfmt.state import State
 from ckptfmt.store import LocalStore
+from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import Background, Lent, staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle, SaveReport
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
-from ckptfmt.write.staging import Fillings, plan_copies
+from ckptfmt.write.staging import Copy, Fillings, plan_copies
 from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from ckptfmt.documents.labels import Labels
-    from ckptfmt.documents.part import Leaf
-    from ckptfmt.documents.run import Launch, RunRecord
-    from ckptfmt.documents.tables import TensorKey
-    from ckptfmt.group import Group
-    from ckptfmt.state import State
-    from ckptfmt.store.protocol import Store
-    from ckptfmt.write.staging import Copy
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Who writes.

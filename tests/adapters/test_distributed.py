@@ -14,9 +14,8 @@ from ckptfmt.adapters.torch.tensors import pieces_of
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.errors import StateError
 from ckptfmt.state import State
-from ckptfmt.trainer.capture import capture
-from ckptfmt.trainer.restore import restore
-from tests.adapters.double import checkpoint_of, load, save
+from ckptfmt.trainer.one_save import capture
+from tests.adapters.double import checkpoint_of, load, restore, save
 
 LAYOUTS = [(1,), (2,), (4,), (7,), (2, 2), (2, 3)]
 

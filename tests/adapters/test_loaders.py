@@ -8,9 +8,8 @@ import pytest
 from ckptfmt.adapters.data_loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.state import PerWorker, State
-from ckptfmt.trainer.capture import capture
-from ckptfmt.trainer.restore import restore
-from tests.adapters.double import checkpoint_of
+from ckptfmt.trainer.one_save import capture
+from tests.adapters.double import checkpoint_of, restore
 
 
 class StatefulLoader:

@@ -11,9 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptfmt.errors import StateError
 from ckptfmt.state import PerWorker, State
-from ckptfmt.trainer.capture import capture
-from ckptfmt.trainer.restore import restore
-from tests.adapters.double import checkpoint_of, load, save
+from ckptfmt.trainer.one_save import capture
+from tests.adapters.double import checkpoint_of, load, restore, save
 
 
 def raw(tensor):

@@ -10,9 +10,9 @@ import torch
 
 from ckptfmt.errors import StateError
 from ckptfmt.state import State
-from ckptfmt.trainer.capture import capture
-from ckptfmt.trainer.restore import restore, restore_streams
-from tests.adapters.double import checkpoint_of, load, save
+from ckptfmt.trainer.one_save import capture
+from ckptfmt.trainer.restore import restore_streams
+from tests.adapters.double import checkpoint_of, load, restore, save
 
 
 def draw_all():

@@ -16,10 +16,10 @@ from ckptfmt.errors import CkptError
 from ckptfmt.read.reader import numpy_dtype
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.trainer.restore import restore
 from ckptfmt_conformance.adapters.reference import Reference
 from ckptfmt_conformance.protocol import Rejected
 from conformance.generate.tagged import tagged
+from tests.adapters.double import restore
 from tests.stranger_reader import read_checkpoint
 
 PHASES = ("open", "read", "validate")

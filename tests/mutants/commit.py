@@ -36,7 +36,7 @@ MUTANTS = {
     "steps_not_compared": Mutant(
         clauses=("REQ-CMT-001",),
         fault="begins to write whatever step the others save",
-        patch=rewritten(saving.agree_on_save, "if len(steps) > 1:", "if not steps:"),
+        patch=rewritten(Group.agree, "if len(steps) > 1:", "if not steps:"),
         tests=("test_api.py::test_writers_make_one_attempt_of_one_step",),
     ),
     "refusal_not_told": Mutant(

@@ -13,7 +13,7 @@ from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.data import sampler
 from ckptfmt.data.course import Course
 from ckptfmt.data.sampler import Sampler
-from ckptfmt.trainer import capture
+from ckptfmt.trainer import one_save
 from tests.mutants.mutant import Mutant, replaced
 
 
@@ -62,7 +62,7 @@ MUTANTS = {
     "whole_environment": Mutant(
         clauses=("REQ-CTX-005",),
         fault="saves all variables of the environment",
-        patch=replaced(capture, "local_facts", lambda right, **given: {**right(**given), "env": dict(os.environ)}),
+        patch=replaced(one_save, "local_facts", lambda right, **given: {**right(**given), "env": dict(os.environ)}),
         tests=("test_capture.py::test_provenance_says_where_the_run_comes_from",),
     ),
     "ledger_of_what_was_fetched": Mutant(

@@ -21,8 +21,8 @@ from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import Background
-from ckptfmt.trainer.capture import capture
 from ckptfmt.trainer.handle import SaveHandle
+from ckptfmt.trainer.one_save import capture
 from ckptfmt.write.staging import HostCopy
 
 #: By kind, field, name, scope and box: the bytes of a tensor, the dumped tree of a leaf or stream.

@@ -25,6 +25,7 @@ from blake3 import blake3
 import ckptfmt
 from ckptfmt import Box, CkptError, PerWorker, Sampler, State
 from ckptfmt.adapters.data_loaders import ConsumedSamples, ForeignLoader
+from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.index import Index
@@ -51,7 +52,7 @@ from ckptfmt.read.reader import Checkpoint, numpy_dtype
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.local import LocalStore
 from ckptfmt.trainer.handle import STATES, SaveHandle
-from ckptfmt.trainer.restore import restore
+from ckptfmt.trainer.restore import plan_restore
 from ckptfmt_conformance.protocol import METHODS, Rejected, Unsupported, run_as_command
 
 __all__ = [
@@ -343,8 +344,12 @@ def _loader(checkpoint: Checkpoint, asked: Mapping[str, Any]) -> dict[str, Any]:
         vars(counts).update(dict.fromkeys(saved["state"]))
         data = ConsumedSamples(counts, names=tuple(saved["state"]), lib=saved["lib"], worker_count=count)
     # The interpreter's own random numbers aren't in the case, and stay as they are.
-    allow = ["streams", *(["loader"] if asked["allow"] else [])]
-    report = restore(State(data=data), checkpoint, worker=worker, worker_count=count, allow=allow)
+    allow = frozenset({"streams", *(["loader"] if asked["allow"] else [])})
+    plan = LoadPlan(checkpoint, worker=worker, worker_count=count, allow=allow)
+    restoration = plan_restore(State(data=data), plan)
+    # What this one of several workers leaves may be another's.
+    restoration.check(restoration.leftover() if count == 1 else frozenset())
+    report = restoration.apply(restoration.plan_reading())
     return {
         "state": tagged(vars(counts) or loader.given),
         "reported": any(line.startswith("LOADER_NOT_ELASTIC ") for line in report.downgrades),

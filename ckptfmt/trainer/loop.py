@@ -1,22 +1,23 @@
-"""How many steps of a training are done: who may say so, and what can't be right."""
+"""The loop of a training: how many steps are done, who may say so, and which signals ask it to stop."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any, Final
 
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.errors import Code, err
-from ckptfmt.state import PerWorker
+from ckptfmt.state import PerWorker, State
 from ckptfmt.trainer.one_save import check_step
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ckptfmt.state import State
-
+_LOG: Final = logging.getLogger("ckptfmt")
 _WHERE: Final = "step="
 
 
@@ -121,3 +122,57 @@ def _find_samplers(value: object) -> Iterator[Sampler]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _find_samplers(item)
+
+
+class StopSignals:
+    """The signals after which a run is to save and stop.
+
+    The first one is only noted. A second one does what it would have done without us: whoever sends it is impatient.
+
+    Args:
+        numbers: such as ``signal.SIGTERM``; none for none.
+        deadline_s: how long saving and stopping may take, in seconds.
+
+    Raises: StateError(ARGUMENT).
+    """
+
+    def __init__(self, numbers: Iterable[int], *, deadline_s: float = 30.0) -> None:
+        if not deadline_s > 0:
+            raise err(Code.ARGUMENT, f"{deadline_s!r} isn't a positive time", where="stop_deadline_s=")
+        self.deadline_s = deadline_s
+        try:
+            # Each once: to catch one twice would make ourselves the one to give it back to.
+            self._numbers = list(dict.fromkeys(signal.Signals(number) for number in numbers))
+        except (TypeError, ValueError) as error:
+            raise err(Code.ARGUMENT, f"stop_on: {error}", where="stop_on=") from error
+        for number in self._numbers:
+            if number in (signal.SIGKILL, signal.SIGSTOP):
+                raise err(Code.ARGUMENT, f"stop_on: nobody can catch {number.name}", where="stop_on=")
+        self._previous: dict[signal.Signals, Any] = {}
+        self.first_s: float | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._numbers)
+
+    def install(self) -> None:
+        """Catch the signals from now on. Raises: StateError(ARGUMENT) outside of the main thread."""
+        if not self._numbers or self._previous:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise err(Code.ARGUMENT, "signals can be caught in the main thread only", where="stop_on=")
+        for number in self._numbers:
+            self._previous[number] = signal.signal(number, self._note)
+
+    def remove(self) -> None:
+        """Give the signals back to whom they belonged before; outside of the main thread, that is left to the next."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        while self._previous:
+            number, previous = self._previous.popitem()
+            # None: it was set from C, and can't be set again from here.
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.first_s = time.monotonic()
+        _LOG.warning("%s: the run saves and stops", signal.Signals(number).name)
+        self.remove()
