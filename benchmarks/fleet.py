@@ -16,7 +16,7 @@ from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.manifest import Origin, part_path, shard_name
 from ckptfmt.documents.part import Part
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.write.image import plan_image
+from ckptfmt.write.image import Context, plan_image
 from ckptfmt.write.snapshot import Snapshot
 
 _SAVED_UNIX_S: Final = 1_790_000_000
@@ -92,7 +92,8 @@ def _make_part(origin: Origin, held: Sequence[Wanted], rank: int) -> tuple[Part,
     chance = random.Random(rank)
     blocks = (-(-(piece.end - piece.begin) // origin.block_nbytes) for piece in image.pieces)
     digests = [chance.randbytes(DIGEST_NBYTES * count) for count in blocks]
-    part = image.part(origin, digests, writer=rank, saved_unix_s=_SAVED_UNIX_S, streams=(), leaves=(), absent={})
+    context = Context(saved_unix_s=_SAVED_UNIX_S, streams=(), leaves=(), absent={})
+    part = image.part(origin, digests, context, writer=rank)
     return part, [(shard.stem, shard.header, shard.nbytes) for shard in image.shards]
 
 

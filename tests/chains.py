@@ -19,10 +19,9 @@ from ckptfmt.features import REFERENCED
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.write.image import Image, plan_image
+from ckptfmt.write.image import Context, Image, plan_image
 from ckptfmt.write.slot_contents import Progress, Snapped
 from ckptfmt.write.snapshot import Snapshot
-from ckptfmt.write.writer import Context
 from tests.builders import snapshot, tensor
 
 SMALLEST = DeltaOptions(mode="smallest", restore_budget=float("inf"))

@@ -17,8 +17,7 @@ from ckptfmt.stage.slot import Slot
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.trainer.links import Lost, ProcessLink, ThreadLink
-from ckptfmt.write.image import plan_image
-from ckptfmt.write.writer import Context
+from ckptfmt.write.image import Context, plan_image
 from tests.builders import error_of, origin, read_all
 from tests.saver.test_saver import WAIT_S, GateStore, made_of
 from tests.write.test_image import fill

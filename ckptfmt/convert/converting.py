@@ -40,9 +40,9 @@ from ckptfmt.read.reading import carrier_of
 from ckptfmt.store import LocalStore
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import TEMPORARY_PREFIX, Store
-from ckptfmt.write.image import Piece, plan_image
+from ckptfmt.write.image import Context, Piece, plan_image
 from ckptfmt.write.snapshot import Snapshot
-from ckptfmt.write.writer import Context, LiveContents, check_snapshot, write_image
+from ckptfmt.write.writer import LiveContents, check_snapshot, write_image
 
 #: How large a file of a Hugging Face directory may be, if the caller doesn't say.
 MAX_SHARD_NBYTES = 5 * 10**9

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -80,7 +79,7 @@ class Chain:
         plan, base = self._plan(snapped, options)
         if options.mode == "smallest":
             self._start_coders(snapped.image)  # sooner or later
-        if plan.fields is not None and base is not None:
+        if (fields := plan.fields) is not None and base is not None:
             try:
                 references = pin_base(store, origin, writer, base, known=self._known)
             except IntegrityError as error:
@@ -88,19 +87,18 @@ class Chain:
             else:
                 # Nothing will be read of the bases if the part isn't written, and for its pins they would stay.
                 with removed_after_error(store, [pins_path(origin.attempt, writer)]):
-                    self._next, told = self._write_delta(
+                    delta = Delta(
                         store,
-                        origin,
-                        writer,
                         snapped,
                         base=base,
                         references=references,
-                        plan=plan,
-                        options=options,
+                        fields=fields,
+                        among=encodings.ENCODINGS if options.mode == "smallest" else encodings.QUICK,
+                        coders=self._coders,
                         held=held,
                     )
+                    self._next = self._write_delta(delta, store, origin, writer, begin_s=begin_s, mode=options.mode)
                 self._in_slots[snapped.slot] = snapped.image, self._next.digests
-                self._note_delta(told, time.monotonic() - begin_s, options)
                 return plan
         with SlotContents(snapped, held) as contents:
             part = write_image(store, snapped.image, contents, origin, snapped.context, writer=writer)
@@ -143,78 +141,43 @@ class Chain:
         return plan_save(options, self.history, base_reference_count=len(last.manifest.references)), base
 
     def _write_delta(
-        self,
-        store: Store,
-        origin: Origin,
-        writer: int,
-        snapped: Snapped,
-        *,
-        base: Base,
-        references: Sequence[Reference],
-        plan: SavePlan,
-        options: DeltaOptions,
-        held: Sequence[bytes] | None,
-    ) -> tuple[_Link, dict[str, float]]:
-        assert plan.fields is not None  # noqa: S101 - see write
+        self, delta: Delta, store: Store, origin: Origin, writer: int, *, begin_s: float, mode: str
+    ) -> _Link:
         assert self._last is not None  # noqa: S101 - it is the base
-        image = snapped.image
-        delta = Delta(
-            store,
-            image,
-            snapped.view,
-            wait=snapped.progress.wait,
-            base=base,
-            references=references,
-            fields=plan.fields,
-            leaves=snapped.context.leaves,
-            among=encodings.ENCODINGS if options.mode == "smallest" else encodings.QUICK,
-            slot=snapped.slot,
-            coders=self._coders,
-            known=held,
-            seen=snapped.progress.seen,
-        )
+        snapped = delta.snapped
         try:
-            part = delta.write(store, origin, writer, snapped.context)
+            part = delta.write(store, origin, writer)
             snapped.progress.wait_complete()
-            digests = delta.digests
-            snapped.check(digests)
+            snapped.check(delta.digests)
         finally:
             delta.close()
         write_part_file(store, part)
-        nbytes = _content_nbytes(image)
+        nbytes = _content_nbytes(snapped.image)
         encoding, own = delta.verdicts["encoding"], delta.verdicts["nbytes"]
         is_raw, is_same = encoding == RAW, encoding == SAME
-        is_encoded = ~(is_raw | is_same)
+        encoded_nbytes = np.where(is_raw | is_same, 0, nbytes)
         link = _Link(
             snapped=snapped,
             part=part,
-            digests=digests,
+            digests=delta.digests,
             read_nbytes=np.where(is_raw, own, own + self._last.read_nbytes),
-            decoded_nbytes=np.where(is_raw, 0, self._last.decoded_nbytes + np.where(is_encoded, nbytes, 0)),
+            decoded_nbytes=np.where(is_raw, 0, self._last.decoded_nbytes + encoded_nbytes),
         )
-        return link, {
-            "stored_nbytes": int(own.sum()),
-            "encoded_nbytes": int(nbytes[is_encoded].sum()),
-            "same_nbytes": int(nbytes[is_same].sum()),
-            "decode_s": delta.decode_s,
-        }
+        self.history.note_delta(
+            seconds=time.monotonic() - begin_s,
+            unchanged=int(nbytes[is_same].sum()) / max(self.history.nbytes, 1),
+            stored_nbytes=int(own.sum()),
+            encoded_nbytes=int(encoded_nbytes.sum()),
+            decode_s=delta.decode_s,
+            restore_nbytes=int(link.read_nbytes.sum()),
+            decoded_nbytes=int(link.decoded_nbytes.sum()),
+            mode=mode,
+        )
+        return link
 
     def _start_coders(self, image: Image) -> None:
         if self._coders is not None and image.nbytes >= _LEAST_NBYTES:
             self._coders.start()
-
-    def _note_delta(self, told: dict[str, float], seconds: float, options: DeltaOptions) -> None:
-        assert self._next is not None  # noqa: S101 - just written
-        self.history.note_delta(
-            seconds=seconds,
-            unchanged=told["same_nbytes"] / max(self.history.nbytes, 1),
-            stored_nbytes=int(told["stored_nbytes"]),
-            encoded_nbytes=int(told["encoded_nbytes"]),
-            decode_s=told["decode_s"],
-            restore_nbytes=int(self._next.read_nbytes.sum()),
-            decoded_nbytes=int(self._next.decoded_nbytes.sum()),
-            mode=options.mode,
-        )
 
     def _unchanged(self, link: _Link, nbytes: NDArray[np.int64]) -> float:
         """Return the share of the bytes that are as in the last save."""

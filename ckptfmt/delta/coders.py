@@ -22,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptfmt.codecs.rule import Rule
-from ckptfmt.delta.base import BaseContents
+from ckptfmt.delta.base import Base, BaseContents
 from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder
 from ckptfmt.delta.prediction_groups import PlannedGroup, dump_rules
 from ckptfmt.documents.extents import RAW
 from ckptfmt.stage.helper_process import Channel, be_helper, start_helper, watch
 from ckptfmt.stage.slot import Slot
 from ckptfmt.write.image import Image
+from ckptfmt.write.slot_contents import Snapped
 
 #: A coder makes and drops arrays of a block's size all the time: the C library shall keep their memory.
 _ENVIRONMENT: Final = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
@@ -90,11 +91,10 @@ class Coders:
 
     def begin(
         self,
-        image: Image,
-        *,
-        slot: int,
+        snapped: Snapped,
+        base: Base,
         base_slot: int,
-        digests: Sequence[bytes],
+        *,
         groups: Sequence[PlannedGroup],
         fields: Collection[str],
         among: Sequence[str],
@@ -102,20 +102,19 @@ class Coders:
         """Tell all of the delta whose blocks come now.
 
         Args:
-            image: of the snapshot, and of the base's.
-            slot: its number.
-            base_slot: that of the base.
-            digests: of the blocks of each piece of the base.
+            snapped: the snapshot.
+            base_slot: number of the slot that has the base.
             groups: pieces that are predicted from each other.
             fields: those whose changed blocks are encoded.
             among: encodings to choose from.
         """
+        image, slot = snapped.image, snapped.slot
         self._idle, self._alive_count = [], 0
         message = {
             "type": "delta",
             "slot": slot,
             "base_slot": base_slot,
-            "digests": list(digests),
+            "digests": list(base.digests),
             "groups": _dump_groups(groups),
             "fields": sorted(fields),
             "among": list(among),

@@ -12,31 +12,30 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptfmt.codecs import encodings
 from ckptfmt.commit.decision import create_once
 from ckptfmt.delta.base import Base, BaseContents, BaseFiles
 from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder, Verdict
 from ckptfmt.delta.coders import Coders, coder_count
-from ckptfmt.delta.prediction_groups import PlannedGroup, Snapshotted, dump_rules, find_groups
+from ckptfmt.delta.prediction_groups import dump_rules, find_groups
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.extents import RAW, SAME, Extents, PredictionGroup, StoredBlocks, count_stored
 from ckptfmt.documents.manifest import Origin, Reference, pack_name
 from ckptfmt.documents.packed import Strings, join_integers
-from ckptfmt.documents.part import PACK_HEADER, Leaf, Part, PartFile
+from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count
 from ckptfmt.errors import Code, err
 from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
 from ckptfmt.read.streaming import WAITING, iter_ahead, iter_batches, make_memory
 from ckptfmt.store.protocol import Buffer, Store
 from ckptfmt.write.image import Image
-from ckptfmt.write.staging import Seen
-from ckptfmt.write.writer import Context, removed_after_error
+from ckptfmt.write.slot_contents import Snapped
+from ckptfmt.write.writer import removed_after_error
 
 #: How many bytes of blocks a thread takes at once, and how many blocks at most.
 _BATCH_NBYTES: Final = 4 << 20
@@ -57,53 +56,36 @@ class Delta:
 
     Args:
         store: rooted at the checkpoint's directory.
-        image: of the snapshot, and of the base's.
-        view: of the slot.
-        wait: waits until the first so many bytes of the slot are there.
+        snapped: the snapshot, of the base's image, in a slot that is being filled.
         references: what the part will list.
         fields: those whose changed blocks are encoded; of others they are stored raw.
-        leaves: of the snapshot.
         among: encodings to choose from.
-        slot: number of the slot.
         coders: processes that encode, if there are any.
-        known: digests of the blocks of each piece that the slot had before it was filled this time, if they are known.
-        seen: returns what was found of the piece that begins at a byte of the image, if anybody looked at it.
+        held: digests of the blocks of each piece that the slot had before it was filled this time, if they are known.
     """
 
     def __init__(
         self,
         store: Store,
-        image: Image,
-        view: memoryview,
+        snapped: Snapped,
         *,
-        wait: Callable[[int], None],
         base: Base,
         references: Sequence[Reference],
         fields: frozenset[str],
-        leaves: Sequence[Leaf],
-        among: Sequence[str] = encodings.ENCODINGS,
-        slot: int = 0,
-        coders: Coders | None = None,
-        known: Sequence[bytes] | None = None,
-        seen: Callable[[int], Seen | None] = lambda _: None,
+        among: Sequence[str],
+        coders: Coders | None,
+        held: Sequence[bytes] | None,
     ) -> None:
-        self._image = image
-        self._known = known
-        self._seen = seen
-        self._view = view
-        self._wait = wait
-        self._base = base
+        self.snapped = snapped
+        self._held = held
+        self._image = image = snapped.image
+        self._view = snapped.view
+        self._wait = snapped.progress.wait
         self._references = tuple(references)
         self._base_number = self._references.index(base.reference)
         self._files = BaseFiles(store, image, base)
         contents = BaseContents(image, base.digests, base.view, otherwise=self._files.content)
-        groups: tuple[PlannedGroup, ...] = ()
-        if fields:
-            groups = find_groups(
-                Snapshotted(
-                    image=image, view=view, wait=wait, leaves=leaves, base_leaves=base.part.leaves, contents=contents
-                )
-            )
+        groups = find_groups(snapped, base.part.leaves, contents) if fields else ()
         self._groups = {number: group for group in groups for number in group.pieces}
         counts = [block_count(piece.end - piece.begin, image.block_nbytes) for piece in image.pieces]
         #: Of each piece, and of what would be behind the last, the row of its first block.
@@ -112,20 +94,12 @@ class Delta:
         self.verdicts = np.zeros(self._first[-1], VERDICT)
         self.verdicts["encoding"] = UNDECIDED
         self._holders = _find_holders(image, base, self._references, self._first)
-        self._coder = BlockCoder(image, view, contents=contents, groups=groups, fields=fields, among=among)
+        self._coder = BlockCoder(image, self._view, contents=contents, groups=groups, fields=fields, among=among)
         self._encodes = bool(fields)
         self._coders: Coders | None = None
         if coders is not None and fields and base.slot is not None:
             self._coders = coders
-            coders.begin(
-                image,
-                slot=slot,
-                base_slot=base.slot,
-                digests=base.digests,
-                groups=groups,
-                fields=fields,
-                among=among,
-            )
+            coders.begin(snapped, base, base.slot, groups=groups, fields=fields, among=among)
 
     @property
     def decode_s(self) -> float:
@@ -136,7 +110,7 @@ class Delta:
         """Let go of the base's files."""
         self._files.close()
 
-    def write(self, store: Store, origin: Origin, writer: int, context: Context) -> Part:
+    def write(self, store: Store, origin: Origin, writer: int) -> Part:
         """Write the packs of all shards of the image that have something to store; return the part, not yet written.
 
         After an error no pack is left.
@@ -152,17 +126,11 @@ class Delta:
                 for name, of_shard in zip(names, blocks, strict=True):
                     files.extend(self._write_pack(store, name, of_shard, itertools.islice(stream, len(of_shard))))
             self._digest_rest()
-            return self._make_part(origin, writer, context, files)
-
-    def _make_part(self, origin: Origin, writer: int, context: Context, files: Sequence[PartFile]) -> Part:
-        extents = self._extents(files)
-        part = self._image.part(origin, self.digests, writer=writer, extents=extents, **context.members())
-        return dataclasses.replace(
-            part,
-            files=tuple(files),
-            references=self._references,
-            groups=self._part_groups(),
-        )
+            part = self._image.part(
+                origin, self.digests, self.snapped.context, writer=writer, extents=self._extents(files)
+            )
+            groups = self._part_groups()
+            return dataclasses.replace(part, files=tuple(files), references=self._references, groups=groups)
 
     def _part_groups(self) -> tuple[PredictionGroup, ...]:
         """Return the groups of which a block is predicted, as the part lists them."""
@@ -291,10 +259,10 @@ class Delta:
 
     def _known_digest(self, number: int, block: int) -> bytes | None:
         """Return the digest of a block that lay in the slot before, which was computed then; None of any other."""
-        seen = None if self._known is None else self._seen(self._image.pieces[number].begin)
-        if self._known is None or seen is None or not seen.kept[block]:
+        if self._held is None:
             return None
-        return digest_at(self._known[number], block)
+        seen = self.snapped.progress.seen(self._image.pieces[number].begin)
+        return digest_at(self._held[number], block) if seen is not None and seen.kept[block] else None
 
     def _code_again(self, number: int, block: int) -> bytes | memoryview:
         """Return a block as it was stored in a try that the store didn't answer: perhaps that one is there.

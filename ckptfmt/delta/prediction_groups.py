@@ -23,7 +23,7 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.features import NEEDS_BASE
-from ckptfmt.write.image import Image
+from ckptfmt.write.slot_contents import Snapped
 
 #: Where leaves may say that tensors belong together.
 _FIELDS: Final = frozenset({"weights", "optimizer", "data"})
@@ -56,33 +56,16 @@ class PlannedGroup:
         return encoding in NEEDS_BASE and role != "master"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Snapshotted:
-    """A snapshot, and the base's.
-
-    Attributes:
-        image: the layout of both.
-        view: of the snapshot's slot.
-        wait: waits until the first so many bytes of it are there.
-        leaves: of the snapshot.
-        base_leaves: of the base.
-        contents: of the base's blocks.
-    """
-
-    image: Image
-    view: memoryview
-    wait: Callable[[int], None]
-    leaves: Sequence[Leaf]
-    base_leaves: Sequence[Leaf]
-    contents: BaseContents
-
-
-def find_groups(snapshotted: Snapshotted) -> tuple[PlannedGroup, ...]:
+def find_groups(snapped: Snapped, base_leaves: Sequence[Leaf], contents: BaseContents) -> tuple[PlannedGroup, ...]:
     """Return the groups of a snapshot against its base; each piece is in one at most.
+
+    Args:
+        base_leaves: the leaves of the base.
+        contents: of the base's blocks.
 
     Raises: what reading the base's files and waiting for the slot raise.
     """
-    return _Finder(snapshotted).find()
+    return _Finder(snapped, base_leaves, contents).find()
 
 
 def dump_rules(groups: Iterable[PlannedGroup]) -> dict[int, bytes]:
@@ -92,9 +75,11 @@ def dump_rules(groups: Iterable[PlannedGroup]) -> dict[int, bytes]:
 
 
 class _Finder:
-    def __init__(self, snapshotted: Snapshotted) -> None:
-        self._given = snapshotted
-        self._image = snapshotted.image
+    def __init__(self, snapped: Snapped, base_leaves: Sequence[Leaf], contents: BaseContents) -> None:
+        self._snapped = snapped
+        self._leaves = snapped.context.leaves, base_leaves
+        self._contents = contents
+        self._image = snapped.image
         self._dtypes = self._image.holdings.table.dtypes_by_key()
         self._pieces: dict[TensorKey, dict[Box, int]] = {}
         for number, piece in enumerate(self._image.pieces):
@@ -121,7 +106,7 @@ class _Finder:
         shapes = dict(zip(table.keys, table.global_shapes, strict=True))
         tensors = {key: (self._dtypes[key], shapes[key]) for key in self._pieces}
         parse = functools.cache(parse_tree)  # most leaves are in both as they were
-        new, base = (_values_of(leaves, parse) for leaves in (self._given.leaves, self._given.base_leaves))
+        new, base = (_values_of(leaves, parse) for leaves in self._leaves)
         return find_members(tensors, new), find_members(tensors, base)
 
     def _sort_by_rule(self, members: Iterable[Members]) -> list[list[Members]]:
@@ -173,9 +158,9 @@ class _Finder:
     def _sample(self, number: int, elements: range) -> tuple[memoryview, memoryview]:
         """Return some elements of a piece: the base's, and the new ones."""
         piece, width = self._image.pieces[number], self._width(number)
-        self._given.wait(piece.begin + elements.stop * width)
-        new = self._given.view[piece.begin + elements.start * width : piece.begin + elements.stop * width]
-        return self._given.contents.elements(number, elements, width), new
+        self._snapped.progress.wait(piece.begin + elements.stop * width)
+        new = self._snapped.view[piece.begin + elements.start * width : piece.begin + elements.stop * width]
+        return self._contents.elements(number, elements, width), new
 
     def _width(self, number: int) -> int:
         return DTYPES[self._dtypes[self._image.pieces[number].key]].nbytes

@@ -21,8 +21,8 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.streaming import iter_ahead
 from ckptfmt.run.lineage import begin_launch, check_not_fenced, find_head, open_run
 from ckptfmt.store.protocol import Store
-from ckptfmt.write.image import Image, lay_out
-from ckptfmt.write.writer import Context, write_image
+from ckptfmt.write.image import Context, Image, lay_out
+from ckptfmt.write.writer import write_image
 
 #: How many bytes of small blocks are decoded at a time.
 _CHUNK_NBYTES: Final = 1 << 20

@@ -41,10 +41,10 @@ from ckptfmt.stage.helper_process import Channel, be_helper, watch
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.protocol import Store
-from ckptfmt.write.image import Image
+from ckptfmt.write.image import Context, Image
 from ckptfmt.write.slot_contents import Progress, Snapped
 from ckptfmt.write.staging import Seen
-from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
+from ckptfmt.write.writer import as_ckpt_error, tell_failure
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,9 @@ from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import Background, Lent, staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle, SaveReport
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
+from ckptfmt.write.image import Context
 from ckptfmt.write.staging import Copy, Fillings, plan_copies
-from ckptfmt.write.writer import Context, as_ckpt_error, tell_failure
+from ckptfmt.write.writer import as_ckpt_error, tell_failure
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: Who writes.

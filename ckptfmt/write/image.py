@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -69,6 +70,33 @@ class Piece:
     shard: int | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a writer gives to a save beside its tensors.
+
+    Attributes:
+        saved_unix_s: when it took the state, by its own clock; 0 if that is before 1970.
+    """
+
+    saved_unix_s: int
+    streams: tuple[RngStream, ...]
+    leaves: tuple[Leaf, ...]
+    absent: dict[str, str]
+    labels: Labels = NO_LABELS
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Context:
+        """Return what a snapshot taken now gives."""
+        return cls(
+            # Information only: a clock that is wrong by decades is no reason not to save.
+            saved_unix_s=min(max(int(time.time()), 0), limits.JSON_INTEGER),
+            streams=snapshot.streams,
+            leaves=snapshot.leaves,
+            absent=dict(snapshot.absent),
+            labels=snapshot.labels,
+        )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Image:
     """The layout of what one writer writes and digests.
@@ -106,13 +134,9 @@ class Image:
         self,
         origin: Origin,
         digests: Sequence[bytes],
+        context: Context,
         *,
         writer: int,
-        saved_unix_s: int,
-        streams: Iterable[RngStream],
-        leaves: Iterable[Leaf],
-        absent: dict[str, str],
-        labels: Labels = NO_LABELS,
         extents: Extents | None = None,
     ) -> Part:
         """Return the part of a save of this image.
@@ -128,7 +152,7 @@ class Image:
         return Part(
             origin=origin,
             writer=writer,
-            saved_unix_s=saved_unix_s,
+            saved_unix_s=context.saved_unix_s,
             files=tuple(
                 PartFile(
                     name=shard_name(shard.stem, origin.attempt, writer),
@@ -140,10 +164,10 @@ class Image:
                 for shard in self.shards
             ),
             holdings=dataclasses.replace(held, digests=b"".join(of_boxes), extents=extents),
-            streams=tuple(sorted(streams, key=lambda stream: (stream.name.encode(), stream.scope.encode()))),
-            leaves=tuple(sorted(leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))),
-            absent=absent,
-            labels=labels,
+            streams=tuple(sorted(context.streams, key=lambda stream: (stream.name.encode(), stream.scope.encode()))),
+            leaves=tuple(sorted(context.leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))),
+            absent=context.absent,
+            labels=context.labels,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from typing import Final, Self
 from ckptfmt.digest import block_digests, digest_at
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.protocol import Buffer
-from ckptfmt.write.image import Image
+from ckptfmt.write.image import Context, Image
 from ckptfmt.write.staging import Seen
-from ckptfmt.write.writer import Context
 
 #: What is handed to the store at once, in bytes: as long as one of its requests.
 _CHUNK_NBYTES: Final = 16 << 20

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import create_once
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.holdings import Structure
-from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_name
-from ckptfmt.documents.part import Leaf, Part, RngStream, dump_failure
+from ckptfmt.documents.part import Part, dump_failure
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.protocol import Buffer, SizedChunks, Store
-from ckptfmt.write.image import Image, Piece, gather_boxes, key_of, plan_image, sort_sources
+from ckptfmt.write.image import Context, Image, Piece, gather_boxes, key_of, plan_image, sort_sources
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 
 #: What to do about a limit that a save meets, by the clause that it breaks, and otherwise.
@@ -140,37 +137,6 @@ def write_part(
     return write_image(store, image, contents, origin, Context.of(snapshot), writer=writer)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """What a writer gives to a save beside its tensors.
-
-    Attributes:
-        saved_unix_s: when it took the state, by its own clock; 0 if that is before 1970.
-    """
-
-    saved_unix_s: int
-    streams: tuple[RngStream, ...]
-    leaves: tuple[Leaf, ...]
-    absent: dict[str, str]
-    labels: Labels = NO_LABELS
-
-    @classmethod
-    def of(cls, snapshot: Snapshot) -> Context:
-        """Return what a snapshot taken now gives."""
-        return cls(
-            # Information only: a clock that is wrong by decades is no reason not to save.
-            saved_unix_s=min(max(int(time.time()), 0), limits.JSON_INTEGER),
-            streams=snapshot.streams,
-            leaves=snapshot.leaves,
-            absent=dict(snapshot.absent),
-            labels=snapshot.labels,
-        )
-
-    def members(self) -> dict[str, Any]:
-        """Return it as members of a part."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-
 class Contents(Protocol):
     """The bytes of an image, wherever they come from."""
 
@@ -190,7 +156,7 @@ def write_image(
     Spec: REQ-CMT-003, REQ-CMT-004, REQ-CMT-005.
     """
     digests = _write_shards(store, image, contents, [shard_name(s.stem, origin.attempt, writer) for s in image.shards])
-    part = image.part(origin, digests, writer=writer, **context.members())
+    part = image.part(origin, digests, context, writer=writer)
     write_part_file(store, part)
     return part
 

@@ -23,8 +23,8 @@ from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Buffer, Store
 from ckptfmt.write import slot_contents
-from ckptfmt.write.image import plan_image
-from ckptfmt.write.writer import Context, write_part
+from ckptfmt.write.image import Context, plan_image
+from ckptfmt.write.writer import write_part
 from tests.builders import leaf, origin, snapshot, stream, tensor, two_writers, verify
 from tests.stores.faults import Fault, FaultStore
 from tests.stores.hooked import HookedStore, Operation

@@ -23,7 +23,7 @@ from ckptfmt.errors import CkptError, Code, LayoutError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.write.image import ALIGN_NBYTES, Image, key_of, plan_image
+from ckptfmt.write.image import ALIGN_NBYTES, Context, Image, key_of, plan_image
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.writer import structure_of, write_part
 from tests.builders import ATTEMPT, ArraySource, error_of, leaf, origin, save, snapshot, stream, tensor, verify
@@ -167,11 +167,8 @@ def test_the_part_of_an_image_is_what_the_writer_gives(plan: tuple[Snapshot, dic
     found = image.part(
         attempt,
         [block_digests(view[piece.begin : piece.end], image.block_nbytes) for piece in image.pieces],
+        dataclasses.replace(Context.of(made), saved_unix_s=part.saved_unix_s),
         writer=2,
-        saved_unix_s=part.saved_unix_s,
-        streams=made.streams,
-        leaves=made.leaves,
-        absent=made.absent,
     )
     assert contents_of(found) == contents_of(part)
     files = store.snapshot()
