@@ -71,8 +71,7 @@ class DeltaOptions:
     def as_dict(self) -> dict[str, Any]:
         """Return the options as plain values."""
         return {
-            "mode": self.mode,
-            "full_every": self.full_every,
+            **dataclasses.asdict(self),
             "restore_budget": str(self.restore_budget),
             "fields": sorted(self.fields),
         }
@@ -80,12 +79,7 @@ class DeltaOptions:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> DeltaOptions:
         """Return the options that `as_dict` was asked of."""
-        return cls(
-            mode=value["mode"],
-            full_every=value["full_every"],
-            restore_budget=float(value["restore_budget"]),
-            fields=frozenset(value["fields"]),
-        )
+        return cls.of({**value, "restore_budget": float(value["restore_budget"])})
 
 
 def _refused(detail: str) -> CkptError:

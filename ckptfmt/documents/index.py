@@ -220,16 +220,10 @@ def _check_first_uses(columns: Columns, numbers: Integers, count: int) -> None:
 def _parse_streams(table: Columns, scopes: list[str], part_count: int) -> tuple[IndexRngStream, ...]:
     rows = parse_stream_rows(table, scopes)
     parts = table.packed("part", count=len(rows), below=part_count).tolist()
-    return tuple(
-        IndexRngStream(name=name, scope=scope, kind=kind, part=part)
-        for (name, scope, kind), part in zip(rows, parts, strict=True)
-    )
+    return tuple(IndexRngStream(**row, part=part) for row, part in zip(rows, parts, strict=True))
 
 
 def _parse_leaves(table: Columns, scopes: list[str], part_count: int) -> tuple[IndexLeaf, ...]:
     rows = parse_leaf_rows(table, scopes)
     parts = table.packed("part", count=len(rows), below=part_count).tolist()
-    return tuple(
-        IndexLeaf(field=field, name=name, scope=scope, part=part)
-        for (field, name, scope), part in zip(rows, parts, strict=True)
-    )
+    return tuple(IndexLeaf(**row, part=part) for row, part in zip(rows, parts, strict=True))

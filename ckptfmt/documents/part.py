@@ -410,16 +410,10 @@ def _parse_table(columns: Columns, rows: Columns, scopes: list[str], known: dict
 def _parse_streams(table: Columns, scopes: list[str]) -> tuple[RngStream, ...]:
     rows = parse_stream_rows(table, scopes)
     states = table.blobs("state", count=len(rows))
-    return tuple(
-        RngStream(name=name, scope=scope, kind=kind, state=state)
-        for (name, scope, kind), state in zip(rows, states, strict=True)
-    )
+    return tuple(RngStream(**row, state=state) for row, state in zip(rows, states, strict=True))
 
 
 def _parse_leaves(table: Columns, scopes: list[str]) -> tuple[Leaf, ...]:
     rows = parse_leaf_rows(table, scopes)
     values = table.blobs("value", count=len(rows))
-    return tuple(
-        Leaf(field=field, name=name, scope=scope, value=value)
-        for (field, name, scope), value in zip(rows, values, strict=True)
-    )
+    return tuple(Leaf(**row, value=value) for row, value in zip(rows, values, strict=True))

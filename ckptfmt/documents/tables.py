@@ -229,13 +229,14 @@ def stream_columns(streams: Sequence[Any], scopes: list[str]) -> dict[str, objec
     }
 
 
-def parse_stream_rows(table: Columns, scopes: list[str]) -> list[tuple[str, str, str]]:
-    """Return name, scope and kind of each row. Raises: FormatError(COLUMN_FORM, COLUMN_ORDER)."""
+def parse_stream_rows(table: Columns, scopes: list[str]) -> list[dict[str, str]]:
+    """Return name, scope and kind of each row, as members. Raises: FormatError(COLUMN_FORM, COLUMN_ORDER)."""
     names = table.strings("name").tolist()
     scope = table.packed("scope", count=len(names), below=len(scopes)).tolist()
     kinds = table.strings("kind", count=len(names)).tolist()
-    rows = [(name, scopes[number], kind) for name, number, kind in zip(names, scope, kinds, strict=True)]
-    table.check_increasing("name", [(name.encode(), at.encode()) for name, at, _ in rows])
+    columns = zip(names, scope, kinds, strict=True)
+    rows = [{"name": name, "scope": scopes[number], "kind": kind} for name, number, kind in columns]
+    table.check_increasing("name", [(row["name"].encode(), row["scope"].encode()) for row in rows])
     return rows
 
 
@@ -248,14 +249,14 @@ def leaf_columns(leaves: Sequence[Any], scopes: list[str]) -> dict[str, object]:
     }
 
 
-def parse_leaf_rows(table: Columns, scopes: list[str]) -> list[TensorKey]:
-    """Return field, name and scope of each row. Raises: FormatError(COLUMN_FORM, COLUMN_ORDER)."""
+def parse_leaf_rows(table: Columns, scopes: list[str]) -> list[dict[str, str]]:
+    """Return field, name and scope of each row, as members. Raises: FormatError(COLUMN_FORM, COLUMN_ORDER)."""
     names = table.strings("name").tolist()
     fields = table.packed("field", count=len(names), below=len(FIELDS)).tolist()
     scope = table.packed("scope", count=len(names), below=len(scopes)).tolist()
     keys = [(FIELDS[f], name, scopes[s]) for f, name, s in zip(fields, names, scope, strict=True)]
     table.check_increasing("name", [sort_key(key) for key in keys])
-    return keys
+    return [{"field": field, "name": name, "scope": at} for field, name, at in keys]
 
 
 def _parse_aliases(columns: Columns, tensor_count: int) -> tuple[tuple[str, ...], ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
@@ -443,35 +444,12 @@ def _check_hashes(values: Collection[Any], where: _Where) -> None:
         )
 
 
-def _decode_counter(items: list[object], where: _Where) -> Counter[Any]:
-    counter: Counter[Any] = Counter()
-    counter.update(dict(_decode_pairs(items, where)))
-    return counter
-
-
-def _decode_float(items: list[object], _where: _Where) -> float:
-    (bits,) = items
-    return float(struct.unpack("<d", _exactly(bytes, bits))[0])
-
-
-def _decode_complex(items: list[object], _where: _Where) -> complex:
-    (bits,) = items
-    return complex(*struct.unpack("<dd", _exactly(bytes, bits)))
-
-
 def _decode_big_int(items: list[object], _where: _Where) -> int:
     (content,) = items
     value = int.from_bytes(_exactly(bytes, content), "little", signed=True)
     if _INT64_MIN <= value <= _UINT64_MAX or _big_int(value) != content:
         raise ValueError
     return value
-
-
-def _decode_deque(items: list[object], where: _Where) -> deque[Any]:
-    maxlen = None if items[0] is None else _exactly(int, items[0])
-    if maxlen is not None and maxlen < len(items) - 1:
-        raise ValueError
-    return deque(_one_by_one(items[1:], where), maxlen)
 
 
 def _unpack(items: list[object], where: _Where) -> list[Any]:
@@ -484,21 +462,16 @@ def _unpack(items: list[object], where: _Where) -> list[Any]:
         raise
 
 
-def _decode_compact_deque(items: list[object], where: _Where) -> deque[Any]:
-    values = _unpack(items[1:], where)
-    maxlen = None if items[0] is None else _exactly(int, items[0])
-    if maxlen is not None and maxlen < len(values):
+def _bounded(maxlen: object, values: list[Any]) -> deque[Any]:
+    if maxlen is not None and _exactly(int, maxlen) < len(values):
         raise ValueError
-    return deque(values, maxlen)
+    return deque(values, None if maxlen is None else _exactly(int, maxlen))
 
 
 def _decode_array(items: list[object], _where: _Where) -> InlineArray:
     dtype, shape, content = items
     extents = _shape(shape)
-    count = 1
-    for extent in extents:
-        count *= extent
-    if len(_exactly(bytes, content)) != count * DTYPES[_dtype(dtype)].nbytes:
+    if len(_exactly(bytes, content)) != math.prod(extents) * DTYPES[_dtype(dtype)].nbytes:
         raise ValueError
     return InlineArray(_dtype(dtype), extents, _exactly(bytes, content))
 
@@ -515,21 +488,6 @@ def _decode_tensor(items: list[object], _where: _Where) -> TensorRef:
     if kind not in ("torch", "numpy"):
         raise ValueError
     return TensorRef(_exactly(str, name), _exactly(str, kind))
-
-
-def _decode_dtype(items: list[object], _where: _Where) -> DtypeName:
-    (name,) = items
-    return DtypeName(_dtype(name))
-
-
-def _decode_device(items: list[object], _where: _Where) -> DeviceName:
-    (name,) = items
-    return DeviceName(_exactly(str, name))
-
-
-def _decode_size(items: list[object], _where: _Where) -> Size:
-    (shape,) = items
-    return Size(_shape(shape))
 
 
 def _exactly(kind: type[T], value: object) -> T:
@@ -552,24 +510,24 @@ def _shape(value: object) -> tuple[int, ...]:
 
 
 _DECODERS: Final[dict[str, Callable[[list[object], _Where], Any]]] = {
-    "f": _decode_float,
-    "c": _decode_complex,
+    "f": lambda items, _where: struct.unpack("<d", _exactly(bytes, *items))[0],
+    "c": lambda items, _where: complex(*struct.unpack("<dd", _exactly(bytes, *items))),
     "i": _decode_big_int,
     "l": _one_by_one,
     "t": lambda items, where: tuple(_one_by_one(items, where)),
     "L": _unpack,
     "U": lambda items, where: tuple(_unpack(items, where)),
-    "Q": _decode_compact_deque,
+    "Q": lambda items, where: _bounded(items[0], _unpack(items[1:], where)),
     "s": lambda items, where: set(_decode_set(items, where)),
     "z": lambda items, where: frozenset(_decode_set(items, where)),
     "d": lambda items, where: dict(_decode_pairs(items, where)),
     "O": lambda items, where: OrderedDict(_decode_pairs(items, where)),
-    "C": _decode_counter,
-    "q": _decode_deque,
+    "C": lambda items, where: Counter(dict(_decode_pairs(items, where))),
+    "q": lambda items, where: _bounded(items[0], _one_by_one(items[1:], where)),
     "a": _decode_array,
     "n": _decode_scalar,
     "T": _decode_tensor,
-    "D": _decode_dtype,
-    "V": _decode_device,
-    "S": _decode_size,
+    "D": lambda items, _where: DtypeName(_dtype(*items)),
+    "V": lambda items, _where: DeviceName(_exactly(str, *items)),
+    "S": lambda items, _where: Size(_shape(*items)),
 }

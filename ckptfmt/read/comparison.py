@@ -29,7 +29,7 @@ from ckptfmt.layout.read_plan import iter_chunks
 from ckptfmt.read.decoding import Library
 from ckptfmt.read.files import StoredBox
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.read.reading import ArrayTarget, carrier_of
+from ckptfmt.read.reading import carrier_of
 from ckptfmt.read.report import Report
 from ckptfmt.read.streaming import iter_ahead
 from ckptfmt.read.verify import verify_opened
@@ -243,16 +243,7 @@ def _iter_otherwise(
         contents = []
         for side, tensor in zip(sides, (one, other), strict=True):
             array = np.empty(chunk.shape, carrier_of(element_nbytes))
-            target = ArrayTarget(
-                field=tensor.field,
-                name=tensor.name,
-                scope=tensor.scope,
-                dtype=tensor.dtype,
-                global_shape=tensor.global_shape,
-                boxes=(chunk,),
-                array=array,
-            )
-            counts.read_nbytes += side.read_into([target]).read_nbytes
+            counts.read_nbytes += side.fill(tensor, chunk, array).read_nbytes
             contents.append(array.reshape(-1).view(np.uint8).data)
         yield measure(contents[0], contents[1], one.dtype)
 

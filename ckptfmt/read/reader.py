@@ -142,8 +142,8 @@ class Checkpoint(CheckpointFiles):
             self.fill(tensor, chunk, array)
             yield chunk, array.reshape(-1).view(np.uint8).data
 
-    def fill(self, tensor: IndexTensor, box: Box, array: NDArray[Any]) -> None:
-        """Fill an array with a box of a tensor, as whatever its elements are.
+    def fill(self, tensor: IndexTensor, box: Box, array: NDArray[Any]) -> ReadReport:
+        """Fill an array with a box of a tensor, as whatever its elements are; return what was read for it.
 
         Args:
             array: of the shape of `box`; its dtype may be any of the elements' size.
@@ -160,7 +160,7 @@ class Checkpoint(CheckpointFiles):
             boxes=(box,),
             array=array,
         )
-        self.read_into([target])
+        return self.read_into([target])
 
 
 class TensorView:

@@ -18,8 +18,7 @@ from typing import Final, TypeVar
 
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.direct import FileReader, FileWriter, is_cached
-from ckptfmt.store.holding import Hold, is_held
-from ckptfmt.store.posix import PosixCalls
+from ckptfmt.store.posix import Hold, PosixCalls, is_held
 from ckptfmt.store.protocol import (
     TEMPORARY_PREFIX,
     Buffer,

@@ -10,7 +10,7 @@ from unittest import mock
 
 from ckptfmt.commit import decision as commit
 from ckptfmt.errors import Code
-from ckptfmt.store import holding, local
+from ckptfmt.store import local, posix
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import _Bucket
 from ckptfmt.store.posix import PosixCalls
@@ -159,7 +159,7 @@ MUTANTS = {
         clauses=("REQ-STO-008",),
         fault="removes a file that nobody holds when it is asked",
         patch=rewritten(
-            holding.is_held,
+            posix.is_held,
             "return not _try_lock(calls, fd)",
             "free = _try_lock(calls, fd); free and calls.unlink(name, directory_fd); return not free",
         ),
