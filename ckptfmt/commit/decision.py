@@ -39,8 +39,9 @@ from ckptfmt.store.protocol import Buffer, Store
 
 Register: TypeAlias = Manifest | Abort | Tombstone
 
-#: Of how many registers it is remembered: a few times as many as a checkpoint may refer to.
-_COUNT: Final = 256
+#: Of how many registers it is remembered. A clean-up reads all of a run, one after the other: of fewer than there are
+#: none would be remembered.
+_COUNT: Final = 4096
 #: With more tables than this all are forgotten: they are a few where writers hold shards, and one each else.
 _TABLE_COUNT: Final = 16
 #: The attempt in the name of a file that belongs to one.

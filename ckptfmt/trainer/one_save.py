@@ -17,7 +17,7 @@ from ckptfmt.adapters.live_trees import GLOBAL, Encoder, check_unique
 from ckptfmt.adapters.placing import is_named_tensors
 from ckptfmt.adapters.rng_streams import capture_streams, live_streams
 from ckptfmt.box import Box
-from ckptfmt.commit.decision import decide
+from ckptfmt.commit.decision import Known, decide
 from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import FIELDS, Manifest, Origin
@@ -225,21 +225,24 @@ def _find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey
 
 
 def write_and_commit(
-    store: Store, group: Group, agreed: Agreed, *, ownership: Ownership, deadline_s: float
+    store: Store, group: Group, agreed: Agreed, *, ownership: Ownership, deadline_s: float, known: Known | None = None
 ) -> Manifest:
     """Write this writer's share from the live tensors, and have it committed before this returns.
+
+    Args:
+        known: what the caller has parsed before.
 
     Raises: StoreError; CommitError; LayoutError.
     """
     origin = agreed.origin
     try:
         write_part(store, agreed.snapshot, origin, writer=group.writer, image=ownership.image)
-        return decide(store, origin, writer=group.writer, deadline_s=deadline_s)
+        return decide(store, origin, writer=group.writer, deadline_s=deadline_s, known=known)
     except Exception as error:
-        known = as_ckpt_error(error)
-        tell_failure(store, origin, group.writer, known)
-        if isinstance(error, CkptError) and known is not error:
-            raise known from error
+        found = as_ckpt_error(error)
+        tell_failure(store, origin, group.writer, found)
+        if isinstance(error, CkptError) and found is not error:
+            raise found from error
         raise
 
 

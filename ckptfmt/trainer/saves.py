@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
-from ckptfmt.commit.decision import check_vacant
+from ckptfmt.commit.decision import Known, check_vacant
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import checkpoint_name
@@ -98,6 +98,7 @@ class Saves:
         self._group = group
         self._state = state
         self._options = options
+        self._known = Known()
         self._ownership = Ownership(check_replicas=options.check_replicas)
         # Of torch, where that is there: ckptfmt.adapters.torch.Guard and .Devices.
         self._guard: Any = None
@@ -250,7 +251,9 @@ class Saves:
     def _save_inline(self, agreed: Agreed, handle: SaveHandle, run: RunRecord, launch: Launch) -> None:
         store = self._store.at(checkpoint_name(handle.step, launch.launch))
         deadline_s = self._options.deadline_s
-        manifest = write_and_commit(store, self._group, agreed, ownership=self._ownership, deadline_s=deadline_s)
+        manifest = write_and_commit(
+            store, self._group, agreed, ownership=self._ownership, deadline_s=deadline_s, known=self._known
+        )
         handle.tell_copied()
         report = SaveReport(
             path=handle.path,
@@ -266,7 +269,9 @@ class Saves:
         removed: list[str] = []
         if self._group.writer == 0:
             keep, keep_every = self._options.keep, self._options.keep_every
-            removed, problem = tidy_up(self._store, run, launch=launch.launch, keep=keep, keep_every=keep_every)
+            removed, problem = tidy_up(
+                self._store, run, launch=launch.launch, keep=keep, keep_every=keep_every, known=self._known
+            )
             if problem:
                 _LOG.warning("clean-up stopped: %s", problem)
         handle.tell_over(tuple(removed))
