@@ -1,6 +1,10 @@
-"""What becomes of a block: what the base has, or what stores it in the fewest bytes.
+"""What becomes of a block in a delta: what the base has, or what stores it in the fewest bytes.
 
 That is chosen by measuring, and decoded again before it is believed.
+
+Pieces may be predicted from each other, all by one rule. Names and options say what may belong together; a sample of
+the base's and the new elements says whether it does. One rule holds for all parameters of a group of the optimizer, so
+that it is looked for once for each of these.
 
 Spec: REQ-DEL-008, REQ-PRE-012.
 """
@@ -10,20 +14,224 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ckptfmt.box import Box
 from ckptfmt.codecs import encodings, prediction
 from ckptfmt.codecs.lanes import LANES
+from ckptfmt.codecs.prediction import Members, find_members
+from ckptfmt.codecs.rule import Rule, roles
+from ckptfmt.codecs.rule_search import find_rule
 from ckptfmt.delta.base import BaseContents
-from ckptfmt.delta.prediction_groups import PlannedGroup
 from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
 from ckptfmt.documents.extents import RAW, SAME
+from ckptfmt.documents.part import Leaf
+from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tree import parse_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.features import ENCODINGS
+from ckptfmt.features import ENCODINGS, NEEDS_BASE
 from ckptfmt.write.image import Image
+from ckptfmt.write.slot_contents import Snapped
+
+#: Where leaves may say that tensors belong together.
+_FIELDS: Final = frozenset({"weights", "optimizer", "data"})
+
+
+class Sides:
+    """The elements of a snapshot in a slot, and of its base, by numbers of pieces.
+
+    Args:
+        image: of both.
+        view: of the slot.
+        contents: of the base's blocks.
+    """
+
+    def __init__(self, image: Image, view: memoryview, contents: BaseContents) -> None:
+        self.image = image
+        self.contents = contents
+        self._view = view
+        self._dtypes = image.holdings.table.dtypes_by_key()
+
+    def dtype(self, number: int) -> str:
+        """Return the dtype of a piece."""
+        return self._dtypes[self.image.pieces[number].key]
+
+    def width(self, number: int) -> int:
+        """Return the size of an element of a piece in bytes."""
+        return DTYPES[self.dtype(number)].nbytes
+
+    def elements_of(self, number: int, block: int) -> range:
+        """Return the elements of a piece that a block has."""
+        piece, width = self.image.pieces[number], self.width(number)
+        per_block = self.image.block_nbytes // width
+        return range(block * per_block, min((block + 1) * per_block, (piece.end - piece.begin) // width))
+
+    def end_of(self, number: int, elements: range) -> int:
+        """Return how much of the slot has to be there for elements of a piece to be, in bytes."""
+        return self.image.pieces[number].begin + elements.stop * self.width(number)
+
+    def new(self, number: int, elements: range) -> memoryview:
+        """Return elements of a piece of the snapshot."""
+        begin = self.image.pieces[number].begin + elements.start * self.width(number)
+        return self._view[begin : self.end_of(number, elements)]
+
+    def base(self, number: int, elements: range) -> memoryview:
+        """Return elements of a piece of the base."""
+        return self.contents.elements(number, elements, self.width(number))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGroup:
+    """Pieces that are predicted from each other.
+
+    Attributes:
+        rule: how.
+        pieces: numbers of the pieces in the image, in the order in which they are decoded.
+    """
+
+    rule: Rule
+    pieces: tuple[int, ...]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What each piece is."""
+        return roles(self.rule)
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether predicting begins with the base's blocks."""
+        return self.rule.kind != "cast"
+
+    def is_predicted(self, role: str, encoding: str) -> bool:
+        """Return whether the block of a role, encoded so, is decoded against what the group predicts."""
+        return encoding in NEEDS_BASE and role != "master"
+
+
+def find_groups(snapped: Snapped, base_leaves: Sequence[Leaf], contents: BaseContents) -> tuple[PlannedGroup, ...]:
+    """Return the groups of a snapshot against its base; each piece is in one at most.
+
+    Args:
+        base_leaves: the leaves of the base.
+        contents: of the base's blocks.
+
+    Raises: what reading the base's files and waiting for the slot raise.
+    """
+    return _Finder(snapped, base_leaves, contents).find()
+
+
+def dump_rules(groups: Iterable[PlannedGroup]) -> dict[int, bytes]:
+    """Return the bytes of each rule, of which many groups share a few, by its id: equal ones may differ in a zero."""
+    rules = {id(group.rule): group.rule for group in groups}
+    return {number: rule.dump() for number, rule in rules.items()}
+
+
+class _Finder:
+    def __init__(self, snapped: Snapped, base_leaves: Sequence[Leaf], contents: BaseContents) -> None:
+        self._snapped = snapped
+        self._leaves = snapped.context.leaves, base_leaves
+        self._image = snapped.image
+        self._sides = Sides(snapped.image, snapped.view, contents)
+        self._pieces: dict[TensorKey, dict[Box, int]] = {}
+        for number, piece in enumerate(self._image.pieces):
+            if piece.shard is not None and piece.end > piece.begin:
+                self._pieces.setdefault(piece.key, {})[piece.box] = number
+        self._hints: dict[str, Rule] = {}
+
+    def find(self) -> tuple[PlannedGroup, ...]:
+        """Return the groups."""
+        members, base_members = self._find_members()
+        before = {_names_of(one): one.options for one in base_members}
+        found: list[PlannedGroup] = []
+        for alike in self._sort_by_rule(members):
+            rows = [row for one in alike for row in self._rows_of(one)]
+            rule = self._find_rule(alike[0], before.get(_names_of(alike[0]), {}), rows) if rows else None
+            if rule is not None:
+                self._hints[rule.kind] = rule
+                found += [PlannedGroup(rule=rule, pieces=row[: len(roles(rule))]) for row in rows]
+        return tuple(found)
+
+    def _find_members(self) -> tuple[Sequence[Members], Sequence[Members]]:
+        """Return what may belong together in the snapshot, and in its base."""
+        table = self._image.holdings.table
+        shapes = dict(zip(table.keys, table.global_shapes, strict=True))
+        dtypes = table.dtypes_by_key()
+        tensors = {key: (dtypes[key], shapes[key]) for key in self._pieces}
+        parse = functools.cache(parse_tree)  # most leaves are in both as they were
+        new, base = (_values_of(leaves, parse) for leaves in self._leaves)
+        return find_members(tensors, new), find_members(tensors, base)
+
+    def _sort_by_rule(self, members: Iterable[Members]) -> list[list[Members]]:
+        """Return members by what a rule depends on: kind, roles, options and number of steps."""
+        found: dict[object, list[Members]] = {}
+        said: dict[int, str] = {}  # all parameters of a group of the optimizer have the same options
+        for one in members:
+            if id(one.options) not in said:
+                said[id(one.options)] = repr(sorted(one.options.items(), key=str))
+            alike = (one.kind, _roles_of(one), said[id(one.options)], self._steps_of(one))
+            found.setdefault(alike, []).append(one)
+        return list(found.values())
+
+    def _rows_of(self, members: Members) -> list[tuple[int, ...]]:
+        """Return the pieces of boxes that this writer has of all members, a row for each box, in the order of roles."""
+        keys = [members.tensors[role] for role in _roles_of(members)]
+        boxes = [box for box in self._pieces[keys[0]] if all(box in self._pieces.get(key, {}) for key in keys)]
+        return [tuple(self._pieces[key][box] for key in keys) for box in boxes]
+
+    def _steps_of(self, members: Members) -> tuple[float, float] | None:
+        """Return how many steps a parameter had behind it in the base, and has now; None where nothing says so."""
+        if not isinstance(members.step, tuple):
+            return None if members.step is None else (members.step - 1, members.step)
+        number = next(iter(self._pieces.get(members.step, {}).values()), None)
+        if number is None or (dtype := self._sides.dtype(number)) not in ("float32", "float64", "int64", "int32"):
+            return None
+        pair = self._sample(number, range(1))
+        base, new = (float(np.frombuffer(content, dtype)[0]) for content in pair)
+        return base, new
+
+    def _find_rule(
+        self, members: Members, base_options: Mapping[str, object], rows: Sequence[tuple[int, ...]]
+    ) -> Rule | None:
+        """Return the rule that a sample of the largest box shows."""
+        row = max(rows, key=lambda row: self._image.pieces[row[0]].end - self._image.pieces[row[0]].begin)
+        piece = self._image.pieces[row[0]]
+        per_block = self._image.block_nbytes // max(map(self._sides.width, row))
+        count = (piece.end - piece.begin) // self._sides.width(row[0])
+        first = count // per_block // 2 * per_block
+        elements = range(first, min(count, first + per_block))
+        samples = {role: self._sample(number, elements) for role, number in zip(_roles_of(members), row, strict=True)}
+        options, before = dict(members.options), dict(base_options or members.options)
+        steps = self._steps_of(members)
+        if steps is not None:
+            before["step"], options["step"] = steps
+        hint = self._hints.get(members.kind)
+        return find_rule(members.kind, options, samples, base_options=before, hint=hint)
+
+    def _sample(self, number: int, elements: range) -> tuple[memoryview, memoryview]:
+        """Return some elements of a piece: the base's, and the new ones."""
+        self._snapped.progress.wait(self._sides.end_of(number, elements))
+        return self._sides.base(number, elements), self._sides.new(number, elements)
+
+
+def _values_of(leaves: Iterable[Leaf], parse: Callable[..., object]) -> dict[TensorKey, object]:
+    return {
+        (leaf.field, leaf.name, leaf.scope): parse(leaf.value, where=leaf.name)
+        for leaf in leaves
+        if leaf.field in _FIELDS
+    }
+
+
+def _names_of(members: Members) -> frozenset[TensorKey]:
+    return frozenset(members.tensors.values())
+
+
+def _roles_of(members: Members) -> tuple[str, ...]:
+    """Return all roles that a rule of these members may have, in the order of decoding."""
+    order = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "weight")
+    return tuple(sorted(members.tensors, key=lambda role: order.index(role) if role in order else len(order)))
+
 
 #: Smallest block that is encoded, in bytes: of a smaller one the digest of what is stored takes all of the gain.
 LEAST_NBYTES: Final = 64
@@ -113,11 +321,9 @@ class BlockCoder:
         among: Sequence[str],
     ) -> None:
         self._image = image
-        self._view = view
+        self._sides = Sides(image, view, contents)
         self._fields = fields
-        self._contents = contents
         self._groups = {number: group for group in groups for number in group.pieces}
-        self._dtypes = image.holdings.table.dtypes_by_key()
         self._among = among
         self._chosen: dict[int | str, _Chosen] = {}
 
@@ -126,9 +332,9 @@ class BlockCoder:
         group = self._groups.get(number)
         if group is None:
             return self._image.span(number, block)[1]
-        elements = self._elements_of(number, block)
+        elements = self._sides.elements_of(number, block)
         members = group.pieces[: group.pieces.index(number) + 1]
-        return max(self._image.pieces[member].begin + elements.stop * self._width(member) for member in members)
+        return max(self._sides.end_of(member, elements) for member in members)
 
     def code(self, number: int, block: int, *, digest: bytes | None = None) -> tuple[Verdict, bytes]:
         """Return what becomes of a block, and the bytes that store it if it is encoded.
@@ -140,7 +346,7 @@ class BlockCoder:
         """
         content = self._content(number, block)
         digest = digest_bytes(content) if digest is None else digest
-        if digest == self._contents.digest(number, block):
+        if digest == self._sides.contents.digest(number, block):
             return Verdict(SAME, predicted=False, nbytes=0, digest=digest), b""
         found = None
         if self._image.pieces[number].key[0] in self._fields and content.nbytes >= LEAST_NBYTES:
@@ -163,7 +369,7 @@ class BlockCoder:
         found = None if group is None or is_small else self._predict(group, number, block, content)
         if found is not None:
             return found
-        base, dtype = self._contents.content(number, block), self._dtype(number)
+        base, dtype = self._sides.contents.content(number, block), self._sides.dtype(number)
         if is_small:
             encoding, stored = encode_small(content, dtype=dtype, base=base)
         else:
@@ -180,8 +386,8 @@ class BlockCoder:
         if predicted:
             found = self._predict(self._groups[number], number, block, content)
             return b"" if found is None else found.stored
-        base = self._contents.content(number, block)
-        return encodings.encode(encoding, content, dtype=self._dtype(number), base=base)
+        base = self._sides.contents.content(number, block)
+        return encodings.encode(encoding, content, dtype=self._sides.dtype(number), base=base)
 
     def _encode(
         self, like: int | str, content: memoryview, *, dtype: str, base: memoryview, among: Sequence[str]
@@ -202,11 +408,11 @@ class BlockCoder:
 
     def _predict(self, group: PlannedGroup, number: int, block: int, content: memoryview) -> _Encoded | None:
         """Return a block as its group predicts it; None where that doesn't pay."""
-        place, elements = group.pieces.index(number), self._elements_of(number, block)
+        place, elements = group.pieces.index(number), self._sides.elements_of(number, block)
         role = group.roles[place]
         given: dict[str, Any] = {
             "news": {
-                name: self._range(member, elements)
+                name: self._sides.new(member, elements)
                 for name, member in zip(group.roles[:place], group.pieces, strict=False)
             },
             "bases": self._bases_of(group, role, elements),
@@ -218,7 +424,7 @@ class BlockCoder:
             given["predicted"] = prediction.predict_member(group.rule, role, **given)
         # What a prediction misses is noise, or next to nothing: sorting it takes long and gains nothing.
         encode = functools.partial(self._encode, role, among=encodings.QUICK)
-        dtype = self._dtype(number)
+        dtype = self._sides.dtype(number)
         encoding, stored = prediction.encode_member(group.rule, role, content, dtype=dtype, encode=encode, **given)
         decode = functools.partial(prediction.decode_member, group.rule, role, **given)
         if encoding == "raw" or not _decodes(encoding, stored, content, decode, clock):
@@ -231,30 +437,13 @@ class BlockCoder:
             return {}
         wanted = prediction.needed_bases(group.rule, role)
         return {
-            name: self._contents.elements(member, elements, self._width(member))
+            name: self._sides.base(member, elements)
             for name, member in zip(group.roles, group.pieces, strict=True)
             if name in wanted
         }
 
-    def _elements_of(self, number: int, block: int) -> range:
-        """Return the elements of a piece that a block has."""
-        piece, width = self._image.pieces[number], self._width(number)
-        per_block = self._image.block_nbytes // width
-        return range(block * per_block, min((block + 1) * per_block, (piece.end - piece.begin) // width))
-
     def _content(self, number: int, block: int) -> memoryview:
-        return self._range(number, self._elements_of(number, block))
-
-    def _range(self, number: int, elements: range) -> memoryview:
-        """Return elements of a piece of the snapshot."""
-        begin, width = self._image.pieces[number].begin, self._width(number)
-        return self._view[begin + elements.start * width : begin + elements.stop * width]
-
-    def _dtype(self, number: int) -> str:
-        return self._dtypes[self._image.pieces[number].key]
-
-    def _width(self, number: int) -> int:
-        return DTYPES[self._dtype(number)].nbytes
+        return self._sides.new(number, self._sides.elements_of(number, block))
 
 
 def encode_small(content: memoryview, *, dtype: str, base: memoryview) -> tuple[str, bytes]:

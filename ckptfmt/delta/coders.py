@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from ckptfmt.codecs.rule import Rule
 from ckptfmt.delta.base import Base, BaseContents
-from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder
-from ckptfmt.delta.prediction_groups import PlannedGroup, dump_rules
+from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder, PlannedGroup, dump_rules
 from ckptfmt.documents.extents import RAW
 from ckptfmt.stage.helper_process import Channel, be_helper, start_helper, watch
 from ckptfmt.stage.slot import Slot

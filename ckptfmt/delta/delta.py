@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from ckptfmt.commit.decision import create_once
 from ckptfmt.delta.base import Base, BaseContents, BaseFiles
-from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder, Verdict
+from ckptfmt.delta.block_coder import UNDECIDED, VERDICT, BlockCoder, Verdict, dump_rules, find_groups
 from ckptfmt.delta.coders import Coders, coder_count
-from ckptfmt.delta.prediction_groups import dump_rules, find_groups
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.extents import RAW, SAME, Extents, PredictionGroup, StoredBlocks, count_stored
 from ckptfmt.documents.manifest import Origin, Reference, pack_name
