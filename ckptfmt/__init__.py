@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckptfmt.checkpointer import Checkpointer
     from ckptfmt.data.sampler import Sampler
     from ckptfmt.errors import CkptError
+    from ckptfmt.run.catalog import Run
     from ckptfmt.state import PerWorker, State
     from ckptfmt.write.snapshot import TensorSink, TensorSource
 
@@ -31,6 +32,7 @@ __all__ = [
     "Checkpointer",
     "CkptError",
     "PerWorker",
+    "Run",
     "Sampler",
     "State",
     "TensorSink",
@@ -47,6 +49,7 @@ _HOMES = {
     "Checkpointer": "checkpointer",
     "CkptError": "errors",
     "PerWorker": "state",
+    "Run": "run.catalog",
     "Sampler": "data.sampler",
     "State": "state",
     "TensorSink": "write.snapshot",

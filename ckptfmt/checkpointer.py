@@ -19,7 +19,7 @@ from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.features import REFERENCED
+from ckptfmt.features import LABELS, REFERENCED
 from ckptfmt.group import Agree, Group, make_group
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
@@ -58,6 +58,9 @@ class Checkpointer:
             the end of `steps` and when `save` is called.
         keep: how many of the newest checkpoints stay; None for all.
         keep_every: checkpoints of steps divisible by this stay as well.
+        keep_best: a metric, "min" or "max", and a number: so many of those that are best by that metric stay as well.
+            One that was saved without the metric isn't among them, unless `Run.set_metrics` has given it since. What
+            is pinned stays, too.
         resume: "auto" to follow the run's lineage; "fresh" to start anew; else name or manifest digest of a checkpoint,
             which rolls the run back to it.
         allow, strict: as for `ckptfmt.load`.
@@ -98,6 +101,8 @@ class Checkpointer:
 
     #: What returns the labels of the save that a body asked for; None where none did.
     _requested: Callable[[], Labels] | None = None
+    _handle: SaveHandle | None = None
+    _saved_step: int | None = None
 
     def __init__(
         self,
@@ -107,6 +112,7 @@ class Checkpointer:
         every: int | str | None = None,
         keep: int | None = None,
         keep_every: int | None = None,
+        keep_best: tuple[str, str, int] | None = None,
         resume: str = "auto",
         allow: Iterable[str] = (),
         strict: bool = False,
@@ -135,6 +141,7 @@ class Checkpointer:
             check_replicas=check_replicas,
             keep=keep,
             keep_every=keep_every,
+            keep_best=keep_best,
             deadline_s=deadline_s,
             delta=DeltaOptions.of(delta),
         )
@@ -151,8 +158,6 @@ class Checkpointer:
         self._run: RunRecord | None = None
         #: The checkpoint that this launch resumes from; open until the RNG streams are put back.
         self._checkpoint: Checkpoint | None = None
-        self._handle: SaveHandle | None = None
-        self._saved_step: int | None = None
         self._clock, self._timer, self._stop_s = time.monotonic, _Timer(), 0.0
         self._restored = self._has_begun = self._is_prepared = self.stopped = False
         self._count = StepCount(state)
@@ -428,7 +433,7 @@ class Checkpointer:
 
     def _begin(self) -> dict[str, object]:
         """Choose and record what this launch resumes from; on writer 0 only."""
-        run = open_run(self._store, writer_features=self._writer_features)
+        run = open_run(self._store, writer_features=(LABELS, *self._writer_features))
         missing = sorted(set(self._writer_features) - set(run.writer_features))
         if missing:
             raise err(

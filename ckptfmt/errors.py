@@ -405,6 +405,18 @@ class Code(StrEnum):
         CommitError,
         "Save to another path; a committed checkpoint is never changed.",
     )
+    #: this checkpoint stays, since something needs it
+    CHECKPOINT_NEEDED = (
+        "CHECKPOINT_NEEDED",
+        CommitError,
+        "Delete or unpin what needs it first; the error names it.",
+    )
+    #: a clean-up may be about to retire this checkpoint
+    CHECKPOINT_CONDEMNED = (
+        "CHECKPOINT_CONDEMNED",
+        CommitError,
+        "Ask again later; if the clean-up was killed, the next clean-up keeps what is pinned.",
+    )
     #: another checkpoint was committed here first
     COMMIT_CONFLICT = ("COMMIT_CONFLICT", CommitError, "Load what was committed, or save another step.")
     #: the store didn't say whether the commit took place

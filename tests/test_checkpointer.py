@@ -125,6 +125,39 @@ def test_metrics_and_tags_go_with_the_save_that_they_were_given_to(tmp_path: Pat
     assert ckptfmt.validate(tmp_path)
 
 
+@pytest.mark.parametrize("saver", ["inline", "thread", "process"])
+def test_the_best_checkpoints_and_the_pinned_outlive_the_newest(tmp_path: Path, saver: str) -> None:
+    """REQ-CMT-040: the rule travels to whoever cleans up."""
+    losses = {1: 5.0, 2: 1.0, 3: 4.0, 4: 2.0, 5: 3.0, 6: None, 7: 6.0}
+    with Checkpointer(tmp_path, Trainer().state, keep=1, keep_best=("loss", "min", 2), saver=saver) as checkpointer:
+        for step, loss in losses.items():
+            handle = checkpointer.save(step=step, metrics={} if loss is None else {"loss": loss})
+            assert handle is not None
+            handle.wait("COMMITTED")
+            if step == 1:
+                ckptfmt.Run(tmp_path).pin(1)
+    run = ckptfmt.Run(tmp_path)
+    assert [one.step for one in run.list() if one.state == "committed"] == [1, 2, 4, 7]
+    assert run.best("loss", "min").step == 2
+    assert ckptfmt.validate(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "keep_best",
+    ["loss", ("loss", "min"), ("loss", "least", 3), ("loss", "min", 0), ("loss", "max", True), (3, "min", 1)],
+)
+def test_what_says_nothing_of_the_best_is_refused(keep_best: Any) -> None:
+    for keep in (1, None):
+        error = builders.error_of(
+            lambda keep=keep: Checkpointer(MemoryStore(), Trainer().state, keep=keep, keep_best=keep_best)
+        )
+        assert (error.code, error.where) == (Code.ARGUMENT, "keep_best=")
+    assert (
+        builders.error_of(lambda: Checkpointer(MemoryStore(), Trainer().state, keep_best=("loss", "min", 1))).code
+        == Code.ARGUMENT
+    )
+
+
 def test_labels_of_a_step_that_is_saved_already_are_not_lost_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(MemoryStore(), Trainer().state, saver="inline") as checkpointer:
         checkpointer.save(step=1)

@@ -147,7 +147,7 @@ def create_once(
             if error.code != Code.STORE_EXISTS or (content is None and attempt == 0):
                 raise
             same = (
-                store.read(path, limit_nbytes=len(content)) == content
+                store.nbytes(path) == len(content) and store.read(path, limit_nbytes=len(content)) == content
                 if content is not None
                 else store.nbytes(path) == (nbytes() if callable(nbytes) else nbytes)
             )
@@ -325,7 +325,7 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Man
             store.sync("")
             return register
         if register is not None:
-            raise _refusal(register)
+            raise refusal_of(register)
         _raise_failures(store, origin)
     present = set(store.list_names("parts"))
     writers = range(origin.writer_count)
@@ -468,7 +468,7 @@ def _decide(store: Store, content: bytes) -> None:
         if found == content:
             return
         if found is not None:
-            raise _refusal(parse_register(found))
+            raise refusal_of(parse_register(found))
         # Not there: the request was lost, or comes late. To repeat it is safe, for only one can win.
     raise err(
         Code.COMMIT_UNKNOWN,
@@ -492,7 +492,8 @@ def _read_back(store: Store) -> bytes | None:
         ) from error
 
 
-def _refusal(register: Manifest | Abort | Tombstone) -> CkptError:
+def refusal_of(register: Manifest | Abort | Tombstone) -> CkptError:
+    """Return the error of whoever finds that a register was decided otherwise."""
     if isinstance(register, Abort):
         return err(
             Code.CHECKPOINT_ABORTED,

@@ -45,6 +45,15 @@ def wait_for_savers(store: Store, *, deadline_s: float, on_wait: Callable[[list[
     return held
 
 
+def launches_of(names: Iterable[str]) -> set[int]:
+    """Return the launches whose saves they are.
+
+    >>> launches_of(["0003-00000-9f3c41d27ab80e65", "0003-00001-9f3c41d27ab80e65"])
+    {3}
+    """
+    return {int(found[1]) for name in names if (found := _NAME.fullmatch(name)) is not None}
+
+
 def describe_savers(names: Iterable[str]) -> str:
     """Say whose saves they are.
 

@@ -41,6 +41,10 @@ class Labels:
         """Return the value of a metric, or None where the checkpoint doesn't have it."""
         return float(self.metrics[metric]) if metric in self.metrics else None
 
+    def numbers(self) -> dict[str, float]:
+        """Return the values of all metrics."""
+        return {name: float(text) for name, text in self.metrics.items()}
+
     @classmethod
     def of(cls, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = ()) -> Labels:
         """Return the labels that a caller gives.

@@ -1,6 +1,6 @@
 """run.json, the launch records, the labels of checkpoints, and the pins of a save.
 
-Spec: REQ-RUN-001 to REQ-RUN-007, REQ-RUN-023, REQ-CMT-035, REQ-CMT-037.
+Spec: REQ-RUN-001 to REQ-RUN-007, REQ-RUN-023 to REQ-RUN-025, REQ-CMT-035, REQ-CMT-037.
 """
 
 from __future__ import annotations

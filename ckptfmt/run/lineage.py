@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import Known, create_once, read_register
+from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
     Abort,
@@ -18,12 +19,22 @@ from ckptfmt.documents.manifest import (
     checkpoint_name,
     parse_checkpoint_name,
 )
-from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, ResumeFrom, RunRecord, launch_name, parse_launch_name
+from ckptfmt.documents.run import (
+    LAUNCHES,
+    RUN_NAME,
+    LabelsRecord,
+    Launch,
+    ResumeFrom,
+    RunRecord,
+    launch_name,
+    parse_launch_name,
+)
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import WRITER_FEATURES
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import check_place, check_record, verify_loadable
+from ckptfmt.run.labelling import list_newest_labels, read_labels
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.protocol import Store
 
@@ -37,12 +48,26 @@ class RunEntry:
         step: of its name.
         launch: of its name.
         register: what its register holds; None if undecided; the error if it can't be read.
+        record: of a committed one, the newest record of what was said of it since; the error if it can't be read.
     """
 
     name: str
     step: int
     launch: int
     register: Manifest | Abort | Tombstone | CkptError | None
+    record: LabelsRecord | CkptError | None = None
+
+    @property
+    def labels(self) -> Labels:
+        """Metrics and tags: as they were said last, else as they were saved. Spec: REQ-RUN-025."""
+        if isinstance(self.record, LabelsRecord):
+            return self.record.labels
+        return NO_LABELS if self.manifest is None else self.manifest.labels
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it stays until somebody unpins it; a record that can't be read may say so. Spec: REQ-CMT-040."""
+        return isinstance(self.record, CkptError) or (self.record is not None and self.record.pinned)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -125,10 +150,10 @@ def _refuse_other_contents(store: Store) -> RunRecord | None:
         )
     if f"{LAUNCHES}/" not in names and not _list_places(store):
         return None
-    return _read_known_run(store)
+    return read_known_run(store)
 
 
-def _read_known_run(store: Store) -> RunRecord:
+def read_known_run(store: Store) -> RunRecord:
     """Return the record of a run of which there is something else. Raises: IntegrityError(FILE_MISSING)."""
     run = read_run(store)
     if run is None:
@@ -175,8 +200,8 @@ def list_checkpoints(store: Store, run: RunRecord | None = None, *, known: Known
     """
     run_id = run.run_id if run is not None else None
     while True:
-        places = _list_places(store)
-        entries = [_read_entry(store, place, run_id, known) for place in places]
+        places, newest = _list_places(store), list_newest_labels(store)
+        entries = [_read_entry(store, place, run_id, known, newest) for place in places]
         if _list_places(store) == places:
             return entries
 
@@ -316,7 +341,7 @@ def find_head(store: Store) -> tuple[str, Manifest]:
     Raises: IntegrityError(NOT_COMMITTED, FILE_MISSING), or what is wrong with its register.
     Spec: REQ-RUN-006, REQ-RUN-015.
     """
-    run = _read_known_run(store)
+    run = read_known_run(store)
     launches, entries = list_launches(store, run), list_checkpoints(store, run)
     check_records(store, entries)
     for entry in iter_lineage(launches, entries):
@@ -445,7 +470,18 @@ def _list_places(store: Store) -> list[tuple[int, int]]:
     return sorted(place for place in places if place is not None)
 
 
-def _read_entry(store: Store, place: tuple[int, int], run_id: str | None, known: Known | None = None) -> RunEntry:
+def _read_entry(
+    store: Store,
+    place: tuple[int, int],
+    run_id: str | None,
+    known: Known | None = None,
+    newest: Mapping[str, int] | None = None,
+) -> RunEntry:
+    """Return what a directory is.
+
+    Args:
+        newest: numbers of the newest records of labels; None not to look at these.
+    """
     name = checkpoint_name(*place)
     register: Manifest | Abort | Tombstone | CkptError | None
     try:
@@ -456,4 +492,6 @@ def _read_entry(store: Store, place: tuple[int, int], run_id: str | None, known:
         raise
     except CkptError as error:
         register = error
-    return RunEntry(name=name, step=place[0], launch=place[1], register=register)
+    number = (newest or {}).get(name) if isinstance(register, Manifest) else None
+    record = None if number is None else read_labels(store, name, number, run_id)
+    return RunEntry(name=name, step=place[0], launch=place[1], register=register, record=record)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptfmt import limits
-from ckptfmt.commit.decision import CONDEMNED, abort, retire, sweep
+from ckptfmt.commit.decision import CONDEMNED, abort, refusal_of, retire, sweep
 from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_checkpoint_name
-from ckptfmt.documents.run import Pins
-from ckptfmt.errors import CkptError, IntegrityError
-from ckptfmt.features import REFERENCED
+from ckptfmt.documents.run import LABELS_FOLDER, Pins
+from ckptfmt.errors import CkptError, Code, IntegrityError, err
+from ckptfmt.features import LABELS, REFERENCED
+from ckptfmt.run.labelling import list_newest_labels, read_labels
 from ckptfmt.run.lineage import (
     RunEntry,
     check_not_fenced,
@@ -22,15 +24,23 @@ from ckptfmt.run.lineage import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from ckptfmt.commit.decision import Known
     from ckptfmt.documents.run import Launch, RunRecord
     from ckptfmt.store.protocol import Store
 
+#: A metric, ``min`` or ``max``, and how many of the best by it are kept.
+KeepBest: TypeAlias = tuple[str, str, int]
+
 
 def plan_retention(
-    launches: list[Launch], entries: list[RunEntry], *, keep: int | None, keep_every: int | None
+    launches: list[Launch],
+    entries: list[RunEntry],
+    *,
+    keep: int | None,
+    keep_every: int | None,
+    keep_best: KeepBest | None = None,
 ) -> list[RunEntry]:
     """Return the committed checkpoints that may go, oldest first. Pure.
 
@@ -42,14 +52,20 @@ def plan_retention(
     Args:
         keep: how many of the newest stay; None for all.
         keep_every: checkpoints of steps divisible by this stay as well.
+        keep_best: metric, ``min`` or ``max``, and how many of those that are best by it stay as well.
 
-    Spec: REQ-CMT-026.
+    What is pinned stays.
+
+    Spec: REQ-CMT-026, REQ-CMT-040.
     """
     if keep is None:
         return []
     lineage = [entry for entry in iter_lineage(launches, entries) if entry.manifest is not None]
     own = [entry for entry in lineage if launches and entry.launch == launches[-1].launch]
-    protected = {entry.name for entry in lineage[: max(1, keep)]}
+    protected = {entry.name for entry in lineage[: max(1, keep)]} | {entry.name for entry in entries if entry.is_pinned}
+    if keep_best is not None:
+        metric, mode, count = keep_best
+        protected |= {entry.name for entry in sort_by_metric(lineage, metric, mode)[:count]}
     if not own and launches and launches[-1].resume_from is not None:
         protected.add(launches[-1].resume_from.name)
     late = list(_iter_late(launches, entries, lineage)) if own else []
@@ -64,6 +80,18 @@ def plan_retention(
     return sorted(
         (entry for entry in (*lineage, *late) if entry.name in going), key=lambda entry: (entry.step, entry.launch)
     )
+
+
+def sort_by_metric(entries: Iterable[RunEntry], metric: str, mode: str) -> list[RunEntry]:
+    """Return the checkpoints that have a metric, the best first; of equals the newer is better.
+
+    Args:
+        mode: ``min`` where less is better, ``max`` where more is.
+    """
+    sign = 1 if mode == "min" else -1
+    known = [(value, entry) for entry in entries if (value := entry.labels.number(metric)) is not None]
+    known.sort(key=lambda one: (sign * one[0], -one[1].step, -one[1].launch))
+    return [entry for _, entry in known]
 
 
 def _iter_late(launches: list[Launch], entries: list[RunEntry], lineage: list[RunEntry]) -> Iterator[RunEntry]:
@@ -95,6 +123,7 @@ def clean_up(
     launch: int,
     keep: int | None = None,
     keep_every: int | None = None,
+    keep_best: KeepBest | None = None,
     known: Known | None = None,
 ) -> list[str]:
     """Retire what retention lets go, give up what older launches left unfinished, finish interrupted clean-ups.
@@ -113,8 +142,9 @@ def clean_up(
     check_not_fenced(store, launch)
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, known=known)
-    going = plan_retention(launches, entries, keep=keep, keep_every=keep_every)
-    removed = _retire_unread(store, run, going, known) if REFERENCED in run.writer_features else _retire(store, going)
+    going = plan_retention(launches, entries, keep=keep, keep_every=keep_every, keep_best=keep_best)
+    is_shared = not {REFERENCED, LABELS}.isdisjoint(run.writer_features)
+    removed = _retire_unread(store, run, going, known) if is_shared else _retire(store, going)
     named = {past.resume_from.name for past in launches if past.resume_from is not None}
     for entry in entries:
         place = store.at(entry.name)
@@ -129,7 +159,7 @@ def clean_up(
 
 
 def _retire_unread(store: Store, run: RunRecord, going: list[RunEntry], known: Known | None) -> list[str]:
-    """Retire checkpoints that nothing reads from, and nothing that is still being saved will.
+    """Retire checkpoints that nobody pins, that nothing reads from, and nothing that is still being saved will.
 
     They are condemned first, and looked for afterwards: who pins one after that sees that it is condemned, and who
     pinned it before is seen here.
@@ -153,13 +183,70 @@ def _retire_unread(store: Store, run: RunRecord, going: list[RunEntry], known: K
 
 def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known | None) -> set[str]:
     """Return the digests of what others than those that go read from, or will."""
+    pinned_by_hand = _find_pinned_by_hand(store, run, going)
+    if REFERENCED not in run.writer_features:
+        return pinned_by_hand
     # In this order: a save that is decided meanwhile has its pins until its manifest is there.
     pinned = _find_pinned(store, list_checkpoints(store, run, known=known))
     entries = list_checkpoints(store, run, known=known)
     if any(isinstance(entry.register, CkptError) for entry in entries):
         return {entry.manifest.digest for entry in going if entry.manifest}  # nobody knows what that one reads
     names = {entry.name for entry in going}
-    return {one.digest for entry in entries if entry.name not in names for one in entry.references} | pinned
+    read = {one.digest for entry in entries if entry.name not in names for one in entry.references}
+    return read | pinned | pinned_by_hand
+
+
+def _find_pinned_by_hand(store: Store, run: RunRecord, going: list[RunEntry]) -> set[str]:
+    """Return the digests of those that are pinned by now, or may be. Spec: REQ-CMT-040."""
+    newest, found = list_newest_labels(store), set()
+    for entry in going:
+        number = newest.get(entry.name)
+        record = None if number is None else read_labels(store, entry.name, number, run.run_id)
+        if entry.manifest is not None and dataclasses.replace(entry, record=record).is_pinned:
+            found.add(entry.manifest.digest)
+    return found
+
+
+def delete_checkpoint(store: Store, run: RunRecord, name: str) -> None:
+    """Retire a checkpoint that somebody names, unless something needs it.
+
+    The run's next checkpoint to go on from stays, and what its newest launch resumes from until that has a checkpoint
+    of its own, the last committed checkpoint, what is pinned, and what others read from.
+
+    Raises: CommitError(CHECKPOINT_NEEDED); IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED);
+        UnsupportedError(FEATURE_UNSUPPORTED); StoreError.
+    Spec: REQ-CMT-022 to REQ-CMT-026, REQ-CMT-032, REQ-CMT-040.
+    """
+    check_writer_features(run, "REQ-CMT-025", doing="deleting", undone="nothing was removed")
+    launches, entries = list_launches(store, run), list_checkpoints(store, run)
+    entry = next((entry for entry in entries if entry.name == name), None)
+    if entry is None or entry.register is None:
+        raise err(Code.NOT_COMMITTED, "it isn't committed", where=name)
+    if entry.manifest is None:
+        assert entry.register is not None  # noqa: S101
+        raise entry.register if isinstance(entry.register, CkptError) else refusal_of(entry.register)
+    needed = _find_need(launches, entries, entry)
+    if needed is None and not _retire_unread(store, run, [entry], None):
+        needed = "it was pinned, or a save began to read from it, just now"
+    if needed is not None:
+        raise err(Code.CHECKPOINT_NEEDED, needed, where=name, requirement="REQ-CMT-026")
+
+
+def _find_need(launches: list[Launch], entries: list[RunEntry], entry: RunEntry) -> str | None:
+    """Return what needs a committed checkpoint, if anything does."""
+    lineage = [one.name for one in iter_lineage(launches, entries) if one.manifest is not None]
+    if lineage[:1] == [entry.name]:
+        return "the run goes on from it"
+    last = launches[-1] if launches else None
+    has_own = last is not None and any(one.launch == last.launch and one.manifest is not None for one in entries)
+    if last is not None and not has_own and last.resume_from is not None and last.resume_from.name == entry.name:
+        return f"launch {last.launch} resumes from it"
+    if all(one is entry for one in entries if one.manifest is not None):
+        return "it is the last committed checkpoint of the run"
+    if entry.is_pinned:
+        return f"it is pinned, or {LABELS_FOLDER}/ can't be read"
+    readers = [one.name for one in entries if any(found.name == entry.name for found in one.references)]
+    return f"{', '.join(readers[:3])} reads from it" if readers else None
 
 
 def _retire(store: Store, going: list[RunEntry]) -> list[str]:
@@ -193,6 +280,7 @@ def tidy_up(
     launch: int,
     keep: int | None,
     keep_every: int | None,
+    keep_best: KeepBest | None = None,
     known: Known | None = None,
 ) -> tuple[list[str], str]:
     """Clean up behind a committed save: what fails is said, and is no failure of the save.
@@ -200,6 +288,8 @@ def tidy_up(
     Returns: the names of what was retired or given up; what went wrong, or an empty string.
     """
     try:
-        return clean_up(store, run, launch=launch, keep=keep, keep_every=keep_every, known=known), ""
+        return clean_up(
+            store, run, launch=launch, keep=keep, keep_every=keep_every, keep_best=keep_best, known=known
+        ), ""
     except CkptError as error:
         return [], str(error)

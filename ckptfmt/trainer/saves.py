@@ -24,7 +24,7 @@ from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
 from ckptfmt.run.lineage import check_not_fenced
-from ckptfmt.run.retention import tidy_up
+from ckptfmt.run.retention import KeepBest, tidy_up
 from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.state import State
 from ckptfmt.store import LocalStore
@@ -58,9 +58,12 @@ class SaveOptions:
     keep: int | None
     keep_every: int | None
     deadline_s: float
+    keep_best: KeepBest | None = None
     delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
 
     def __post_init__(self) -> None:
+        if self.keep_best is not None:
+            _check_keep_best(self.keep_best, self.keep)
         for name, count in (("keep", self.keep), ("keep_every", self.keep_every)):
             if count is not None and (type(count) is not int or count < 1):
                 raise err(Code.ARGUMENT, f"{name}={count!r} isn't a positive number", where=f"{name}=")
@@ -76,6 +79,18 @@ class SaveOptions:
             raise err(Code.ARGUMENT, "a save inline is never a delta", where="delta=", remedy=remedy)
         if type(self.nice) is not int or not 0 <= self.nice <= 19:
             raise err(Code.ARGUMENT, f"nice={self.nice!r}: from 0 to 19", where="nice=")
+
+
+def _check_keep_best(keep_best: object, keep: int | None) -> None:
+    """Raise unless it is a metric, ``min`` or ``max``, and a number. Raises: StateError(ARGUMENT)."""
+    match keep_best:
+        case (str(), "min" | "max", int(count)) if count > 0 and type(count) is int:
+            if keep is None:
+                remedy = "Say with keep= how many of the newest stay beside the best."
+                raise err(Code.ARGUMENT, "without keep= all checkpoints stay", where="keep_best=", remedy=remedy)
+        case _:
+            remedy = "Pass a metric, 'min' or 'max', and how many, such as ('eval_loss', 'min', 3)."
+            raise err(Code.ARGUMENT, f"{keep_best!r} doesn't say what is best", where="keep_best=", remedy=remedy)
 
 
 class Saves:
@@ -268,9 +283,15 @@ class Saves:
         _LOG.info("step %d COMMITTED in %.2f s: %s", handle.step, handle.times["COMMITTED"], handle.path)
         removed: list[str] = []
         if self._group.writer == 0:
-            keep, keep_every = self._options.keep, self._options.keep_every
+            options = self._options
             removed, problem = tidy_up(
-                self._store, run, launch=launch.launch, keep=keep, keep_every=keep_every, known=self._known
+                self._store,
+                run,
+                launch=launch.launch,
+                keep=options.keep,
+                keep_every=options.keep_every,
+                keep_best=options.keep_best,
+                known=self._known,
             )
             if problem:
                 _LOG.warning("clean-up stopped: %s", problem)
@@ -285,6 +306,7 @@ class Saves:
             deadline_s=self._options.deadline_s,
             keep=self._options.keep,
             keep_every=self._options.keep_every,
+            keep_best=self._options.keep_best,
             writer_features=run.writer_features,
             delta=self._options.delta,
         )

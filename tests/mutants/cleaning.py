@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptfmt.commit import decision as commit
-from ckptfmt.run import retention
+from ckptfmt.run import labelling, lineage, retention
 from tests.mutants.mutant import Mutant, replaced, rewritten
 
 _NO_SYNC = ('    store.sync("")\n', "")
@@ -203,5 +203,56 @@ MUTANTS = {
             "                    pass\n",
         ),
         tests=("delta/test_delta.py::test_pins_that_cannot_be_read_protect_everything",),
+    ),
+    "pins_by_hand_not_looked_for": Mutant(
+        clauses=("REQ-CMT-040", "REQ-CMT-032"),
+        fault="goes by the pins that it saw before it condemned",
+        patch=replaced(retention, "_find_pinned_by_hand", lambda *_: set()),
+        tests=("run/test_catalog.py::test_a_pin_between_the_choice_and_the_tombstone_holds",),
+    ),
+    "unreadable_labels_pin_nothing": Mutant(
+        clauses=("REQ-CMT-040",),
+        fault="takes a record of labels that it can't read for none",
+        patch=rewritten(
+            lineage.RunEntry.is_pinned.fget,  # type: ignore[attr-defined]
+            "isinstance(self.record, CkptError) or (self.record is not None and",
+            "not isinstance(self.record, CkptError) and (self.record is not None and",
+        ),
+        tests=("run/test_catalog.py::test_a_record_that_cannot_be_read_pins_until_somebody_unpins",),
+    ),
+    "pinned_before_it_is_recorded": Mutant(
+        clauses=("REQ-CMT-041",),
+        fault="looks for condemnations, and records the pin without looking again",
+        patch=rewritten(labelling.pin_checkpoint, "if not is_condemned:", "if True:"),
+        tests=("run/test_catalog.py::test_a_pin_that_comes_second_waits_for_the_cleaner",),
+    ),
+    "pin_not_synced": Mutant(
+        clauses=("REQ-CMT-041",),
+        fault="relies on a record whose name a crash may take away",
+        patch=rewritten(labelling.change_labels, "        store.sync(LABELS_FOLDER)\n", ""),
+        tests=("run/test_catalog.py::test_a_pin_looks_for_condemnations_and_then_at_the_register",),
+    ),
+    "labels_of_another_overwritten": Mutant(
+        clauses=("REQ-RUN-024",),
+        fault="makes a record from what it read first, and takes any number",
+        patch=rewritten(
+            labelling.change_labels,
+            "                continue  # Somebody took the number: the change is made to what that one says.\n",
+            "                number += 1\n"
+            "                made = dataclasses.replace(made, number=number + 1)\n"
+            "                store.create(made.path, [made.dump()])\n"
+            "                return made\n",
+        ),
+        tests=("run/test_catalog.py::test_who_was_slower_adds_to_what_the_faster_one_said",),
+    ),
+    "first_record_counts": Mutant(
+        clauses=("REQ-RUN-025",),
+        fault="goes by the first record of a checkpoint",
+        patch=replaced(
+            lineage,
+            "list_newest_labels",
+            lambda _, store: {name[:-10]: 1 for name in store.list_names("labels")},
+        ),
+        tests=("run/test_catalog.py::test_tags_and_pins_are_given_and_taken",),
     ),
 }

@@ -22,7 +22,7 @@ def _with_the_committers_clock(right: Any, self: Manifest) -> Any:
 def _look_then_replace(_right: Any, store: Store, content: bytes) -> None:
     found = commit._read_back(store)
     if found not in (None, content):
-        raise commit._refusal(parse_register(found))
+        raise commit.refusal_of(parse_register(found))
     store.replace(MANIFEST_NAME, content)
 
 

@@ -1,15 +1,20 @@
 """Which checkpoints stay, and what a cleaner may touch."""
 
+import dataclasses
 import random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ckptfmt.commit.decision import read_register, retire
-from ckptfmt.documents.manifest import Abort, Tombstone, checkpoint_name
-from ckptfmt.documents.run import RunRecord
+from ckptfmt.documents.labels import Labels
+from ckptfmt.documents.manifest import Abort, Manifest, Reference, Tombstone, checkpoint_name
+from ckptfmt.documents.run import LabelsRecord, Launch, ResumeFrom, RunRecord
 from ckptfmt.errors import CkptError, Code, UnsupportedError
-from ckptfmt.run.lineage import begin_launch, list_checkpoints, list_launches
+from ckptfmt.run.catalog import Run
+from ckptfmt.run.lineage import RunEntry, begin_launch, iter_lineage, list_checkpoints, list_launches
 from ckptfmt.run.retention import clean_up, plan_retention
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.writer import write_part
@@ -58,6 +63,128 @@ def test_the_last_one_never_goes(ten, keep):
 
 def test_every_so_many_steps_one_stays(ten):
     assert planned(ten, keep=2, keep_every=40) == [(10, 1), (20, 1), (30, 1), (50, 1), (60, 1), (70, 1)]
+
+
+class History:
+    """A run as it is planned for, without its files: launches, saves, rollbacks by hand, pins; the newest launch saves.
+
+    Args:
+        draw: of hypothesis, which chooses.
+    """
+
+    def __init__(self, draw):
+        self._draw = draw
+        self.launches: list[Launch] = []
+        self.entries: list[RunEntry] = []
+        self.begin(by_hand=False)
+        for _ in range(draw(st.integers(0, 12))):
+            match draw(st.integers(0, 6)):
+                case 0:
+                    self.begin(by_hand=False)
+                case 1:
+                    self.begin(by_hand=True)
+                case 2 if self.entries:
+                    self.pin(draw(st.sampled_from(self.entries)))
+                case _:
+                    self.save()
+
+    @property
+    def lineage(self):
+        return [entry for entry in iter_lineage(self.launches, self.entries) if entry.manifest is not None]
+
+    def begin(self, *, by_hand):
+        candidates = self.entries if by_hand else self.lineage[:1]
+        chosen = self._draw(st.sampled_from(candidates)) if candidates else None
+        resume = None if chosen is None else ResumeFrom(name=chosen.name, digest=chosen.manifest.digest)
+        number, by = len(self.launches) + 1, "hand" if by_hand else "lineage"
+        self.launches.append(Launch(run_id="f" * 32, launch=number, nonce="0" * 32, chosen_by=by, resume_from=resume))
+
+    def save(self):
+        launch = self.launches[-1]
+        own = [entry for entry in self.entries if entry.launch == launch.launch]
+        before = own[-1].step if own else 0 if launch.resume_from is None else int(launch.resume_from.name[5:13])
+        step = before + self._draw(st.integers(1, 3))
+        base = self._draw(st.sampled_from([None, None, *own]))
+        references = () if base is None else (*base.references, Reference(name=base.name, digest=base.manifest.digest))
+        metric = self._draw(st.sampled_from([None, 1, 2, 3]))
+        manifest = Manifest(
+            origin=origin(run_id="f" * 32, launch=launch.launch, step=step),
+            saved_unix_s=0,
+            fields={},
+            index_nbytes=0,
+            index_digest="",
+            references=references,
+            labels=Labels.of({} if metric is None else {"loss": metric}),
+            digest=f"{len(self.entries)}",
+        )
+        name = checkpoint_name(step, launch.launch)
+        self.entries.append(RunEntry(name=name, step=step, launch=launch.launch, register=manifest))
+
+    def pin(self, entry):
+        labels = self._draw(st.sampled_from([entry.labels, Labels.of({"loss": 0})]))
+        record = LabelsRecord(run_id="f" * 32, checkpoint=entry.name, number=1, pinned=True, labels=labels)
+        record = self._draw(st.sampled_from([record, dataclasses.replace(record, pinned=False)]))
+        self.entries[self.entries.index(entry)] = dataclasses.replace(entry, record=record)
+
+
+def must_stay(history, entry, *, keep, keep_every, keep_best):
+    """Say by brute force whether a checkpoint stays for its own sake."""
+    lineage, last = history.lineage, history.launches[-1]
+    if entry not in lineage or entry.is_pinned:
+        return True
+    if sum(other.step > entry.step for other in lineage) < max(1, keep) or (keep_every and not entry.step % keep_every):
+        return True
+    has_own = any(other.launch == last.launch for other in history.entries)
+    if not has_own and last.resume_from is not None and last.resume_from.name == entry.name:
+        return True
+    value = entry.labels.number("loss")
+    if keep_best is None or value is None:
+        return False
+    _, mode, count = keep_best
+    better = 0
+    for other in lineage:
+        theirs = other.labels.number("loss")
+        if theirs is not None and (
+            (theirs < value if mode == "min" else theirs > value) or (theirs == value and other.step > entry.step)
+        ):
+            better += 1
+    return better < count
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.data(),
+    st.integers(0, 4),
+    st.none() | st.integers(1, 4),
+    st.none() | st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 4)),
+)
+def test_nothing_goes_that_must_stay_and_all_else_goes(data, keep, keep_every, keep_best):
+    """REQ-CMT-026, REQ-CMT-040: the newest, the best, the pinned, every so many, and what any of them reads from."""
+    history = History(data.draw)
+    options = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
+    staying = {entry.name for entry in history.entries if must_stay(history, entry, **options)}
+    while True:
+        read = {one.name for entry in history.entries if entry.name in staying for one in entry.references}
+        if read <= staying:
+            break
+        staying |= read
+
+    going = [entry.name for entry in plan_retention(history.launches, history.entries, **options)]
+    assert sorted(going) == sorted({entry.name for entry in history.entries} - staying)
+    assert len(going) < max(1, len(history.entries))
+
+
+def test_the_best_and_the_pinned_stay(ten):
+    """REQ-CMT-040: what has no metric isn't among the best."""
+    run = Run(ten.store)
+    for step, loss in ((20, 0.5), (50, 0.25), (70, 0.5), (80, 9.0)):
+        run.set_metrics(step, {"loss": loss})
+    best = {"keep": 1, "keep_best": ("loss", "min", 2)}
+    assert planned(ten, **best) == [(step, 1) for step in range(10, 100, 10) if step not in (50, 70)]
+    assert (80, 1) not in planned(ten, keep=1, keep_best=("loss", "max", 1))
+    run.set_metrics(100, {"loss": 0.0})
+    assert (70, 1) in planned(ten, **best)
+    assert len(planned(ten, keep=1, keep_best=("accuracy", "max", 3))) == 9
 
 
 def test_more_to_keep_than_there_are(ten):

@@ -1,0 +1,255 @@
+"""The checkpoints of a run, for who looks for one, labels it, pins it or deletes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, SupportsFloat, TypeAlias
+
+from ckptfmt.commit.waiting import describe_savers, launches_of, list_held
+from ckptfmt.documents.labels import Labels
+from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
+from ckptfmt.documents.run import LabelsRecord, RunRecord
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.labelling import change_labels, pin_checkpoint
+from ckptfmt.run.lineage import (
+    RunEntry,
+    check_writer_features,
+    find_head,
+    iter_lineage,
+    list_checkpoints,
+    list_launches,
+    read_known_run,
+)
+from ckptfmt.run.retention import delete_checkpoint, sort_by_metric
+from ckptfmt.store import open_store
+from ckptfmt.store.protocol import Store
+
+_STATES: Final = ((Manifest, "committed"), (Abort, "aborted"), (Tombstone, "retired"), (CkptError, "unreadable"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunCheckpoint:
+    """A checkpoint directory of a run, as far as its register and the records of the run say.
+
+    Attributes:
+        name: of the directory.
+        step, launch: of the name.
+        state: "committed"; "saving" where it isn't decided and a living saver has a save of its launch in hand;
+            "unfinished" where it isn't decided otherwise; "aborted", "retired" or "unreadable".
+        digest: of the manifest, which names the checkpoint; None where there is none.
+        saved_unix_s: when writer 0 took the state, in seconds since 1970; None where there is no manifest.
+        nbytes: of all tensors.
+        stored_nbytes: of what the checkpoint's own files have of them.
+        metrics, tags: as they were said last.
+        pinned: whether it stays until somebody unpins it.
+    """
+
+    name: str
+    step: int
+    launch: int
+    state: str
+    digest: str | None = None
+    saved_unix_s: int | None = None
+    nbytes: int | None = None
+    stored_nbytes: int | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    pinned: bool = False
+
+
+#: Which checkpoint: what a listing gave, its name, its digest, or its step.
+Which: TypeAlias = RunCheckpoint | str | int
+
+
+class Run:
+    """The checkpoints of a run: list them, find the best, label them, pin them, delete them.
+
+    What is read are registers and records, never a tensor: "committed" is what a manifest says, and `validate` checks
+    that its bytes are as they were saved. Any process may do all of this beside a training.
+
+    Args:
+        path: directory of the run; or a store rooted there.
+
+    Raises: IntegrityError(NOT_COMMITTED) from calls that look for a checkpoint which isn't there; StoreError.
+
+    >>> import ckptfmt, tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     with ckptfmt.Checkpointer(directory, ckptfmt.State(data={"position": 0}), saver="inline") as checkpointer:
+    ...         _ = checkpointer.save(step=1, metrics={"eval_loss": 2.5})
+    ...         _ = checkpointer.save(step=2, metrics={"eval_loss": 2.25})
+    ...     ckptfmt.Run(directory).best("eval_loss", "min").step
+    2
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | Store) -> None:
+        self._path = path
+        self._store = open_store(path, writable=False)
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Names of what living savers hold: a newer checkpoint may be committed at any moment if there are any."""
+        return tuple(list_held(self._store))
+
+    def list(self) -> tuple[RunCheckpoint, ...]:
+        """Return all checkpoint directories by step, then launch: those that aren't committed, too."""
+        # Before the registers: a save that is decided in between is seen there.
+        held = launches_of(list_held(self._store))
+        return tuple(_describe(entry, held) for entry in self._entries())
+
+    def newest(self) -> RunCheckpoint:
+        """Return the checkpoint that the run goes on from, as far as its records say. Raises: as `ckptfmt.open`."""
+        name, _ = find_head(self._store)
+        return self._find(name)
+
+    def best(self, metric: str, mode: str = "min") -> RunCheckpoint:
+        """Return the committed checkpoint that is best by a metric; of equals the newest.
+
+        Args:
+            mode: "min" where less is better, "max" where more is.
+
+        Raises: IntegrityError(NOT_COMMITTED) where none has the metric; StateError(ARGUMENT).
+        """
+        if mode not in ("min", "max"):
+            raise err(Code.ARGUMENT, f"{mode!r}: min or max", where="mode=")
+        entries = self._entries()
+        found = sort_by_metric(entries, metric, mode)
+        if not found:
+            known = sorted({name for entry in entries for name in entry.labels.metrics})
+            raise err(
+                Code.NOT_COMMITTED,
+                f"no committed checkpoint has the metric {metric!r}; there are: {', '.join(known) or 'none'}",
+                where=self._store.name,
+                remedy="Pass metrics= to save, or give them to Run.set_metrics.",
+            )
+        return _describe(found[0])
+
+    def open(self, which: Which | None = None) -> Checkpoint:
+        """Open a checkpoint, or the newest, for reading, as `ckptfmt.open` does.
+
+        Returns: the checkpoint; its `pending` says what savers had in hand just before.
+        """
+        held = tuple(list_held(self._store))
+        found = self.newest() if which is None else self._find(which)
+        checkpoint = Checkpoint(self._store.at(found.name), digest=found.digest)
+        checkpoint.pending = held
+        return checkpoint
+
+    def set_metrics(self, which: Which, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Give a committed checkpoint metrics that were known only after its save; those that it has are replaced.
+
+        Raises: StateError(ARGUMENT) as `ckptfmt.save`; as `pin`.
+        """
+        given = Labels.of(metrics)
+        self._change(which, lambda known: Labels.of({**known.numbers(), **given.numbers()}, known.tags))
+
+    def tag(self, which: Which, *tags: str) -> None:
+        """Give a committed checkpoint tags, beside those that it has. Raises: as `set_metrics`."""
+        given = Labels.of(tags=tags).tags
+        self._change(which, lambda known: Labels.of(known.numbers(), {*known.tags, *given}))
+
+    def untag(self, which: Which, *tags: str) -> None:
+        """Take tags away; what it doesn't have isn't missed. Raises: as `set_metrics`."""
+        self._change(which, lambda known: dataclasses.replace(known, tags=_without(known.tags, tags)))
+
+    def pin(self, which: Which) -> None:
+        """Keep a committed checkpoint, whatever retention says, until somebody unpins it.
+
+        Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_RETIRED and others); CommitError(CHECKPOINT_CONDEMNED);
+            StateError(ARGUMENT) for a run begun by a version without pins. Spec: REQ-CMT-041.
+        """
+        store, run = self._writable()
+        pin_checkpoint(store, run, self._find(which).name)
+
+    def unpin(self, which: Which) -> None:
+        """Leave a checkpoint to retention again. Raises: as `set_metrics`."""
+        store, run = self._writable()
+        change_labels(store, run, self._find(which).name, lambda record: dataclasses.replace(record, pinned=False))
+
+    def delete(self, which: Which) -> None:
+        """Delete a committed checkpoint: from a moment on it is none any more, then its files go.
+
+        Raises: CommitError(CHECKPOINT_NEEDED) for what is pinned, what the run goes on from, what its newest launch
+            resumes from, the last committed one, and what a delta reads from. Spec: REQ-CMT-022, REQ-CMT-026.
+        """
+        store, run = self._writable()
+        delete_checkpoint(store, run, self._find(which).name)
+
+    def _writable(self) -> tuple[Store, RunRecord]:
+        store = open_store(self._path, writable=True)
+        run = read_known_run(store)
+        check_writer_features(run)
+        return store, run
+
+    def _change(self, which: Which, change: Callable[[Labels], Labels]) -> None:
+        store, run = self._writable()
+
+        def change_record(record: LabelsRecord) -> LabelsRecord:
+            return dataclasses.replace(record, labels=change(record.labels))
+
+        change_labels(store, run, self._find(which).name, change_record)
+
+    def _entries(self) -> Iterable[RunEntry]:
+        return list_checkpoints(self._store, read_known_run(self._store))
+
+    def _find(self, which: Which) -> RunCheckpoint:
+        """Return the one checkpoint that is meant; of a step in several launches, the one on the lineage."""
+        wanted = which.name if isinstance(which, RunCheckpoint) else which
+        entries = list_checkpoints(self._store, read_known_run(self._store))
+        found = [
+            entry
+            for entry in entries
+            if wanted in (entry.name, entry.step) or (entry.manifest is not None and entry.manifest.digest == wanted)
+        ]
+        if len(found) > 1:
+            lineage = {entry.name for entry in iter_lineage(list_launches(self._store), entries)}
+            found = [entry for entry in found if entry.name in lineage]
+        if len(found) != 1:
+            held = list_held(self._store)
+            saving = f"; {describe_savers(held)} has a save in hand" if held else ""
+            raise err(
+                Code.NOT_COMMITTED,
+                f"{'several checkpoints are' if found else 'no checkpoint is'} {wanted!r}{saving}",
+                where=self._store.name,
+                remedy="Give a name, a digest or a step; `python -m ckptfmt log` lists the checkpoints of a run.",
+            )
+        return _describe(found[0])
+
+
+def _without(tags: Iterable[str], gone: Iterable[str]) -> tuple[str, ...]:
+    return tuple(tag for tag in tags if tag not in set(gone))
+
+
+def state_of(entry: RunEntry, held: Iterable[int] = ()) -> str:
+    """Return what a directory is, in a word.
+
+    Args:
+        held: launches of which living savers have saves in hand.
+    """
+    undecided = "saving" if entry.launch in held else "unfinished"
+    return next((state for kind, state in _STATES if isinstance(entry.register, kind)), undecided)
+
+
+def _describe(entry: RunEntry, held: Iterable[int] = ()) -> RunCheckpoint:
+    found = RunCheckpoint(
+        name=entry.name,
+        step=entry.step,
+        launch=entry.launch,
+        state=state_of(entry, held),
+        digest=entry.register.manifest_digest if isinstance(entry.register, Tombstone) else None,
+        metrics=entry.labels.numbers(),
+        tags=entry.labels.tags,
+        pinned=entry.is_pinned,
+    )
+    manifest = entry.manifest
+    if manifest is None:
+        return found
+    return dataclasses.replace(
+        found,
+        digest=manifest.digest,
+        saved_unix_s=manifest.saved_unix_s,
+        nbytes=manifest.nbytes,
+        stored_nbytes=manifest.stored_nbytes,
+    )

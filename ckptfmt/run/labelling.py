@@ -1,0 +1,128 @@
+"""What is said of a checkpoint after its commit: pins, and metrics and tags in the place of those of the manifest.
+
+Spec: REQ-RUN-023 to REQ-RUN-025, REQ-CMT-041.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from ckptfmt import limits
+from ckptfmt.commit.decision import CONDEMNED, create_once, poll, read_register, refusal_of
+from ckptfmt.documents.manifest import Manifest
+from ckptfmt.documents.run import LABELS_FOLDER, LabelsRecord, RunRecord, labels_name, parse_labels_name
+from ckptfmt.errors import CkptError, Code, StoreError, err
+from ckptfmt.features import LABELS
+from ckptfmt.store.protocol import Store
+
+#: How long to wait for a cleaner that is about to retire what is to be pinned, in seconds.
+_CLEANER_S = 10.0
+
+
+def list_newest_labels(store: Store) -> dict[str, int]:
+    """Return the greatest number of the records of each checkpoint of a run that has any. Spec: REQ-RUN-025."""
+    found: dict[str, int] = {}
+    for name in store.list_names(LABELS_FOLDER):
+        parsed = parse_labels_name(name)
+        if parsed is not None:
+            found[parsed[0]] = max(parsed[1], found.get(parsed[0], 0))
+    return found
+
+
+def read_labels(store: Store, checkpoint: str, number: int, run_id: str | None) -> LabelsRecord | CkptError:
+    """Return a record of labels, or why it can't be read. Raises: StoreError."""
+    path = f"{LABELS_FOLDER}/{labels_name(checkpoint, number)}"
+    try:
+        record = LabelsRecord.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
+    except StoreError:
+        raise
+    except CkptError as error:
+        return error
+    if run_id is not None and record.run_id != run_id:
+        return err(Code.RUN_MISMATCH, f"it belongs to run {record.run_id}", where=path, requirement="REQ-RUN-023")
+    return record
+
+
+def change_labels(
+    store: Store, run: RunRecord, checkpoint: str, change: Callable[[LabelsRecord], LabelsRecord]
+) -> LabelsRecord:
+    """Record something of a committed checkpoint, on top of what is recorded.
+
+    Args:
+        store: rooted at the run.
+        change: returns what is to hold, given what holds; it may be called again, where somebody else was faster.
+
+    Returns: what holds now.
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED); StoreError.
+    Spec: REQ-RUN-024, REQ-RUN-025.
+    """
+    manifest = _read_manifest(store, checkpoint)
+    while True:
+        number = list_newest_labels(store).get(checkpoint, 0)
+        known = read_labels(store, checkpoint, number, run.run_id) if number else None
+        if not isinstance(known, LabelsRecord):
+            # What can't be read counts as a pin until somebody takes that back.
+            known = LabelsRecord(
+                run_id=run.run_id,
+                checkpoint=checkpoint,
+                number=number,
+                pinned=known is not None,
+                labels=manifest.labels,
+            )
+        made = dataclasses.replace(change(known), number=number + 1)
+        content = made.dump()
+        try:
+            create_once(store, made.path, functools.partial(list, [content]), content=content)
+        except CkptError as error:
+            if error.code == Code.COMMIT_CONFLICT:
+                continue  # Somebody took the number: the change is made to what that one says.
+            raise
+        store.sync(LABELS_FOLDER)
+        return made
+
+
+def pin_checkpoint(store: Store, run: RunRecord, checkpoint: str) -> LabelsRecord:
+    """Pin a checkpoint: no cleaner retires it until somebody unpins it.
+
+    Raises: as `change_labels`; StateError(ARGUMENT) for a run without the writer feature; CommitError(
+        CHECKPOINT_CONDEMNED) where a cleaner is about to retire it, or died before it did. Spec: REQ-CMT-041.
+    """
+    if LABELS not in run.writer_features:
+        raise err(
+            Code.ARGUMENT,
+            "the run was begun by a version that doesn't know pins, and that may clean it up",
+            where=store.name,
+            requirement="REQ-CMT-041",
+            remedy="Copy the checkpoint out of the run, or train on in a new one.",
+        )
+    made = change_labels(store, run, checkpoint, lambda known: dataclasses.replace(known, pinned=True))
+    place = store.at(checkpoint)
+    for _ in poll(_CLEANER_S):
+        # In this order: a cleaner removes its condemnation behind the tombstone, or when it has seen the pin.
+        is_condemned = any(name.startswith(CONDEMNED) for name in place.list_names(""))
+        _read_manifest(store, checkpoint)
+        if not is_condemned:
+            return made
+    raise err(
+        Code.CHECKPOINT_CONDEMNED,
+        f"it is pinned now, and a cleaner that began before hasn't said within {_CLEANER_S:g} s that it stays",
+        where=place.name,
+        requirement="REQ-CMT-041",
+    )
+
+
+def _read_manifest(store: Store, checkpoint: str) -> Manifest:
+    """Return the manifest of a committed checkpoint.
+
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED); what is wrong with its register.
+    """
+    place = store.at(checkpoint)
+    register = read_register(place)
+    if register is None:
+        remedy = "Wait for its save: the handle of a save has wait()."
+        raise err(Code.NOT_COMMITTED, "it isn't committed", where=place.name, requirement="REQ-CMT-041", remedy=remedy)
+    if not isinstance(register, Manifest):
+        raise refusal_of(register)
+    return register

@@ -1,0 +1,327 @@
+"""A run seen from outside: its listing, its best checkpoint, labels, pins, and what is deleted by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptfmt
+from ckptfmt.commit import decision
+from ckptfmt.commit.decision import CONDEMNED
+from ckptfmt.documents.labels import Labels
+from ckptfmt.documents.manifest import checkpoint_name
+from ckptfmt.documents.run import LABELS_FOLDER, SAVERS, LabelsRecord, RunRecord
+from ckptfmt.errors import CkptError, Code
+from ckptfmt.run import labelling
+from ckptfmt.run.lineage import list_checkpoints, open_run
+from ckptfmt.run.retention import clean_up
+from ckptfmt.store import open_store
+from ckptfmt.store.memory import MemoryStore
+from tests.builders import error_of, snapshot, tensor
+from tests.chains import Saving
+from tests.run.test_lineage import RunOfSteps
+from tests.stores.hooked import HookedStore, Operation
+from tests.stores.recorder import Recorder
+
+
+def made(*steps: int, **options: Any) -> tuple[MemoryStore, ckptfmt.Run]:
+    """Return a run of one launch whose metric `loss` is 10 less the step."""
+    store = MemoryStore()
+    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", **options) as checkpointer:
+        for step in steps:
+            checkpointer.save(step=step, metrics={"loss": 10 - step}, tags=[f"s{step}"])
+    return store, ckptfmt.Run(store)
+
+
+class Meddling(HookedStore):
+    """A store beside which somebody else acts, behind an operation."""
+
+    def __init__(self, inner: Any, meddle: Any) -> None:
+        super().__init__(inner)
+        self._meddle = meddle
+
+    def after(self, operation: Operation) -> None:
+        """Let the other act."""
+        self._meddle(operation)
+
+
+def code_of(call: Any) -> Code:
+    code = error_of(call).code
+    assert isinstance(code, Code)
+    return code
+
+
+def test_a_listing_says_what_registers_and_records_say() -> None:
+    store, run = made(1, 2, 3, keep=2)
+    store.at(checkpoint_name(4, 1)).create("parts/x", [b""])
+
+    found = {one.step: one for one in run.list()}
+    assert [one.state for one in found.values()] == ["retired", "committed", "committed", "unfinished"]
+    assert (found[2].metrics, found[2].tags, found[2].pinned) == ({"loss": 8.0}, ("s2",), False)
+    assert found[3].digest == ckptfmt.open(store).digest
+    assert found[1].digest is not None
+    assert found[1].nbytes is None
+    assert found[3].nbytes == 0
+    assert found[3].saved_unix_s
+    assert run.newest() == found[3]
+    with run.open() as checkpoint:
+        assert (checkpoint.step, checkpoint.pending) == (3, ())
+
+
+def test_saves_that_are_still_in_hand_are_listed(tmp_path: Path) -> None:
+    """REQ-RUN-019: by opening and by listing, so that who looks doesn't take an older one for the last."""
+    with ckptfmt.Checkpointer(tmp_path, ckptfmt.State(data={"a": 1}), saver="inline") as checkpointer:
+        checkpointer.save(step=1)
+    store = open_store(tmp_path, writable=True)
+    store.at(checkpoint_name(2, 1)).create("parts/x", [b""])
+    held = "0001-00000-" + "a" * 16
+    run = ckptfmt.Run(tmp_path)
+    assert [one.state for one in run.list()] == ["committed", "unfinished"]
+    with store.hold(f"{SAVERS}/{held}"):
+        assert run.pending == (held,)
+        assert [one.state for one in run.list()] == ["committed", "saving"]
+        with run.open() as checkpoint:
+            assert checkpoint.pending == (held,)
+        assert "launch 1 (writer 0) has a save in hand" in str(error_of(lambda: run.open(2 + 1)))
+
+
+def test_the_best_is_known_by_what_was_said_last() -> None:
+    """REQ-RUN-025"""
+    _, run = made(1, 2, 3)
+
+    assert (run.best("loss").step, run.best("loss", "max").step) == (3, 1)
+    run.set_metrics(1, {"loss": -2.5, "accuracy": 0.5})
+    assert run.best("loss", "min").step == 1
+    run.set_metrics(1, {"loss": 7})  # that of step 3: of equals the newest
+    assert run.best("loss").step == 3
+    assert {one.step: dict(one.metrics) for one in run.list()}[1] == {"loss": 7.0, "accuracy": 0.5}
+    assert run.best("accuracy").step == 1
+    assert code_of(lambda: run.best("nothing")) == Code.NOT_COMMITTED
+    assert code_of(lambda: run.best("loss", "least")) == Code.ARGUMENT
+
+
+def test_a_checkpoint_is_meant_by_name_digest_or_step() -> None:
+    _, run = made(1, 2)
+    one = run.list()[0]
+
+    for which in (one, one.name, one.digest, one.step):
+        with run.open(which) as checkpoint:
+            assert checkpoint.step == 1
+    assert code_of(lambda: run.open(7)) == Code.NOT_COMMITTED
+    assert code_of(lambda: run.open("latest")) == Code.NOT_COMMITTED
+
+
+def test_a_step_of_two_launches_is_that_on_the_lineage() -> None:
+    store, _ = made(1, 2, 3)
+    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", resume=checkpoint_name(1, 1)) as one:
+        one.restore_rng()
+        one.save(step=2)
+    with ckptfmt.Run(store).open(2) as checkpoint:
+        assert checkpoint.manifest.origin.launch == 2
+
+
+def test_tags_and_pins_are_given_and_taken() -> None:
+    """REQ-RUN-024, REQ-RUN-025"""
+    store, run = made(1, 2)
+    run.tag(1, "b", "a")
+    run.untag(1, "s1", "not there")
+    run.pin(1)
+    assert (run.list()[0].tags, run.list()[0].pinned) == (("a", "b"), True)
+    run.unpin(1)
+    assert (run.list()[0].tags, run.list()[0].pinned) == (("a", "b"), False)
+    assert (run.list()[1].tags, dict(run.list()[1].metrics)) == (("s2",), {"loss": 8.0})
+    assert store.list_names(LABELS_FOLDER) == [f"{checkpoint_name(1, 1)}-{number:04d}.json" for number in range(1, 5)]
+    assert ckptfmt.validate(store)
+
+
+def test_of_two_who_tag_at_once_neither_is_lost() -> None:
+    """REQ-RUN-024"""
+    store, _ = made(1, 2)
+    gate = threading.Barrier(8)
+
+    def tag(number: int) -> None:
+        gate.wait(20)
+        ckptfmt.Run(store).tag(1, f"t{number}")
+
+    threads = [threading.Thread(target=tag, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ckptfmt.Run(store).list()[0].tags == ("s1", *(f"t{number}" for number in range(8)))
+
+
+def test_who_was_slower_adds_to_what_the_faster_one_said() -> None:
+    """REQ-RUN-024: the number is taken when it comes to create its record."""
+    store, run = made(1, 2)
+    record, name = open_run(store), checkpoint_name(1, 1)
+    first: list[Operation] = []
+
+    def tag(operation: Operation) -> None:
+        if operation.op == "list_names" and operation.path == LABELS_FOLDER and not first:
+            first.append(operation)
+            run.tag(1, "faster")
+
+    def change(known: LabelsRecord) -> LabelsRecord:
+        return dataclasses.replace(known, labels=Labels.of(tags={*known.labels.tags, "slower"}))
+
+    labelling.change_labels(Meddling(store, tag), record, name, change)
+    assert run.list()[0].tags == ("faster", "s1", "slower")
+
+
+def test_labels_of_what_is_not_committed_are_refused() -> None:
+    store, run = made(1, 2, keep=1)
+    store.at(checkpoint_name(3, 1)).create("parts/x", [b""])
+    assert code_of(lambda: run.tag(1, "a")) == Code.CHECKPOINT_RETIRED
+    assert code_of(lambda: run.set_metrics(3, {"a": 1})) == Code.NOT_COMMITTED
+    assert code_of(lambda: run.set_metrics(2, {"a": float("nan")})) == Code.ARGUMENT
+    assert store.list(LABELS_FOLDER) == []
+
+
+def test_a_record_that_cannot_be_read_pins_until_somebody_unpins() -> None:
+    """REQ-CMT-040"""
+    store, run = made(1, 2, 3)
+    store.create(f"{LABELS_FOLDER}/{checkpoint_name(1, 1)}-0001.json", [b"damaged"])
+    record = open_run(store)
+    assert [one.pinned for one in run.list()] == [True, False, False]
+    clean_up(store, record, launch=1, keep=1)
+    assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
+    assert run.list()[0].tags == ("s1",)
+    run.unpin(1)
+    clean_up(store, record, launch=1, keep=1)
+    assert [one.state for one in run.list()] == ["retired", "retired", "committed"]
+
+
+def test_a_run_of_a_version_without_pins_takes_labels_and_no_pin() -> None:
+    """REQ-CMT-041: that version would retire what is pinned."""
+    runs = RunOfSteps()
+    runs.begin()
+    runs.save(10, 20)
+    run = ckptfmt.Run(runs.store)
+    run.tag(10, "a")
+    assert run.list()[0].tags == ("a",)
+    error = error_of(lambda: run.pin(10))
+    assert (error.code, error.requirement) == (Code.ARGUMENT, "REQ-CMT-041")
+
+
+def test_a_pin_looks_for_condemnations_and_then_at_the_register() -> None:
+    """REQ-CMT-041: behind its record, which is synced by then."""
+    store, _ = made(1, 2)
+    recorder = Recorder(store)
+    labelling.pin_checkpoint(recorder, open_run(store), checkpoint_name(1, 1))
+    seen = [(one.op, one.path) for one in recorder.log.operations]
+    name = checkpoint_name(1, 1)
+    created = next(at for at, (op, path) in enumerate(seen) if op == "create" and path.startswith(LABELS_FOLDER))
+    rest = [one for one in seen[created + 1 :] if one[0] in ("sync", "list_names", "read")]
+    assert rest[:3] == [("sync", LABELS_FOLDER), ("list_names", name), ("read", f"{name}/manifest.json")]
+
+
+def test_a_pin_that_comes_second_waits_for_the_cleaner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """REQ-CMT-041"""
+    store, run = made(1, 2)
+    place = store.at(checkpoint_name(1, 1))
+    place.create(f"{CONDEMNED}{0:016x}", [b""])
+    monkeypatch.setattr(labelling, "_CLEANER_S", 0.05)
+    assert code_of(lambda: run.pin(1)) == Code.CHECKPOINT_CONDEMNED
+    assert run.list()[0].pinned
+    place.delete(f"{CONDEMNED}{0:016x}")
+    run.pin(1)
+
+    manifest = decision.read_register(place)
+    looks: list[str] = []
+
+    def retire(operation: Any) -> None:
+        if operation.op == "list_names" and operation.path == checkpoint_name(1, 1):
+            looks.append(operation.path)
+            decision.retire(place, manifest)  # type: ignore[arg-type]
+
+    error = error_of(lambda: labelling.pin_checkpoint(Meddling(store, retire), open_run(store), checkpoint_name(1, 1)))
+    assert (error.code, len(looks)) == (Code.CHECKPOINT_RETIRED, 1)
+
+
+def test_what_is_deleted_is_no_checkpoint_any_more() -> None:
+    """REQ-CMT-022, REQ-CMT-026"""
+    store, run = made(1, 2, 3)
+    run.delete(2)
+    assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
+    assert store.list(checkpoint_name(2, 1)) == [f"{checkpoint_name(2, 1)}/manifest.json"]
+    assert code_of(lambda: run.delete(2)) == Code.CHECKPOINT_RETIRED
+    assert code_of(lambda: run.delete(9)) == Code.NOT_COMMITTED
+
+
+def test_what_is_needed_is_not_deleted() -> None:
+    """REQ-CMT-026, REQ-CMT-040: each time with the reason."""
+    store, run = made(1, 2, 3)
+    run.pin(1)
+    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", resume=checkpoint_name(2, 1)):
+        pass
+    for step, reason in ((1, "pinned"), (2, "goes on from it")):
+        error = error_of(lambda step=step: run.delete(step))
+        assert (error.code, reason in error.detail) == (Code.CHECKPOINT_NEEDED, True), error
+    run.delete(3)  # what the rollback left beside the lineage
+    run.unpin(1)
+    run.delete(1)
+    assert [one.state for one in run.list()] == ["retired", "committed", "retired"]
+
+
+def test_what_the_newest_launch_began_with_is_not_deleted() -> None:
+    """REQ-CMT-026: it has read it, or is about to, and its head may be another one's."""
+    store, run = made(1)
+    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", resume="fresh"):
+        pass
+    assert run.best("loss").step == 1
+    error = error_of(lambda: run.delete(1))
+    assert (error.code, error.detail) == (Code.CHECKPOINT_NEEDED, "it is the last committed checkpoint of the run")
+
+
+def test_a_base_is_not_deleted_before_what_reads_from_it() -> None:
+    """REQ-CMT-026, REQ-CMT-032"""
+    arrays = np.arange(3000, dtype=np.float32)
+    saving = Saving(snapshot(tensor("w", arrays)))
+    for step in (10, 20, 30):
+        arrays[step] += 1
+        saving.save(step, snapshot(tensor("w", arrays)))
+    run = ckptfmt.Run(saving.store)
+    assert run.list()[1].stored_nbytes != run.list()[1].nbytes
+    error = error_of(lambda: run.delete(10))
+    assert (error.code, "reads from it" in error.detail) == (Code.CHECKPOINT_NEEDED, True)
+    assert ckptfmt.validate(saving.store)
+
+
+def test_a_pin_between_the_choice_and_the_tombstone_holds() -> None:
+    """REQ-CMT-040, REQ-CMT-032: the cleaner looks again, behind its condemnation."""
+    store, run = made(1, 2, 3)
+
+    def pin(operation: Any) -> None:
+        if operation.op == "create" and CONDEMNED in operation.path and not run.list()[0].pinned:
+            pinned = functools.partial(dataclasses.replace, pinned=True)
+            labelling.change_labels(store, open_run(store), checkpoint_name(1, 1), pinned)
+
+    clean_up(Meddling(store, pin), open_run(store), launch=1, keep=1)
+    assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
+    assert not [path for path in store.list("") if CONDEMNED in path]
+
+
+def test_a_damaged_run_is_named() -> None:
+    store = MemoryStore()
+    assert code_of(lambda: ckptfmt.Run(store).list()) == Code.FILE_MISSING
+    open_run(store)
+    assert ckptfmt.Run(store).list() == ()
+    assert isinstance(open_run(store), RunRecord)
+    assert list_checkpoints(store) == []
+
+
+def test_a_run_with_a_feature_of_a_newer_version_is_left_alone() -> None:
+    """REQ-VER-003, REQ-CMT-025"""
+    store = MemoryStore()
+    store.create("run.json", [RunRecord(run_id="f" * 32, writer_features=("a.newer",)).dump()])
+    for call in ("pin", "unpin", "delete"):
+        with pytest.raises(CkptError) as caught:
+            getattr(ckptfmt.Run(store), call)(1)
+        assert caught.value.code == Code.FEATURE_UNSUPPORTED
