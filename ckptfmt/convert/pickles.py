@@ -14,14 +14,13 @@ records of their items, so that no choice of keys makes a table slow. What the r
 Each operation takes a byte at least, and makes one object of less than 100 bytes, or text that the pickle holds: memory
 and time are bounded by the size of the pickle. Operations that torch doesn't write are refused by name.
 
-Source: `pickletools` of CPython, for the operations.
+`pickletools` of the standard library takes a pickle apart: it knows the operands, and makes nothing but these.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import struct
+import pickletools
 from collections.abc import Callable, Collection
 from typing import Any, Final, TypeAlias
 
@@ -83,7 +82,7 @@ def parse_pickle(content: bytes, *, permitted: Collection[str], where: str) -> A
     """
     try:
         return _Machine(content, permitted, where).run()
-    except (LookupError, ValueError, TypeError, struct.error) as error:
+    except (LookupError, ValueError, TypeError) as error:
         raise _damaged(where, f"{type(error).__name__}: {str(error)[:100]}") from None
 
 
@@ -95,8 +94,8 @@ class _Machine:
     """The stack, the marks and the memo of one pickle."""
 
     def __init__(self, content: bytes, permitted: Collection[str], where: str) -> None:
-        self.content = content
         self.where = where
+        self._content = content
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -105,19 +104,14 @@ class _Machine:
 
     def run(self) -> Any:  # noqa: ANN401 - what the pickle holds
         """Do all operations up to STOP, and return what is on the stack then."""
-        content, at = self.content, 0
-        while True:
-            code = content[at]
-            at += 1
-            if code == _STOP:
-                return self.stack.pop()
-            operand = None
-            if code in _OPERANDS:
-                operand, at = _OPERANDS[code](content, at)
-            operation = _OPERATIONS.get(code)
-            if operation is None:
-                raise self.refuse(f"an operation {bytes([code])!r} that torch doesn't write")
-            operation(self, operand)
+        for operation, operand, _ in pickletools.genops(self._content):
+            do = _OPERATIONS.get(operation.name)
+            if do is None:
+                if operation.name == "STOP":
+                    break
+                raise self.refuse(f"an operation {operation.name} that torch doesn't write")
+            do(self, operand)
+        return self.stack.pop()
 
     def refuse(self, what: str) -> CkptError:
         """Return the error for what isn't let in."""
@@ -152,67 +146,6 @@ class _Machine:
             target.items = []
         return target.items
 
-
-# --- operands ---------------------------------------------------------------------------------------------------------
-
-#: Returns an operand and where the next operation is, given the pickle and where the operand begins.
-_Operand: TypeAlias = Callable[[bytes, int], tuple[Any, int]]
-
-
-def _fixed(form: str) -> _Operand:
-    packed = struct.Struct(form)
-
-    def read(content: bytes, at: int) -> tuple[Any, int]:
-        return packed.unpack_from(content, at)[0], at + packed.size
-
-    return read
-
-
-def _counted(form: str, decode: Callable[[bytes], Any]) -> _Operand:
-    packed = struct.Struct(form)
-
-    def read(content: bytes, at: int) -> tuple[Any, int]:
-        begin = at + packed.size
-        end = begin + packed.unpack_from(content, at)[0]
-        if not begin <= end <= len(content):
-            raise ValueError("an operand ends behind it")
-        return decode(content[begin:end]), end
-
-    return read
-
-
-def _two_lines(content: bytes, at: int) -> tuple[Any, int]:
-    middle = content.index(b"\n", at)
-    end = content.index(b"\n", middle + 1)
-    return (content[at:middle].decode(), content[middle + 1 : end].decode()), end + 1
-
-
-_text: Final = functools.partial(str, encoding="utf-8", errors="surrogatepass")
-_integer: Final = functools.partial(int.from_bytes, byteorder="little", signed=True)
-
-_OPERANDS: Final[dict[int, _Operand]] = {
-    0x80: _fixed("<B"),  # PROTO
-    0x95: _fixed("<Q"),  # FRAME
-    ord("K"): _fixed("<B"),  # BININT1
-    ord("M"): _fixed("<H"),  # BININT2
-    ord("J"): _fixed("<i"),  # BININT
-    ord("G"): _fixed(">d"),  # BINFLOAT
-    0x8A: _counted("<B", _integer),  # LONG1
-    0x8B: _counted("<i", _integer),  # LONG4
-    0x8C: _counted("<B", _text),  # SHORT_BINUNICODE
-    ord("X"): _counted("<I", _text),  # BINUNICODE
-    0x8D: _counted("<Q", _text),  # BINUNICODE8
-    ord("U"): _counted("<B", _text),  # SHORT_BINSTRING
-    ord("C"): _counted("<B", bytes),  # SHORT_BINBYTES
-    ord("B"): _counted("<I", bytes),  # BINBYTES
-    0x8E: _counted("<Q", bytes),  # BINBYTES8
-    0x96: _counted("<Q", bytes),  # BYTEARRAY8
-    ord("c"): _two_lines,  # GLOBAL
-    ord("h"): _fixed("<B"),  # BINGET
-    ord("j"): _fixed("<I"),  # LONG_BINGET
-    ord("q"): _fixed("<B"),  # BINPUT
-    ord("r"): _fixed("<I"),  # LONG_BINPUT
-}
 
 # --- operations -------------------------------------------------------------------------------------------------------
 
@@ -306,8 +239,9 @@ def _memoize(machine: _Machine, _operand: None) -> None:
     machine.memo[len(machine.memo)] = machine.stack[-1]
 
 
-def _global(machine: _Machine, operand: tuple[str, str]) -> None:
-    machine.stack.append(machine.named(*operand))
+def _global(machine: _Machine, operand: str) -> None:
+    module, _, name = operand.partition(" ")
+    machine.stack.append(machine.named(module, name))
 
 
 def _stack_global(machine: _Machine, _operand: None) -> None:
@@ -333,43 +267,43 @@ def _persistent(machine: _Machine, _operand: None) -> None:
     machine.stack.append(Made(PERSISTENT, (machine.stack.pop(),)))
 
 
-def _bytearray(machine: _Machine, operand: bytes) -> None:
-    machine.stack.append(Made(_BYTEARRAY, (operand,)))
+def _bytearray(machine: _Machine, operand: bytearray) -> None:
+    machine.stack.append(Made(_BYTEARRAY, (bytes(operand),)))
 
 
 _Operation: TypeAlias = Callable[[_Machine, Any], None]
 
-_STOP: Final = ord(".")
-_OPERATIONS: Final[dict[int, _Operation]] = {
-    0x80: _protocol,
-    0x95: _nothing,  # FRAME
-    ord("("): _mark,
-    ord("N"): _constant(None),
-    0x88: _constant(value=True),
-    0x89: _constant(value=False),
-    **dict.fromkeys((*map(ord, "KMJGXUCB"), 0x8A, 0x8B, 0x8C, 0x8D, 0x8E), _push),
-    0x96: _bytearray,
-    ord("]"): lambda machine, _operand: machine.stack.append([]),
-    ord("a"): _append,
-    ord("e"): _appends,
-    ord(")"): _constant(()),
-    ord("t"): _tuple,
-    0x85: _tuple_of(1),
-    0x86: _tuple_of(2),
-    0x87: _tuple_of(3),
-    ord("}"): _record(DICT),
-    ord("s"): _set_item,
-    ord("u"): _set_items,
-    0x8F: _record(SET),
-    0x90: _add_items,
-    0x91: _frozenset,
-    **dict.fromkeys(map(ord, "hj"), _get),
-    **dict.fromkeys(map(ord, "qr"), _put),
-    0x94: _memoize,
-    ord("c"): _global,
-    0x93: _stack_global,
-    ord("R"): _make,
-    0x81: _make,  # NEWOBJ
-    ord("b"): _build,
-    ord("Q"): _persistent,
+_OPERATIONS: Final[dict[str, _Operation]] = {
+    "PROTO": _protocol,
+    "FRAME": _nothing,
+    "MARK": _mark,
+    "NONE": _constant(None),
+    "NEWTRUE": _constant(value=True),
+    "NEWFALSE": _constant(value=False),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"), _push),
+    **dict.fromkeys(("SHORT_BINSTRING", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _push),
+    "BYTEARRAY8": _bytearray,
+    "EMPTY_LIST": lambda machine, _operand: machine.stack.append([]),
+    "APPEND": _append,
+    "APPENDS": _appends,
+    "EMPTY_TUPLE": _constant(()),
+    "TUPLE": _tuple,
+    "TUPLE1": _tuple_of(1),
+    "TUPLE2": _tuple_of(2),
+    "TUPLE3": _tuple_of(3),
+    "EMPTY_DICT": _record(DICT),
+    "SETITEM": _set_item,
+    "SETITEMS": _set_items,
+    "EMPTY_SET": _record(SET),
+    "ADDITEMS": _add_items,
+    "FROZENSET": _frozenset,
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _get),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _put),
+    "MEMOIZE": _memoize,
+    "GLOBAL": _global,
+    "STACK_GLOBAL": _stack_global,
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _make),
+    "BUILD": _build,
+    "BINPERSID": _persistent,
 }

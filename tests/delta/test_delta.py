@@ -650,11 +650,13 @@ def test_what_does_not_decode_to_the_content_is_stored_raw(monkeypatch, wrong):
     saving.save(1, state(arrays))
     encode = encodings.encode
 
-    def nothing_changed(*_, dtype, base, **__):
-        stored = encode("sparse", base, dtype=dtype, base=base)
-        return stored if wrong == "encode" else ("sparse", stored)
+    def nothing_changed(encoding, content, *, dtype, base):
+        return encode(encoding, content if base is None else base, dtype=dtype, base=base)
 
-    monkeypatch.setattr(encodings, wrong, nothing_changed)
+    def chosen_for_nothing(_, *, dtype, base, **__):
+        return "sparse", encode("sparse", base, dtype=dtype, base=base)
+
+    monkeypatch.setattr(encodings, wrong, nothing_changed if wrong == "encode" else chosen_for_nothing)
     arrays = {"w": nudged(arrays["w"], 2000)}
     saving.save(2, state(arrays))
     monkeypatch.undo()
