@@ -11,10 +11,10 @@ from typing import Any, Final, TypeGuard
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
-from ckptfmt.adapters.live_trees import GLOBAL, join_name, prefix_of, worker_scope
+from ckptfmt.adapters.live_trees import GLOBAL, join_name, prefix_of, too_deep, worker_scope
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import Code, err
 from ckptfmt.state import PerWorker, State
 from ckptfmt.write.snapshot import TensorSink, TensorSource
 
@@ -83,7 +83,7 @@ class _Walker:
             yield from self.units(field, path, self.own_scope, value.value, _attribute_putter(value))
             return
         if len(path) > limits.MSGPACK_DEPTH:
-            raise _too_deep(field, path)
+            raise too_deep(f"{field}:{join_name(path[:4])}")
         side = torch_side()
         value = value if side is None else side.unwrap_optimizer(value)
         kind = _kind_of(value)
@@ -116,16 +116,6 @@ def _is_plain(value: object, depth: int = 0) -> bool:
     return not deep or all(_is_plain(item, depth + 1) for _, item in _items(value))
 
 
-def _too_deep(field: str, path: tuple[object, ...]) -> CkptError:
-    return err(
-        Code.DOC_DEPTH,
-        f"nests deeper than {limits.MSGPACK_DEPTH}",
-        where=f"{field}:{join_name(path[:4])}",
-        requirement="REQ-TRE-007",
-        remedy="Flatten the value, or break its cycle.",
-    )
-
-
 def _items(value: Any) -> list[tuple[object, object]]:  # noqa: ANN401 - one of the containers above
     return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
 
@@ -149,25 +139,25 @@ def _attribute_putter(wrapper: PerWorker) -> Callable[[object], None]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Live:
-    """What a State holds just now.
+    """What a State holds just now; where the program hasn't loaded torch, nothing but units.
 
     Attributes:
         units: in the order in which they are loaded.
+        worker_count: how many workers there are.
         views: what each module holds, by the number of its unit.
         entries: the live tensors of all modules of a field, tied ones once.
         names: all names of each parameter, by its id; those of weights stand above those of extra.
         devices: torch devices that hold something, as torch prints them.
         meshes: of DTensors; each once.
-        worker_count: how many workers there are.
     """
 
     units: tuple[Unit, ...]
-    views: dict[int, Any]
-    entries: dict[str, list[Any]]
-    names: dict[int, tuple[str, ...]]
-    devices: frozenset[str]
-    meshes: list[Any]
     worker_count: int
+    views: dict[int, Any] = dataclasses.field(default_factory=dict)
+    entries: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    names: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    devices: frozenset[str] = frozenset()
+    meshes: list[Any] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, state: State, *, worker: int, worker_count: int) -> Live:
@@ -177,15 +167,7 @@ class Live:
         units = tuple(walk(state, worker=worker))
         side = torch_side()
         if side is None:
-            return cls(
-                units=units,
-                views={},
-                entries={},
-                names={},
-                devices=frozenset(),
-                meshes=[],
-                worker_count=worker_count,
-            )
+            return cls(units=units, worker_count=worker_count)
         views = {
             number: side.view_module(
                 unit.value,
@@ -250,6 +232,12 @@ def _tensors(side: ModuleType, unit: Unit) -> Iterator[tuple[str, Any]]:
     return find(unit.value, unit.path)
 
 
+#: The attributes of a `TensorSource`.
+_SOURCE: Final = (
+    "aliases", "boxes", "copy_into", "dtype", "field", "global_shape", "name", "replica", "scope", "storage",
+)  # fmt: skip
+
+
 def is_piece(value: object) -> TypeGuard[TensorSource | TensorSink]:
     """Tell whether a value is a source or a sink; its class says so, so that no attribute of a value is asked for."""
     kind = type(value)
@@ -263,11 +251,9 @@ def check_source(value: object, *, field: str, where: str) -> TensorSource:
     """
     if not isinstance(value, TensorSource):
         kind = type(value)
-        raise err(
-            Code.STATE_UNSUPPORTED,
-            f"{kind.__module__}.{kind.__qualname__} isn't a ckptfmt.TensorSource: it lacks {_missing(value)}",
-            where=where,
-        )
+        lacking = ", ".join(name for name in _SOURCE if not hasattr(value, name))
+        detail = f"{kind.__module__}.{kind.__qualname__} isn't a ckptfmt.TensorSource: it lacks {lacking}"
+        raise err(Code.STATE_UNSUPPORTED, detail, where=where)
     if value.field != field:
         raise err(Code.STATE_NAME, f"a source of the field {value.field}, given as {field}", where=where)
     if value.dtype not in DTYPES:
@@ -279,19 +265,3 @@ def check_source(value: object, *, field: str, where: str) -> TensorSource:
                 Code.BOX_BOUNDS, f"{box} leaves {whole.shape}", where=where, remedy="Mend the boxes of the source."
             )
     return value
-
-
-def _missing(value: object) -> str:
-    attributes = (
-        "name",
-        "dtype",
-        "global_shape",
-        "scope",
-        "boxes",
-        "replica",
-        "storage",
-        "aliases",
-        "copy_into",
-        "field",
-    )
-    return ", ".join(name for name in sorted(attributes) if not hasattr(value, name))

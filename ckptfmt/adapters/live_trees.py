@@ -42,6 +42,22 @@ def key_text(key: object) -> str:
     return text.replace("~", "~0").replace("/", "~1")
 
 
+def child_name(name: str, key: object) -> str:
+    """Return the name of what lies under `key` of what is called `name`; of a whole field, that is empty."""
+    return f"{name}/{key_text(key)}" if name else key_text(key)
+
+
+def too_deep(where: str) -> CkptError:
+    """Return the error for a live value that nests deeper than a document may, or contains itself."""
+    return err(
+        Code.DOC_DEPTH,
+        f"nests deeper than {limits.MSGPACK_DEPTH}",
+        where=where,
+        requirement="REQ-TRE-007",
+        remedy="Flatten the value, or break its cycle.",
+    )
+
+
 def join_name(path: Iterable[object]) -> str:
     """Return the name of what lies at `path`, a sequence of keys.
 
@@ -132,22 +148,12 @@ class Encoder:
 
     def _encode_container(self, encode: Callable[[Encoder, Any, str], object], value: object, name: str) -> object:
         if self._depth > limits.MSGPACK_DEPTH:
-            raise err(
-                Code.DOC_DEPTH,
-                f"nests deeper than {limits.MSGPACK_DEPTH}",
-                where=f"{self.field}:{name[:64]}",
-                requirement="REQ-TRE-007",
-                remedy="Flatten the value, or break its cycle.",
-            )
+            raise too_deep(f"{self.field}:{name[:64]}")
         self._depth += 1
         try:
             return encode(self, value, name)
         finally:
             self._depth -= 1
-
-    def child(self, name: str, key: object) -> str:
-        """Return the name of what lies under `key`."""
-        return f"{name}/{key_text(key)}" if name else key_text(key)
 
 
 def fingerprint(value: object, *, field: str, name: str) -> tuple[bytes, dict[str, bytes]]:
@@ -182,7 +188,7 @@ def _encode_list(encoder: Encoder, value: Any, name: str) -> object:  # noqa: AN
     if _PLAIN.issuperset(map(type, value)):
         return value
     items = [
-        item if type(item) in _PLAIN else encoder.encode(item, encoder.child(name, index))
+        item if type(item) in _PLAIN else encoder.encode(item, child_name(name, index))
         for index, item in enumerate(value)
     ]
     return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
@@ -192,7 +198,7 @@ def _encode_dict(encoder: Encoder, value: Any, name: str) -> object:  # noqa: AN
     if _PLAIN.issuperset(map(type, value.values())):
         return value
     items = {
-        key: item if type(item) in _PLAIN else encoder.encode(item, encoder.child(name, key))
+        key: item if type(item) in _PLAIN else encoder.encode(item, child_name(name, key))
         for key, item in value.items()
     }
     return items if type(value) is dict else OrderedDict(items)
@@ -201,12 +207,12 @@ def _encode_dict(encoder: Encoder, value: Any, name: str) -> object:  # noqa: AN
 def _encode_counter(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - Counter
     counter: Counter[object] = Counter()
     for key, item in value.items():
-        counter[key] = encoder.encode(item, encoder.child(name, key))  # type: ignore[assignment]
+        counter[key] = encoder.encode(item, child_name(name, key))  # type: ignore[assignment]
     return counter
 
 
 def _encode_set(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - set or frozenset
-    return type(value)(encoder.encode(item, encoder.child(name, item)) for item in value)
+    return type(value)(encoder.encode(item, child_name(name, item)) for item in value)
 
 
 #: Types, exactly these, whose values are trees already.

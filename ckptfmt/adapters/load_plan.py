@@ -229,6 +229,7 @@ class LoadPlan:
         override: patterns of what stays as it is live, though it was saved; see `ckptfmt.adapters.load_plan.Only`.
 
     Attributes:
+        only: what the load is about.
         renaming: what the live names were called.
         sinks: destinations to fill.
         actions: what to do after that, in this order.
@@ -272,13 +273,13 @@ class LoadPlan:
         self.renaming = Renaming(rename)
         self.renamed: dict[tuple[str, str], str] = {}
         self.left_count = 0
-        self._only = Only(only, override=override)
+        self.only = Only(only, override=override)
         #: By saved tensor, the live name and the saved one that it was first taken for.
         self._destinations: dict[TensorKey, tuple[str, str]] = {}
-        for pattern in self._only.iter_idle(checkpoint):
+        for pattern in self.only.iter_idle(checkpoint):
             hint = f"; the field is '{pattern}:*'" if pattern in FIELDS else ""
             self.problem(Code.TENSOR_MISSING, f"only={pattern!r}", f"nothing of this name was saved{hint}")
-        for pattern in self._only.iter_idle_overrides(checkpoint):
+        for pattern in self.only.iter_idle_overrides(checkpoint):
             self.problem(Code.LEAF_MISSING, f"override={pattern!r}", "nothing of this name was saved")
 
     # --- choose -------------------------------------------------------------------------------------------------------
@@ -286,19 +287,7 @@ class LoadPlan:
     @property
     def is_partial(self) -> bool:
         """Whether the caller chose by `only`."""
-        return self._only.patterns is not None
-
-    def fits(self, field: str, name: str) -> bool:
-        """Tell whether what was saved under this name is to be loaded."""
-        return self._only.fits(field, name)
-
-    def is_overridden(self, field: str, name: str) -> bool:
-        """Tell whether the live one stands, by the caller's word."""
-        return self._only.is_overridden(field, name)
-
-    def fits_leaf(self, key: TensorKey, value: Callable[[], Any]) -> bool:
-        """Tell whether a saved leaf is to be loaded; `value` returns what was saved."""
-        return self._only.fits_leaf(key[0], key[1], value)
+        return self.only.patterns is not None
 
     def choose(self, field: str, names: Sequence[str], *, prefix: str = "") -> tuple[str, ...]:
         """Return the saved names of something live, none if it is to be left as it is, and take note of either.
@@ -309,9 +298,9 @@ class LoadPlan:
             prefix: of the saved names that `only` goes by, where they have one that live names have not.
         """
         saved = tuple(self.renaming.saved_name(name) for name in names)
-        if not any(self.fits(field, prefix + name) for name in saved):
+        if not any(self.only.fits(field, prefix + name) for name in saved):
             self.left_count += 1
-            if self.is_overridden(field, prefix + saved[0]):
+            if self.only.is_overridden(field, prefix + saved[0]):
                 self.downgrades.append(f"{field}:{names[0]} stays as it is here: override=")
             return ()
         pairs = zip(names, saved, strict=True)
@@ -400,9 +389,9 @@ class LoadPlan:
     def _is_wanted(self, kind: str, key: TensorKey) -> bool:
         field, name, _ = key
         if kind == "leaf":
-            return self.fits_leaf(key, lambda: self.checkpoint.leaf(*key))
+            return self.only.fits_leaf(field, name, lambda: self.checkpoint.leaf(*key))
         names = (name, *self.checkpoint.tensors[key].aliases) if self.is_partial else ()
-        return not names or any(self.fits(field, name) for name in names)
+        return not names or any(self.only.fits(field, name) for name in names)
 
     def _is_mine(self, scope: str) -> bool:
         return scope in (GLOBAL, worker_scope(self.worker)) or int(scope.removeprefix("lw/")) >= self.worker_count

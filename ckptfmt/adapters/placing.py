@@ -7,14 +7,14 @@ import functools
 import importlib
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, Final
 
 import numpy as np
 
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live import Unit
-from ckptfmt.adapters.live_trees import FLATTENED, GLOBAL, join_name, key_text, plain_values
+from ckptfmt.adapters.live_trees import FLATTENED, GLOBAL, child_name, join_name, plain_values
 from ckptfmt.adapters.load_plan import LoadPlan, Patterns
 from ckptfmt.adapters.numpy import Array, ArraySink, array_of, dtype_name
 from ckptfmt.box import Box
@@ -61,13 +61,8 @@ class Placer:
         parts: bool = False,
         whole: bool = False,
     ) -> None:
-        self.plan = plan
-        self.field = field
-        self.scope = scope
-        self.framework = framework
-        self.device = device
-        self.parts = parts
-        self.whole = whole
+        self.plan, self.field, self.scope = plan, field, scope
+        self.framework, self.device, self.parts, self.whole = framework, device, parts, whole
 
     # --- in place -----------------------------------------------------------------------------------------------------
 
@@ -98,19 +93,19 @@ class Placer:
         return fresh
 
     def _place_dict(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], name: str) -> None:
-        taken = {key: value for key, value in saved.items() if key in live or self._is_chosen(name, key)}
+        taken = {key: value for key, value in saved.items() if key in live or self._fits(child_name(name, key))}
         if live:
             for key in [key for key in taken if key not in live]:
-                where = f"{self.field}:{self._child(name, key)}"
+                where = f"{self.field}:{child_name(name, key)}"
                 self.plan.problem(Code.LEAF_UNEXPECTED, where, "the live mapping has no such key")
                 self.take(taken.pop(key))
-            for key in [key for key in live if key not in saved and self._is_chosen(name, key)]:
-                where = f"{self.field}:{self._child(name, key)}"
+            for key in [key for key in live if key not in saved and self._fits(child_name(name, key))]:
+                where = f"{self.field}:{child_name(name, key)}"
                 self.plan.problem(Code.LEAF_MISSING, where, "the saved mapping has no such key")
         placed = {
-            key: self.place(live[key], value, self._child(name, key))
+            key: self.place(live[key], value, child_name(name, key))
             if key in live
-            else self.fresh(value, self._child(name, key))
+            else self.fresh(value, child_name(name, key))
             for key, value in taken.items()
         }
         self.plan.actions.append(lambda: live.update(placed))
@@ -118,7 +113,7 @@ class Placer:
     def _place_items(self, live: Any, saved: Any, name: str) -> Any:  # noqa: ANN401 - list, tuple or deque
         before: list[Any] = list(live) if len(live) == len(saved) else [None] * len(saved)
         items = [
-            self.place(old, value, self._child(name, index))
+            self.place(old, value, child_name(name, index))
             for index, (old, value) in enumerate(zip(before, saved, strict=True))
         ]
         if isinstance(live, tuple):
@@ -130,14 +125,8 @@ class Placer:
 
     def _fill_live(self, live: Any, saved: TensorRef | dict[Any, Any]) -> None:  # noqa: ANN401 - array or tensor
         if isinstance(saved, TensorRef):
-            self._fill_reference(live, saved)
-        else:
-            self._fill_flattened(live, saved)
-
-    def _fill_reference(self, live: Any, saved: TensorRef) -> None:  # noqa: ANN401 - array or tensor
-        fill(self.plan, live, self.referred(saved))
-
-    def _fill_flattened(self, live: Any, saved: dict[Any, Any]) -> None:  # noqa: ANN401 - a tensor
+            fill(self.plan, live, self.referred(saved))
+            return
         side = torch_side()
         inner = {} if side is None else {name.removeprefix("/"): part for name, part in side.inner_tensors(live, "")}
         references = {key: reference for key, reference in saved.items() if key != FLATTENED}
@@ -146,7 +135,7 @@ class Placer:
             self.plan.problem(Code.SHAPE_MISMATCH, f"{self.field}:{next(iter(references.values())).name}", detail)
             return
         for key, part in inner.items():
-            self._fill_reference(part, references[key])
+            fill(self.plan, part, self.referred(references[key]))
 
     # --- new ----------------------------------------------------------------------------------------------------------
 
@@ -163,21 +152,24 @@ class Placer:
             return self._fresh_dict(saved, name, like if isinstance(like, dict) else {})
         if type(saved) is Counter:
             counter: Counter[Any] = Counter()
-            counter.update({key: self.fresh(value, self._child(name, key)) for key, value in saved.items()})
+            counter.update({key: self.fresh(value, child_name(name, key)) for key, value in saved.items()})
             return counter
         return self._fresh_items(saved, name, like) if type(saved) in _ITEMS else saved
 
     def _fresh_dict(self, saved: Any, name: str, like: dict[Any, Any]) -> Any:  # noqa: ANN401 - dict or OrderedDict
         if FLATTENED in saved and not self.parts:
-            raise self._needs_live(saved, name)
-        return type(saved)(
-            (key, self.fresh(item, self._child(name, key), like.get(key))) for key, item in saved.items()
-        )
+            raise err(
+                Code.STATE_UNSUPPORTED,
+                f"a tensor of {saved[FLATTENED]} can only be filled in place",
+                where=f"{self.field}:{name}",
+                remedy="Create it before the load, for an optimizer by one step.",
+            )
+        return type(saved)((key, self.fresh(item, child_name(name, key), like.get(key))) for key, item in saved.items())
 
     def _fresh_items(self, saved: Any, name: str, like: Any) -> Any:  # noqa: ANN401 - one of _ITEMS
         same = type(like) is type(saved) and len(like) == len(saved) and not isinstance(like, set | frozenset)
         old: list[Any] = list(like) if same else [None] * len(saved)
-        items = [self.fresh(item, self._child(name, i), old[i]) for i, item in enumerate(saved)]
+        items = [self.fresh(item, child_name(name, i), old[i]) for i, item in enumerate(saved)]
         return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
 
     def _fresh_tensor(self, saved: TensorRef, like: object) -> object:
@@ -205,23 +197,8 @@ class Placer:
         for reference in _references(saved):
             self.referred(reference)
 
-    def _needs_live(self, saved: dict[Any, Any], name: str) -> Exception:
-        return err(
-            Code.STATE_UNSUPPORTED,
-            f"a tensor of {saved[FLATTENED]} can only be filled in place",
-            where=f"{self.field}:{name}",
-            remedy="Create it before the load, for an optimizer by one step.",
-        )
-
-    def _is_chosen(self, name: str, key: object) -> bool:
-        return self._fits(self._child(name, key))
-
     def _fits(self, name: str) -> bool:
-        return self.whole or self.plan.fits(self.field, name)
-
-    @staticmethod
-    def _child(name: str, key: object) -> str:
-        return f"{name}/{key_text(key)}" if name else key_text(key)
+        return self.whole or self.plan.only.fits(self.field, name)
 
 
 def fill(plan: LoadPlan, live: Any, saved: IndexTensor, *, name: str | None = None) -> None:  # noqa: ANN401 - array or tensor
@@ -330,14 +307,10 @@ def _refill(live: Any, items: Any) -> None:  # noqa: ANN401 - a mutable containe
 
 def is_named_tensors(unit: Unit) -> bool:
     """Tell whether a unit is a flat mapping from strings to tensors or arrays; an empty one is."""
-    side = torch_side()
     return (
         unit.field in _FIELDS
-        and type(unit.value) in (dict, OrderedDict)
-        and all(
-            type(key) is str and (isinstance(value, np.ndarray) or (side is not None and side.is_tensor(value)))
-            for key, value in unit.value.items()
-        )
+        and type(unit.value) in _DICTS
+        and all(type(key) is str and _is_tensor(value) for key, value in unit.value.items())
     )
 
 
@@ -375,7 +348,6 @@ def take_named_leaf(plan: LoadPlan, unit: Unit) -> None:
 
 
 _FRAMEWORKS: Final = (None, "numpy", "torch")
-
 
 #: Stands for a value of which nothing is chosen.
 _NOTHING: Final = object()
@@ -426,7 +398,7 @@ def _field(plan: LoadPlan, field: str, framework: str | None) -> Any:  # noqa: A
             values.setdefault(key[2], {})[key[1]] = placer.fresh(tree, key[1])
     alone = [key for key in plan.checkpoint.tensors if key[0] == field and key not in plan.taken_tensors]
     if plan.is_partial:
-        alone = [key for key in alone if any(plan.fits(field, name) for name in _names(plan, key))]
+        alone = [key for key in alone if any(plan.only.fits(field, name) for name in _names(plan, key))]
     if not alone and list(values) == [GLOBAL] and list(values[GLOBAL]) == [""]:
         return values[GLOBAL][""]
     kind = framework or ("torch" if "torch" in sys.modules else "numpy")
@@ -450,13 +422,12 @@ def _names(plan: LoadPlan, key: TensorKey) -> tuple[str, ...]:
 def _choose(plan: LoadPlan, key: TensorKey, tree: Any, name: str | None = None) -> Any:  # noqa: ANN401 - a tree
     """Return what is chosen of a saved value: all, or of a mapping a smaller one, or `_NOTHING`."""
     field = key[0]
-    if plan.fits_leaf(key, lambda: tree) if name is None else plan.fits(field, name):
+    if plan.only.fits_leaf(key[0], key[1], lambda: tree) if name is None else plan.only.fits(field, name):
         return tree
     if type(tree) not in (dict, OrderedDict):
         return _NOTHING
     at = key[1] if name is None else name
-    begin = f"{at}/" if at else ""
-    parts = ((item, _choose(plan, key, value, f"{begin}{key_text(item)}")) for item, value in tree.items())
+    parts = ((item, _choose(plan, key, value, child_name(at, item))) for item, value in tree.items())
     chosen = [(item, part) for item, part in parts if part is not _NOTHING]
     return type(tree)(chosen) if chosen else _NOTHING
 
@@ -464,7 +435,7 @@ def _choose(plan: LoadPlan, key: TensorKey, tree: Any, name: str | None = None) 
 def _streams(plan: LoadPlan) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, scope in plan.checkpoint.streams:
-        if not plan.fits("rng", name):
+        if not plan.only.fits("rng", name):
             continue
         kind, state = plan.checkpoint.stream(name, scope)
         found.setdefault(scope, {})[name] = (kind, plain_values(state))
@@ -496,32 +467,27 @@ def plan_sink(plan: LoadPlan, value: object, *, field: str, where: str) -> None:
             remedy="Give the sink the saved dtype, and convert in its copy_from.",
         )
     else:
-        plan.sinks.append(_Sink(value, saved.name, saved.scope))
+        plan.sinks.append(
+            _Sink(
+                field=field,
+                name=saved.name,
+                scope=saved.scope,
+                dtype=saved.dtype,
+                global_shape=saved.global_shape,
+                boxes=tuple(value.boxes),
+                copy_from=value.copy_from,
+            )
+        )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Sink:
     """A sink that is filled from a tensor of another name or scope."""
 
-    sink: TensorSink
+    field: str
     name: str
     scope: str
-
-    @property
-    def field(self) -> str:
-        return self.sink.field
-
-    @property
-    def dtype(self) -> str:
-        return self.sink.dtype
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        return tuple(self.sink.global_shape)
-
-    @property
-    def boxes(self) -> tuple[Box, ...]:
-        return tuple(self.sink.boxes)
-
-    def copy_from(self, box: Box, content: memoryview) -> None:
-        self.sink.copy_from(box, content)
+    dtype: str
+    global_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    copy_from: Callable[[Box, memoryview], None]

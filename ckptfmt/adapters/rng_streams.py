@@ -83,18 +83,23 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
     Problems: STREAM_MISSING, STREAM_UNEXPECTED. With another number of workers these are only reported, and new
     workers keep their fresh RNG streams, unless `strict`.
     """
-    left = [stream.name for stream in streams if plan.is_overridden("rng", stream.name)]
+    left = [stream.name for stream in streams if plan.only.is_overridden("rng", stream.name)]
     plan.downgrades += [f"rng:{name} stays as it is here: override=" for name in left]
-    streams = [stream for stream in streams if plan.fits("rng", stream.name)]
-    saved_streams = {key: stream for key, stream in plan.checkpoint.streams.items() if plan.fits("rng", key[0])}
+    streams = [stream for stream in streams if plan.only.fits("rng", stream.name)]
+    saved_streams = {key: stream for key, stream in plan.checkpoint.streams.items() if plan.only.fits("rng", key[0])}
     if plan.is_partial and not streams and not saved_streams:
         return []
     saved_count = plan.checkpoint.manifest.origin.writer_count
     elastic = saved_count != plan.worker_count
-    report: Callable[[Code, str, str], bool] = plan.problem
     if elastic:
         plan.downgrades.append(f"streams of {saved_count} workers, loaded by {plan.worker_count}")
-        report = report if strict else _report_only(plan)
+
+    def report(code: Code, where: str, detail: str) -> None:
+        if elastic and not strict:
+            plan.downgrades.append(f"{code} at {where}: {detail}")
+        else:
+            plan.problem(code, where, detail)
+
     scope = worker_scope(plan.worker)
     # An RNG stream of scope global is every worker's; one of its own of the same name stands above it.
     places = {name: at for wanted in (GLOBAL, scope) for name, at in saved_streams if at == wanted}
@@ -115,14 +120,6 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
         if at != GLOBAL and int(at.removeprefix("lw/")) >= plan.worker_count:
             report(Code.STREAM_UNEXPECTED, f"rng:{name} ({at})", "there is no such worker any more")
     return actions
-
-
-def _report_only(plan: LoadPlan) -> Callable[[Code, str, str], bool]:
-    def report(code: Code, where: str, detail: str) -> bool:
-        plan.downgrades.append(f"{code} at {where}: {detail}")
-        return True
-
-    return report
 
 
 def _user_stream(name: str, generator: object) -> LiveRngStream:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from ckptfmt import limits
-from ckptfmt.adapters.live_trees import GLOBAL, key_text
+from ckptfmt.adapters.live_trees import GLOBAL, child_name
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
@@ -102,6 +102,17 @@ def member_of(root: Path, name: object, *, named_by: str) -> Path:
     if not regular:
         raise err(Code.UNSAFE_FILE, "it is no regular file", where=str(path))
     return path
+
+
+def read_exactly(path: Path | str, begin: int, out: memoryview, where: str) -> None:
+    """Fill memory from a byte of a file on. Raises: IntegrityError(FILE_NBYTES) where the file ends before."""
+    with Path(path).open("rb", buffering=0) as file:
+        while out:
+            count = os.preadv(file.fileno(), [out], begin)
+            if not count:
+                detail = f"it ends before byte {begin + out.nbytes}"
+                raise err(Code.FILE_NBYTES, detail, where=where, remedy="Copy it again.")
+            out, begin = out[count:], begin + count
 
 
 #: How many bytes of a tensor are in memory at a time, apart from copies of these.
@@ -256,6 +267,13 @@ _ITEMS: Final = (list, tuple, set, frozenset)
 _CONTAINERS: Final = frozenset({*_DICTS, *_ITEMS, deque, Counter})
 
 
+def check_depth(depth: int, name: str) -> None:
+    """Check that a tree may go as deep. Raises: FormatError(DOC_DEPTH)."""
+    if depth > limits.MSGPACK_DEPTH:
+        detail = f"nests deeper than {limits.MSGPACK_DEPTH}"
+        raise err(Code.DOC_DEPTH, detail, where=name[:64], requirement="REQ-TRE-007")
+
+
 def map_tree(
     value: Any,  # noqa: ANN401 - a tree
     leaf: Callable[[Any, str], Any],
@@ -277,15 +295,10 @@ def map_tree(
 
     Raises: FormatError(DOC_DEPTH); what `leaf` raises.
     """
-    if depth > limits.MSGPACK_DEPTH:
-        raise err(
-            Code.DOC_DEPTH, f"nests deeper than {limits.MSGPACK_DEPTH}", where=name[:64], requirement="REQ-TRE-007"
-        )
+    check_depth(depth, name)
 
     def below(item: Any, key: object) -> Any:  # noqa: ANN401
-        text = key_text(key)
-        inner = f"{name}/{text}" if name else text
-        return map_tree(item, leaf, inner, drop=drop, whole=whole, kept=kept, depth=depth + 1)
+        return map_tree(item, leaf, child_name(name, key), drop=drop, whole=whole, kept=kept, depth=depth + 1)
 
     kind = type(value)
     if kind in whole or kind not in _CONTAINERS:
@@ -306,5 +319,5 @@ def map_tree(
         except Unfit as unfit:
             if drop is None:
                 raise
-            drop(f"{name}/{key_text(key)}" if name else key_text(key), str(unfit))
+            drop(child_name(name, key), str(unfit))
     return made

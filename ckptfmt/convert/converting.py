@@ -205,12 +205,12 @@ def _plan_hf(content: Content, only: str | None, max_shard_nbytes: int) -> _Targ
 def _plan_torch(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
     side = _torch_side()
     root, left_out = _fitting(content, only, side)
-    write = functools.partial(_write_torch, side, root)
-    return _Target(tensors=_distinct(side.iter_tensors(root)), left_out=left_out, write=write)
+    tensors = list({id(tensor): tensor for tensor in side.iter_tensors(root)}.values())
 
+    def write(path: Path, on_progress: Callable[[int], None]) -> None:
+        side.write_file(root, path, on_progress=on_progress)
 
-def _write_torch(side: ModuleType, root: dict[str, Any], path: Path, on_progress: Callable[[int], None]) -> None:
-    side.write_file(root, path, on_progress=on_progress)
+    return _Target(tensors=tensors, left_out=left_out, write=write)
 
 
 def _plan_dcp(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
@@ -237,10 +237,6 @@ def _fitting(content: Content, only: str | None, side: ModuleType) -> tuple[dict
 
     root = map_tree(root, check, drop=lambda path, reason: left_out.append(LeftOut(path, reason)))
     return root, left_out
-
-
-def _distinct(tensors: list[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 _PLANS: dict[str, Callable[[Content, str | None, int], _Target]] = {

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ckptfmt.adapters.live_trees import GLOBAL
 from ckptfmt.box import Box
-from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree, member_of
+from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree, member_of, read_exactly
 from ckptfmt.convert.fields import assemble
 from ckptfmt.documents.shard import ShardEntry, plan_shard
 from ckptfmt.documents.tables import TensorKey
@@ -136,16 +136,7 @@ def _read(box: Box, out: memoryview, *, path: Path, begin: int, shape: tuple[int
     """Read the bytes of a box, which lie together: it is one of `Tensor.iter_chunks`."""
     strides = strides_of(shape, element_nbytes)
     offset = begin + sum(index * stride for index, stride in zip(box.begin, strides, strict=True))
-    with path.open("rb", buffering=0) as file:
-        _read_exactly(file.fileno(), out, offset, str(path))
-
-
-def _read_exactly(fd: int, out: memoryview, offset: int, where: str) -> None:
-    while out:
-        count = os.preadv(fd, [out], offset)
-        if not count:
-            raise err(Code.FILE_NBYTES, f"it ends before byte {offset + out.nbytes}", where=where)
-        out, offset = out[count:], offset + count
+    read_exactly(path, offset, out, str(path))
 
 
 # --- target -----------------------------------------------------------------------------------------------------------

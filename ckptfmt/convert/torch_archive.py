@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import os
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from ckptfmt import limits
 from ckptfmt.box import Box
+from ckptfmt.convert.content import read_exactly
 from ckptfmt.convert.pickles import (
     COUNTER,
     DICT,
@@ -188,12 +188,7 @@ class Archive:
         if type(made) is not Made or made.kind not in TENSORS:
             raise err(Code.STATE_UNSUPPORTED, "it is no tensor", where=where)
         if made.kind in _OTHER_TENSORS:
-            raise err(
-                Code.STATE_UNSUPPORTED,
-                _OTHER_TENSORS[made.kind],
-                where=where,
-                remedy=_DENSE,
-            )
+            raise err(Code.STATE_UNSUPPORTED, _OTHER_TENSORS[made.kind], where=where, remedy=_DENSE)
         if made.kind in _PARAMETERS:
             inner = self.tensor(only(made.args[0], Made), where=where)
             state = made.args[3] if len(made.args) > 3 else None
@@ -399,7 +394,8 @@ class StoredTensor:
     def read(self, box: Box, out: memoryview) -> None:
         """Fill memory with the bytes of a box. Raises: IntegrityError(FILE_NBYTES)."""
         if box.shape == self.shape and self._is_dense():
-            self._read_whole(out)
+            # At once: for many small tensors, to map each takes several times as long.
+            read_exactly(self.path, self.begin, out, self.where)
         else:
             self._gather(box, out)
         if self.conj or self.neg:
@@ -413,16 +409,6 @@ class StoredTensor:
                 return False
             step *= size
         return True
-
-    def _read_whole(self, out: memoryview) -> None:
-        """Read all elements at once: for many small tensors, to map each takes several times as long."""
-        with Path(self.path).open("rb", buffering=0) as file:
-            at = 0
-            while at < out.nbytes:
-                count = os.preadv(file.fileno(), [out[at:]], self.begin + at)
-                if not count:
-                    raise err(Code.FILE_NBYTES, "it ends within a tensor", where=self.where, remedy="Copy it again.")
-                at += count
 
     def _gather(self, box: Box, out: memoryview) -> None:
         element = np.dtype((np.void, DTYPES[self.dtype].nbytes))

@@ -19,9 +19,9 @@ from typing import Any, Final
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.adapters.live_trees import key_text
+from ckptfmt.adapters.live_trees import child_name
 from ckptfmt.box import Box
-from ckptfmt.convert.content import Array, Budget, Content, LeftOut, member_of, tensor_budget, value_budget
+from ckptfmt.convert.content import Array, Budget, Content, LeftOut, check_depth, member_of, tensor_budget, value_budget
 from ckptfmt.convert.pickles import COUNTER, DICT, FROZENSET, ORDERED_DICT, SET, Made, Named, parse_pickle
 from ckptfmt.convert.torch_archive import (
     DTYPE_NAMES,
@@ -92,9 +92,7 @@ class Trees:
             self._budget.spend(1 + _size(item))
             return item
         self._budget.spend(8 + len(name) // 8)
-        if depth > limits.MSGPACK_DEPTH:
-            detail = f"nests deeper than {limits.MSGPACK_DEPTH}"
-            raise err(Code.DOC_DEPTH, detail, where=name[:64], requirement="REQ-TRE-007")
+        check_depth(depth, name)
         if kind is list or kind is tuple:
             return self._items(item, name, depth)
         if kind is Made:
@@ -239,8 +237,7 @@ def _size(item: object) -> int:
 
 def _below(name: str, key: object) -> str:
     """Return the name of what lies under `key`; beyond what a name may have, one that no tensor can have."""
-    text = f"{name}/{key_text(key)}" if name else key_text(key)
-    return text[: limits.NAME_NBYTES + 1]
+    return child_name(name, key)[: limits.NAME_NBYTES + 1]
 
 
 def _without_form(what: str, name: str) -> CkptError:
@@ -448,8 +445,7 @@ class _Directory:
             path = paths[name]
             if type(path) is not tuple or not path or type(path[0]) is not str:
                 raise TypeError("a path that isn't one")
-            if len(path) > limits.MSGPACK_DEPTH:
-                raise err(Code.DOC_DEPTH, f"nests deeper than {limits.MSGPACK_DEPTH}", where=name[:64])
+            check_depth(len(path), name)
             at: Any = root
             for key, inner in itertools.pairwise(path):
                 if self._take(at, key) is None:
@@ -465,13 +461,10 @@ class _Directory:
             self._budget.spend(1 + len(key) // 8)
             return at.get(key)
         if type(at) is not list or type(key) is not int or key < 0:
-            raise self._contradiction()
+            raise err(Code.STATE_UNSUPPORTED, "the paths of two names contradict each other", where=self._where)
         self._budget.spend(1 + max(0, key + 1 - len(at)))
         at += [None] * (key + 1 - len(at))
         return at[key]
-
-    def _contradiction(self) -> CkptError:
-        return err(Code.STATE_UNSUPPORTED, "the paths of two names contradict each other", where=self._where)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from ckptfmt.adapters.torch.tensors import TORCH_DTYPES
 from ckptfmt.box import Box
 from ckptfmt.convert.content import LeftOut, Memory, Tensor, Unfit, map_tree
 from ckptfmt.convert.torch_archive import begin_of
-from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size
+from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, iter_values
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
@@ -77,9 +77,7 @@ def check_dtype(name: str) -> None:
 
 def iter_tensors(root: object) -> list[Tensor]:
     """Return the tensors of a tree in its order, as often as they occur."""
-    found: list[Tensor] = []
-    map_tree(root, lambda value, _: found.append(value) if isinstance(value, Tensor) else None)
-    return found
+    return [value for value in iter_values(root) if isinstance(value, Tensor)]
 
 
 def write_file(root: dict[str, Any], path: Path, *, on_progress: Callable[[int], None]) -> None:
@@ -212,6 +210,7 @@ def plan_flat(root: dict[str, Any]) -> Flat:
     Raises: StateError(STATE_NAME) where two paths become one name.
     """
     tied: dict[int, str] = {}
+    by_meta: dict[int, Tensor] = {}
     left_out: list[LeftOut] = []
 
     def placeholder(value: object, path: str) -> object:
@@ -219,10 +218,11 @@ def plan_flat(root: dict[str, Any]) -> Flat:
             return value
         if value.nbytes and tied.setdefault(id(value), path) != path:
             left_out.append(LeftOut(path, f"tied to {tied[id(value)]}, and stored a second time"))
-        return _Named(value)
+        meta = torch.empty(value.global_shape, dtype=TORCH_DTYPES[value.dtype], device="meta")
+        by_meta[id(meta)] = value
+        return meta
 
-    named = map_tree(root, placeholder)
-    metas = map_tree(named, lambda value, _: value.meta if isinstance(value, _Named) else value)
+    metas = map_tree(root, placeholder)
     # Torch pickles a tuple as it is, with whatever tensors are in it.
     lists = _tuples_of_tensors_as_lists(metas)
     try:
@@ -230,7 +230,6 @@ def plan_flat(root: dict[str, Any]) -> Flat:
     except ValueError as error:
         remedy = "Convert it to a torch.save file, which keeps nested names, or one field of it with --only."
         raise err(Code.STATE_NAME, f"torch joins names with dots: {error}", where="", remedy=remedy) from None
-    by_meta = {id(value.meta): value.tensor for value in _all_named(named)}
     tensors = {name: by_meta[id(value)] for name, value in flat.items() if id(value) in by_meta}
     assert len(tensors) == len(by_meta)  # noqa: S101 - else a placeholder would be pickled in a tensor's place
     left_out += _differences(metas, _nested_dict.unflatten_state_dict(flat, paths), "")
@@ -250,20 +249,6 @@ def _has_tensors(value: object) -> bool:
     if isinstance(value, dict):
         value = list(value.values())
     return any(map(_has_tensors, value)) if isinstance(value, list) else isinstance(value, torch.Tensor)
-
-
-class _Named:
-    """A tensor of the content, with its placeholder on the meta device."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.meta = torch.empty(tensor.global_shape, dtype=TORCH_DTYPES[tensor.dtype], device="meta")
-
-
-def _all_named(root: object) -> list[_Named]:
-    found: list[_Named] = []
-    map_tree(root, lambda value, _: found.append(value) if isinstance(value, _Named) else None)
-    return found
 
 
 def _differences(before: Any, after: Any, path: str) -> list[LeftOut]:  # noqa: ANN401 - trees

@@ -489,19 +489,11 @@ def _check_order(cursor: Cursor) -> None:
     course = Course(
         cursor.sources, seed=cursor.order.seed, plan=cursor.plan, mixture=cursor.mixture, skips=cursor.skips
     )
-    _check_vector(cursor, course)
-    _check_stand(cursor, course)
-
-
-def _check_vector(cursor: Cursor, course: Course) -> None:
     vector = cursor.order.vector_check
     source, sample = course.sample_at(vector.pos)
     if sample != vector.id or vector.source not in (None, source):
         detail = f"the order has sample {sample} of {source!r} at position {vector.pos}, the cursor says {vector.id}"
         raise err(Code.CURSOR_FORM, detail, where="cursor/order/vector_check", requirement="REQ-CUR-006")
-
-
-def _check_stand(cursor: Cursor, course: Course) -> None:
     commit = cursor.commit
     if cursor.mixture is None:
         said: object = (commit.epoch, commit.pos_in_epoch)

@@ -378,7 +378,7 @@ def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
     saved_name = plan.renaming.saved_name(unit.name)
     where = f"{unit.field}:{unit.name}"
     # Of a mapping that isn't chosen as a whole, what is in it may be.
-    inside = type(unit.value) in (dict, OrderedDict) and not plan.fits(unit.field, saved_name)
+    inside = type(unit.value) in (dict, OrderedDict) and not plan.only.fits(unit.field, saved_name)
     if not inside and not plan.choose(unit.field, [unit.name]):
         return
     name, at, saved = plan.leaf(unit.field, [saved_name], unit.scope)

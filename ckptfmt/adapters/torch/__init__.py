@@ -30,10 +30,8 @@ from ckptfmt.adapters.torch.runtime import (
     world_size,
 )
 from ckptfmt.adapters.torch.tensors import (
-    TORCH_DTYPES,
     allocate,
     declared_by,
-    device_of,
     devices_of,
     dtype_name,
     inner_tensors,
@@ -43,48 +41,11 @@ from ckptfmt.adapters.torch.tensors import (
     register_flatten,
     sink_of,
     source_of,
+    torch_dtype,
 )
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef
-from ckptfmt.errors import Code, err
 
-__all__ = [
-    "Devices",
-    "Guard",
-    "allocate",
-    "capture_entries",
-    "capture_module",
-    "capture_optimizer",
-    "declared_by",
-    "decode",
-    "device_of",
-    "devices_of",
-    "dtype_name",
-    "encode",
-    "find_claim_limits",
-    "flags",
-    "generator_stream",
-    "global_streams",
-    "inner_tensors",
-    "is_generator",
-    "is_meta",
-    "is_module",
-    "is_plain_optimizer",
-    "is_tensor",
-    "local_facts",
-    "merge_tied",
-    "meshes_of",
-    "open_peers",
-    "plan_arrivals",
-    "plan_entry",
-    "plan_module",
-    "plan_optimizer",
-    "register_flatten",
-    "sink_of",
-    "unwrap_optimizer",
-    "versions",
-    "view_module",
-    "world_size",
-]
+__all__ = ["register_flatten"]
 
 
 def is_module(value: object) -> bool:
@@ -129,7 +90,5 @@ def _encode_tensor(encoder: Encoder, value: torch.Tensor, name: str) -> object:
 def decode(value: Any) -> Any:  # noqa: ANN401 - a name that a tree holds, and what it names
     """Return the dtype, device or size that a tree names. Raises: StateError(STATE_UNSUPPORTED)."""
     if isinstance(value, DtypeName):
-        if value.name not in TORCH_DTYPES:
-            raise err(Code.STATE_UNSUPPORTED, f"this torch ({torch.__version__}) has no dtype {value.name}")
-        return TORCH_DTYPES[value.name]
+        return torch_dtype(value.name)
     return torch.device(value.name) if isinstance(value, DeviceName) else torch.Size(value.shape)

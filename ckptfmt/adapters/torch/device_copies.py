@@ -468,7 +468,7 @@ class Devices:
         """Return the elements of `box` where they lie on a device, else None."""
         if not isinstance(source, TorchSource) or source.local.device.type != self._device_type:
             return None
-        return held_at(source, box)
+        return source.held_at(box)
 
     def plan(
         self,
@@ -500,12 +500,6 @@ class Devices:
             view.release()
 
         return release
-
-
-def held_at(source: TorchSource, box: Box) -> torch.Tensor:
-    """Return the elements of one of a source's boxes, as a view of the live memory."""
-    piece = next(piece for piece in source.pieces if piece.box == box)
-    return source.local[piece.local_box.relative_to(Box.whole(tuple(source.local.shape)))]
 
 
 def plan_arrivals(

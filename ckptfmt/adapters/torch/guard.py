@@ -26,7 +26,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ckptfmt.adapters.torch.device_copies import held_at
 from ckptfmt.adapters.torch.tensors import TorchSource, _as_integers, local_of
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
@@ -128,7 +127,7 @@ class _Sample:
 
     @classmethod
     def of(cls, copy: HostCopy, source: TorchSource) -> _Sample | None:
-        held = _as_integers(held_at(source, copy.box).resolve_conj().resolve_neg())
+        held = _as_integers(source.held_at(copy.box).resolve_conj().resolve_neg())
         if held.is_complex():
             return None  # of 16 bytes each, which no integer has
         at = _sample_at(held.numel())
@@ -216,7 +215,7 @@ class Guard:
             self._learn(flight[1])
             if any(copy.is_over for copy in flight[1][-1:]):
                 self._in_flight.remove(flight)  # no step came behind it, and none may ever come
-        owned = self._find_owned()
+        owned = {id(tensor) for optimizer in self._seen for tensor in _iter_tensors(optimizer)}
         return frozenset(
             key
             for source in sources
@@ -294,9 +293,6 @@ class Guard:
         handle.blocked_s += time.monotonic() - begin_s
         self._learn(copies)
 
-    def _find_owned(self) -> set[int]:
-        return {id(tensor) for optimizer in self._seen for tensor in _iter_tensors(optimizer)}
-
     def _judge(self, optimizer: torch.optim.Optimizer) -> None:
         """Trust what is the same as when it was copied, and refuse the rest from now on."""
         refused: set[TensorKey] = set()
@@ -330,24 +326,21 @@ class Guard:
 def _register(this: weakref.ref[Guard]) -> list[RemovableHandle]:
     """Register hooks for all optimizers, that do nothing once the guard is gone."""
 
-    # Torch's compiler leaves these as they are: a compiled step calls them too.
-    @torch.compiler.disable
-    def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
-        guard = this()
-        if guard is not None:
-            guard.meet_step(optimizer)
+    def hook_of(method: Callable[[Guard, torch.optim.Optimizer], None]) -> Callable[..., None]:
+        # Torch's compiler leaves it as it is: a compiled step calls it too.
+        @torch.compiler.disable
+        def call(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
+            guard = this()
+            if guard is not None:
+                method(guard, optimizer)
 
-    @torch.compiler.disable
-    def after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
-        guard = this()
-        if guard is not None:
-            guard.end_step(optimizer)
+        return call
 
-    hook = register_optimizer_step_pre_hook(before_step)
+    hook = register_optimizer_step_pre_hook(hook_of(Guard.meet_step))
     hooks = hook.hooks_dict_ref()
     if isinstance(hooks, OrderedDict):
         hooks.move_to_end(hook.id, last=False)  # ahead of those that may change tensors
-    return [hook, register_optimizer_step_post_hook(after_step)]
+    return [hook, register_optimizer_step_post_hook(hook_of(Guard.end_step))]
 
 
 def _is_capturing() -> bool:

@@ -333,11 +333,9 @@ def _refuse_fsdp1(root: torch.nn.Module, where: str) -> None:
 
 
 def _refuse_double_names(entries: list[Entry], field: str) -> None:
-    seen: set[str] = set()
-    for entry in entries:
-        if entry.names[0] in seen:
-            raise err(Code.STATE_NAME, "two tensors of a module have this name", where=f"{field}:{entry.names[0]}")
-        seen.add(entry.names[0])
+    for name, count in Counter(entry.names[0] for entry in entries).items():
+        if count > 1:
+            raise err(Code.STATE_NAME, "two tensors of a module have this name", where=f"{field}:{name}")
 
 
 def capture_entries(entries: Iterable[Entry], field: str) -> list[TorchSource]:
@@ -416,11 +414,7 @@ def plan_module(plan: LoadPlan, view: ModuleView, field: str) -> None:
             _plan_extra_state(plan, owner, value, f"{field}:{name}")
     foreign = {}
     for name, (key, live) in view.foreign.items():
-        value = (
-            _saved_tensor(plan, field, name, view.scope, live)
-            if isinstance(live, torch.Tensor)
-            else _saved_value(plan, field, name, view.scope, live)
-        )
+        value = _saved_value(plan, field, name, view.scope, live)
         if value is not MISSING:
             foreign[key] = value
     if foreign:
@@ -428,25 +422,22 @@ def plan_module(plan: LoadPlan, view: ModuleView, field: str) -> None:
 
 
 def _saved_value(plan: LoadPlan, field: str, name: str, scope: str, live: object) -> Any:  # noqa: ANN401 - a tree
+    """Return what was saved of a value or of a hook's tensor, `MISSING` where nothing is to be loaded."""
     chosen = plan.choose(field, [name])
     if not chosen:
         return MISSING
+    if isinstance(live, torch.Tensor):
+        tensor = plan.tensor(field, chosen, scope)
+        if tensor is None:
+            plan.problem(Code.TENSOR_MISSING, f"{field}:{name}", _not_saved(name, chosen[0], live))
+            return MISSING
+        reference = TensorRef(tensor.name, "torch")
+        return Placer(plan, field=field, scope=tensor.scope).fresh(reference, tensor.name, live)
     found, at, saved = plan.leaf(field, chosen, scope)
     if saved is MISSING:
         plan.problem(Code.LEAF_MISSING, f"{field}:{name}", "not saved")
         return MISSING
     return Placer(plan, field=field, scope=at).fresh(saved, found, live)
-
-
-def _saved_tensor(plan: LoadPlan, field: str, name: str, scope: str, live: torch.Tensor) -> Any:  # noqa: ANN401
-    chosen = plan.choose(field, [name])
-    if not chosen:
-        return MISSING
-    saved = plan.tensor(field, chosen, scope)
-    if saved is None:
-        plan.problem(Code.TENSOR_MISSING, f"{field}:{name}", _not_saved(name, chosen[0], live))
-        return MISSING
-    return Placer(plan, field=field, scope=saved.scope).fresh(TensorRef(saved.name, "torch"), saved.name, live)
 
 
 def _plan_extra_state(plan: LoadPlan, owner: torch.nn.Module, value: object, where: str) -> None:

@@ -86,7 +86,7 @@ def plan_groups(
         if any(not _same_options(plan, field, found[0], other) for other in found[1:]):
             plan.problem(Code.GROUP_MISMATCH, where, "its parameters were saved with different options")
         elif found:
-            kept = {key for key in group if plan.is_overridden(field, f"{prefix}group/{key}")}
+            kept = {key for key in group if plan.only.is_overridden(field, f"{prefix}group/{key}")}
             _plan_options(plan, group, found[0], field, where, kept)
             options |= {key: group[key] for key in kept}
         chosen.append(options)
@@ -96,7 +96,7 @@ def plan_groups(
 def _is_chosen(plan: LoadPlan, field: str, prefix: str, members: Sequence[Iterable[str]]) -> bool:
     if not plan.is_partial:
         return True
-    return bool(members) and all(any(plan.fits(field, prefix + name) for name in names) for names in members)
+    return bool(members) and all(any(plan.only.fits(field, prefix + name) for name in names) for names in members)
 
 
 def _saved_groups(plan: LoadPlan, *, prefix: str, field: str, scope: str) -> dict[str, list[_Saved]]:
@@ -171,18 +171,15 @@ def _plan_options(  # noqa: PLR0917 - all of it is what a group is
         live = group.get(key)
         if key == _ALGORITHM and key in group and live != value:
             plan.problem(Code.GROUP_MISMATCH, where, f"{key}={value!r} as saved, {live!r} here: Adam isn't AdamW")
-        if _is_told(key, is_scheduled=is_scheduled) and key in group and _differs(live, value):
+        # What a scheduler has change from step to step isn't worth a word.
+        is_told = key in _FLAGS or not (is_scheduled and key in _SCHEDULED)
+        if is_told and key in group and _differs(live, value):
             plan.notes.append(f"{where}: {key}: {live!r} here, {value!r} as saved, which is taken; see override=")
         if isinstance(live, torch.Tensor) and isinstance(value, int | float):
             plan.actions.append(functools.partial(_fill, live, value))
         else:
             placed = placer.place(live, value, f"{saved.name}/{key}")
             plan.actions.append(functools.partial(group.__setitem__, key, placed))
-
-
-def _is_told(key: str, *, is_scheduled: bool) -> bool:
-    """Tell whether another value than the saved one is worth a word: a scheduler has it change from step to step."""
-    return key in _FLAGS or not (is_scheduled and key in _SCHEDULED)
 
 
 def _differs(live: object, saved: object) -> bool:
@@ -294,7 +291,7 @@ def plan_optimizer(
     _check_state_keys(optimizer, where)
     named = [
         [
-            (parameter, _with_saved_aliases(plan, _saved_names_of(plan, parameter, names, index, where), scope))
+            (parameter, _saved_names_of(plan, _names_of(parameter, names, index, where), scope))
             for parameter in group["params"]
         ]
         for index, group in enumerate(optimizer.param_groups)
@@ -317,17 +314,14 @@ class _ParameterState:
     def __init__(
         self, plan: LoadPlan, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, *, field: str, on_device: bool
     ) -> None:
-        self.plan = plan
-        self.optimizer = optimizer
-        self.parameter = parameter
-        self.field = field
-        self.on_device = on_device
+        self.plan, self.field, self.on_device = plan, field, on_device
+        self.optimizer, self.parameter = optimizer, parameter
         self.live: dict[Any, Any] = optimizer.state.get(parameter) or {}
         self.saved_dtype: str | None = None
 
     def restore(self, names: Sequence[str], prefix: str, scope: str) -> None:
         """Plan to put back what was saved under one of `names`."""
-        if not any(self.plan.fits(self.field, prefix + name) for name in names):
+        if not any(self.plan.only.fits(self.field, prefix + name) for name in names):
             self.plan.left_count += 1
             return
         self.saved_dtype = _saved_dtype(self.plan, names, scope)
@@ -379,7 +373,12 @@ class _ParameterState:
             return live
         alone = key in _HOST_KEYS or tensor.global_shape != tuple(self.parameter.shape)
         if alone and is_distributed(self.parameter) and len(tensor.sharding) > 1:
-            raise self._unplaced(tensor)
+            raise err(
+                Code.STATE_UNSUPPORTED,
+                f"saved in {len(tensor.sharding)} pieces, of a shape that isn't its parameter's",
+                where=f"{self.field}:{tensor.name}",
+                remedy="Let the optimizer create this state, by one step, before the load.",
+            )
         like = None if alone else self.parameter
         return Placer(self.plan, field=self.field, scope=placer.scope, device=device).fresh(saved, name, like)
 
@@ -406,14 +405,6 @@ class _ParameterState:
         on_host = key in _HOST_KEYS and not self.on_device
         return torch.device("cpu") if on_host else local_of(self.parameter).device
 
-    def _unplaced(self, tensor: IndexTensor) -> Exception:
-        return err(
-            Code.STATE_UNSUPPORTED,
-            f"saved in {len(tensor.sharding)} pieces, of a shape that isn't its parameter's",
-            where=f"{self.field}:{tensor.name}",
-            remedy="Let the optimizer create this state, by one step, before the load.",
-        )
-
 
 def _names_of(parameter: torch.Tensor, names: Names, group: int, where: str) -> tuple[str, ...]:
     found = names.get(id(parameter))
@@ -423,10 +414,6 @@ def _names_of(parameter: torch.Tensor, names: Names, group: int, where: str) -> 
     return found
 
 
-def _saved_names_of(plan: LoadPlan, parameter: torch.Tensor, names: Names, group: int, where: str) -> tuple[str, ...]:
-    return tuple(plan.renaming.saved_name(name) for name in _names_of(parameter, names, group, where))
-
-
 def _saved_dtype(plan: LoadPlan, names: Iterable[str], scope: str) -> str | None:
     """Return the dtype that a parameter was saved with."""
     places = [(field, at) for field in ("weights", "optimizer", "data") for at in (GLOBAL, scope)]
@@ -434,11 +421,12 @@ def _saved_dtype(plan: LoadPlan, names: Iterable[str], scope: str) -> str | None
     return next((tensor.dtype for tensor in found if tensor is not None), None)
 
 
-def _with_saved_aliases(plan: LoadPlan, names: tuple[str, ...], scope: str) -> tuple[str, ...]:
-    """Return names and, behind them, those of the tensors that the parameter was tied to when it was saved.
+def _saved_names_of(plan: LoadPlan, live: tuple[str, ...], scope: str) -> tuple[str, ...]:
+    """Return the saved names of live ones and, behind them, those that the parameter was tied to when it was saved.
 
     Only the first of these had the state: here, on a pipeline stage for one, it may be another that is left of them.
     """
+    names = tuple(map(plan.renaming.saved_name, live))
     found = [plan.checkpoint.find("weights", name, at) for at in (GLOBAL, scope) for name in names]
     aliases = [alias for tensor in found if tensor is not None for alias in (tensor.name, *tensor.aliases)]
     return tuple(dict.fromkeys((*names, *aliases)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -114,26 +114,26 @@ def global_streams(devices: frozenset[str]) -> list[dict[str, Any]]:
     CUDA devices are numbered by their place among those in use, from 0, not by index: a worker's only device is number
     0 on whichever machine it runs. In use are the current device and those in `devices`.
     """
-    streams: list[dict[str, Any]] = [
-        {
-            "name": "torch.cpu",
-            "kind": "torch.mt19937",
-            "read": lambda: torch.get_rng_state().numpy(),
-            "write": lambda state: torch.set_rng_state(torch.from_numpy(state)),
-        }
-    ]
+    streams = [_stream("torch.cpu", "torch.mt19937", torch.get_rng_state, torch.set_rng_state)]
     if torch.cuda.is_initialized():
         indices = {torch.device(device).index for device in devices if device.startswith("cuda")}
         for number, index in enumerate(sorted(indices | {torch.cuda.current_device()})):
-            streams.append(
-                {
-                    "name": f"torch.cuda/{number}",
-                    "kind": "torch.philox",
-                    "read": functools.partial(_read_cuda, index),
-                    "write": functools.partial(_write_cuda, index),
-                }
-            )
+            read = functools.partial(torch.cuda.get_rng_state, index)
+            write = functools.partial(torch.cuda.set_rng_state, device=index)
+            streams.append(_stream(f"torch.cuda/{number}", "torch.philox", read, write))
     return streams
+
+
+def _stream(
+    name: str, kind: str, read: Callable[[], torch.Tensor], write: Callable[[torch.Tensor], None]
+) -> dict[str, Any]:
+    """Return an RNG stream whose state is an array."""
+    return {
+        "name": name,
+        "kind": kind,
+        "read": lambda: read().numpy(),
+        "write": lambda state: write(torch.from_numpy(state)),
+    }
 
 
 def is_generator(value: object) -> bool:
@@ -154,14 +154,6 @@ def generator_stream(generator: torch.Generator) -> dict[str, Any]:
         generator.set_state(torch.from_numpy(saved["state"]))
 
     return {"kind": "torch.generator", "read": read, "write": write}
-
-
-def _read_cuda(index: int) -> object:
-    return torch.cuda.get_rng_state(index).numpy()
-
-
-def _write_cuda(index: int, state: Any) -> None:  # noqa: ANN401 - an array of bytes
-    torch.cuda.set_rng_state(torch.from_numpy(state), index)
 
 
 class TorchPeers:

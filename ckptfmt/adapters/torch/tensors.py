@@ -45,6 +45,13 @@ def dtype_name(dtype: torch.dtype, *, where: str) -> str:
     return name
 
 
+def torch_dtype(name: str, *, where: str | None = None) -> torch.dtype:
+    """Return the torch dtype of the format's name. Raises: StateError(STATE_UNSUPPORTED)."""
+    if name not in TORCH_DTYPES:
+        raise err(Code.STATE_UNSUPPORTED, f"this torch ({torch.__version__}) has no dtype {name}", where=where)
+    return TORCH_DTYPES[name]
+
+
 def is_plain(tensor: object) -> bool:
     """Tell whether this is a tensor of torch's own class, or a parameter, and nothing derived from either."""
     return type(tensor) in _PLAIN_KINDS
@@ -218,7 +225,7 @@ class TorchSource:
         """
         if not box.element_count:
             return
-        local = self._find(box).resolve_conj().resolve_neg()
+        local = self.held_at(box).resolve_conj().resolve_neg()
         if local.is_cpu and local.is_contiguous():
             _copy_memory(local, out)
         else:
@@ -227,13 +234,13 @@ class TorchSource:
 
     def memory_of(self, box: Box) -> NDArray[np.uint8] | None:
         """Return the bytes of the elements of `box`, if they follow each other in the host's memory, to be read."""
-        local = self._find(box)
+        local = self.held_at(box)
         if not local.is_cpu or not local.is_contiguous() or local.is_conj() or local.is_neg():
             return None
         return _bytes_at(local.data_ptr(), local.nbytes)
 
-    def _find(self, box: Box) -> torch.Tensor:
-        """Return the elements of one of the boxes where they are."""
+    def held_at(self, box: Box) -> torch.Tensor:
+        """Return the elements of one of the boxes, as a view of the live memory."""
         piece = next(piece for piece in self.pieces if piece.box == box)
         if piece.local_box.shape == tuple(self.local.shape):
             return self.local
@@ -325,7 +332,7 @@ def source_of(
         local = local_of(tensor)
         pieces = pieces_of(tensor, where=where)
         boxes = tuple(piece.box for piece in pieces)
-        replica = layout.is_replica(_mesh_shape(tensor), _placements(tensor, where))
+        replica = layout.is_replica(tuple(tensor.device_mesh.shape), _placements(tensor, where))  # type: ignore[attr-defined]
     if local.is_meta:
         raise _unsupported("a tensor on the meta device has no contents", where, "Materialise it before the save.")
     return TorchSource(
@@ -361,15 +368,12 @@ def _mesh_digest(mesh: Any) -> str:  # noqa: ANN401 - a DeviceMesh
 def sink_of(tensor: torch.Tensor, *, field: str, name: str, scope: str, dtype: str) -> TorchSink:
     """Return the sink of a live tensor for what was saved under `name`, of dtype `dtype`.
 
-    Raises: StateError(STATE_UNSUPPORTED; META_DESTINATION for one without memory).
+    Raises: StateError(STATE_UNSUPPORTED).
     """
     where = f"{field}:{name}"
     check_tensor(tensor, where=where)
     local = local_of(tensor)
-    if local.device.type == "meta":
-        raise err(Code.META_DESTINATION, "the live tensor is on the meta device", where=where)
-    if dtype not in TORCH_DTYPES:
-        raise err(Code.STATE_UNSUPPORTED, f"this torch ({torch.__version__}) has no dtype {dtype}", where=where)
+    torch_dtype(dtype, where=where)
     if any(stride == 0 and extent > 1 for stride, extent in zip(local.stride(), local.shape, strict=True)):
         raise _unsupported("an expanded tensor can't be filled", where, "Call clone() or contiguous() on it first.")
     return TorchSink(
@@ -397,9 +401,7 @@ def allocate(
 
     Raises: StateError(STATE_UNSUPPORTED) for a dtype that this torch lacks.
     """
-    if dtype not in TORCH_DTYPES:
-        raise err(Code.STATE_UNSUPPORTED, f"this torch ({torch.__version__}) has no dtype {dtype}")
-    kind = TORCH_DTYPES[dtype]
+    kind = torch_dtype(dtype)
     if not isinstance(like, torch.Tensor) or local_of(like).device.type == "meta":
         return torch.empty(shape, dtype=kind, device=device or "cpu")
     if tuple(like.shape) != shape:
@@ -452,10 +454,6 @@ def _copy(
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     carrier = _CARRIERS.get(tensor.element_size())
     return tensor if carrier is None else tensor.view(carrier)
-
-
-def _mesh_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.device_mesh.shape)  # type: ignore[attr-defined]
 
 
 def _placements(tensor: torch.Tensor, where: str) -> tuple[layout.Placement, ...]:
