@@ -31,8 +31,8 @@ def _find_name(dtype: np.dtype[Any]) -> str | None:
     return dtype.name if not dtype.hasobject and dtype.name in DTYPES else None
 
 
-def check_array(array: Array, *, where: str) -> None:
-    """Check that an array can be saved as it is.
+def saved_dtype(array: Array, *, where: str) -> str:
+    """Return the format's name of the dtype of an array that can be saved as it is.
 
     Raises: StateError(STATE_UNSUPPORTED) for subclasses and for dtypes that the format lacks.
     """
@@ -43,7 +43,7 @@ def check_array(array: Array, *, where: str) -> None:
             where=where,
             remedy="Pass np.asarray(...) of it.",
         )
-    dtype_name(array.dtype, where=where)
+    return dtype_name(array.dtype, where=where)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -64,11 +64,10 @@ class ArraySource:
     @classmethod
     def of(cls, array: Array, *, field: str, name: str, scope: str) -> ArraySource:
         """Return the source of an array. Raises: StateError(STATE_UNSUPPORTED)."""
-        check_array(array, where=f"{field}:{name}")
         return cls(
             field=field,
             name=name,
-            dtype=dtype_name(array.dtype, where=f"{field}:{name}"),
+            dtype=saved_dtype(array, where=f"{field}:{name}"),
             global_shape=array.shape,
             scope=scope,
             array=array,
@@ -119,8 +118,7 @@ def inline_array(value: Array | np.generic, *, where: str) -> InlineArray:
     """Return an array, or a numpy scalar, as a value of a tree. Raises: StateError(STATE_UNSUPPORTED)."""
     scalar = isinstance(value, np.generic)
     array = np.asarray(value)
-    check_array(array, where=where)
-    return InlineArray(dtype_name(array.dtype, where=where), array.shape, bytes(_content(array)), scalar)
+    return InlineArray(saved_dtype(array, where=where), array.shape, bytes(_content(array)), scalar)
 
 
 def array_of(value: InlineArray) -> Array | np.generic:

@@ -37,6 +37,7 @@ _PACKED: Final = "_x2"
 _COMPLEX: Final = "complex"
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Placer:
     """Builds the live values of one saved leaf; tensors are filled when the plan is carried out.
 
@@ -50,19 +51,14 @@ class Placer:
         whole: place all of it, whatever the caller's patterns say of the names in it.
     """
 
-    def __init__(
-        self,
-        plan: LoadPlan,
-        *,
-        field: str,
-        scope: str,
-        framework: str | None = None,
-        device: object = None,
-        parts: bool = False,
-        whole: bool = False,
-    ) -> None:
-        self.plan, self.field, self.scope = plan, field, scope
-        self.framework, self.device, self.parts, self.whole = framework, device, parts, whole
+    plan: LoadPlan
+    _: dataclasses.KW_ONLY
+    field: str
+    scope: str
+    framework: str | None = None
+    device: object = None
+    parts: bool = False
+    whole: bool = False
 
     # --- in place -----------------------------------------------------------------------------------------------------
 

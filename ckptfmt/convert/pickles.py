@@ -132,6 +132,10 @@ class _Machine:
             raise self.refuse(full)
         return self._named.setdefault(full, Named(full))
 
+    def push(self, value: object) -> None:
+        """Put a value on the stack, which may be another one than before the value was made: see `cut`."""
+        self.stack.append(value)
+
     def cut(self) -> list[Any]:
         """Return what is on the stack above the last mark, and take it away."""
         items, self.stack = self.stack, self.marks.pop()
@@ -155,30 +159,21 @@ def _protocol(machine: _Machine, operand: int) -> None:
         raise machine.refuse(f"protocol {operand}")
 
 
-def _nothing(_machine: _Machine, _operand: Any) -> None:  # noqa: ANN401
-    """FRAME: where the next frame ends says nothing to who holds the whole pickle."""
-
-
-def _push(machine: _Machine, operand: Any) -> None:  # noqa: ANN401
-    machine.stack.append(operand)
+def _push(machine: _Machine, operand: object) -> None:
+    machine.push(operand)
 
 
 def _constant(value: object) -> _Operation:
-    return lambda machine, _operand: machine.stack.append(value)
+    return lambda machine, _: machine.push(value)
 
 
 def _record(kind: str) -> _Operation:
-    return lambda machine, _operand: machine.stack.append(Made(kind))
+    return lambda machine, _: machine.push(Made(kind))
 
 
 def _mark(machine: _Machine, _operand: None) -> None:
     machine.marks.append(machine.stack)
     machine.stack = []
-
-
-def _tuple(machine: _Machine, _operand: None) -> None:
-    items = machine.cut()
-    machine.stack.append(tuple(items))
 
 
 def _tuple_of(count: int) -> _Operation:
@@ -188,19 +183,6 @@ def _tuple_of(count: int) -> _Operation:
         machine.stack[-count:] = [tuple(machine.stack[-count:])]
 
     return operation
-
-
-def _frozenset(machine: _Machine, _operand: None) -> None:
-    items = machine.cut()
-    machine.stack.append(Made(FROZENSET, items=items))
-
-
-def _append(machine: _Machine, _operand: None) -> None:
-    _extend(machine, [machine.stack.pop()])
-
-
-def _appends(machine: _Machine, _operand: None) -> None:
-    _extend(machine, machine.cut())
 
 
 def _extend(machine: _Machine, items: list[Any]) -> None:
@@ -227,33 +209,20 @@ def _add_items(machine: _Machine, _operand: None) -> None:
     machine.filled(SET).extend(items)
 
 
-def _get(machine: _Machine, operand: int) -> None:
-    machine.stack.append(machine.memo[operand])
-
-
 def _put(machine: _Machine, operand: int) -> None:
     machine.memo[operand] = machine.stack[-1]
 
 
-def _memoize(machine: _Machine, _operand: None) -> None:
-    machine.memo[len(machine.memo)] = machine.stack[-1]
-
-
-def _global(machine: _Machine, operand: str) -> None:
-    module, _, name = operand.partition(" ")
-    machine.stack.append(machine.named(module, name))
-
-
 def _stack_global(machine: _Machine, _operand: None) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(machine.named(module, name))
+    machine.push(machine.named(module, name))
 
 
 def _make(machine: _Machine, _operand: None) -> None:
     args, maker = machine.stack.pop(), machine.stack.pop()
     if type(maker) is not Named or type(args) is not tuple:
         raise TypeError(f"a call of a {type(maker).__name__}")
-    machine.stack.append(Made(maker.name, args))
+    machine.push(Made(maker.name, args))
 
 
 def _build(machine: _Machine, _operand: None) -> None:
@@ -263,19 +232,11 @@ def _build(machine: _Machine, _operand: None) -> None:
     target.state = state
 
 
-def _persistent(machine: _Machine, _operand: None) -> None:
-    machine.stack.append(Made(PERSISTENT, (machine.stack.pop(),)))
-
-
-def _bytearray(machine: _Machine, operand: bytearray) -> None:
-    machine.stack.append(Made(_BYTEARRAY, (bytes(operand),)))
-
-
 _Operation: TypeAlias = Callable[[_Machine, Any], None]
 
 _OPERATIONS: Final[dict[str, _Operation]] = {
     "PROTO": _protocol,
-    "FRAME": _nothing,
+    "FRAME": lambda _machine, _operand: None,  # where it ends says nothing to who holds the whole pickle
     "MARK": _mark,
     "NONE": _constant(None),
     "NEWTRUE": _constant(value=True),
@@ -283,12 +244,12 @@ _OPERATIONS: Final[dict[str, _Operation]] = {
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"), _push),
     **dict.fromkeys(("SHORT_BINSTRING", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push),
     **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _push),
-    "BYTEARRAY8": _bytearray,
-    "EMPTY_LIST": lambda machine, _operand: machine.stack.append([]),
-    "APPEND": _append,
-    "APPENDS": _appends,
+    "BYTEARRAY8": lambda machine, operand: machine.push(Made(_BYTEARRAY, (bytes(operand),))),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "APPEND": lambda machine, _: _extend(machine, [machine.stack.pop()]),
+    "APPENDS": lambda machine, _: _extend(machine, machine.cut()),
     "EMPTY_TUPLE": _constant(()),
-    "TUPLE": _tuple,
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.cut())),
     "TUPLE1": _tuple_of(1),
     "TUPLE2": _tuple_of(2),
     "TUPLE3": _tuple_of(3),
@@ -297,13 +258,13 @@ _OPERATIONS: Final[dict[str, _Operation]] = {
     "SETITEMS": _set_items,
     "EMPTY_SET": _record(SET),
     "ADDITEMS": _add_items,
-    "FROZENSET": _frozenset,
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _get),
+    "FROZENSET": lambda machine, _: machine.push(Made(FROZENSET, items=machine.cut())),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, at: machine.push(machine.memo[at])),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _put),
-    "MEMOIZE": _memoize,
-    "GLOBAL": _global,
+    "MEMOIZE": lambda machine, _: _put(machine, len(machine.memo)),
+    "GLOBAL": lambda machine, pair: machine.push(machine.named(*pair.split(" ", 1))),
     "STACK_GLOBAL": _stack_global,
     **dict.fromkeys(("REDUCE", "NEWOBJ"), _make),
     "BUILD": _build,
-    "BINPERSID": _persistent,
+    "BINPERSID": lambda machine, _: machine.push(Made(PERSISTENT, (machine.stack.pop(),))),
 }

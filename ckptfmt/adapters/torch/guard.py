@@ -336,11 +336,11 @@ def _register(this: weakref.ref[Guard]) -> list[RemovableHandle]:
 
         return call
 
-    hook = register_optimizer_step_pre_hook(hook_of(Guard.meet_step))
+    hook = register_optimizer_step_pre_hook(hook_of(lambda guard, optimizer: guard.meet_step(optimizer)))
     hooks = hook.hooks_dict_ref()
     if isinstance(hooks, OrderedDict):
         hooks.move_to_end(hook.id, last=False)  # ahead of those that may change tensors
-    return [hook, register_optimizer_step_post_hook(hook_of(Guard.end_step))]
+    return [hook, register_optimizer_step_post_hook(hook_of(lambda guard, optimizer: guard.end_step(optimizer)))]
 
 
 def _is_capturing() -> bool:
