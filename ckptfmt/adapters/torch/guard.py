@@ -327,14 +327,14 @@ def _register(this: weakref.ref[Guard]) -> list[RemovableHandle]:
     """Register hooks for all optimizers, that do nothing once the guard is gone."""
 
     def hook_of(method: Callable[[Guard, torch.optim.Optimizer], None]) -> Callable[..., None]:
-        # Torch's compiler leaves it as it is: a compiled step calls it too.
-        @torch.compiler.disable
         def call(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401
             guard = this()
             if guard is not None:
                 method(guard, optimizer)
 
-        return call
+        # Torch's compiler leaves it as it is: a compiled step calls it too.
+        hook: Callable[..., None] = torch.compiler.disable(call)
+        return hook
 
     hook = register_optimizer_step_pre_hook(hook_of(lambda guard, optimizer: guard.meet_step(optimizer)))
     hooks = hook.hooks_dict_ref()
