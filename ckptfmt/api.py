@@ -253,12 +253,12 @@ def compact(
     Spec: REQ-CKP-006, REQ-CKP-007, REQ-RUN-004, REQ-RUN-008.
     """
     if (out is None) != take_over:
-        remedy = "Say with out= where to; or take_over=True to write into the run, which fences off who trains there."
-        raise err(Code.ARGUMENT, "out= and take_over=: one of the two", where="out=", remedy=remedy)
+        remedy = "Pass out= with a new path; or take_over=True to write into the run, which fences off its training."
+        raise err(Code.ARGUMENT, "exactly one of out= and take_over=True is needed", where="out=", remedy=remedy)
     if out is None:
         run = open_store(path, writable=True)
         if not is_run(run):
-            raise err(Code.ARGUMENT, "it isn't a run", where=run.name, remedy="Say with out= where to.")
+            raise err(Code.ARGUMENT, "this directory isn't a run", where=run.name, remedy="Pass out= with a new path.")
         name, manifest, is_new = compact_run(run, on_progress=on_progress)
         return report_save(run.at(name).name, manifest, reason=COMPACTED if is_new else FULL_ALREADY)
     with open_checkpoint(path, bases=bases) as checkpoint:
@@ -275,10 +275,10 @@ def _check_out(out: PathOrStore, checkpoint: Checkpoint) -> None:
         return
     target = Path(out).resolve()
     if target.is_relative_to(Path(checkpoint.store.name).resolve()):
-        raise err(Code.ARGUMENT, "it lies within the source", where=str(target), remedy="Give a path outside of it.")
+        raise err(Code.ARGUMENT, "the target is in the source", where=str(target), remedy="Give a path outside of it.")
     if parse_checkpoint_name(target.name) and is_run(open_store(target.parent, writable=False)):
         remedy = "Give a path outside of the run, or compact the run itself."
-        raise err(Code.ARGUMENT, "the run would take it for one of its own", where=str(target), remedy=remedy)
+        raise err(Code.ARGUMENT, "the run it lies in would take it for its own", where=str(target), remedy=remedy)
 
 
 def is_run(store: Store) -> bool:
@@ -304,7 +304,7 @@ def _check_no_run(store: Store) -> None:
     if is_run(store):
         raise err(
             Code.CHECKPOINT_EXISTS,
-            "a run is here",
+            "this directory is that of a run",
             where=store.name,
             requirement="REQ-RUN-016",
             remedy="Save to a directory of its own, or through a Checkpointer.",
@@ -324,8 +324,8 @@ def _open(
         except IntegrityError as error:
             if not held or error.code != Code.NOT_COMMITTED:
                 raise
-            detail = f"{error.detail}, and {describe_savers(held)} has a save in hand"
-            raise err(error.code, detail, where=error.where, remedy="Wait for it: pass wait_s=.") from error
+            detail = f"{error.detail}; {describe_savers(held)} hasn't finished a save yet"
+            raise err(error.code, detail, where=error.where, remedy="Wait for that save: pass wait_s=.") from error
         checkpoint = Checkpoint(store.at(name), digest=digest, bases=bases)
         checkpoint.pending = tuple(held)
         return checkpoint
@@ -348,7 +348,7 @@ def _warn_of_pending(checkpoint: Checkpoint) -> None:
 def _open_bases(bases: Iterable[PathOrStore]) -> list[Store]:
     """Return the stores of `bases`. Raises: StateError(ARGUMENT) for a single path."""
     if isinstance(bases, str | os.PathLike):  # each of its letters would be a path
-        raise err(Code.ARGUMENT, "a single path", where="bases=", remedy="Give a list of paths or stores.")
+        raise err(Code.ARGUMENT, "bases= is a single path", where="bases=", remedy="Give a list of paths or stores.")
     return [open_store(base, writable=False) for base in bases]
 
 
@@ -356,7 +356,7 @@ def _check_block_nbytes(block_nbytes: int) -> None:
     if not limits.BLOCK_NBYTES_MIN <= block_nbytes <= limits.BLOCK_NBYTES_MAX or block_nbytes & (block_nbytes - 1):
         raise err(
             Code.ARGUMENT,
-            f"block_nbytes={block_nbytes}: a power of two from {limits.BLOCK_NBYTES_MIN} to {limits.BLOCK_NBYTES_MAX}",
+            f"{block_nbytes} isn't a power of two from {limits.BLOCK_NBYTES_MIN} to {limits.BLOCK_NBYTES_MAX}",
             where="block_nbytes=",
             requirement="REQ-TEN-005",
         )

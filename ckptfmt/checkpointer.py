@@ -211,9 +211,9 @@ class Checkpointer:
         if self.launch is not None:
             raise err(
                 Code.ARGUMENT,
-                "restoring failed before: what is live now is neither the checkpoint nor a fresh start",
+                "an earlier restore() failed: the live state is neither the checkpoint's nor a fresh one",
                 where="restore()",
-                remedy="Mend what the first error named, and start the process again.",
+                remedy="Correct what the first error named, and start the process again.",
             )
         told = self._group.run_on_first(self._begin)
         if not isinstance(told, dict) or "launch" not in told:
@@ -569,5 +569,5 @@ def _parse_every(every: int | str | None) -> int | float | None:
         return operator.index(every)
     found = _DURATION.fullmatch(every) if isinstance(every, str) else None
     if found is None or float(found[1]) <= 0:
-        raise err(Code.ARGUMENT, f"every={every!r}: steps as an int, or a time such as '5min'", where="every=")
+        raise err(Code.ARGUMENT, f"every={every!r} isn't a number of steps or a time such as '5min'", where="every=")
     return float(found[1]) * _UNIT_S[found[2]]

@@ -62,7 +62,7 @@ class Group:
         if len(gathered) != self.writer_count or gathered[self.writer] != own:
             raise err(
                 Code.WRITERS_DIVERGED,
-                f"agree= gave {len(gathered)} values to writer {self.writer} of {self.writer_count}",
+                f"agree= returned {len(gathered)} values to writer {self.writer} of {self.writer_count}",
                 remedy="agree is an all-gather of bytes: the values of all writers, in writer order, on every writer.",
             )
         return [json.loads(item) for item in gathered]
@@ -119,7 +119,7 @@ class Group:
         if any(type(theirs) is not dict or theirs.keys() != mine.keys() for theirs in told):
             raise err(
                 Code.WRITERS_DIVERGED,
-                "the writers aren't at the same point: one of them gave up waiting, or called something else",
+                "the writers aren't at the same point: one of them gave up waiting, or called another function",
                 requirement="REQ-CMT-001",
             )
         for writer, theirs in enumerate(told):
@@ -151,7 +151,7 @@ def find_worker(writer: tuple[int, int] | None) -> tuple[int, int]:
     if writer is not None:
         number, count = writer
         if not 0 <= number < count:
-            raise err(Code.ARGUMENT, f"writer={writer!r} isn't (number, count)", where="writer=")
+            raise err(Code.ARGUMENT, f"writer={writer!r} isn't (number, count), 0 <= number < count", where="writer=")
         return number, count
     distributed = _find_distributed()
     return (distributed.get_rank(), distributed.get_world_size()) if distributed is not None else (0, 1)
@@ -231,7 +231,7 @@ class _StoreExchange:
 
     def __init__(self, store: Store, token: str, writer: int, writer_count: int, deadline_s: float) -> None:
         if not _TOKEN.fullmatch(token):
-            raise err(Code.ARGUMENT, f"{token!r}: letters, digits, - and _ only", where="agree=")
+            raise err(Code.ARGUMENT, f"{token!r} has other characters than letters, digits, - and _", where="agree=")
         self._store = store
         self._prefix = f"{EXCHANGE}/{token}"
         self._writer = writer

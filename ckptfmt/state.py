@@ -67,19 +67,19 @@ class State:
     def __post_init__(self) -> None:
         for name in ("identity", "harmless"):
             if isinstance(getattr(self, name), str):
-                raise err(Code.ARGUMENT, f"{name} is a tuple of keys, not one string", where=f"State({name}=...)")
+                raise err(Code.ARGUMENT, f"{name} is one string, not a tuple of keys", where=f"State({name}=...)")
         for name in ("extra", "rng", "provenance"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
-                raise err(Code.ARGUMENT, "not a mapping with names as keys", where=f"State({name}=...)")
+                raise err(Code.ARGUMENT, f"{name} isn't a mapping with strings as keys", where=f"State({name}=...)")
         given: Mapping[str, object] = self.absent
         for field, reason in given.items():
             if field not in FIELDS or field in _COLLECTED:
-                raise err(Code.ARGUMENT, f"{field!r} is no field that may be left out", where="State(absent=...)")
+                raise err(Code.ARGUMENT, f"{field!r} isn't a field that can be left out", where="State(absent=...)")
             if not isinstance(reason, str) or not reason:
-                raise err(Code.ARGUMENT, f"{field!r} needs a reason", where="State(absent=...)")
+                raise err(Code.ARGUMENT, f"{field!r} has no reason, a text that isn't empty", where="State(absent=...)")
             if not self._is_left_out(field):
-                raise err(Code.ARGUMENT, f"{field!r} is given all the same", where="State(absent=...)")
+                raise err(Code.ARGUMENT, f"{field!r} is said to be absent, but is given", where="State(absent=...)")
 
     def absent_reasons(self) -> dict[str, str]:
         """Return the fields that are left out, each with its reason."""

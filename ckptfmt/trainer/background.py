@@ -201,13 +201,13 @@ class Background:
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
         if all(handle.wait_over(self._deadline_s) for handle in handles):
-            self._drop(err(Code.SAVER_LOST, "it isn't needed any more", where=self._store.name))
+            self._drop(err(Code.SAVER_LOST, "the saver had no slots any more", where=self._store.name))
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             remedy = "Save from the process that made the checkpointer."
             raise err(
-                Code.SAVER_LOST, "this process was forked from the trainer", where=self._store.name, remedy=remedy
+                Code.SAVER_LOST, "this process is a fork of the one that saves", where=self._store.name, remedy=remedy
             )
 
     def _ready_link(self) -> Link:
@@ -223,10 +223,10 @@ class Background:
                 place.given_to = link
         number = self._link_number
         if not self._wait(lambda: self._link is not link or all(place.ready_for == number for place in self._places)):
-            self._drop(err(Code.SAVER_LOST, f"it isn't ready after {self._deadline_s:g} s", where=self._store.name))
+            self._drop(err(Code.SAVER_LOST, f"the saver isn't ready in {self._deadline_s:g} s", where=self._store.name))
         with self._lock:
             if self._link is not link:
-                raise self._lost or err(Code.SAVER_LOST, "it ended just now", where=self._store.name)
+                raise self._lost or err(Code.SAVER_LOST, "the saver ended just now", where=self._store.name)
         return link
 
     def _start_link(self) -> Link:
@@ -276,7 +276,7 @@ class Background:
     def _busy_error(self, timeout_s: float) -> CkptError:
         with self._lock:
             saves = ", ".join(str(save.handle) for save in self._saves.values() if not save.handle.is_over)
-        return err(Code.SLOTS_BUSY, f"no slot is free after {timeout_s:g} s: {saves}")
+        return err(Code.SLOTS_BUSY, f"no slot became free within {timeout_s:g} s; they hold {saves}")
 
     def save(
         self, request: SaveRequest, handle: SaveHandle, plan: Callable[[Lent], tuple[list[Copy], list[Copy]]]
@@ -312,7 +312,7 @@ class Background:
         assert self._image is not None  # noqa: S101 - see prepare
         with self._lock:
             if self._link is not link or self._wants_slots:
-                raise err(Code.SAVER_LOST, "it ended just now", where=handle.path)
+                raise err(Code.SAVER_LOST, "the saver ended just now", where=handle.path)
             free = [number for number, place in enumerate(self._places) if place.handle is None]
             if not free:
                 raise self._busy_error(0.0)
@@ -449,7 +449,7 @@ class Background:
             link, number = self._link, self._link_number
         for save in saves:
             if save.is_left():
-                self._end_copies(save, None if save.is_complete else RuntimeError("whoever copied it has ended"))
+                self._end_copies(save, None if save.is_complete else RuntimeError("the copying thread has ended"))
         failure = None if link is None else link.failure()
         if failure is not None:
             self._lose(number, Lost(error=failure, has_ended=False))
@@ -501,7 +501,7 @@ class Background:
         rest = [handle for handle in handles if not handle.wait_over(max(0.0, end_s - time.monotonic()))]
         for handle in rest if self._in_process else ():
             # Nobody will tell it anything any more, and somebody may wait for it.
-            handle.tell_failed(err(Code.SAVER_LOST, "the checkpointer was closed meanwhile", where=handle.path))
+            handle.tell_failed(err(Code.SAVER_LOST, "the checkpointer was closed during the save", where=handle.path))
         self._threads.shutdown(wait=not rest, cancel_futures=True)
         self._end_link(1.0 if rest else 5.0)
         self._end_staging()
@@ -565,6 +565,6 @@ def _at(save: _Save, error: CkptError) -> CkptError:
 def _copy_error(problem: BaseException) -> CkptError:
     if isinstance(problem, CkptError):
         return problem
-    error = err(Code.STATE_CHANGED, f"the copy failed: {type(problem).__qualname__}: {problem}", remedy="")
+    error = err(Code.STATE_CHANGED, f"copying the state failed: {type(problem).__qualname__}: {problem}", remedy="")
     error.__cause__ = problem
     return error

@@ -111,7 +111,7 @@ class SaveHandle:
         Raises: what the save failed with; CommitError(SAVE_PENDING) at the timeout: it goes on.
         """
         if state not in STATES:
-            raise err(Code.ARGUMENT, f"{state!r}: one of {', '.join(STATES)}", where="state=")
+            raise err(Code.ARGUMENT, f"{state!r} isn't one of {', '.join(STATES)}", where="state=")
         self._wait_for(lambda: self._has_reached(state), state, timeout_s)
         return self.report
 
@@ -128,7 +128,7 @@ class SaveHandle:
 
     def _wait_for(self, is_there: Callable[[], bool], state: str, timeout_s: float | None) -> None:
         if not self._holds_in_time(lambda: self._state in ("FAILED", "SKIPPED") or is_there(), timeout_s):
-            detail = f"{self._state}, and not {state} after {timeout_s:g} s"
+            detail = f"the save is {self._state}, and not yet {state} after {timeout_s:g} s"
             raise err(Code.SAVE_PENDING, detail, where=self.path)
         if self.error is not None:
             raise self.error

@@ -126,7 +126,7 @@ class ProcessLink:
         if self._is_closing or (self._sender.is_alive() and self._receiver.is_alive()):
             return None
         if self._problem is None and self._process.poll() is None:
-            return err(Code.SAVER_LOST, f"a thread of the way to it (pid {self.pid}) ended without a word")
+            return err(Code.SAVER_LOST, f"a thread of the connection to the saver process (pid {self.pid}) has ended")
         return self._why()
 
     def drop(self) -> None:
@@ -183,12 +183,11 @@ class ProcessLink:
     def _why(self) -> CkptError:
         problem, code, pid = self._problem, self._process.returncode, self._process.pid
         if problem is not None and not isinstance(problem, ConnectionError):
-            error = err(Code.SAVER_LOST, f"the way to it (pid {pid}) broke: {type(problem).__qualname__}: {problem}")
+            error = err(Code.SAVER_LOST, f"the connection to the saver (pid {pid}) broke: {problem!r}")
             error.__cause__ = problem
             return error
-        return err(
-            Code.SAVER_LOST, f"its process (pid {pid}) " + ("ended" if code is None else f"ended with code {code}")
-        )
+        ending = "ended" if code is None else f"exited with code {code}"
+        return err(Code.SAVER_LOST, f"the saver process (pid {pid}) {ending}")
 
     def _clean_up(self) -> None:
         """Leave neither thread nor descriptor nor dead child of a saver that ended by itself."""
@@ -205,7 +204,7 @@ class ProcessLink:
 
 def _not_started(error: BaseException) -> CkptError:
     remedy = "Pass saver='thread' where no process can be started."
-    return err(Code.SAVER_LOST, f"it can't be started: {error}", where=sys.executable, remedy=remedy)
+    return err(Code.SAVER_LOST, f"the saver process can't be started: {error}", where=sys.executable, remedy=remedy)
 
 
 class ThreadLink:
@@ -242,12 +241,12 @@ class ThreadLink:
         """Return why the saver can't be talked to any more; see `Link.failure`."""
         # Once closed, what was on its way is done, and only the saver itself is still at work.
         is_well = self._saver.is_alive() and (self._is_closing or self._thread.is_alive())
-        return None if is_well else err(Code.SAVER_LOST, "a thread of it ended without a word")
+        return None if is_well else err(Code.SAVER_LOST, "a thread of the saver has ended")
 
     def drop(self) -> None:
         """Have nothing to do with the saver any more; see `Link.drop`."""
         self._incoming.put(None)
-        self._saver.give_up(err(Code.SAVER_LOST, "the trainer has dropped it"))
+        self._saver.give_up(err(Code.SAVER_LOST, "the trainer has ended its connection to the saver"))
         self._saver.finish(0.0)
 
     def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
@@ -262,7 +261,7 @@ class ThreadLink:
             while (message := self._incoming.get()) is not None:
                 self._saver.handle(message)
         except BaseException as problem:  # noqa: BLE001 - told, whatever it is
-            error = err(Code.SAVER_LOST, f"it failed at a message: {type(problem).__qualname__}: {problem}")
+            error = err(Code.SAVER_LOST, f"the saver failed at a message: {type(problem).__qualname__}: {problem}")
             error.__cause__ = problem
             self._saver.give_up(error)
             self._on_lost(Lost(error=error, has_ended=False))

@@ -71,8 +71,8 @@ class StepCount:
         if step > self.step and self.is_streamless:
             raise err(
                 Code.ARGUMENT,
-                f"step {step} is counted, and the random-number streams of step {self.step} weren't put back: what"
-                " was trained since isn't this run",
+                f"step {step} is counted, but the RNG streams of step {self.step} were never put back: what"
+                " was trained since then isn't this run",
                 where=_WHERE,
                 remedy="Call restore_rng() before the first step, once the iterators exist; or use training_step().",
             )
@@ -98,16 +98,16 @@ class StepCount:
         if not self._is_told:
             raise err(
                 Code.ARGUMENT,
-                f"nobody counts the steps: it would be saved as step {self.step}, whatever was trained",
+                f"the steps aren't counted: the state would be saved as that of step {self.step}, whatever was trained",
                 where="save()",
-                remedy="Say save(step=...) with the number of steps done; or let steps() or training_step() count.",
+                remedy="Pass the number of steps done: save(step=...); or let steps() or training_step() count them.",
             )
         if self._is_left:
             raise err(
                 Code.ARGUMENT,
-                f"step {self.step} was left half-way, by break or an exception: what is live is no step's end",
+                f"step {self.step} was left half-way, by break or an exception: the live state is no step's end",
                 where="save()",
-                remedy="Leave when a step is over; or say save(step=...) if you know that nothing has changed.",
+                remedy="Leave the loop at a step's end; or call save(step=...) if you know that nothing has changed.",
             )
 
 

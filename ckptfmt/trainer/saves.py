@@ -69,16 +69,16 @@ class SaveOptions:
                 raise err(Code.ARGUMENT, f"{name}={count!r} isn't a positive number", where=f"{name}=")
         for name, value, known in (("saver", self.saver, _SAVERS), ("when_busy", self.when_busy, _POLICIES)):
             if value not in known:
-                raise err(Code.ARGUMENT, f"{name}={value!r}: one of {', '.join(known)}", where=f"{name}=")
+                raise err(Code.ARGUMENT, f"{name}={value!r} isn't one of {', '.join(known)}", where=f"{name}=")
         if type(self.slots) is not int or not 1 <= self.slots <= 8:
-            raise err(Code.ARGUMENT, f"slots={self.slots!r}: from 1 to 8", where="slots=")
+            raise err(Code.ARGUMENT, f"slots={self.slots!r} isn't a number from 1 to 8", where="slots=")
         if not self.deadline_s > 0:
             raise err(Code.ARGUMENT, f"deadline_s={self.deadline_s!r} isn't a positive time", where="deadline_s=")
         if self.delta.mode != "off" and self.saver == "inline":
             remedy = "Pass saver='process' or saver='thread': a delta is made from a snapshot."
-            raise err(Code.ARGUMENT, "a save inline is never a delta", where="delta=", remedy=remedy)
+            raise err(Code.ARGUMENT, "saver='inline' can't save deltas", where="delta=", remedy=remedy)
         if type(self.nice) is not int or not 0 <= self.nice <= 19:
-            raise err(Code.ARGUMENT, f"nice={self.nice!r}: from 0 to 19", where="nice=")
+            raise err(Code.ARGUMENT, f"nice={self.nice!r} isn't a number from 0 to 19", where="nice=")
 
 
 def _check_keep_best(keep_best: object, keep: int | None) -> None:
@@ -384,7 +384,7 @@ class Saves:
         failure = background.next_failure()
         problem = None if failure is None else failure[1]
         if rest and problem is None:
-            detail = f"{len(rest)} saves aren't over after {deadline_s:g} s"
+            detail = f"{len(rest)} saves aren't over {deadline_s:g} s after the checkpointer was closed"
             problem = err(Code.SAVE_PENDING, detail, where=rest[0].path)
         if problem is not None and not quietly:
             raise problem
