@@ -372,13 +372,13 @@ class Code(StrEnum):
     PEER_FAILED = ("PEER_FAILED", StateError, "See the error that the named worker raised.")
     #: a tensor changed while it was copied beside the training
     STATE_CHANGED = ("STATE_CHANGED", StateError, "Change parameters in optimizer.step() only, or pass overlap=False.")
-    #: memory doesn't suffice for a snapshot
+    #: there isn't enough memory for a snapshot
     SLOT_MEMORY = (
         "SLOT_MEMORY",
         StateError,
         "Free memory, pass slots=1, or pass saver='inline' to save without a snapshot.",
     )
-    #: memory doesn't suffice for a tensor that is loaded
+    #: there isn't enough memory for a tensor that is loaded
     LOAD_MEMORY = (
         "LOAD_MEMORY",
         StateError,

@@ -43,7 +43,7 @@ def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:  # noqa: ANN
     Raises: FormatError(DOC_DEPTH).
     """
     if depth > limits.MSGPACK_DEPTH:
-        raise err(Code.DOC_DEPTH, "nests too deeply, or contains itself", where=where, remedy="Flatten it.")
+        raise err(Code.DOC_DEPTH, "the value nests too deeply, or contains itself", where=where, remedy="Flatten it.")
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, os.PathLike):

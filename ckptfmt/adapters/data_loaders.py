@@ -152,7 +152,7 @@ class ConsumedSamples(_Adapter):
         """
         counts = _parse(state_dict, self._lib).state
         if not isinstance(counts, dict) or counts.keys() != set(self._names):
-            raise err(Code.CONFIG_IDENTITY, f"the saved counts aren't those of {self._names}", where="loader/state")
+            raise err(Code.CONFIG_IDENTITY, f"the saved counts aren't called {self._names}", where="loader/state")
         for name in self._names:
             setattr(self._holder, name, counts[name])
         self._loaded = dict(state_dict)
@@ -178,11 +178,11 @@ def may_load(plan: LoadPlan, saved: object, live: object, where: str) -> bool:
 
 
 def _detail(foreign: Foreign, count: int) -> str:
-    return f"the position of {foreign.lib} holds for {foreign.worker_count} workers, and {count} load it"
+    return f"the position of {foreign.lib} holds for {foreign.worker_count} workers, and {count} workers load it"
 
 
 def _parse(state_dict: Mapping[str, Any], lib: str) -> Foreign:
     foreign = parse_foreign(dict(state_dict))
     if foreign.lib != lib:
-        raise err(Code.CONFIG_IDENTITY, f"a position of {foreign.lib!r}, not of {lib!r}", where="loader/lib")
+        raise err(Code.CONFIG_IDENTITY, f"the saved position is of {foreign.lib!r}, not of {lib!r}", where="loader/lib")
     return foreign

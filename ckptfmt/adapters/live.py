@@ -163,7 +163,7 @@ class Live:
     def of(cls, state: State, *, worker: int, worker_count: int) -> Live:
         """Look at a state. Raises: StateError(ARGUMENT, STATE_UNSUPPORTED, STATE_NAME)."""
         if not 0 <= worker < worker_count:
-            raise err(Code.ARGUMENT, f"worker {worker} of {worker_count}", where="writer")
+            raise err(Code.ARGUMENT, f"there is no worker {worker} of {worker_count}", where="writer")
         units = tuple(walk(state, worker=worker))
         side = torch_side()
         if side is None:

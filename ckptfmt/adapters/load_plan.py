@@ -256,7 +256,7 @@ class LoadPlan:
         unknown = set(allow) - set(_ALLOWED_BY.values())
         if unknown:
             known = ", ".join(sorted(set(_ALLOWED_BY.values())))
-            raise err(Code.ARGUMENT, f"allow={sorted(unknown)}; known are {known}", where="allow")
+            raise err(Code.ARGUMENT, f"allow= takes {known}, and not {', '.join(sorted(unknown))}", where="allow")
         self.checkpoint = checkpoint
         self.worker = worker
         self.worker_count = worker_count

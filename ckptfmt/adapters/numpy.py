@@ -39,7 +39,7 @@ def saved_dtype(array: Array, *, where: str) -> str:
     if type(array) is not np.ndarray:
         raise err(
             Code.STATE_UNSUPPORTED,
-            f"{type(array).__module__}.{type(array).__qualname__} is a kind of array of its own",
+            f"{type(array).__module__}.{type(array).__qualname__} is a subclass of numpy's array",
             where=where,
             remedy="Pass np.asarray(...) of it.",
         )

@@ -234,7 +234,7 @@ def _may_convert(plan: LoadPlan, where: str, saved: str, live: str) -> bool:
         return False
     if converts(saved, live):
         return True
-    plan.problem(Code.STATE_UNSUPPORTED, where, f"saved as {saved}: nothing makes {live} of it")
+    plan.problem(Code.STATE_UNSUPPORTED, where, f"saved as {saved}, which can't be converted to {live}")
     return False
 
 

@@ -115,10 +115,10 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
         else:
             report(Code.STREAM_MISSING, where, "not saved")
     for name in saved.keys() - {stream.name for stream in streams}:
-        report(Code.STREAM_UNEXPECTED, f"rng:{name} ({scope})", "no such stream here")
+        report(Code.STREAM_UNEXPECTED, f"rng:{name} ({scope})", "no live RNG stream has this name")
     for name, at in saved_streams:
         if at != GLOBAL and int(at.removeprefix("lw/")) >= plan.worker_count:
-            report(Code.STREAM_UNEXPECTED, f"rng:{name} ({at})", "there is no such worker any more")
+            report(Code.STREAM_UNEXPECTED, f"rng:{name} ({at})", "this load has no such worker")
     return actions
 
 

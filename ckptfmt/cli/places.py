@@ -40,14 +40,14 @@ def open_place(path: str) -> Place:
     try:
         is_directory = stat.S_ISDIR(Path(path).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        raise err(Code.FILE_MISSING, "there is nothing here", where=path, remedy=_REMEDY) from None
+        raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=_REMEDY) from None
     except ValueError:
-        raise err(Code.ARGUMENT, "no path has a NUL character", where=path, remedy=_REMEDY) from None
+        raise err(Code.ARGUMENT, "the path has a NUL character", where=path, remedy=_REMEDY) from None
     except OSError as error:
         code = Code.STORE_ACCESS if isinstance(error, PermissionError) else Code.STORE_IO
         raise err(code, error.strerror or str(error), where=path) from error
     if not is_directory:
-        raise err(Code.ARGUMENT, "it is a file, not a directory", where=path, remedy=_REMEDY)
+        raise err(Code.ARGUMENT, "the path is a file, not a directory", where=path, remedy=_REMEDY)
     try:
         names = {name.rstrip("/") for name in store.list_names("")}
     except CkptError as error:
@@ -67,7 +67,7 @@ def open_run_place(path: str) -> Place:
     if not place.is_run:
         raise err(
             Code.ARGUMENT,
-            f"it isn't a run: it has neither {RUN_NAME} nor {LAUNCHES}/, or it has a {MANIFEST_NAME}",
+            f"the directory isn't a run: it has neither {RUN_NAME} nor {LAUNCHES}/, or it has a {MANIFEST_NAME}",
             where=path,
             remedy="Give the directory of a run; `python -m ckptfmt inspect` shows a checkpoint.",
         )
@@ -77,4 +77,4 @@ def open_run_place(path: str) -> Place:
 def check_field(field: str | None) -> None:
     """Refuse a name that isn't that of a field. Raises: StateError(ARGUMENT)."""
     if field is not None and field not in FIELDS:
-        raise err(Code.ARGUMENT, "no such field", where=field, remedy=f"One of {', '.join(FIELDS)}.")
+        raise err(Code.ARGUMENT, f"there is no field {field!r}", where="--field", remedy=f"One of {', '.join(FIELDS)}.")

@@ -153,7 +153,7 @@ def create_once(
             )
             if not same:
                 raise err(
-                    Code.COMMIT_CONFLICT, "other contents are there", where=path, requirement="REQ-CMT-006"
+                    Code.COMMIT_CONFLICT, "the file is there with other contents", where=path, requirement="REQ-CMT-006"
                 ) from error
         return
 
@@ -251,10 +251,10 @@ def check_base(store: Store, reference: Reference, *, known: Known | None = None
     condemned = any(name.startswith(CONDEMNED) for name in base.list_names(""))
     register = read_register(base, known=known)
     if condemned or register is None:
-        detail = "it is about to be retired" if condemned else "there is no such checkpoint"
+        detail = "the checkpoint is about to be retired" if condemned else "there is no such checkpoint"
         raise err(Code.BASE_MISSING, detail, where=base.name, requirement="REQ-CMT-031")
     if not isinstance(register, Manifest) or register.digest != reference.digest:
-        raise err(Code.BASE_MISMATCH, "another register is there", where=base.name, requirement="REQ-CMT-031")
+        raise err(Code.BASE_MISMATCH, "another checkpoint is there", where=base.name, requirement="REQ-CMT-031")
 
 
 def abort(store: Store, *, run_id: str | None, launch: int | None, step: int, reason: str) -> bool:
@@ -369,7 +369,7 @@ def _wait_for_parts(
             on_wait(missing)
     raise err(
         Code.WRITERS_MISSING,
-        f"no part of writers {', '.join(map(str, missing[:16]))} within {deadline_s:g} s",
+        f"no part of the writers {', '.join(map(str, missing[:16]))} within {deadline_s:g} s",
         where="parts/",
         requirement="REQ-CMT-005",
     )
@@ -428,7 +428,7 @@ def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, byt
     except (FormatError, IntegrityError):
         said, digest = b"", b""
     if said != open_packed_document(content, where=path)[0]:
-        raise err(Code.COMMIT_CONFLICT, "another index is there", where=path, requirement="REQ-CMT-006")
+        raise err(Code.COMMIT_CONFLICT, "an index is there with other contents", where=path, requirement="REQ-CMT-006")
     return len(found), digest
 
 
@@ -449,9 +449,7 @@ def _read_part(store: Store, origin: Origin, writer: int, known: dict[bytes, Ten
 def _check_file(store: Store, path: str, nbytes: int) -> None:
     actual = store.nbytes(path)
     if actual != nbytes:
-        raise err(
-            Code.FILE_NBYTES, f"{actual} bytes where {nbytes} were written", where=path, requirement="REQ-CMT-007"
-        )
+        raise err(Code.FILE_NBYTES, f"the file has {actual} bytes, not {nbytes}", where=path, requirement="REQ-CMT-007")
 
 
 def _decide(store: Store, content: bytes) -> None:

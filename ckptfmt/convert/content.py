@@ -41,7 +41,7 @@ class Budget:
 
     def __init__(self, limit: int, *, what: str, where: str, remedy: str) -> None:
         self.left = limit
-        self._said = (f"it makes more than {limit:,} {what}", where, remedy)
+        self._said = (f"the file makes more than {limit:,} {what}", where, remedy)
 
     def spend(self, count: int) -> None:
         """Take so much away. Raises: FormatError(LIMIT_EXCEEDED)."""
@@ -85,7 +85,7 @@ def member_of(root: Path, name: object, *, named_by: str) -> Path:
     Raises: FormatError(UNSAFE_PATH, UNSAFE_FILE); IntegrityError(FILE_MISSING).
     """
     if type(name) is not str or name in ("", ".", "..") or "/" in name or "\0" in name or os.sep in name:
-        raise err(Code.UNSAFE_PATH, f"a file called {str(name)[:200]!r}", where=named_by)
+        raise err(Code.UNSAFE_PATH, f"it names a file {str(name)[:200]!r}", where=named_by)
     path = root / name
     try:
         kind = path.lstat().st_mode
@@ -93,14 +93,14 @@ def member_of(root: Path, name: object, *, named_by: str) -> Path:
         regular = stat.S_ISREG(resolved.stat().st_mode)
     except (OSError, ValueError, RuntimeError):
         remedy = "Fetch the missing file, or copy the directory again."
-        raise err(Code.FILE_MISSING, f"{named_by} names it", where=str(path), remedy=remedy) from None
+        raise err(Code.FILE_MISSING, f"{named_by} names this file", where=str(path), remedy=remedy) from None
     home = root.resolve()
     blobs = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
     if stat.S_ISLNK(kind) and not any(resolved.parent == place for place in (home, *blobs)):
         remedy = "Replace the link by the file, if you trust it."
-        raise err(Code.UNSAFE_FILE, "it is a link that leads out of the directory", where=str(path), remedy=remedy)
+        raise err(Code.UNSAFE_FILE, "the file is a link out of the directory", where=str(path), remedy=remedy)
     if not regular:
-        raise err(Code.UNSAFE_FILE, "it is no regular file", where=str(path))
+        raise err(Code.UNSAFE_FILE, "not a regular file", where=str(path))
     return path
 
 

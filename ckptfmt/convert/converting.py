@@ -128,7 +128,7 @@ def plan_conversion(
         raise err(Code.ARGUMENT, f"{only!r} is none of the fields {', '.join(FIELDS)}", where="--only")
     if (from_kind, to_kind) == ("ckptfmt", "ckptfmt"):
         remedy = "Copy the directory; of a delta, `python -m ckptfmt compact` makes a full one."
-        raise err(Code.ARGUMENT, "both are checkpoints of ckptfmt", where=target, remedy=remedy)
+        raise err(Code.ARGUMENT, "source and target are both checkpoints of ckptfmt", where=target, remedy=remedy)
     rules = parse_rules(rules)
     if rules and from_kind not in _TORCH_FORMATS:
         raise err(Code.ARGUMENT, f"a source of kind {from_kind} has its fields already", where="--field")
@@ -177,7 +177,7 @@ def _torch_side() -> ModuleType:
         if error.name != "torch":
             raise
         remedy = "pip install ckptfmt[torch]"
-        raise err(Code.ARGUMENT, "this kind of checkpoint takes torch", where="torch", remedy=remedy) from None
+        raise err(Code.ARGUMENT, "this kind of checkpoint needs torch", where="torch", remedy=remedy) from None
 
 
 def _plan_native(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
@@ -261,7 +261,7 @@ def source_kind(path: str) -> str:
     try:
         names = {entry.name for entry in Path(path).iterdir()}
     except FileNotFoundError:
-        raise err(Code.FILE_MISSING, "there is nothing here", where=path, remedy="Give a path that is there.") from None
+        raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy="Correct the path.") from None
     except NotADirectoryError:
         return "hf" if path.endswith(".safetensors") else "torch"
     except OSError as error:
@@ -273,14 +273,14 @@ def source_kind(path: str) -> str:
     if INDEX_NAME in names or any(name.endswith(".safetensors") for name in names):
         return "hf"
     detail = "it has no manifest.json, .metadata or safetensors file"
-    raise err(Code.ARGUMENT, f"no kind of checkpoint that is known: {detail}", where=path, remedy=f"{_SAY} (--from)")
+    raise err(Code.ARGUMENT, f"not a kind of checkpoint that is known: {detail}", where=path, remedy=f"{_SAY} (--from)")
 
 
 def target_kind(path: str) -> str:
     """Return the kind of checkpoint that a name asks for. Raises: StateError(ARGUMENT) if it doesn't."""
     if path.endswith(_TORCH_SUFFIXES):
         return "torch"
-    raise err(Code.ARGUMENT, "its name doesn't say what it shall be", where=path, remedy=f"{_SAY} (--to)")
+    raise err(Code.ARGUMENT, "the name doesn't say which kind to write", where=path, remedy=f"{_SAY} (--to)")
 
 
 def check_paths(source: str, target: str) -> None:
@@ -290,7 +290,7 @@ def check_paths(source: str, target: str) -> None:
     if os.path.lexists(target):
         raise _exists(target)
     if Path(target).resolve().is_relative_to(Path(source).resolve()):
-        raise err(Code.ARGUMENT, "it lies within the source", where=target, remedy="Give a path outside of it.")
+        raise err(Code.ARGUMENT, "the target is in the source", where=target, remedy="Give a path outside of it.")
 
 
 @contextlib.contextmanager
@@ -329,7 +329,7 @@ def _publish(scratch: Path, path: Path) -> None:
 
 
 def _exists(path: str) -> CkptError:
-    return err(Code.STORE_EXISTS, "it is there already", where=path, remedy="Give a path that isn't there yet.")
+    return err(Code.STORE_EXISTS, "the target exists already", where=path, remedy="Give a path that isn't there yet.")
 
 
 def _store_error(error: OSError, where: str) -> CkptError:

@@ -47,7 +47,7 @@ def parse_rules(texts: Iterable[str]) -> dict[str, str]:
             raise err(Code.ARGUMENT, detail, where="--field", remedy="Such as --field ema=extra.")
         rules[key] = field
     if "" in rules and len(rules) > 1:
-        raise err(Code.ARGUMENT, "one field for the whole source, and others for its entries", where="--field")
+        raise err(Code.ARGUMENT, "--field gives a field for the whole source, and others for entries", where="--field")
     return rules
 
 
@@ -73,12 +73,12 @@ def sort_fields(root: Any, rules: Mapping[str, str], content: Content, *, where:
     if type(root) not in (dict, OrderedDict) or not all(isinstance(key, str) for key in root):
         raise err(
             Code.ARGUMENT,
-            f"it holds {type(root).__name__}, not a mapping with names as keys",
+            f"the file holds {type(root).__name__}, not a mapping with names as keys",
             where=where,
             remedy="Save a dict, such as {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}.",
         )
     for key in rules.keys() - root.keys():
-        raise err(Code.ARGUMENT, f"it has no entry {key!r}, but {', '.join(map(repr, root))}"[:500], where=where)
+        raise err(Code.ARGUMENT, f"the file has no entry {key!r}, but {', '.join(map(repr, root))}"[:500], where=where)
     if not rules and _is_flat(root):
         namer.add_weights(root, "")
         return

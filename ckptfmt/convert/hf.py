@@ -41,7 +41,7 @@ def parse_nbytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?", text.strip().upper())
     nbytes = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
     if nbytes < 1:
-        raise err(Code.ARGUMENT, f"{text!r} is no size", where="--max-shard-size", remedy="Such as 5GB or 200MiB.")
+        raise err(Code.ARGUMENT, f"{text!r} isn't a size", where="--max-shard-size", remedy="Such as 5GB or 200MiB.")
     return nbytes
 
 
@@ -96,7 +96,7 @@ def _weight_map(path: Path) -> dict[str, Any]:
         raise err(Code.DOC_SYNTAX, str(error)[:200], where=str(path)) from None
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weight_map, dict):
-        raise err(Code.DOC_SCHEMA, "it has no weight_map", where=str(path))
+        raise err(Code.DOC_SCHEMA, "the file has no weight_map", where=str(path))
     return weight_map
 
 
@@ -129,7 +129,7 @@ def _read_file(path: Path, wanted: set[str] | None, content: Content) -> None:
         read = functools.partial(_read, path=path, begin=begin, shape=shape, element_nbytes=element_nbytes)
         content.add(Tensor(field="weights", name=key, dtype=_DTYPE_OF[tag], global_shape=shape, read=read))
     for key in sorted((wanted or set()) - present):
-        raise err(Code.SHARD_MISMATCH, f"{INDEX_NAME} says that {key!r} is in it", where=where)
+        raise err(Code.SHARD_MISMATCH, f"{key!r} isn't in this file, where {INDEX_NAME} says it is", where=where)
 
 
 def _read(box: Box, out: memoryview, *, path: Path, begin: int, shape: tuple[int, ...], element_nbytes: int) -> None:
@@ -166,7 +166,7 @@ def plan_layout(content: Content, *, max_shard_nbytes: int, only: str | None) ->
     Raises: StateError(ARGUMENT) for another field than weights, or where there are none.
     """
     if only not in (None, "weights"):
-        raise err(Code.ARGUMENT, "a Hugging Face directory holds weights", where="--only")
+        raise err(Code.ARGUMENT, "a Hugging Face directory holds weights only", where="--only")
     root, left_out = assemble(content, "weights", lambda value: value)
     if only is None:
         keys = [key for key in (*content.tensors, *content.leaves) if key[0] != "weights"]

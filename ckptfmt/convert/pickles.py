@@ -87,7 +87,7 @@ def parse_pickle(content: bytes, *, permitted: Collection[str], where: str) -> A
 
 
 def _damaged(where: str, detail: str) -> CkptError:
-    return err(Code.FILE_NBYTES, f"its pickle isn't whole: {detail}", where=where, remedy="Copy it again.")
+    return err(Code.FILE_NBYTES, f"the file's pickle isn't whole: {detail}", where=where, remedy="Copy it again.")
 
 
 class _Machine:
@@ -117,7 +117,7 @@ class _Machine:
         """Return the error for what isn't let in."""
         return err(
             Code.STATE_UNSUPPORTED,
-            f"it holds what isn't safe to load: {what[:300]}",
+            f"the file holds something that isn't safe to load: {what[:300]}",
             where=self.where,
             remedy="Where you trust it, load it with the program that wrote it, and save its state_dict and plain"
             " values alone.",

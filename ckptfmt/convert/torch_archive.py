@@ -58,7 +58,7 @@ _OTHER_TENSORS: Final = {
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
     "torch._utils._rebuild_qtensor": "a quantized tensor",
     "torch._utils._rebuild_nested_tensor": "a nested tensor",
-    "torch._utils._rebuild_wrapper_subclass": "a kind of tensor of its own",
+    "torch._utils._rebuild_wrapper_subclass": "the tensor is of a class of its own",
     "torch._utils._rebuild_meta_tensor_no_storage": "a tensor without contents",
     "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device that torch.save can't write",
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that torch.save can't write",
@@ -137,11 +137,11 @@ class Archive:
         pickles = [name for name in self._records if name.endswith("/data.pkl")]
         if len(pickles) != 1 or any(name.endswith("/constants.pkl") for name in self._records):
             remedy = "Give a file that torch.save made of a state_dict; a script of TorchScript isn't one."
-            raise err(Code.ARGUMENT, "it is an archive, but not of torch.save", where=self.where, remedy=remedy)
+            raise err(Code.ARGUMENT, "the file is an archive, but not of torch.save", where=self.where, remedy=remedy)
         self._prefix = pickles[0].removesuffix("data.pkl")
         self.pickle_nbytes = self._records[pickles[0]][1]
         if f"{self._prefix}byteorder" in self._records and self._read("byteorder", 16) != b"little":
-            raise err(Code.STATE_UNSUPPORTED, "it was saved by a machine of another byte order", where=self.where)
+            raise err(Code.STATE_UNSUPPORTED, "the file was saved by a machine of another byte order", where=self.where)
 
     def _list(self, window: _Window) -> list[zipfile.ZipInfo]:
         try:
@@ -154,7 +154,7 @@ class Archive:
                 raise err(Code.FILE_NBYTES, detail, where=self.where, remedy="Copy the file again.") from None
             raise err(
                 Code.ARGUMENT,
-                "it isn't a torch.save file in the zip format",
+                "the file isn't one of torch.save in the zip format",
                 where=self.where,
                 remedy="If torch.load reads it, save what it returns with torch.save of a newer torch.",
             ) from None
@@ -170,7 +170,7 @@ class Archive:
             raise err(Code.STATE_UNSUPPORTED, detail, where=self.where, remedy=remedy)
         at = begin_of(record, window)
         if at + record.file_size > window.nbytes:
-            raise err(Code.FILE_NBYTES, f"it ends within {name[:200]!r}", where=self.where, remedy="Copy it again.")
+            raise err(Code.FILE_NBYTES, f"the file ends in {name[:200]!r}", where=self.where, remedy="Copy it again.")
         self._records[name] = (begin + at, record.file_size)
 
     def root(self) -> Any:  # noqa: ANN401 - what the pickle holds
@@ -186,7 +186,7 @@ class Archive:
     def tensor(self, made: object, *, where: str) -> StoredTensor:
         """Return a tensor that the pickle describes. Raises: StateError(STATE_UNSUPPORTED)."""
         if type(made) is not Made or made.kind not in TENSORS:
-            raise err(Code.STATE_UNSUPPORTED, "it is no tensor", where=where)
+            raise err(Code.STATE_UNSUPPORTED, "the value isn't a tensor", where=where)
         if made.kind in _OTHER_TENSORS:
             raise err(Code.STATE_UNSUPPORTED, _OTHER_TENSORS[made.kind], where=where, remedy=_DENSE)
         if made.kind in _PARAMETERS:
@@ -196,7 +196,7 @@ class Archive:
         if made.kind == _WITH_ATTRIBUTES:
             maker, kind, args, state = made.args
             if only(kind, Named).name not in _PLAIN_TENSORS or only(maker, Named).name == _WITH_ATTRIBUTES:
-                raise err(Code.STATE_UNSUPPORTED, "a kind of tensor of its own", where=where, remedy=_DENSE)
+                raise err(Code.STATE_UNSUPPORTED, "the tensor is of a class of its own", where=where, remedy=_DENSE)
             inner = self.tensor(Made(maker.name, only(args, tuple)), where=where)
             return dataclasses.replace(inner, attributes=inner.attributes or state)
         return self._plain(made, where)
@@ -235,7 +235,7 @@ class Archive:
         if tag != "storage" or type(key) is not str or type(kind) is not Named:
             raise TypeError("an id that isn't a storage's")
         if kind.name != _UNTYPED and kind.name not in _STORAGES:
-            raise err(Code.STATE_UNSUPPORTED, f"a tensor of {kind.name}", where=where)
+            raise err(Code.STATE_UNSUPPORTED, f"the tensor's storage is of the unknown kind {kind.name}", where=where)
         record = f"{self._prefix}data/{key}"
         if record not in self._records:
             raise err(Code.FILE_NBYTES, f"the archive has no record {record[:200]!r}", where=where)
@@ -271,7 +271,7 @@ def shape_of(value: object) -> tuple[int, ...]:
         (value,) = value.args
     sizes = only(value, tuple)
     if len(sizes) > limits.NDIM:
-        raise err(Code.LIMIT_EXCEEDED, f"more than {limits.NDIM} dimensions", requirement="REQ-LIM-001")
+        raise err(Code.LIMIT_EXCEEDED, f"a tensor has more than {limits.NDIM} dimensions", requirement="REQ-LIM-001")
     return tuple(map(size_of, sizes))
 
 
@@ -385,10 +385,10 @@ class StoredTensor:
         if len(self.shape) != len(self.strides):
             raise ValueError("a shape and strides of different lengths")
         if (0 not in self.shape and self.end > storage_end) or self.begin > storage_end:
-            raise err(Code.FILE_NBYTES, "it reaches beyond its storage", where=self.where, remedy="Copy it again.")
+            raise err(Code.FILE_NBYTES, "the tensor exceeds its storage", where=self.where, remedy="Copy it again.")
         is_complex = self.dtype.startswith("complex")
         if (self.conj and not is_complex) or (self.neg and self.dtype not in _SIGNED and "int" not in self.dtype):
-            detail = f"a tensor of {self.dtype} that is to be read as its negative or conjugate"
+            detail = f"a tensor of {self.dtype} is stored as its negative or conjugate"
             raise err(Code.STATE_UNSUPPORTED, detail, where=self.where, remedy="Save a clone() of it.")
 
     def read(self, box: Box, out: memoryview) -> None:

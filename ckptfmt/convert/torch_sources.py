@@ -356,7 +356,7 @@ class _Directory:
         """Return the attributes of a record, by name."""
         full = kind if "." in kind else f"{_METADATA}.{kind}"
         if type(made) is not Made or made.kind != full:
-            detail = f"it isn't the metadata of a distributed checkpoint: no {kind} where one belongs"
+            detail = f"the file isn't the metadata of a distributed checkpoint: no {kind} where one belongs"
             raise err(Code.STATE_UNSUPPORTED, detail, where=self._where)
         return {name: value for name, value in self._pairs(made.state) if type(name) is str}
 
@@ -391,7 +391,7 @@ class _Directory:
             self._sizes[path.name] = path.stat().st_size
         if begin + nbytes > self._sizes[path.name]:
             remedy = "Copy the directory again."
-            raise err(Code.FILE_NBYTES, f"it ends within {name[:200]!r}", where=str(path), remedy=remedy)
+            raise err(Code.FILE_NBYTES, f"the file ends within {name[:200]!r}", where=str(path), remedy=remedy)
         return _Stored(path, begin, nbytes, f"{path}: {name[:200]}")
 
     def _item(self, name: str, offsets: tuple[int, ...] | None) -> _Stored:
@@ -433,7 +433,7 @@ class _Directory:
         state = properties.state
         named = state[0] if type(state) is tuple else self._state(properties, "TensorProperties").get("dtype")
         if type(named) is not Named or named.name not in DTYPE_NAMES:
-            raise err(Code.STATE_UNSUPPORTED, "the format has no dtype like it", where=where)
+            raise err(Code.STATE_UNSUPPORTED, "the format lacks the tensor's dtype", where=where)
         return DTYPE_NAMES[named.name]
 
     # --- nesting ------------------------------------------------------------------------------------------------------

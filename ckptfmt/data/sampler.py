@@ -120,7 +120,7 @@ class Sampler:
         tail: Tail = "carry",
     ) -> None:
         if not 1 <= global_batch <= limits.DIM:
-            raise err(Code.ARGUMENT, f"global_batch {global_batch}: it is at least 1")
+            raise err(Code.ARGUMENT, f"global_batch={global_batch} is less than 1")
         if worker is not None:
             _check_worker(worker, global_batch)
         self._sources = _sources(dataset, fingerprint, source, is_mixed=mixture is not None)
@@ -324,21 +324,21 @@ class Sampler:
         """
         begin = self.position if from_pos is None else from_pos
         if sum(what is not None for what in (samples, shard, positions)) != 1:
-            raise err(Code.ARGUMENT, "a skip is of samples, of a shard or of positions")
+            raise err(Code.ARGUMENT, "give exactly one of samples=, shard= and positions=")
         name = self._sources[0].id if source is None and len(self._sources) == 1 else source
         skip: Skip
         if positions is not None:
             begin = positions[0]
             skip = PosSkip(policy=policy, reason=reason, range=positions)
         elif name is None:
-            raise err(Code.ARGUMENT, "there are several sources; source= says which")
+            raise err(Code.ARGUMENT, "there are several sources: say with source= which")
         elif shard is not None:
             skip = ShardSkip(policy=policy, from_pos=begin, reason=reason, source=name, shard=shard[0], range=shard[1:])
         else:
             ids = tuple(sorted({int(sample) for sample in samples or ()}))
             skip = SampleSkip(policy=policy, from_pos=begin, reason=reason, source=name, ids=ids)
         if begin < self.position:
-            detail = f"a skip from position {begin} on; {self.position} are consumed already"
+            detail = f"the skip begins at position {begin}, and {self.position} positions are consumed already"
             raise err(Code.ARGUMENT, detail, requirement="REQ-CUR-020")
         self._course = self._try_course((*self._skips, skip))
         self._skips = (*self._skips, skip)
@@ -354,7 +354,7 @@ class Sampler:
         """
         ahead = self._progress.steps_fetched - self.steps_done
         if ahead > _AHEAD_MAX and not self._progress.told:
-            detail = f"{ahead} batches were fetched, and no step was said to be done"
+            detail = f"{ahead} batches were fetched, and no step was counted"
             raise err(Code.ARGUMENT, detail, remedy="Call sampler.advance() after each step, or sampler.commit(step).")
         if self._loaded is not None and self._loaded.commit.step == self.steps_done:
             return dump_cursor(self._loaded)
@@ -514,14 +514,14 @@ def _sources(
 ) -> tuple[Source, ...]:
     if not is_mixed:
         if isinstance(dataset, Mapping) and any(isinstance(key, str) for key in dataset):
-            raise err(Code.ARGUMENT, "several sources, and no mixture of them", remedy="Pass mixture={name: count}.")
+            raise err(Code.ARGUMENT, "there are several sources, and no mixture", remedy="Pass mixture={name: count}.")
         if isinstance(fingerprint, Mapping):
-            raise err(Code.ARGUMENT, "one source has one fingerprint, not a mapping")
+            raise err(Code.ARGUMENT, "fingerprint is a mapping, but there is one source only")
         return (Source(id=source, fingerprint=fingerprint, n=_length(dataset)),)
     if not isinstance(dataset, Mapping) or not dataset:
-        raise err(Code.ARGUMENT, "with a mixture, the data set is a mapping from names to data sets")
+        raise err(Code.ARGUMENT, "a mixture needs a mapping from names to data sets")
     if not (fingerprint is None or isinstance(fingerprint, Mapping)):
-        raise err(Code.ARGUMENT, "with a mixture, fingerprint is a mapping from names to fingerprints")
+        raise err(Code.ARGUMENT, "a mixture needs a mapping from names to fingerprints")
     prints = fingerprint or {}
     return tuple(Source(id=name, fingerprint=prints.get(name), n=_length(one)) for name, one in dataset.items())
 

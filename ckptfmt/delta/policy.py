@@ -64,7 +64,7 @@ class DeltaOptions:
             return cls(mode=given)
         unknown = sorted(map(str, given.keys() - {field.name for field in dataclasses.fields(cls)}))
         if unknown:
-            raise _refused(f"no option {', '.join(unknown)}")
+            raise _refused(f"{{...}} has unknown options: {', '.join(unknown)}")
         fields = given.get("fields", FIELDS)
         return cls(**{**given, "fields": frozenset((fields,) if isinstance(fields, str) else fields)})
 

@@ -197,9 +197,7 @@ class CheckpointFiles:
 
     def _contradiction(self, number: int, detail: str) -> Exception:
         path = part_path(self.manifest.origin.attempt, number)
-        return err(
-            Code.DOC_MISMATCH, f"against what the index says, {path} {detail}", where=path, requirement="REQ-IDX-001"
-        )
+        return err(Code.DOC_MISMATCH, f"unlike the index says, {path} {detail}", where=path, requirement="REQ-IDX-001")
 
 
 # --- bases ------------------------------------------------------------------------------------------------------------
@@ -274,7 +272,7 @@ class Closure:
                 kind = register.digest if isinstance(register, Manifest) else type(register).__name__.lower()
                 found.append(f"{place.name}: {kind}")
         code = Code.BASE_MISMATCH if found else Code.BASE_MISSING
-        detail = f"{reference.digest} isn't there" + (f"; found {'; '.join(found)}" if found else "")
+        detail = f"the base {reference.digest} isn't there" + (f"; found {'; '.join(found)}" if found else "")
         raise err(code, detail, where=reference.name, requirement="REQ-DEL-020")
 
 
@@ -473,7 +471,7 @@ def read_manifest(store: Store) -> Manifest:
     elif isinstance(register, Abort):
         code, detail = Code.CHECKPOINT_ABORTED, register.reason
     else:
-        code, detail = Code.CHECKPOINT_RETIRED, f"it was {register.manifest_digest}"
+        code, detail = Code.CHECKPOINT_RETIRED, f"the checkpoint {register.manifest_digest} was retired"
     raise err(code, detail, where=MANIFEST_NAME, requirement="REQ-MAN-001")
 
 
@@ -510,7 +508,7 @@ def check_nbytes(store: Store, file: PartFile) -> None:
     if actual != file.nbytes:
         raise err(
             Code.FILE_NBYTES,
-            f"{actual} bytes where {file.nbytes} are declared",
+            f"the file has {actual} bytes, not {file.nbytes}",
             where=file.name,
             requirement="REQ-CKP-003",
         )
@@ -533,7 +531,5 @@ def read_exactly(store: Store, path: str, nbytes: int) -> bytes:
     """Return a file that is named with its size. Raises: IntegrityError(FILE_MISSING, FILE_NBYTES)."""
     actual = store.nbytes(path)
     if actual != nbytes:
-        raise err(
-            Code.FILE_NBYTES, f"{actual} bytes where {nbytes} are declared", where=path, requirement="REQ-CKP-003"
-        )
+        raise err(Code.FILE_NBYTES, f"the file has {actual} bytes, not {nbytes}", where=path, requirement="REQ-CKP-003")
     return store.read(path, limit_nbytes=min(nbytes, limits.MSGPACK_NBYTES))

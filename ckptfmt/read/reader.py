@@ -92,7 +92,7 @@ class Checkpoint(CheckpointFiles):
         """
         entry = self.streams.get((name, scope))
         if entry is None:
-            raise err(Code.STREAM_MISSING, f"no stream {name!r} ({scope})", where=name)
+            raise err(Code.STREAM_MISSING, f"there is no RNG stream {name!r} ({scope})", where=name)
         where = part_path(self.manifest.origin.attempt, entry.part)
         return entry.kind, parse_tree(self.stored_stream(entry).state, where=f"{where}#/streams/{name}")
 
@@ -261,7 +261,7 @@ def _box_of(items: tuple[Any, ...], shape: tuple[int, ...], name: str) -> tuple[
         if isinstance(index, slice):
             start, stop, step = index.indices(extent)
             if step != 1:
-                raise err(Code.ARGUMENT, "a slice with a step; read it without, then slice the array", where=name)
+                raise err(Code.ARGUMENT, "slices with a step aren't read: slice the array", where=name)
             begin.append(start)
             extents.append(max(0, stop - start))
             keep.append(slice(None))

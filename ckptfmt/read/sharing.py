@@ -146,7 +146,7 @@ def refuse_sharing(count: int) -> CkptError:
     """Return the error of processes that nothing connects."""
     return err(
         Code.ARGUMENT,
-        f"share= is for {count} processes that torch.distributed connects",
+        f"share= needs {count} processes that torch.distributed connects",
         where="share=",
         remedy="Call torch.distributed.init_process_group first, or leave share= out.",
     )
@@ -160,7 +160,7 @@ def share_ranges(ranges: Iterable[BlockRange], peers: Peers, *, block_nbytes: in
         by_path[blocks.path].append([blocks.byte_begin, blocks.byte_end])
     told = peers.all_gather({"wanted": by_path})
     if any(type(theirs) is not dict or theirs.keys() != {"wanted"} for theirs in told):
-        raise err(Code.WRITERS_DIVERGED, "not every process shares what it reads", where="share=")
+        raise err(Code.WRITERS_DIVERGED, "not every process has share=True", where="share=")
     parcels = split_shared(
         [[(path, begin, end) for path, spans in theirs["wanted"].items() for begin, end in spans] for theirs in told],
         parcel_nbytes=max(1, PARCEL_NBYTES // block_nbytes) * block_nbytes,
@@ -257,7 +257,7 @@ class Rounds:
             if parcel.reader == self._peers.number:
                 continue
             if places[parcel][-1] != _GOOD:
-                raise err(Code.PEER_FAILED, f"process {parcel.reader} couldn't read it", where=parcel.path)
+                raise err(Code.PEER_FAILED, f"process {parcel.reader} couldn't read this file", where=parcel.path)
             # Checked here, too: what a network did to it is nobody else's to find.
             take(self._shared.range_of(parcel), places[parcel][:-1])
             self.received_nbytes += parcel.nbytes

@@ -73,7 +73,7 @@ def compact_run(
     """
     if held := wait_for_savers(store, deadline_s=deadline_s):
         remedy = "Wait until the training has ended, or compact its newest checkpoint to a place of its own."
-        detail = f"{describe_savers(held)} still has saves in hand after {deadline_s:g} s"
+        detail = f"{describe_savers(held)} still hasn't finished its saves after {deadline_s:g} s"
         raise err(Code.SAVE_PENDING, detail, where=store.name, remedy=remedy)
     name, head = find_head(store)
     if head.profile == "full":

@@ -111,7 +111,7 @@ def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> RunRecord:
     store.sync("")
     run = read_run(store)
     if run is None:
-        raise err(Code.STORE_IO, "the run's record was created and isn't there", where=RUN_NAME)
+        raise err(Code.STORE_IO, "the run's record was just created, and isn't there", where=RUN_NAME)
     check_writer_features(run)  # perhaps somebody else's
     return run
 
@@ -245,9 +245,9 @@ def _find_replacement(
     """
     match register:
         case None:
-            code, what = Code.NOT_COMMITTED, "a launch record names it, and it has no register"
+            code, what = Code.NOT_COMMITTED, "a launch record names this checkpoint, which has no register"
         case Abort():
-            code, what = Code.CHECKPOINT_ABORTED, "a launch record names it, and its register holds an abort record"
+            code, what = Code.CHECKPOINT_ABORTED, "a launch record names this checkpoint, which was given up"
         case Manifest() if register.digest != resume.digest:
             code, what = Code.DOC_DIGEST, f"a launch record names {resume.digest}, and here is {register.digest}"
         case _:

@@ -248,7 +248,7 @@ def _named_errors(nbytes: int | None) -> Iterator[None]:
     except (OSError, OverflowError) as error:
         slot = "the attached slot" if nbytes is None else f"a slot of {nbytes} bytes"
         reason = error.strerror if isinstance(error, OSError) else None
-        raise err(Code.SLOT_MEMORY, f"the system refuses {slot}: {reason or error}") from error
+        raise err(Code.SLOT_MEMORY, f"the system refuses memory for {slot}: {reason or error}") from error
 
 
 @contextlib.contextmanager

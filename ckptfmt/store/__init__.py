@@ -30,5 +30,5 @@ def open_store(path_or_store: str | os.PathLike[str] | Store, *, writable: bool)
         raise err(Code.ARGUMENT, "the path is empty")
     if "://" in path:
         remedy = "Pass an object that implements ckptfmt.store.Store."
-        raise err(Code.STORE_UNSUPPORTED, "a URL isn't a path", where=path, remedy=remedy)
+        raise err(Code.STORE_UNSUPPORTED, "URLs aren't supported", where=path, remedy=remedy)
     return LocalStore(path, writable=writable)

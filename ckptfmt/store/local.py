@@ -134,7 +134,7 @@ class LocalStore:
             try:
                 self._publish(directory, temporary, name)
             except FileExistsError as error:
-                raise err(Code.STORE_EXISTS, f"it is in {self.name} already", where=path) from error
+                raise err(Code.STORE_EXISTS, f"the file is in {self.name} already", where=path) from error
 
     def replace(self, path: str, data: bytes) -> None:
         """Put `data` in the place of a file; see `Store.replace`."""
@@ -315,7 +315,7 @@ class LocalStore:
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
-                raise err(Code.STORE_UNSUPPORTED, "directories can't be fsynced", where=self.name) from error
+                raise err(Code.STORE_UNSUPPORTED, "the file system can't fsync directories", where=self.name) from error
             if self._is_exclusive(directory, self._calls.link):
                 return True
             if self._is_exclusive(directory, self._calls.rename_noreplace):

@@ -138,7 +138,7 @@ class MemoryStore:
         check_path(path)
         data = b"".join(chunks)
         if not self._put(path, data, exclusive=True):
-            raise err(Code.STORE_EXISTS, f"it is in {self.name} already", where=path)
+            raise err(Code.STORE_EXISTS, f"the file is in {self.name} already", where=path)
 
     def replace(self, path: str, data: bytes) -> None:
         """Put `data` in the place of an object; see `Store.replace`."""

@@ -106,19 +106,17 @@ class Snapped:
                 continue
             where = ":".join(piece.key[:2])
             if seen.digests and seen.digests != now:
-                detail = "what arrived of it isn't what its device had when the save was asked for"
+                detail = "the tensor's copy isn't what its device held when the save was called"
                 raise err(Code.STATE_CHANGED, detail, where=where, requirement="REQ-CMT-028")
             before = now if held is None else held[number]
             for block in itertools.compress(itertools.count(), seen.kept if before != now else b""):
                 if digest_at(now, block) != digest_at(before, block):
                     raise err(
                         Code.STATE_CHANGED,
-                        f"block {block} of its copy isn't what came there at an earlier save, and nothing was copied"
-                        " since",
+                        f"block {block} of the tensor's copy changed since an earlier save, and nothing copied it",
                         where=where,
                         requirement="REQ-CMT-028",
-                        remedy="The next save copies all anew. If it happens again, something writes where it"
-                        " shouldn't.",
+                        remedy="The next save copies all. If it happens again, something writes where it shouldn't.",
                     )
 
 

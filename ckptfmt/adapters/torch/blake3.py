@@ -44,7 +44,7 @@ def block_digests(tensor_bytes: torch.Tensor, block_nbytes: int) -> torch.Tensor
     """
     if tensor_bytes.dtype != torch.uint8 or tensor_bytes.dim() != 1 or not tensor_bytes.is_contiguous():
         told = f"{tensor_bytes.dtype}, shape {tuple(tensor_bytes.shape)}, strides {tensor_bytes.stride()}"
-        raise err(Code.ARGUMENT, f"{told}: bytes one after the other are needed", where="tensor_bytes=")
+        raise err(Code.ARGUMENT, f"{told}: a contiguous vector of uint8 is needed", where="tensor_bytes=")
     least, most = limits.BLOCK_NBYTES_MIN, limits.BLOCK_NBYTES_MAX
     if not least <= block_nbytes <= most or block_nbytes & (block_nbytes - 1):
         detail = f"{block_nbytes} isn't a power of two from {least} to {most}"

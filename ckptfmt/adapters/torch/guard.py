@@ -149,7 +149,7 @@ def _sample_at(element_count: int) -> torch.Tensor:
 def _changed_error(source: TorchSource) -> CkptError:
     return err(
         Code.STATE_CHANGED,
-        "it was written to before its optimizer's step",
+        "the tensor was changed between the save and its optimizer's step",
         where=f"{source.field}:{source.name}",
         requirement="REQ-CMT-028",
     )

@@ -84,7 +84,7 @@ def plan_groups(
             Placer(plan, field=field, scope=saved.scope).take(saved.options)
         options = {**found[0].options} if found else {}
         if any(not _same_options(plan, field, found[0], other) for other in found[1:]):
-            plan.problem(Code.GROUP_MISMATCH, where, "its parameters were saved with different options")
+            plan.problem(Code.GROUP_MISMATCH, where, "the group's parameters were saved with different options")
         elif found:
             kept = {key for key in group if plan.only.is_overridden(field, f"{prefix}group/{key}")}
             _plan_options(plan, group, found[0], field, where, kept)
@@ -163,7 +163,7 @@ def _plan_options(  # noqa: PLR0917 - all of it is what a group is
     is_scheduled = _SCHEDULED_BY in group and _SCHEDULED_BY in saved.options
     for key in group:
         if key not in options and key not in _NOT_OPTIONS and key not in kept:
-            plan.problem(Code.LEAF_MISSING, f"{where}/{key}", "the live group has this option")
+            plan.problem(Code.LEAF_MISSING, f"{where}/{key}", "only the live group has this option")
     on_device = (options.get("capturable") or options.get("fused")) and group["params"]
     device = local_of(group["params"][0]).device if on_device else None
     placer = Placer(plan, field=field, scope=saved.scope, device=device, whole=True)
@@ -328,14 +328,14 @@ class _ParameterState:
         name, at, saved = self.plan.leaf(self.field, [f"{prefix}state/{name}" for name in names], scope)
         if saved is MISSING:
             if self.live:
-                self.plan.problem(Code.LEAF_MISSING, f"{self.field}:{name}", "the live optimizer has this state")
+                self.plan.problem(Code.LEAF_MISSING, f"{self.field}:{name}", "only the live optimizer has it")
             return
         self._take_tied(name, saved, [f"{prefix}state/{other}" for other in names], at)
         placer = Placer(self.plan, field=self.field, scope=at, device=local_of(self.parameter).device, whole=True)
         state = {key: self._value(placer, key, value, name) for key, value in saved.items()}
         for key in self.live:
             if key not in saved:
-                self.plan.problem(Code.LEAF_MISSING, f"{self.field}:{name}/{key}", "the live optimizer has this state")
+                self.plan.problem(Code.LEAF_MISSING, f"{self.field}:{name}/{key}", "only the live optimizer has it")
                 state[key] = self.live[key]
         self.plan.actions.append(lambda: self._put(state))
 
