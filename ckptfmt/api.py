@@ -120,29 +120,29 @@ def load(
 ) -> LoadReport | dict[str, object]:
     """Load a checkpoint into a state, in place; or return what it holds as trees.
 
-    With several processes every one of them calls it: what none of them takes is an error on all. To load on one
-    of them alone, pass ``writer=(0, 1)``.
+    With several processes every one of them calls it: a saved tensor that none of them takes is an error on all. To
+    load on one of them alone, pass ``writer=(0, 1)``.
 
     Args:
         path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
         state: what to load into; None to return a mapping from field to tree.
-        only: patterns of what to load, by the names in the checkpoint: ``"encoder"`` with everything beneath it,
-            ``"layers.*.bias"``, ``"weights:*"`` for a field; optimizer state goes by the name of its parameter. What
-            fits none stays as it is, and is neither missing nor unexpected. None for everything.
+        only: patterns of names in the checkpoint, to be loaded: ``"encoder"`` with everything beneath it,
+            ``"layers.*.bias"``, ``"weights:*"`` for a field; optimizer state goes by the name of its parameter. A
+            tensor that fits none stays as it is, and is neither missing nor unexpected. None for everything.
         rename: what the live names were called: a mapping from live to saved names, or to what they begin with, as in
             ``{"backbone": "encoder"}``; or a function of the live name. Optimizer state goes along. Several live names
             may take the same saved one.
-        allow: what may differ, each then reported: any of ``missing``, ``unexpected``, ``dtype``, ``streams``,
-            ``loader``. With ``dtype``, tensors are converted to the live dtype, and optimizer state along with its
-            parameter.
+        allow: kinds of differences to report instead of to refuse: any of ``missing``, ``unexpected``, ``dtype``,
+            ``streams``, ``loader``. With ``dtype``, tensors are converted to the live dtype, and optimizer state along
+            with its parameter.
         strict: whether RNG streams of another number of processes are an error instead of a report.
         framework: ``torch`` or ``numpy`` for the tensors of trees; None for torch where it is imported.
         writer, agree, deadline_s: as for `save`; an exchange by token needs a directory that can be written.
-        share: whether each block that several processes want is read by one, who sends it to the others through
+        share: whether each block that several processes want is read by one, which sends it to the others through
             torch.distributed. It pays where the store is slower than the network between the processes; from a local
             disk it doesn't, as a rule.
-        bases: where else to look for what a delta reads from, beside its own directory: checkpoints, or directories
-            of them; a base counts by its digest alone.
+        bases: where else to look for the bases of a delta, beside its own directory: checkpoints, or directories of
+            them; a base counts by its digest alone.
         wait_s: as for `open`.
 
     A delta costs what it stores and what its bases store of the same blocks, and some decoding. Part of it may cost
@@ -181,14 +181,14 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint for reading, lazily and without torch.
 
-    Of a run it is the newest that is committed. Where a living saver still has a save in its hands, a newer one may
-    follow at any moment: then a warning is logged, and `Checkpoint.pending` says whose save that is.
+    Of a run it is the newest that is committed. Where a living saver hasn't finished a save, a newer one may follow
+    at any moment: then a warning is logged, and `Checkpoint.pending` names the saver.
 
     Args:
         path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
         digest: the manifest digest that is expected, if one is.
         bases: as for `load`; they are looked for when something is read that they have.
-        wait_s: of a run: how long to wait at most until no saver has a save in its hands, in seconds.
+        wait_s: of a run: how long to wait at most until no saver has an unfinished save, in seconds.
 
     Returns: a `Checkpoint`; ``checkpoint.weights["layers.0.w"][0:128]`` reads those rows and nothing else; of a delta,
         also what its blocks are decoded with: see `load`.

@@ -43,12 +43,12 @@ _UNIT_S: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 class Checkpointer:
     """Resume a run and save it as it goes.
 
-    Every process of the job makes one, with the same arguments, and runs the same loop. What must be the same on all
-    (what to resume from, when to save) writer 0 decides and tells; no process decides by its own clock.
+    Every process of the job makes one, with the same arguments, and runs the same loop. Writer 0 decides whatever must
+    be the same on all (what to resume from, when to save) and tells the others; no process decides by its own clock.
 
-    The loop is one of three. `steps` is a whole one. `training_step` is a context around each step of a loop of one's
-    own. `end_step` is called after each step by who has a step count of their own, such as a framework's callback; and
-    `save` with ``step=`` saves at once. RNG streams are put back when the first step begins, or when
+    There are three kinds of loops. `steps` is a whole one. `training_step` is a context around each step of a loop of
+    the program's own. A program that counts its steps, such as a framework's callback, calls `end_step` after each of
+    them, or `save` with ``step=`` to save at once. RNG streams are put back when the first step begins, or when
     `restore_rng` is called; until then nothing may be counted, and T1 isn't claimed.
 
     Args:
@@ -64,18 +64,18 @@ class Checkpointer:
         resume: "auto" to follow the run's lineage; "fresh" to start anew; else name or manifest digest of a checkpoint,
             which rolls the run back to it.
         allow, strict: as for `ckptfmt.load`.
-        override: what is left as it is here, though something else was saved; the claim falls, and the log has both.
+        override: live values that are kept, though others were saved; the claim falls, and the log has both values.
             Names as in the checkpoint, or patterns of them: ``"optimizer:group/lr"`` for an option of an optimizer's
             parameter groups, ``"optimizer:extra/scheduler"`` for a value. By default the saved one is taken.
         writer, agree: as for `ckptfmt.save`.
         share: as for `ckptfmt.load`.
         deadline_s: how long the processes wait for each other, for a free slot, and for saves at the end, in seconds.
-        saver: who writes: "process", one of its own, which outlives this one; "thread", one of this process; "inline",
-            nobody else: `save` returns when the checkpoint is committed.
+        saver: what writes: "process", a process of its own, which outlives this one; "thread", a thread of this
+            process; "inline", this thread: `save` returns when the checkpoint is committed.
         overlap: whether parameters and their optimizer's state are copied beside the next forward and backward pass,
             where a first save has shown that only the optimizer's step changes them.
         slots: how many snapshots there is shared memory for.
-        when_busy: what a save does when every slot holds one that isn't written: "wait", or "skip".
+        when_busy: "wait" or "skip": what `save` does when every slot holds a save that isn't written yet.
         nice: what the saver's process adds to its niceness, and to that of its session.
         delta: "off"; "auto": only what changed is written where that is no slower than everything; "smallest": what
             changed is written in the fewest bytes, for stores that are far away. Or a mapping with ``mode``, one of
@@ -92,8 +92,8 @@ class Checkpointer:
         launch: this start's record; None before `restore`.
         load_report: what restoring found; None after a fresh start. It claims T1 once the RNG streams are put
             back, at the earliest.
-        passed_over: what is newer than the checkpoint that was restored and wasn't taken, a sentence each: checkpoints
-            that aren't valid, and saves that a living saver hadn't committed by the deadline.
+        passed_over: why newer ones than the restored checkpoint weren't taken, a sentence each: checkpoints that aren't
+            valid, and saves that a living saver hadn't committed by the deadline.
         stopped: whether the run is saved and ends because of a signal.
 
     Raises: StateError(ARGUMENT).
@@ -167,7 +167,7 @@ class Checkpointer:
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """What saves don't do as asked for, such as fewer slots where memory is short; a sentence each."""
+        """Where saves do something else than was asked for, such as fewer slots for want of memory; a sentence each."""
         return tuple(self._saves.reports)
 
     @property
@@ -330,8 +330,9 @@ class Checkpointer:
     ) -> SaveHandle | None:
         """Begin a save; every process calls it at the same step. None if this step is saved already.
 
-        What the optimizers' steps change is copied beside the training where that was seen to be safe; all else when
-        this returns. Writing goes on beside the training: the handle tells how far it is, and waits for it.
+        Tensors that the optimizers' steps change are copied beside the training where that was seen to be safe; all
+        else is copied when this returns. Writing goes on beside the training: the handle tells how far it is, and waits
+        for it.
 
         Within the body of `steps` or `training_step` the step isn't over: there the save is taken as soon as the body
         ends, and this returns None. A body that is left by an exception, or that of `steps` by ``break``, is no step,

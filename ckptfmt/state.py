@@ -1,4 +1,4 @@
-"""What the user hands over: `State`, the seven fields of a run, and `PerWorker`, what belongs to one worker alone."""
+"""The objects that a user hands over: `State`, the seven fields of a run, and `PerWorker`, a value of one worker."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class State:
     Attributes:
         weights: module or modules; a mapping of tensors.
         optimizer: optimizer or optimizers; their parameters are named by `weights`.
-        data: what says where the run stands in its data, such as a `ckptfmt.Sampler`.
+        data: the position of the run in its data, such as a `ckptfmt.Sampler`.
         config: a tree; namespaces, dataclasses, paths and enums are turned into plain values. Compared, never loaded.
         extra: everything else that a step changes, by name: schedulers, scalers, averaged weights, counters.
         rng: the caller's own generators, by name, besides those of Python, numpy and torch.
-        provenance: what the caller says of where the run comes from; a tree.
+        provenance: where the run comes from, in the caller's words; a tree.
         identity: keys of `config`, such as ``"model/width"``, that must be equal on load.
         harmless: keys of `config`, such as ``"out_dir"``, that don't decide what is trained: one that differs is
             reported, and lowers no claim.

@@ -120,7 +120,7 @@ class Sampler:
         tail: Tail = "carry",
     ) -> None:
         if not 1 <= global_batch <= limits.DIM:
-            raise err(Code.ARGUMENT, f"global_batch={global_batch} is less than 1")
+            raise err(Code.ARGUMENT, f"global_batch={global_batch} isn't from 1 to {limits.DIM}")
         if worker is not None:
             _check_worker(worker, global_batch)
         self._sources = _sources(dataset, fingerprint, source, is_mixed=mixture is not None)

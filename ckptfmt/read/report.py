@@ -62,14 +62,14 @@ class ClosureMember:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Report:
-    """What a check found. It is true if nothing was found wrong: ``if validate(path): ...``.
+    """The report of a check. It is true if nothing was found wrong: ``if validate(path): ...``.
 
     Attributes:
         target: name of what was checked.
         kind: ``checkpoint`` or ``run``.
-        violations: what breaks the specification, each as an error with code, place, clause and remedy; those of the
+        violations: breaches of the specification, each as an error with code, place, clause and remedy; those of the
             closure among them, their places below the names of its checkpoints.
-        warnings: what is allowed, and worth knowing.
+        warnings: findings that are allowed, and worth knowing.
         checkpoints: names of the checkpoints that were checked, with their manifest digests; the closure's aren't here.
         references: what these read from.
         closure: the checkpoints that were checked for their sake.
@@ -136,7 +136,7 @@ class Report:
 
     @property
     def own_violation_count(self) -> int:
-        """What is wrong with the target itself."""
+        """How many violations are the target's own."""
         return len(self.violations) - sum(member.violation_count for member in self.closure)
 
     def as_json(self) -> dict[str, object]:

@@ -20,7 +20,7 @@ _NAP_S: Final = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What a save did.
+    """The report of a save.
 
     Attributes:
         path: where the checkpoint is.
@@ -29,9 +29,9 @@ class SaveReport:
         nbytes: size of all tensors in bytes, each counted once.
         writer_count: how many writers it took.
         profile: ``full``, or ``delta``.
-        stored_nbytes: size of what it stores of them itself, in bytes.
+        stored_nbytes: size of the tensor bytes that the checkpoint stores itself, its bases left out, in bytes.
         reason: why this process's share was written in full, or as a delta.
-        removed: checkpoints of the run that retention let go afterwards, as far as it has got.
+        removed: checkpoints of the run that retention has removed so far.
     """
 
     path: str

@@ -43,19 +43,19 @@ _STREAMS_PENDING: Final = "the random-number streams aren't put back yet"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did, and what may be claimed of the run that goes on from it.
+    """The report of a load, with the claim that holds for the run that goes on from it.
 
     Attributes:
         step: training steps done.
         digest: of the manifest.
         claim: ``T1`` same trajectory bit by bit; ``S1`` same order of samples, each once; ``S0`` same bytes.
         lowered_by: why the claim isn't T1.
-        downgrades: what was loaded in another way than saved; among `lowered_by`.
+        downgrades: tensors and values that were loaded in another way than saved; among `lowered_by`.
         notes: changes worth a line that don't lower the claim.
         config_differences: path, saved and live value; configuration is never loaded.
         values: loaded values that stand in no container that could be changed, by field and name.
         reads: how much was read for it, by this process.
-        renamed: live name and saved name, each with its field, of what was saved under another name.
+        renamed: live name and saved name, each with its field, of tensors and values that were saved under another one.
         left_count: how many live tensors and values of this process `only` left as they were.
     """
 

@@ -1,4 +1,4 @@
-"""What is given to be written and to be filled: a few small protocols, and no framework behind them."""
+"""Protocols of tensors that are written and filled: sources and sinks, free of any framework."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MemoryOf: TypeAlias = "Callable[[Box], NDArray[np.uint8] | None]"
 
 
 class _Tensor(Protocol):
-    """What a tensor is called, and what it is, on either side."""
+    """The description of a tensor, for source and sink alike."""
 
     @property
     def field(self) -> str:
