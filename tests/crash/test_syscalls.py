@@ -1,7 +1,9 @@
 """A job is killed at each system call that changes a disk, one after the other, by strace."""
 
+import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,19 +17,46 @@ from tests.explorer.telling import tell
 from tests.store.helpers import FAST_DIRECTORY, ROOT
 
 SYSCALLS = ("mkdirat", "linkat", "unlinkat", "renameat", "fsync")
-KILLED = (-9, 137)
 
 
-def strace(root, syscall, number):
-    """Run one launch with one save under strace, killed at its `number`-th `syscall`."""
-    inject = f"inject={syscall}:signal=KILL:when={number}"
-    command = ["strace", "-qq", "-f", "-o", "/dev/null", "-e", f"trace={syscall}", "-e", inject]
-    command += [sys.executable, "-m", "tests.crash.trainer", str(root)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+class Trainers:
+    """Launches with one save each, in processes that are forked from one that has imported everything."""
+
+    def __init__(self):
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.trainer"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def launch(self, root, syscall, number):
+        """Run a launch, killed at its `number`-th `syscall`; return its marks, and its exit code."""
+        self._server.stdin.write(f"{root}\n")
+        self._server.stdin.flush()
+        pid = int(self._server.stdout.readline().removeprefix("pid "))
+        inject = f"inject={syscall}:signal=KILL:when={number}"
+        command = ["strace", "-f", "-o", "/dev/null", "-e", f"trace={syscall}", "-e", inject, "-p", str(pid)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
+            said = strace.stderr.readline()
+            assert "attached" in said, said
+            os.kill(pid, signal.SIGCONT)
+            marks = []
+            while not (line := self._server.stdout.readline()).startswith("ended "):
+                assert line, "the trainers' process has ended"
+                marks.append(line.rstrip("\n"))
+            strace.communicate()
+        return marks, int(line.removeprefix("ended "))
+
+    def close(self):
+        self._server.stdin.close()
+        self._server.stdout.close()
+        assert self._server.wait(60) == 0
 
 
 @pytest.fixture(scope="module")
-def _ptrace():
+def trainers():
     """Skip where there is no strace, or where it may not trace."""
     if shutil.which("strace") is None:
         pytest.skip("strace isn't installed")
@@ -38,13 +67,15 @@ def _ptrace():
     )
     if tried.returncode != 0:
         pytest.skip("strace isn't allowed to trace")
+    trainers = Trainers()
+    yield trainers
+    trainers.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
-@pytest.mark.usefixtures("_ptrace")
 @pytest.mark.parametrize("syscall", SYSCALLS)
-def test_a_kill_at_each_system_call_loses_nothing(syscall):
+def test_a_kill_at_each_system_call_loses_nothing(syscall, trainers):
     judge = Judge()
     killed_count = 0
     for number in range(1, 200):
@@ -52,14 +83,14 @@ def test_a_kill_at_each_system_call_loses_nothing(syscall):
             root = pathlib.Path(directory) / "run"
             before: list[str] = []
             one_launch(root, tell=before.append)
-            done = strace(root, syscall, number)
+            marks, exit_code = trainers.launch(root, syscall, number)
             promises = Promises()
-            for mark in [*before, *done.stdout.splitlines()]:
+            for mark in [*before, *marks]:
                 promises = promises.after(mark)
             assert judge.judge(scan(root).files, promises) == [], f"killed at {syscall} {number}"
-            if done.returncode == 0:
+            if exit_code == 0:
                 break
-            assert done.returncode in KILLED, done.stderr
+            assert exit_code == -signal.SIGKILL
             killed_count += 1
             one_launch(root)  # in place, with no manual step
 

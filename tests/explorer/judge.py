@@ -10,7 +10,7 @@ The rules, by the words that violations begin with:
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Final
 
 from ckptfmt.commit import decision as commit
@@ -145,11 +145,12 @@ def recover(store: Store, marks: Marks, *, attempt_number: int = RECOVERY_ATTEMP
 
 
 class Judge:
-    """Judges states; remembers its verdict on each checkpoint directory, of which most states share most."""
+    """Judges states; remembers its verdicts: many runs end in one state, and most states share most directories."""
 
     def __init__(self) -> None:
         self._verdicts: dict[frozenset[tuple[str, bytes]], content.Loaded | BaseException] = {}
         self._problems: dict[frozenset[tuple[str, bytes]], str | None] = {}
+        self._judged: dict[Hashable, list[Violation]] = {}
 
     def judge(
         self, files: Mapping[str, bytes], promises: Promises, *, recovery: bool = True, owned: bool = True
@@ -163,6 +164,14 @@ class Judge:
             owned: whether one launch after the other owned the run. Else one that was superseded may have saved beside
                 the lineage, which is kept, and isn't resumed from.
         """
+        key = (frozenset(files.items()), promises.key, recovery, owned)
+        if key not in self._judged:
+            self._judged[key] = self._judge_anew(files, promises, recovery=recovery, owned=owned)
+        return [*self._judged[key]]
+
+    def _judge_anew(
+        self, files: Mapping[str, bytes], promises: Promises, *, recovery: bool, owned: bool
+    ) -> list[Violation]:
         store = MemoryStore.from_snapshot(files)
         found = self._judge_directories(files, promises)
         found += self._judge_lineage(store, promises, owned=owned)

@@ -1,5 +1,6 @@
 """A power cut at every point of every workload: every state that it may leave is read, judged and recovered from."""
 
+import functools
 import random
 
 import pytest
@@ -20,15 +21,24 @@ def _deterministic():
         yield
 
 
-def explore_workload(name, model, on_state=None):
+@functools.cache
+def explored(name, model=POSIX_MIN):
+    """Return what a workload's crashes came to, and the states that they may leave: several tests ask for them."""
     workload = WORKLOADS[name]
-    recording = record(workload.run, setup=workload.setup)
-    return explore_crashes(recording, Judge(), model=model, rng=random.Random(SEED), on_state=on_state)
+    met: list[tuple[DiskState, Promises, list[str]]] = []
+    counts = explore_crashes(
+        record(workload.run, setup=workload.setup),
+        Judge(),
+        model=model,
+        rng=random.Random(SEED),
+        on_state=lambda *state: met.append(state),
+    )
+    return counts, met
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_no_crash_loses_or_invents_anything(name):
-    counts = explore_workload(name, POSIX_MIN)
+    counts, _ = explored(name)
 
     tell(f"{name}, {POSIX_MIN}, seed {SEED}: {counts}")
     assert counts.violations == []
@@ -39,26 +49,20 @@ def test_no_crash_loses_or_invents_anything(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_no_crash_on_ext4_loses_or_invents_anything(name):
-    counts = explore_workload(name, EXT4_ORDERED)
+    counts, _ = explored(name, EXT4_ORDERED)
 
     tell(f"{name}, {EXT4_ORDERED}, seed {SEED}: {counts}")
     assert counts.violations == []
     assert counts.distinct_count >= 8
 
 
-def states_of(name):
-    met: list[tuple[DiskState, Promises, list[str]]] = []
-    explore_workload(name, POSIX_MIN, on_state=lambda *state: met.append(state))
-    return met
-
-
 def sampled_recoveries(names, per_workload):
     """Crash in each workload, then in the recovery from a sample of what that left."""
-    rng = random.Random(SEED)
+    rng, judge = random.Random(SEED), Judge()
     total = CrashCounts()
     for name in names:
-        met = states_of(name)
-        total += explore_recoveries(rng.sample(met, min(per_workload, len(met))), Judge(), rng=rng)
+        _, met = explored(name)
+        total += explore_recoveries(rng.sample(met, min(per_workload, len(met))), judge, rng=rng)
     return total
 
 
@@ -82,12 +86,12 @@ def test_a_crash_in_the_middle_of_many_recoveries_changes_nothing(per_workload, 
 
 @pytest.mark.slow
 def test_no_crash_hurts_however_the_writers_interleave():
-    rng = random.Random(SEED)
+    rng, judge = random.Random(SEED), Judge()
     counts = CrashCounts()
     for _ in range(40):
         workload = WORKLOADS["second_save_of_two_at_once"]
         recording = record(saves_by_chance(rng), setup=workload.setup)
-        counts += explore_crashes(recording, Judge(), rng=rng)
+        counts += explore_crashes(recording, judge, rng=rng)
 
     tell(f"two writers and a cleaner in 40 orders, seed {SEED}: {counts}")
     assert counts.violations == []

@@ -70,11 +70,11 @@ def test_nothing_is_committed_without_its_files(name):
 @pytest.mark.parametrize("loss", Loss)
 @pytest.mark.parametrize("name", ["same_parts_twice", "two_attempts", "committer_and_cleaner"])
 def test_a_decision_that_is_lost_is_taken_once(name, loss, times):
-    case = CASES[name]
+    case, judge = CASES[name].but_unsure(), Judge()
     initial = prepare(case)
     losses = ((loss, "manifest.json"),) * times
 
-    result = explore(lambda: MemoryScene(case.but_unsure(), Judge(), initial, losses), preemptions=1)
+    result = explore(lambda: MemoryScene(case, judge, initial, losses), preemptions=1)
 
     tell(f"{name}, {times} x {loss.name}: {result.run_count} runs")
     assert result.violations == []
