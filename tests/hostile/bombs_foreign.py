@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import struct
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -528,5 +530,26 @@ def cost(source: Path, target: Path, *options: str) -> dict[str, Any]:
     return {"code": said.get("error", {}).get("code", "done"), "spent_s": spent_s, "grown_nbytes": grown, "said": said}
 
 
+def serve() -> None:
+    """Print what a conversion costs for each line of source, target and options, each in a fork of this process."""
+    import torch  # noqa: PLC0415 - who makes the sources needs none
+
+    with tempfile.TemporaryDirectory() as directory:  # import all of it here, and not in each fork
+        torch.save({"model": {"w": torch.ones(1)}}, Path(directory, "a.pt"))
+        for kind in ("ckptfmt", "torch", "dcp", "hf"):
+            assert cost(Path(directory, "a.pt"), Path(directory, kind), "--to", kind)["code"] == "done"
+    for line in sys.stdin:
+        source, target, *options = json.loads(line)
+        child = os.fork()
+        if not child:
+            sys.stdout.write(json.dumps(cost(Path(source), Path(target), *options)) + "\n")
+            sys.stdout.flush()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.stdout.write(json.dumps({"code": f"wait status {status}"}) + "\n")
+            sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(cost(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])))
+    serve()

@@ -10,8 +10,11 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any, Final
+
+import numpy as np
 
 import ckptfmt
 from ckptfmt.__main__ import main as command
@@ -90,6 +93,10 @@ def main() -> None:
     """Print what each action came to, as a line of JSON for each directory that comes in."""
     import torch  # noqa: F401, PLC0415 - or each child that loads imports it anew
 
+    for action in ACTIONS.values():  # and so what else the actions import
+        with tempfile.TemporaryDirectory() as path:
+            ckptfmt.save(path, ckptfmt.State(weights={"w": np.zeros(2)}, data={"position": 1}), step=1)
+            assert _outcome(functools.partial(action, path)) in ("ok", "exit 0")
     gc.freeze()  # or a collection in a child copies what it looks at
     for line in sys.stdin:
         path = line.rstrip("\n")

@@ -34,23 +34,24 @@ NAMED = {
 }
 
 
-def convert(source, target, kind):
-    """Convert in a process of its own, and return what came of it and what it cost."""
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.bombs_foreign", str(source), str(target), "--to", kind],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-2000:]
-    return json.loads(process.stdout)
+@pytest.fixture(scope="module")
+def convert():
+    """Return what converts in a process of its own, and tells what came of it and what it cost."""
+    asked = [sys.executable, "-m", "tests.hostile.bombs_foreign"]
+    with subprocess.Popen(asked, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+
+        def ask(source, target, kind):
+            server.stdin.write(json.dumps([str(source), str(target), "--to", kind]) + "\n")
+            server.stdin.flush()
+            return json.loads(server.stdout.readline())
+
+        yield ask
+        server.stdin.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
-def test_small_file_asks_for_little_or_is_refused_by_name(name, tmp_path):
+def test_small_file_asks_for_little_or_is_refused_by_name(name, tmp_path, convert):
     (tmp_path / "in").mkdir()
     source = BOMBS[name](tmp_path / "in")
     assert sum(file.stat().st_size for file in (tmp_path / "in").iterdir()) < 1_000_000
@@ -71,7 +72,7 @@ SAMPLE = ["wide_shared_list", "expanded_weights", "many_tensors"]
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "dcp", "hf"])
 @pytest.mark.parametrize("name", SAMPLE)
-def test_small_file_asks_for_little_whatever_the_target_is(name, kind, tmp_path):
+def test_small_file_asks_for_little_whatever_the_target_is(name, kind, tmp_path, convert):
     (tmp_path / "in").mkdir()
     source = BOMBS[name](tmp_path / "in")
 
