@@ -217,7 +217,7 @@ class Checkpointer:
             )
         told = self._group.run_on_first(self._begin)
         if not isinstance(told, dict) or "launch" not in told:
-            raise err(Code.WRITERS_DIVERGED, "the processes aren't at the same point", requirement="REQ-CMT-001")
+            raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
         self._run = RunRecord(run_id=told["launch"]["run_id"], writer_features=tuple(told["writer_features"]))
         resume = told["launch"].pop("resume_from")
         self.launch = Launch(**told["launch"], resume_from=None if resume is None else ResumeFrom(**resume))

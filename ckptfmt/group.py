@@ -95,7 +95,7 @@ class Group:
             raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
         steps = sorted({theirs["step"] for theirs in told})
         if len(steps) > 1:
-            raise err(Code.WRITERS_DIVERGED, f"the writers are at steps {steps}", requirement="REQ-CMT-001")
+            raise err(Code.WRITERS_DIVERGED, f"the writers are at different steps: {steps}", requirement="REQ-CMT-001")
         return told
 
     def raise_together(self, error: Exception | None, *, value: object = None) -> list[Any]:

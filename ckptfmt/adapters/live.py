@@ -255,13 +255,16 @@ def check_source(value: object, *, field: str, where: str) -> TensorSource:
         detail = f"{kind.__module__}.{kind.__qualname__} isn't a ckptfmt.TensorSource: it lacks {lacking}"
         raise err(Code.STATE_UNSUPPORTED, detail, where=where)
     if value.field != field:
-        raise err(Code.STATE_NAME, f"a source of the field {value.field}, given as {field}", where=where)
+        raise err(Code.STATE_NAME, f"the source's field is {value.field}, and it was given as {field}", where=where)
     if value.dtype not in DTYPES:
-        raise err(Code.STATE_UNSUPPORTED, f"a source of the unknown dtype {value.dtype!r}", where=where)
+        raise err(Code.STATE_UNSUPPORTED, f"the source has the unknown dtype {value.dtype!r}", where=where)
     whole = Box.whole(tuple(value.global_shape))
     for box in value.boxes:
         if len(box.begin) != len(whole.begin) or not whole.contains(box):
             raise err(
-                Code.BOX_BOUNDS, f"{box} leaves {whole.shape}", where=where, remedy="Mend the boxes of the source."
+                Code.BOX_BOUNDS,
+                f"{box} leaves the shape {whole.shape}",
+                where=where,
+                remedy="Correct its boxes.",
             )
     return value

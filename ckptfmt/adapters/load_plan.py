@@ -147,10 +147,10 @@ class Renaming:
         if isinstance(rename, Mapping):
             self._keys = dict(rename)
         elif rename is not None and self._function is None:
-            raise err(Code.ARGUMENT, "not a mapping of names, nor a function", where="rename=")
+            raise err(Code.ARGUMENT, "rename= is neither a mapping of names nor a function", where="rename=")
         pairs: Iterable[tuple[object, object]] = self._keys.items()
         if not all(isinstance(text, str) for pair in pairs for text in pair):
-            raise err(Code.ARGUMENT, "a mapping from strings to strings is needed", where="rename=")
+            raise err(Code.ARGUMENT, "rename= isn't a mapping from strings to strings", where="rename=")
         self._longest_first = sorted(self._keys, key=len, reverse=True)
 
     def saved_name(self, name: str) -> str:

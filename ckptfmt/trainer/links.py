@@ -183,7 +183,10 @@ class ProcessLink:
     def _why(self) -> CkptError:
         problem, code, pid = self._problem, self._process.returncode, self._process.pid
         if problem is not None and not isinstance(problem, ConnectionError):
-            error = err(Code.SAVER_LOST, f"the connection to the saver (pid {pid}) broke: {problem!r}")
+            error = err(
+                Code.SAVER_LOST,
+                f"the connection to the saver (pid {pid}) broke: {type(problem).__qualname__}: {problem}",
+            )
             error.__cause__ = problem
             return error
         ending = "ended" if code is None else f"exited with code {code}"

@@ -147,7 +147,7 @@ class StopSignals:
             raise err(Code.ARGUMENT, f"stop_on: {error}", where="stop_on=") from error
         for number in self._numbers:
             if number in (signal.SIGKILL, signal.SIGSTOP):
-                raise err(Code.ARGUMENT, f"stop_on: nobody can catch {number.name}", where="stop_on=")
+                raise err(Code.ARGUMENT, f"no process can catch {number.name}", where="stop_on=")
         self._previous: dict[signal.Signals, Any] = {}
         self.first_s: float | None = None
 

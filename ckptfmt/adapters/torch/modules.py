@@ -461,4 +461,4 @@ def _load_foreign(module: torch.nn.Module, foreign: dict[str, Any], field: str) 
 
 def _check_read_back(wanted: tuple[bytes, dict[str, bytes]], live: object, where: str) -> None:
     if fingerprint(live, field="weights", name="") != wanted:
-        raise err(Code.READ_BACK, "after the load it gives another value than the one it was given", where=where)
+        raise err(Code.READ_BACK, "the module returns another state than it was given", where=where)

@@ -197,7 +197,7 @@ class TorchPeers:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
-            raise err(Code.WRITERS_MISSING, f"a process that shares what it reads is gone: {error}") from error
+            raise err(Code.WRITERS_MISSING, f"a process that takes part in the load is gone: {error}") from error
 
 
 @contextlib.contextmanager
