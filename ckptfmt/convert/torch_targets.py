@@ -157,9 +157,7 @@ def _find_places(path: Path, keys: Iterable[tuple[Tensor, str]]) -> list[tuple[T
                 continue
             tensor = by_key.pop(record.filename.rpartition("/")[2], None)
             if tensor is None or tensor.nbytes != record.file_size:
-                raise err(
-                    Code.STATE_UNSUPPORTED, "this torch writes files of another layout", where=torch.__version__
-                )
+                raise err(Code.STATE_UNSUPPORTED, "this torch writes files of another layout", where=torch.__version__)
             places.append((tensor, (record.filename, begin_of(record, file))))
     if by_key:
         raise err(Code.STATE_UNSUPPORTED, "this torch writes files of another layout", where=torch.__version__)
