@@ -30,28 +30,32 @@ class Trainers:
             stdout=subprocess.PIPE,
             text=True,
         )
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._put, self._get = self._server.stdin, self._server.stdout
 
     def launch(self, root, syscall, number):
         """Run a launch, killed at its `number`-th `syscall`; return its marks, and its exit code."""
-        self._server.stdin.write(f"{root}\n")
-        self._server.stdin.flush()
-        pid = int(self._server.stdout.readline().removeprefix("pid "))
+        self._put.write(f"{root}\n")
+        self._put.flush()
+        pid = int(self._get.readline().removeprefix("pid "))
         inject = f"inject={syscall}:signal=KILL:when={number}"
         command = ["strace", "-f", "-o", "/dev/null", "-e", f"trace={syscall}", "-e", inject, "-p", str(pid)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
+            assert strace.stderr is not None
             said = strace.stderr.readline()
             assert "attached" in said, said
             os.kill(pid, signal.SIGCONT)
             marks = []
-            while not (line := self._server.stdout.readline()).startswith("ended "):
+            while not (line := self._get.readline()).startswith("ended "):
                 assert line, "the trainers' process has ended"
                 marks.append(line.rstrip("\n"))
             strace.communicate()
         return marks, int(line.removeprefix("ended "))
 
     def close(self):
-        self._server.stdin.close()
-        self._server.stdout.close()
+        self._put.close()
+        self._get.close()
         assert self._server.wait(60) == 0
 
 

@@ -39,14 +39,17 @@ def convert():
     """Return what converts in a process of its own, and tells what came of it and what it cost."""
     asked = [sys.executable, "-m", "tests.hostile.bombs_foreign"]
     with subprocess.Popen(asked, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        put, get = server.stdin, server.stdout
 
         def ask(source, target, kind):
-            server.stdin.write(json.dumps([str(source), str(target), "--to", kind]) + "\n")
-            server.stdin.flush()
-            return json.loads(server.stdout.readline())
+            put.write(json.dumps([str(source), str(target), "--to", kind]) + "\n")
+            put.flush()
+            return json.loads(get.readline())
 
         yield ask
-        server.stdin.close()
+        put.close()
 
 
 @pytest.mark.slow
