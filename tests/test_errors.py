@@ -140,7 +140,7 @@ def test_a_limit_that_shows_at_the_commit_tells_whoever_saves_what_to_do(
 def test_a_clock_that_is_wrong_is_no_reason_not_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock_s: float, saved_unix_s: int
 ) -> None:
-    monkeypatch.setattr("ckptfmt.write.writer.time.time", lambda: clock_s)
+    monkeypatch.setattr("ckptfmt.write.image.time.time", lambda: clock_s)
     ckptfmt.save(tmp_path / "ckpt", ckptfmt.State(weights={"w": np.zeros(2)}), step=1)
     with ckptfmt.open(tmp_path / "ckpt") as checkpoint:
         assert checkpoint.manifest.saved_unix_s == saved_unix_s

@@ -51,7 +51,7 @@ def too_deep(where: str) -> CkptError:
     """Return the error for a live value that nests deeper than a document may, or contains itself."""
     return err(
         Code.DOC_DEPTH,
-        f"nests deeper than {limits.MSGPACK_DEPTH}",
+        f"the value nests deeper than {limits.MSGPACK_DEPTH}",
         where=where,
         requirement="REQ-TRE-007",
         remedy="Flatten the value, or break its cycle.",

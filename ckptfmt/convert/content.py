@@ -110,7 +110,7 @@ def read_exactly(path: Path | str, begin: int, out: memoryview, where: str) -> N
         while out:
             count = os.preadv(file.fileno(), [out], begin)
             if not count:
-                detail = f"it ends before byte {begin + out.nbytes}"
+                detail = f"the file ends before byte {begin + out.nbytes}"
                 raise err(Code.FILE_NBYTES, detail, where=where, remedy="Copy it again.")
             out, begin = out[count:], begin + count
 
@@ -270,7 +270,7 @@ _CONTAINERS: Final = frozenset({*_DICTS, *_ITEMS, deque, Counter})
 def check_depth(depth: int, name: str) -> None:
     """Check that a tree may go as deep. Raises: FormatError(DOC_DEPTH)."""
     if depth > limits.MSGPACK_DEPTH:
-        detail = f"nests deeper than {limits.MSGPACK_DEPTH}"
+        detail = f"the value nests deeper than {limits.MSGPACK_DEPTH}"
         raise err(Code.DOC_DEPTH, detail, where=name[:64], requirement="REQ-TRE-007")
 
 

@@ -107,7 +107,7 @@ def damaged(where: str) -> Iterator[None]:
     except (CkptError, OSError):
         raise
     except Exception as error:
-        detail = f"it isn't whole: {type(error).__name__}: {str(error)[:200]}"
+        detail = f"the file isn't whole: {type(error).__name__}: {str(error)[:200]}"
         raise err(Code.FILE_NBYTES, detail, where=where, remedy="Copy it again.") from error
 
 

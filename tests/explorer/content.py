@@ -24,7 +24,7 @@ from ckptfmt.documents.tree import dump_tree
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run import lineage
 from ckptfmt.store.protocol import Store
-from ckptfmt.write import writer
+from ckptfmt.write import image, writer
 from ckptfmt.write.snapshot import Snapshot
 
 WRITER_COUNT: Final = 2
@@ -143,7 +143,7 @@ def deterministic() -> Iterator[None]:
     with (
         remembering(),
         mock.patch.object(lineage, "secrets", types.SimpleNamespace(token_hex=_Nonces())),
-        mock.patch.object(writer, "time", clock),
+        mock.patch.object(image, "time", clock),
     ):
         yield
 
