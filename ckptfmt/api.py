@@ -16,7 +16,7 @@ from ckptfmt.adapters.placing import load_trees
 from ckptfmt.commit.decision import check_vacant
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.labels import Labels
-from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
+from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.group import EXCHANGE, Agree, make_group
@@ -99,7 +99,7 @@ def save(
     if isinstance(agree, str) and group.writer == 0:
         with contextlib.suppress(CkptError):
             _delete_exchange(store, agree)
-    return report_save(store.name, manifest)
+    return SaveReport.of(manifest, path=store.name)
 
 
 def load(
@@ -260,13 +260,13 @@ def compact(
         if not is_run(run):
             raise err(Code.ARGUMENT, "this directory isn't a run", where=run.name, remedy="Pass out= with a new path.")
         name, manifest, is_new = compact_run(run, on_progress=on_progress)
-        return report_save(run.at(name).name, manifest, reason=COMPACTED if is_new else FULL_ALREADY)
+        return SaveReport.of(manifest, path=run.at(name).name, reason=COMPACTED if is_new else FULL_ALREADY)
     with open_checkpoint(path, bases=bases) as checkpoint:
         _check_out(out, checkpoint)
         store = open_store(out, writable=True)
         _check_no_run(store)
         manifest = compact_checkpoint(checkpoint, store, on_progress=on_progress)
-    return report_save(store.name, manifest, reason=COMPACTED)
+    return SaveReport.of(manifest, path=store.name, reason=COMPACTED)
 
 
 def _check_out(out: PathOrStore, checkpoint: Checkpoint) -> None:
@@ -284,20 +284,6 @@ def _check_out(out: PathOrStore, checkpoint: Checkpoint) -> None:
 def is_run(store: Store) -> bool:
     """Tell whether a store is rooted at a run."""
     return bool({RUN_NAME, f"{LAUNCHES}/"} & set(store.list_names("")))
-
-
-def report_save(path: str, manifest: Manifest, *, reason: str = "") -> SaveReport:
-    """Return the report of a committed save."""
-    return SaveReport(
-        path=path,
-        digest=manifest.digest,
-        step=manifest.origin.step,
-        nbytes=manifest.nbytes,
-        writer_count=manifest.origin.writer_count,
-        profile=manifest.profile,
-        stored_nbytes=manifest.stored_nbytes,
-        reason=reason,
-    )
 
 
 def _check_no_run(store: Store) -> None:

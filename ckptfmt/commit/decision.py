@@ -163,7 +163,6 @@ def commit(
     origin: Origin,
     *,
     deadline_s: float,
-    on_wait: Callable[[list[int]], None] | None = None,
     known: Known | None = None,
 ) -> Manifest:
     """Wait for the parts of an attempt, and make them a checkpoint.
@@ -172,7 +171,6 @@ def commit(
         store: rooted at the checkpoint's directory.
         origin: of the attempt.
         deadline_s: how long to wait for parts, in seconds.
-        on_wait: called with the writers still missing, now and then.
         known: what the caller has parsed before.
 
     Returns: the manifest that is in the register now; it is durable.
@@ -180,7 +178,7 @@ def commit(
         IntegrityError(CHECKPOINT_ABORTED, CHECKPOINT_RETIRED, FILE_MISSING, FILE_NBYTES); LayoutError; StoreError.
     Spec: REQ-CMT-005 to REQ-CMT-009.
     """
-    _wait_for_parts(store, origin, deadline_s, on_wait)
+    _wait_for_parts(store, origin, deadline_s)
     return finalize(store, origin, known=known)
 
 
@@ -327,9 +325,7 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Man
         if register is not None:
             raise refusal_of(register)
         _raise_failures(store, origin)
-    present = set(store.list_names("parts"))
-    writers = range(origin.writer_count)
-    missing = [writer for writer in writers if part_path(origin.attempt, writer)[len("parts/") :] not in present]
+    missing = _list_missing(origin, set(store.list_names("parts")))
     if missing:
         whom = ", ".join(map(str, missing[:16]))
         code, detail = Code.WRITERS_MISSING, f"no part of writers {whom} within {deadline_s:g} s, and no decision"
@@ -355,24 +351,26 @@ def poll(deadline_s: float) -> Iterable[None]:
         pause = min(_POLL_MAX_S, pause * 1.5)
 
 
-def _wait_for_parts(
-    store: Store, origin: Origin, deadline_s: float, on_wait: Callable[[list[int]], None] | None
-) -> None:
-    missing = list(range(origin.writer_count))
+def _wait_for_parts(store: Store, origin: Origin, deadline_s: float) -> None:
+    missing: list[int] = []
     for _ in poll(deadline_s):
         present = set(store.list_names("parts"))
-        missing = [writer for writer in missing if part_path(origin.attempt, writer)[len("parts/") :] not in present]
+        missing = _list_missing(origin, present)
         if not missing:
             return
         _raise_failures(store, origin, present)
-        if on_wait is not None:
-            on_wait(missing)
     raise err(
         Code.WRITERS_MISSING,
         f"no part of the writers {', '.join(map(str, missing[:16]))} within {deadline_s:g} s",
         where="parts/",
         requirement="REQ-CMT-005",
     )
+
+
+def _list_missing(origin: Origin, present: set[str]) -> list[int]:
+    """Return the writers whose part isn't among the names in ``parts/``."""
+    writers = range(origin.writer_count)
+    return [writer for writer in writers if part_path(origin.attempt, writer)[len("parts/") :] not in present]
 
 
 def _raise_failures(store: Store, origin: Origin, present: set[str] | None = None) -> None:

@@ -31,15 +31,18 @@ def staging_thread_count() -> int:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Place:
+class Place:
     """A slot, and the save that it holds.
 
     Attributes:
+        number: of the slot.
         release: takes back what pins its memory.
         given_to: the link that was told of it.
         ready_for: number of the link whose saver has it.
+        was_written: whether what the slot holds was written by the save before: then it is what was handed to that.
     """
 
+    number: int
     slot: Slot
     release: Callable[[], None]
     given_to: Link | None = None
@@ -83,21 +86,6 @@ class _Save:
         return threading.get_ident() == self.thread if self.later is None else self.later.done()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Lent:
-    """A slot to be filled.
-
-    Attributes:
-        number: of the slot.
-        view: of its memory.
-        was_written: whether what it holds was written by the save before: then it is what was handed to that.
-    """
-
-    number: int
-    view: memoryview
-    was_written: bool
-
-
 class Background:
     """The slots and the saver of one trainer. All calls come from the trainer's own thread.
 
@@ -130,7 +118,7 @@ class Background:
         self._link_number = 0
         #: Why the link of this number was lost, if it was.
         self._lost: CkptError | None = None
-        self._places: list[_Place] = []
+        self._places: list[Place] = []
         #: Whether slots have to be made, since there are none yet, or somebody may still read or fill those there are.
         self._wants_slots = True
         self._saves: dict[int, _Save] = {}
@@ -188,10 +176,10 @@ class Background:
             places, self._places = self._places, []
         for place in places:
             place.close()
-        for _ in range(count):
+        for number in range(count):
             slot = Slot.make(nbytes)
             slot.touch()
-            self._places.append(_Place(slot, pin(slot)))
+            self._places.append(Place(number, slot, pin(slot)))
         if count:
             self._ready_link()
         self._wants_slots = False
@@ -217,9 +205,9 @@ class Background:
         """
         self.look()
         link = self._link or self._start_link()
-        for number, place in enumerate(self._places):
+        for place in self._places:
             if place.given_to is not link:
-                link.add_slot(number, place.slot)
+                link.add_slot(place.number, place.slot)
                 place.given_to = link
         number = self._link_number
         if not self._wait(lambda: self._link is not link or all(place.ready_for == number for place in self._places)):
@@ -279,18 +267,19 @@ class Background:
         return err(Code.SLOTS_BUSY, f"no slot became free within {timeout_s:g} s; they hold {saves}")
 
     def save(
-        self, request: SaveRequest, handle: SaveHandle, plan: Callable[[Lent], tuple[list[Copy], list[Copy]]]
+        self, request: SaveRequest, handle: SaveHandle, plan: Callable[[Place], tuple[list[Copy], list[Copy]]]
     ) -> None:
         """Save into a free slot: the saver follows the copies, and goes on when this has returned.
 
         Args:
-            plan: called with the slot; returns the copies to be done before this returns, and those for a thread.
+            plan: called with the slot's place; returns the copies to be done before this returns, and those for a
+                thread.
 
         Raises: CommitError(SAVER_LOST, SLOTS_BUSY); what `plan` and the copies raise. Then `abandon` is to be called.
         """
         self._check_process()
-        save, lent = self._begin(request, handle, self._ready_link())
-        now, later = plan(lent)
+        save, place = self._begin(request, handle, self._ready_link())
+        now, later = plan(place)
 
         def tell(nbytes: int, seen: Sequence[Seen]) -> None:
             rows = [[one.begin, one.digests, one.kept] for one in seen]
@@ -298,7 +287,7 @@ class Background:
 
         copies = sorted((*now, *later), key=lambda copy: copy.begin)
         assert self._image is not None  # noqa: S101 - see prepare
-        staging = Staging(self._image, copies, lent.view, tell)
+        staging = Staging(self._image, copies, place.slot.view, tell)
         for copy in copies:
             copy.start()
         staging.run(now, threads=self._threads, thread_count=self.thread_count)
@@ -307,30 +296,28 @@ class Background:
         else:
             self._end_copies(save, None)
 
-    def _begin(self, request: SaveRequest, handle: SaveHandle, link: Link) -> tuple[_Save, Lent]:
+    def _begin(self, request: SaveRequest, handle: SaveHandle, link: Link) -> tuple[_Save, Place]:
         """Take a free slot for a save, and tell the saver of it."""
         assert self._image is not None  # noqa: S101 - see prepare
         with self._lock:
             if self._link is not link or self._wants_slots:
                 raise err(Code.SAVER_LOST, "the saver ended just now", where=handle.path)
-            free = [number for number, place in enumerate(self._places) if place.handle is None]
+            free = [place for place in self._places if place.handle is None]
             if not free:
                 raise self._busy_error(0.0)
             # The one that was filled longest ago, so that the newest snapshot stays for as long as it can.
-            slot = min(free, key=lambda number: self._places[number].last_save)
-            place = self._places[slot]
+            place = min(free, key=lambda place: place.last_save)
             self._count += 1
             save = _Save(number=self._count, request=request, handle=handle, link=link, thread=threading.get_ident())
             self._saves = {known.number: known for known in self._saves.values() if not known.handle.is_over}
             self._saves[save.number] = save
             handle.tell_begun(self.look)
-            lent = Lent(number=slot, view=place.slot.view, was_written=place.was_written)
-            place.handle, place.last_save, place.was_written = handle, self._count, False
+            place.handle, place.last_save = handle, self._count
         if self._sent_image is not self._image:
             link.send({"type": "image", "image": self._image.as_dict()})
             self._sent_image = self._image
-        link.send({"type": "save", "number": save.number, "slot": slot, "request": request.as_dict()})
-        return save, lent
+        link.send({"type": "save", "number": save.number, "slot": place.number, "request": request.as_dict()})
+        return save, place
 
     def abandon(self, handle: SaveHandle, attempt: str, problem: BaseException) -> None:
         """Give up a save that `save` was asked for, unless all of it is copied: its failure is raised here and now.
@@ -400,16 +387,8 @@ class Background:
             handle.tell_over(tuple(message["removed"]))
         elif state == "COMMITTED":
             origin = save.request.origin
-            report = SaveReport(
-                path=handle.path,
-                digest=message["digest"],
-                step=origin.step,
-                nbytes=message["nbytes"],
-                writer_count=origin.writer_count,
-                profile=message["profile"],
-                stored_nbytes=message["stored_nbytes"],
-                reason=message["reason"],
-            )
+            told = {name: message[name] for name in ("digest", "nbytes", "profile", "stored_nbytes", "reason")}
+            report = SaveReport(path=handle.path, step=origin.step, writer_count=origin.writer_count, **told)
             handle.tell_state(state, report)
             _LOG.info("step %d COMMITTED in %.2f s: %s", handle.step, handle.times.get(state, 0.0), handle.path)
         else:

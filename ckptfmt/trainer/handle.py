@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from ckptfmt.documents.manifest import Manifest
 from ckptfmt.errors import CkptError, Code, err
 
 #: The states of a save, in this order. FAILED and SKIPPED are the other ends.
@@ -43,6 +44,13 @@ class SaveReport:
     stored_nbytes: int = 0
     reason: str = ""
     removed: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, manifest: Manifest, *, path: str, reason: str = "") -> SaveReport:
+        """Return the report of a committed save."""
+        told = {name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes")}
+        origin = manifest.origin
+        return cls(path=path, step=origin.step, writer_count=origin.writer_count, reason=reason, **told)
 
 
 class SaveHandle:

@@ -1,7 +1,7 @@
 """The trainer's way to its saver: a process of its own, or a thread here. Neither ever makes the caller wait.
 
 Whatever ends a link, an error in one of its threads included, is told once by `on_lost`. A thread that died without a
-word is found by `Link.failure`, which every wait for a save asks now and then.
+word is found by `failure`, which every wait for a save asks now and then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.saver.saver import Saver
@@ -41,35 +41,6 @@ class Lost:
 
 _OnMessage: TypeAlias = "Callable[[dict[str, Any]], None]"
 _OnLost: TypeAlias = Callable[[Lost], None]
-
-
-class Link(Protocol):
-    """A saver, and the way to it."""
-
-    def add_slot(self, number: int, slot: Slot) -> None:
-        """Hand over a slot; the saver answers ``ready``."""
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Put a message on its way. It is lost if the saver is."""
-
-    def failure(self) -> CkptError | None:
-        """Return why no message can go to or come from the saver any more; None as long as the threads live."""
-
-    def drop(self) -> None:
-        """Have nothing to do with the saver any more, without waiting for its end.
-
-        The saver finishes the saves whose snapshot is complete, gives up the others, and ends.
-        """
-
-    def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
-        """Let the saver end when it has nothing to do any more.
-
-        Args:
-            timeout_s: how long to wait for its end, in seconds.
-            drain_s: how long to wait before until it has all messages, if that is longer: what it hasn't is lost.
-
-        Returns: False if it hasn't ended by then, and goes on.
-        """
 
 
 class ProcessLink:
@@ -114,15 +85,15 @@ class ProcessLink:
         return self._process.pid
 
     def add_slot(self, number: int, slot: Slot) -> None:
-        """Hand over a slot; see `Link.add_slot`."""
+        """Hand over a slot; the saver answers ``ready``."""
         self._outgoing.put(({"type": "slot", "slot": number}, slot))  # which it keeps alive until it is sent
 
     def send(self, message: dict[str, Any]) -> None:
-        """Put a message on its way; see `Link.send`."""
+        """Put a message on its way. It is lost if the saver is."""
         self._outgoing.put((message, None))
 
     def failure(self) -> CkptError | None:
-        """Return why the saver can't be talked to any more; see `Link.failure`."""
+        """Return why no message can go to or come from the saver any more; None as long as the threads live."""
         if self._is_closing or (self._sender.is_alive() and self._receiver.is_alive()):
             return None
         if self._problem is None and self._process.poll() is None:
@@ -130,14 +101,24 @@ class ProcessLink:
         return self._why()
 
     def drop(self) -> None:
-        """Have nothing to do with the saver any more; see `Link.drop`."""
+        """Have nothing to do with the saver any more, without waiting for its end.
+
+        The saver finishes the saves whose snapshot is complete, gives up the others, and ends.
+        """
         self._outgoing.put(None)
         self._channel.shut_down()
         if not self._receiver.is_alive():  # which cleans up otherwise
             self._reap()
 
     def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
-        """Let the saver end; see `Link.close`."""
+        """Let the saver end when it has nothing to do any more.
+
+        Args:
+            timeout_s: how long to wait for its end, in seconds.
+            drain_s: how long to wait before until it has all messages, if that is longer: what it hasn't is lost.
+
+        Returns: False if it hasn't ended by then, and goes on.
+        """
         self._is_closing = True
         self._outgoing.put(None)
         self._sender.join(max(timeout_s, drain_s))
@@ -232,28 +213,28 @@ class ThreadLink:
             raise
 
     def add_slot(self, number: int, slot: Slot) -> None:
-        """Hand over a slot; see `Link.add_slot`."""
+        """Hand over a slot; see `ProcessLink.add_slot`."""
         self._saver.add_slot(number, slot)
         self._on_message({"type": "ready", "slot": number})
 
     def send(self, message: dict[str, Any]) -> None:
-        """Put a message on its way; see `Link.send`."""
+        """Put a message on its way; see `ProcessLink.send`."""
         self._incoming.put(message)
 
     def failure(self) -> CkptError | None:
-        """Return why the saver can't be talked to any more; see `Link.failure`."""
+        """Return why the saver can't be talked to any more; see `ProcessLink.failure`."""
         # Once closed, what was on its way is done, and only the saver itself is still at work.
         is_well = self._saver.is_alive() and (self._is_closing or self._thread.is_alive())
         return None if is_well else err(Code.SAVER_LOST, "a thread of the saver has ended")
 
     def drop(self) -> None:
-        """Have nothing to do with the saver any more; see `Link.drop`."""
+        """Have nothing to do with the saver any more; see `ProcessLink.drop`."""
         self._incoming.put(None)
         self._saver.give_up(err(Code.SAVER_LOST, "the trainer has ended its connection to the saver"))
         self._saver.finish(0.0)
 
     def close(self, timeout_s: float, *, drain_s: float = 0.0) -> bool:
-        """Let the saver end; see `Link.close`."""
+        """Let the saver end; see `ProcessLink.close`."""
         self._is_closing = True
         self._incoming.put(None)
         self._thread.join(max(timeout_s, drain_s))
@@ -268,3 +249,7 @@ class ThreadLink:
             error.__cause__ = problem
             self._saver.give_up(error)
             self._on_lost(Lost(error=error, has_ended=False))
+
+
+#: A saver, and the way to it.
+Link: TypeAlias = ProcessLink | ThreadLink

@@ -29,7 +29,7 @@ from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.state import State
 from ckptfmt.store import LocalStore
 from ckptfmt.store.protocol import Store
-from ckptfmt.trainer.background import Background, Lent, staging_thread_count
+from ckptfmt.trainer.background import Background, Place, staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle, SaveReport
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.write.image import Context
@@ -146,14 +146,14 @@ class Saves:
         if self._options.saver != "inline":
             hosts = self._group.all_gather(socket.gethostname())
             self._trainers_here = hosts.count(hosts[self._group.writer])
-            self._group.together(lambda: self._prepare_slots(self._trainers_here))
+            self._group.together(self._prepare_slots)
 
-    def _prepare_slots(self, shared_by: int) -> None:
+    def _prepare_slots(self) -> None:
         image = self._ownership.image
         assert image is not None  # noqa: S101 - check() has planned it
         background = self._background or self._make_background()
         pin = {"pin": self._devices.pin} if self._has_device_tensors else {}
-        problem = background.prepare(image, shared_by=shared_by, **pin)
+        problem = background.prepare(image, shared_by=self._trainers_here, **pin)
         if problem:
             self._report(problem if background.has_slots else f"{problem}; saves are made inline")
 
@@ -270,15 +270,7 @@ class Saves:
             store, self._group, agreed, ownership=self._ownership, deadline_s=deadline_s, known=self._known
         )
         handle.tell_copied()
-        report = SaveReport(
-            path=handle.path,
-            digest=manifest.digest,
-            step=handle.step,
-            nbytes=manifest.nbytes,
-            writer_count=self._group.writer_count,
-            stored_nbytes=manifest.stored_nbytes,
-            reason="saved inline",
-        )
+        report = SaveReport.of(manifest, path=handle.path, reason="saved inline")
         handle.tell_state("COMMITTED", report)
         _LOG.info("step %d COMMITTED in %.2f s: %s", handle.step, handle.times["COMMITTED"], handle.path)
         removed: list[str] = []
@@ -311,10 +303,10 @@ class Saves:
             delta=self._options.delta,
         )
         try:
-            self._prepare_slots(self._trainers_here)  # the structure may have grown
+            self._prepare_slots()  # the structure may have grown
             if not background.has_slots:
                 return False
-            background.save(request, handle, lambda lent: self._plan_copies(agreed, handle, lent))
+            background.save(request, handle, lambda place: self._plan_copies(agreed, handle, place))
         except BaseException as error:
             # An interrupt among them. Raised here and now: the others learn of it from the store.
             background.abandon(handle, agreed.origin.attempt, error)
@@ -323,7 +315,7 @@ class Saves:
             raise
         return True
 
-    def _plan_copies(self, agreed: Agreed, handle: SaveHandle, lent: Lent) -> tuple[list[Copy], list[Copy]]:
+    def _plan_copies(self, agreed: Agreed, handle: SaveHandle, place: Place) -> tuple[list[Copy], list[Copy]]:
         """Return the copies into a slot: those to be done now, and those that the guard lets go on beside a step."""
         image = self._ownership.image
         assert image is not None  # noqa: S101 - agreeing has planned it
@@ -334,13 +326,13 @@ class Saves:
             constant = guard.find_constant(sources)
         filling = None
         if self._options.delta.mode != "off":  # else everything is copied, unseen
-            filling = self._fillings.begin(lent.number, image, was_written=lent.was_written)
+            filling = self._fillings.begin(place.number, image, was_written=place.was_written)
         now, later = plan_copies(
-            agreed.snapshot, image, lent.view, later=constant, devices=self._devices, filling=filling
+            agreed.snapshot, image, place.slot.view, later=constant, devices=self._devices, filling=filling
         )
         if guard is not None:
             later = guard.hold(later, sources, handle)
-            guard.begin_probation(sources, image, lent.view)
+            guard.begin_probation(sources, image, place.slot.view)
         return now, later
 
     # --- failures, and the end ----------------------------------------------------------------------------------------
