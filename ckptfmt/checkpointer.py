@@ -26,6 +26,7 @@ from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
+from ckptfmt.trainer.background import staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.trainer.loop import StepCount, StopSignals
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, restore_streams
@@ -173,7 +174,7 @@ class Checkpointer:
     @property
     def staging_threads(self) -> int:
         """How many threads copy a snapshot."""
-        return self._saves.staging_thread_count
+        return staging_thread_count()
 
     def __enter__(self) -> Self:
         self.restore()

@@ -88,8 +88,6 @@ def time_text(unix_s: int) -> str:
     >>> time_text(0), time_text(1 << 53)
     ('1970-01-01T00:00:00Z', '9007199254740992 s')
     """
-    import time
-
     if not 0 <= unix_s <= _UNIX_S_MAX:
         return f"{unix_s} s"
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(unix_s))

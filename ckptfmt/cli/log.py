@@ -6,30 +6,19 @@ still as they were saved. The output says so.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
-from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_json, share_text, time_text
+from ckptfmt.cli.console import Cell, Console, bytes_text, clean, count_text, print_json, share_text, time_text
 from ckptfmt.cli.places import Place, open_run_place
 from ckptfmt.commit.waiting import describe_savers, list_held
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
+from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, StoreError
-from ckptfmt.run.lineage import (
-    RunEntry,
-    iter_lineage,
-    list_checkpoints,
-    list_launch_numbers,
-    read_launch,
-    read_run,
-)
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
-
-    from ckptfmt.cli.console import Cell
-    from ckptfmt.documents.run import Launch, RunRecord
+from ckptfmt.run.lineage import RunEntry, iter_lineage, list_checkpoints, list_launch_numbers, read_launch, read_run
 
 T = TypeVar("T")
 
@@ -139,7 +128,7 @@ def _read_history(place: Place) -> _History:
         lineage=[entry.name for entry in iter_lineage(launches, entries)],
         nbytes={entry.name: _nbytes(place, entry) for entry in entries},
         pending=pending,
-        problems=problems + [_in_directory(e.name, e.register) for e in entries if isinstance(e.register, CkptError)],
+        problems=problems + [e.register.below(e.name) for e in entries if isinstance(e.register, CkptError)],
     )
 
 
@@ -151,12 +140,6 @@ def _attempt(problems: list[CkptError], read: Callable[..., T], *arguments: obje
     except CkptError as error:
         problems.append(error)
         return None
-
-
-def _in_directory(name: str, error: CkptError) -> CkptError:
-    """Return an error of a register with the name of its directory before the place."""
-    where = f"{name}/{error.where or ''}".rstrip("/")
-    return type(error)(error.code, error.detail, where=where, requirement=error.requirement, remedy=error.remedy)
 
 
 def _nbytes(place: Place, entry: RunEntry) -> int:
@@ -325,7 +308,10 @@ def _print_launches(console: Console, history: _History) -> None:
                 (str(launch.launch), "bold"),
                 (launch.chosen_by, "yellow" if launch.chosen_by == "fallback" else ""),
                 (clean(resume.name), "") if resume is not None else ("nothing", "dim"),
-                (f"{_short(resume.digest)}{', which is gone' if gone else ''}" if resume is not None else "", "dim"),
+                (
+                    f"{_short(resume.digest)}{', which is gone' if gone else ''}" if resume is not None else "",
+                    "dim",
+                ),
             ]
         )
     console.line()

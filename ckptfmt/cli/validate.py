@@ -36,16 +36,11 @@ class _Outcome:
     elapsed_s: float
 
     @property
-    def violations(self) -> list[CkptError]:
-        """What is wrong."""
-        return self.report.violations
-
-    @property
     def verdict(self) -> str:
         """One of ``valid``, ``invalid``, ``incomplete``: what a failing store lets pass or damages proves nothing."""
         if self.failure is not None:
             return "incomplete"
-        return "invalid" if self.violations else "valid"
+        return "invalid" if self.report.violations else "valid"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,12 +81,9 @@ def _total_nbytes(place: Place, bases: Sequence[Store]) -> int | None:
         if place.is_run:
             manifests = [entry.manifest for entry in list_checkpoints(place.store)]
         else:
-            register = read_register(place.store)
-            manifests = [register if isinstance(register, Manifest) else None]
-            if isinstance(register, Manifest) and register.references:
-                closure = Checkpoint(place.store, bases=bases).closure
-                found = [read_register(closure.find(reference)) for reference in register.references]
-                manifests += [one for one in found if isinstance(one, Manifest)]
+            checkpoint = Checkpoint(place.store, bases=bases)
+            found = [read_register(checkpoint.closure.find(one)) for one in checkpoint.manifest.references]
+            manifests = [checkpoint.manifest, *(one for one in found if isinstance(one, Manifest))]
     except CkptError:
         return None
     return sum(manifest.stored_nbytes for manifest in manifests if manifest is not None)
@@ -119,12 +111,12 @@ def _print_json(outcome: _Outcome) -> None:
 
 def _print_text(outcome: _Outcome) -> None:
     console = Console()
-    print_errors(console, outcome.violations, "red bold")
+    print_errors(console, outcome.report.violations, "red bold")
     if outcome.failure is not None:
         print_errors(console, [outcome.failure], "magenta bold")
     for warning in outcome.report.warnings:
         console.line(("warning", "yellow bold"), f"  {clean(warning)}")
-    if outcome.violations or outcome.failure or outcome.report.warnings:
+    if outcome.report.violations or outcome.failure or outcome.report.warnings:
         console.line()
     if outcome.report.kind == "checkpoint":
         _print_references(console, outcome.report)
@@ -151,7 +143,7 @@ def _print_references(console: Console, report: Report) -> None:
 def _verdict_cells(outcome: _Outcome) -> list[Cell]:
     report = outcome.report
     style = {"valid": "green bold", "invalid": "red bold", "incomplete": "magenta bold"}[outcome.verdict]
-    found = ((len(outcome.violations), "violation"), (len(report.warnings), "warning"))
+    found = ((len(outcome.report.violations), "violation"), (len(report.warnings), "warning"))
     counts = [count_text(len(report.checkpoints), "checkpoint")]
     counts += [count_text(count, noun) for count, noun in found if count]
     checked = f"{bytes_text(report.own_nbytes)} of own bytes checked in {outcome.elapsed_s:.2f} s"

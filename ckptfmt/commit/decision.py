@@ -122,7 +122,7 @@ def check_vacant(store: Store) -> None:
 def create_once(
     store: Store,
     path: str,
-    chunks: Callable[[], Iterable[Buffer]],
+    chunks: Callable[[], Iterable[Buffer]] | None = None,
     *,
     content: bytes | None = None,
     nbytes: int | Callable[[], int] | None = None,
@@ -130,7 +130,7 @@ def create_once(
     """Create a file whose name only this caller, or one with the same bytes, uses; repeat a call without an answer.
 
     Args:
-        chunks: returns the contents anew for each try.
+        chunks: returns the contents anew for each try; None for `content`.
         content: the whole contents, where a file that is there already may have been written by an equal caller.
         nbytes: size in bytes, where a file that is there can only be our own, from a try whose answer was lost; or
             what returns it, once the contents were drawn.
@@ -140,7 +140,7 @@ def create_once(
     """
     for attempt in range(_TRIES):
         try:
-            store.create(path, chunks())
+            store.create(path, [content or b""] if chunks is None else chunks())
         except CkptError as error:
             if error.code == Code.STORE_NO_ANSWER and attempt + 1 < _TRIES:
                 continue
@@ -410,7 +410,7 @@ def _create_index(store: Store, path: str, content: bytes, digest: bytes) -> tup
     Raises: StoreError; CommitError(COMMIT_CONFLICT). Spec: REQ-CMT-006.
     """
     try:
-        create_once(store, path, lambda: [content], content=content)
+        create_once(store, path, content=content)
     except CkptError as error:
         if error.code not in (Code.COMMIT_CONFLICT, Code.LIMIT_EXCEEDED):  # other bytes, or more of them
             raise

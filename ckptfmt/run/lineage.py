@@ -104,7 +104,7 @@ def open_run(store: Store, *, writer_features: Sequence[str] = ()) -> RunRecord:
         return run
     content = RunRecord(run_id=secrets.token_hex(16), writer_features=tuple(writer_features)).dump()
     try:
-        create_once(store, RUN_NAME, lambda: [content], content=content)
+        create_once(store, RUN_NAME, content=content)
     except CkptError as error:
         if error.code != Code.COMMIT_CONFLICT:
             raise
@@ -322,9 +322,8 @@ def begin_launch(
         launch = Launch(
             run_id=run.run_id, launch=number, nonce=secrets.token_hex(16), chosen_by=chosen_by, resume_from=resume
         )
-        content = launch.dump()
         try:
-            _create_launch(store, number, content)
+            create_once(store, f"{LAUNCHES}/{launch_name(number)}", content=launch.dump())
         except CkptError as error:
             if error.code == Code.COMMIT_CONFLICT:
                 continue  # Somebody took the number; what to resume from may have changed with it.
@@ -373,10 +372,6 @@ def check_surroundings(path: str | os.PathLike[str], manifest: Manifest) -> None
         return  # It isn't this checkpoint's fault; `validate` on the run says so.
     if run is not None:
         check_place(manifest, step_and_launch, run.run_id)
-
-
-def _create_launch(store: Store, number: int, content: bytes) -> None:
-    create_once(store, f"{LAUNCHES}/{launch_name(number)}", lambda: [content], content=content)
 
 
 def check_records(store: Store, entries: list[RunEntry]) -> None:

@@ -29,7 +29,7 @@ from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.state import State
 from ckptfmt.store import LocalStore
 from ckptfmt.store.protocol import Store
-from ckptfmt.trainer.background import Background, Place, staging_thread_count
+from ckptfmt.trainer.background import Background, Place
 from ckptfmt.trainer.handle import SaveHandle, SaveReport
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.write.image import Context
@@ -124,11 +124,6 @@ class Saves:
         self._trainers_here = 1
         self._background: Background | None = None
         self._finalizer: weakref.finalize[[Background, Any], Any] | None = None
-
-    @property
-    def staging_thread_count(self) -> int:
-        """How many threads copy a snapshot."""
-        return staging_thread_count()
 
     # --- getting ready ------------------------------------------------------------------------------------------------
 
