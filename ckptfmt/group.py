@@ -11,10 +11,10 @@ import datetime as dt
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
+from ckptfmt.commit.decision import poll
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.store.protocol import Store
 
@@ -255,17 +255,11 @@ class _StoreExchange:
         return f"{self._prefix}/{number:06d}-{writer:05d}.json"
 
     def _wait_for(self, number: int, writer: int) -> bytes:
-        end = time.monotonic() + self._deadline_s
-        while True:
+        for _ in poll(self._deadline_s):
             try:
                 return self._store.read(self._path(number, writer), limit_nbytes=_EXCHANGE_NBYTES)
             except CkptError as error:
                 if error.code != Code.FILE_MISSING:
                     raise
-            if time.monotonic() > end:
-                raise err(
-                    Code.WRITERS_MISSING,
-                    f"writer {writer} didn't come within {self._deadline_s:g} s",
-                    requirement="REQ-CMT-001",
-                )
-            time.sleep(0.01)
+        detail = f"writer {writer} didn't come within {self._deadline_s:g} s"
+        raise err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001")
