@@ -139,8 +139,9 @@ def create_once(
     Spec: REQ-CMT-003, REQ-CMT-006.
     """
     for attempt in range(_TRIES):
+        contents = [content or b""] if chunks is None else chunks()
         try:
-            store.create(path, [content or b""] if chunks is None else chunks())
+            store.create(path, contents)
         except CkptError as error:
             if error.code == Code.STORE_NO_ANSWER and attempt + 1 < _TRIES:
                 continue

@@ -52,7 +52,7 @@ MUTANTS = {
     "replaces_what_is_there": Mutant(
         clauses=("REQ-CMT-003",),
         fault="writes over a file that is there already",
-        patch=rewritten(commit.create_once, "store.create(path, chunks())", 'store.replace(path, b"".join(chunks()))'),
+        patch=rewritten(commit.create_once, "store.create(path, contents)", 'store.replace(path, b"".join(contents))'),
         tests=(
             "write/test_writer.py::test_another_attempts_file_is_not_taken_for_ours",
             "commit/test_commit.py::test_create_once_tells_own_files_from_others",
