@@ -129,8 +129,8 @@ MUTANTS = {
         fault="replaces a file whose creation got no answer, instead of creating it again",
         patch=rewritten(
             commit.create_once,
-            "store.create(path, chunks())",
-            'store.create(path, chunks()) if attempt == 0 else store.replace(path, b"".join(chunks()))',
+            "store.create(path, contents)",
+            'store.create(path, contents) if attempt == 0 else store.replace(path, b"".join(contents))',
         ),
         tests=("commit/test_commit.py::test_only_a_register_is_ever_replaced[Loss.REQUEST]",),
     ),
