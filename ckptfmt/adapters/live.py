@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -80,7 +82,7 @@ class _Walker:
         if value is None and not path:
             return
         if isinstance(value, PerWorker):
-            yield from self.units(field, path, self.own_scope, value.value, _attribute_putter(value))
+            yield from self.units(field, path, self.own_scope, value.value, functools.partial(setattr, value, "value"))
             return
         if len(path) > limits.MSGPACK_DEPTH:
             raise too_deep(f"{field}:{join_name(path[:4])}")
@@ -123,18 +125,7 @@ def _items(value: Any) -> list[tuple[object, object]]:  # noqa: ANN401 - one of 
 def _putter(container: object, key: object) -> Callable[[object], None] | None:
     if not isinstance(container, dict | list | deque):
         return None
-
-    def put(value: object) -> None:
-        container[key] = value  # type: ignore[index]
-
-    return put
-
-
-def _attribute_putter(wrapper: PerWorker) -> Callable[[object], None]:
-    def put(value: object) -> None:
-        wrapper.value = value
-
-    return put
+    return functools.partial(operator.setitem, container, key)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

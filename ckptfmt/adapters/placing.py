@@ -21,7 +21,7 @@ from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef
+from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef, iter_values
 from ckptfmt.errors import Code, err
 from ckptfmt.read.reader import Checkpoint, numpy_dtype
 from ckptfmt.read.reading import allocate
@@ -190,8 +190,9 @@ class Placer:
 
     def take(self, saved: object) -> None:
         """Count all tensors that a tree refers to as taken."""
-        for reference in _references(saved):
-            self.referred(reference)
+        for value in iter_values(saved):
+            if isinstance(value, TensorRef):
+                self.referred(value)
 
     def _fits(self, name: str) -> bool:
         return self.whole or self.plan.only.fits(self.field, name)
@@ -281,16 +282,6 @@ def _dtype_name(live: Any, where: str) -> str:  # noqa: ANN401 - array or tensor
 def _is_tensor(value: object) -> bool:
     side = torch_side()
     return isinstance(value, np.ndarray) or (side is not None and side.is_tensor(value))
-
-
-def _references(saved: object) -> list[TensorRef]:
-    if isinstance(saved, TensorRef):
-        return [saved]
-    if isinstance(saved, dict):
-        saved = list(saved.values())
-    if isinstance(saved, list | tuple | deque):
-        return [reference for item in saved for reference in _references(item)]
-    return []
 
 
 def _refill(live: Any, items: Any) -> None:  # noqa: ANN401 - a mutable container and new contents

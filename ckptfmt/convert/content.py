@@ -222,6 +222,12 @@ class LeftOut:
     reason: str
 
 
+def text_of(key: TensorKey) -> str:
+    """Return field and name of a tensor or value, and the scope if it is one worker's."""
+    field, name, scope = key
+    return f"{field}:{name}" if scope == GLOBAL else f"{field}:{name} ({scope})"
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Content:
     """Everything that a source holds.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from ckptfmt.adapters.live_trees import GLOBAL, key_text
-from ckptfmt.convert.content import Array, Content, LeftOut, Tensor, Unfit, map_tree
+from ckptfmt.convert.content import Array, Content, LeftOut, Tensor, Unfit, map_tree, text_of
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef, iter_values
 from ckptfmt.errors import Code, err
@@ -196,9 +196,7 @@ def assemble(content: Content, only: str | None, fit: Callable[[Any], Any]) -> t
         if only is None or field == only:
             root.update(builder.field(field))
     left_out = builder.left_out + [
-        LeftOut(f"{field}:{name}" + (f" ({scope})" if scope != GLOBAL else ""), f"the target has no place for {field}")
-        for field, name, scope in content.leaves
-        if field in _SPOKEN_OF
+        LeftOut(text_of(key), f"the target has no place for {key[0]}") for key in content.leaves if key[0] in _SPOKEN_OF
     ]
     if only is None:
         return root, left_out
@@ -217,11 +215,9 @@ def _why_not(tensor: Tensor, content: Content) -> str:
     """
     if tensor.storage != "persistent":
         return "a non-persistent buffer is no part of a state_dict"
-    if tensor.scope in (GLOBAL, "lw/0") and (
-        tensor.scope == GLOBAL or (tensor.field, tensor.name, GLOBAL) not in content.tensors
-    ):
-        return ""
-    return _SCOPED
+    of_all = tensor.field, tensor.name, GLOBAL
+    is_taken = tensor.key == of_all or (tensor.scope == "lw/0" and of_all not in content.tensors)
+    return "" if is_taken else _SCOPED
 
 
 class _Builder:
@@ -275,7 +271,7 @@ class _Builder:
     def _add_leaf(self, key: TensorKey, tree: object, values: dict[str, Any]) -> None:
         field, name, scope = key
         if scope != GLOBAL:
-            self.left_out.append(LeftOut(f"{field}:{name} ({scope})", _SCOPED))
+            self.left_out.append(LeftOut(text_of(key), _SCOPED))
             return
 
         def value_of(item: object, _path: str) -> object:
@@ -295,7 +291,6 @@ class _Builder:
     def _add_tensor(self, tensor: Tensor, values: dict[str, Any]) -> None:
         reason = _why_not(tensor, self._content)
         if reason:
-            scope = "" if tensor.scope == GLOBAL else f" ({tensor.scope})"
-            self.left_out.append(LeftOut(f"{tensor.field}:{tensor.name}{scope}", reason))
+            self.left_out.append(LeftOut(text_of(tensor.key), reason))
             return
         values |= dict.fromkeys((tensor.name, *tensor.aliases), tensor)

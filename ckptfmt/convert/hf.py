@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ckptfmt.adapters.live_trees import GLOBAL
 from ckptfmt.box import Box
-from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree, member_of, read_exactly
+from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree, member_of, read_exactly, text_of
 from ckptfmt.convert.fields import assemble
 from ckptfmt.documents.shard import ShardEntry, plan_shard
-from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 from ckptfmt.layout.read_plan import strides_of
@@ -170,7 +168,7 @@ def plan_layout(content: Content, *, max_shard_nbytes: int, only: str | None) ->
     root, left_out = assemble(content, "weights", lambda value: value)
     if only is None:
         keys = [key for key in (*content.tensors, *content.leaves) if key[0] != "weights"]
-        left_out += [LeftOut(_text(key), "a Hugging Face directory holds weights only") for key in keys]
+        left_out += [LeftOut(text_of(key), "a Hugging Face directory holds weights only") for key in keys]
     stored: dict[int, str] = {}
     shards: list[list[tuple[str, Tensor]]] = []
     room = 0
@@ -216,11 +214,6 @@ def _why_not(name: str, tensor: Tensor) -> str:
     if DTYPES[tensor.dtype].safetensors is None:
         return f"safetensors has no dtype {tensor.dtype}"
     return "safetensors keeps this name for itself" if name == _METADATA else ""
-
-
-def _text(key: TensorKey) -> str:
-    field, name, scope = key
-    return f"{field}:{name}" if scope == GLOBAL else f"{field}:{name} ({scope})"
 
 
 def write_directory(store: Store, layout: Layout, *, on_progress: Callable[[int], None]) -> None:

@@ -467,7 +467,13 @@ class Sampler:
             pairs["global_batch"] = (cursor.plan.global_batch, self._plan.global_batch)
         for name, (theirs, ours) in pairs.items():
             if theirs != ours:
-                raise _other(name, theirs, ours)
+                raise err(
+                    Code.CONFIG_IDENTITY,
+                    f"the cursor's {name} is {theirs!r}, the sampler's {ours!r}",
+                    where="cursor",
+                    remedy="Make the sampler of the same data set and seed; to begin anew on other data, leave the"
+                    " cursor out.",
+                )
 
 
 def _each(sides: Iterable[list[Any]]) -> tuple[object, object]:
@@ -556,15 +562,6 @@ def _as_argument() -> Iterator[None]:
         yield
     except CkptError as error:
         raise err(Code.ARGUMENT, error.detail, where=error.where) from error
-
-
-def _other(name: str, theirs: object, ours: object) -> CkptError:
-    return err(
-        Code.CONFIG_IDENTITY,
-        f"the cursor's {name} is {theirs!r}, the sampler's {ours!r}",
-        where="cursor",
-        remedy="Make the sampler of the same data set and seed; to begin anew on other data, leave the cursor out.",
-    )
 
 
 def _check_worker(worker: tuple[int, int], global_batch: int) -> None:
