@@ -290,14 +290,6 @@ class _Encoded(NamedTuple):
     predicted: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Chosen:
-    """What was chosen for a piece last, and what share of its bytes a block took."""
-
-    encoding: str
-    share: float
-
-
 class BlockCoder:
     """Encodes blocks of a snapshot against the base's; thread-safe.
 
@@ -325,7 +317,8 @@ class BlockCoder:
         self._fields = fields
         self._groups = {number: group for group in groups for number in group.pieces}
         self._among = among
-        self._chosen: dict[int | str, _Chosen] = {}
+        #: For a piece or a role, the encoding that was chosen last, and what share of its bytes a block took.
+        self._chosen: dict[int | str, tuple[str, float]] = {}
 
     def end_of(self, number: int, block: int) -> int:
         """Return how much of the slot has to be there for a block to be coded, in bytes."""
@@ -397,13 +390,13 @@ class BlockCoder:
         Choosing takes several times as long as encoding. Blocks of one piece are much alike, and so are those of one
         role, whatever their piece.
         """
-        known = self._chosen.get(like)
-        if known is not None and known.encoding != "raw":
-            stored = encodings.encode(known.encoding, content, dtype=dtype, base=base)
-            if len(stored) <= min(_ALIKE * known.share, 1.0 - 1e-9) * len(content):
-                return known.encoding, stored
+        encoding, share = self._chosen.get(like, ("raw", 1.0))
+        if encoding != "raw":
+            stored = encodings.encode(encoding, content, dtype=dtype, base=base)
+            if len(stored) <= min(_ALIKE * share, 1.0 - 1e-9) * len(content):
+                return encoding, stored
         encoding, stored = encodings.choose(content, dtype=dtype, base=base, among=among)
-        self._chosen[like] = _Chosen(encoding=encoding, share=len(stored) / len(content))
+        self._chosen[like] = encoding, len(stored) / len(content)
         return encoding, stored
 
     def _predict(self, group: PlannedGroup, number: int, block: int, content: memoryview) -> _Encoded | None:

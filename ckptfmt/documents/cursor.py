@@ -259,11 +259,8 @@ def _parse_plan(plan: CursorMap) -> BatchPlan:
     plan.check_names("unit", "global_batch", "assign", "tail")
     plan.known("unit", "sample")
     plan.known("assign", "contig-v1")
-    tail = plan.known("tail", "carry", "drop", "pad_masked")
-    return BatchPlan(
-        global_batch=plan.integer("global_batch", limits.DIM, least=1),
-        tail="carry" if tail == "carry" else "drop" if tail == "drop" else "pad_masked",
-    )
+    tail: Tail = plan.known("tail", "carry", "drop", "pad_masked")
+    return BatchPlan(global_batch=plan.integer("global_batch", limits.DIM, least=1), tail=tail)
 
 
 def _parse_commit(commit: CursorMap, *, is_mixed: bool) -> Commit:

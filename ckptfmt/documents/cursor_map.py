@@ -18,10 +18,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Literal, NoReturn, TypeAlias
+from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
 
 from ckptfmt import limits
 from ckptfmt.errors import Code, err
+
+W = TypeVar("W", bound=str)
 
 #: Integers with more bits than this aren't printed.
 _SHOWN_BITS: Final = 4096
@@ -50,13 +52,14 @@ class CursorMap:
         if unknown := [name for name in self.members if name not in names]:
             refuse(f"the unknown member {show_value(unknown[0])}", self.where, self.clause)
 
-    def known(self, name: str, *known: str) -> str:
+    def known(self, name: str, *known: W) -> W:
         """Return one of the words that this reader knows. Raises: CURSOR_FORM, FEATURE_UNSUPPORTED."""
         value = self.text(name)
-        if value not in known:
-            detail = f"{name} {value!r}; this reader knows {', '.join(map(repr, known))}"
-            raise err(Code.FEATURE_UNSUPPORTED, detail, where=f"{self.where}/{name}", requirement="REQ-CUR-003")
-        return value
+        for word in known:
+            if word == value:
+                return word
+        detail = f"{name} {value!r}; this reader knows {', '.join(map(repr, known))}"
+        raise err(Code.FEATURE_UNSUPPORTED, detail, where=f"{self.where}/{name}", requirement="REQ-CUR-003")
 
     def inner(self, name: str) -> CursorMap:
         """Return a map in this one. Raises: CURSOR_FORM."""
@@ -137,20 +140,26 @@ _POSITION: Final = limits.DIM << 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSkip:
-    """The samples `ids` of a source, from the position `from_pos` on."""
+class _SourceSkip:
+    """What samples of a source have in common that are skipped from the position `from_pos` on."""
 
     policy: Policy
     from_pos: int
     reason: str
     source: str
-    ids: tuple[int, ...]
-    scope: Literal["sample"] = "sample"
 
     @property
     def begin(self) -> int:
         """The first position that it may change."""
         return self.from_pos
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSkip(_SourceSkip):
+    """The samples `ids` of a source, from the position `from_pos` on."""
+
+    ids: tuple[int, ...]
+    scope: Literal["sample"] = "sample"
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return the samples as ranges ``[begin, end)``."""
@@ -158,21 +167,12 @@ class SampleSkip:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ShardSkip:
+class ShardSkip(_SourceSkip):
     """The samples ``[range[0], range[1])`` of a source, which are those of the shard `shard`, from `from_pos` on."""
 
-    policy: Policy
-    from_pos: int
-    reason: str
-    source: str
     shard: str
     range: tuple[int, int]
     scope: Literal["shard"] = "shard"
-
-    @property
-    def begin(self) -> int:
-        """The first position that it may change."""
-        return self.from_pos
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return the samples as ranges ``[begin, end)``."""
@@ -262,8 +262,7 @@ def _parse_skip(one: CursorMap, lengths: dict[str, int]) -> Skip:
 
 
 def _policy(one: CursorMap) -> Policy:
-    policy = one.known("policy", "hole", "shift", "mask")
-    return "hole" if policy == "hole" else "shift" if policy == "shift" else "mask"
+    return one.known("policy", "hole", "shift", "mask")
 
 
 def _range(one: CursorMap, most: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from ckptfmt.documents.packed import (
     dump_strings,
     fold,
     make_integers,
+    spread,
     total_of,
     unfold,
 )
@@ -337,9 +338,7 @@ class Extents:
     def stored_in(self, order: NDArray[np.intp]) -> StoredBlocks:
         """Return the encoded blocks in another order of the extents."""
         encoded = order[self.is_encoded[order]]
-        blocks = self.block_count[encoded]
-        first = np.repeat(self.stored_row[encoded], blocks)
-        rows = first + np.arange(len(first)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+        rows = spread(self.stored_row[encoded], self.block_count[encoded])
         digests = np.frombuffer(self.stored.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
         return StoredBlocks(nbytes=self.stored.nbytes[rows], digests=digests[rows].tobytes())
 
@@ -424,10 +423,7 @@ def _parse_stored(columns: Columns, count: int) -> StoredBlocks:
     """Return the table of `count` encoded blocks. Raises: FormatError(COLUMN_FORM). Spec: REQ-DEL-005."""
     table = columns.columns("stored", ("nbytes", "digest"))
     nbytes = table.packed("nbytes", count=count, below=limits.BLOCK_NBYTES_MAX)
-    digests = table.any("digest")
-    if not isinstance(digests, bytes) or len(digests) != count * DIGEST_NBYTES:
-        raise table.broken("digest", f"not {count} digests")
-    return StoredBlocks(nbytes=nbytes, digests=digests)
+    return StoredBlocks(nbytes=nbytes, digests=table.digests("digest", count=count))
 
 
 def count_stored(encoding: Integers, block_count: Integers) -> Integers:
@@ -460,8 +456,7 @@ def check_smaller(rows: Extents, box_nbytes: Integers, block_nbytes: int, column
     """Raise unless each encoded block is stored in fewer bytes than it has. Spec: REQ-DEL-005."""
     encoded = np.flatnonzero(rows.is_encoded)
     blocks = rows.block_count[encoded]
-    first = np.repeat(rows.block_begin[encoded], blocks)
-    number = first + np.arange(len(first)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    number = spread(rows.block_begin[encoded], blocks)
     nbytes = np.minimum(np.repeat(box_nbytes[rows.box[encoded]], blocks) - number * block_nbytes, block_nbytes)
     if (rows.stored.nbytes >= nbytes).any():
         detail = f"an encoded block of {rows.stored.nbytes[(rows.stored.nbytes >= nbytes).argmax()]} bytes"

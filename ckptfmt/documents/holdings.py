@@ -19,7 +19,7 @@ from ckptfmt.box import Box
 from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.extents import Extents, Files, check_smaller, parse_extents, place_extents
 from ckptfmt.documents.msgpk import dump_packed_document, parse_packed_document
-from ckptfmt.documents.packed import Columns, Integers, dump_packed, dump_strings, fold, total_of
+from ckptfmt.documents.packed import Columns, Integers, dump_packed, dump_strings, fold, spread, total_of
 from ckptfmt.documents.tables import TABLE_KEYS, TensorKey, TensorTable, dump_table, parse_table
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import ENCODINGS
@@ -247,9 +247,7 @@ def parse_holdings(
     if (cut > shapes).any() or (begin + box_shape > shapes).any():
         raise err(Code.BOX_BOUNDS, "a box leaves its tensor", where=boxes.place("begin"), requirement="REQ-PRT-004")
     digest_count = boxes.packed("digest_count", count=count)
-    digests = columns.any("digests")
-    if not isinstance(digests, bytes) or len(digests) != total_of(digest_count) * DIGEST_NBYTES:
-        raise columns.broken("digests", f"not {total_of(digest_count)} digests")
+    digests = columns.digests("digests", count=total_of(digest_count))
     element_nbytes = np.repeat(table.element_nbytes, box_count)
     elements = _products(box_shape, np.repeat(table.ndim, box_count))
     blocks = -(-elements // (block_nbytes // element_nbytes))
@@ -307,10 +305,8 @@ def _of_boxes(flattened: Integers, ndim: Integers, box_count: Integers) -> Integ
     """Return what tensors have for each dimension, for each dimension of each of their boxes."""
     if len(box_count) == 0 or (int(box_count.min()) == 1 == int(box_count.max())):
         return flattened
-    rank = np.repeat(ndim, box_count)
-    first = np.repeat(np.cumsum(ndim) - ndim, box_count)
-    place = np.arange(int(rank.sum())) - np.repeat(np.cumsum(rank) - rank, rank)
-    of_boxes: Integers = flattened[np.repeat(first, rank) + place]
+    first = np.cumsum(ndim) - ndim
+    of_boxes: Integers = flattened[spread(np.repeat(first, box_count), np.repeat(ndim, box_count))]
     return of_boxes
 
 

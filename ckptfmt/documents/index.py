@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.digest import DIGEST_NBYTES
+from ckptfmt.digest import digest_at
 from ckptfmt.documents.canonical import check_version
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.msgpk import Weight, dump_packed_document, parse_packed_document
@@ -178,7 +178,7 @@ def _parse_index(signed: dict[str, Any], where: str, budget: Budget) -> Index:
     part_table = columns.columns("parts", ("nbytes", "digest"))
     part_table.take("nbytes", rows=writers)
     nbytes = part_table.packed("nbytes", count=writers, below=limits.MSGPACK_NBYTES + 1).tolist()
-    digests = part_table.fixed("digest", count=writers, nbytes=DIGEST_NBYTES)
+    digests = part_table.digests("digest", count=writers)
     tensors, table = _parse_tensors(columns, scopes, writers)
     streams = _parse_streams(columns.columns("streams", ("name", "scope", "kind", "part")), scopes, writers)
     leaves = _parse_leaves(columns.columns("leaves", ("field", "name", "scope", "part")), scopes, writers)
@@ -186,7 +186,7 @@ def _parse_index(signed: dict[str, Any], where: str, budget: Budget) -> Index:
     return Index(
         origin=origin,
         saved_unix_s=saved_unix_s,
-        parts=tuple(PartEntry(nbytes=size, digest=digest) for size, digest in zip(nbytes, digests, strict=True)),
+        parts=tuple(PartEntry(nbytes=size, digest=digest_at(digests, at)) for at, size in enumerate(nbytes)),
         tensors=tensors,
         streams=streams,
         leaves=leaves,

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ckptfmt import limits
+from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.msgpk import Weight
 from ckptfmt.errors import CkptError, Code, err
 
@@ -87,6 +88,16 @@ def unfold(folded: Integers) -> Integers:
 def total_of(counts: Integers) -> int:
     """Return a sum that may be larger than an int64, in a file that lies."""
     return int(counts.sum()) if int(counts.max(initial=0)) < 1 << 32 else sum(counts.tolist())
+
+
+def spread(first: Integers, counts: Integers) -> Integers:
+    """Return for each row as many integers as it counts, from its first on.
+
+    >>> spread(np.array([5, 0]), np.array([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
+    begins = np.repeat(first - (np.cumsum(counts) - counts), counts)
+    return begins + np.arange(len(begins))
 
 
 def make_integers(values: Any) -> Integers:  # noqa: ANN401 - any iterable of integers
@@ -261,12 +272,12 @@ class Columns:
             raise self.broken(key, f"not a list of {count} byte strings")
         return value
 
-    def fixed(self, key: str, *, count: int, nbytes: int) -> list[bytes]:
-        """Return a column of `count` byte strings of `nbytes` bytes each, stored one after the other."""
+    def digests(self, key: str, *, count: int) -> bytes:
+        """Return a column of `count` digests, one after the other."""
         value = self._value[key]
-        if not isinstance(value, bytes) or len(value) != count * nbytes:
-            raise self.broken(key, f"not {count} times {nbytes} bytes")
-        return [value[begin : begin + nbytes] for begin in range(0, len(value), nbytes)]
+        if not isinstance(value, bytes) or len(value) != count * DIGEST_NBYTES:
+            raise self.broken(key, f"not {count} digests")
+        return value
 
     def broken(self, key: str, detail: str, requirement: str = "REQ-IDX-002") -> CkptError:
         """Return the error for a column that doesn't fit."""

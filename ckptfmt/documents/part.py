@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.digest import DIGEST_NBYTES, digest_bytes
+from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents.canonical import check_version, dump_document, fit_string
 from ckptfmt.documents.extents import (
     GROUP_KEYS,
@@ -349,7 +349,8 @@ def _parse_files(columns: Columns, origin: Origin, writer: int, *, is_delta: boo
         raise table.broken("kind", "unknown file kind, or a name of another", "REQ-PRT-003")
     nbytes = table.packed("nbytes", count=len(names)).tolist()
     header_nbytes = table.packed("header_nbytes", count=len(names), below=8 + limits.SHARD_HEADER_NBYTES + 1).tolist()
-    digests = table.fixed("header_digest", count=len(names), nbytes=DIGEST_NBYTES)
+    joined = table.digests("header_digest", count=len(names))
+    digests = [digest_at(joined, number) for number in range(len(names))]
     for kind, header, digest in zip(kinds, header_nbytes, digests, strict=True):
         if kind == "pack" and (header, digest) != (len(PACK_HEADER), digest_bytes(PACK_HEADER)):
             raise table.broken("header_digest", "a pack begins with another header", "REQ-DEL-012")

@@ -123,20 +123,6 @@ def local_boxes(
     return readings.pop()
 
 
-def replica_index(mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]) -> int:
-    """Return the rank's number among those that hold the same pieces: 0 for the first.
-
-    >>> replica_index((2, 3), (1, 2), (Replicate(), Shard(0)))
-    1
-    """
-    _check_mesh(mesh_shape, coordinate, placements)
-    index = 0
-    for count, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if isinstance(placement, Replicate):
-            index = index * count + at
-    return index
-
-
 def is_replica(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> bool:
     """Tell whether the mesh declares that several ranks hold the same pieces.
 
@@ -218,7 +204,11 @@ def _check(
     coordinate: tuple[int, ...],
     placements: tuple[Placement, ...],
 ) -> None:
-    _check_mesh(mesh_shape, coordinate, placements)
+    if not len(mesh_shape) == len(coordinate) == len(placements):
+        detail = f"mesh {mesh_shape}, coordinate {coordinate} and {len(placements)} placements differ in length"
+        raise err(Code.ARGUMENT, detail)
+    if not all(0 <= at < count for at, count in zip(coordinate, mesh_shape, strict=True)):
+        raise err(Code.ARGUMENT, f"coordinate {coordinate} is not in the mesh of {mesh_shape}")
     if any(extent < 0 for extent in global_shape):
         raise err(Code.ARGUMENT, f"a shape has no negative extent: {global_shape}")
     for placement in placements:
@@ -228,11 +218,3 @@ def _check(
             raise err(Code.ARGUMENT, f"{placement} doesn't name a dimension of the shape {global_shape}")
         if isinstance(placement, StridedShard) and placement.split_factor < 1:
             raise err(Code.ARGUMENT, f"{placement}: split_factor is at least 1")
-
-
-def _check_mesh(mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]) -> None:
-    if not len(mesh_shape) == len(coordinate) == len(placements):
-        detail = f"mesh {mesh_shape}, coordinate {coordinate} and {len(placements)} placements differ in length"
-        raise err(Code.ARGUMENT, detail)
-    if not all(0 <= at < count for at, count in zip(coordinate, mesh_shape, strict=True)):
-        raise err(Code.ARGUMENT, f"coordinate {coordinate} is not in the mesh of {mesh_shape}")

@@ -1,4 +1,4 @@
-"""Whether boxes tile a tensor exactly, by sums of signed corners; and whether boxes of a part overlap.
+"""Whether boxes tile a tensor exactly, by sums of signed corners.
 
 Give each box the sign ``+1`` at the corner where it begins and a change of sign for every coordinate that is an end.
 The sum of all boxes' corners says where the number of boxes above an element changes; boxes tile a tensor if and only
@@ -12,14 +12,12 @@ they differ, at the cost of sorting ``boxes * d`` integers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptfmt import limits
-from ckptfmt.box import Box
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.errors import Code, err
 
@@ -142,56 +140,6 @@ def check_bounds(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *,
             raise err(Code.BOX_BOUNDS, detail, where=where, requirement=_REQUIREMENT)
 
 
-def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return two boxes that have an element in common, or None; they needn't cover anything.
-
-    Equal boxes overlap, unless they are empty.
-
-    >>> find_overlap([Box((0,), (4,)), Box((6,), (2,)), Box((3,), (2,))])
-    (Box(begin=(0,), shape=(4,)), Box(begin=(3,), shape=(2,)))
-    """
-    if not boxes:
-        return None
-    ndim = len(boxes[0].begin)
-    begin = np.array([box.begin for box in boxes], np.int64).reshape(len(boxes), ndim)
-    box_shape = np.array([box.shape for box in boxes], np.int64).reshape(len(boxes), ndim)
-    pair = find_overlap_rows(begin, box_shape)
-    return None if pair is None else (boxes[pair[0]], boxes[pair[1]])
-
-
-def find_overlap_rows(begin: Rows, box_shape: Rows) -> tuple[int, int] | None:
-    """Return the rows of two boxes that have an element in common (the lower first), or None.
-
-    Boxes are separated by cuts that go through none of them, dimension after dimension, until none is left: a sort for
-    each cut level. What no cut separates (an overlap, or a pinwheel) is compared box by box.
-
-    Shapes: `begin` and `box_shape` are (n, ndim), of any integer dtype, within bounds (`check_bounds`).
-
-    >>> find_overlap_rows(np.array([[0, 0], [0, 2], [1, 3]]), np.array([[2, 2], [2, 2], [1, 1]]))
-    (1, 2)
-    """
-    rows = np.flatnonzero((box_shape > 0).all(axis=1))
-    low = begin[rows].astype(np.int64)
-    high = low + box_shape[rows].astype(np.int64)
-    group = np.zeros(len(rows), np.int64)
-    ndim = low.shape[1]
-    uncut = 0
-    dim = 0
-    while len(rows) and uncut < ndim:
-        order, label = _cut(group, low[:, dim], high[:, dim])
-        uncut = uncut + 1 if label[-1] + 1 == np.unique(group).size else 0
-        several = np.bincount(label)[label] > 1
-        kept = order[several]
-        rows, low, high, group = rows[kept], low[kept], high[kept], label[several]
-        dim = (dim + 1) % ndim
-    for label in np.unique(group):
-        member = group == label
-        pair = _compare(rows[member], low[member], high[member])
-        if pair is not None:
-            return pair
-    return None
-
-
 def _first_wrong(shape: tuple[int, ...], begin: _Ints, end: _Ints) -> _Ints | None:
     """Return the first point of `shape` that isn't in exactly one box; None when there is none.
 
@@ -256,34 +204,6 @@ def _tiling_error(point: _Ints, begin: _Ints, end: _Ints, where: str) -> Excepti
     first, second = (f"{_ints(begin[row])} to {_ints(end[row])}" for row in owners[:2])
     detail = f"element {_ints(point)} is in {len(owners)} boxes, among them {first} and {second}"
     return err(Code.TILING_OVERLAP, detail, where=where, requirement=_REQUIREMENT)
-
-
-def _cut(group: _Ints, low: _Ints, high: _Ints) -> tuple[_Ints, _Ints]:
-    """Return an order of the rows, and for each row in that order its group after cutting."""
-    order = np.lexsort((low, group))
-    rank, rank_count = _ranks(np.concatenate([low, high]))
-    begins, ends = rank[: len(low)][order], rank[len(low) :][order]
-    base = group[order] * rank_count
-    reached = np.maximum.accumulate(base + ends)
-    starts = np.ones(len(low), np.bool_)
-    starts[1:] = (base + begins)[1:] >= reached[:-1]
-    return order, np.cumsum(starts) - 1
-
-
-def _compare(rows: _Ints, low: _Ints, high: _Ints) -> tuple[int, int] | None:
-    """Return the rows of two boxes that overlap, by comparing each with those that begin before it ends."""
-    if low.shape[1] == 0:
-        return (int(rows[0]), int(rows[1])) if len(rows) > 1 else None
-    dim = int(np.argmax([np.unique(column).size for column in low.T]))
-    order = np.argsort(low[:, dim], kind="stable")
-    rows, low, high = rows[order], low[order], high[order]
-    for i in range(len(rows) - 1):
-        stop = int(np.searchsorted(low[:, dim], high[i, dim]))
-        overlaps = ((low[i + 1 : stop] < high[i]) & (low[i] < high[i + 1 : stop])).all(axis=1)
-        if overlaps.any():
-            pair = int(rows[i]), int(rows[i + 1 + int(overlaps.argmax())])
-            return min(pair), max(pair)
-    return None
 
 
 def _ints(values: Rows) -> tuple[int, ...]:

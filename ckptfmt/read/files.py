@@ -163,10 +163,19 @@ class CheckpointFiles:
             if name not in self._checked:
                 file = next(file for file in part.files if file.name == name)
                 with self._placed():
-                    check_nbytes(self.store, file)
-                    read_header(self.store, file)
-                self._header_nbytes += file.header_nbytes
-                self._checked.add(name)
+                    check_nbytes(self.store, name, file.nbytes)
+                    self.read_header(file)
+
+    def read_header(self, file: PartFile) -> bytes:
+        """Return a file's header, and count the file as checked; its size was compared before. Raises: as the function.
+
+        Spec: REQ-OPN-011.
+        """
+        header = read_header(self.store, file)
+        with self._lock:
+            self._header_nbytes += 0 if file.name in self._checked else file.header_nbytes
+            self._checked.add(file.name)
+        return header
 
     def open_part(self, number: int) -> OpenPart:
         """Return a part; it is read once. Raises: as `read_part`."""
@@ -502,16 +511,12 @@ def read_index(store: Store, manifest: Manifest) -> Index:
     return index
 
 
-def check_nbytes(store: Store, file: PartFile) -> None:
-    """Raise unless a file has the size that its part says. Raises: IntegrityError(FILE_NBYTES, FILE_MISSING)."""
-    actual = store.nbytes(file.name)
-    if actual != file.nbytes:
-        raise err(
-            Code.FILE_NBYTES,
-            f"the file has {actual} bytes, not {file.nbytes}",
-            where=file.name,
-            requirement="REQ-CKP-003",
-        )
+def check_nbytes(store: Store, path: str, nbytes: int) -> None:
+    """Raise unless a file has the size that is declared. Raises: IntegrityError(FILE_NBYTES, FILE_MISSING)."""
+    actual = store.nbytes(path)
+    if actual != nbytes:
+        detail = f"the file has {actual} bytes, not {nbytes}"
+        raise err(Code.FILE_NBYTES, detail, where=path, requirement="REQ-CKP-003")
 
 
 def read_header(store: Store, file: PartFile) -> bytes:
@@ -529,7 +534,5 @@ def read_header(store: Store, file: PartFile) -> bytes:
 
 def read_exactly(store: Store, path: str, nbytes: int) -> bytes:
     """Return a file that is named with its size. Raises: IntegrityError(FILE_MISSING, FILE_NBYTES)."""
-    actual = store.nbytes(path)
-    if actual != nbytes:
-        raise err(Code.FILE_NBYTES, f"the file has {actual} bytes, not {nbytes}", where=path, requirement="REQ-CKP-003")
+    check_nbytes(store, path, nbytes)
     return store.read(path, limit_nbytes=min(nbytes, limits.MSGPACK_NBYTES))

@@ -37,7 +37,7 @@ from ckptfmt.features import is_of_delta
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.read.decoding import Decoder, iter_spans
-from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox, check_nbytes, read_header
+from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox, check_nbytes
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Bundle, Reading, WantedBox
 from ckptfmt.read.report import ClosureMember, FoundReference, Report, is_violation, without_frames
@@ -255,7 +255,7 @@ class _Verification:
 
     def _check_part(self, opened: OpenPart, report: Report, directory: str, *, can_decode: bool) -> None:
         """Check the files, the encoded blocks and the values of a part."""
-        store, part = opened.files.store, opened.part
+        part = opened.part
         check = _BlockCheck(opened, self._done, report.count, with_bases=self._with_bases)
         shards: list[list[tuple[StoredBox, Extent]]] = [[] for _ in part.files]
         for stored in opened.iter_boxes():
@@ -265,10 +265,10 @@ class _Verification:
         readable, sound = set(), set()
         for number, file in enumerate(part.files):
             with report.collect(directory):
-                check_nbytes(store, file)
+                check_nbytes(opened.files.store, file.name, file.nbytes)
                 readable.add(number)  # What the header says doesn't matter to the blocks.
                 with report.collect(directory):
-                    _verify_header(store, file, shards[number])
+                    _verify_header(opened.files, file, shards[number])
                     sound.add(number)
                 report.count(file.header_nbytes)
         # What can't be decoded is at least what was stored.
@@ -479,9 +479,9 @@ def _check_references(checkpoint: CheckpointFiles, field: str, scope: str, value
             )
 
 
-def _verify_header(store: Store, file: PartFile, extents: Sequence[tuple[StoredBox, Extent]]) -> None:
+def _verify_header(files: CheckpointFiles, file: PartFile, extents: Sequence[tuple[StoredBox, Extent]]) -> None:
     """Check that a file's header is the one digested and, of a shard, says what the part says."""
-    header = read_header(store, file)
+    header = files.read_header(file)
     if file.kind == "pack":  # it is the same for all of them
         return
     entries = parse_shard_header(header, file_nbytes=file.nbytes, where=file.name)

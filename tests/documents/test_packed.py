@@ -158,11 +158,11 @@ def test_blobs_are_lists_of_byte_strings(value):
     assert code_of(lambda: columns(a=value).blobs("a", count=2)) == Code.COLUMN_FORM
 
 
-@pytest.mark.parametrize("value", [None, "abcd", b"", b"abc", b"abcde", [b"ab", b"cd"]])
-def test_fixed_columns_have_exactly_their_bytes(value):
+@pytest.mark.parametrize("value", [None, "ab" * 32, b"", b"a" * 63, b"a" * 65, [b"a" * 32, b"b" * 32]])
+def test_columns_of_digests_have_exactly_their_bytes(value):
     """REQ-IDX-002."""
-    assert columns(a=b"abcd").fixed("a", count=2, nbytes=2) == [b"ab", b"cd"]
-    assert code_of(lambda: columns(a=value).fixed("a", count=2, nbytes=2)) == Code.COLUMN_FORM
+    assert columns(a=b"ab" * 32).digests("a", count=2) == b"ab" * 32
+    assert code_of(lambda: columns(a=value).digests("a", count=2)) == Code.COLUMN_FORM
 
 
 @pytest.mark.parametrize("rows", [[1, 1], [2, 1], [1, 2, 2], ["b", "a"], [(1, b"b"), (1, b"a")]])

@@ -18,9 +18,17 @@ from ckptfmt.layout.placements import (
     boxes_of,
     is_replica,
     local_boxes,
-    replica_index,
 )
 from ckptfmt.layout.tiling import check_tiling
+
+
+def replica_index(mesh_shape, coordinate, placements):
+    """The rank's number among those that hold the same pieces: 0 for the first."""
+    index = 0
+    for count, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if isinstance(placement, Replicate):
+            index = index * count + at
+    return index
 
 
 def coordinates(mesh_shape):

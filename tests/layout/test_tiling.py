@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.layout.tiling import check_bounds, check_tiling, find_overlap, find_overlap_rows
+from ckptfmt.layout.tiling import check_bounds, check_tiling
 
 
 def arrays(boxes, ndim, dtype=np.int64):
@@ -99,42 +99,15 @@ def test_any_boxes_are_judged_as_counting_does(boxes):
     assert verdict((4, 4), boxes) == oracle((4, 4), boxes)
 
 
-@given(small_boxes)
-def test_an_overlap_is_found_when_there_is_one(boxes):
-    pair = find_overlap(boxes)
-    expected = any(a.intersect(b) for a, b in itertools.combinations(boxes, 2))
-    assert (pair is not None) == expected
-    if pair is not None:
-        assert pair[0].intersect(pair[1])
-
-
-@given(partitions())
-def test_a_partition_has_no_overlap(case):
-    _, boxes = case
-    assert find_overlap(boxes) is None
-
-
-@given(mutated())
-def test_an_overlap_in_a_mutated_partition(case):
-    _, boxes = case
-    expected = any(a.intersect(b) for a, b in itertools.combinations(boxes, 2))
-    assert (find_overlap(boxes) is not None) == expected
-
-
 def test_a_pinwheel_tiles_though_no_cut_divides_it():
     boxes = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
     assert verdict((3, 3), boxes) is None
-    assert find_overlap(boxes) is None
-    assert find_overlap([*boxes, Box((1, 1), (1, 2))]) is not None
 
 
 def test_scalars():
     assert verdict((), [Box((), ())]) is None
     assert verdict((), []) == (Code.TILING_GAP, "element ()")
     assert verdict((), [Box((), ())] * 2) == (Code.TILING_OVERLAP, "element ()")
-    assert find_overlap([Box((), ())]) is None
-    assert find_overlap([Box((), ())] * 2) is not None
-    assert find_overlap([]) is None
 
 
 def test_a_tensor_without_elements_is_tiled_by_nothing_and_by_empty_boxes():
@@ -192,11 +165,6 @@ def test_sums_are_not_taken_in_a_narrow_type():
     assert verdict((250,), [Box((0,), (200,)), Box((200,), (50,))], np.uint8) is None
 
 
-def test_a_box_that_ends_before_its_predecessor_hides_no_overlap():
-    boxes = [Box((0, 0), (10, 1)), Box((1, 1), (1, 1)), Box((5, 0), (1, 1))]
-    assert find_overlap(boxes) == (boxes[0], boxes[2])
-
-
 def test_arrays_of_another_rank_are_refused():
     with pytest.raises(CkptError) as raised:
         check_tiling((2, 2), np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), where="w")
@@ -215,9 +183,7 @@ def test_a_million_boxes_take_seconds():
         ones = np.ones_like(rows)
         start = time.process_time()
         check_tiling(shape, rows, ones, where="w")
-        assert find_overlap_rows(rows, ones) is None
         assert time.process_time() - start < 8
         ones[17] = 2
-        assert find_overlap_rows(rows, ones) is not None
         with pytest.raises(CkptError):
             check_tiling(shape, rows, ones, where="w")
