@@ -24,6 +24,14 @@ EXIT_INTERRUPTED: Final = 130
 #: What a shell says of a program that wrote into a pipe that nobody reads any more: 128 + SIGPIPE.
 EXIT_PIPE: Final = 141
 
+#: The commands that say something of a checkpoint of a run.
+_CHANGES: Final = {
+    "pin": "keep a checkpoint of a run, whatever retention says",
+    "unpin": "leave a checkpoint of a run to retention again",
+    "tag": "give a checkpoint of a run tags, or metrics that were known only after its save",
+    "untag": "take tags of a checkpoint of a run away",
+    "rm": "delete a checkpoint of a run, unless something needs it",
+}
 _PROGRAM: Final = "python -m ckptfmt"
 
 
@@ -62,7 +70,8 @@ def _dispatch(argv: list[str]) -> int:
     if argv[:1] == ["conformance"]:  # so has it
         return _run_conformance(argv[1:])
     arguments = _parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], int] = import_module(f"ckptfmt.cli.{arguments.command}").run
+    module = "change" if arguments.command in _CHANGES else arguments.command
+    command: Callable[[argparse.Namespace], int] = import_module(f"ckptfmt.cli.{module}").run
     return command(arguments)
 
 
@@ -106,6 +115,9 @@ def _parser() -> argparse.ArgumentParser:
     log.add_argument("path", metavar="RUN", help="directory of a run")
     log.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
+    for name, text in _CHANGES.items():
+        _add_change_arguments(commands.add_parser(name, help=text, description=f"{text.capitalize()}."))
+
     compact = commands.add_parser(
         "compact",
         help="make a full checkpoint of a delta",
@@ -128,6 +140,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_convert_arguments(convert)
     return parser
+
+
+def _add_change_arguments(change: argparse.ArgumentParser) -> None:
+    change.add_argument("path", metavar="RUN", help="directory of a run")
+    change.add_argument("checkpoint", metavar="CHECKPOINT", help="its name, its digest or its step")
+    if change.prog.endswith("tag"):
+        change.add_argument("tags", metavar="TAG", nargs="*", help="a short text")
+    if change.prog.endswith(" tag"):
+        change.add_argument(
+            "--metric", metavar="NAME=NUMBER", action="append", default=[], help="a metric; may be repeated"
+        )
+    change.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
 def _add_inspect_arguments(inspect: argparse.ArgumentParser) -> None:

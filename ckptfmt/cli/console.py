@@ -207,6 +207,16 @@ def print_errors(console: Console, errors: Iterable[CkptError], style: str) -> N
             console.line((f"  remedy: {clean(remedy)}", "dim"))
 
 
+def labels_text(metrics: Mapping[str, float], tags: Iterable[str], *, pinned: bool) -> str:
+    """Return what is said of a checkpoint, on one line.
+
+    >>> labels_text({"eval_loss": 2.5}, ["release"], pinned=True)
+    'pinned  eval_loss=2.5  #release'
+    """
+    numbers = [f"{clean(name)}={number:.6g}" for name, number in metrics.items()]
+    return "  ".join(["pinned"] * pinned + numbers + [f"#{clean(tag)}" for tag in tags])
+
+
 def version_members() -> dict[str, str]:
     """Return the members that every object begins with."""
     import ckptfmt

@@ -12,18 +12,36 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from ckptfmt.cli.console import Cell, Console, bytes_text, clean, count_text, print_json, share_text, time_text
+from ckptfmt.cli.console import (
+    Cell,
+    Console,
+    bytes_text,
+    clean,
+    count_text,
+    labels_text,
+    print_json,
+    share_text,
+    time_text,
+)
 from ckptfmt.cli.places import Place, open_run_place
-from ckptfmt.commit.waiting import describe_savers, list_held
+from ckptfmt.commit.waiting import describe_savers, launches_of, list_held
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, StoreError
+from ckptfmt.run.catalog import state_of
 from ckptfmt.run.lineage import RunEntry, iter_lineage, list_checkpoints, list_launch_numbers, read_launch, read_run
 
 T = TypeVar("T")
 
-_STYLES: Final = {"committed": "green", "unfinished": "yellow", "aborted": "dim", "retired": "dim", "unreadable": "red"}
-_MARKS: Final = {"committed": "o", "unfinished": "x", "aborted": "x", "retired": "-", "unreadable": "!"}
+_STYLES: Final = {
+    "committed": "green",
+    "saving": "yellow",
+    "unfinished": "yellow",
+    "aborted": "dim",
+    "retired": "dim",
+    "unreadable": "red",
+}
+_MARKS: Final = {"committed": "o", "saving": "x", "unfinished": "x", "aborted": "x", "retired": "-", "unreadable": "!"}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,6 +115,10 @@ class _History:
         lineage = iter_lineage(self.launches, self.entries)
         return next((entry for entry in lineage if entry.manifest is not None), None)
 
+    def state(self, entry: RunEntry) -> str:
+        """Return what a directory is, in a word."""
+        return state_of(entry, launches_of(self.pending))
+
     def parents(self) -> dict[str, str | None]:
         """Return for each checkpoint the one before it: of its launch, else what its launch resumed from."""
         resumed = {launch.launch: launch.resume_from for launch in self.launches}
@@ -128,7 +150,9 @@ def _read_history(place: Place) -> _History:
         lineage=[entry.name for entry in iter_lineage(launches, entries)],
         nbytes={entry.name: _nbytes(place, entry) for entry in entries},
         pending=pending,
-        problems=problems + [e.register.below(e.name) for e in entries if isinstance(e.register, CkptError)],
+        problems=problems
+        + [entry.register.below(entry.name) for entry in entries if isinstance(entry.register, CkptError)]
+        + [entry.record for entry in entries if isinstance(entry.record, CkptError)],
     )
 
 
@@ -157,11 +181,6 @@ def _nbytes(place: Place, entry: RunEntry) -> int:
     return total
 
 
-def _state(entry: RunEntry) -> str:
-    kinds = ((Manifest, "committed"), (Abort, "aborted"), (Tombstone, "retired"), (CkptError, "unreadable"))
-    return next((name for kind, name in kinds if isinstance(entry.register, kind)), "unfinished")
-
-
 def _short(digest: str) -> str:
     return digest.removeprefix("blake3:")[:12]
 
@@ -181,7 +200,9 @@ def _print_json(place: Place, history: _History) -> None:
             "pending": history.pending,
             "lineage": history.lineage,
             "checkpoints": [
-                _entry_members(entry, history.nbytes[entry.name], parents[entry.name], history.lineage)
+                _entry_members(
+                    entry, history.state(entry), history.nbytes[entry.name], parents[entry.name], history.lineage
+                )
                 for entry in history.entries
             ],
             "launches": [dataclasses.asdict(launch) for launch in reversed(history.launches)],
@@ -190,20 +211,25 @@ def _print_json(place: Place, history: _History) -> None:
     )
 
 
-def _entry_members(entry: RunEntry, nbytes: int, parent: str | None, lineage: list[str]) -> dict[str, object]:
+def _entry_members(
+    entry: RunEntry, state: str, nbytes: int, parent: str | None, lineage: list[str]
+) -> dict[str, object]:
     register = entry.register
     manifest = entry.manifest
     return {
         "name": entry.name,
         "step": entry.step,
         "launch": entry.launch,
-        "state": _state(entry),
+        "state": state,
         "nbytes": nbytes,
         "saved_unix_s": manifest.saved_unix_s if manifest is not None else None,
         "digest": register.manifest_digest if isinstance(register, Tombstone) else manifest and manifest.digest,
         "profile": manifest and manifest.profile,
         "stored_nbytes": manifest and manifest.stored_nbytes,
         "fields": manifest and _field_members(manifest),
+        "metrics": entry.labels.numbers(),
+        "tags": entry.labels.tags,
+        "pinned": entry.is_pinned,
         "references": [dataclasses.asdict(reference) for reference in entry.references],
         "reason": register.reason if isinstance(register, Abort) else None,
         "error": register.as_json() if isinstance(register, CkptError) else None,
@@ -234,7 +260,7 @@ def _print_checked(console: Console) -> None:
 
 def _print_header(console: Console, place: Place, history: _History) -> None:
     run_id = history.run.run_id if history.run is not None else "without a record"
-    counts = Counter(map(_state, history.entries))
+    counts = Counter(map(history.state, history.entries))
     states = ", ".join(f"{counts[state]} {state}" for state in _STYLES if counts[state])
     console.line(("run", "dim"), "   ", (clean(place.path), "bold"), (f"  {run_id}", "dim"))
     console.line(
@@ -253,7 +279,7 @@ def _print_checkpoints(console: Console, history: _History) -> None:
         return
     parents, lineage = history.parents(), set(history.lineage)
     nodes = [
-        (entry.name, parents[entry.name], "*" if entry.name in lineage else _MARKS[_state(entry)])
+        (entry.name, parents[entry.name], "*" if entry.name in lineage else _MARKS[history.state(entry)])
         for entry in history.entries
     ]
     header = ("", "step", "launch", "state", "size", "saved", "digest", "delta", "")
@@ -268,8 +294,8 @@ def _print_checkpoints(console: Console, history: _History) -> None:
 
 
 def _entry_cells(entry: RunEntry, history: _History, head: RunEntry | None) -> list[Cell | str]:
-    state, manifest, register = _state(entry), entry.manifest, entry.register
-    remark = ("", "")
+    state, manifest, register = history.state(entry), entry.manifest, entry.register
+    remark = (labels_text(entry.labels.numbers(), entry.labels.tags, pinned=entry.is_pinned), "cyan")
     if isinstance(register, CkptError):
         remark = (str(register.code), "red")
     elif isinstance(register, Abort):

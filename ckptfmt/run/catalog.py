@@ -102,7 +102,7 @@ class Run:
     def newest(self) -> RunCheckpoint:
         """Return the checkpoint that the run goes on from, as far as its records say. Raises: as `ckptfmt.open`."""
         name, _ = find_head(self._store)
-        return self._find(name)
+        return self.find(name)
 
     def best(self, metric: str, mode: str = "min") -> RunCheckpoint:
         """Return the committed checkpoint that is best by a metric; of equals the newest.
@@ -132,7 +132,7 @@ class Run:
         Returns: the checkpoint; its `pending` says what savers had in hand just before.
         """
         held = tuple(list_held(self._store))
-        found = self.newest() if which is None else self._find(which)
+        found = self.newest() if which is None else self.find(which)
         checkpoint = Checkpoint(self._store.at(found.name), digest=found.digest)
         checkpoint.pending = held
         return checkpoint
@@ -161,12 +161,12 @@ class Run:
             StateError(ARGUMENT) for a run begun by a version without pins. Spec: REQ-CMT-041.
         """
         store, run = self._writable()
-        pin_checkpoint(store, run, self._find(which).name)
+        pin_checkpoint(store, run, self.find(which).name)
 
     def unpin(self, which: Which) -> None:
         """Leave a checkpoint to retention again. Raises: as `set_metrics`."""
         store, run = self._writable()
-        change_labels(store, run, self._find(which).name, lambda record: dataclasses.replace(record, pinned=False))
+        change_labels(store, run, self.find(which).name, lambda record: dataclasses.replace(record, pinned=False))
 
     def delete(self, which: Which) -> None:
         """Delete a committed checkpoint: from a moment on it is none any more, then its files go.
@@ -175,7 +175,7 @@ class Run:
             resumes from, the last committed one, and what a delta reads from. Spec: REQ-CMT-022, REQ-CMT-026.
         """
         store, run = self._writable()
-        delete_checkpoint(store, run, self._find(which).name)
+        delete_checkpoint(store, run, self.find(which).name)
 
     def _writable(self) -> tuple[Store, RunRecord]:
         store = open_store(self._path, writable=True)
@@ -189,13 +189,19 @@ class Run:
         def change_record(record: LabelsRecord) -> LabelsRecord:
             return dataclasses.replace(record, labels=change(record.labels))
 
-        change_labels(store, run, self._find(which).name, change_record)
+        change_labels(store, run, self.find(which).name, change_record)
 
     def _entries(self) -> Iterable[RunEntry]:
         return list_checkpoints(self._store, read_known_run(self._store))
 
-    def _find(self, which: Which) -> RunCheckpoint:
-        """Return the one checkpoint that is meant; of a step in several launches, the one on the lineage."""
+    def find(self, which: Which) -> RunCheckpoint:
+        """Return the one checkpoint that is meant; of a step in several launches, the one on the lineage.
+
+        Args:
+            which: what a listing gave, a name, a digest, or a step.
+
+        Raises: IntegrityError(NOT_COMMITTED).
+        """
         wanted = which.name if isinstance(which, RunCheckpoint) else which
         entries = list_checkpoints(self._store, read_known_run(self._store))
         found = [

@@ -1,0 +1,79 @@
+"""`pin`, `unpin`, `tag`, `untag` and `rm`: what they do, print and return; and what `log` then shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptfmt
+from ckptfmt.__main__ import main
+from ckptfmt.documents.manifest import checkpoint_name
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    with ckptfmt.Checkpointer(tmp_path, ckptfmt.State(data={"a": 1}), saver="inline") as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step=step, metrics={"loss": 10 - step})
+    return str(tmp_path)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    assert main([*arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_is_said_holds_and_is_shown(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "pin", run, "1")["pinned"] is True
+    assert said(capsys, "tag", run, checkpoint_name(1, 1), "a", "b", "--metric", "acc=0.5")["tags"] == ["a", "b"]
+    found = said(capsys, "untag", run, "1", "b")
+    assert (found["tags"], found["metrics"], found["step"]) == (["a"], {"loss": 9.0, "acc": 0.5}, 1)
+
+    assert main(["log", run]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "pinned" in line]
+    assert "pinned  acc=0.5  loss=9  #a" in line
+    first = said(capsys, "log", run)["checkpoints"][-1]
+    assert (first["metrics"], first["tags"], first["pinned"]) == ({"loss": 9.0, "acc": 0.5}, ["a"], True)
+
+    assert main(["unpin", run, "1"]) == 0
+    assert capsys.readouterr().out == f"{checkpoint_name(1, 1)}  acc=0.5  loss=9  #a\n"
+
+
+def test_a_checkpoint_is_deleted_unless_it_is_needed(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "pin", run, "1")
+    for step in ("1", "3"):
+        assert said(capsys, "rm", run, step, code=2)["error"]["code"] == "CHECKPOINT_NEEDED"
+    assert said(capsys, "rm", run, "2")["state"] == "retired"
+    said(capsys, "unpin", run, "1")
+    assert main(["rm", run, "1"]) == 0
+    assert "deleted" in capsys.readouterr().out
+    assert [one.state for one in ckptfmt.Run(run).list()] == ["retired", "retired", "committed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("pin", "{run}", "9"), "NOT_COMMITTED"),
+        (("pin", "{run}/" + checkpoint_name(1, 1), "1"), "ARGUMENT"),
+        (("tag", "{run}", "1", "--metric", "loss"), "ARGUMENT"),
+        (("tag", "{run}", "1", "--metric", "loss=nan"), "ARGUMENT"),
+        (("tag", "{run}", "1", "x" * 101), "ARGUMENT"),
+        (("rm", "{run}/elsewhere", "1"), "FILE_MISSING"),
+    ],
+)
+def test_what_cannot_be_done_is_named(
+    run: str, arguments: tuple[str, ...], code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, *(one.format(run=run) for one in arguments), code=2)["error"]["code"] == code
+
+
+def test_a_record_that_cannot_be_read_is_a_problem_of_the_log(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    place = Path(run, "labels", f"{checkpoint_name(1, 1)}-0001.json")
+    place.parent.mkdir()
+    place.write_bytes(b"{}")
+    found = said(capsys, "log", run, code=2)
+    assert [problem["code"] for problem in found["problems"]] == ["DOC_SCHEMA"]
+    assert found["checkpoints"][-1]["pinned"] is True
