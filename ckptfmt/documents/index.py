@@ -13,31 +13,13 @@ import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.digest import digest_at
+from ckptfmt.documents import tables
 from ckptfmt.documents.canonical import check_version
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.msgpk import Weight, dump_packed_document, parse_packed_document
 from ckptfmt.documents.packed import Budget, Columns, Integers, dump_packed
 from ckptfmt.documents.sharding import Sharding, parse_shardings, sharding_columns
-from ckptfmt.documents.tables import (
-    ORIGIN_KEYS,
-    TENSOR_KEYS,
-    TensorKey,
-    TensorTable,
-    alias_columns,
-    check_scopes,
-    check_scopes_used,
-    collect_scopes,
-    document_head,
-    leaf_columns,
-    parse_absent,
-    parse_counter,
-    parse_leaf_rows,
-    parse_origin,
-    parse_stream_rows,
-    parse_tensor_table,
-    stream_columns,
-    tensor_columns,
-)
+from ckptfmt.documents.tables import TensorKey, TensorTable
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 
@@ -121,29 +103,29 @@ class Index:
 
     def _signed(self) -> dict[str, Any]:
         table = TensorTable.of(self.tensors)
-        scopes = collect_scopes(table, self.streams, self.leaves)
+        scopes = tables.collect_scopes(table, self.streams, self.leaves)
         dtypes = sorted(set(table.dtypes))
         numbers: dict[Sharding, int] = {}
         for tensor in self.tensors:
             numbers.setdefault(tensor.sharding, len(numbers))
         return {
-            **document_head("index", self.origin, saved_unix_s=self.saved_unix_s, scopes=scopes, dtypes=dtypes),
+            **tables.document_head("index", self.origin, saved_unix_s=self.saved_unix_s, scopes=scopes, dtypes=dtypes),
             "parts": {
                 "nbytes": dump_packed([part.nbytes for part in self.parts]),
                 "digest": b"".join(part.digest for part in self.parts),
             },
             "tensors": {
-                **tensor_columns(table, scopes, dtypes),
+                **tables.tensor_columns(table, scopes, dtypes),
                 "sharding": dump_packed([numbers[tensor.sharding] for tensor in self.tensors]),
             },
-            "aliases": alias_columns(table),
+            "aliases": tables.alias_columns(table),
             "shardings": sharding_columns(list(numbers), self.origin.writer_count),
             "streams": {
-                **stream_columns(self.streams, scopes),
+                **tables.stream_columns(self.streams, scopes),
                 "part": dump_packed([stream.part for stream in self.streams]),
             },
             "leaves": {
-                **leaf_columns(self.leaves, scopes),
+                **tables.leaf_columns(self.leaves, scopes),
                 "part": dump_packed([leaf.part for leaf in self.leaves]),
             },
             "absent": dict(self.absent),
@@ -161,7 +143,7 @@ class Index:
 
 
 _INDEX_KEYS: Final = (
-    "type", "format_version", "features", *ORIGIN_KEYS, "saved_unix_s", "scopes", "dtypes", "parts", "tensors",
+    "type", "format_version", "features", *tables.ORIGIN_KEYS, "saved_unix_s", "scopes", "dtypes", "parts", "tensors",
     "aliases", "shardings", "streams", "leaves", "absent",
 )  # fmt: skip
 
@@ -171,10 +153,10 @@ def _parse_index(signed: dict[str, Any], where: str, budget: Budget) -> Index:
     columns = Columns(signed, _INDEX_KEYS, where, budget=budget)
     if columns.any("type") != "index":
         raise err(Code.DOC_SCHEMA, "not an index", where=columns.place("type"), requirement="REQ-DOC-011")
-    origin = parse_origin(columns)
-    saved_unix_s = parse_counter(columns, "saved_unix_s")
+    origin = tables.parse_origin(columns)
+    saved_unix_s = tables.parse_counter(columns, "saved_unix_s")
     writers = origin.writer_count
-    scopes = check_scopes(columns)
+    scopes = tables.check_scopes(columns)
     part_table = columns.columns("parts", ("nbytes", "digest"))
     part_table.take("nbytes", rows=writers)
     nbytes = part_table.packed("nbytes", count=writers, below=limits.MSGPACK_NBYTES + 1).tolist()
@@ -182,7 +164,7 @@ def _parse_index(signed: dict[str, Any], where: str, budget: Budget) -> Index:
     tensors, table = _parse_tensors(columns, scopes, writers)
     streams = _parse_streams(columns.columns("streams", ("name", "scope", "kind", "part")), scopes, writers)
     leaves = _parse_leaves(columns.columns("leaves", ("field", "name", "scope", "part")), scopes, writers)
-    check_scopes_used(columns, table, (*streams, *leaves))
+    tables.check_scopes_used(columns, table, (*streams, *leaves))
     return Index(
         origin=origin,
         saved_unix_s=saved_unix_s,
@@ -190,13 +172,13 @@ def _parse_index(signed: dict[str, Any], where: str, budget: Budget) -> Index:
         tensors=tensors,
         streams=streams,
         leaves=leaves,
-        absent=parse_absent(columns),
+        absent=tables.parse_absent(columns),
     )
 
 
 def _parse_tensors(columns: Columns, scopes: list[str], part_count: int) -> tuple[tuple[IndexTensor, ...], TensorTable]:
-    rows = columns.columns("tensors", (*TENSOR_KEYS, "sharding"))
-    table = parse_tensor_table(rows, columns.columns("aliases", ("tensor", "name")), scopes, columns)
+    rows = columns.columns("tensors", (*tables.TENSOR_KEYS, "sharding"))
+    table = tables.parse_tensor_table(rows, columns.columns("aliases", ("tensor", "name")), scopes, columns)
     shardings = parse_shardings(columns, part_count)
     numbers = rows.packed("sharding", count=len(table.keys), below=len(shardings))
     tensors = []
@@ -218,12 +200,12 @@ def _check_first_uses(columns: Columns, numbers: Integers, count: int) -> None:
 
 
 def _parse_streams(table: Columns, scopes: list[str], part_count: int) -> tuple[IndexRngStream, ...]:
-    rows = parse_stream_rows(table, scopes)
+    rows = tables.parse_stream_rows(table, scopes)
     parts = table.packed("part", count=len(rows), below=part_count).tolist()
     return tuple(IndexRngStream(**row, part=part) for row, part in zip(rows, parts, strict=True))
 
 
 def _parse_leaves(table: Columns, scopes: list[str], part_count: int) -> tuple[IndexLeaf, ...]:
-    rows = parse_leaf_rows(table, scopes)
+    rows = tables.parse_leaf_rows(table, scopes)
     parts = table.packed("part", count=len(rows), below=part_count).tolist()
     return tuple(IndexLeaf(**row, part=part) for row, part in zip(rows, parts, strict=True))

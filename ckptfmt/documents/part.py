@@ -12,42 +12,15 @@ import numpy as np
 
 from ckptfmt import limits
 from ckptfmt.digest import digest_at, digest_bytes
+from ckptfmt.documents import extents, tables
 from ckptfmt.documents.canonical import check_version, dump_document, fit_string
-from ckptfmt.documents.extents import (
-    GROUP_KEYS,
-    Files,
-    PredictionGroup,
-    delta_features,
-    dump_groups,
-    dump_references,
-    parse_encodings,
-    parse_groups,
-    parse_references,
-)
+from ckptfmt.documents.extents import Files, PredictionGroup
 from ckptfmt.documents.holdings import Holdings, parse_holdings
 from ckptfmt.documents.labels import NO_LABELS, Labels, parse_labels
 from ckptfmt.documents.manifest import Origin, Reference
 from ckptfmt.documents.msgpk import Weight, dump_mapless, dump_packed_document, parse_packed_document
 from ckptfmt.documents.packed import Budget, Columns, dump_packed, dump_strings, total_of
-from ckptfmt.documents.tables import (
-    ORIGIN_KEYS,
-    TENSOR_KEYS,
-    TensorTable,
-    alias_columns,
-    check_scopes,
-    check_scopes_used,
-    collect_scopes,
-    document_head,
-    leaf_columns,
-    parse_absent,
-    parse_counter,
-    parse_leaf_rows,
-    parse_origin,
-    parse_stream_rows,
-    parse_tensor_table,
-    stream_columns,
-    tensor_columns,
-)
+from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import LABELS, is_of_delta
 
@@ -139,37 +112,37 @@ class Part:
     @property
     def features(self) -> list[str]:
         """The reader features that it needs."""
-        needed = delta_features(self.holdings.encodings(), self.groups, self.references)
+        needed = extents.delta_features(self.holdings.encodings(), self.groups, self.references)
         return sorted([*needed, LABELS]) if self.labels else needed
 
     def _signed(self) -> dict[str, Any]:
         held = self.holdings
-        scopes = collect_scopes(held.table, self.streams, self.leaves)
+        scopes = tables.collect_scopes(held.table, self.streams, self.leaves)
         dtypes = sorted(set(held.table.dtypes))
         features, encodings = self.features, held.encodings()
         is_delta = is_of_delta(features)
         header_nbytes = [file.header_nbytes for file in self.files]
         return {
-            **document_head("part", self.origin, saved_unix_s=self.saved_unix_s, scopes=scopes, dtypes=dtypes),
+            **tables.document_head("part", self.origin, saved_unix_s=self.saved_unix_s, scopes=scopes, dtypes=dtypes),
             "features": {"reader": features, "writer": []},
             "writer": self.writer,
-            "references": dump_references(self.references),
+            "references": extents.dump_references(self.references),
             "encodings": list(encodings),
             "files": self._file_columns(),
             "tensors": {
-                **tensor_columns(held.table, scopes, dtypes),
+                **tables.tensor_columns(held.table, scopes, dtypes),
                 "box_count": dump_packed(held.box_count),
             },
-            "aliases": alias_columns(held.table),
+            "aliases": tables.alias_columns(held.table),
             **held.box_columns(self.origin.block_nbytes, header_nbytes, encodings, is_delta=is_delta),
-            **({"groups": dump_groups(self.groups)} if is_delta else {}),
+            **({"groups": extents.dump_groups(self.groups)} if is_delta else {}),
             **(self.labels.members() if self.labels else {}),
             "streams": {
-                **stream_columns(self.streams, scopes),
+                **tables.stream_columns(self.streams, scopes),
                 "state": [stream.state for stream in self.streams],
             },
             "leaves": {
-                **leaf_columns(self.leaves, scopes),
+                **tables.leaf_columns(self.leaves, scopes),
                 "value": [leaf.value for leaf in self.leaves],
             },
             "absent": dict(self.absent),
@@ -230,8 +203,8 @@ def dump_failure(origin: Origin, writer: int, error: CkptError) -> bytes:
 # --- parse ------------------------------------------------------------------------------------------------------------
 
 _PART_KEYS: Final = (
-    "type", "format_version", "features", *ORIGIN_KEYS, "writer", "saved_unix_s", "references", "encodings", "scopes",
-    "dtypes", "files", "tensors", "aliases", "boxes", "extents", "digests", "streams", "leaves", "absent",
+    "type", "format_version", "features", *tables.ORIGIN_KEYS, "writer", "saved_unix_s", "references", "encodings",
+    "scopes", "dtypes", "files", "tensors", "aliases", "boxes", "extents", "digests", "streams", "leaves", "absent",
 )  # fmt: skip
 _DELTA_KEYS: Final = (*_PART_KEYS, "stored", "groups")
 
@@ -251,21 +224,21 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
             where=where,
             requirement="REQ-MAN-005",
         )
-    origin = parse_origin(columns)
-    saved_unix_s = parse_counter(columns, "saved_unix_s")
-    writer = parse_counter(columns, "writer", below=origin.writer_count)
+    origin = tables.parse_origin(columns)
+    saved_unix_s = tables.parse_counter(columns, "saved_unix_s")
+    writer = tables.parse_counter(columns, "writer", below=origin.writer_count)
     labels = parse_labels(signed, features, where)
     if labels and writer != 0:
         detail = "metrics and tags are those of writer 0"
         raise err(Code.DOC_SCHEMA, detail, where=columns.place("metrics"), requirement="REQ-PRT-014")
-    scopes = check_scopes(columns)
+    scopes = tables.check_scopes(columns)
     files = _parse_files(columns, origin, writer, is_delta=is_delta)
-    references = parse_references(columns)
+    references = extents.parse_references(columns)
     held = _parse_holdings(columns, origin, scopes, files, known, reference_count=len(references) if is_delta else None)
     groups = _parse_groups(columns, held, len(references)) if is_delta else ()
     streams = _parse_streams(columns.columns("streams", ("name", "scope", "kind", "state")), scopes)
     leaves = _parse_leaves(columns.columns("leaves", ("field", "name", "scope", "value")), scopes)
-    check_scopes_used(columns, held.table, (*streams, *leaves))
+    tables.check_scopes_used(columns, held.table, (*streams, *leaves))
     tree_nbytes = _tree_nbytes(streams, leaves, groups)
     if tree_nbytes > most.tree_nbytes:
         detail = f"{tree_nbytes} bytes of trees, where {most.tree_nbytes} go with what is stored"
@@ -278,7 +251,7 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
         holdings=held,
         streams=streams,
         leaves=leaves,
-        absent=parse_absent(columns),
+        absent=tables.parse_absent(columns),
         references=references,
         groups=groups,
         labels=labels,
@@ -295,8 +268,8 @@ def _tree_nbytes(streams: Sequence[RngStream], leaves: Sequence[Leaf], groups: S
 
 def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tuple[PredictionGroup, ...]:
     """Return the groups; the features are those that groups, encodings and references need. Spec: REQ-DEL-001."""
-    table = columns.columns("groups", GROUP_KEYS)
-    groups = parse_groups(
+    table = columns.columns("groups", extents.GROUP_KEYS)
+    groups = extents.parse_groups(
         table,
         box_nbytes=held.box_nbytes(),
         element_nbytes=held.table.element_nbytes[held.owner],
@@ -304,7 +277,7 @@ def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tup
     )
     _check_predicted(table, held, groups)
     features = [feature for feature in columns.any("features")["reader"] if feature != LABELS]
-    needed = delta_features(held.encodings(), groups, range(reference_count))
+    needed = extents.delta_features(held.encodings(), groups, range(reference_count))
     if features != needed:
         raise err(
             Code.DOC_SCHEMA,
@@ -318,15 +291,15 @@ def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tup
 def _check_predicted(table: Columns, held: Holdings, groups: Sequence[PredictionGroup]) -> None:
     """Raise unless groups have what they predict from. Spec: REQ-DEL-006, REQ-DEL-009, REQ-DEL-010."""
     members = [box for group in groups for box in group.boxes]
-    extents = held.extents
-    if np.setdiff1d(extents.box[extents.predicted], members).size:
+    predicted = held.extents.box[held.extents.predicted]
+    if np.setdiff1d(predicted, members).size:
         raise table.broken("box", "a block is predicted whose box is in no group", "REQ-DEL-006")
     if not held.written[members].all():
         raise table.broken("box", "a box that another writer stores is in a group", "REQ-DEL-009")
     if any((group.kind == "cast") != (group.reference is None) for group in groups):
         raise table.broken("reference", "a group without the base that it needs, or with one", "REQ-DEL-010")
     masters = [group.boxes[0] for group in groups if group.kind == "cast"]
-    if np.isin(extents.box[extents.predicted], masters).any():
+    if np.isin(predicted, masters).any():
         raise table.broken("box", "the master of a group is predicted from nothing", "REQ-DEL-006")
 
 
@@ -372,7 +345,7 @@ def _parse_holdings(
     *,
     reference_count: int | None,
 ) -> Holdings:
-    rows = columns.columns("tensors", (*TENSOR_KEYS, "box_count"))
+    rows = columns.columns("tensors", (*tables.TENSOR_KEYS, "box_count"))
     table = _parse_table(columns, rows, scopes, known)
     counts = rows.packed("box_count", count=len(table.keys), below=limits.BOXES + 1)
     box_count = total_of(counts)
@@ -390,31 +363,31 @@ def _parse_holdings(
             is_pack=np.array([file.kind == "pack" for file in files], np.bool_),
             table=columns.columns("files", _FILE_KEYS),
         ),
-        encodings=parse_encodings(columns),
+        encodings=extents.parse_encodings(columns),
         reference_count=reference_count,
     )
 
 
 def _parse_table(columns: Columns, rows: Columns, scopes: list[str], known: dict[bytes, TensorTable]) -> TensorTable:
     aliases = columns.columns("aliases", ("tensor", "name"))
-    columns_of_all = (aliases.any("tensor"), aliases.any("name"), *(rows.any(key) for key in TENSOR_KEYS))
+    columns_of_all = (aliases.any("tensor"), aliases.any("name"), *(rows.any(key) for key in tables.TENSOR_KEYS))
     same = dump_mapless([scopes, columns.any("dtypes"), columns_of_all])
     table = known.get(same)
     if table is not None:
         row_count = len(table.keys) + sum(map(len, table.aliases))
         rows.take("name", rows=row_count, extents=len(table.extents))
     else:
-        table = known[same] = parse_tensor_table(rows, aliases, scopes, columns)
+        table = known[same] = tables.parse_tensor_table(rows, aliases, scopes, columns)
     return table
 
 
 def _parse_streams(table: Columns, scopes: list[str]) -> tuple[RngStream, ...]:
-    rows = parse_stream_rows(table, scopes)
+    rows = tables.parse_stream_rows(table, scopes)
     states = table.blobs("state", count=len(rows))
     return tuple(RngStream(**row, state=state) for row, state in zip(rows, states, strict=True))
 
 
 def _parse_leaves(table: Columns, scopes: list[str]) -> tuple[Leaf, ...]:
-    rows = parse_leaf_rows(table, scopes)
+    rows = tables.parse_leaf_rows(table, scopes)
     values = table.blobs("value", count=len(rows))
     return tuple(Leaf(**row, value=value) for row, value in zip(rows, values, strict=True))
