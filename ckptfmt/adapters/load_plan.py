@@ -9,7 +9,7 @@ import dataclasses
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ckptfmt.adapters.live_trees import GLOBAL, worker_scope
 from ckptfmt.documents.index import IndexTensor
@@ -18,9 +18,6 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import Code, err
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.write.snapshot import TensorSink
-
-if TYPE_CHECKING:
-    from ckptfmt.read.reader import Checkpoint
 
 #: Names to load, as patterns; None for everything.
 Patterns: TypeAlias = "str | Iterable[str] | None"

@@ -18,10 +18,11 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ckptfmt.adapters.torch.blake3 import block_digests
 from ckptfmt.adapters.torch.tensors import TorchSink, TorchSource, _as_integers
@@ -32,9 +33,6 @@ from ckptfmt.read.streaming import Borrow
 from ckptfmt.stage.slot import Slot
 from ckptfmt.write.snapshot import TensorSink, TensorSource
 from ckptfmt.write.staging import DeviceTensor, Filling, Seen
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 #: A contiguous tensor of at least this many bytes crosses the bus by itself; smaller neighbours are gathered.
 SMALL_NBYTES: Final = 1 << 20
@@ -527,16 +525,14 @@ class _Arrivals:
         self._sinks = sinks
         self._report = report
         self._cuda = cuda
-        self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        self._sides = SideStreams(cuda=cuda)
 
     @contextlib.contextmanager
     def borrow(self, memory: memoryview) -> Iterator[None]:
         """Pin the buffers, and let the sinks copy from them on a stream of their own."""
-        for device in {self._cuda.device_of(sink.local) for sink in self._sinks}:
-            if device not in self._sides:
-                self._sides[device] = self._cuda.make_stream(device)
-            # What the program gave its own stream may still read what is about to be filled.
-            self._cuda.follow_current(self._sides[device], device)
+        # What the program gave its own streams may still read what is about to be filled.
+        for side in {self._sides.of(sink.local) for sink in self._sinks}:
+            self._cuda.follow_current(side.stream, side.device)
         address = np.frombuffer(memory, np.uint8).ctypes.data
         problem = pin(address, len(memory), cuda=self._cuda)
         if problem is not None:
@@ -553,11 +549,11 @@ class _Arrivals:
 
     def _copy(self, target: torch.Tensor, incoming: torch.Tensor) -> None:
         """Copy, and wait until it is done: the buffer is used again then."""
-        side = self._sides[self._cuda.device_of(target)]
-        self._cuda.run_on(side, lambda: self._enqueue(target, incoming))
-        self._cuda.synchronize(self._cuda.record(side))
 
-    @staticmethod
-    def _enqueue(target: torch.Tensor, incoming: torch.Tensor) -> None:
-        with torch.no_grad():
-            target.copy_(incoming, non_blocking=True)
+        def enqueue() -> None:
+            with torch.no_grad():
+                target.copy_(incoming, non_blocking=True)
+
+        stream = self._sides.of(target).stream
+        self._cuda.run_on(stream, enqueue)
+        self._cuda.synchronize(self._cuda.record(stream))
