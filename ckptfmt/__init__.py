@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptfmt.adapters.pieces import sink_of, source_of
     from ckptfmt.api import load, save, validate
     from ckptfmt.api import open_checkpoint as open
     from ckptfmt.box import Box
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from ckptfmt.data.sampler import Sampler
     from ckptfmt.errors import CkptError
     from ckptfmt.run.catalog import Run
-    from ckptfmt.state import PerWorker, State
+    from ckptfmt.state import FirstWorker, PerWorker, State
+    from ckptfmt.trainer.save_attempt import SaveAttempt
     from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 __version__ = "0.9.0"
@@ -31,15 +33,19 @@ __all__ = [
     "Box",
     "Checkpointer",
     "CkptError",
+    "FirstWorker",
     "PerWorker",
     "Run",
     "Sampler",
+    "SaveAttempt",
     "State",
     "TensorSink",
     "TensorSource",
     "load",
     "open",
     "save",
+    "sink_of",
+    "source_of",
     "validate",
 ]
 
@@ -48,12 +54,16 @@ _HOMES = {
     "Box": "box",
     "Checkpointer": "checkpointer",
     "CkptError": "errors",
+    "FirstWorker": "state",
     "PerWorker": "state",
     "Run": "run.catalog",
     "Sampler": "data.sampler",
+    "SaveAttempt": "trainer.save_attempt",
     "State": "state",
     "TensorSink": "write.snapshot",
     "TensorSource": "write.snapshot",
+    "sink_of": "adapters.pieces",
+    "source_of": "adapters.pieces",
 }
 
 

@@ -13,24 +13,23 @@ from typing import Final, SupportsFloat
 from ckptfmt import limits
 from ckptfmt.adapters.load_plan import Patterns, Rename
 from ckptfmt.adapters.placing import load_trees
-from ckptfmt.commit.decision import check_vacant
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import parse_checkpoint_name
-from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.group import EXCHANGE, Agree, make_group
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
-from ckptfmt.run.lineage import check_surroundings, find_head
+from ckptfmt.run.lineage import check_no_run, check_surroundings, find_head, is_run
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveReport
 from ckptfmt.trainer.one_save import Ownership, save_once
 from ckptfmt.trainer.restore import LoadReport, load_once
+from ckptfmt.trainer.save_attempt import check_block_nbytes
 
 PathOrStore = str | os.PathLike[str] | Store
 
@@ -82,7 +81,7 @@ def save(
     ...     ckptfmt.save(directory, ckptfmt.State(data={"position": 24}), step=3).step
     3
     """
-    _check_block_nbytes(block_nbytes)
+    check_block_nbytes(block_nbytes)
     store = open_store(path, writable=True)
     group = make_group(writer, agree, store, deadline_s=deadline_s)
     manifest = save_once(
@@ -93,7 +92,7 @@ def save(
         block_nbytes=block_nbytes,
         deadline_s=deadline_s,
         ownership=Ownership(),
-        check=lambda: _check_no_run(store),
+        check=lambda: check_no_run(store),
         label=functools.partial(Labels.of, metrics, tags),
     )
     if isinstance(agree, str) and group.writer == 0:
@@ -264,7 +263,7 @@ def compact(
     with open_checkpoint(path, bases=bases) as checkpoint:
         _check_out(out, checkpoint)
         store = open_store(out, writable=True)
-        _check_no_run(store)
+        check_no_run(store)
         manifest = compact_checkpoint(checkpoint, store, on_progress=on_progress)
     return SaveReport.of(manifest, path=store.name, reason=COMPACTED)
 
@@ -279,23 +278,6 @@ def _check_out(out: PathOrStore, checkpoint: Checkpoint) -> None:
     if parse_checkpoint_name(target.name) and is_run(open_store(target.parent, writable=False)):
         remedy = "Give a path outside of the run, or compact the run itself."
         raise err(Code.ARGUMENT, "the run it lies in would take it for its own", where=str(target), remedy=remedy)
-
-
-def is_run(store: Store) -> bool:
-    """Tell whether a store is rooted at a run."""
-    return bool({RUN_NAME, f"{LAUNCHES}/"} & set(store.list_names("")))
-
-
-def _check_no_run(store: Store) -> None:
-    if is_run(store):
-        raise err(
-            Code.CHECKPOINT_EXISTS,
-            "this directory is that of a run",
-            where=store.name,
-            requirement="REQ-RUN-016",
-            remedy="Save to a directory of its own, or through a Checkpointer.",
-        )
-    check_vacant(store)
 
 
 def _open(
@@ -336,16 +318,6 @@ def _open_bases(bases: Iterable[PathOrStore]) -> list[Store]:
     if isinstance(bases, str | os.PathLike):  # each of its letters would be a path
         raise err(Code.ARGUMENT, "bases= is a single path", where="bases=", remedy="Give a list of paths or stores.")
     return [open_store(base, writable=False) for base in bases]
-
-
-def _check_block_nbytes(block_nbytes: int) -> None:
-    if not limits.BLOCK_NBYTES_MIN <= block_nbytes <= limits.BLOCK_NBYTES_MAX or block_nbytes & (block_nbytes - 1):
-        raise err(
-            Code.ARGUMENT,
-            f"{block_nbytes} isn't a power of two from {limits.BLOCK_NBYTES_MIN} to {limits.BLOCK_NBYTES_MAX}",
-            where="block_nbytes=",
-            requirement="REQ-TEN-005",
-        )
 
 
 def _delete_exchange(store: Store, token: str) -> None:

@@ -112,7 +112,10 @@ class StoreError(CkptError):
 
 _RESTORE = "Load another checkpoint of the run, or restore this file from another copy."
 _WRITER = "The writer of this file is at fault; use another checkpoint and report it to the writer's authors."
-_SCOPE = "Wrap what belongs to one worker in ckptfmt.PerWorker, or make it equal on all workers."
+_SCOPE = (
+    "Wrap what belongs to one worker in ckptfmt.PerWorker, or in ckptfmt.FirstWorker where worker 0's value counts for"
+    " all; or make it equal on all workers."
+)
 
 
 class Code(StrEnum):

@@ -1,10 +1,10 @@
-"""The objects that a user hands over: `State`, the seven fields of a run, and `PerWorker`, a value of one worker."""
+"""The objects that a user hands over: `State`, the seven fields of a run; `PerWorker` and `FirstWorker` in it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.errors import Code, err
@@ -12,8 +12,11 @@ from ckptfmt.errors import Code, err
 #: Why a field is absent that the caller left out.
 NOT_GIVEN: Final = "not given to State"
 
-#: Fields that every checkpoint has; rng and provenance collect what the caller didn't give.
-_COLLECTED: Final = ("rng", "topology", "provenance")
+#: Why the field rng is absent if the caller doesn't say it in other words.
+NO_RNG: Final = "State(rng=False)"
+
+#: Fields that every checkpoint has; provenance collects what the caller didn't give.
+_COLLECTED: Final = ("topology", "provenance")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -22,6 +25,20 @@ class PerWorker:
 
     >>> PerWorker({"batches": 3})
     PerWorker(value={'batches': 3})
+    """
+
+    value: object
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class FirstWorker:
+    """A value of which worker 0's counts for all: worker 0 saves it, and a load gives it to every worker.
+
+    For plain values and objects with a ``state_dict`` that may differ between workers without meaning to, such as the
+    trainer state of a framework. Two workers that save different values of one name are an error otherwise.
+
+    >>> FirstWorker({"best_metric": 0.5})
+    FirstWorker(value={'best_metric': 0.5})
     """
 
     value: object
@@ -40,7 +57,8 @@ class State:
         data: the position of the run in its data, such as a `ckptfmt.Sampler`.
         config: a tree; namespaces, dataclasses, paths and enums are turned into plain values. Compared, never loaded.
         extra: everything else that a step changes, by name: schedulers, scalers, averaged weights, counters.
-        rng: the caller's own generators, by name, besides those of Python, numpy and torch.
+        rng: the caller's own generators, by name, besides those of Python, numpy and torch; False to save and load no
+            RNG stream, where a framework takes care of them.
         provenance: where the run comes from, in the caller's words; a tree.
         identity: keys of `config`, such as ``"model/width"``, that must be equal on load.
         harmless: keys of `config`, such as ``"out_dir"``, that don't decide what is trained: one that differs is
@@ -58,7 +76,7 @@ class State:
     data: object = None
     config: object = None
     extra: Mapping[str, object] | None = None
-    rng: Mapping[str, object] | None = None
+    rng: Mapping[str, object] | Literal[False] | None = None
     provenance: Mapping[str, object] | None = None
     identity: tuple[str, ...] = ()
     harmless: tuple[str, ...] = ()
@@ -70,7 +88,9 @@ class State:
                 raise err(Code.ARGUMENT, f"{name} is one string, not a tuple of keys", where=f"State({name}=...)")
         for name in ("extra", "rng", "provenance"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+            if value is None or (name == "rng" and value is False):
+                continue
+            if not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
                 raise err(Code.ARGUMENT, f"{name} isn't a mapping with strings as keys", where=f"State({name}=...)")
         given: Mapping[str, object] = self.absent
         for field, reason in given.items():
@@ -84,7 +104,9 @@ class State:
     def absent_reasons(self) -> dict[str, str]:
         """Return the fields that are left out, each with its reason."""
         fields = [field for field in FIELDS if field not in _COLLECTED and self._is_left_out(field)]
-        return {field: self.absent.get(field, NOT_GIVEN) for field in fields}
+        return {field: self.absent.get(field, NO_RNG if field == "rng" else NOT_GIVEN) for field in fields}
 
     def _is_left_out(self, field: str) -> bool:
+        if field == "rng":
+            return self.rng is False
         return getattr(self, field) is None and not (field == "optimizer" and self.extra)

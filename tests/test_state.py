@@ -3,7 +3,7 @@
 import pytest
 
 from ckptfmt.errors import StateError
-from ckptfmt.state import NOT_GIVEN, PerWorker, State
+from ckptfmt.state import NO_RNG, NOT_GIVEN, PerWorker, State
 
 
 def test_what_is_left_out_has_a_reason():
@@ -41,3 +41,11 @@ def test_per_worker_holds_its_value():
 
     assert wrapper.value == [2]
     assert wrapper != PerWorker([2])
+
+
+def test_streams_are_left_out_by_false_alone():
+    assert State(rng=False).absent_reasons()["rng"] == NO_RNG
+    assert State(rng=False, absent={"rng": "the framework's"}).absent_reasons()["rng"] == "the framework's"
+    assert "rng" not in State(rng={}).absent_reasons()
+    with pytest.raises(StateError):
+        State(rng=True)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from ckptfmt.adapters.live_trees import GLOBAL, join_name, prefix_of, too_deep, 
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
-from ckptfmt.state import PerWorker, State
+from ckptfmt.state import FirstWorker, PerWorker, State
 from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 
@@ -42,6 +42,7 @@ class Unit:
         kind: how it is saved.
         value: the object.
         put: replaces it where it lies; None where it can't be.
+        is_given: whether this worker gives it to a save; beneath a `FirstWorker` only worker 0 does.
     """
 
     field: str
@@ -50,6 +51,7 @@ class Unit:
     kind: Kind
     value: Any
     put: Callable[[object], None] | None
+    is_given: bool = True
 
     @property
     def name(self) -> str:
@@ -76,6 +78,18 @@ class _Walker:
     def __init__(self, own_scope: str) -> None:
         self.own_scope = own_scope
 
+    def _counts_for_all(self, unit: Unit) -> bool:
+        """Tell whether this worker's value is the one that is saved. Raises: StateError(ARGUMENT)."""
+        if unit.scope != GLOBAL or unit.kind in (Kind.MODULE, Kind.OPTIMIZER, Kind.PIECE):
+            what = "a value of one worker alone" if unit.scope != GLOBAL else type(unit.value).__qualname__
+            raise err(
+                Code.ARGUMENT,
+                f"FirstWorker holds {what}; worker 0's is taken of plain values and of objects with a state_dict",
+                where=f"{unit.field}:{unit.name}",
+                remedy="Give modules, optimizers and tensor sources as they are, and PerWorker outside of FirstWorker.",
+            )
+        return self.own_scope == worker_scope(0)
+
     def units(
         self, field: str, path: tuple[object, ...], scope: str, value: object, put: Callable[[object], None] | None
     ) -> Iterator[Unit]:
@@ -83,6 +97,10 @@ class _Walker:
             return
         if isinstance(value, PerWorker):
             yield from self.units(field, path, self.own_scope, value.value, functools.partial(setattr, value, "value"))
+            return
+        if isinstance(value, FirstWorker):
+            for unit in self.units(field, path, scope, value.value, functools.partial(setattr, value, "value")):
+                yield dataclasses.replace(unit, is_given=self._counts_for_all(unit))
             return
         if len(path) > limits.MSGPACK_DEPTH:
             raise too_deep(f"{field}:{join_name(path[:4])}")
@@ -111,7 +129,7 @@ def _kind_of(value: object) -> Kind:
 
 
 def _is_plain(value: object, depth: int = 0) -> bool:
-    if isinstance(value, PerWorker) or _kind_of(value) is not Kind.TREE:
+    if isinstance(value, PerWorker | FirstWorker) or _kind_of(value) is not Kind.TREE:
         return False
     # What nests too deeply is refused by name when it is encoded.
     deep = type(value) in _WALKED and depth <= limits.MSGPACK_DEPTH

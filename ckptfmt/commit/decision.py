@@ -10,7 +10,7 @@ import collections
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from ckptfmt import limits
@@ -197,15 +197,25 @@ def decide(store: Store, origin: Origin, *, writer: int, deadline_s: float, know
     return manifest
 
 
-def finalize(store: Store, origin: Origin, *, known: Known | None = None) -> Manifest:
+def finalize(
+    store: Store, origin: Origin, *, known: Known | None = None, part_digests: Sequence[str] | None = None
+) -> Manifest:
     """Make the parts of an attempt, which are all there, a checkpoint. Anyone may, any number of times.
 
-    Raises: as `commit`.
+    Args:
+        known: what the caller has parsed before.
+        part_digests: of the parts, in writer order, where the caller was told them.
+
+    Raises: as `commit`; FormatError(DOC_MISMATCH) for a part of another digest.
     Spec: REQ-CMT-005 to REQ-CMT-009.
     """
     known = known or Known()
     entries = [_read_part(store, origin, writer, known.tables) for writer in range(origin.writer_count)]
     known.limit_tables()
+    for entry, told in zip(entries, part_digests or (), strict=part_digests is not None):
+        if digest_text(entry.digest) != told:
+            where = part_path(origin.attempt, entry.part.writer)
+            raise err(Code.DOC_MISMATCH, "this isn't the part that its writer told of", where=where)
     index = merge_parts(entries)
     content, digest = index.dump()
     index_nbytes, index_digest = _create_index(store, index_name(origin.attempt), content, digest)

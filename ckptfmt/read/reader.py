@@ -188,6 +188,11 @@ class TensorView:
                 return TensorHandle(self._checkpoint, tensor)
         raise err(Code.TENSOR_MISSING, f"{self._field} has no tensor {name!r}", where=name)
 
+    def items(self) -> Iterator[tuple[str, TensorHandle]]:
+        """Yield each name, aliases included, with its tensor."""
+        for name in self:
+            yield name, self[name]
+
     def __contains__(self, name: object) -> bool:
         return name in set(self)
 

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ckptfmt import limits
-from ckptfmt.commit.decision import Known, create_once, read_register
+from ckptfmt.commit.decision import Known, check_vacant, create_once, read_register
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
@@ -448,6 +448,24 @@ def _name_in_run(manifest: Manifest) -> ResumeFrom:
     origin = manifest.origin
     assert origin.launch is not None  # noqa: S101 - the manifest was compared with the directory's name
     return ResumeFrom(name=checkpoint_name(origin.step, origin.launch), digest=manifest.digest)
+
+
+def is_run(store: Store) -> bool:
+    """Tell whether a store is rooted at a run."""
+    return not {RUN_NAME, f"{LAUNCHES}/"}.isdisjoint(store.list_names(""))
+
+
+def check_no_run(store: Store) -> None:
+    """Raise where a lone checkpoint can't be saved. Raises: CommitError(CHECKPOINT_EXISTS). Spec: REQ-RUN-016."""
+    if is_run(store):
+        raise err(
+            Code.CHECKPOINT_EXISTS,
+            "this directory is that of a run",
+            where=store.name,
+            requirement="REQ-RUN-016",
+            remedy="Save to a directory of its own, or through a Checkpointer.",
+        )
+    check_vacant(store)
 
 
 def _is_committed(store: Store, name: str) -> bool:

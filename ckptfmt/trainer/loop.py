@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.errors import Code, err
-from ckptfmt.state import PerWorker, State
+from ckptfmt.state import FirstWorker, PerWorker, State
 from ckptfmt.trainer.one_save import check_step
 
 _LOG: Final = logging.getLogger("ckptfmt")
@@ -115,7 +115,7 @@ def _find_samplers(value: object) -> Iterator[Sampler]:
     """Yield the samplers in a part of a state."""
     if isinstance(value, Sampler):
         yield value
-    elif isinstance(value, PerWorker):
+    elif isinstance(value, PerWorker | FirstWorker):
         yield from _find_samplers(value.value)
     elif isinstance(value, Mapping):
         yield from _find_samplers(tuple(value.values()))

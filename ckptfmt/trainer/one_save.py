@@ -271,6 +271,8 @@ def capture(state: State, *, worker: int, worker_count: int) -> Snapshot:
     for field, entries in live.entries.items():
         tensors += side.capture_entries(entries, field)
     for number, unit in enumerate(live.units):
+        if not unit.is_given:
+            continue
         encoder = Encoder(field=unit.field, scope=unit.scope)
         leaves += _capture_unit(unit, encoder, live, number)
         tensors += encoder.sources
@@ -278,10 +280,11 @@ def capture(state: State, *, worker: int, worker_count: int) -> Snapshot:
     aliases = [(tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases]
     check_unique([*((tensor.field, tensor.name, tensor.scope) for tensor in tensors), *aliases], "tensors")
     check_unique([(leaf.field, leaf.name, leaf.scope) for leaf in leaves], "values")
-    given = {tensor.field for tensor in tensors} | {leaf.field for leaf in leaves}
+    streams = () if state.rng is False else capture_streams(live_streams(state.rng, live.devices), worker=worker)
+    given = {tensor.field for tensor in tensors} | {leaf.field for leaf in leaves} | ({"rng"} if streams else set())
     return Snapshot(
         tensors=tuple(sorted(tensors, key=_key_order)),
-        streams=capture_streams(live_streams(state.rng, live.devices), worker=worker),
+        streams=streams,
         leaves=tuple(sorted(leaves, key=_key_order)),
         absent=_absent(state, given),
         declared_by={} if side is None else side.declared_by(tensors),
@@ -327,5 +330,5 @@ def _context_leaves(state: State, live: Live, *, worker: int, worker_count: int)
 
 def _absent(state: State, given: set[str]) -> dict[str, str]:
     reasons = state.absent_reasons()
-    empty = [field for field in FIELDS if field not in given and field != "rng"]
+    empty = [field for field in FIELDS if field not in given]
     return {field: reasons.get(field, "nothing of it on this worker") for field in empty}

@@ -193,7 +193,7 @@ def restore_streams(
     """
     live = Live.of(state, worker=worker, worker_count=worker_count)
     plan = LoadPlan(checkpoint, worker=worker, worker_count=worker_count, allow=frozenset(allow), override=override)
-    actions = plan_streams(plan, live_streams(state.rng, live.devices), strict=strict)
+    actions = _plan_streams(plan, state, live, strict=strict)
     plan.check()
     for action in actions:
         action()
@@ -216,7 +216,7 @@ def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Resto
             side.plan_entry(plan, entry, field)
     for number, unit in enumerate(live.units):
         _plan_unit(plan, unit, live, number)
-    stream_actions = plan_streams(plan, live_streams(state.rng, live.devices), strict=strict)
+    stream_actions = _plan_streams(plan, state, live, strict=strict)
     differences = _compare_config(plan, state)
     lowered_by = (
         *_missing_fields(plan, state),
@@ -400,6 +400,12 @@ def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
 # --- comparisons ------------------------------------------------------------------------------------------------------
 
 
+def _plan_streams(plan: LoadPlan, state: State, live: Live, *, strict: bool) -> list[Callable[[], None]]:
+    if state.rng is False:
+        return []
+    return plan_streams(plan, live_streams(state.rng, live.devices), strict=strict)
+
+
 def _is_left_out(state: State, field: str) -> bool:
     return field in state.absent_reasons()
 
@@ -407,7 +413,7 @@ def _is_left_out(state: State, field: str) -> bool:
 def _missing_fields(plan: LoadPlan, state: State) -> list[str]:
     fields = plan.checkpoint.manifest.fields
     absent = [f"{field} wasn't saved: {fields[field].reason}" for field in FIELDS if fields[field].reason is not None]
-    left = [field for field in _LOADED if fields[field].reason is None and _is_left_out(state, field)]
+    left = [field for field in (*_LOADED, "rng") if fields[field].reason is None and _is_left_out(state, field)]
     return absent + [f"{field} isn't loaded" for field in left]
 
 

@@ -1,0 +1,173 @@
+"""Live tensors and arrays as sources and sinks of global tensors, for libraries that hold their own pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.live_trees import GLOBAL
+from ckptfmt.adapters.numpy import Array, ArraySink, ArraySource, saved_dtype
+from ckptfmt.box import Box
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.write.snapshot import TensorSink, TensorSource
+
+
+def source_of(
+    name: str,
+    pieces: object,
+    *,
+    field: str = "weights",
+    global_shape: tuple[int, ...] | None = None,
+    scope: str = GLOBAL,
+) -> TensorSource:
+    """Return a source for `State`, or for a library's own save, of a tensor that is here as a whole or in pieces.
+
+    Args:
+        name: of the tensor; unique within field and scope.
+        pieces: a torch tensor (a DTensor among them) or a numpy array, which is the whole tensor; or a mapping from the
+            offsets at which a piece begins in the global tensor, a tuple, to the piece.
+        field: one of ``weights``, ``optimizer`` and ``data``.
+        global_shape: of the whole tensor, in elements; needed where `pieces` is a mapping.
+        scope: ``global``, or ``lw/<i>`` for what belongs to process i alone.
+
+    Raises: StateError(STATE_UNSUPPORTED, ARGUMENT); LayoutError(BOX_BOUNDS).
+
+    >>> import numpy as np
+    >>> source = source_of("w", {(2, 0): np.zeros((2, 3), "float32")}, global_shape=(4, 3))
+    >>> source.dtype, source.boxes
+    ('float32', (Box(begin=(2, 0), shape=(2, 3)),))
+    """
+    where = f"{field}:{name}"
+    if not isinstance(pieces, Mapping):
+        return _whole_source(pieces, field=field, name=name, scope=scope)
+    found = {box: _whole_source(piece, field=field, name=name, scope=scope) for box, piece in _boxes(pieces, where)}
+    shape = _check_pieces(found, global_shape, where)
+    dtypes = {source.dtype for source in found.values()}
+    if len(dtypes) != 1:
+        raise err(Code.ARGUMENT, f"pieces of {len(dtypes)} dtypes; one source has one", where=where)
+    return _Pieces(
+        field=field, name=name, scope=scope, dtype=dtypes.pop(), global_shape=shape, boxes=tuple(found), held=found
+    )
+
+
+def sink_of(
+    name: str,
+    pieces: object,
+    *,
+    dtype: str | None = None,
+    field: str = "weights",
+    global_shape: tuple[int, ...] | None = None,
+    scope: str = GLOBAL,
+) -> TensorSink:
+    """Return a sink for `Checkpoint.read_into` that fills live tensors or arrays in place.
+
+    Args:
+        pieces: as for `source_of`.
+        dtype: that was saved, where it isn't that of the pieces: then elements are converted.
+
+    Raises: StateError(STATE_UNSUPPORTED, META_DESTINATION, ARGUMENT); LayoutError(BOX_BOUNDS).
+    """
+    where = f"{field}:{name}"
+    if not isinstance(pieces, Mapping):
+        return _whole_sink(pieces, field=field, name=name, scope=scope, dtype=dtype)
+    found = {
+        box: _whole_sink(piece, field=field, name=name, scope=scope, dtype=dtype)
+        for box, piece in _boxes(pieces, where)
+    }
+    shape = _check_pieces(found, global_shape, where)
+    saved = dtype or next(iter(found.values())).dtype
+    return _Pieces(field=field, name=name, scope=scope, dtype=saved, global_shape=shape, boxes=tuple(found), held=found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pieces:
+    """Several whole tensors, each at its box of a global one: a source or a sink, as they are."""
+
+    field: str
+    name: str
+    scope: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    held: Mapping[Box, Any]
+    replica: bool = False
+    storage: str = "persistent"
+    aliases: tuple[str, ...] = ()
+
+    def copy_into(self, box: Box, out: memoryview) -> None:
+        held, local = self._find(box)
+        held.copy_into(local, out)
+
+    def copy_from(self, box: Box, content: memoryview) -> None:
+        held, local = self._find(box)
+        held.copy_from(local, content)
+
+    def memory_of(self, box: Box) -> Array | None:
+        held, local = self._find(box)
+        memory_of = getattr(held, "memory_of", None)
+        return None if memory_of is None else memory_of(local)
+
+    def _find(self, box: Box) -> tuple[Any, Box]:
+        """Return the tensor that has a box, and where in it."""
+        around = next(own for own in self.boxes if own.contains(box))
+        begin = tuple(at - own for at, own in zip(box.begin, around.begin, strict=True))
+        return self.held[around], Box(begin, box.shape)
+
+
+def _boxes(pieces: Mapping[Any, Any], where: str) -> list[tuple[Box, Any]]:
+    if not pieces:
+        raise err(Code.ARGUMENT, "no piece", where=where, remedy="Leave out what isn't here.")
+    boxes = []
+    for begin, piece in pieces.items():
+        if not hasattr(piece, "shape"):
+            raise _no_tensor(piece, where)
+        boxes.append((Box(tuple(begin), tuple(piece.shape)), piece))
+    return boxes
+
+
+def _check_pieces(found: Mapping[Box, Any], global_shape: tuple[int, ...] | None, where: str) -> tuple[int, ...]:
+    if global_shape is None:
+        raise err(Code.ARGUMENT, "pieces at offsets need the shape of the whole", where="global_shape=")
+    whole = Box.whole(tuple(global_shape))
+    for box, held in found.items():
+        if held.boxes != (Box.whole(box.shape),):
+            remedy = "Give a DTensor as it is, without offsets."
+            raise err(Code.ARGUMENT, "a DTensor has offsets of its own", where=where, remedy=remedy)
+        if len(box.begin) != len(box.shape) or len(box.begin) != len(whole.begin) or not whole.contains(box):
+            raise err(Code.BOX_BOUNDS, f"{box} leaves {whole.shape}", where=where, remedy="Mend the offsets.")
+    return whole.shape
+
+
+def _whole_source(value: Any, *, field: str, name: str, scope: str) -> TensorSource:  # noqa: ANN401 - checked here
+    side = torch_side()
+    if side is not None and side.is_tensor(value):
+        source: TensorSource = side.source_of(value, field=field, name=name, scope=scope)
+        return source
+    if not isinstance(value, np.ndarray):
+        raise _no_tensor(value, f"{field}:{name}")
+    return ArraySource.of(value, field=field, name=name, scope=scope)
+
+
+def _whole_sink(value: Any, *, field: str, name: str, scope: str, dtype: str | None) -> TensorSink:  # noqa: ANN401
+    side = torch_side()
+    if side is not None and side.is_tensor(value):
+        own = side.dtype_name(value.dtype, where=f"{field}:{name}")
+        sink: TensorSink = side.sink_of(value, field=field, name=name, scope=scope, dtype=dtype or own)
+        return sink
+    if not isinstance(value, np.ndarray):
+        raise _no_tensor(value, f"{field}:{name}")
+    own = saved_dtype(value, where=f"{field}:{name}")
+    boxes = (Box.whole(value.shape),)
+    return ArraySink(
+        field=field, name=name, scope=scope, dtype=dtype or own, global_shape=value.shape, array=value, boxes=boxes
+    )
+
+
+def _no_tensor(value: object, where: str) -> CkptError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    remedy = "Give a torch tensor, a numpy array, or a mapping from offsets to them."
+    return err(Code.STATE_UNSUPPORTED, f"{kind} is neither tensor nor array", where=where, remedy=remedy)

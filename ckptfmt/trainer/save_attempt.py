@@ -1,0 +1,194 @@
+"""One save in two phases, for callers that plan and gather by means of their own: every process writes, one commits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import operator
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, Self, SupportsFloat
+
+from ckptfmt import limits
+from ckptfmt.commit.decision import finalize, sweep_attempts
+from ckptfmt.digest import digest_text
+from ckptfmt.documents.labels import NO_LABELS, Labels
+from ckptfmt.documents.manifest import Origin
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.run.lineage import check_no_run
+from ckptfmt.state import State
+from ckptfmt.store import open_store
+from ckptfmt.store.protocol import Store
+from ckptfmt.trainer.handle import SaveReport
+from ckptfmt.trainer.one_save import capture, check_step
+from ckptfmt.write.writer import as_ckpt_error, for_saving, write_part
+
+#: The members of a record of a part.
+_RECORD: Final = {"attempt", "writer", "part_digest"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveAttempt:
+    """One save of several processes whose caller has collectives of its own, such as a planner of another library.
+
+    One process begins the attempt and tells the others (`dump`, `parse`). Each process writes its part and returns a
+    record, which the caller gathers. One process commits. Nothing here waits for another process, and none of it is a
+    collective. A part that isn't committed is no checkpoint; the next commit in the directory removes it.
+
+    Every piece of a tensor belongs into the state of one process: what several processes hold alike, one of them gives.
+    To let ckptfmt find out who writes what, call `ckptfmt.save` on all processes instead.
+
+    Args:
+        origin: what `begin` and `parse` make.
+
+    >>> import ckptfmt, tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     attempt = ckptfmt.SaveAttempt.begin(step=3, writer_count=1)
+    ...     told = attempt.dump()  # to the other processes
+    ...     record = ckptfmt.SaveAttempt.parse(told).write_part(path, ckptfmt.State(data={"position": 24}), writer=0)
+    ...     attempt.commit(path, [record]).step
+    3
+    """
+
+    origin: Origin
+
+    @classmethod
+    def begin(cls, *, step: int, writer_count: int, block_nbytes: int = limits.BLOCK_NBYTES) -> Self:
+        """Begin a save: one process calls it.
+
+        Args:
+            step: training steps done.
+            writer_count: how many processes write a part, from 1.
+            block_nbytes: as for `ckptfmt.save`.
+
+        Raises: StateError(ARGUMENT).
+        """
+        check_step(step)
+        if type(writer_count) is not int or not 1 <= writer_count <= limits.WRITERS:
+            detail = f"writer_count={writer_count!r} isn't a number from 1 to {limits.WRITERS}"
+            raise err(Code.ARGUMENT, detail, where="writer_count=")
+        check_block_nbytes(block_nbytes)
+        return cls(
+            Origin(
+                run_id=None,
+                launch=None,
+                nonce=secrets.token_hex(16),
+                step=operator.index(step),
+                attempt=secrets.token_hex(8),
+                writer_count=writer_count,
+                block_nbytes=block_nbytes,
+            )
+        )
+
+    def dump(self) -> str:
+        """Return the attempt as text, for `parse` in the other processes."""
+        return json.dumps(self.origin.as_dict())
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the attempt that `dump` gave. Raises: StateError(ARGUMENT)."""
+        told = _parse(text, {field.name for field in dataclasses.fields(Origin)}, "SaveAttempt.parse()")
+        return cls(Origin(**told))
+
+    def write_part(
+        self,
+        path: str | os.PathLike[str] | Store,
+        state: State,
+        *,
+        writer: int,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        tags: Iterable[str] = (),
+        on_progress: Callable[[int], None] | None = None,
+    ) -> str:
+        """Write what this process gives, durable when this returns; each process calls it once.
+
+        Args:
+            path: directory of the checkpoint, made if missing; or a store rooted there.
+            state: what this process gives; all of it is written.
+            writer: number of this process, from 0.
+            metrics, tags: as for `ckptfmt.save`: those of process 0 count.
+            on_progress: called with the number of bytes just written.
+
+        Returns: the record of the part, a short text, for `commit`.
+        Raises: StateError for what can't be saved; CommitError(CHECKPOINT_EXISTS); StoreError. Then nothing of the
+            part is left, or nothing that a reader takes for a checkpoint.
+        Spec: REQ-CMT-003, REQ-CMT-004.
+        """
+        store = open_store(path, writable=True)
+        check_no_run(store)
+        try:
+            labels = Labels.of(metrics, tags) if writer == 0 else NO_LABELS
+            snapshot = capture(state, worker=writer, worker_count=self.origin.writer_count)
+            snapshot = dataclasses.replace(snapshot, labels=labels)
+        except CkptError as error:
+            raise for_saving(error) from error
+        try:
+            part = write_part(store, snapshot, self.origin, writer=writer, on_progress=on_progress)
+        except Exception as error:
+            raise as_ckpt_error(error) from error
+        part_digest = digest_text(part.dump()[1])
+        return json.dumps({"attempt": self.origin.attempt, "writer": writer, "part_digest": part_digest})
+
+    def commit(self, path: str | os.PathLike[str] | Store, records: Iterable[str]) -> SaveReport:
+        """Make the parts a checkpoint: one process calls it, once all have written theirs.
+
+        Args:
+            path: as for `write_part`.
+            records: of all parts, in any order.
+
+        Returns: a `SaveReport`; the checkpoint is durable.
+        Raises: StateError(ARGUMENT) where records are missing, twice, or of another attempt; FormatError(DOC_MISMATCH)
+            where a part isn't what its record says; LayoutError where the parts contradict each other, such as
+            TILING_OVERLAP for a piece that two processes gave; CommitError(CHECKPOINT_EXISTS, COMMIT_CONFLICT,
+            COMMIT_UNKNOWN); IntegrityError(FILE_MISSING); StoreError.
+        Spec: REQ-CMT-005 to REQ-CMT-009, REQ-CMT-027.
+        """
+        digests = self._digests(records)
+        store = open_store(path, writable=True)
+        check_no_run(store)
+        manifest = finalize(store, self.origin, part_digests=digests)
+        # The save is done. What another attempt left takes space, and isn't worth an error.
+        with contextlib.suppress(CkptError):
+            sweep_attempts(store, self.origin)
+        return SaveReport.of(manifest, path=store.name)
+
+    def _digests(self, records: Iterable[str]) -> list[str]:
+        """Return the digests of the parts in writer order. Raises: StateError(ARGUMENT)."""
+        digests: dict[int, str] = {}
+        for record in records:
+            told = _parse(record, _RECORD, "records")
+            if told["attempt"] != self.origin.attempt:
+                raise err(Code.ARGUMENT, f"a record is of the attempt {told['attempt']!r}", where="records")
+            if told["writer"] in digests:
+                raise err(Code.ARGUMENT, f"two records are of writer {told['writer']}", where="records")
+            digests[told["writer"]] = told["part_digest"]
+        missing = [str(writer) for writer in range(self.origin.writer_count) if writer not in digests]
+        if missing or len(digests) != self.origin.writer_count:
+            named = ", ".join(missing[:16]) or "none"
+            detail = f"{len(digests)} records for {self.origin.writer_count} writers; missing: {named}"
+            remedy = "Gather what write_part returned on every process, and commit with all of it."
+            raise err(Code.ARGUMENT, detail, where="records", remedy=remedy)
+        return [digests[writer] for writer in range(self.origin.writer_count)]
+
+
+def _parse(text: str, members: set[str], where: str) -> dict[str, Any]:
+    try:
+        told = json.loads(text)
+    except (TypeError, ValueError):
+        told = None
+    if not isinstance(told, dict) or told.keys() != members:
+        raise err(Code.ARGUMENT, f"not what a SaveAttempt gave: {text!r:.100}", where=where)
+    return told
+
+
+def check_block_nbytes(block_nbytes: int) -> None:
+    """Refuse what isn't a size of a block. Raises: StateError(ARGUMENT). Spec: REQ-TEN-005."""
+    if not limits.BLOCK_NBYTES_MIN <= block_nbytes <= limits.BLOCK_NBYTES_MAX or block_nbytes & (block_nbytes - 1):
+        raise err(
+            Code.ARGUMENT,
+            f"block_nbytes={block_nbytes}: a power of two from {limits.BLOCK_NBYTES_MIN} to {limits.BLOCK_NBYTES_MAX}",
+            where="block_nbytes=",
+            requirement="REQ-TEN-005",
+        )
