@@ -14,7 +14,7 @@ import numpy as np
 from ckptfmt.codecs import encodings
 from ckptfmt.delta import block_coder as coding
 from ckptfmt.delta import delta
-from ckptfmt.documents import part, shard, tree
+from ckptfmt.documents import extents, shard, tree
 from ckptfmt.features import DELTAS, ENCODINGS
 from ckptfmt.layout import merge as pieces
 from ckptfmt.write import image
@@ -42,6 +42,10 @@ def _never_raw(right: Any, content: memoryview, *, dtype: str, base: memoryview,
     if encoding == "raw":
         return "xor", encodings.encode("xor", content, dtype=dtype, base=base)
     return encoding, stored
+
+
+def _among_the_others(right: Any, table: Any, row: int) -> Any:
+    return table.keys[row][0] if table.storages[row] == "non-persistent" else right(table, row)
 
 
 def _the_base_always(right: Any, image: Any, base: Any, references: Sequence[Any], first: Sequence[int]) -> Any:
@@ -73,7 +77,9 @@ MUTANTS = {
         patch=replaced(
             image,
             "_stem",
-            lambda right, source: source.field if source.storage == "non-persistent" else right(source),
+            lambda right, table, row: (
+                table.keys[row][0] if table.storages[row] == "non-persistent" else right(table, row)
+            ),
         ),
         tests=("write/test_writer.py::test_kinds_of_tensors_have_files_of_their_own",),
     ),
@@ -118,7 +124,7 @@ MUTANTS = {
         clauses=("REQ-ENC-002",),
         fault="lists that there are deltas, and not by which encodings",
         patch=replaced(
-            part,
+            extents,
             "delta_features",
             lambda right, *used: [name for name in right(*used) if name not in ENCODINGS],
         ),
@@ -133,7 +139,7 @@ MUTANTS = {
     "deltas_always_listed": Mutant(
         clauses=("REQ-VER-007",),
         fault="lists deltas among the features of a full part",
-        patch=replaced(part, "delta_features", lambda right, *used: sorted({DELTAS, *right(*used)})),
+        patch=replaced(extents, "delta_features", lambda right, *used: sorted({DELTAS, *right(*used)})),
         tests=("documents/test_deltas.py::test_a_full_part_has_nothing_of_a_delta",),
     ),
 }
