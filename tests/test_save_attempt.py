@@ -1,5 +1,6 @@
 """A save in two phases: every process writes its part, one commits with their records."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -82,8 +83,8 @@ def test_each_process_writes_and_one_commits(tmp_path):
 @given(cuts=st.sets(st.integers(1, 5)), order=st.randoms(use_true_random=False))
 def test_any_division_of_rows_gives_the_same_tensor(cuts, order):
     bounds = [0, *sorted(cuts), 6]
-    states = [rows(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
-    store = ckptfmt_memory()
+    states = [rows(begin, end) for begin, end in itertools.pairwise(bounds)]
+    store = memory_store()
     attempt, records = write_all(store, states)
     order.shuffle(records)
     attempt.commit(store, records)
@@ -91,7 +92,7 @@ def test_any_division_of_rows_gives_the_same_tensor(cuts, order):
     assert loaded(store)["weights"]["w"].tobytes() == WHOLE.tobytes()
 
 
-def ckptfmt_memory():
+def memory_store():
     from ckptfmt.store.memory import MemoryStore  # noqa: PLC0415 - a store for properties alone
 
     return MemoryStore()

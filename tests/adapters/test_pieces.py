@@ -1,5 +1,6 @@
 """Live tensors and arrays, whole or in pieces, as sources and sinks of global tensors."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def divided(draw):
 
 def grid(shape, cuts):
     """Yield the slices of all boxes of a division, each dimension cut on its own."""
-    spans = [list(zip(cut, cut[1:], strict=False)) or [(0, extent)] for cut, extent in zip(cuts, shape, strict=True)]
+    spans = [list(itertools.pairwise(cut)) or [(0, extent)] for cut, extent in zip(cuts, shape, strict=True)]
     boxes: list[tuple[tuple[int, int], ...]] = [()]
     for span in spans:
         boxes = [(*box, bounds) for box in boxes for bounds in span]
