@@ -23,6 +23,7 @@ from ckptfmt.features import LABELS, REFERENCED
 from ckptfmt.group import Agree, Group, make_group
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
+from ckptfmt.run.retention import Retention
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
@@ -140,9 +141,7 @@ class Checkpointer:
             when_busy=when_busy,
             nice=nice,
             check_replicas=check_replicas,
-            keep=keep,
-            keep_every=keep_every,
-            keep_best=keep_best,
+            retention=Retention.of(keep, keep_every, keep_best),
             deadline_s=deadline_s,
             delta=DeltaOptions.of(delta),
         )

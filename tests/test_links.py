@@ -61,8 +61,6 @@ def request_of(store: Any, made: Any) -> SaveRequest:
         writer=0,
         context=Context.of(made),
         deadline_s=WAIT_S,
-        keep=None,
-        keep_every=None,
         writer_features=(),
     )
 

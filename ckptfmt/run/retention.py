@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, TypeAlias
 
 from ckptfmt import limits
-from ckptfmt.commit.decision import CONDEMNED, abort, refusal_of, retire, sweep
+from ckptfmt.commit.decision import CONDEMNED, Known, abort, refusal_of, retire, sweep
 from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_checkpoint_name
-from ckptfmt.documents.run import LABELS_FOLDER, Pins
+from ckptfmt.documents.run import LABELS_FOLDER, Launch, Pins, RunRecord
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.features import LABELS, REFERENCED
 from ckptfmt.run.labelling import list_newest_labels, read_labels
@@ -22,26 +23,63 @@ from ckptfmt.run.lineage import (
     list_checkpoints,
     list_launches,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from ckptfmt.commit.decision import Known
-    from ckptfmt.documents.run import Launch, RunRecord
-    from ckptfmt.store.protocol import Store
+from ckptfmt.store.protocol import Store
 
 #: A metric, ``min`` or ``max``, and how many of the best by it are kept.
 KeepBest: TypeAlias = tuple[str, str, int]
 
 
-def plan_retention(
-    launches: list[Launch],
-    entries: list[RunEntry],
-    *,
-    keep: int | None,
-    keep_every: int | None,
-    keep_best: KeepBest | None = None,
-) -> list[RunEntry]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Retention:
+    """Which committed checkpoints of a run stay.
+
+    Attributes:
+        keep: how many of the newest stay; None for all.
+        keep_every: checkpoints of steps divisible by this stay as well.
+        keep_best: metric, ``min`` or ``max``, and how many of those that are best by it stay as well.
+    """
+
+    keep: int | None = None
+    keep_every: int | None = None
+    keep_best: KeepBest | None = None
+
+    @classmethod
+    def of(cls, keep: int | None, keep_every: int | None, keep_best: KeepBest | None) -> Retention:
+        """Return what a caller chose. Raises: StateError(ARGUMENT)."""
+        for name, count in (("keep", keep), ("keep_every", keep_every)):
+            if count is not None and (type(count) is not int or count < 1):
+                raise err(Code.ARGUMENT, f"{name}={count!r} isn't a positive number", where=f"{name}=")
+        if keep_best is not None:
+            _check_keep_best(keep_best, keep)
+        return cls(keep, keep_every, keep_best)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the choice as plain values."""
+        return {**dataclasses.asdict(self), "keep_best": self.keep_best and list(self.keep_best)}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Retention:
+        """Return the choice that `as_dict` was asked of."""
+        return cls(**{**value, "keep_best": value["keep_best"] and tuple(value["keep_best"])})
+
+
+#: What lets nothing go that is committed.
+KEEP_ALL: Final = Retention()
+
+
+def _check_keep_best(keep_best: object, keep: int | None) -> None:
+    """Raise unless it is a metric, ``min`` or ``max``, and a number. Raises: StateError(ARGUMENT)."""
+    match keep_best:
+        case (str(), "min" | "max", int(count)) if count > 0 and type(count) is int:
+            if keep is None:
+                remedy = "Say with keep= how many of the newest stay beside the best."
+                raise err(Code.ARGUMENT, "without keep= all checkpoints stay", where="keep_best=", remedy=remedy)
+        case _:
+            remedy = "Pass a metric, 'min' or 'max', and how many, such as ('eval_loss', 'min', 3)."
+            raise err(Code.ARGUMENT, f"{keep_best!r} doesn't say what is best", where="keep_best=", remedy=remedy)
+
+
+def plan_retention(launches: list[Launch], entries: list[RunEntry], retention: Retention) -> list[RunEntry]:
     """Return the committed checkpoints that may go, oldest first. Pure.
 
     Those on the way that led to the newest launch are counted, and may go. Beside it, what a fenced launch committed
@@ -49,22 +87,18 @@ def plan_retention(
     it. What a rollback left beside the lineage, or a launch that fell back to an older checkpoint, is somebody's to
     look at. What the newest launch resumes from stays until that launch has a commit of its own.
 
-    Args:
-        keep: how many of the newest stay; None for all.
-        keep_every: checkpoints of steps divisible by this stay as well.
-        keep_best: metric, ``min`` or ``max``, and how many of those that are best by it stay as well.
-
     What is pinned stays.
 
     Spec: REQ-CMT-026, REQ-CMT-040.
     """
+    keep, keep_every = retention.keep, retention.keep_every
     if keep is None:
         return []
     lineage = [entry for entry in iter_lineage(launches, entries) if entry.manifest is not None]
     own = [entry for entry in lineage if launches and entry.launch == launches[-1].launch]
     protected = {entry.name for entry in lineage[: max(1, keep)]} | {entry.name for entry in entries if entry.is_pinned}
-    if keep_best is not None:
-        metric, mode, count = keep_best
+    if retention.keep_best is not None:
+        metric, mode, count = retention.keep_best
         protected |= {entry.name for entry in sort_by_metric(lineage, metric, mode)[:count]}
     if not own and launches and launches[-1].resume_from is not None:
         protected.add(launches[-1].resume_from.name)
@@ -121,9 +155,7 @@ def clean_up(
     run: RunRecord,
     *,
     launch: int,
-    keep: int | None = None,
-    keep_every: int | None = None,
-    keep_best: KeepBest | None = None,
+    retention: Retention = KEEP_ALL,
     known: Known | None = None,
 ) -> list[str]:
     """Retire what retention lets go, give up what older launches left unfinished, finish interrupted clean-ups.
@@ -131,6 +163,7 @@ def clean_up(
     Args:
         store: rooted at the run.
         launch: the launch that cleans; undecided directories of this one and of newer ones are left alone.
+        retention: what stays of what is committed.
         known: what the caller has parsed before.
 
     Returns: the names of what was retired or given up.
@@ -142,7 +175,7 @@ def clean_up(
     check_not_fenced(store, launch)
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, known=known)
-    going = plan_retention(launches, entries, keep=keep, keep_every=keep_every, keep_best=keep_best)
+    going = plan_retention(launches, entries, retention)
     is_shared = not {REFERENCED, LABELS}.isdisjoint(run.writer_features)
     removed = _retire_unread(store, run, going, known) if is_shared else _retire(store, going)
     named = {past.resume_from.name for past in launches if past.resume_from is not None}
@@ -278,9 +311,7 @@ def tidy_up(
     run: RunRecord,
     *,
     launch: int,
-    keep: int | None,
-    keep_every: int | None,
-    keep_best: KeepBest | None = None,
+    retention: Retention,
     known: Known | None = None,
 ) -> tuple[list[str], str]:
     """Clean up behind a committed save: what fails is said, and is no failure of the save.
@@ -288,8 +319,6 @@ def tidy_up(
     Returns: the names of what was retired or given up; what went wrong, or an empty string.
     """
     try:
-        return clean_up(
-            store, run, launch=launch, keep=keep, keep_every=keep_every, keep_best=keep_best, known=known
-        ), ""
+        return clean_up(store, run, launch=launch, retention=retention, known=known), ""
     except CkptError as error:
         return [], str(error)

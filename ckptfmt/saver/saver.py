@@ -36,7 +36,7 @@ from ckptfmt.documents.part import Leaf, RngStream
 from ckptfmt.documents.run import SAVERS, RunRecord
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.run.lineage import check_not_fenced
-from ckptfmt.run.retention import KeepBest, tidy_up
+from ckptfmt.run.retention import KEEP_ALL, Retention, tidy_up
 from ckptfmt.stage.helper_process import Channel, be_helper, watch
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store.local import LocalStore
@@ -56,7 +56,7 @@ class SaveRequest:
         writer: number of this writer.
         context: what isn't tensors.
         deadline_s: how long to wait for the other writers, in seconds.
-        keep, keep_every, keep_best: what retention lets stay; see `ckptfmt.run.retention.plan_retention`.
+        retention: what stays of what is committed.
         writer_features: of the run.
         delta: whether it may be a delta.
     """
@@ -65,10 +65,8 @@ class SaveRequest:
     writer: int
     context: Context
     deadline_s: float
-    keep: int | None
-    keep_every: int | None
     writer_features: tuple[str, ...]
-    keep_best: KeepBest | None = None
+    retention: Retention = KEEP_ALL
     delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,9 +81,7 @@ class SaveRequest:
             "absent": context.absent,
             "labels": context.labels.members(),
             "deadline_s": str(self.deadline_s),
-            "keep": self.keep,
-            "keep_every": self.keep_every,
-            "keep_best": self.keep_best and list(self.keep_best),
+            "retention": self.retention.as_dict(),
             "writer_features": list(self.writer_features),
             "delta": self.delta.as_dict(),
         }
@@ -105,9 +101,7 @@ class SaveRequest:
             writer=value["writer"],
             context=context,
             deadline_s=float(value["deadline_s"]),
-            keep=value["keep"],
-            keep_every=value["keep_every"],
-            keep_best=None if value["keep_best"] is None else tuple(value["keep_best"]),
+            retention=Retention.from_dict(value["retention"]),
             writer_features=tuple(value["writer_features"]),
             delta=DeltaOptions.from_dict(value["delta"]),
         )
@@ -183,15 +177,7 @@ def _tidy_up(run_store: Store, request: SaveRequest, known: Known) -> dict[str, 
     assert origin.launch is not None  # noqa: S101
     run = RunRecord(run_id=origin.run_id, writer_features=request.writer_features)
     try:
-        removed, problem = tidy_up(
-            run_store,
-            run,
-            launch=origin.launch,
-            keep=request.keep,
-            keep_every=request.keep_every,
-            keep_best=request.keep_best,
-            known=known,
-        )
+        removed, problem = tidy_up(run_store, run, launch=origin.launch, retention=request.retention, known=known)
     except Exception as error:  # noqa: BLE001 - it is the next save's to try again, and this one is committed
         removed, problem = [], str(as_ckpt_error(error))
     return {"removed": removed, "problem": encodable(problem)}

@@ -24,7 +24,7 @@ from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
 from ckptfmt.run.lineage import check_not_fenced
-from ckptfmt.run.retention import KeepBest, tidy_up
+from ckptfmt.run.retention import Retention, tidy_up
 from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.state import State
 from ckptfmt.store import LocalStore
@@ -55,18 +55,11 @@ class SaveOptions:
     when_busy: str
     nice: int
     check_replicas: bool
-    keep: int | None
-    keep_every: int | None
+    retention: Retention
     deadline_s: float
-    keep_best: KeepBest | None = None
     delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
 
     def __post_init__(self) -> None:
-        if self.keep_best is not None:
-            _check_keep_best(self.keep_best, self.keep)
-        for name, count in (("keep", self.keep), ("keep_every", self.keep_every)):
-            if count is not None and (type(count) is not int or count < 1):
-                raise err(Code.ARGUMENT, f"{name}={count!r} isn't a positive number", where=f"{name}=")
         for name, value, known in (("saver", self.saver, _SAVERS), ("when_busy", self.when_busy, _POLICIES)):
             if value not in known:
                 raise err(Code.ARGUMENT, f"{name}={value!r} isn't one of {', '.join(known)}", where=f"{name}=")
@@ -79,18 +72,6 @@ class SaveOptions:
             raise err(Code.ARGUMENT, "saver='inline' can't save deltas", where="delta=", remedy=remedy)
         if type(self.nice) is not int or not 0 <= self.nice <= 19:
             raise err(Code.ARGUMENT, f"nice={self.nice!r} isn't a number from 0 to 19", where="nice=")
-
-
-def _check_keep_best(keep_best: object, keep: int | None) -> None:
-    """Raise unless it is a metric, ``min`` or ``max``, and a number. Raises: StateError(ARGUMENT)."""
-    match keep_best:
-        case (str(), "min" | "max", int(count)) if count > 0 and type(count) is int:
-            if keep is None:
-                remedy = "Say with keep= how many of the newest stay beside the best."
-                raise err(Code.ARGUMENT, "without keep= all checkpoints stay", where="keep_best=", remedy=remedy)
-        case _:
-            remedy = "Pass a metric, 'min' or 'max', and how many, such as ('eval_loss', 'min', 3)."
-            raise err(Code.ARGUMENT, f"{keep_best!r} doesn't say what is best", where="keep_best=", remedy=remedy)
 
 
 class Saves:
@@ -270,15 +251,8 @@ class Saves:
         _LOG.info("step %d COMMITTED in %.2f s: %s", handle.step, handle.times["COMMITTED"], handle.path)
         removed: list[str] = []
         if self._group.writer == 0:
-            options = self._options
             removed, problem = tidy_up(
-                self._store,
-                run,
-                launch=launch.launch,
-                keep=options.keep,
-                keep_every=options.keep_every,
-                keep_best=options.keep_best,
-                known=self._known,
+                self._store, run, launch=launch.launch, retention=self._options.retention, known=self._known
             )
             if problem:
                 _LOG.warning("clean-up stopped: %s", problem)
@@ -291,9 +265,7 @@ class Saves:
             writer=self._group.writer,
             context=Context.of(agreed.snapshot),
             deadline_s=self._options.deadline_s,
-            keep=self._options.keep,
-            keep_every=self._options.keep_every,
-            keep_best=self._options.keep_best,
+            retention=self._options.retention,
             writer_features=run.writer_features,
             delta=self._options.delta,
         )

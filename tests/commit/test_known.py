@@ -12,7 +12,7 @@ from ckptfmt.documents import part, tables
 from ckptfmt.documents.manifest import Abort, Manifest, parse_register
 from ckptfmt.documents.tables import TensorTable, parse_tensor_table
 from ckptfmt.errors import Code
-from ckptfmt.run.retention import tidy_up
+from ckptfmt.run.retention import Retention, tidy_up
 from tests.builders import code_of, snapshot, tensor
 from tests.chains import Saving
 
@@ -79,7 +79,7 @@ def test_a_save_parses_as_many_registers_however_long_its_chain_is(parsed):
         del parsed[:]
         assert saving.save(step, snapshot(tensor("w", array.copy()))).profile == ("delta" if step > 1 else "full")
         launch = saving.launch.launch
-        tidy_up(saving.store, saving.run, launch=launch, keep=None, keep_every=None, known=saving.known)
+        tidy_up(saving.store, saving.run, launch=launch, retention=Retention(), known=saving.known)
         counts.append(len(parsed))
     assert max(counts) == 1  # its own
 

@@ -123,7 +123,7 @@ class _TellingStore(HookedStore):
 def clean_up(store: Store, run: RunRecord, launch: Launch, marks: Marks, *, keep: int | None) -> None:
     """Clean up, telling what may go before it does, and what is gone afterwards."""
     telling = _TellingStore(store, marks)
-    retention.clean_up(telling, run, launch=launch.launch, keep=keep)
+    retention.clean_up(telling, run, launch=launch.launch, retention=retention.Retention(keep=keep))
     for name in telling.replaced:
         marks.retired(name)
 

@@ -54,7 +54,10 @@ class PinScene:
         self.actors = {}
         self._add("saver", lambda store: self._save(store, copy.copy(saving), copy.copy(chain)))
         for number in range(cleaners):
-            self._add(f"cleaner{number}", lambda store: retention.clean_up(store, self._run, launch=2, keep=1))
+            self._add(
+                f"cleaner{number}",
+                lambda store: retention.clean_up(store, self._run, launch=2, retention=retention.Retention(keep=1)),
+            )
 
     def _add(self, name, action):
         gated = GatedStore(self._store, functools.partial(self.actors.__getitem__, name))

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from ckptfmt.errors import CkptError, Code, StoreError
-from ckptfmt.run.retention import clean_up
+from ckptfmt.run.retention import Retention, clean_up
 from ckptfmt.store import LocalStore
 from tests.builders import read_all, save, small_files, two_writers, verify
 
@@ -138,6 +138,6 @@ def test_clean_up_follows_no_link_out_of_a_run(tmp_path):
     begin_launch(store, run)
     launch, _ = begin_launch(store, run)
     pathlib.Path(tmp_path / "run" / "step-00000001-l0001").symlink_to(outside)
-    clean_up(store, run, launch=launch.launch, keep=1)
+    clean_up(store, run, launch=launch.launch, retention=Retention(keep=1))
     assert (outside / "precious").read_bytes() == b"x"
     assert sorted(path.name for path in outside.iterdir()) == ["precious"]

@@ -20,7 +20,7 @@ from ckptfmt.documents.run import LABELS_FOLDER, SAVERS, LabelsRecord, RunRecord
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.run import labelling
 from ckptfmt.run.lineage import list_checkpoints, open_run
-from ckptfmt.run.retention import clean_up
+from ckptfmt.run.retention import Retention, clean_up
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import error_of, snapshot, tensor
@@ -190,11 +190,11 @@ def test_a_record_that_cannot_be_read_pins_until_somebody_unpins() -> None:
     store.create(f"{LABELS_FOLDER}/{checkpoint_name(1, 1)}-0001.json", [b"damaged"])
     record = open_run(store)
     assert [one.pinned for one in run.list()] == [True, False, False]
-    clean_up(store, record, launch=1, keep=1)
+    clean_up(store, record, launch=1, retention=Retention(keep=1))
     assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
     assert run.list()[0].tags == ("s1",)
     run.unpin(1)
-    clean_up(store, record, launch=1, keep=1)
+    clean_up(store, record, launch=1, retention=Retention(keep=1))
     assert [one.state for one in run.list()] == ["retired", "retired", "committed"]
 
 
@@ -303,7 +303,7 @@ def test_a_pin_between_the_choice_and_the_tombstone_holds() -> None:
             pinned = functools.partial(dataclasses.replace, pinned=True)
             labelling.change_labels(store, open_run(store), checkpoint_name(1, 1), pinned)
 
-    clean_up(Meddling(store, pin), open_run(store), launch=1, keep=1)
+    clean_up(Meddling(store, pin), open_run(store), launch=1, retention=Retention(keep=1))
     assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
     assert not [path for path in store.list("") if CONDEMNED in path]
 

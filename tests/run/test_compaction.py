@@ -17,7 +17,7 @@ from ckptfmt.read.comparison import compare
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import begin_launch, find_head, list_launches, open_run
-from ckptfmt.run.retention import clean_up
+from ckptfmt.run.retention import Retention, clean_up
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.writer import write_part
@@ -275,7 +275,7 @@ def test_afterwards_the_old_may_go():
     expected = contents(saving.open(3))
     name, _, _ = compact_run(saving.store)
     launch, _ = begin_launch(saving.store, saving.run)
-    removed = clean_up(saving.store, saving.run, launch=launch.launch, keep=1)
+    removed = clean_up(saving.store, saving.run, launch=launch.launch, retention=Retention(keep=1))
 
     assert sorted(removed) == [checkpoint_name(step, 1) for step in (1, 2, 3)]
     assert contents(Checkpoint(saving.store.at(name))) == expected

@@ -15,7 +15,7 @@ from ckptfmt.documents.run import LabelsRecord, Launch, ResumeFrom, RunRecord
 from ckptfmt.errors import CkptError, Code, UnsupportedError
 from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import RunEntry, begin_launch, iter_lineage, list_checkpoints, list_launches
-from ckptfmt.run.retention import clean_up, plan_retention
+from ckptfmt.run.retention import Retention, clean_up, plan_retention
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.writer import write_part
 from tests.builders import error_of, origin, save, snapshot, tensor, verify
@@ -27,10 +27,7 @@ from tests.stores.recorder import Recorder
 
 def planned(made, **options):
     launches, entries = list_launches(made.store, made.run), list_checkpoints(made.store, made.run)
-    return [
-        (entry.step, entry.launch)
-        for entry in plan_retention(launches, entries, **{"keep": None, "keep_every": None, **options})
-    ]
+    return [(entry.step, entry.launch) for entry in plan_retention(launches, entries, Retention(**options))]
 
 
 def committed(made):
@@ -169,7 +166,7 @@ def test_nothing_goes_that_must_stay_and_all_else_goes(data, keep, keep_every, k
             break
         staying |= read
 
-    going = [entry.name for entry in plan_retention(history.launches, history.entries, **options)]
+    going = [entry.name for entry in plan_retention(history.launches, history.entries, Retention(**options))]
     assert sorted(going) == sorted({entry.name for entry in history.entries} - staying)
     assert len(going) < max(1, len(history.entries))
 
@@ -203,7 +200,7 @@ def test_what_a_rollback_left_beside_is_left_alone(ten):
     """REQ-CMT-026: nobody asked for it to go."""
     ten.begin(choose="step-00000030-l0001")
     ten.save(35, 45)
-    clean_up(ten.store, ten.run, launch=2, keep=1)
+    clean_up(ten.store, ten.run, launch=2, retention=Retention(keep=1))
     assert committed(ten) == [(step, 1) for step in range(40, 110, 10) if step < 45] + [(45, 2)] + [
         (step, 1) for step in range(50, 110, 10)
     ]
@@ -227,7 +224,7 @@ def test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved():
     assert planned(made, keep=2) == [(10, 1), (30, 1), (40, 1)]
     assert planned(made, keep=1, keep_every=20) == [(10, 1), (30, 1)]
     assert planned(made) == []
-    clean_up(made.store, made.run, launch=2, keep=1)
+    clean_up(made.store, made.run, launch=2, retention=Retention(keep=1))
     assert committed(made) == [(25, 2)]
     assert made.head() == "step-00000025-l0002"
 
@@ -240,7 +237,7 @@ def test_late_commits_of_many_launches_do_not_pile_up():
         made.save(10 * number)
         if number > 1:
             made.save(10 * number + 1, launch=number - 1)
-        clean_up(made.store, made.run, launch=number, keep=1)
+        clean_up(made.store, made.run, launch=number, retention=Retention(keep=1))
     assert committed(made) == [(130, 13)]
 
 
@@ -324,19 +321,21 @@ def test_bases_of_a_late_delta_go_with_it():
     place = saving.store.at(checkpoint_name(3, 2))
     save(place, snapshot(tensor("w", array)), step=3, launch=2, run_id=saving.run.run_id, attempt="b" * 16)
     assert second.launch == 2
-    removed = clean_up(saving.store, saving.run, launch=2, keep=1)
+    removed = clean_up(saving.store, saving.run, launch=2, retention=Retention(keep=1))
     assert sorted(removed) == [checkpoint_name(step, 1) for step in (1, 2, 3)]
     assert verify(place).valid
 
 
 def test_a_cleaned_run_resumes_where_it_was(ten):
-    assert clean_up(ten.store, ten.run, launch=1, keep=2) == [f"step-{step:08}-l0001" for step in range(10, 90, 10)]
+    assert clean_up(ten.store, ten.run, launch=1, retention=Retention(keep=2)) == [
+        f"step-{step:08}-l0001" for step in range(10, 90, 10)
+    ]
     assert committed(ten) == [(90, 1), (100, 1)]
     assert ten.head() == "step-00000100-l0001"
     for step in (10, 80):
         place = ten.place(step, 1)
         assert place.list("") == ["manifest.json"]
-    assert clean_up(ten.store, ten.run, launch=2, keep=2) == []
+    assert clean_up(ten.store, ten.run, launch=2, retention=Retention(keep=2)) == []
     assert all(verify(ten.place(step, 1)).valid for step in (90, 100))
 
 
@@ -344,7 +343,7 @@ def test_an_unknown_writer_feature_removes_nothing(ten):
     """REQ-CMT-025, REQ-VER-003."""
     before = ten.store.snapshot()
     run = RunRecord(run_id=ten.run.run_id, writer_features=("me.packs",))
-    error = error_of(lambda: clean_up(ten.store, run, launch=9, keep=1))
+    error = error_of(lambda: clean_up(ten.store, run, launch=9, retention=Retention(keep=1)))
     assert (error.code, error.requirement, type(error)) == (Code.FEATURE_UNSUPPORTED, "REQ-CMT-025", UnsupportedError)
     assert "me.packs" in error.detail
     assert ten.store.snapshot() == before
@@ -382,11 +381,11 @@ def test_files_go_only_behind_a_record_that_is_synced(ten, step, expected):
     """REQ-CMT-020, REQ-CMT-022, REQ-CMT-024."""
     unfinished(ten, 201, 1)
     interrupted = FaultStore(ten.store, Fault(fail_at=1, operations=frozenset({"delete"})))
-    error_of(lambda: clean_up(interrupted, ten.run, launch=1, keep=9))
+    error_of(lambda: clean_up(interrupted, ten.run, launch=1, retention=Retention(keep=9)))
     assert isinstance(read_register(ten.place(10, 1)), Tombstone)
     ten.begin()
     recorder = Recorder(ten.store)
-    clean_up(recorder, ten.run, launch=2, keep=1)
+    clean_up(recorder, ten.run, launch=2, retention=Retention(keep=1))
     name = checkpoint_name(step, 1)
     steps = [step.op for step in recorder.log.operations if step.path.split("/")[0] == name]
     lasting = [op for op in steps if op in ("create", "replace", "sync", "delete")]
@@ -400,7 +399,7 @@ def test_a_register_that_cannot_be_read_is_left_alone(ten):
     ten.store.replace(path, b"garbage")
     ten.begin()
     before = {name: content for name, content in ten.store.snapshot().items() if name.startswith("step-00000010")}
-    clean_up(ten.store, ten.run, launch=2, keep=1)
+    clean_up(ten.store, ten.run, launch=2, retention=Retention(keep=1))
     after = ten.store.snapshot()
     assert {name: after.get(name) for name in before} == before
 
@@ -408,17 +407,17 @@ def test_a_register_that_cannot_be_read_is_left_alone(ten):
 def test_a_clean_up_that_was_interrupted_is_finished(ten):
     """REQ-CMT-024: at whatever operation it stopped, the next one gets to the same end, and nothing else is hurt."""
     done = MemoryStore.from_snapshot(ten.store.snapshot())
-    clean_up(done, ten.run, launch=1, keep=7)
+    clean_up(done, ten.run, launch=1, retention=Retention(keep=7))
     for fail_at in range(1, 200):
         inner = MemoryStore.from_snapshot(ten.store.snapshot())
         fault = Fault(fail_at=fail_at, operations=frozenset({"replace", "delete", "create", "sync"}))
         try:
-            clean_up(FaultStore(inner, fault), ten.run, launch=1, keep=7)
+            clean_up(FaultStore(inner, fault), ten.run, launch=1, retention=Retention(keep=7))
         except CkptError:
             kept = RunOfSteps(inner)
             assert {(step, 1) for step in range(40, 110, 10)} <= set(committed(kept))
             assert all(verify(kept.place(step, 1)).valid for step in (40, 100))
-        clean_up(inner, ten.run, launch=1, keep=7)
+        clean_up(inner, ten.run, launch=1, retention=Retention(keep=7))
         assert inner.snapshot() == done.snapshot()
         if not fault.fired_count:
             assert fail_at > 6
@@ -453,8 +452,7 @@ def test_random_histories_never_lose_what_comes_next():
                     made.store,
                     made.run,
                     launch=made.launch.launch,
-                    keep=rng.randrange(3),
-                    keep_every=rng.choice((None, 5)),
+                    retention=Retention(keep=rng.randrange(3), keep_every=rng.choice((None, 5))),
                 )
                 assert made.begin().resume_from == before
         assert not made.passed_over

@@ -17,6 +17,7 @@ from ckptfmt.documents.part import Leaf, RngStream
 from ckptfmt.documents.run import SAVERS
 from ckptfmt.errors import Code, err
 from ckptfmt.run.lineage import begin_launch, list_checkpoints, open_run
+from ckptfmt.run.retention import Retention
 from ckptfmt.saver.saver import Saver, SaveRequest
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store import LocalStore
@@ -119,8 +120,7 @@ class Trainer:
             writer=self.writer,
             context=Context.of(made),
             deadline_s=WAIT_S,
-            keep=keep,
-            keep_every=None,
+            retention=Retention(keep=keep),
             writer_features=(),
         )
         self.send({"type": "image", "image": image.as_dict()})
@@ -604,8 +604,12 @@ REQUESTS = st.builds(
         absent=st.dictionaries(TEXT, TEXT),
     ),
     deadline_s=st.floats(0, 1e9) | st.just(float("inf")) | st.integers(0, 10**6),
-    keep=st.none() | st.integers(1, 2**31),
-    keep_every=st.none() | st.integers(1, 2**31),
+    retention=st.builds(
+        Retention,
+        keep=st.none() | st.integers(1, 2**31),
+        keep_every=st.none() | st.integers(1, 2**31),
+        keep_best=st.none() | st.tuples(TEXT, st.sampled_from(["min", "max"]), st.integers(1, 9)),
+    ),
     writer_features=st.lists(TEXT).map(tuple),
 )
 
