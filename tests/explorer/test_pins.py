@@ -21,7 +21,7 @@ from ckptfmt.features import REFERENCED
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run import lineage, retention
 from ckptfmt.store.memory import MemoryStore
-from ckptfmt.write import writer
+from ckptfmt.write import image
 from tests.builders import snapshot, tensor
 from tests.chains import Saving
 from tests.explorer.content import remembering
@@ -106,7 +106,7 @@ def _repeatable():
         remembering(),
         mock.patch.object(retention, "secrets", names),
         mock.patch.object(lineage, "secrets", nonces),
-        mock.patch.object(writer, "time", mock.Mock(time=lambda: 1_700_000_000)),
+        mock.patch.object(image, "time", mock.Mock(time=lambda: 1_700_000_000)),
     ):
         yield
 
