@@ -261,8 +261,8 @@ def unpacked(value: object) -> list[int]:
 def unpacked_strings(value: Any) -> list[str]:
     """Return the strings of a column of strings."""
     lengths, text = value
-    ends = [0, *itertools.accumulate(unpacked(lengths))]
-    return [text.encode()[begin:end].decode() for begin, end in itertools.pairwise(ends)]
+    ends, content = [0, *itertools.accumulate(unpacked(lengths))], text.encode()
+    return [content[begin:end].decode() for begin, end in itertools.pairwise(ends)]
 
 
 def edit_strings(table: dict[str, Any], key: str, edit: Any) -> None:
