@@ -17,9 +17,9 @@ from ckptfmt.delta import base
 from ckptfmt.documents.manifest import Manifest, checkpoint_name, parse_checkpoint_name
 from ckptfmt.documents.run import RunRecord
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.features import REFERENCED
+from ckptfmt.features import LABELS, REFERENCED
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.run import lineage, retention
+from ckptfmt.run import labelling, lineage, retention
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write import image
 from tests.builders import snapshot, tensor
@@ -135,6 +135,61 @@ def test_both_outcomes_are_met():
 
     explore(lambda: Noting(prepared), preemptions=1)
     assert {(True, "delta"), (False, "full")} <= met
+
+
+class HandScene(PinScene):
+    """A person pins step 10 of launch 1, which cleaners of launch 2 are about to retire; no saver."""
+
+    def __init__(self, prepared, *, cleaners=1):
+        super().__init__(prepared, cleaners=cleaners)
+        self._run = RunRecord(run_id=self._run.run_id, writer_features=(LABELS,))
+        del self.actors["saver"]
+        self._add("person", lambda store: labelling.pin_checkpoint(store, self._run, checkpoint_name(10, 1)))
+
+    def judge(self):
+        person = self.actors["person"].outcome
+        if person.error is not None:
+            codes = (Code.CHECKPOINT_RETIRED, Code.CHECKPOINT_CONDEMNED)
+            is_named = isinstance(person.error, CkptError) and person.error.code in codes
+            return [] if is_named else [f"person: {person.error!r}"]
+        register = commit.read_register(self._store.at(checkpoint_name(10, 1)))
+        return [] if isinstance(register, Manifest) else ["what was called pinned is retired"]
+
+
+def test_no_order_of_steps_retires_what_was_called_pinned(monkeypatch):
+    """REQ-CMT-040, REQ-CMT-041, REQ-CMT-032: and both outcomes are met."""
+    monkeypatch.setattr(labelling, "_CLEANER_S", 0.0)
+    prepared, outcomes = prepare(), set()
+
+    class Noting(HandScene):
+        def judge(self):
+            outcomes.add(self.actors["person"].outcome.error is None)
+            return super().judge()
+
+    result = explore(lambda: Noting(prepared), preemptions=1)
+    tell(f"a person and a cleaner, 1 preemption: {result}")
+    assert result.violations == []
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("where", "broken"),
+    [
+        ("ckptfmt.run.retention._find_pinned_by_hand", lambda *_: set()),
+        ("ckptfmt.run.labelling.CONDEMNED", "nothing is called so"),
+    ],
+)
+def test_a_person_or_a_cleaner_who_does_not_look_is_convicted(monkeypatch, where, broken):
+    """REQ-CMT-040, REQ-CMT-041"""
+    monkeypatch.setattr(where, broken)
+    monkeypatch.setattr(labelling, "_CLEANER_S", 0.0)
+    prepared = prepare()
+    found = [
+        violation
+        for preemptions in range(2)
+        for violation, _ in explore(lambda: HandScene(prepared), preemptions=preemptions).violations
+    ]
+    assert "what was called pinned is retired" in found
 
 
 def _no_pins(right, store, origin, writer, given, **known):
