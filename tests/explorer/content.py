@@ -8,6 +8,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Final
 from unittest import mock
 
@@ -21,6 +22,7 @@ from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, Part, RngStream
 from ckptfmt.documents.run import Launch
 from ckptfmt.documents.tree import dump_tree
+from ckptfmt.errors import CkptError
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run import lineage
 from ckptfmt.store.protocol import Store
@@ -30,6 +32,8 @@ from ckptfmt.write.snapshot import Snapshot
 WRITER_COUNT: Final = 2
 _ROWS: Final = 4
 _FIXED_UNIX_S: Final = 1_700_000_000
+#: Whose nonces are numbered, and the numbers; None for the thread's.
+_OWN: Final[ContextVar[tuple[str, Iterator[int]] | None]] = ContextVar("_OWN", default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +153,16 @@ def deterministic() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def own_nonces(name: str) -> Iterator[None]:
+    """Number nonces anew, under a name of their own: work that is repeated makes documents that are remembered."""
+    token = _OWN.set((name, itertools.count(1)))
+    try:
+        yield
+    finally:
+        _OWN.reset(token)
+
+
+@contextlib.contextmanager
 def remembering() -> Iterator[None]:
     """Parse equal documents once. Parsing is pure: the same bytes give the same object."""
     parse = _Remembered(canonical.parse_document)
@@ -169,24 +183,30 @@ class _Nonces:
 
     def __call__(self, nbytes: int) -> str:
         thread = threading.current_thread()
-        number = next(self._of_thread.setdefault(thread, itertools.count(1)))
-        text = f"{thread.name}/{number}".encode().hex()
+        name, numbers = _OWN.get() or (thread.name, self._of_thread.setdefault(thread, itertools.count(1)))
+        text = f"{name}/{next(numbers)}".encode().hex()
         return (text * nbytes)[-2 * nbytes :]
 
 
 class _Remembered:
-    """Instead of a function that parses: equal bytes are parsed once. What raises is parsed each time."""
+    """Instead of a function that parses: equal bytes are parsed once, and refused with one error."""
 
     def __init__(self, parse: Callable[..., Any]) -> None:
         self._parse = parse
-        self._answers: dict[Any, Any] = {}
+        self._answers: dict[Any, tuple[Any, CkptError | None]] = {}
 
     def __call__(self, content: bytes, **arguments: Any) -> Any:
         # What other parts of an attempt had makes parsing cheaper, and no difference to what comes out.
         key = (content, tuple(sorted((name, value) for name, value in arguments.items() if name != "known")))
         if key not in self._answers:
-            self._answers[key] = self._parse(content, **arguments)
-        return self._answers[key]
+            try:
+                self._answers[key] = self._parse(content, **arguments), None
+            except CkptError as error:
+                self._answers[key] = None, error
+        answer, refusal = self._answers[key]
+        if refusal is not None:
+            raise refusal.with_traceback(None)
+        return answer
 
 
 @functools.cache

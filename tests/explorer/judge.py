@@ -240,7 +240,8 @@ class Judge:
         before = store.snapshot()
         told: list[str] = []
         try:
-            recover(store, Marks(told.append))
+            with content.own_nonces("recovery"):
+                recover(store, Marks(told.append))
         except CkptError as error:
             return [Violation("stuck", f"recovery after {told}: {error}")]
         except AssertionError as error:
