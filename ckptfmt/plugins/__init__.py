@@ -1,0 +1,1 @@
+"""Plug-ins for training frameworks: a module for each, which imports its framework and public names of ckptfmt."""

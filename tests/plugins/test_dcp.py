@@ -1,0 +1,279 @@
+"""torch.distributed.checkpoint through ckptfmt: real processes, DTensors, other numbers of ranks, async saves."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint import state_dict_loader as dcp_load
+from torch.distributed.checkpoint import state_dict_saver as dcp_save
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import ckptfmt
+from ckptfmt.errors import CkptError
+from ckptfmt.plugins.dcp import CkptfmtReader, CkptfmtWriter
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Opaque:
+    """An object that is no plain value."""
+
+    def __eq__(self, other):
+        return type(other) is Opaque
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def trained(seed=1, steps=2):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(3, 6)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def state_dict_of(model, optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {
+        "model": model_state,
+        "optim": optimizer_state,
+        "step": torch.tensor(2),
+        "epoch": 3,
+        "note": ("a", {"b": [1.5, None]}),
+        "ema": {"w": torch.arange(5.0)},
+        "a/b~c": {"x/y": 5, "t/t": torch.ones(2)},
+    }
+
+
+def flat(tree, prefix=()):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, (*prefix, key))
+        else:
+            yield (*prefix, key), value
+
+
+def assert_same(left, right):
+    left, right = dict(flat(left)), dict(flat(right))
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        other = right[key]
+        if isinstance(value, torch.Tensor):
+            assert (value.dtype, value.shape) == (other.dtype, other.shape), key
+            assert value.numpy().tobytes() == other.numpy().tobytes(), key
+        else:
+            assert value == other, key
+            assert type(value) is type(other), key
+
+
+def save(state_dict, path, **options):
+    dcp_save.save(state_dict, storage_writer=CkptfmtWriter(path, **options), no_dist=True)
+
+
+def load(state_dict, path, **options):
+    dcp_load.load(state_dict, storage_reader=CkptfmtReader(path, **options), no_dist=True)
+    return state_dict
+
+
+def test_a_state_dict_comes_back_bit_by_bit(tmp_path):
+    model, optimizer = trained()
+    saved = state_dict_of(model, optimizer)
+    save(saved, tmp_path / "step-12")
+
+    other, other_optimizer = trained(seed=5, steps=1)
+    found = state_dict_of(other, other_optimizer)
+    found |= {"step": torch.tensor(0), "epoch": 0, "note": None, "ema": {"w": torch.zeros(5)}}
+    found["a/b~c"] = {"x/y": 0, "t/t": torch.zeros(2)}
+    with pytest.raises(AssertionError):
+        assert_same(saved, found)  # the control
+    load(found, tmp_path / "step-12")
+    assert_same(saved, found)
+    set_state_dict(other, other_optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
+    assert_same(saved, {**state_dict_of(other, other_optimizer)})
+
+
+def test_what_is_written_is_an_ordinary_checkpoint(tmp_path):
+    model, optimizer = trained()
+    save(state_dict_of(model, optimizer), tmp_path / "step-12")
+
+    assert ckptfmt.validate(tmp_path / "step-12").valid
+    command = [sys.executable, "-m", "ckptfmt", "validate", str(tmp_path / "step-12")]
+    assert subprocess.run(command, check=False, capture_output=True, timeout=120).returncode == 0
+    plain, _ = trained(seed=9, steps=0)
+    report: Any = ckptfmt.load(tmp_path / "step-12", ckptfmt.State(weights=plain, rng=False), only="weights:*")
+    assert report.step == 12
+    assert_same(model.state_dict(), plain.state_dict())
+    shards = list((tmp_path / "step-12").glob("weights-*.safetensors"))
+    with safe_open(shards[0], framework="pt") as opened:
+        assert_same({"w": model.state_dict()["2.weight"]}, {"w": opened.get_tensor("2.weight")})
+    with ckptfmt.open(tmp_path / "step-12") as checkpoint:
+        assert "state/0.weight/exp_avg" in checkpoint.optimizer
+        assert checkpoint.manifest.fields["rng"].reason == "DCP saves no random numbers"
+
+
+def test_a_checkpoint_of_a_state_is_read_by_dcp(tmp_path):
+    model, _ = trained()
+    ckptfmt.save(tmp_path / "c", ckptfmt.State(weights=model), step=1)
+    other, _ = trained(seed=4)
+    load({"model": other.state_dict()}, tmp_path / "c")
+    assert_same(model.state_dict(), other.state_dict())
+
+
+def test_everything_is_found_without_a_state_dict(tmp_path):
+    model, optimizer = trained()
+    saved = state_dict_of(model, optimizer)
+    save(saved, tmp_path / "c")
+    found: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    dcp_load._load_state_dict(found, CkptfmtReader(tmp_path / "c"), planner=planner, no_dist=True)
+    assert_same(saved["model"], found["model"])
+    assert_same({"e": saved["ema"], "n": saved["note"]}, {"e": found["ema"], "n": found["note"]})
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_flat_state_dicts_and_planners_that_do_not_flatten(tmp_path, flatten):
+    model, _ = trained()
+    writer = CkptfmtWriter(tmp_path / "c")
+    planner = DefaultSavePlanner(flatten_state_dict=flatten)
+    dcp_save.save(model.state_dict(), storage_writer=writer, planner=planner, no_dist=True)
+    other, _ = trained(seed=4)
+    found = other.state_dict()
+    reader, load_planner = CkptfmtReader(tmp_path / "c"), DefaultLoadPlanner(flatten_state_dict=flatten)
+    dcp_load.load(found, storage_reader=reader, planner=load_planner, no_dist=True)
+    assert_same(model.state_dict(), found)
+
+
+def test_keys_of_which_several_are_models_keep_apart(tmp_path):
+    saved = {"model": {"w": torch.ones(2)}, "module": {"w": torch.zeros(2)}, "other": {"w": torch.full((2,), 7.0)}}
+    save(saved, tmp_path / "c")
+    assert_same(saved, load({key: {"w": torch.full((2,), -1.0)} for key in saved}, tmp_path / "c"))
+
+
+def test_a_target_of_another_dtype_converts_as_with_dcp(tmp_path):
+    save({"model": {"w": torch.tensor([1.5, 2.5])}}, tmp_path / "c")
+    found = load({"model": {"w": torch.zeros(2, dtype=torch.float64)}}, tmp_path / "c")
+    assert found["model"]["w"].tolist() == [1.5, 2.5]
+
+
+def test_objects_that_are_no_plain_values_are_refused_unless_asked_for(tmp_path):
+    state_dict = {"model": {"w": torch.ones(2)}, "object": Opaque()}
+    with pytest.raises(CheckpointException) as caught:
+        save(state_dict, tmp_path / "refused")
+    assert "object is no plain value" in str(caught.value)
+    assert not (tmp_path / "refused" / "manifest.json").exists()
+
+    save(state_dict, tmp_path / "c", allow_pickle=True)
+    with pytest.raises(CheckpointException) as caught:
+        load({"model": {"w": torch.zeros(2)}, "object": 0}, tmp_path / "c")
+    assert "allow_pickle=True" in str(caught.value)
+    found = load({"model": {"w": torch.zeros(2)}, "object": 0}, tmp_path / "c", allow_pickle=True)
+    assert_same(state_dict, found)
+
+
+def test_a_damaged_byte_is_named(tmp_path):
+    model, _ = trained()
+    save({"model": model.state_dict()}, tmp_path / "c")
+    (shard,) = (tmp_path / "c").glob("weights-*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointException) as caught:
+        load({"model": trained(seed=3)[0].state_dict()}, tmp_path / "c")
+    assert "BLOCK_DIGEST" in str(caught.value)
+
+
+def test_a_missing_entry_is_an_error_as_with_dcp(tmp_path):
+    save({"model": {"w": torch.ones(2)}}, tmp_path / "c")
+    with pytest.raises(CheckpointException, match="Missing key"):
+        load({"model": {"w": torch.zeros(2), "b": torch.zeros(2)}}, tmp_path / "c")
+
+
+def test_random_numbers_stay_where_they_are(tmp_path):
+    before = (random.getstate(), torch.get_rng_state().tolist())
+    save({"model": {"w": torch.ones(2)}}, tmp_path / "c")
+    load({"model": {"w": torch.zeros(2)}}, tmp_path / "c")
+    assert (random.getstate(), torch.get_rng_state().tolist()) == before
+
+
+def test_a_directory_with_a_checkpoint_is_refused_and_stays(tmp_path):
+    save({"model": {"w": torch.ones(2)}}, tmp_path / "c")
+    with pytest.raises(CheckpointException) as caught:
+        save({"model": {"w": torch.zeros(2)}}, tmp_path / "c")
+    assert "CHECKPOINT_EXISTS" in str(caught.value)
+    assert load({"model": {"w": torch.zeros(2)}}, tmp_path / "c")["model"]["w"].tolist() == [1, 1]
+
+
+def test_cached_plans_and_saves_without_collectives_are_refused(tmp_path):
+    planners = [DefaultSavePlanner(enable_plan_caching=True) for _ in range(2)]
+    try:
+        writer = CkptfmtWriter(tmp_path / "a")
+        dcp_save.save({"w": torch.ones(2)}, storage_writer=writer, planner=planners[0], no_dist=True)
+        writer = CkptfmtWriter(tmp_path / "b")
+        with pytest.raises(CheckpointException, match="plan caching"):
+            dcp_save.save({"w": torch.ones(2)}, storage_writer=writer, planner=planners[1], no_dist=True)
+    finally:
+        for cache in ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan"):
+            getattr(DefaultSavePlanner, cache).clear()
+        DefaultSavePlanner._cached_metadata.clear()
+
+
+WORKER = Path(__file__).with_name("dcp_worker.py")
+
+
+def run_ranks(count, *arguments):
+    """Run the worker as so many ranks, and return what each printed."""
+    environment = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(WORKER), *map(str, arguments)]
+    ranks = [
+        subprocess.Popen(
+            command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(count)
+    ]
+    try:
+        told = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * count, "\n".join(told)
+    return told
+
+
+@pytest.mark.parametrize("how", ["save", "async"])
+def test_sharded_tensors_of_two_ranks_load_on_four_and_on_one(tmp_path, how):
+    path = tmp_path / "c"
+    run_ranks(2, how, path, tmp_path / "meet-2")
+    assert ckptfmt.validate(path).valid
+    with ckptfmt.open(path) as checkpoint:
+        assert checkpoint.manifest.origin.writer_count == 2
+
+    run_ranks(4, "load", path, tmp_path / "meet-4")
+    whole = load({"model": {"w": torch.zeros(7, 6), "r": torch.zeros(3)}, "rank0": {"plain": [0, ""]}}, path)
+    assert whole["model"]["w"].numpy().tobytes() == torch.arange(42.0).reshape(7, 6).numpy().tobytes()
+    assert whole["model"]["r"].tolist() == [0, 1, 2]
+    assert whole["rank0"] == {"plain": [1, "two"]}
+
+
+def test_a_rank_that_fails_fails_all_and_leaves_no_checkpoint(tmp_path):
+    told = run_ranks(2, "fail", tmp_path / "c", tmp_path / "meet")
+    assert all("refused" in lines for lines in told)
+    with pytest.raises(CkptError) as caught:
+        ckptfmt.open(tmp_path / "c")
+    assert caught.value.code in ("NOT_COMMITTED", "FILE_MISSING")
+    run_ranks(2, "save", tmp_path / "c", tmp_path / "meet-again")
+    assert ckptfmt.validate(tmp_path / "c").valid
