@@ -116,6 +116,7 @@ def load(
     bases: Iterable[PathOrStore] = (),
     deadline_s: float = DEADLINE_S,
     wait_s: float = 0.0,
+    digest: str | None = None,
 ) -> LoadReport | dict[str, object]:
     """Load a checkpoint into a state, in place; or return what it holds as trees.
 
@@ -142,7 +143,7 @@ def load(
             disk it doesn't, as a rule.
         bases: where else to look for the bases of a delta, beside its own directory: checkpoints, or directories of
             them; a base counts by its digest alone.
-        wait_s: as for `open`.
+        wait_s, digest: as for `open`.
 
     A delta costs what it stores and what its bases store of the same blocks, and some decoding. Part of it may cost
     more than its share: the weights of an optimizer's group are predicted from its moments, so that to read the
@@ -163,13 +164,13 @@ def load(
     if state is None:
         if rename is not None:
             raise err(Code.ARGUMENT, "there is no live name without a state", where="rename=")
-        with open_checkpoint(path, bases=bases, wait_s=wait_s) as checkpoint:
+        with open_checkpoint(path, digest=digest, bases=bases, wait_s=wait_s) as checkpoint:
             return load_trees(checkpoint, framework, only=only)
     store = open_store(path, writable=isinstance(agree, str))
     # Not where a save by the same token meets: its writer 0 removes that when others may be here already.
     group = make_group(writer, agree, store.at("loading"), deadline_s=deadline_s)
     places = _open_bases(bases)
-    with group.together(lambda: _open(path, store, bases=places, wait_s=wait_s)) as checkpoint:
+    with group.together(lambda: _open(path, store, digest=digest, bases=places, wait_s=wait_s)) as checkpoint:
         if group.writer == 0:
             _warn_of_pending(checkpoint)
         return load_once(state, checkpoint, group, allow=allow, strict=strict, only=only, rename=rename, share=share)

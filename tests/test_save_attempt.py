@@ -132,6 +132,7 @@ def test_records_are_those_of_all_parts_and_of_this_attempt(tmp_path):
         [records[0], stray],
         ["", *records],
         [None, records[0]],
+        [json.dumps({**json.loads(records[0]), "writer": [1]}), records[0]],
         ["[]", records[0]],
         [json.dumps({**json.loads(records[0]), "more": 1}), records[1]],
     ):
@@ -167,6 +168,7 @@ def test_a_committed_directory_and_a_run_are_refused(tmp_path):
         {"step": 1, "writer_count": 1.0},
         {"step": 1, "writer_count": 10**7},
         {"step": 1, "writer_count": 1, "block_nbytes": 5000},
+        {"step": 1, "writer_count": 1, "block_nbytes": "x"},
     ],
 )
 def test_arguments_of_an_attempt_are_checked(arguments):
@@ -190,6 +192,16 @@ def test_an_attempt_that_was_not_dumped_is_refused(text):
     assert code_of(lambda: ckptfmt.SaveAttempt.parse(text)) == "ARGUMENT"
 
 
-def test_a_writer_that_is_none_of_the_attempt_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "change", [{"step": "x"}, {"block_nbytes": 3}, {"nonce": 5}, {"attempt": "../../../etc/abcd"}, {"writer_count": 0}]
+)
+def test_an_attempt_that_was_changed_on_the_way_is_refused(change):
+    told = json.loads(ckptfmt.SaveAttempt.begin(step=1, writer_count=2).dump())
+    assert code_of(lambda: ckptfmt.SaveAttempt.parse(json.dumps({**told, **change}))) == "ARGUMENT"
+
+
+@pytest.mark.parametrize("writer", [2, -1, "0", 1.0, True])
+def test_a_writer_that_is_none_of_the_attempt_is_refused(tmp_path, writer):
     attempt = ckptfmt.SaveAttempt.begin(step=1, writer_count=2)
-    assert code_of(lambda: attempt.write_part(tmp_path / "c", rows(0, 6), writer=2)) == "ARGUMENT"
+    assert code_of(lambda: attempt.write_part(tmp_path / "c", rows(0, 6), writer=writer)) == "ARGUMENT"
+    assert not (tmp_path / "c").exists()

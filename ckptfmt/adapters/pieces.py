@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from ckptfmt.adapters.numpy import Array, ArraySink, ArraySource, saved_dtype
 from ckptfmt.box import Box
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.write.snapshot import TensorSink, TensorSource
+
+Tensor = TypeVar("Tensor", TensorSource, TensorSink)
 
 
 def source_of(
@@ -34,7 +37,7 @@ def source_of(
         global_shape: of the whole tensor, in elements; needed where `pieces` is a mapping.
         scope: ``global``, or ``lw/<i>`` for what belongs to process i alone.
 
-    Raises: StateError(STATE_UNSUPPORTED, ARGUMENT); LayoutError(BOX_BOUNDS).
+    Raises: StateError(STATE_UNSUPPORTED, ARGUMENT); LayoutError(BOX_BOUNDS, TILING_OVERLAP).
 
     >>> import numpy as np
     >>> source = source_of("w", {(2, 0): np.zeros((2, 3), "float32")}, global_shape=(4, 3))
@@ -43,7 +46,7 @@ def source_of(
     """
     where = f"{field}:{name}"
     if not isinstance(pieces, Mapping):
-        return _whole_source(pieces, field=field, name=name, scope=scope)
+        return _of_shape(_whole_source(pieces, field=field, name=name, scope=scope), global_shape, where)
     found = {box: _whole_source(piece, field=field, name=name, scope=scope) for box, piece in _boxes(pieces, where)}
     shape = _check_pieces(found, global_shape, where)
     dtypes = {source.dtype for source in found.values()}
@@ -69,11 +72,12 @@ def sink_of(
         pieces: as for `source_of`.
         dtype: that was saved, where it isn't that of the pieces: then elements are converted.
 
-    Raises: StateError(STATE_UNSUPPORTED, META_DESTINATION, ARGUMENT); LayoutError(BOX_BOUNDS).
+    Raises: StateError(STATE_UNSUPPORTED, META_DESTINATION, ARGUMENT); LayoutError(BOX_BOUNDS,
+        TILING_OVERLAP).
     """
     where = f"{field}:{name}"
     if not isinstance(pieces, Mapping):
-        return _whole_sink(pieces, field=field, name=name, scope=scope, dtype=dtype)
+        return _of_shape(_whole_sink(pieces, field=field, name=name, scope=scope, dtype=dtype), global_shape, where)
     found = {
         box: _whole_sink(piece, field=field, name=name, scope=scope, dtype=dtype)
         for box, piece in _boxes(pieces, where)
@@ -118,6 +122,15 @@ class _Pieces:
         return self.held[around], Box(begin, box.shape)
 
 
+def _of_shape(whole: Tensor, global_shape: tuple[int, ...] | None, where: str) -> Tensor:
+    """Return a whole tensor if its shape is the one that was said, if one was."""
+    if global_shape is not None and tuple(global_shape) != whole.global_shape:
+        detail = f"the tensor has the shape {whole.global_shape}, and global_shape={tuple(global_shape)}"
+        remedy = "Give a piece with the offsets at which it begins: {(0, 0): tensor}."
+        raise err(Code.ARGUMENT, detail, where=where, remedy=remedy)
+    return whole
+
+
 def _boxes(pieces: Mapping[Any, Any], where: str) -> list[tuple[Box, Any]]:
     if not pieces:
         raise err(Code.ARGUMENT, "no piece", where=where, remedy="Leave out what isn't here.")
@@ -125,7 +138,10 @@ def _boxes(pieces: Mapping[Any, Any], where: str) -> list[tuple[Box, Any]]:
     for begin, piece in pieces.items():
         if not hasattr(piece, "shape"):
             raise _no_tensor(piece, where)
-        boxes.append((Box(tuple(begin), tuple(piece.shape)), piece))
+        if not isinstance(begin, tuple) or not all(type(offset) is int for offset in begin):
+            remedy = "The keys are the offsets at which a piece begins, a tuple of integers: {(0, 0): tensor}."
+            raise err(Code.ARGUMENT, f"{begin!r} isn't a tuple of offsets", where=where, remedy=remedy)
+        boxes.append((Box(begin, tuple(piece.shape)), piece))
     return boxes
 
 
@@ -139,6 +155,9 @@ def _check_pieces(found: Mapping[Box, Any], global_shape: tuple[int, ...] | None
             raise err(Code.ARGUMENT, "a DTensor has offsets of its own", where=where, remedy=remedy)
         if len(box.begin) != len(box.shape) or len(box.begin) != len(whole.begin) or not whole.contains(box):
             raise err(Code.BOX_BOUNDS, f"{box} leaves {whole.shape}", where=where, remedy="Mend the offsets.")
+    for one, other in itertools.combinations(found, 2):
+        if one.intersect(other) is not None:
+            raise err(Code.TILING_OVERLAP, f"{one} and {other} overlap", where=where)
     return whole.shape
 
 

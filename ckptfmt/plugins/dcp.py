@@ -92,11 +92,13 @@ class CkptfmtWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the attempt, on the coordinator, and tell it to all ranks along with their plans.
 
-        Raises: NotImplementedError for cached plans, with which nothing can be told.
+        Raises: NotImplementedError for cached plans, with which nothing can be told; ValueError for names that the
+            checkpoint can't keep apart.
         """
         if not all(plan.usable for plan in plans):
             raise NotImplementedError("a cached plan can't carry a save's id: use a planner without plan caching")
         self._paths = {fqn: path for plan in plans for fqn, path in _paths_of(plan).items()}
+        _check_names(self._paths)
         number = _TRAILING_NUMBER.search(self.checkpoint_id.rstrip("/"))
         step = self._step if self._step is not None else int(number[1]) if number else 0
         self._attempt = ckptfmt.SaveAttempt.begin(step=step, writer_count=len(plans))
@@ -171,7 +173,7 @@ class CkptfmtReader(StorageReader):
         self._allow_pickle = allow_pickle
         self._tensors: dict[str, tuple[str, str, Any]] = {}
         self._pickled: set[str] = set()
-        self._digest = ""
+        self._path = self._digest = ""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load."""
@@ -180,7 +182,8 @@ class CkptfmtReader(StorageReader):
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:  # noqa: ANN401
         """Return what there is, for the planner."""
         with ckptfmt.open(self.checkpoint_id) as checkpoint:
-            self._digest = checkpoint.digest
+            # Of a run, its newest may be another one soon: this one is read to the end.
+            self._path, self._digest = checkpoint.store.name, checkpoint.digest
             paths = _read_paths(checkpoint)
             kept = {name for _, name, _ in checkpoint.leaves}
             self._pickled = {fqn for fqn in paths if _value_name(_PICKLE + fqn) in kept}
@@ -209,11 +212,16 @@ class CkptfmtReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
-        return plans
+        """Tell all ranks, along with their plans, which checkpoint the coordinator has opened."""
+        return [dataclasses.replace(plan, storage_data=self._digest) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what this rank's plan asks for, in place."""
+        """Fill what this rank's plan asks for, in place.
+
+        Raises: RuntimeError where the coordinator opened another checkpoint of the run.
+        """
+        if plan.storage_data != self._digest:
+            raise RuntimeError("a checkpoint was committed meanwhile, so that ranks opened different ones: load again")
         targets = [
             (item, planner.resolve_tensor(item).detach()) for item in plan.items if item.type == LoadItemType.TENSOR
         ]
@@ -224,7 +232,7 @@ class CkptfmtReader(StorageReader):
             sinks.append(
                 ckptfmt.sink_of(name, {begin: target}, dtype=handle.dtype, field=field, global_shape=handle.shape)
             )
-        with ckptfmt.open(self.checkpoint_id, digest=self._digest) as checkpoint:
+        with ckptfmt.open(self._path, digest=self._digest) as checkpoint:
             checkpoint.read_into(sinks)
         for item, target in targets:
             planner.commit_tensor(item, target)
@@ -245,7 +253,7 @@ class CkptfmtReader(StorageReader):
         if pickles and not self._allow_pickle:
             raise TypeError(f"{min(pickles)} is a pickle: pass allow_pickle=True to load it, which runs what is in it")
         only = [f"optimizer:{_value_name(name)}" for name in stored.values()]
-        trees: Any = ckptfmt.load(self.checkpoint_id, only=only, framework="torch")
+        trees: Any = ckptfmt.load(self._path, only=only, framework="torch", digest=self._digest)
         found = trees["optimizer"]
         pickled: dict[str, bytes] = {}
         for name in names:
@@ -276,20 +284,38 @@ def _heads_alone(paths: Iterable[tuple[Any, ...]]) -> dict[str, str]:
     return {field: found.pop() if len(found) == 1 else "" for field, found in heads.items()}
 
 
+def _check_names(paths: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse entries of a state_dict that would lie at one place, or where this module keeps something itself."""
+    alone = _heads_alone(paths.values())
+    taken: dict[tuple[str, str], str] = {}
+    for fqn, path in paths.items():
+        if fqn == _PATHS or fqn.startswith(_PICKLE):
+            raise ValueError(f"the key {fqn!r} is taken by ckptfmt.plugins.dcp: rename it")
+        other = taken.setdefault(_place_of(path, alone), fqn)
+        if other != fqn:
+            raise ValueError(f"{other!r} and {fqn!r} would have one name in the checkpoint: rename one of them")
+
+
 def _place_of(path: tuple[Any, ...], alone: Mapping[str, str]) -> tuple[str, str]:
     """Return field and name of a tensor."""
-    keys = [str(key) for key in path]
+    keys = [_escape(str(key)) for key in path]
     if not alone and len(keys) == 1:
         return "weights", keys[0]  # the state_dict of a module
     field = _FIELDS.get(keys[0]) if len(keys) > 1 else None
     if field is None:
         return "optimizer", "/".join(["extra", *keys])
-    return field, "/".join(keys[1:] if alone[field] == keys[0] else keys)
+    is_all = alone[field] == keys[0] and keys[1] != "extra"
+    return field, "/".join(keys[1:] if is_all else keys)
+
+
+def _escape(key: str) -> str:
+    """Return how a key stands in a name, as in a JSON pointer."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _value_name(fqn: str) -> str:
-    """Return the name of a value of ``State(extra=...)``, in which a key is escaped as in a JSON pointer."""
-    return "extra/" + fqn.replace("~", "~0").replace("/", "~1")
+    """Return the name of a value of ``State(extra=...)``."""
+    return f"extra/{_escape(fqn)}"
 
 
 def _read_paths(checkpoint: Any) -> dict[str, tuple[Any, ...]]:  # noqa: ANN401 - what ckptfmt.open returns

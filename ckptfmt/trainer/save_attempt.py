@@ -7,6 +7,7 @@ import dataclasses
 import json
 import operator
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Self, SupportsFloat
@@ -25,6 +26,7 @@ from ckptfmt.trainer.handle import SaveReport
 from ckptfmt.trainer.one_save import capture, check_step
 from ckptfmt.write.writer import as_ckpt_error, for_saving, write_part
 
+_ID: Final = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
 #: The members of a record of a part.
 _RECORD: Final = {"attempt", "writer", "part_digest"}
 
@@ -89,8 +91,13 @@ class SaveAttempt:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the attempt that `dump` gave. Raises: StateError(ARGUMENT)."""
-        told = _parse(text, {field.name for field in dataclasses.fields(Origin)}, "SaveAttempt.parse()")
-        return cls(Origin(**told))
+        where = "SaveAttempt.parse()"
+        told = _parse(text, {field.name for field in dataclasses.fields(Origin)}, where)
+        begun = cls.begin(**{name: told[name] for name in ("step", "writer_count", "block_nbytes")}).origin
+        ids = {"nonce": told["nonce"], "attempt": told["attempt"]}
+        if not all(isinstance(text, str) and _ID.fullmatch(text) for text in ids.values()):
+            raise err(Code.ARGUMENT, "ids that SaveAttempt.begin doesn't make", where=where)
+        return cls(dataclasses.replace(begun, **ids))
 
     def write_part(
         self,
@@ -116,6 +123,9 @@ class SaveAttempt:
             part is left, or nothing that a reader takes for a checkpoint.
         Spec: REQ-CMT-003, REQ-CMT-004.
         """
+        if type(writer) is not int or not 0 <= writer < self.origin.writer_count:
+            detail = f"writer={writer!r} isn't a number below {self.origin.writer_count}"
+            raise err(Code.ARGUMENT, detail, where="writer=")
         store = open_store(path, writable=True)
         check_no_run(store)
         try:
@@ -159,6 +169,8 @@ class SaveAttempt:
         digests: dict[int, str] = {}
         for record in records:
             told = _parse(record, _RECORD, "records")
+            if type(told["writer"]) is not int:
+                raise err(Code.ARGUMENT, f"a record is of the writer {told['writer']!r}", where="records")
             if told["attempt"] != self.origin.attempt:
                 raise err(Code.ARGUMENT, f"a record is of the attempt {told['attempt']!r}", where="records")
             if told["writer"] in digests:
@@ -185,7 +197,11 @@ def _parse(text: str, members: set[str], where: str) -> dict[str, Any]:
 
 def check_block_nbytes(block_nbytes: int) -> None:
     """Refuse what isn't a size of a block. Raises: StateError(ARGUMENT). Spec: REQ-TEN-005."""
-    if not limits.BLOCK_NBYTES_MIN <= block_nbytes <= limits.BLOCK_NBYTES_MAX or block_nbytes & (block_nbytes - 1):
+    if (
+        type(block_nbytes) is not int
+        or not limits.BLOCK_NBYTES_MIN <= block_nbytes <= limits.BLOCK_NBYTES_MAX
+        or block_nbytes & (block_nbytes - 1)
+    ):
         raise err(
             Code.ARGUMENT,
             f"block_nbytes={block_nbytes}: a power of two from {limits.BLOCK_NBYTES_MIN} to {limits.BLOCK_NBYTES_MAX}",

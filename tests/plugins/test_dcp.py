@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -162,6 +163,74 @@ def test_keys_of_which_several_are_models_keep_apart(tmp_path):
     saved = {"model": {"w": torch.ones(2)}, "module": {"w": torch.zeros(2)}, "other": {"w": torch.full((2,), 7.0)}}
     save(saved, tmp_path / "c")
     assert_same(saved, load({key: {"w": torch.full((2,), -1.0)} for key in saved}, tmp_path / "c"))
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"model": {"a/b": torch.ones(2), "a": {"b": torch.zeros(2)}}},
+        {"x/y": torch.ones(2), "x": {"y": torch.zeros(2)}, "model": {"w": torch.ones(1)}},
+        {"optim": {"extra": {"a": torch.ones(2)}}, "a": torch.zeros(2), "model": {"w": torch.ones(1)}},
+        {"model": {"~1": torch.ones(2), "/": torch.zeros(2)}},
+    ],
+)
+def test_keys_that_look_alike_keep_apart(tmp_path, saved):
+    save(saved, tmp_path / "c")
+
+    def emptied(tree):
+        return {key: emptied(v) if isinstance(v, dict) else torch.full_like(v, -1) for key, v in tree.items()}
+
+    assert_same(saved, load(emptied(saved), tmp_path / "c"))
+
+
+@pytest.mark.parametrize(
+    ("saved", "word"),
+    [
+        ({"dcp": 5}, "taken by"),
+        ({"pickle:k": 1, "k": Opaque()}, "taken by"),
+        ({"optim": {"optim": {"extra": torch.ones(1)}, "extra": torch.zeros(1)}}, "one name"),
+    ],
+)
+def test_keys_that_cannot_keep_apart_are_refused_before_anything_is_written(tmp_path, saved, word):
+    with pytest.raises(CheckpointException, match=word):
+        save(saved, tmp_path / "c", allow_pickle=True)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_load_from_a_run_is_of_one_checkpoint(tmp_path, monkeypatch):
+    def commit(step):
+        state = ckptfmt.State(weights={"w": torch.full((2,), float(step))}, extra={"n": step}, rng=False)
+        with ckptfmt.Checkpointer(tmp_path / "run", state, saver="inline", resume="fresh") as checkpointer:
+            checkpointer.save(step=step)
+
+    commit(1)
+    opened = ckptfmt.open
+
+    def open_then_move(path, **options):
+        monkeypatch.setattr(ckptfmt, "open", opened)
+        checkpoint = opened(path, **options)
+        commit(2)  # the head of the run moves between the load's metadata and its data
+        return checkpoint
+
+    monkeypatch.setattr(ckptfmt, "open", open_then_move)
+    found = load({"model": {"w": torch.zeros(2)}}, tmp_path / "run")
+    assert found["model"]["w"].tolist() == [1, 1]
+    assert load({"model": {"w": torch.zeros(2)}}, tmp_path / "run")["model"]["w"].tolist() == [2, 2]
+
+
+def test_values_come_from_the_checkpoint_that_the_tensors_come_from(tmp_path, monkeypatch):
+    for number in (1, 2):
+        save({"model": {"w": torch.full((2,), float(number))}, "n": number}, tmp_path / f"c{number}")
+    loaded = ckptfmt.load
+
+    def replace_then_load(path, *arguments, **options):
+        shutil.rmtree(tmp_path / "c1")
+        shutil.copytree(tmp_path / "c2", tmp_path / "c1")
+        return loaded(path, *arguments, **options)
+
+    monkeypatch.setattr(ckptfmt, "load", replace_then_load)
+    with pytest.raises(CheckpointException, match=r"DOC_DIGEST|DOC_MISMATCH"):
+        load({"model": {"w": torch.zeros(2)}, "n": 0}, tmp_path / "c1")
 
 
 def test_a_target_of_another_dtype_converts_as_with_dcp(tmp_path):
