@@ -79,7 +79,7 @@ def _total_nbytes(place: Place, bases: Sequence[Store]) -> int | None:
     """Return how many bytes of tensors there are to check, from the manifests; None if they don't say."""
     try:
         if place.is_run:
-            manifests = [entry.manifest for entry in list_checkpoints(place.store)]
+            manifests = [entry.manifest for entry in list_checkpoints(place.store, with_labels=False)]
         else:
             checkpoint = Checkpoint(place.store, bases=bases)
             found = [read_register(checkpoint.closure.find(one)) for one in checkpoint.manifest.references]

@@ -153,12 +153,15 @@ def parse_labels_name(name: str) -> tuple[str, int] | None:
 
     >>> parse_labels_name("step-00001200-l0003-0002.json"), parse_labels_name("step-00001200-l0003-2.json")
     (('step-00001200-l0003', 2), None)
+
+    Spec: REQ-RUN-023.
     """
     found = _LABELS_NAME.fullmatch(name) if len(name) < 100 else None
     if found is None or parse_checkpoint_name(found[1]) is None:
         return None
     number = int(found[2])
-    return (found[1], number) if labels_name(found[1], number) == name else None
+    is_number = 1 <= number <= limits.JSON_INTEGER
+    return (found[1], number) if is_number and labels_name(found[1], number) == name else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What is said of a checkpoint after its commit: pins, and metrics and tags in the place of those of the manifest.
 
-Spec: REQ-RUN-023 to REQ-RUN-025, REQ-CMT-041.
+Spec: REQ-RUN-023 to REQ-RUN-026, REQ-CMT-041.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import LABELS
 from ckptfmt.store.protocol import Store
 
+#: How many records of others a change may find in its way, one after the other.
+_TRIES = 1000
 #: How long to wait for a cleaner that is about to retire what is to be pinned, in seconds.
 _CLEANER_S = 10.0
 
@@ -32,13 +34,16 @@ def list_newest_labels(store: Store) -> dict[str, int]:
 
 
 def read_labels(store: Store, checkpoint: str, number: int, run_id: str | None) -> LabelsRecord | CkptError:
-    """Return a record of labels, or why it can't be read. Raises: StoreError."""
+    """Return a record of labels, or why it can't be read: also where its permissions forbid that.
+
+    Raises: StoreError, except STORE_ACCESS. Spec: REQ-RUN-023, REQ-RUN-026.
+    """
     path = f"{LABELS_FOLDER}/{labels_name(checkpoint, number)}"
     try:
         record = LabelsRecord.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
-    except StoreError:
-        raise
     except CkptError as error:
+        if isinstance(error, StoreError) and error.code != Code.STORE_ACCESS:
+            raise
         return error
     if run_id is not None and record.run_id != run_id:
         return err(Code.RUN_MISMATCH, f"it belongs to run {record.run_id}", where=path, requirement="REQ-RUN-023")
@@ -55,12 +60,15 @@ def change_labels(
         change: returns what is to hold, given what holds; it may be called again, where somebody else was faster.
 
     Returns: what holds now.
-    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED); StoreError.
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED); FormatError(LIMIT_EXCEEDED) where
+        the largest number is taken; CommitError(COMMIT_CONFLICT) where others were faster each time; StoreError.
     Spec: REQ-RUN-024, REQ-RUN-025.
     """
     manifest = _read_manifest(store, checkpoint)
-    while True:
-        number = list_newest_labels(store).get(checkpoint, 0)
+    number = 0
+    for _ in range(_TRIES):
+        # A name that couldn't be created is that of a record, even if a listing doesn't show it yet.
+        number = max(number, list_newest_labels(store).get(checkpoint, 0))
         known = read_labels(store, checkpoint, number, run.run_id) if number else None
         if not isinstance(known, LabelsRecord):
             # What can't be read counts as a pin until somebody takes that back.
@@ -71,16 +79,26 @@ def change_labels(
                 pinned=known is not None,
                 labels=manifest.labels,
             )
+        if number == limits.JSON_INTEGER:
+            raise _refuse_number(known.path)
         made = dataclasses.replace(change(known), number=number + 1)
         content = made.dump()
         try:
             create_once(store, made.path, functools.partial(list, [content]), content=content)
         except CkptError as error:
             if error.code == Code.COMMIT_CONFLICT:
+                number += 1
                 continue  # Somebody took the number: the change is made to what that one says.
             raise
         store.sync(LABELS_FOLDER)
         return made
+    raise err(
+        Code.COMMIT_CONFLICT,
+        f"other processes recorded labels of this checkpoint {_TRIES} times while this change was being made",
+        where=f"{LABELS_FOLDER}/{labels_name(checkpoint, number)}",
+        requirement="REQ-RUN-024",
+        remedy="Find out which process writes these records, and repeat the change.",
+    )
 
 
 def pin_checkpoint(store: Store, run: RunRecord, checkpoint: str) -> LabelsRecord:
@@ -110,6 +128,16 @@ def pin_checkpoint(store: Store, run: RunRecord, checkpoint: str) -> LabelsRecor
         f"it is pinned now, and a cleaner that began before hasn't said within {_CLEANER_S:g} s that it stays",
         where=place.name,
         requirement="REQ-CMT-041",
+    )
+
+
+def _refuse_number(path: str) -> CkptError:
+    return err(
+        Code.LIMIT_EXCEEDED,
+        "this record has the largest number that a record can have; no other can follow it",
+        where=path,
+        requirement="REQ-RUN-024",
+        remedy="Delete this file: no version of ckptfmt wrote it.",
     )
 
 

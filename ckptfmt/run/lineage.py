@@ -191,16 +191,23 @@ def read_launch(store: Store, number: int, run: RunRecord | None = None) -> Laun
     return launch
 
 
-def list_checkpoints(store: Store, run: RunRecord | None = None, *, known: Known | None = None) -> list[RunEntry]:
+def list_checkpoints(
+    store: Store, run: RunRecord | None = None, *, known: Known | None = None, with_labels: bool = True
+) -> list[RunEntry]:
     """Return every checkpoint directory of a run by step, then launch, compared as numbers.
 
     A register that can't be read becomes an entry with its error: nobody decides for it. What is retired while this
     looks is only seen together with the newer checkpoint for whose sake it went: registers are read oldest first, and
     all again if there are more of them by then.
+
+    Args:
+        with_labels: whether to read the records of labels, too. What to resume from doesn't depend on them.
+
+    Spec: REQ-RUN-014, REQ-RUN-026.
     """
     run_id = run.run_id if run is not None else None
     while True:
-        places, newest = _list_places(store), list_newest_labels(store)
+        places, newest = _list_places(store), list_newest_labels(store) if with_labels else {}
         entries = [_read_entry(store, place, run_id, known, newest) for place in places]
         if _list_places(store) == places:
             return entries
@@ -307,7 +314,7 @@ def begin_launch(
     """
     while True:
         launches = list_launches(store, run)
-        entries = list_checkpoints(store, run)
+        entries = list_checkpoints(store, run, with_labels=False)
         checkpoint: Checkpoint | None = None
         if fresh:
             chosen_by = "hand"
@@ -341,7 +348,7 @@ def find_head(store: Store) -> tuple[str, Manifest]:
     Spec: REQ-RUN-006, REQ-RUN-015.
     """
     run = read_known_run(store)
-    launches, entries = list_launches(store, run), list_checkpoints(store, run)
+    launches, entries = list_launches(store, run), list_checkpoints(store, run, with_labels=False)
     check_records(store, entries)
     for entry in iter_lineage(launches, entries):
         if isinstance(entry.register, CkptError):
@@ -410,7 +417,7 @@ def _choose_by_lineage(
     on_progress: Callable[[int], None] | None,
 ) -> tuple[Checkpoint | None, str]:
     passed_over: list[str] = []
-    for entry in iter_lineage(launches, list_checkpoints(store, run)):
+    for entry in iter_lineage(launches, list_checkpoints(store, run, with_labels=False)):
         found = _open_valid(store, entry, on_progress)
         if not isinstance(found, CkptError):
             return found, "fallback" if passed_over else "lineage"

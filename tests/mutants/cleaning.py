@@ -220,6 +220,16 @@ MUTANTS = {
         ),
         tests=("run/test_catalog.py::test_a_record_that_cannot_be_read_pins_until_somebody_unpins",),
     ),
+    "resuming_reads_labels": Mutant(
+        clauses=("REQ-RUN-026",),
+        fault="reads the records of labels to find what to resume from",
+        patch=replaced(
+            lineage,
+            "list_checkpoints",
+            lambda right, *arguments, **options: right(*arguments, **{**options, "with_labels": True}),
+        ),
+        tests=("run/test_catalog.py::test_what_to_resume_from_is_chosen_without_records_of_labels",),
+    ),
     "pinned_before_it_is_recorded": Mutant(
         clauses=("REQ-CMT-041",),
         fault="looks for condemnations, and records the pin without looking again",

@@ -17,12 +17,13 @@ from ckptfmt.commit.decision import CONDEMNED
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.run import LABELS_FOLDER, SAVERS, LabelsRecord, RunRecord
-from ckptfmt.errors import CkptError, Code
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run import labelling
 from ckptfmt.run.lineage import list_checkpoints, open_run
 from ckptfmt.run.retention import Retention, clean_up
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.store.protocol import Names
 from tests.builders import error_of, snapshot, tensor
 from tests.chains import Saving
 from tests.run.test_lineage import RunOfSteps
@@ -325,3 +326,93 @@ def test_a_run_with_a_feature_of_a_newer_version_is_left_alone() -> None:
         with pytest.raises(CkptError) as caught:
             getattr(ckptfmt.Run(store), call)(1)
         assert caught.value.code == Code.FEATURE_UNSUPPORTED
+
+
+class Locked(HookedStore):
+    """A store in which nobody may read the records of labels, as where another user wrote them with umask 077."""
+
+    def before(self, operation: Operation) -> None:
+        """Refuse to read them."""
+        if operation.op == "read" and operation.path.startswith(f"{LABELS_FOLDER}/"):
+            raise err(Code.STORE_ACCESS, "Permission denied", where=operation.path)
+
+
+def test_a_record_that_may_not_be_read_pins_and_stops_nobody() -> None:
+    """REQ-RUN-026, REQ-CMT-040: a training goes on, whoever loads is served, and the checkpoint stays."""
+    store, run = made(1, 2, 3)
+    run.tag(1, "mine")
+    locked = Locked(store)
+
+    assert [one.pinned for one in ckptfmt.Run(locked).list()] == [True, False, False]
+    clean_up(locked, open_run(store), launch=1, retention=Retention(keep=1))
+    assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
+    ckptfmt.Run(locked).unpin(1)
+    assert not run.list()[0].pinned
+
+
+class Unlisted(Locked):
+    """A store in which nobody may list the records of labels either."""
+
+    def before(self, operation: Operation) -> None:
+        """Refuse to list them."""
+        super().before(operation)
+        if operation.op == "list_names" and operation.path == LABELS_FOLDER:
+            raise err(Code.STORE_ACCESS, "Permission denied", where=operation.path)
+
+
+def test_what_to_resume_from_is_chosen_without_records_of_labels() -> None:
+    """REQ-RUN-026"""
+    store, run = made(1, 2)
+    run.tag(2, "mine")
+    unlisted = Unlisted(store)
+    with ckptfmt.open(unlisted) as checkpoint:
+        assert checkpoint.step == 2
+    with ckptfmt.Checkpointer(unlisted, ckptfmt.State(data={"a": 1}), saver="inline") as checkpointer:
+        checkpointer.restore_rng()
+        assert checkpointer.save(step=3).step == 3
+
+
+@pytest.mark.parametrize("number", ["9" * 60, "9007199254740992", "0000"])
+def test_a_number_that_no_record_can_have_is_passed_over(number: str) -> None:
+    """REQ-RUN-023"""
+    store, run = made(1, 2)
+    store.create(f"{LABELS_FOLDER}/{checkpoint_name(1, 1)}-{number}.json", [b"damaged"])
+    run.tag(1, "a")
+    run.tag(1, "b")
+    assert (run.list()[0].tags, run.list()[0].pinned) == (("a", "b", "s1"), False)
+
+
+def test_behind_the_largest_number_there_is_none() -> None:
+    """REQ-RUN-024: that is said; nothing is written that no reader takes."""
+    store, run = made(1, 2)
+    store.create(f"{LABELS_FOLDER}/{checkpoint_name(1, 1)}-9007199254740991.json", [b"damaged"])
+    assert run.list()[0].pinned
+    assert code_of(lambda: run.unpin(1)) == Code.LIMIT_EXCEEDED
+    assert len(store.list(LABELS_FOLDER)) == 1
+
+
+def test_a_listing_that_lags_behind_does_not_hold_a_change_up() -> None:
+    """REQ-RUN-024: who finds a number taken knows of that record."""
+
+    class Lagging(HookedStore):
+        def list_names(self, prefix: str) -> Names:
+            return [] if prefix == LABELS_FOLDER else super().list_names(prefix)
+
+    store, run = made(1, 2)
+    run.tag(1, "a")
+    ckptfmt.Run(Lagging(store)).tag(1, "b")
+    assert run.list()[0].tags == ("a", "b", "s1")
+
+
+def test_a_change_that_is_overtaken_for_ever_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """REQ-RUN-024"""
+
+    class Overtaken(HookedStore):
+        def before(self, operation: Operation) -> None:
+            if operation.op == "create" and operation.path.startswith(LABELS_FOLDER):
+                store.create(operation.path, [b"somebody else's"])
+
+    store, _ = made(1, 2)
+    monkeypatch.setattr(labelling, "_TRIES", 4)
+    assert code_of(lambda: ckptfmt.Run(Overtaken(store)).tag(1, "a")) == Code.COMMIT_CONFLICT
+    assert len(store.list(LABELS_FOLDER)) == 4
