@@ -22,7 +22,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
-from ckptfmt.run.lineage import check_no_run, check_surroundings, find_head, is_run
+from ckptfmt.run.lineage import check_no_run, check_surroundings, is_run, open_head
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
@@ -289,13 +289,12 @@ def _open(
         # Before the registers are read: a save that is decided in between is no longer held, and seen there.
         held = wait_for_savers(store, deadline_s=wait_s)
         try:
-            name, _ = find_head(store)
+            checkpoint = open_head(store, digest=digest, bases=bases)
         except IntegrityError as error:
             if not held or error.code != Code.NOT_COMMITTED:
                 raise
             detail = f"{error.detail}; {describe_savers(held)} hasn't finished a save yet"
             raise err(error.code, detail, where=error.where, remedy="Wait for that save: pass wait_s=.") from error
-        checkpoint = Checkpoint(store.at(name), digest=digest, bases=bases)
         checkpoint.pending = tuple(held)
         return checkpoint
     checkpoint = Checkpoint(store, digest=digest, bases=bases)

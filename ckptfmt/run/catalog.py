@@ -17,10 +17,11 @@ from ckptfmt.run.labelling import change_labels, pin_checkpoint
 from ckptfmt.run.lineage import (
     RunEntry,
     check_writer_features,
-    find_head,
+    find_head_entry,
     iter_lineage,
     list_checkpoints,
     list_launches,
+    open_head,
     read_known_run,
 )
 from ckptfmt.run.retention import delete_checkpoint, sort_by_metric
@@ -101,8 +102,7 @@ class Run:
 
     def newest(self) -> RunCheckpoint:
         """Return the checkpoint that the run goes on from, as far as its records say. Raises: as `ckptfmt.open`."""
-        name, _ = find_head(self._store)
-        return self.find(name)
+        return _describe(find_head_entry(self._store))
 
     def best(self, metric: str, mode: str = "min") -> RunCheckpoint:
         """Return the committed checkpoint that is best by a metric; of equals the newest.
@@ -132,8 +132,11 @@ class Run:
         Returns: the checkpoint; its `pending` says what savers had in hand just before.
         """
         held = tuple(list_held(self._store))
-        found = self.newest() if which is None else self.find(which)
-        checkpoint = Checkpoint(self._store.at(found.name), digest=found.digest)
+        if which is None:
+            checkpoint = open_head(self._store)
+        else:
+            found = self.find(which)
+            checkpoint = Checkpoint(self._store.at(found.name), digest=found.digest)
         checkpoint.pending = held
         return checkpoint
 
@@ -178,10 +181,9 @@ class Run:
         delete_checkpoint(store, run, self.find(which).name)
 
     def _writable(self) -> tuple[Store, RunRecord]:
-        store = open_store(self._path, writable=True)
-        run = read_known_run(store)
+        run = read_known_run(self._store)  # first: to open a store for writing makes its directory
         check_writer_features(run)
-        return store, run
+        return open_store(self._path, writable=True), run
 
     def _change(self, which: Which, change: Callable[[Labels], Labels]) -> None:
         store, run = self._writable()

@@ -154,9 +154,17 @@ def _refuse_other_contents(store: Store) -> RunRecord | None:
 
 
 def read_known_run(store: Store) -> RunRecord:
-    """Return the record of a run of which there is something else. Raises: IntegrityError(FILE_MISSING)."""
+    """Return the record of a run that is there. Raises: IntegrityError(FILE_MISSING). Spec: REQ-RUN-015."""
     run = read_run(store)
     if run is None:
+        names = set(store.list_names(""))
+        if MANIFEST_NAME in names or (f"{LAUNCHES}/" not in names and not _list_places(store)):
+            raise err(
+                Code.FILE_MISSING,
+                "a checkpoint is here, and no run" if MANIFEST_NAME in names else "no run is here",
+                where=store.name,
+                remedy=f"Give the directory of a run: it has a {RUN_NAME}.",
+            )
         raise err(
             Code.FILE_MISSING,
             "launches or checkpoints of a run are here, and its record isn't",
@@ -341,20 +349,45 @@ def begin_launch(
         # A clean-up that didn't see the record in time retired what it names; the next number names another.
 
 
+def open_head(store: Store, *, digest: str | None = None, bases: Sequence[Store] = ()) -> Checkpoint:
+    """Open the checkpoint that a run goes on from; the next one, where a training retires it in the meantime.
+
+    Raises: as `find_head` and `Checkpoint`. Spec: REQ-RUN-020.
+    """
+    while True:
+        place = store.at(find_head(store)[0])
+        try:
+            return Checkpoint(place, digest=digest, bases=bases)
+        except CkptError:
+            # It was committed a moment ago: whoever retired it has committed a newer one before.
+            if not isinstance(read_register(place), Tombstone):
+                raise
+
+
 def find_head(store: Store) -> tuple[str, Manifest]:
     """Return name and manifest of the checkpoint that a run goes on from, as far as its records say.
+
+    Raises: as `find_head_entry`.
+    """
+    entry = find_head_entry(store, with_labels=False)
+    assert entry.manifest is not None  # noqa: S101 - a head is committed
+    return entry.name, entry.manifest
+
+
+def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
+    """Return the committed checkpoint that a run goes on from, as far as its records say.
 
     Raises: IntegrityError(NOT_COMMITTED, FILE_MISSING), or what is wrong with its register.
     Spec: REQ-RUN-006, REQ-RUN-015.
     """
     run = read_known_run(store)
-    launches, entries = list_launches(store, run), list_checkpoints(store, run, with_labels=False)
+    launches, entries = list_launches(store, run), list_checkpoints(store, run, with_labels=with_labels)
     check_records(store, entries)
     for entry in iter_lineage(launches, entries):
         if isinstance(entry.register, CkptError):
             raise entry.register
         if entry.manifest is not None:
-            return entry.name, entry.manifest
+            return entry
     raise err(
         Code.NOT_COMMITTED,
         "the run has no checkpoint yet",

@@ -417,3 +417,55 @@ def test_a_change_that_is_overtaken_for_ever_ends(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(labelling, "_TRIES", 4)
     assert code_of(lambda: ckptfmt.Run(Overtaken(store)).tag(1, "a")) == Code.COMMIT_CONFLICT
     assert len(store.list(LABELS_FOLDER)) == 4
+
+
+class Retiring(HookedStore):
+    """A store in which a training goes on and retires step 1, when its register is about to be read the n-th time."""
+
+    def __init__(self, inner: Any, trainer: ckptfmt.Checkpointer, *, at: int) -> None:
+        super().__init__(inner)
+        self._trainer = trainer
+        self._left = [at]
+
+    def before(self, operation: Operation) -> None:
+        """Save step 2."""
+        if operation.op == "read" and operation.path == f"{checkpoint_name(1, 1)}/manifest.json":
+            self._left[0] -= 1
+            if self._left[0] == 0:
+                self._trainer.save(step=2)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("look", [lambda store: ckptfmt.Run(store).open(), ckptfmt.open])
+def test_the_newest_is_opened_while_a_training_retires_the_one_before(look: Any, at: int) -> None:
+    """REQ-RUN-020: whoever looks once more gets the one that came in its place."""
+    store = MemoryStore()
+    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", keep=1) as trainer:
+        trainer.save(step=1)
+        with look(Retiring(store, trainer, at=at)) as checkpoint:
+            assert checkpoint.step == 2
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_the_newest_is_described_as_it_was_found(at: int) -> None:
+    """REQ-RUN-020: never as retired, by a second look."""
+    store = MemoryStore()
+    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", keep=1) as trainer:
+        trainer.save(step=1)
+        assert ckptfmt.Run(Retiring(store, trainer, at=at)).newest().state == "committed"
+
+
+def test_a_path_without_a_run_is_named_and_nothing_is_made_there(tmp_path: Path) -> None:
+    """REQ-RUN-015: nothing says there that a run.json was lost."""
+    typo = tmp_path / "typo" / "run"
+    for call in (
+        lambda run: run.list(),
+        lambda run: run.tag(1, "a"),
+        lambda run: run.pin(1),
+        lambda run: run.delete(1),
+    ):
+        error = error_of(lambda call=call: call(ckptfmt.Run(typo)))
+        assert (error.code, error.detail) == (Code.FILE_MISSING, "no run is here")
+    assert not typo.parent.exists()
+    ckptfmt.save(tmp_path / "lone", ckptfmt.State(data={"a": 1}), step=1)
+    assert error_of(lambda: ckptfmt.Run(tmp_path / "lone").list()).detail == "a checkpoint is here, and no run"
