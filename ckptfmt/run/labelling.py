@@ -116,18 +116,35 @@ def pin_checkpoint(store: Store, run: RunRecord, checkpoint: str) -> LabelsRecor
             remedy="Copy the checkpoint out of the run, or train on in a new one.",
         )
     made = change_labels(store, run, checkpoint, lambda known: dataclasses.replace(known, pinned=True))
+    wait_for_cleaners(store, checkpoint, requirement="REQ-CMT-041")
+    return made
+
+
+def wait_for_cleaners(store: Store, checkpoint: str, *, requirement: str) -> None:
+    """Return when a checkpoint is committed and no cleaner is about to retire it any more.
+
+    Args:
+        store: rooted at the run.
+        requirement: what asks for it.
+
+    Raises: IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED); CommitError(CHECKPOINT_CONDEMNED)
+        where a cleaner takes long, or died before it retired the checkpoint; StoreError.
+    Spec: REQ-CMT-041, REQ-RUN-013.
+    """
     place = store.at(checkpoint)
+    condemned: list[str] = []
     for _ in poll(_CLEANER_S):
-        # In this order: a cleaner removes its condemnation behind the tombstone, or when it has seen the pin.
-        is_condemned = any(name.startswith(CONDEMNED) for name in place.list_names(""))
+        # In this order: a cleaner removes its condemnation behind the tombstone, or when it has seen who needs it.
+        condemned = sorted(name for name in place.list_names("") if name.startswith(CONDEMNED))
         _read_manifest(store, checkpoint)
-        if not is_condemned:
-            return made
+        if not condemned:
+            return
     raise err(
         Code.CHECKPOINT_CONDEMNED,
-        f"it is pinned now, and a cleaner that began before hasn't said within {_CLEANER_S:g} s that it stays",
+        f"{condemned[0]} is still there after {_CLEANER_S:g} s: a clean-up is slow, or was killed and left the file",
         where=place.name,
-        requirement="REQ-CMT-041",
+        requirement=requirement,
+        remedy="If a clean-up runs, ask again when it has ended. If none does, delete the file, and ask again.",
     )
 
 

@@ -34,7 +34,7 @@ from ckptfmt.features import WRITER_FEATURES
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import check_place, check_record, verify_loadable
-from ckptfmt.run.labelling import list_newest_labels, read_labels
+from ckptfmt.run.labelling import list_newest_labels, read_labels, wait_for_cleaners
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.protocol import Store
 
@@ -317,7 +317,8 @@ def begin_launch(
 
     Returns: the launch; and the checkpoint that the launch resumes from, open, with the documents that were verified,
         for the caller to load and close. None instead of a checkpoint after a fresh start.
-    Raises: IntegrityError(NO_VALID_CHECKPOINT, NOT_COMMITTED); StoreError; FormatError.
+    Raises: IntegrityError(NO_VALID_CHECKPOINT, NOT_COMMITTED, CHECKPOINT_RETIRED); CommitError(CHECKPOINT_CONDEMNED)
+        where a cleaner may retire what was chosen by hand; StoreError; FormatError.
     Spec: REQ-RUN-002, REQ-RUN-006, REQ-RUN-007, REQ-RUN-012, REQ-RUN-013.
     """
     while True:
@@ -334,6 +335,9 @@ def begin_launch(
         resume = None if checkpoint is None else _name_in_run(checkpoint.manifest)
         taken = {launch.launch for launch in launches} | {entry.launch for entry in entries}
         number = max(taken, default=0) + 1
+        if choose is not None and resume is not None:
+            # What is chosen by hand stays chosen: a record that names what is retired leaves the run without a head.
+            wait_for_cleaners(store, resume.name, requirement="REQ-RUN-013")
         launch = Launch(
             run_id=run.run_id, launch=number, nonce=secrets.token_hex(16), chosen_by=chosen_by, resume_from=resume
         )
@@ -344,6 +348,9 @@ def begin_launch(
                 continue  # Somebody took the number; what to resume from may have changed with it.
             raise
         store.sync(LAUNCHES)
+        if choose is not None and resume is not None:
+            # A clean-up that condemned it since may have looked for launches before this record was there.
+            wait_for_cleaners(store, resume.name, requirement="REQ-RUN-013")
         if resume is None or _is_committed(store, resume.name):
             return launch, checkpoint
         # A clean-up that didn't see the record in time retired what it names; the next number names another.
@@ -388,13 +395,14 @@ def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
             raise entry.register
         if entry.manifest is not None:
             return entry
-    raise err(
-        Code.NOT_COMMITTED,
-        "the run has no checkpoint yet",
-        where=store.name,
-        requirement="REQ-RUN-006",
-        remedy="Train until the first save.",
-    )
+    head = launches[-1].resume_from if launches else None
+    if head is not None or any(entry.manifest is not None for entry in entries):
+        detail = "no committed checkpoint is on the way that led to the newest launch"
+        detail += "" if head is None else f", which began from {head.name}"
+        remedy = "Open a checkpoint by its name, or begin a launch with resume= and a name, or with resume='fresh'."
+    else:
+        detail, remedy = "the run has no checkpoint yet", "Train until the first save."
+    raise err(Code.NOT_COMMITTED, detail, where=store.name, requirement="REQ-RUN-006", remedy=remedy)
 
 
 def check_surroundings(path: str | os.PathLike[str], manifest: Manifest) -> None:

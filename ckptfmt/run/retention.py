@@ -177,7 +177,7 @@ def clean_up(
     entries = list_checkpoints(store, run, known=known)
     going = plan_retention(launches, entries, retention)
     is_shared = not {REFERENCED, LABELS}.isdisjoint(run.writer_features)
-    removed = _retire_unread(store, run, going, known) if is_shared else _retire(store, going)
+    removed = _retire_unread(store, run, launches, going, known) if is_shared else _retire(store, going)
     named = {past.resume_from.name for past in launches if past.resume_from is not None}
     for entry in entries:
         place = store.at(entry.name)
@@ -191,14 +191,19 @@ def clean_up(
     return removed
 
 
-def _retire_unread(store: Store, run: RunRecord, going: list[RunEntry], known: Known | None) -> list[str]:
+def _retire_unread(
+    store: Store, run: RunRecord, launches: list[Launch], going: list[RunEntry], known: Known | None
+) -> list[str]:
     """Retire checkpoints that nobody pins, that nothing reads from, and nothing that is still being saved will.
 
     They are condemned first, and looked for afterwards: who pins one after that sees that it is condemned, and who
-    pinned it before is seen here.
+    pinned it before is seen here. So it is with a launch that begins from one.
+
+    Args:
+        launches: those that were known when the choice was made.
 
     Returns: the names of those that were retired.
-    Spec: REQ-CMT-032, REQ-CMT-033.
+    Spec: REQ-CMT-026, REQ-CMT-032, REQ-CMT-033.
     """
     name = CONDEMNED + secrets.token_hex(8)  # of its own: who withdraws takes nobody else's away
     staying = list(going)
@@ -206,6 +211,7 @@ def _retire_unread(store: Store, run: RunRecord, going: list[RunEntry], known: K
         for entry in going:
             store.at(entry.name).create(name, [b""])
         read = _find_read(store, run, going, known)
+        read |= _find_begun_from(store, run, launches)
         staying = [entry for entry in going if entry.manifest is None or entry.manifest.digest in read]
     finally:
         for entry in staying:
@@ -227,6 +233,12 @@ def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known
     names = {entry.name for entry in going}
     read = {one.digest for entry in entries if entry.name not in names for one in entry.references}
     return read | pinned | pinned_by_hand
+
+
+def _find_begun_from(store: Store, run: RunRecord, launches: list[Launch]) -> set[str]:
+    """Return the digests of what launches resume from that aren't among those given. Spec: REQ-CMT-026."""
+    known = {launch.launch for launch in launches}
+    return {one.resume_from.digest for one in list_launches(store, run) if one.resume_from and one.launch not in known}
 
 
 def _find_pinned_by_hand(store: Store, run: RunRecord, going: list[RunEntry]) -> set[str]:
@@ -259,8 +271,8 @@ def delete_checkpoint(store: Store, run: RunRecord, name: str) -> None:
         assert entry.register is not None  # noqa: S101
         raise entry.register if isinstance(entry.register, CkptError) else refusal_of(entry.register)
     needed = _find_need(launches, entries, entry)
-    if needed is None and not _retire_unread(store, run, [entry], None):
-        needed = "it was pinned, or a save began to read from it, just now"
+    if needed is None and not _retire_unread(store, run, launches, [entry], None):
+        needed = "it was pinned, or a launch or a save began to read from it, just now"
     if needed is not None:
         raise err(Code.CHECKPOINT_NEEDED, needed, where=name, requirement="REQ-CMT-026")
 

@@ -197,14 +197,15 @@ def _no_pins(right, store, origin, writer, given, **known):
         return right(store, origin, writer, given, **known)
 
 
-def _looking_first(right, store, run, going, known):
+def _looking_first(right, store, run, *chosen):
     """Look for pins and references, and condemn afterwards."""
+    _, going, _ = chosen
     entries = lineage.list_checkpoints(store, run)
     pinned = retention._find_pinned(store, entries)
     read = {one.digest for entry in entries for one in entry.references} | pinned
     for entry in going:
         store.at(entry.name).create(f"{commit.CONDEMNED}{0:016x}", [b""])
-    del right, known
+    del right
     return retention._retire(store, [entry for entry in going if entry.manifest.digest not in read])
 
 

@@ -19,8 +19,8 @@ from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.run import LABELS_FOLDER, SAVERS, LabelsRecord, RunRecord
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run import labelling
-from ckptfmt.run.lineage import list_checkpoints, open_run
-from ckptfmt.run.retention import Retention, clean_up
+from ckptfmt.run.lineage import begin_launch, find_head, list_checkpoints, open_run
+from ckptfmt.run.retention import Retention, clean_up, delete_checkpoint
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Names
@@ -307,6 +307,61 @@ def test_a_pin_between_the_choice_and_the_tombstone_holds() -> None:
     clean_up(Meddling(store, pin), open_run(store), launch=1, retention=Retention(keep=1))
     assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
     assert not [path for path in store.list("") if CONDEMNED in path]
+
+
+@pytest.mark.parametrize("cleaner", ["a person", "a launch"])
+def test_a_launch_that_begins_after_the_choice_keeps_what_it_resumes_from(cleaner: str) -> None:
+    """REQ-CMT-032, REQ-RUN-013: the cleaner lists the launches again, behind its condemnation."""
+    store, run = made(1, 2, 3)
+    begun: list[int] = []
+
+    def begin(operation: Any) -> None:
+        if operation.op == "list_names" and operation.path == LABELS_FOLDER and not begun:
+            begun.append(begin_launch(store, open_run(store), choose=checkpoint_name(1, 1))[0].launch)
+
+    meddling = Meddling(store, begin)
+    if cleaner == "a person":
+        error = error_of(lambda: delete_checkpoint(meddling, open_run(store), checkpoint_name(1, 1)))
+        assert error.code == Code.CHECKPOINT_NEEDED
+    else:
+        clean_up(meddling, open_run(store), launch=1, retention=Retention(keep=1))
+    assert begun == [2]
+    assert run.newest().step == 1
+    assert not [path for path in store.list("") if CONDEMNED in path]
+    assert begin_launch(store, open_run(store))[0].launch == 3
+
+
+def test_a_launch_by_hand_does_not_begin_from_what_is_condemned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """REQ-RUN-013: before its record nothing is changed, behind it a condemnation is seen as well."""
+    monkeypatch.setattr(labelling, "_CLEANER_S", 0.0)
+    store, run = made(1, 2, 3)
+    place, condemnation = store.at(checkpoint_name(1, 1)), f"{CONDEMNED}{0:016x}"
+    place.create(condemnation, [b""])
+    error = error_of(lambda: begin_launch(store, open_run(store), choose=checkpoint_name(1, 1)))
+    assert (error.code, condemnation in error.detail) == (Code.CHECKPOINT_CONDEMNED, True)
+    assert len(store.list_names("launches")) == 1
+    place.delete(condemnation)
+
+    def condemn(operation: Any) -> None:
+        if operation.op == "create" and operation.path.startswith("launches"):
+            place.create(condemnation, [b""])
+
+    meddling = Meddling(store, condemn)
+    error = error_of(lambda: begin_launch(meddling, open_run(store), choose=checkpoint_name(1, 1)))
+    assert error.code == Code.CHECKPOINT_CONDEMNED
+    assert run.newest().step == 1
+
+
+def test_a_run_without_a_head_does_not_seem_to_be_without_checkpoints() -> None:
+    """REQ-RUN-006: the launch was begun by hand from what is retired."""
+    store, _ = made(1, 2, 3)
+    begin_launch(store, open_run(store), choose=checkpoint_name(1, 1))
+    place = store.at(checkpoint_name(1, 1))
+    decision.retire(place, decision.read_register(place))  # type: ignore[arg-type]
+    error = error_of(lambda: find_head(store))
+    assert error.code == Code.NOT_COMMITTED
+    assert checkpoint_name(1, 1) in error.detail
+    assert "resume=" in str(error.remedy)
 
 
 def test_a_damaged_run_is_named() -> None:
