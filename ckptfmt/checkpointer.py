@@ -61,8 +61,8 @@ class Checkpointer:
         keep: how many of the newest checkpoints stay; None for all.
         keep_every: checkpoints of steps divisible by this stay as well.
         keep_best: a metric, "min" or "max", and a number: so many of those that are best by that metric stay as well.
-            One that was saved without the metric isn't among them, unless `Run.set_metrics` has given it since. What
-            is pinned stays, too.
+            One that was saved without the metric isn't among them, unless `Run.set_metrics` has given it since. As
+            long as no checkpoint has it, all stay, and the log says so. What is pinned stays, too.
         resume: "auto" to follow the run's lineage; "fresh" to start anew; else name or manifest digest of a checkpoint,
             which rolls the run back to it.
         allow, strict: as for `ckptfmt.load`.

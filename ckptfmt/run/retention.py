@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
 from ckptfmt import limits
@@ -87,7 +87,8 @@ def plan_retention(launches: list[Launch], entries: list[RunEntry], retention: R
     it. What a rollback left beside the lineage, or a launch that fell back to an older checkpoint, is somebody's to
     look at. What the newest launch resumes from stays until that launch has a commit of its own.
 
-    What is pinned stays.
+    What is pinned stays. As long as none has the metric by which the best stay, all stay: perhaps it is misspelt, or is
+    measured later.
 
     Spec: REQ-CMT-026, REQ-CMT-040.
     """
@@ -99,7 +100,10 @@ def plan_retention(launches: list[Launch], entries: list[RunEntry], retention: R
     protected = {entry.name for entry in lineage[: max(1, keep)]} | {entry.name for entry in entries if entry.is_pinned}
     if retention.keep_best is not None:
         metric, mode, count = retention.keep_best
-        protected |= {entry.name for entry in sort_by_metric(lineage, metric, mode)[:count]}
+        best = sort_by_metric(lineage, metric, mode)[:count]
+        if not best:
+            return []
+        protected |= {entry.name for entry in best}
     if not own and launches and launches[-1].resume_from is not None:
         protected.add(launches[-1].resume_from.name)
     late = list(_iter_late(launches, entries, lineage)) if own else []
@@ -157,6 +161,7 @@ def clean_up(
     launch: int,
     retention: Retention = KEEP_ALL,
     known: Known | None = None,
+    on_problem: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Retire what retention lets go, give up what older launches left unfinished, finish interrupted clean-ups.
 
@@ -165,6 +170,7 @@ def clean_up(
         launch: the launch that cleans; undecided directories of this one and of newer ones are left alone.
         retention: what stays of what is committed.
         known: what the caller has parsed before.
+        on_problem: called with a sentence where nothing can go for want of a metric.
 
     Returns: the names of what was retired or given up.
     Raises: UnsupportedError(FEATURE_UNSUPPORTED) if the run has a feature that this cleaner doesn't know: then nothing
@@ -176,6 +182,10 @@ def clean_up(
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, known=known)
     going = plan_retention(launches, entries, retention)
+    if retention.keep_best is not None and not going and on_problem is not None:
+        problem = _find_missing_metric(launches, entries, retention, retention.keep_best[0])
+        if problem is not None:
+            on_problem(problem)
     is_shared = not {REFERENCED, LABELS}.isdisjoint(run.writer_features)
     removed = _retire_unread(store, run, launches, going, known) if is_shared else _retire(store, going)
     named = {past.resume_from.name for past in launches if past.resume_from is not None}
@@ -189,6 +199,18 @@ def clean_up(
         elif isinstance(entry.register, Abort | Tombstone) and len(place.list("")) > 1:
             sweep(place)
     return removed
+
+
+def _find_missing_metric(
+    launches: list[Launch], entries: list[RunEntry], retention: Retention, metric: str
+) -> str | None:
+    """Return a sentence where checkpoints stay only because none has the metric by which the best stay."""
+    lineage = [entry for entry in iter_lineage(launches, entries) if entry.manifest is not None]
+    has_metric = any(entry.labels.number(metric) is not None for entry in lineage)
+    if has_metric or not plan_retention(launches, entries, dataclasses.replace(retention, keep_best=None)):
+        return None
+    known = ", ".join(sorted({name for entry in lineage for name in entry.labels.metrics})[:8]) or "none"
+    return f"keep_best= names the metric {metric!r}, which no checkpoint has, so all stay; their metrics: {known}"
 
 
 def _retire_unread(
@@ -330,7 +352,9 @@ def tidy_up(
 
     Returns: the names of what was retired or given up; what went wrong, or an empty string.
     """
+    problems: list[str] = []
     try:
-        return clean_up(store, run, launch=launch, retention=retention, known=known), ""
+        removed = clean_up(store, run, launch=launch, retention=retention, known=known, on_problem=problems.append)
     except CkptError as error:
         return [], str(error)
+    return removed, "; ".join(problems)

@@ -15,7 +15,7 @@ from ckptfmt.documents.run import LabelsRecord, Launch, ResumeFrom, RunRecord
 from ckptfmt.errors import CkptError, Code, UnsupportedError
 from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import RunEntry, begin_launch, iter_lineage, list_checkpoints, list_launches
-from ckptfmt.run.retention import Retention, clean_up, plan_retention
+from ckptfmt.run.retention import Retention, clean_up, plan_retention, tidy_up
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.writer import write_part
 from tests.builders import error_of, origin, save, snapshot, tensor, verify
@@ -127,7 +127,8 @@ class History:
 def must_stay(history, entry, *, keep, keep_every, keep_best):
     """Say by brute force whether a checkpoint stays for its own sake."""
     lineage, last = history.lineage, history.launches[-1]
-    if entry not in lineage or entry.is_pinned:
+    is_unmeasured = all(other.labels.number("loss") is None for other in lineage)
+    if entry not in lineage or entry.is_pinned or (keep_best is not None and is_unmeasured):
         return True
     if sum(other.step > entry.step for other in lineage) < max(1, keep) or (keep_every and not entry.step % keep_every):
         return True
@@ -181,7 +182,22 @@ def test_the_best_and_the_pinned_stay(ten):
     assert (80, 1) not in planned(ten, keep=1, keep_best=("loss", "max", 1))
     run.set_metrics(100, {"loss": 0.0})
     assert (70, 1) in planned(ten, **best)
-    assert len(planned(ten, keep=1, keep_best=("accuracy", "max", 3))) == 9
+
+
+def test_a_metric_that_no_checkpoint_has_lets_nothing_go(ten):
+    """A misspelt metric deletes nothing, and the log says it."""
+    run = Run(ten.store)
+    ample = Retention(keep=10, keep_best=("los", "min", 2))
+    assert tidy_up(ten.store, ten.run, launch=1, retention=ample) == ([], "")
+    scarce = dataclasses.replace(ample, keep=1)
+    run.set_metrics(20, {"loss": 0.5})
+    removed, problem = tidy_up(ten.store, ten.run, launch=1, retention=scarce)
+    assert removed == []
+    assert "'los'" in problem
+    assert "their metrics: loss" in problem
+    run.set_metrics(20, {"los": 0.5})
+    removed, problem = tidy_up(ten.store, ten.run, launch=1, retention=scarce)
+    assert (len(removed), problem) == (8, "")
 
 
 def test_more_to_keep_than_there_are(ten):
