@@ -10,10 +10,10 @@ from typing import Any, Final, TypeAlias
 from ckptfmt import limits
 from ckptfmt.commit.decision import CONDEMNED, Known, abort, refusal_of, retire, sweep
 from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_checkpoint_name
-from ckptfmt.documents.run import LABELS_FOLDER, Launch, Pins, RunRecord
+from ckptfmt.documents.run import LABELS_FOLDER, LabelsRecord, Launch, Pins, RunRecord
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.features import LABELS, REFERENCED
-from ckptfmt.run.labelling import list_newest_labels, read_labels
+from ckptfmt.run.labelling import list_newest_labels
 from ckptfmt.run.lineage import (
     RunEntry,
     check_not_fenced,
@@ -219,7 +219,7 @@ def _retire_unread(
     """Retire checkpoints that nobody pins, that nothing reads from, and nothing that is still being saved will.
 
     They are condemned first, and looked for afterwards: who pins one after that sees that it is condemned, and who
-    pinned it before is seen here. So it is with a launch that begins from one.
+    pinned it before is seen here. So it is with a launch that begins from one, and with who records a metric.
 
     Args:
         launches: those that were known when the choice was made.
@@ -244,9 +244,9 @@ def _retire_unread(
 
 def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known | None) -> set[str]:
     """Return the digests of what others than those that go read from, or will."""
-    pinned_by_hand = _find_pinned_by_hand(store, run, going)
+    labelled = _find_labelled(store, going)
     if REFERENCED not in run.writer_features:
-        return pinned_by_hand
+        return labelled
     # In this order: a save that is decided meanwhile has its pins until its manifest is there.
     pinned = _find_pinned(store, list_checkpoints(store, run, known=known))
     entries = list_checkpoints(store, run, known=known)
@@ -254,7 +254,7 @@ def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known
         return {entry.manifest.digest for entry in going if entry.manifest}  # nobody knows what that one reads
     names = {entry.name for entry in going}
     read = {one.digest for entry in entries if entry.name not in names for one in entry.references}
-    return read | pinned | pinned_by_hand
+    return read | pinned | labelled
 
 
 def _find_begun_from(store: Store, run: RunRecord, launches: list[Launch]) -> set[str]:
@@ -263,13 +263,15 @@ def _find_begun_from(store: Store, run: RunRecord, launches: list[Launch]) -> se
     return {one.resume_from.digest for one in list_launches(store, run) if one.resume_from and one.launch not in known}
 
 
-def _find_pinned_by_hand(store: Store, run: RunRecord, going: list[RunEntry]) -> set[str]:
-    """Return the digests of those that are pinned by now, or may be. Spec: REQ-CMT-040."""
+def _find_labelled(store: Store, going: list[RunEntry]) -> set[str]:
+    """Return the digests of those of which something was recorded since the choice: a pin, or that they are the best.
+
+    Spec: REQ-CMT-040.
+    """
     newest, found = list_newest_labels(store), set()
     for entry in going:
-        number = newest.get(entry.name)
-        record = None if number is None else read_labels(store, entry.name, number, run.run_id)
-        if entry.manifest is not None and dataclasses.replace(entry, record=record).is_pinned:
+        seen = entry.record.number if isinstance(entry.record, LabelsRecord) else 0
+        if entry.manifest is not None and newest.get(entry.name, 0) > seen:
             found.add(entry.manifest.digest)
     return found
 

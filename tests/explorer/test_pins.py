@@ -175,7 +175,7 @@ def test_no_order_of_steps_retires_what_was_called_pinned(monkeypatch):
 @pytest.mark.parametrize(
     ("where", "broken"),
     [
-        ("ckptfmt.run.retention._find_pinned_by_hand", lambda *_: set()),
+        ("ckptfmt.run.retention._find_labelled", lambda *_: set()),
         ("ckptfmt.run.labelling.CONDEMNED", "nothing is called so"),
     ],
 )

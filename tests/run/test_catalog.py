@@ -309,6 +309,21 @@ def test_a_pin_between_the_choice_and_the_tombstone_holds() -> None:
     assert not [path for path in store.list("") if CONDEMNED in path]
 
 
+def test_a_metric_that_comes_between_the_choice_and_the_tombstone_keeps_the_best() -> None:
+    """REQ-CMT-032: whatever was recorded since the choice wasn't considered in it."""
+    store, run = made(1, 2, 3)
+
+    def measure(operation: Any) -> None:
+        if operation.op == "create" and CONDEMNED in operation.path and not run.list()[0].metrics.get("accuracy"):
+            run.set_metrics(1, {"accuracy": 0.75})
+
+    run.set_metrics(3, {"accuracy": 0.5})
+    retention = Retention(keep=1, keep_best=("accuracy", "max", 1))
+    clean_up(Meddling(store, measure), open_run(store), launch=1, retention=retention)
+    assert [one.state for one in run.list()] == ["committed", "retired", "committed"]
+    assert run.best("accuracy", "max").step == 1
+
+
 @pytest.mark.parametrize("cleaner", ["a person", "a launch"])
 def test_a_launch_that_begins_after_the_choice_keeps_what_it_resumes_from(cleaner: str) -> None:
     """REQ-CMT-032, REQ-RUN-013: the cleaner lists the launches again, behind its condemnation."""
