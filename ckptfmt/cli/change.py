@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from ckptfmt import limits
 from ckptfmt.cli.console import Console, clean, labels_text, print_json
 from ckptfmt.cli.places import open_run_place
 from ckptfmt.errors import Code, err
@@ -18,14 +19,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     open_run_place(arguments.path)
     found = Run(arguments.path)
-    which = int(arguments.checkpoint) if arguments.checkpoint.isdecimal() else arguments.checkpoint
+    text = arguments.checkpoint
+    which = int(text) if text.isdecimal() and len(text) <= len(str(limits.JSON_INTEGER)) else text
     action = arguments.command
     name = found.find(which).name
     if action == "tag":
-        metrics = dict(map(_parse_metric, arguments.metric))
-        if metrics:
-            found.set_metrics(name, metrics)
-        found.tag(name, *arguments.tags)
+        found.add_labels(name, metrics=dict(map(_parse_metric, arguments.metric)), tags=arguments.tags)
     elif action == "untag":
         found.untag(name, *arguments.tags)
     else:

@@ -54,8 +54,8 @@ class Labels:
         if not isinstance(metrics, Mapping | None):
             raise err(Code.ARGUMENT, f"a {type(metrics).__name__} isn't a mapping of numbers", where="metrics=")
         tags = (tags,) if isinstance(tags, str) else tuple(tags)
-        numbers = {_check_name(name, "metrics="): _text_of(name, value) for name, value in (metrics or {}).items()}
-        names = tuple(sorted({_check_name(tag, "tags=") for tag in tags}))
+        numbers = {check_name(name, "metrics="): _text_of(name, value) for name, value in (metrics or {}).items()}
+        names = tuple(sorted({check_name(tag, "tags=") for tag in tags}))
         for count, limit, where in ((len(numbers), limits.METRICS, "metrics="), (len(names), limits.TAGS, "tags=")):
             if count > limit:
                 raise err(Code.ARGUMENT, f"{count} of them; at most {limit} are kept", where=where)
@@ -118,8 +118,8 @@ def _is_name(name: object) -> bool:
     return True
 
 
-def _check_name(name: object, where: str) -> str:
-    """Return the name of a metric, or a tag, that a caller gives."""
+def check_name(name: object, where: str) -> str:
+    """Return the name of a metric, or a tag, that a caller gives. Raises: StateError(ARGUMENT)."""
     if not isinstance(name, str) or not 1 <= len(name) <= _NAME_LENGTH:
         detail = f"{str(name)[:64]!r} isn't a text of 1 to {_NAME_LENGTH} characters"
         raise err(Code.ARGUMENT, detail, where=where)

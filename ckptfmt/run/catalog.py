@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, SupportsFloat, TypeAlias
 
+from ckptfmt import limits
 from ckptfmt.commit.waiting import describe_savers, launches_of, list_held
-from ckptfmt.documents.labels import Labels
+from ckptfmt.documents.labels import Labels, check_name
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
 from ckptfmt.documents.run import LabelsRecord, RunRecord
 from ckptfmt.errors import CkptError, Code, err
@@ -114,6 +116,7 @@ class Run:
         """
         if mode not in ("min", "max"):
             raise err(Code.ARGUMENT, f"{mode!r}: min or max", where="mode=")
+        check_name(metric, "metric=")
         entries = self._entries()
         found = sort_by_metric(entries, metric, mode)
         if not found:
@@ -145,17 +148,31 @@ class Run:
 
         Raises: StateError(ARGUMENT) as `ckptfmt.save`; as `pin`.
         """
-        given = Labels.of(metrics)
-        self._change(which, lambda known: Labels.of({**known.numbers(), **given.numbers()}, known.tags))
+        self.add_labels(which, metrics=metrics)
 
     def tag(self, which: Which, *tags: str) -> None:
         """Give a committed checkpoint tags, beside those that it has. Raises: as `set_metrics`."""
-        given = Labels.of(tags=tags).tags
-        self._change(which, lambda known: Labels.of(known.numbers(), {*known.tags, *given}))
+        self.add_labels(which, tags=tags)
+
+    def add_labels(
+        self, which: Which, *, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = ()
+    ) -> None:
+        """Do what `set_metrics` and `tag` do, in one step; without metrics and tags, nothing is recorded.
+
+        Raises: as `set_metrics`.
+        """
+        given = Labels.of(metrics, tags)
+        if given:
+            self._change(
+                which,
+                lambda known: Labels.of({**known.numbers(), **given.numbers()}, {*known.tags, *given.tags}),
+            )
 
     def untag(self, which: Which, *tags: str) -> None:
         """Take tags away; what it doesn't have isn't missed. Raises: as `set_metrics`."""
-        self._change(which, lambda known: dataclasses.replace(known, tags=_without(known.tags, tags)))
+        gone = {check_name(tag, "tags=") for tag in tags}
+        if gone:
+            self._change(which, lambda known: dataclasses.replace(known, tags=_without(known.tags, gone)))
 
     def pin(self, which: Which) -> None:
         """Keep a committed checkpoint, whatever retention says, until somebody unpins it.
@@ -202,9 +219,9 @@ class Run:
         Args:
             which: what a listing gave, a name, a digest, or a step.
 
-        Raises: IntegrityError(NOT_COMMITTED).
+        Raises: IntegrityError(NOT_COMMITTED); StateError(ARGUMENT) for what is none of these.
         """
-        wanted = which.name if isinstance(which, RunCheckpoint) else which
+        wanted = which.name if isinstance(which, RunCheckpoint) else _check_wanted(which)
         entries = list_checkpoints(self._store, read_known_run(self._store))
         found = [
             entry
@@ -219,11 +236,25 @@ class Run:
             saving = f"; {describe_savers(held)} has a save in hand" if held else ""
             raise err(
                 Code.NOT_COMMITTED,
-                f"{'several checkpoints are' if found else 'no checkpoint is'} {wanted!r}{saving}",
+                f"{'several checkpoints are' if found else 'no checkpoint is'} {str(wanted)[:100]!r}{saving}",
                 where=self._store.name,
                 remedy="Give a name, a digest or a step; `python -m ckptfmt log` lists the checkpoints of a run.",
             )
         return _describe(found[0])
+
+
+def _check_wanted(which: object) -> str | int:
+    """Return a name, a digest or a step that a caller gives. Raises: StateError(ARGUMENT)."""
+    if isinstance(which, str):
+        return which
+    remedy = "Give a name, a digest or a step."
+    if isinstance(which, bool) or not hasattr(which, "__index__"):
+        raise err(Code.ARGUMENT, f"a {type(which).__name__} doesn't say which", where="which=", remedy=remedy)
+    step = operator.index(which)
+    if not 0 <= step <= limits.JSON_INTEGER:
+        detail = f"no step is outside of 0 to {limits.JSON_INTEGER}"
+        raise err(Code.ARGUMENT, detail, where="which=", remedy=remedy)
+    return step
 
 
 def _without(tags: Iterable[str], gone: Iterable[str]) -> tuple[str, ...]:

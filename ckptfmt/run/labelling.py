@@ -69,16 +69,7 @@ def change_labels(
     for _ in range(_TRIES):
         # A name that couldn't be created is that of a record, even if a listing doesn't show it yet.
         number = max(number, list_newest_labels(store).get(checkpoint, 0))
-        known = read_labels(store, checkpoint, number, run.run_id) if number else None
-        if not isinstance(known, LabelsRecord):
-            # What can't be read counts as a pin until somebody takes that back.
-            known = LabelsRecord(
-                run_id=run.run_id,
-                checkpoint=checkpoint,
-                number=number,
-                pinned=known is not None,
-                labels=manifest.labels,
-            )
+        known = _read_newest(store, run, manifest, checkpoint, number)
         if number == limits.JSON_INTEGER:
             raise _refuse_number(known.path)
         made = dataclasses.replace(change(known), number=number + 1)
@@ -99,6 +90,28 @@ def change_labels(
         requirement="REQ-RUN-024",
         remedy="Find out which process writes these records, and repeat the change.",
     )
+
+
+def _read_newest(store: Store, run: RunRecord, manifest: Manifest, checkpoint: str, number: int) -> LabelsRecord:
+    """Return what a record says; where it can't be read, a pin with what the last one before it said, if any can.
+
+    Args:
+        number: of the record; 0 where there is none.
+
+    Raises: StoreError, except STORE_ACCESS. Spec: REQ-RUN-024, REQ-RUN-026.
+    """
+    older = {
+        parsed[1]
+        for parsed in map(parse_labels_name, store.list_names(LABELS_FOLDER))
+        if parsed is not None and parsed[0] == checkpoint and parsed[1] < number
+    }
+    for candidate in (*([number] if number else []), *sorted(older, reverse=True)):
+        record = read_labels(store, checkpoint, candidate, run.run_id)
+        if isinstance(record, LabelsRecord):
+            # What can't be read counts as a pin until somebody takes that back.
+            return dataclasses.replace(record, number=number, pinned=record.pinned or candidate != number)
+    pinned = number > 0
+    return LabelsRecord(run_id=run.run_id, checkpoint=checkpoint, number=number, pinned=pinned, labels=manifest.labels)
 
 
 def pin_checkpoint(store: Store, run: RunRecord, checkpoint: str) -> LabelsRecord:

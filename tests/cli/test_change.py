@@ -77,3 +77,14 @@ def test_a_record_that_cannot_be_read_is_a_problem_of_the_log(run: str, capsys: 
     found = said(capsys, "log", run, code=2)
     assert [problem["code"] for problem in found["problems"]] == ["DOC_SCHEMA"]
     assert found["checkpoints"][-1]["pinned"] is True
+
+
+def test_metrics_and_tags_are_recorded_together_or_not_at_all(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "tag", run, "1", "x" * 101, "--metric", "z=1", code=2)["error"]["code"] == "ARGUMENT"
+    assert not Path(run, "labels").exists()
+    said(capsys, "tag", run, "1", "a", "--metric", "z=1")
+    assert len(list(Path(run, "labels").iterdir())) == 1
+
+
+def test_a_step_of_thousands_of_digits_is_no_bug(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "rm", run, "9" * 5000, code=2)["error"]["code"] == "NOT_COMMITTED"

@@ -539,3 +539,35 @@ def test_a_path_without_a_run_is_named_and_nothing_is_made_there(tmp_path: Path)
     assert not typo.parent.exists()
     ckptfmt.save(tmp_path / "lone", ckptfmt.State(data={"a": 1}), step=1)
     assert error_of(lambda: ckptfmt.Run(tmp_path / "lone").list()).detail == "a checkpoint is here, and no run"
+
+
+def test_behind_a_record_that_cannot_be_read_nothing_older_is_lost() -> None:
+    """REQ-RUN-024, REQ-RUN-026"""
+    store, run = made(1, 2)
+    run.set_metrics(1, {"accuracy": 0.5})
+    run.tag(1, "a")
+    store.create(f"{LABELS_FOLDER}/{checkpoint_name(1, 1)}-0003.json", [b"damaged"])
+    run.tag(1, "b")
+    found = run.list()[0]
+    assert (found.tags, dict(found.metrics)) == (("a", "b", "s1"), {"loss": 9.0, "accuracy": 0.5})
+    assert found.pinned
+
+
+def test_arguments_of_another_type_are_named() -> None:
+    """Of a step that is a bool or a fraction, `delete` would delete step 1."""
+    _, run = made(1, 2)
+    odd: Any
+    for odd in (True, 1.0, None, ["a"], -1, 10**5000):
+        assert code_of(lambda odd=odd: run.find(odd)) == Code.ARGUMENT
+    assert run.find(np.int64(1)).step == 1
+    odd = ["a"]
+    assert code_of(lambda: run.untag(1, odd)) == Code.ARGUMENT
+    assert code_of(lambda: run.best(odd)) == Code.ARGUMENT
+
+
+def test_nothing_is_recorded_where_nothing_is_given() -> None:
+    store, run = made(1, 2)
+    run.tag(1)
+    run.untag(1)
+    run.set_metrics(1, {})
+    assert store.list(LABELS_FOLDER) == []
