@@ -559,7 +559,8 @@ def test_arguments_of_another_type_are_named() -> None:
     odd: Any
     for odd in (True, 1.0, None, ["a"], -1, 10**5000):
         assert code_of(lambda odd=odd: run.find(odd)) == Code.ARGUMENT
-    assert run.find(np.int64(1)).step == 1
+    odd = np.int64(1)
+    assert run.find(odd).step == 1
     odd = ["a"]
     assert code_of(lambda: run.untag(1, odd)) == Code.ARGUMENT
     assert code_of(lambda: run.best(odd)) == Code.ARGUMENT
