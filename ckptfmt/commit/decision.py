@@ -507,7 +507,7 @@ def refusal_of(register: Manifest | Abort | Tombstone) -> CkptError:
             register.reason,
             where=MANIFEST_NAME,
             requirement="REQ-MAN-001",
-            remedy="A newer launch cleaned up; stop this process.",
+            remedy="A newer launch cleaned up. A process that saves here must stop; else take another checkpoint.",
         )
     if isinstance(register, Tombstone):
         return err(
@@ -515,7 +515,7 @@ def refusal_of(register: Manifest | Abort | Tombstone) -> CkptError:
             "a checkpoint was here and was retired",
             where=MANIFEST_NAME,
             requirement="REQ-MAN-001",
-            remedy="Save another step, or to another path.",
+            remedy="It can't be had again: take another checkpoint, or save under another step or path.",
         )
     return err(
         Code.COMMIT_CONFLICT,

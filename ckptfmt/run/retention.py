@@ -187,7 +187,7 @@ def clean_up(
         if problem is not None:
             on_problem(problem)
     is_shared = not {REFERENCED, LABELS}.isdisjoint(run.writer_features)
-    removed = _retire_unread(store, run, launches, going, known) if is_shared else _retire(store, going)
+    removed = _retire_unread(store, run, launches, going, known)[0] if is_shared else _retire(store, going)
     named = {past.resume_from.name for past in launches if past.resume_from is not None}
     for entry in entries:
         place = store.at(entry.name)
@@ -215,7 +215,7 @@ def _find_missing_metric(
 
 def _retire_unread(
     store: Store, run: RunRecord, launches: list[Launch], going: list[RunEntry], known: Known | None
-) -> list[str]:
+) -> tuple[list[str], dict[str, str]]:
     """Retire checkpoints that nobody pins, that nothing reads from, and nothing that is still being saved will.
 
     They are condemned first, and looked for afterwards: who pins one after that sees that it is condemned, and who
@@ -224,7 +224,7 @@ def _retire_unread(
     Args:
         launches: those that were known when the choice was made.
 
-    Returns: the names of those that were retired.
+    Returns: the names of those that were retired; of the others, by digest, why they stay.
     Spec: REQ-CMT-026, REQ-CMT-032, REQ-CMT-033.
     """
     name = CONDEMNED + secrets.token_hex(8)  # of its own: who withdraws takes nobody else's away
@@ -239,11 +239,11 @@ def _retire_unread(
         for entry in staying:
             store.at(entry.name).delete(name)
     # What reads goes before what it reads from: whatever ends this in between, what is left is whole.
-    return _retire(store, [entry for entry in reversed(going) if entry not in staying])
+    return _retire(store, [entry for entry in reversed(going) if entry not in staying]), read
 
 
-def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known | None) -> set[str]:
-    """Return the digests of what others than those that go read from, or will."""
+def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known | None) -> dict[str, str]:
+    """Return the digests of what others than those that go read from, or will, and of what was labelled; and why."""
     labelled = _find_labelled(store, going)
     if REFERENCED not in run.writer_features:
         return labelled
@@ -251,28 +251,39 @@ def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known
     pinned = _find_pinned(store, list_checkpoints(store, run, known=known))
     entries = list_checkpoints(store, run, known=known)
     if any(isinstance(entry.register, CkptError) for entry in entries):
-        return {entry.manifest.digest for entry in going if entry.manifest}  # nobody knows what that one reads
+        unreadable = next(entry.name for entry in entries if isinstance(entry.register, CkptError))
+        reason = f"{unreadable} can't be read, so that nobody knows what it reads from"
+        return {entry.manifest.digest: reason for entry in going if entry.manifest}
     names = {entry.name for entry in going}
-    read = {one.digest for entry in entries if entry.name not in names for one in entry.references}
-    return read | pinned | labelled
+    read = {
+        one.digest: f"{entry.name} reads from it"
+        for entry in entries
+        if entry.name not in names
+        for one in entry.references
+    }
+    return dict.fromkeys(pinned, "a save that isn't committed yet will read from it") | read | labelled
 
 
-def _find_begun_from(store: Store, run: RunRecord, launches: list[Launch]) -> set[str]:
-    """Return the digests of what launches resume from that aren't among those given. Spec: REQ-CMT-026."""
+def _find_begun_from(store: Store, run: RunRecord, launches: list[Launch]) -> dict[str, str]:
+    """Return the digests of what launches resume from that aren't among those given, and why. Spec: REQ-CMT-026."""
     known = {launch.launch for launch in launches}
-    return {one.resume_from.digest for one in list_launches(store, run) if one.resume_from and one.launch not in known}
+    return {
+        one.resume_from.digest: f"launch {one.launch} has just begun, and resumes from it"
+        for one in list_launches(store, run)
+        if one.resume_from and one.launch not in known
+    }
 
 
-def _find_labelled(store: Store, going: list[RunEntry]) -> set[str]:
+def _find_labelled(store: Store, going: list[RunEntry]) -> dict[str, str]:
     """Return the digests of those of which something was recorded since the choice: a pin, or that they are the best.
 
     Spec: REQ-CMT-040.
     """
-    newest, found = list_newest_labels(store), set()
+    newest, found = list_newest_labels(store), {}
     for entry in going:
         seen = entry.record.number if isinstance(entry.record, LabelsRecord) else 0
         if entry.manifest is not None and newest.get(entry.name, 0) > seen:
-            found.add(entry.manifest.digest)
+            found[entry.manifest.digest] = "its pin, metrics or tags were changed just now"
     return found
 
 
@@ -295,8 +306,8 @@ def delete_checkpoint(store: Store, run: RunRecord, name: str) -> None:
         assert entry.register is not None  # noqa: S101
         raise entry.register if isinstance(entry.register, CkptError) else refusal_of(entry.register)
     needed = _find_need(launches, entries, entry)
-    if needed is None and not _retire_unread(store, run, launches, [entry], None):
-        needed = "it was pinned, or a launch or a save began to read from it, just now"
+    if needed is None:
+        needed = _retire_unread(store, run, launches, [entry], None)[1].get(entry.manifest.digest)
     if needed is not None:
         raise err(Code.CHECKPOINT_NEEDED, needed, where=name, requirement="REQ-CMT-026")
 
@@ -315,7 +326,9 @@ def _find_need(launches: list[Launch], entries: list[RunEntry], entry: RunEntry)
     if entry.is_pinned:
         return f"it is pinned, or {LABELS_FOLDER}/ can't be read"
     readers = [one.name for one in entries if any(found.name == entry.name for found in one.references)]
-    return f"{', '.join(readers[:3])} reads from it" if readers else None
+    if len(readers) > 1:
+        return f"{readers[0]} and {len(readers) - 1} more read from it, up to {readers[-1]}"
+    return f"{readers[0]} reads from it" if readers else None
 
 
 def _retire(store: Store, going: list[RunEntry]) -> list[str]:

@@ -175,7 +175,7 @@ def test_no_order_of_steps_retires_what_was_called_pinned(monkeypatch):
 @pytest.mark.parametrize(
     ("where", "broken"),
     [
-        ("ckptfmt.run.retention._find_labelled", lambda *_: set()),
+        ("ckptfmt.run.retention._find_labelled", lambda *_: {}),
         ("ckptfmt.run.labelling.CONDEMNED", "nothing is called so"),
     ],
 )
@@ -206,7 +206,7 @@ def _looking_first(right, store, run, *chosen):
     for entry in going:
         store.at(entry.name).create(f"{commit.CONDEMNED}{0:016x}", [b""])
     del right
-    return retention._retire(store, [entry for entry in going if entry.manifest.digest not in read])
+    return retention._retire(store, [entry for entry in going if entry.manifest.digest not in read]), {}
 
 
 #: Protocols that are broken, each by one patch: where, what, and what stands there instead.

@@ -207,7 +207,7 @@ MUTANTS = {
     "pins_by_hand_not_looked_for": Mutant(
         clauses=("REQ-CMT-040", "REQ-CMT-032"),
         fault="goes by the pins that it saw before it condemned",
-        patch=replaced(retention, "_find_labelled", lambda *_: set()),
+        patch=replaced(retention, "_find_labelled", lambda *_: {}),
         tests=("run/test_catalog.py::test_a_pin_between_the_choice_and_the_tombstone_holds",),
     ),
     "unreadable_labels_pin_nothing": Mutant(

@@ -291,7 +291,10 @@ def test_a_base_is_not_deleted_before_what_reads_from_it() -> None:
     run = ckptfmt.Run(saving.store)
     assert run.list()[1].stored_nbytes != run.list()[1].nbytes
     error = error_of(lambda: run.delete(10))
-    assert (error.code, "reads from it" in error.detail) == (Code.CHECKPOINT_NEEDED, True)
+    assert (error.code, error.detail) == (
+        Code.CHECKPOINT_NEEDED,
+        f"{checkpoint_name(20, 1)} and 1 more read from it, up to {checkpoint_name(30, 1)}",
+    )
     assert ckptfmt.validate(saving.store)
 
 
@@ -337,7 +340,7 @@ def test_a_launch_that_begins_after_the_choice_keeps_what_it_resumes_from(cleane
     meddling = Meddling(store, begin)
     if cleaner == "a person":
         error = error_of(lambda: delete_checkpoint(meddling, open_run(store), checkpoint_name(1, 1)))
-        assert error.code == Code.CHECKPOINT_NEEDED
+        assert (error.code, error.detail) == (Code.CHECKPOINT_NEEDED, "launch 2 has just begun, and resumes from it")
     else:
         clean_up(meddling, open_run(store), launch=1, retention=Retention(keep=1))
     assert begun == [2]
@@ -377,6 +380,25 @@ def test_a_run_without_a_head_does_not_seem_to_be_without_checkpoints() -> None:
     assert error.code == Code.NOT_COMMITTED
     assert checkpoint_name(1, 1) in error.detail
     assert "resume=" in str(error.remedy)
+
+
+def test_what_stays_for_the_sake_of_an_unreadable_register_names_that_one() -> None:
+    """REQ-CMT-034"""
+    arrays = np.arange(3000, dtype=np.float32)
+    saving = Saving(snapshot(tensor("w", arrays)))
+    saving.save(10, snapshot(tensor("w", arrays)))
+    for step in (20, 30):  # each of its own launch, and so full
+        newer = Saving(snapshot(tensor("w", arrays)), store=saving.store)
+        newer.save(step, snapshot(tensor("w", arrays)))
+    saving.store.at(checkpoint_name(20, 2)).replace("manifest.json", b"{")
+    error = error_of(lambda: ckptfmt.Run(saving.store).delete(10))
+    assert (error.code, checkpoint_name(20, 2) in error.detail) == (Code.CHECKPOINT_NEEDED, True), error
+
+
+def test_the_remedy_for_what_is_retired_is_not_only_for_who_saves() -> None:
+    _, run = made(1, 2)
+    run.delete(1)
+    assert "take another checkpoint" in str(error_of(lambda: run.pin(1)).remedy)
 
 
 def test_a_damaged_run_is_named() -> None:
