@@ -495,11 +495,21 @@ def _check_order(cursor: Cursor) -> None:
     course = Course(
         cursor.sources, seed=cursor.order.seed, plan=cursor.plan, mixture=cursor.mixture, skips=cursor.skips
     )
+    _check_vector(cursor, course)
+    _check_stand(cursor, course)
+
+
+def _check_vector(cursor: Cursor, course: Course) -> None:
+    """Refuse a cursor that names another sample at a position than there is. Spec: REQ-CUR-006."""
     vector = cursor.order.vector_check
     source, sample = course.sample_at(vector.pos)
     if sample != vector.id or vector.source not in (None, source):
         detail = f"the order has sample {sample} of {source!r} at position {vector.pos}, the cursor says {vector.id}"
         raise err(Code.CURSOR_FORM, detail, where="cursor/order/vector_check", requirement="REQ-CUR-006")
+
+
+def _check_stand(cursor: Cursor, course: Course) -> None:
+    """Refuse a cursor whose sources stand elsewhere than its position says. Spec: REQ-CUR-014."""
     commit = cursor.commit
     if cursor.mixture is None:
         said: object = (commit.epoch, commit.pos_in_epoch)

@@ -32,9 +32,11 @@ from ckptfmt.store import LocalStore
 
 root, mode = sys.argv[1:]
 with LocalStore(root, writable=True).hold("savers/a"):
-    if mode == "fork" and not os.fork():
+    is_child = mode == "fork" and not os.fork()
+    if is_child or mode != "fork":  # a child is ready once it has let go of what its parent holds
+        print("ready", flush=True)
+    if is_child:
         time.sleep(60)
-    print("ready", flush=True)
     sys.stdin.readline()
 """
 

@@ -25,7 +25,4 @@ def _parse_late(columns: Any) -> Any:  # noqa: ANN401 - of the implementation
 class Broken(Reference):
     """See above."""
 
-    replacements = (
-        ("ckptfmt.documents.index:parse_origin", _parse_late),
-        ("ckptfmt.documents.part:parse_origin", _parse_late),
-    )
+    replacements = (("ckptfmt.documents.tables:parse_origin", _parse_late),)

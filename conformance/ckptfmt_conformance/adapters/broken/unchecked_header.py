@@ -16,7 +16,4 @@ def _read_header(store: Any, file: Any) -> Any:  # noqa: ANN401 - of the impleme
 class Broken(Reference):
     """See above."""
 
-    replacements = (
-        ("ckptfmt.read.files:read_header", _read_header),
-        ("ckptfmt.read.verify:read_header", _read_header),
-    )
+    replacements = (("ckptfmt.read.files:read_header", _read_header),)
