@@ -17,24 +17,11 @@ import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-)
+from torch.distributed.checkpoint import metadata as meta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -53,9 +40,32 @@ _PICKLE: Final = "pickle:"
 _OWN: Final = {"weights": "model", "optimizer": "optim"}
 _NO_RNG: Final = "DCP saves no random numbers"
 _TRAILING_NUMBER: Final = re.compile(r"([0-9]+)$")
+_Path: TypeAlias = str | os.PathLike[str]
+_Plan = TypeVar("_Plan", SavePlan, LoadPlan)
+_Result = TypeVar("_Result")
 
 
-class CkptfmtWriter(StorageWriter):
+class _AtPath:
+    """What writer and reader have alike: the path of a checkpoint, and nothing to add to one rank's plan."""
+
+    def __init__(self, path: _Path) -> None:
+        self.checkpoint_id = os.fspath(path)
+
+    def reset(self, checkpoint_id: _Path | None = None) -> None:
+        """Begin another save or load; its path stands above the one before."""
+        self.checkpoint_id = self.checkpoint_id if checkpoint_id is None else os.fspath(checkpoint_id)
+
+    def prepare_local_plan(self, plan: _Plan) -> _Plan:
+        """Return the plan as it is."""
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
+        """Tell whether this can be a checkpoint's path."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+class CkptfmtWriter(_AtPath, StorageWriter):
     """Where `dcp.save` and `dcp.async_save` write: a directory that becomes one checkpoint.
 
     Args:
@@ -67,27 +77,17 @@ class CkptfmtWriter(StorageWriter):
     Raises: `ckptfmt.CkptError`; CHECKPOINT_EXISTS where the directory holds a checkpoint already.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str] = "", *, step: int | None = None, allow_pickle: bool = False
-    ) -> None:
-        self.checkpoint_id = os.fspath(path)
+    def __init__(self, path: _Path = "", *, step: int | None = None, allow_pickle: bool = False) -> None:
+        super().__init__(path)
         self._step = step
         self._allow_pickle = allow_pickle
         self._paths: dict[str, tuple[Any, ...]] = {}
         self._attempt: ckptfmt.SaveAttempt | None = None
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save."""
-        self.checkpoint_id = self.checkpoint_id if checkpoint_id is None else os.fspath(checkpoint_id)
-
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002, FBT001
         """Take note of who calls. Raises: NotImplementedError without collectives: then nobody could commit."""
         if not kwargs.get("use_collectives", True):
             raise NotImplementedError("ckptfmt commits once for all ranks: call dcp.save with use_collectives=True")
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the attempt, on the coordinator, and tell it to all ranks along with their plans.
@@ -122,17 +122,14 @@ class CkptfmtWriter(StorageWriter):
             elif item.tensor_data is not None:
                 pieces.setdefault(fqn, {})[tuple(item.tensor_data.chunk.offsets)] = data.detach()
                 shapes[fqn] = tuple(item.tensor_data.size)
-        weights: dict[str, object] = {}
-        optimizer: dict[str, object] = {}
+        given: dict[str, dict[str, object]] = {"weights": {}, "optimizer": {}}
         for fqn, held in pieces.items():
             field, name = _place_of(paths[fqn], alone)
-            given = weights if field == "weights" else optimizer
-            given[name] = ckptfmt.source_of(name, held, field=field, global_shape=shapes[fqn])
+            given[field][name] = ckptfmt.source_of(name, held, field=field, global_shape=shapes[fqn])
+        weights, optimizer = given["weights"], given["optimizer"]
         state = ckptfmt.State(weights=weights, optimizer=optimizer, extra=extra, rng=False, absent={"rng": _NO_RNG})
         record = ckptfmt.SaveAttempt.parse(told).write_part(self.checkpoint_id, state, writer=writer)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(index=MetadataIndex(_PATHS), size_in_bytes=0, storage_data=record)])
-        return done
+        return _done([WriteResult(index=meta.MetadataIndex(_PATHS), size_in_bytes=0, storage_data=record)])
 
     def _value_of(self, fqn: str, content: io.BytesIO) -> dict[str, object]:
         """Return the value that a planner has pickled, under its name."""
@@ -144,19 +141,14 @@ class CkptfmtWriter(StorageWriter):
                 return {_PICKLE + fqn: content.getvalue()}
             raise TypeError(f"{fqn} is no plain value; pass allow_pickle=True to keep it as a pickle") from error
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: meta.Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, on the coordinator: the checkpoint is durable when this returns."""
         assert self._attempt is not None  # noqa: S101 - prepare_global_plan ran on the coordinator
         self._attempt.commit(self.checkpoint_id, [result.storage_data for of_rank in results for result in of_rank])
         metadata.storage_data = {}
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this can be a checkpoint's path."""
-        return isinstance(checkpoint_id, str | os.PathLike)
 
-
-class CkptfmtReader(StorageReader):
+class CkptfmtReader(_AtPath, StorageReader):
     """Where `dcp.load` reads: a checkpoint, or the newest of a run, whoever saved it.
 
     Args:
@@ -168,18 +160,14 @@ class CkptfmtReader(StorageReader):
     Raises: `ckptfmt.CkptError`: every byte that is read is verified.
     """
 
-    def __init__(self, path: str | os.PathLike[str] = "", *, allow_pickle: bool = False) -> None:
-        self.checkpoint_id = os.fspath(path)
+    def __init__(self, path: _Path = "", *, allow_pickle: bool = False) -> None:
+        super().__init__(path)
         self._allow_pickle = allow_pickle
         self._tensors: dict[str, tuple[str, str, Any]] = {}
         self._pickled: set[str] = set()
         self._path = self._digest = ""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load."""
-        self.checkpoint_id = self.checkpoint_id if checkpoint_id is None else os.fspath(checkpoint_id)
-
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:  # noqa: ANN401
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> meta.Metadata:  # noqa: ANN401
         """Return what there is, for the planner."""
         with ckptfmt.open(self.checkpoint_id) as checkpoint:
             # Of a run, its newest may be another one soon: this one is read to the end.
@@ -187,11 +175,7 @@ class CkptfmtReader(StorageReader):
             paths = _read_paths(checkpoint)
             kept = {name for _, name, _ in checkpoint.leaves}
             self._pickled = {fqn for fqn in paths if _value_name(_PICKLE + fqn) in kept}
-            tensors = {
-                (field, name): handle
-                for field in ("weights", "optimizer")
-                for name, handle in checkpoint.field(field).items()
-            }
+            tensors = {(field, name): handle for field in _OWN for name, handle in checkpoint.field(field).items()}
         alone = _heads_alone(paths.values())
         self._tensors = {
             fqn: (*place, tensors[place]) for fqn, path in paths.items() if (place := _place_of(path, alone)) in tensors
@@ -201,15 +185,11 @@ class CkptfmtReader(StorageReader):
             if (field, name) not in named:
                 self._tensors[f"{_OWN[field]}.{name}"] = field, name, handle
         found: dict[str, Any] = {fqn: _describe(handle) for fqn, (_, _, handle) in self._tensors.items()}
-        found |= {fqn: BytesStorageMetadata() for fqn in paths if fqn not in found}
-        return Metadata(state_dict_metadata=found, planner_data=paths, storage_data={})
+        found |= {fqn: meta.BytesStorageMetadata() for fqn in paths if fqn not in found}
+        return meta.Metadata(state_dict_metadata=found, planner_data=paths, storage_data={})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401, FBT001
+    def set_up_storage_reader(self, metadata: meta.Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401, FBT001
         """Do nothing: what there is, is known."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Tell all ranks, along with their plans, which checkpoint the coordinator has opened."""
@@ -222,27 +202,23 @@ class CkptfmtReader(StorageReader):
         """
         if plan.storage_data != self._digest:
             raise RuntimeError("a checkpoint was committed meanwhile, so that ranks opened different ones: load again")
-        targets = [
-            (item, planner.resolve_tensor(item).detach()) for item in plan.items if item.type == LoadItemType.TENSOR
-        ]
-        sinks = []
-        for item, target in targets:
-            field, name, handle = self._tensors[item.storage_index.fqn]
-            begin = tuple(map(operator.add, item.storage_index.offset or (), item.storage_offsets))
-            sinks.append(
-                ckptfmt.sink_of(name, {begin: target}, dtype=handle.dtype, field=field, global_shape=handle.shape)
-            )
+        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        others = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        targets = [planner.resolve_tensor(item).detach() for item in tensors]
         with ckptfmt.open(self._path, digest=self._digest) as checkpoint:
-            checkpoint.read_into(sinks)
-        for item, target in targets:
+            checkpoint.read_into([self._sink(item, target) for item, target in zip(tensors, targets, strict=True)])
+        for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
-        values = self._read_values([item.storage_index.fqn for item in plan.items if item.type == LoadItemType.BYTE_IO])
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(values[item.storage_index.fqn]))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        values = self._read_values([item.storage_index.fqn for item in others])
+        for item in others:
+            planner.load_bytes(item, io.BytesIO(values[item.storage_index.fqn]))
+        return _done(None)
+
+    def _sink(self, item: ReadItem, target: torch.Tensor) -> ckptfmt.TensorSink:
+        """Return the sink that fills the target of a plan's item."""
+        field, name, handle = self._tensors[item.storage_index.fqn]
+        begin = tuple(map(operator.add, item.storage_index.offset or (), item.storage_offsets))
+        return ckptfmt.sink_of(name, {begin: target}, dtype=handle.dtype, field=field, global_shape=handle.shape)
 
     def _read_values(self, names: list[str]) -> dict[str, bytes]:
         """Return values as the pickles that a planner loads."""
@@ -263,10 +239,11 @@ class CkptfmtReader(StorageReader):
             pickled[name] = content.getvalue() or found[_value_name(stored[name])]
         return pickled
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this can be a checkpoint's path."""
-        return isinstance(checkpoint_id, str | os.PathLike)
+
+def _done(result: _Result) -> Future[_Result]:
+    done: Future[_Result] = Future()
+    done.set_result(result)
+    return done
 
 
 def _paths_of(plan: SavePlan) -> dict[str, tuple[Any, ...]]:
@@ -320,15 +297,12 @@ def _value_name(fqn: str) -> str:
 
 def _read_paths(checkpoint: Any) -> dict[str, tuple[Any, ...]]:  # noqa: ANN401 - what ckptfmt.open returns
     """Return where in the state_dict each entry was; nothing of a checkpoint that DCP didn't write."""
-    key = ("optimizer", _value_name(_PATHS))
-    return (
-        {fqn: tuple(path) for fqn, path in checkpoint.leaf(*key).items()}
-        if (*key, "global") in checkpoint.leaves
-        else {}
-    )
+    key = ("optimizer", _value_name(_PATHS), "global")
+    paths = checkpoint.leaf(*key) if key in checkpoint.leaves else {}
+    return {fqn: tuple(path) for fqn, path in paths.items()}
 
 
-def _describe(handle: Any) -> TensorStorageMetadata:  # noqa: ANN401 - what a view of tensors holds
+def _describe(handle: Any) -> meta.TensorStorageMetadata:  # noqa: ANN401 - what a view of tensors holds
     size = torch.Size(handle.shape)
-    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, handle.dtype)), size, [whole])
+    whole = meta.ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+    return meta.TensorStorageMetadata(meta.TensorProperties(dtype=getattr(torch, handle.dtype)), size, [whole])
