@@ -233,7 +233,14 @@ MUTANTS = {
     "pinned_before_it_is_recorded": Mutant(
         clauses=("REQ-CMT-041",),
         fault="looks for condemnations, and records the pin without looking again",
-        patch=rewritten(labelling.pin_checkpoint, "if not is_condemned:", "if True:"),
+        patch=rewritten(
+            labelling.pin_checkpoint,
+            "    made = change_labels(store, run, checkpoint, lambda known: dataclasses.replace(known, pinned=True))\n"
+            '    wait_for_cleaners(store, checkpoint, requirement="REQ-CMT-041")\n'
+            "    return made\n",
+            '    wait_for_cleaners(store, checkpoint, requirement="REQ-CMT-041")\n'
+            "    return change_labels(store, run, checkpoint, lambda known: dataclasses.replace(known, pinned=True))\n",
+        ),
         tests=("run/test_catalog.py::test_a_pin_that_comes_second_waits_for_the_cleaner",),
     ),
     "pin_not_synced": Mutant(
