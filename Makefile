@@ -66,6 +66,26 @@ test-torch-%:
 		--constraint .venv-torch/$*/constraints.txt --no-build-isolation --editable '.[torch]'
 	@.venv-torch/$*/bin/python -m pytest -n $(JOBS) --dist loadfile $(TORCH_TESTS)
 
+# The frameworks themselves, pinned, in an environment of their own: 2.5 GB beside torch.
+PLUGINS := .venv-plugins
+
+.PHONY: venv-plugins
+venv-plugins: $(PLUGINS)/.stamp  ## make .venv-plugins, with the frameworks that the plug-ins are tested with
+
+$(PLUGINS)/.stamp: pyproject.toml constraints.txt constraints-plugins.txt
+	@echo "setting up $(PLUGINS) (the frameworks are the most of it)"
+	@test -x $(PLUGINS)/bin/python || $(PYTHON) -m venv $(PLUGINS)
+	@$(PLUGINS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-plugins.txt \
+		hatchling editables
+	@$(PLUGINS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-plugins.txt \
+		--no-build-isolation --editable '.[accelerate,jax,lightning,ray,torchdata,transformers]' \
+		flax optax hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
+.PHONY: test-plugins
+test-plugins: venv-plugins  ## the plug-ins with the real frameworks, in minutes
+	@$(PLUGINS)/bin/python -m pytest -n $(JOBS) --dist loadfile -p no:cacheprovider tests/plugins
+
 .PHONY: conformance
 conformance: venv  ## the conformance suite against this implementation, trajectories and all, in five minutes
 	@$(BIN)/python -m ckptfmt conformance run --adapter reference --jobs $(JOBS)
@@ -115,5 +135,5 @@ format: venv  ## put the code into the house's format
 
 .PHONY: clean
 clean:  ## remove .venv, the caches of the tools and what builds leave
-	@rm -rf $(VENV) .venv-torch build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) $(PLUGINS) .venv-torch build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,179 @@
+"""Trainings that are killed and resumed, for the tests of plug-ins: run a script, and compare what two runs did.
+
+A script notes each step in a `Journal`; `run` starts it as one process or as several, and has it killed behind a step;
+`compare` holds the steps of a resumed run against those of one that nobody disturbed.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+#: At which step a script kills itself.
+_KILL_AT = "KILL_AT_STEP"
+
+
+def digest(value: object) -> str:
+    """Return a digest of every bit of a nested value: tensors and arrays with dtype and shape, and plain values."""
+    state = hashlib.blake2b(digest_size=12)
+    for piece in _pieces(value):
+        state.update(len(piece).to_bytes(8, "little"))
+        state.update(piece)
+    return state.hexdigest()
+
+
+def _pieces(value: Any) -> Iterable[bytes]:
+    if isinstance(value, Mapping):
+        yield b"mapping"
+        for key in sorted(value, key=repr):
+            yield repr(key).encode()
+            yield from _pieces(value[key])
+    elif isinstance(value, list | tuple):
+        yield b"list"
+        for item in value:
+            yield from _pieces(item)
+    elif hasattr(value, "shape") and hasattr(value, "dtype"):
+        if hasattr(value, "full_tensor"):
+            value = value.full_tensor()
+        if hasattr(value, "detach"):
+            import torch  # noqa: PLC0415 - not every script has it
+
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        else:
+            import numpy as np  # noqa: PLC0415
+
+            content = np.asarray(value).tobytes()
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield content
+    else:
+        yield repr(value).encode()
+
+
+def rng_digest() -> str:
+    """Return a digest of the RNG streams of Python, numpy and torch."""
+    import random  # noqa: PLC0415 - a script without torch has no use for this
+
+    import numpy as np  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+
+    return digest([random.getstate(), np.random.get_state(), torch.get_rng_state()])  # noqa: NPY002 - the global one
+
+
+class Journal:
+    """What a training did, a line for each step. A step that is done again after a resume has two lines.
+
+    Args:
+        path: of the file; of several processes each has its own.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+
+    def note(self, step: int, **facts: Any) -> None:
+        """Note what is to be the same in every run, and die by SIGKILL where `run` asked for that.
+
+        Args:
+            step: training steps done.
+            facts: numbers and texts as they are, tensors and what holds any by digest.
+        """
+        plain = {name: fact if isinstance(fact, str | int) else digest(fact) for name, fact in facts.items()}
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, **plain}) + "\n")
+        if os.environ.get(_KILL_AT) == str(step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read(path: str | Path) -> dict[int, list[dict[str, Any]]]:
+    """Return the lines of a journal by step."""
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for line in Path(path).read_text().splitlines():
+        told = json.loads(line)
+        steps.setdefault(told["step"], []).append(told)
+    return steps
+
+
+def compare(undisturbed: str | Path, resumed: str | Path, *, last_step: int) -> list[str]:
+    """Return how a resumed run differs from one that nobody disturbed: a sentence each, none if every bit is equal.
+
+    Args:
+        last_step: of both: every step up to it must be there.
+    """
+    right, ours = read(undisturbed), read(resumed)
+    found = [f"step {step} is missing" for step in range(1, last_step + 1) if step not in right or step not in ours]
+    for step, lines in sorted(ours.items()):
+        for line in lines:
+            if step in right and line != right[step][0]:
+                names = sorted(name for name in line if line.get(name) != right[step][0].get(name))
+                found.append(f"step {step} differs in {', '.join(names)}")
+    return found
+
+
+def run(
+    *command: str | Path,
+    kill_at: int | None = None,
+    processes: int = 1,
+    timeout_s: float = 300.0,
+    env: Mapping[str, str] | None = None,
+) -> str:
+    """Run a Python script to its end, or until it kills itself, and return what it printed.
+
+    Args:
+        command: the script and its arguments.
+        kill_at: the step behind which process 0 dies by SIGKILL; then the others are killed, too.
+        processes: how many processes run it, each with RANK, WORLD_SIZE and the like.
+        env: variables beside those of this process.
+
+    Raises: AssertionError where it ends in another way.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+    root = Path(__file__).parents[2]
+    variables["PYTHONPATH"] = os.pathsep.join([str(root), variables.get("PYTHONPATH", "")])
+    if kill_at is not None:
+        variables[_KILL_AT] = str(kill_at)
+    if processes > 1:
+        variables |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    outputs = [tempfile.TemporaryFile("w+") for _ in range(processes)]  # noqa: SIM115 - closed below
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, output in enumerate(outputs):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            arguments = [sys.executable, *map(str, command)]
+            ranks.append(subprocess.Popen(arguments, env=variables | own, stdout=output, stderr=subprocess.STDOUT))
+        _wait(ranks, timeout_s, is_killed=kill_at is not None)
+        texts = []
+        for output in outputs:
+            output.seek(0)
+            texts.append(output.read())
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+        for output in outputs:
+            output.close()
+    codes = [process.returncode for process in ranks]
+    is_as_asked = not any(codes) if kill_at is None else codes[0] == -signal.SIGKILL
+    assert is_as_asked, f"{codes}\n" + "\n".join(texts)[-8000:]
+    return "".join(texts)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float, *, is_killed: bool) -> None:
+    """Wait until all have ended, or one failed: the others would wait for it."""
+    end_s = time.monotonic() + timeout_s
+    while any(process.poll() is None for process in ranks):
+        codes = [process.poll() for process in ranks]
+        if (is_killed and codes[0] is not None) or any(codes):
+            return
+        assert time.monotonic() < end_s, f"not over in {timeout_s:g} s"
+        time.sleep(0.05)
