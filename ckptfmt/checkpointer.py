@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import operator
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Self, SupportsFloat
@@ -29,17 +27,15 @@ from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle
-from ckptfmt.trainer.loop import StepCount, StopSignals
+from ckptfmt.trainer.loop import StepCount, StopSignals, Timer, parse_every
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves
 
 _LOG: Final = logging.getLogger("ckptfmt")
-_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")
 #: How often the processes ask each other whether one of them got a signal, in seconds.
 _ASK_S: Final = 1.0
 #: How many sentences of a load are logged one by one.
 _TOLD: Final = 20
-_UNIT_S: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 class Checkpointer:
@@ -53,9 +49,12 @@ class Checkpointer:
     them, or `save` with ``step=`` to save at once. RNG streams are put back when the first step begins, or when
     `restore_rng` is called; until then nothing may be counted, and T1 isn't claimed.
 
+    A framework that needs the checkpoint before it builds the objects of its state calls `choose` first, then `restore`
+    with the state, then `restore_rng` once the iterators exist.
+
     Args:
         run: directory of the run, made if missing; or a store rooted there.
-        state: what to save and restore.
+        state: what to save and restore; left out where it is given to `restore`, because its objects are built later.
         every: save after so many steps (an int), or after so much time ("90s", "5min", "1h"); None to save only at
             the end of `steps` and when `save` is called.
         keep: how many of the newest checkpoints stay; None for all.
@@ -91,7 +90,7 @@ class Checkpointer:
 
     Attributes:
         step: training steps done. To assign it says so, as `end_step` does, and saves nothing.
-        launch: this start's record; None before `restore`.
+        launch: this start's record; None before `choose` or `restore`.
         load_report: what restoring found; None after a fresh start. It claims T1 once the RNG streams are put
             back, at the earliest.
         passed_over: why newer ones than the restored checkpoint weren't taken, a sentence each: checkpoints that aren't
@@ -109,7 +108,7 @@ class Checkpointer:
     def __init__(
         self,
         run: str | os.PathLike[str] | Store,
-        state: State,
+        state: State | None = None,
         *,
         every: int | str | None = None,
         keep: int | None = None,
@@ -133,7 +132,7 @@ class Checkpointer:
         stop_on: Iterable[int] = (),
         stop_deadline_s: float = 30.0,
     ) -> None:
-        self._cadence, self._resume = _parse_every(every), resume
+        self._cadence, self._resume = parse_every(every), resume
         options = SaveOptions(
             saver=saver,
             overlap=overlap,
@@ -154,13 +153,13 @@ class Checkpointer:
         self._share = share
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
         self._deadline_s = deadline_s
-        self._saves = Saves(self._store, self._group, state, options)
+        self._saves = Saves(self._store, self._group, state or State(), options)
         self._run: RunRecord | None = None
         #: The checkpoint that this launch resumes from; open until the RNG streams are put back.
         self._checkpoint: Checkpoint | None = None
-        self._clock, self._timer, self._stop_s = time.monotonic, _Timer(), 0.0
-        self._restored = self._has_begun = self._is_prepared = self.stopped = False
-        self._count = StepCount(state)
+        self._clock, self._timer, self._stop_s = time.monotonic, Timer(), 0.0
+        self._restored = self._is_touched = self._has_begun = self._is_prepared = self.stopped = False
+        self._count = StepCount(state or State())
         self.launch: Launch | None = None
         self.load_report: LoadReport | None = None
         self.passed_over: list[str] = []
@@ -176,7 +175,8 @@ class Checkpointer:
         return staging_thread_count()
 
     def __enter__(self) -> Self:
-        self.restore()
+        if self._state is not None:
+            self.restore()
         return self
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
@@ -197,36 +197,65 @@ class Checkpointer:
             self._checkpoint = None
         self._saves.close(deadline_s=self._rest_s(self._deadline_s), quietly=quietly)
 
-    def restore(self) -> LoadReport | None:
-        """Take the next launch of the run, and load what it resumes from; entering the context does it.
+    def choose(self) -> Checkpoint | None:
+        """Take the next launch of the run, and return the checkpoint that it resumes from; nothing live is changed.
 
-        RNG streams are put back later, when `steps` begins, since making an iterator draws from them.
+        `restore` does this, too. Call it before, on every process, to read from the checkpoint what must be known
+        before the state's objects exist: its `step`, ``store.name`` (its path), plain values by `leaf`, tensors.
+        Process 0 has waited for living savers, has passed over what is damaged, and has verified every byte of it.
+        To load a part of it earlier than the rest, such as the model that an optimizer is made for, pass that path to
+        `ckptfmt.load`, with a `State` of that part; `restore` then loads everything.
+
+        Returns: the checkpoint, which the checkpointer closes; None for a fresh start. A second call returns the same.
+        Raises: IntegrityError(NO_VALID_CHECKPOINT); StoreError; StateError(ARGUMENT) once RNG streams were put back.
+        Spec: REQ-RUN-002, REQ-RUN-006, REQ-RUN-007, REQ-RUN-018.
+        """
+        if self.launch is None:
+            self._take_launch()
+        elif self._checkpoint is None and self.launch.resume_from is not None:
+            remedy = "Call choose() before restore_rng() and the first step; launch.resume_from names the checkpoint."
+            raise err(Code.ARGUMENT, "the run has gone on already", where="choose()", remedy=remedy)
+        return self._checkpoint
+
+    def restore(self, state: State | None = None) -> LoadReport | None:
+        """Load what this launch resumes from; entering the context does it, unless no state was given yet.
+
+        `choose` is called, where nobody did. RNG streams are put back later, when the first step begins, since making
+        an iterator draws from them.
+
+        Args:
+            state: what to save and restore, where `Checkpointer` wasn't given it.
 
         Returns: the report; None after a fresh start.
-        Raises: IntegrityError(NO_VALID_CHECKPOINT); StateError; LayoutError; StoreError.
-        Spec: REQ-RUN-002, REQ-RUN-006, REQ-RUN-007.
+        Raises: as `choose`; StateError; LayoutError.
         """
+        if state is not None and state is not self._state:
+            self._take_state(state)
         if self._restored:
             return self.load_report
-        if self.launch is not None:
+        if self._state is None:
+            remedy = "Pass it to Checkpointer, or to restore() once its objects exist, before the first step."
+            raise err(Code.ARGUMENT, "there is no state to restore and save", where="state=", remedy=remedy)
+        if self._is_touched:
             raise err(
                 Code.ARGUMENT,
                 "an earlier restore() failed: the live state is neither the checkpoint's nor a fresh one",
                 where="restore()",
                 remedy="Correct what the first error named, and start the process again.",
             )
-        told = self._group.run_on_first(self._begin)
-        if not isinstance(told, dict) or "launch" not in told:
-            raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
-        self._run = RunRecord(run_id=told["launch"]["run_id"], writer_features=tuple(told["writer_features"]))
-        resume = told["launch"].pop("resume_from")
-        self.launch = Launch(**told["launch"], resume_from=None if resume is None else ResumeFrom(**resume))
-        self.passed_over = told["passed_over"]
-        if self.launch.resume_from is not None:
-            self._load(self.launch.resume_from)
-        self._timer = _Timer(last_s=self._clock())
+        checkpoint = self.choose()
+        if checkpoint is not None:
+            self._is_touched = True
+            self._load(checkpoint, self._state)
+        self._timer = Timer(last_s=self._clock())
         self._restored = True
         return self.load_report
+
+    def _take_state(self, state: State) -> None:
+        if self._state is not None:
+            remedy = "Pass it once; fields of a State may be assigned until restore()."
+            raise err(Code.ARGUMENT, "another state was given before", where="restore(state)", remedy=remedy)
+        self._state = self._saves.state = self._count.state = state
 
     @property
     def step(self) -> int:
@@ -254,7 +283,8 @@ class Checkpointer:
         self._is_prepared = self.load_report is not None
         self._saves.prepare() if self._is_prepared else self._saves.check()
         if self._checkpoint is not None:
-            self._restore_streams(self._checkpoint)
+            assert self._state is not None  # noqa: S101 - restore() refuses to go on without
+            self._restore_streams(self._checkpoint, self._state)
         self._signals.install()
         self._has_begun = True
 
@@ -412,7 +442,7 @@ class Checkpointer:
         handle = self._saves.save(self.step, self._run, self.launch, must=must, deadline_s=deadline_s, label=label)
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
-        self._timer = _Timer(last_s=self._clock(), next_step=self.step + 1)
+        self._timer = Timer(last_s=self._clock(), next_step=self.step + 1)
         return handle
 
     def _save_and_stop(self, label: Callable[[], Labels] | None) -> None:
@@ -466,30 +496,34 @@ class Checkpointer:
             "passed_over": passed_over,
         }
 
-    def _load(self, resume: ResumeFrom) -> None:
-        # Writer 0 opened the checkpoint to verify it, and loads that same object: no document is parsed twice.
-        checkpoint = self._checkpoint = self._group.together(
-            lambda: self._checkpoint or Checkpoint(self._store.at(resume.name), digest=resume.digest)
-        )
-        self.load_report = load_once(
-            self._state,
-            checkpoint,
-            self._group,
-            **self._choices,
-            streams=False,
-            share=self._share,
-        )
+    def _take_launch(self) -> None:
+        told = self._group.run_on_first(self._begin)
+        if not isinstance(told, dict) or "launch" not in told:
+            raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
+        named = told["launch"].pop("resume_from")
+        resume = None if named is None else ResumeFrom(**named)
+        if resume is not None:
+            # Writer 0 opened the checkpoint to verify it, and loads that same object: no document is parsed twice.
+            self._checkpoint = self._group.together(
+                lambda: self._checkpoint or Checkpoint(self._store.at(resume.name), digest=resume.digest)
+            )
+        self.launch = Launch(**told["launch"], resume_from=resume)
+        self._run = RunRecord(run_id=self.launch.run_id, writer_features=tuple(told["writer_features"]))
+        self.passed_over = told["passed_over"]
+
+    def _load(self, checkpoint: Checkpoint, state: State) -> None:
+        self.load_report = load_once(state, checkpoint, self._group, **self._choices, streams=False, share=self._share)
         self._count.is_streamless = True
         self._count.step = self._saved_step = checkpoint.step
-        _LOG.info("step %d restored from %s; random-number streams come last", self.step, resume.name)
+        _LOG.info("step %d restored from %s; random-number streams come last", self.step, checkpoint.title)
         if self._group.writer == 0:
             _tell("lowers the claim", self.load_report.with_streams().lowered_by)
             _tell("changed by the load", self.load_report.notes)
 
-    def _restore_streams(self, checkpoint: Checkpoint) -> None:
+    def _restore_streams(self, checkpoint: Checkpoint, state: State) -> None:
         found = self._group.together(
             lambda: restore_streams(
-                self._state,
+                state,
                 checkpoint,
                 worker=self._group.writer,
                 worker_count=self._group.writer_count,
@@ -541,15 +575,6 @@ class Checkpointer:
         return bool(told[0]["due"])
 
 
-@dataclasses.dataclass(slots=True)
-class _Timer:
-    """When the last save was, by this process's clock in seconds, and at which step to ask next."""
-
-    last_s: float = 0.0
-    steps_since: int = 0
-    next_step: int = 0
-
-
 def _say_waiting(wait_s: float, names: list[str]) -> None:
     """Say why this launch stands still, and for how long at most, before it does."""
     _LOG.warning("waiting at most %g s for the saves that %s has in hand", wait_s, describe_savers(names))
@@ -560,15 +585,3 @@ def _tell(what: str, sentences: Sequence[str]) -> None:
         _LOG.warning("%s: %s", what, sentence)
     if len(sentences) > _TOLD:
         _LOG.warning("%s: %d more, in load_report", what, len(sentences) - _TOLD)
-
-
-def _parse_every(every: int | str | None) -> int | float | None:
-    """Return a number of steps as an int, a time in seconds as a float."""
-    if every is None:
-        return None
-    if hasattr(every, "__index__") and not isinstance(every, bool) and operator.index(every) > 0:
-        return operator.index(every)
-    found = _DURATION.fullmatch(every) if isinstance(every, str) else None
-    if found is None or float(found[1]) <= 0:
-        raise err(Code.ARGUMENT, f"every={every!r} isn't a number of steps or a time such as '5min'", where="every=")
-    return float(found[1]) * _UNIT_S[found[2]]

@@ -1,10 +1,12 @@
-"""The loop of a training: how many steps are done, who may say so, and which signals ask it to stop."""
+"""The loop of a training: how many steps are done, who may say so, when to save, which signals ask it to stop."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import operator
+import re
 import signal
 import threading
 import time
@@ -19,15 +21,15 @@ from ckptfmt.trainer.one_save import check_step
 
 _LOG: Final = logging.getLogger("ckptfmt")
 _WHERE: Final = "step="
+_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")
+_UNIT_S: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 class StepCount:
     """The steps done, over the whole run, and the samplers that commit with them.
 
-    Args:
-        state: whose samplers are meant; what it holds may change.
-
     Attributes:
+        state: whose samplers are meant; what it holds may change.
         step: how many steps are done.
         is_under_way: whether a step's body is being run.
         is_streamless: whether the RNG streams of `step` are still to be put back.
@@ -36,7 +38,7 @@ class StepCount:
     def __init__(self, state: State) -> None:
         self.step = 0
         self.is_under_way = self.is_streamless = False
-        self._state = state
+        self.state = state
         self._is_told = self._is_left = False
 
     @contextlib.contextmanager
@@ -84,7 +86,7 @@ class StepCount:
         """
         self.check(step)
         step = operator.index(step)  # numpy's integers too
-        samplers = list(_find_samplers((self._state.data, self._state.extra))) if step > self.step else []
+        samplers = list(_find_samplers((self.state.data, self.state.extra))) if step > self.step else []
         for sampler in samplers:
             sampler.check_fetched(step)
         for sampler in samplers:
@@ -176,3 +178,24 @@ class StopSignals:
         self.first_s = time.monotonic()
         _LOG.warning("%s: the run saves and stops", signal.Signals(number).name)
         self.remove()
+
+
+@dataclasses.dataclass(slots=True)
+class Timer:
+    """When the last save was, by this process's clock in seconds, and at which step to ask next."""
+
+    last_s: float = 0.0
+    steps_since: int = 0
+    next_step: int = 0
+
+
+def parse_every(every: int | str | None) -> int | float | None:
+    """Return a number of steps as an int, a time in seconds as a float. Raises: StateError(ARGUMENT)."""
+    if every is None:
+        return None
+    if hasattr(every, "__index__") and not isinstance(every, bool) and operator.index(every) > 0:
+        return operator.index(every)
+    found = _DURATION.fullmatch(every) if isinstance(every, str) else None
+    if found is None or float(found[1]) <= 0:
+        raise err(Code.ARGUMENT, f"every={every!r} isn't a number of steps or a time such as '5min'", where="every=")
+    return float(found[1]) * _UNIT_S[found[2]]

@@ -80,10 +80,10 @@ class Saves:
     Args:
         store: rooted at the run.
         group: of the trainers.
-        state: what is saved.
         options: how.
 
     Attributes:
+        state: what is saved.
         reports: what isn't done as asked, a sentence each that begins with its name.
     """
 
@@ -92,7 +92,7 @@ class Saves:
         self._near_limit: set[tuple[str, str]] = set()
         self._store = store
         self._group = group
-        self._state = state
+        self.state = state
         self._options = options
         self._known = Known()
         self._ownership = Ownership(check_replicas=options.check_replicas)
@@ -110,7 +110,7 @@ class Saves:
 
     def check(self) -> None:
         """Refuse now what a save would refuse. Raises: StateError; FormatError; LayoutError."""
-        snapshot = prepare_once(self._group, self._state, self._ownership, block_nbytes=limits.BLOCK_NBYTES)
+        snapshot = prepare_once(self._group, self.state, self._ownership, block_nbytes=limits.BLOCK_NBYTES)
         self._has_device_tensors = self._devices is not None and self._devices.holds_any(snapshot.tensors)
 
     def prepare(self) -> None:
@@ -201,7 +201,7 @@ class Saves:
         problem = self._wait_for_slot(background, deadline_s) if waits else None
         agreed = agree_on_save(
             self._group,
-            self._state,
+            self.state,
             step=step,
             launch=launch,
             block_nbytes=limits.BLOCK_NBYTES,
