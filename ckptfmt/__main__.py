@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import Final
 
@@ -69,7 +69,14 @@ def _dispatch(argv: list[str]) -> int:
         return demo.main(argv[1:])
     if argv[:1] == ["conformance"]:  # so has it
         return _run_conformance(argv[1:])
-    arguments = _parser().parse_args(argv)
+    parser, commands = _parser()
+    if argv and not argv[0].startswith("-") and argv[0] not in commands:
+        import difflib
+
+        near = difflib.get_close_matches(argv[0], commands, n=1)
+        remedy = f"Did you mean `{_PROGRAM} {near[0]}`?" if near else f"One of {', '.join(commands)}."
+        raise err(Code.ARGUMENT, f"there is no command {argv[0]!r}", remedy=remedy)
+    arguments = parser.parse_args(argv)
     module = "change" if arguments.command in _CHANGES else arguments.command
     command: Callable[[argparse.Namespace], int] = import_module(f"ckptfmt.cli.{module}").run
     return command(arguments)
@@ -91,7 +98,8 @@ def _run_conformance(argv: list[str]) -> int:
     return conformance.main(argv, program="python -m ckptfmt conformance")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """Return the parser, and the names of its commands."""
     parser = argparse.ArgumentParser(prog=_PROGRAM, description="Checkpoints: weights and the context they came from.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of library and format")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -139,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Convert a checkpoint, a few MiB in memory at a time. What the target can't hold is listed.",
     )
     _add_convert_arguments(convert)
-    return parser
+    return parser, commands.choices
 
 
 def _add_change_arguments(change: argparse.ArgumentParser) -> None:

@@ -389,3 +389,20 @@ def test_run_and_launch_are_given_together_or_not_at_all(given: dict[str, Any]) 
     with pytest.raises(CkptError) as caught:
         parse_register(manifest.dump())
     assert caught.value.code == Code.DOC_SCHEMA
+
+
+def test_a_module_in_the_place_of_a_state_is_named(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    ckptfmt.save(tmp_path, ckptfmt.State(weights=model), step=1)
+
+    def save() -> None:
+        ckptfmt.save(tmp_path / "other", model, step=1)  # type: ignore[arg-type]
+
+    def load() -> None:
+        ckptfmt.load(tmp_path, model)  # type: ignore[arg-type]
+
+    for refused in (save, load):
+        with pytest.raises(CkptError, match=r"a Linear where a ckptfmt.State is wanted") as caught:
+            refused()
+        assert caught.value.code == Code.ARGUMENT
+        assert "State(weights=model" in caught.value.remedy

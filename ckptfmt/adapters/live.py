@@ -171,6 +171,11 @@ class Live:
     @classmethod
     def of(cls, state: State, *, worker: int, worker_count: int) -> Live:
         """Look at a state. Raises: StateError(ARGUMENT, STATE_UNSUPPORTED, STATE_NAME)."""
+        given: object = state
+        if not isinstance(given, State):
+            kind = type(given).__qualname__
+            remedy = "Pass State(weights=model, optimizer=optimizer, ...)."
+            raise err(Code.ARGUMENT, f"a {kind} where a ckptfmt.State is wanted", where="state", remedy=remedy)
         if not 0 <= worker < worker_count:
             raise err(Code.ARGUMENT, f"there is no worker {worker} of {worker_count}", where="writer")
         units = tuple(walk(state, worker=worker))

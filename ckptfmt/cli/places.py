@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store import Store, open_store
 
+#: What lies in the directory of a checkpoint, before its commit too (specification, page 30).
+_OF_A_CHECKPOINT: Final = re.compile(r"manifest\.json|parts|[a-z_]+-[0-9a-f]{16}([-.].*)?")
 _REMEDY = "Give the directory of a checkpoint (it has a manifest.json) or of a run (it has a run.json)."
 
 
@@ -23,7 +27,7 @@ class Place:
         path: as it was given.
         store: rooted there, for reading.
         is_run: whether it is a run: it has ``run.json`` or ``launches/``, and no ``manifest.json``. A directory with
-            none of these is taken for a checkpoint that isn't committed.
+            files of an attempt and none of these is a checkpoint that isn't committed.
     """
 
     path: str
@@ -34,7 +38,8 @@ class Place:
 def open_place(path: str) -> Place:
     """Return what is at `path`.
 
-    Raises: IntegrityError(FILE_MISSING) where nothing is; StateError(ARGUMENT) where a file is; StoreError.
+    Raises: IntegrityError(FILE_MISSING) where nothing is; StateError(ARGUMENT) where a file is, or a directory that is
+        neither; StoreError.
     """
     store = open_store(path, writable=False)
     try:
@@ -53,6 +58,8 @@ def open_place(path: str) -> Place:
     except CkptError as error:
         raise type(error)(error.code, error.detail, where=path, remedy=error.remedy) from error
     is_run = MANIFEST_NAME not in names and not names.isdisjoint((RUN_NAME, LAUNCHES))
+    if not is_run and not any(map(_OF_A_CHECKPOINT.fullmatch, names)):
+        raise err(Code.ARGUMENT, "the directory is neither a checkpoint nor a run", where=path, remedy=_REMEDY)
     return Place(path=path, store=store, is_run=is_run)
 
 

@@ -147,16 +147,21 @@ def _verdict_cells(outcome: _Outcome) -> list[Cell]:
     counts = [count_text(len(report.checkpoints), "checkpoint")]
     counts += [count_text(count, noun) for count, noun in found if count]
     checked = f"{bytes_text(report.own_nbytes)} of own bytes checked in {outcome.elapsed_s:.2f} s"
-    references = count_text(len(report.references), "reference") if report.references else "no references"
-    closure = "no closure"
-    if report.closure:
-        nbytes = sum(member.nbytes for member in report.closure)
-        closure = f"closure of {count_text(len(report.closure), 'checkpoint')}, {bytes_text(nbytes)}"
-    elif report.kind == "run" and report.references:
-        closure = "all of the closure within the run"
-        if any(reference.path is None for reference in report.references):
-            closure = "not all of the closure there"
     return [
         (outcome.verdict, style),
-        (f"  {clean(report.target)}: {', '.join(counts)}, {checked}; {references}, {closure}", ""),
+        (f"  {clean(report.target)}: {', '.join(counts)}, {checked}{_closure_text(report)}", ""),
     ]
+
+
+def _closure_text(report: Report) -> str:
+    """Return what is said of the checkpoints that are read from; nothing where none is."""
+    if not report.references:
+        return ""
+    references = count_text(len(report.references), "reference")
+    if report.closure:
+        nbytes = sum(member.nbytes for member in report.closure)
+        return f"; {references}, closure of {count_text(len(report.closure), 'checkpoint')}, {bytes_text(nbytes)}"
+    if report.kind == "checkpoint":
+        return f"; {references}, no closure"
+    is_whole = all(reference.path is not None for reference in report.references)
+    return f"; {references}, " + ("all of the closure within the run" if is_whole else "not all of the closure there")

@@ -176,7 +176,7 @@ def _torch_side() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        remedy = "pip install ckptfmt[torch]"
+        remedy = 'pip install "ckptfmt[torch]"'
         raise err(Code.ARGUMENT, "this kind of checkpoint needs torch", where="torch", remedy=remedy) from None
 
 

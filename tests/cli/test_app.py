@@ -96,14 +96,23 @@ def test_a_full_device_cannot_run(run_path):
 # Usage
 
 
-@pytest.mark.parametrize(
-    "argv", [[], ["no-such-command"], ["validate"], ["validate", "--no-such-option", "x"], ["log"]]
-)
+@pytest.mark.parametrize("argv", [[], ["validate"], ["validate", "--no-such-option", "x"], ["log"]])
 def test_bad_usage_exits_with_two(call, argv):
     code, out, err_text = call(*argv)
 
     assert (code, out) == (2, "")
     assert err_text.startswith("usage: python -m ckptfmt")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"), [("valdate", "Did you mean `python -m ckptfmt validate`?"), ("no-such-command", "One of demo, ")]
+)
+def test_a_mistyped_command_gets_a_suggestion(call, typed, said):
+    code, out, text = call(typed, "somewhere")
+
+    assert (code, out) == (2, "")
+    assert text.startswith(f"error: ARGUMENT: there is no command {typed!r}\n")
+    assert said in text
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["validate", "--help"], ["inspect", "-h"], ["log", "-h"], ["--version"]])
@@ -137,10 +146,10 @@ def failing(monkeypatch, error):
     monkeypatch.setattr("ckptfmt.cli.validate.verify_checkpoint", fail)
 
 
-def test_a_named_error_is_one_line_and_its_remedy(call, tmp_path, monkeypatch):
+def test_a_named_error_is_one_line_and_its_remedy(call, checkpoint_path, monkeypatch):
     failing(monkeypatch, err(Code.FEATURE_UNSUPPORTED, "x\x1b[31m", where="a", requirement="REQ-DOC-010"))
 
-    code, out, text = call("validate", tmp_path)
+    code, out, text = call("validate", checkpoint_path)
 
     assert (code, out) == (2, "")
     assert text == ("error: FEATURE_UNSUPPORTED at a: x\\x1b[31m [REQ-DOC-010]\n  Install a newer ckptfmt.\n")
@@ -149,27 +158,27 @@ def test_a_named_error_is_one_line_and_its_remedy(call, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "error", [RecursionError("deep"), MemoryError(), OSError(5, "I/O"), ValueError("\ud800"), KeyError()]
 )
-def test_no_error_shows_a_traceback(call, tmp_path, monkeypatch, error):
+def test_no_error_shows_a_traceback(call, checkpoint_path, monkeypatch, error):
     failing(monkeypatch, error)
 
-    code, out, text = call("validate", tmp_path)
+    code, out, text = call("validate", checkpoint_path)
 
     assert (code, out) == (2, "")
     assert text.startswith("error: ")
     assert "Traceback" not in text
 
 
-def test_a_traceback_can_be_asked_for(call, tmp_path, monkeypatch):
+def test_a_traceback_can_be_asked_for(call, checkpoint_path, monkeypatch):
     monkeypatch.setenv("CKPTFMT_TRACEBACK", "1")
     failing(monkeypatch, KeyError("x"))
 
-    assert "Traceback" in call("validate", tmp_path)[2]
+    assert "Traceback" in call("validate", checkpoint_path)[2]
 
 
-def test_an_interrupt_ends_without_traceback(call, tmp_path, monkeypatch):
+def test_an_interrupt_ends_without_traceback(call, checkpoint_path, monkeypatch):
     failing(monkeypatch, KeyboardInterrupt())
 
-    assert call("validate", tmp_path) == (130, "", "interrupted\n")
+    assert call("validate", checkpoint_path) == (130, "", "interrupted\n")
 
 
 def test_ctrl_c_ends_the_process_without_traceback(checkpoint_path):

@@ -302,8 +302,21 @@ def test_names_that_are_not_utf8_are_shown(call, checkpoint_path):
 # Nothing to check
 
 
-def test_a_directory_without_manifest_is_not_committed(call_json, tmp_path):
+def test_files_of_an_attempt_without_manifest_are_not_committed(call_json, tmp_path):
+    (tmp_path / f"weights-{0:016x}-00000.safetensors").write_bytes(b"")
+
     assert found(call_json, tmp_path) == [("NOT_COMMITTED", "manifest.json")]
+
+
+@pytest.mark.parametrize("names", [[], ["notes.txt", "model.safetensors"]])
+def test_a_directory_of_anything_else_cannot_run(call, tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+
+    code, out, text = call("validate", tmp_path)
+
+    assert (code, out) == (2, "")
+    assert f"{tmp_path}: the directory is neither a checkpoint nor a run" in text
 
 
 @pytest.mark.parametrize("name", [checkpoint_name(40, 1), checkpoint_name(40, 2)], ids=["unfinished", "aborted"])
