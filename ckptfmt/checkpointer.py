@@ -270,9 +270,10 @@ class Checkpointer:
     def restore_rng(self) -> None:
         """Put the RNG streams back: now, and not when the first step begins. Every process calls it.
 
-        Making an iterator draws from the RNG streams, and so may fetching its first batch. Call this between them, if
-        the first batch is fetched outside of `training_step`. It also makes ready for saves, since to ask an object
-        for its state may draw, and catches `stop_on`. A second call does nothing.
+        Making an iterator draws from the RNG streams, and so may fetching a batch. Call this where the undisturbed run
+        saved: within an epoch once the iterator exists and has left out what was trained already, before the first
+        batch is fetched; between two epochs before the next one's iterator is made. It also makes ready for saves,
+        since to ask an object for its state may draw, and catches `stop_on`. A second call does nothing.
 
         Raises: as `restore` and `prepare`; StateError(STREAM_MISSING, STREAM_UNEXPECTED).
         """
@@ -325,7 +326,9 @@ class Checkpointer:
         """Say that so many steps are done, over the whole run: for loops that count them, such as a framework's.
 
         Samplers in the state commit; the run is saved if that is due or if it is to stop; then `stopped` says so. To
-        say a number again does nothing. Call `restore_rng` before the first step.
+        say a number again does nothing, so that callbacks of each micro-batch may call it. Call `restore_rng` before
+        the first step. Call this after what belongs to the step and draws random numbers, such as an evaluation: a
+        resume doesn't do again what came before the save, and does what came after it.
 
         Args:
             step: training steps done.
@@ -542,7 +545,8 @@ class Checkpointer:
 
     def _is_due(self, more: int) -> bool:
         """Tell whether to save now, `more` steps after the last question, and find out whether to stop."""
-        self._timer.steps_since += more
+        # At which step a loop began isn't known before its first count: it may go on from another run's.
+        self._timer.steps_since += more if self.step > more else 1
         cadence = self._cadence
         by_step = isinstance(cadence, int) and self.step // cadence > (self.step - more) // cadence
         if (isinstance(cadence, float) or self._signals) and self.step >= self._timer.next_step:

@@ -6,10 +6,11 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import ckptfmt
 from ckptfmt.checkpointer import Checkpointer
@@ -18,7 +19,7 @@ from ckptfmt.store.memory import MemoryStore
 from tests.builders import code_of
 from tests.test_checkpointer import committed
 from tests.test_group import Allgather, run_writers
-from tests.tiny import Tiny
+from tests.tiny import Points, Tiny
 
 Loop = Callable[[Checkpointer, Tiny, int], None]
 
@@ -204,6 +205,22 @@ def test_count_with_gaps_saves_where_it_passes_what_is_due() -> None:
     assert committed(store) == [(12, 1), (20, 1)]
 
 
+def test_loop_that_begins_at_a_step_above_0_has_not_done_those_before() -> None:
+    """It took itself for a thousand times as fast as it was, and asked for the time, and for signals, hours later."""
+    with Checkpointer(MemoryStore(), ckptfmt.State(weights={"w": 1}), saver="inline", every="10s") as checkpointer:
+        began_s = checkpointer._timer.last_s
+        checkpointer._clock = lambda: began_s + checkpointer.step - 1000  # a second for each step
+        saves = [checkpointer.end_step(step) for step in range(1001, 1101)]
+    assert 1010 <= next(handle.step for handle in saves if handle is not None) <= 1012
+
+
+def test_loop_that_says_where_it_begins_is_not_saved_there() -> None:
+    with Checkpointer(MemoryStore(), ckptfmt.State(weights={"w": 1}), saver="inline", every=500) as checkpointer:
+        checkpointer.step = 1000
+        saves = [checkpointer.end_step(step) for step in range(1001, 1501)]
+    assert [handle.step for handle in saves if handle is not None] == [1500]
+
+
 def test_batches_of_which_a_step_takes_several_are_not_its_count() -> None:
     """Gradient accumulation out of a sampler of micro-batches: the cursor would be ever further behind."""
     run = Tiny()
@@ -283,3 +300,108 @@ def test_count_that_one_writer_refuses_is_refused_on_all() -> None:
             return caught.value.code
 
     assert run_writers(2, body) == [Code.PEER_FAILED, Code.ARGUMENT]
+
+
+class Foreign:
+    """A framework's trainer, which calls back: epochs, micro-batches, an evaluation that draws, saves at epochs' ends.
+
+    Args:
+        run: what is trained.
+        batches_of: makes an epoch's iterator of micro-batches, and is told how many steps of the epoch to leave out.
+        draws_after_save: negative control: it evaluates after the save, and a resume doesn't evaluate again.
+        streams_at: "right"; or "late", as where every epoch's iterator is made before the streams are put back.
+    """
+
+    EPOCH, ACCUMULATED = 5, 2
+
+    def __init__(
+        self,
+        run: Tiny,
+        batches_of: Callable[[Tiny, int, int], Iterator[torch.Tensor]],
+        *,
+        draws_after_save: bool = False,
+        streams_at: str = "right",
+    ) -> None:
+        self.run, self.batches_of = run, batches_of
+        self.draws_after_save, self.streams_at = draws_after_save, streams_at
+
+    def fit(self, checkpointer: Checkpointer, total: int) -> None:
+        checkpointer.restore()
+        step = checkpointer.step
+        while step < total:
+            epoch, within = divmod(step, self.EPOCH)
+            if within == 0 and self.streams_at == "right":
+                checkpointer.restore_rng()  # the undisturbed run saved before it made this epoch's iterator
+            batches = self.batches_of(self.run, epoch, within)
+            checkpointer.restore_rng()
+            while step < min(total, (epoch + 1) * self.EPOCH):
+                total_loss = 0.0
+                for _ in range(self.ACCUMULATED):
+                    loss = self.run.net(next(batches)).square().mean() / self.ACCUMULATED
+                    loss.backward()
+                    total_loss += loss.item()
+                    checkpointer.end_step(step)  # after each micro-batch, with the steps that are done
+                self.run.optimizer.step()
+                self.run.optimizer.zero_grad()
+                self.run.losses[step] = total_loss.hex()
+                step += 1
+                if not self.draws_after_save:
+                    self.evaluate(step)
+                checkpointer.end_step(step)
+                assert checkpointer.end_step(step) is None  # another of its callbacks says so, too
+                if self.draws_after_save:
+                    self.evaluate(step)
+            checkpointer.save(step=step)  # an epoch's end, or that of the training
+
+    def evaluate(self, step: int) -> None:
+        """Every three steps, with an iterator of its own, which draws, and dropout, which draws too."""
+        if step % 3 == 0:
+            batch = next(iter(torch.utils.data.DataLoader(Points(), batch_size=3, shuffle=True)))
+            with torch.no_grad():
+                self.run.net(batch)
+
+
+def from_sampler(run: Tiny, epoch: int, within: int) -> Iterator[torch.Tensor]:
+    """The sampler knows where it stands."""
+    del epoch, within
+    return run.batches()
+
+
+def from_own_loader(run: Tiny, epoch: int, within: int) -> Iterator[torch.Tensor]:
+    """The framework shuffles by the epoch's number, and fetches what was trained already to leave it out."""
+    del run
+    data = Points()
+    order = torch.utils.data.RandomSampler(data, generator=torch.Generator().manual_seed(epoch))
+    batches = iter(torch.utils.data.DataLoader(data, batch_size=3, sampler=order))
+    for _ in range(within * Foreign.ACCUMULATED):
+        next(batches)  # not lazily: to fetch them draws
+    return batches
+
+
+def start_foreign(store: Any, total: int, source: Any, start_number: int = 0, **trainer: Any) -> Tiny:
+    run = Tiny(start_number, micro_batches=Foreign.ACCUMULATED)
+    if source is from_own_loader:
+        run.state.data = {"framework": 1}
+    with Checkpointer(store, run.state, saver="inline", every=2) as checkpointer:
+        Foreign(run, source, **trainer).fit(checkpointer, total)
+    return run
+
+
+@pytest.mark.parametrize("source", [from_sampler, from_own_loader])
+@pytest.mark.parametrize("killed_at", [5, 7, 11])
+def test_foreign_trainer_resumes_bit_by_bit(source: Any, killed_at: int) -> None:
+    """From an epoch's end (5), and from within an epoch, before an evaluation and after one."""
+    undisturbed, store = start_foreign(MemoryStore(), 18, source), MemoryStore()
+    first = start_foreign(store, killed_at, source)
+    second = start_foreign(store, 18, source, 1)
+    assert min(second.losses) == killed_at
+    assert first.losses | second.losses == undisturbed.losses
+
+
+@pytest.mark.parametrize(("killed_at", "wrong"), [(12, {"draws_after_save": True}), (5, {"streams_at": "late"})])
+def test_foreign_trainer_that_draws_elsewhere_is_another_run(killed_at: int, wrong: dict[str, Any]) -> None:
+    """Negative control: an evaluation after the save; streams put back after the iterator that the save preceded."""
+    undisturbed, store = start_foreign(MemoryStore(), 18, from_sampler, **wrong), MemoryStore()
+    first = start_foreign(store, killed_at, from_sampler, **wrong)
+    second = start_foreign(store, 18, from_sampler, 1, **wrong)
+    assert first.losses | second.losses != undisturbed.losses

@@ -179,6 +179,37 @@ def test_a_dataloader_fetches_ahead_and_the_cursor_stays(num_workers):
     assert raised.value.code is Code.ARGUMENT
 
 
+@given(st.integers(1, 50), st.integers(1, 4), st.integers(1, 5), st.integers(0, 3), st.integers(0, 5))
+def test_micro_batches_are_the_pieces_of_each_step(n, workers, micro_batches, extra, done):
+    """For loops that accumulate gradients: no piece is empty, and cursor and steps are as without them."""
+    size = workers * micro_batches + extra
+    for worker in range(workers):
+        whole = Sampler(n, global_batch=size, worker=(worker, workers))
+        pieces = Sampler(n, global_batch=size, worker=(worker, workers), micro_batches=micro_batches)
+        for sampler in (whole, pieces):
+            sampler.commit(done)
+        found = batches(pieces, 3 * micro_batches)
+        assert all(found)
+        assert [flat(found[at : at + micro_batches]) for at in range(0, len(found), micro_batches)] == batches(whole, 3)
+        for sampler in (whole, pieces):
+            sampler.check_fetched(done + 3)
+            sampler.commit(done + 1)
+        assert pieces.state_dict() == whole.state_dict()
+        other = Sampler(n, global_batch=size, worker=(worker, workers), micro_batches=1)
+        other.load_state_dict(pieces.state_dict())
+        assert flat(batches(pieces, micro_batches)) == batches(other, 1)[0]
+
+
+def test_a_step_is_fetched_once_its_first_micro_batch_is():
+    """A skip mustn't change what a loader has in its hands."""
+    sampler = Sampler(100, global_batch=4, worker=(0, 1), micro_batches=2)
+    order = iter(sampler)
+    next(order)
+    sampler.skip(samples=[1], from_pos=2)
+    with pytest.raises(CkptError, match="first batch"):
+        next(order)
+
+
 def test_an_iterator_from_before_a_load_is_refused():
     sampler = Sampler(50, global_batch=8)
     early, unused = iter(sampler), iter(sampler)
@@ -265,6 +296,9 @@ def test_a_fingerprint_that_one_side_lacks_is_kept(saved, live):
         {"worker": (2, 2)},
         {"worker": (-1, 2)},
         {"worker": (0, 9)},
+        {"micro_batches": 0},
+        {"micro_batches": 9},
+        {"micro_batches": 3, "worker": (0, 3)},
     ],
 )
 def test_arguments_out_of_range_are_refused(options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -92,6 +93,8 @@ class Sampler:
         mixture: how many positions of a block each source has; their sum is the block. Or several such, by the position
             from which on each holds: ``{0: {"books": 3, "code": 1}, 4096: {"books": 1, "code": 3}}``.
         tail: ``carry``, ``drop`` or ``pad_masked``; a mixture has ``carry``.
+        micro_batches: in how many pieces, one after the other, the iterator hands out each step's part of a worker, for
+            loops that accumulate gradients. A step is still counted once; `indices` has all of its samples.
 
     Raises: StateError(ARGUMENT).
 
@@ -118,11 +121,12 @@ class Sampler:
         fingerprint: str | Mapping[str, str] | None = None,
         mixture: Mapping[str, int] | Mapping[int, Mapping[str, int]] | None = None,
         tail: Tail = "carry",
+        micro_batches: int = 1,
     ) -> None:
-        if not 1 <= global_batch <= limits.DIM:
-            raise err(Code.ARGUMENT, f"global_batch={global_batch} isn't from 1 to {limits.DIM}")
-        if worker is not None:
-            _check_worker(worker, global_batch)
+        for name, number in (("global_batch", global_batch), ("micro_batches", micro_batches)):
+            if not 1 <= number <= limits.DIM:
+                raise err(Code.ARGUMENT, f"{name}={number} isn't from 1 to {limits.DIM}")
+        _check_worker(worker or (0, 1), global_batch // micro_batches)
         self._sources = _sources(dataset, fingerprint, source, is_mixed=mixture is not None)
         for one in self._sources:
             sample_indices(one.n, seed=seed, begin=0, end=1)  # refuses a length or a seed out of range
@@ -130,7 +134,7 @@ class Sampler:
         self._seed = seed
         self._mixture = None if mixture is None else _mixture(mixture, seed, self._sources)
         self._skips: tuple[Skip, ...] = ()
-        self._worker = worker
+        self._worker, self._micro_batches = worker, micro_batches
         self._loaded: Cursor | None = None
         self._progress = _Progress()
         self._course = self._try_course(self._skips)
@@ -179,22 +183,24 @@ class Sampler:
         return self._position_of(self.steps_done)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Yield this worker's samples of each step that isn't done yet, without end.
+        """Yield this worker's samples of each step that isn't done yet, or of its micro-batches, without end.
 
         The first step is that of the cursor when the first batch is asked for.
 
         Raises: StateError(ARGUMENT) when a cursor was loaded since the first batch, or a skip begins before what was
             fetched, or there are more workers than samples in a batch; StateError(WRITERS_UNKNOWN).
         """
-        progress, step = self._progress, self.steps_done
-        while True:
+        progress, first, count = self._progress, self.steps_done, self._micro_batches
+        indices: list[Any] = []
+        for number in itertools.count():
             if progress is not self._progress:
                 detail = "load_state_dict or skip was called after this iterator's first batch"
                 raise err(Code.ARGUMENT, detail, remedy="Restore and skip first, then call iter() on the loader.")
-            indices = self.indices(step)
-            step += 1
-            progress.steps_fetched = max(progress.steps_fetched, step)
-            yield indices
+            step, piece = first + number // count, number % count
+            if piece == 0:
+                indices = self.indices(step)
+                progress.steps_fetched = max(progress.steps_fetched, step + 1)
+            yield indices[piece * len(indices) // count : (piece + 1) * len(indices) // count]
 
     def indices(self, step: int) -> list[Any]:
         """Return this worker's samples of one step, counted over the whole run from 0.
@@ -284,7 +290,7 @@ class Sampler:
                 Code.ARGUMENT,
                 f"{progress.steps_fetched} batches were fetched for {step} steps: the cursor would be in arrears",
                 where=_STEPS,
-                remedy="Let global_batch be what a whole step takes, and split it into micro-batches.",
+                remedy="Let global_batch be what a whole step takes, and pass micro_batches= to split it.",
             )
 
     def skip(
@@ -408,7 +414,7 @@ class Sampler:
         """Return what this worker's positions of a step have."""
         position, size = self._first_position(step), self._plan.global_batch
         number, count = self._worker or distributed_worker()
-        _check_worker((number, count), size)
+        _check_worker((number, count), size // self._micro_batches)
         return self._course.stretch(position + number * size // count, position + (number + 1) * size // count)
 
     def _count(self) -> None:
@@ -574,12 +580,12 @@ def _as_argument() -> Iterator[None]:
         raise err(Code.ARGUMENT, error.detail, where=error.where) from error
 
 
-def _check_worker(worker: tuple[int, int], global_batch: int) -> None:
+def _check_worker(worker: tuple[int, int], size: int) -> None:
     number, count = worker
     if not 0 <= number < count:
         raise err(Code.ARGUMENT, f"there is no worker {number} of {count}")
-    if count > global_batch:
-        raise err(Code.ARGUMENT, f"a batch of {global_batch} samples can't be spread over {count} workers")
+    if count > size:
+        raise err(Code.ARGUMENT, f"a batch, or micro-batch, of {size} samples can't be spread over {count} workers")
 
 
 def distributed_worker() -> tuple[int, int]:
