@@ -64,7 +64,7 @@ def save(
         metrics: finite numbers by name, at most 64, such as ``{"eval_loss": 2.31}``; they stand in the manifest. With
             several processes those of process 0 count, and what others pass is ignored.
         tags: short strings, at most 32; likewise.
-        writer: (number, count) of this process; None to ask torch.distributed, else the only one.
+        writer: (number, count) of this process; None to ask torch.distributed or jax.distributed, else the only one.
         agree: how the processes tell each other what must be the same: None for torch.distributed; an all-gather
             ``agree(value: bytes) -> list[bytes]`` such as mpi4py's ``comm.allgather``; or a token, the same on all
             processes and new at each start, to exchange through the store.

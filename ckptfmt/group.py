@@ -144,7 +144,7 @@ def _peer_error(writer: int, error: dict[str, Any]) -> CkptError:
 
 
 def find_worker(writer: tuple[int, int] | None) -> tuple[int, int]:
-    """Return number and count of this worker: as given, or as torch.distributed says, or the only one.
+    """Return number and count of this worker: as given, as torch.distributed or jax.distributed says, or the only one.
 
     Raises: StateError(ARGUMENT).
     """
@@ -154,14 +154,19 @@ def find_worker(writer: tuple[int, int] | None) -> tuple[int, int]:
             raise err(Code.ARGUMENT, f"writer={writer!r} isn't (number, count), 0 <= number < count", where="writer=")
         return number, count
     distributed = _find_distributed()
-    return (distributed.get_rank(), distributed.get_world_size()) if distributed is not None else (0, 1)
+    if distributed is not None:
+        return distributed.get_rank(), distributed.get_world_size()
+    jax = sys.modules.get("jax")
+    if jax is not None and getattr(jax, "distributed", None) is not None and jax.distributed.is_initialized():
+        return jax.process_index(), jax.process_count()
+    return 0, 1
 
 
 def make_group(writer: tuple[int, int] | None, agree: Agree, store: Store, *, deadline_s: float) -> Group:
     """Return the group of this job's writers.
 
     Args:
-        writer: (number, count); None to ask torch.distributed, else the only one.
+        writer: (number, count); None to ask torch.distributed or jax.distributed, else the only one.
         agree: see `Agree`; None to use the key-value store of torch.distributed.
         store: for the exchange by token.
         deadline_s: how long to wait for the others, in seconds.

@@ -50,6 +50,8 @@ class State:
 
     Each of `weights`, `optimizer`, `data` and the values of `extra` is a module, an optimizer, an object with
     ``state_dict`` and ``load_state_dict``, a tree of tensors, arrays and plain values, or a mapping or list of those.
+    A pytree of JAX, with arrays of any sharding and typed keys, is such a tree. JAX's arrays can't be changed: a load
+    makes a new tree, and sets `weights`, `optimizer`, `data` or the value of `extra` to it.
 
     Attributes:
         weights: module or modules; a mapping of tensors.

@@ -1,6 +1,6 @@
-"""From live objects to what is written, and back: numpy and plain values here, torch in `ckptfmt.adapters.torch`.
+"""From live objects to what is written, and back: numpy and plain values here, torch and JAX in modules of their own.
 
-Nothing here imports torch before the program does: as long as torch isn't loaded, no object can be one of its own.
+Nothing here imports torch or JAX before the program does: as long as one isn't loaded, no object can be one of its own.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Final
 
 from ckptfmt.errors import Code, err
 
-__all__ = ["OLDEST_TORCH", "check_torch", "torch_side"]
+__all__ = ["OLDEST_TORCH", "check_torch", "jax_side", "torch_side"]
 
 #: The oldest torch on which everything holds; `pyproject.toml` and README say the same, and a test compares.
 OLDEST_TORCH: Final = (2, 7)
 #: Torch's side, found by name: nothing here depends on it.
 _TORCH: Final = "ckptfmt.adapters.torch"
+#: JAX's, likewise.
+_JAX: Final = "ckptfmt.adapters.jax"
 
 
 def torch_side() -> ModuleType | None:
@@ -31,6 +33,11 @@ def torch_side() -> ModuleType | None:
     if _TORCH not in sys.modules:
         check_torch(sys.modules["torch"])
     return import_module(_TORCH)
+
+
+def jax_side() -> ModuleType | None:
+    """Return `ckptfmt.adapters.jax` if the program has loaded jax, else None."""
+    return import_module(_JAX) if "jax" in sys.modules else None
 
 
 def check_torch(torch: ModuleType) -> None:

@@ -110,7 +110,7 @@ def topology(*, worker_count: int) -> dict[str, object]:
     }
 
 
-def local_facts(*, devices: frozenset[str], meshes: list[Any]) -> dict[str, object]:
+def local_facts(*, devices: frozenset[str], meshes: list[Any], jax_facts: Mapping[str, object]) -> dict[str, object]:
     """Return what is true of one worker's machine: devices, threads, environment, and the meshes that it is in."""
     side = torch_side()
     return {
@@ -119,6 +119,7 @@ def local_facts(*, devices: frozenset[str], meshes: list[Any]) -> dict[str, obje
         "mesh": meshes,
         "env": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         **({} if side is None else side.local_facts(devices)),
+        **jax_facts,
     }
 
 

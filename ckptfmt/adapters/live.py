@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, Final, TypeGuard
 
 from ckptfmt import limits
-from ckptfmt.adapters import torch_side
+from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.live_trees import GLOBAL, join_name, prefix_of, too_deep, worker_scope
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
@@ -66,12 +66,16 @@ _WALKED: Final = (dict, OrderedDict, list, tuple, deque)
 def walk(state: State, *, worker: int) -> Iterator[Unit]:
     """Yield the units of weights, extra, optimizer and data, in the order in which they are loaded."""
     walker = _Walker(worker_scope(worker))
-    yield from walker.units("weights", (), GLOBAL, state.weights, None)
+
+    def field(name: str) -> Iterator[Unit]:
+        return walker.units(name, (), GLOBAL, getattr(state, name), functools.partial(setattr, state, name))
+
+    yield from field("weights")
     extra = state.extra or {}
     for key, value in extra.items():
         yield from walker.units("optimizer", ("extra", key), GLOBAL, value, _putter(extra, key))
-    yield from walker.units("optimizer", (), GLOBAL, state.optimizer, None)
-    yield from walker.units("data", (), GLOBAL, state.data, None)
+    yield from field("optimizer")
+    yield from field("data")
 
 
 class _Walker:
@@ -158,6 +162,7 @@ class Live:
         names: all names of each parameter, by its id; those of weights stand above those of extra.
         devices: torch devices that hold something, as torch prints them.
         meshes: of DTensors; each once.
+        jax_facts: what decides bits where the state has arrays of JAX.
     """
 
     units: tuple[Unit, ...]
@@ -167,6 +172,7 @@ class Live:
     names: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     devices: frozenset[str] = frozenset()
     meshes: list[Any] = dataclasses.field(default_factory=list)
+    jax_facts: dict[str, object] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, state: State, *, worker: int, worker_count: int) -> Live:
@@ -179,9 +185,11 @@ class Live:
         if not 0 <= worker < worker_count:
             raise err(Code.ARGUMENT, f"there is no worker {worker} of {worker_count}", where="writer")
         units = tuple(walk(state, worker=worker))
-        side = torch_side()
+        side, of_jax = torch_side(), jax_side()
+        trees = [unit for unit in units if unit.kind is Kind.TREE]
+        jax_facts = {} if of_jax is None else of_jax.local_facts(trees)
         if side is None:
-            return cls(units=units, worker_count=worker_count)
+            return cls(units=units, worker_count=worker_count, jax_facts=jax_facts)
         views = {
             number: side.view_module(
                 unit.value,
@@ -199,7 +207,7 @@ class Live:
             entries.setdefault(units[number].field, []).extend(view.entries)
         merged = {field: side.merge_tied(found) for field, found in entries.items()}
         tensors = [entry.tensor for found in merged.values() for entry in found]
-        tensors += [tensor for unit in units if unit.kind is Kind.TREE for _, tensor in _tensors(side, unit)]
+        tensors += [tensor for unit in trees for _, tensor in _tensors(side, unit)]
         return cls(
             units=units,
             views=views,
@@ -207,6 +215,7 @@ class Live:
             names=_parameter_names(side, units, views, merged),
             devices=side.devices_of(tensors),
             meshes=side.meshes_of(tensors),
+            jax_facts=jax_facts,
             worker_count=worker_count,
         )
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptfmt import limits
-from ckptfmt.adapters import torch_side
+from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.numpy import ArraySource, array_of, inline_array
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.part import Leaf
@@ -135,7 +135,10 @@ class Encoder:
         kind = type(value)
         if kind in _PLAIN:
             return value
+        of_jax = jax_side()
         encode = _CONTAINERS.get(kind)
+        if encode is None and of_jax is not None and of_jax.is_node(value):
+            encode = _encode_node
         if encode is not None:
             return self._encode_container(encode, value, name)
         if isinstance(value, np.generic) or (self.inline and isinstance(value, np.ndarray)):
@@ -143,7 +146,8 @@ class Encoder:
         if isinstance(value, np.ndarray):
             self.sources.append(ArraySource.of(value, field=self.field, name=name, scope=self.scope))
             return TensorRef(name, "numpy")
-        side = self._side or torch_side()  # a value's own code may have loaded torch since
+        is_of_jax = of_jax is not None and of_jax.is_array(value)
+        side = of_jax if is_of_jax else self._side or torch_side()  # a value's own code may have loaded torch since
         return value if side is None else side.encode(self, value, name)
 
     def _encode_container(self, encode: Callable[[Encoder, Any, str], object], value: object, name: str) -> object:
@@ -213,6 +217,11 @@ def _encode_counter(encoder: Encoder, value: Any, name: str) -> object:  # noqa:
 
 def _encode_set(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - set or frozenset
     return type(value)(encoder.encode(item, child_name(name, item)) for item in value)
+
+
+def _encode_node(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - a node of a pytree
+    side: Any = jax_side()
+    return {key: encoder.encode(child, child_name(name, key)) for key, child in side.children_of(value)}
 
 
 #: Types, exactly these, whose values are trees already.

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ckptfmt.adapters import torch_side
+from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.live_trees import GLOBAL
 from ckptfmt.adapters.numpy import Array, ArraySink, ArraySource, saved_dtype
 from ckptfmt.box import Box
@@ -31,8 +31,8 @@ def source_of(
 
     Args:
         name: of the tensor; unique within field and scope.
-        pieces: a torch tensor (a DTensor among them) or a numpy array, which is the whole tensor; or a mapping from the
-            offsets at which a piece begins in the global tensor, a tuple, to the piece.
+        pieces: a torch tensor (a DTensor among them), a numpy array or an array of JAX, which is the whole tensor; or a
+            mapping from the offsets at which a piece begins in the global tensor, a tuple, to the piece.
         field: one of ``weights``, ``optimizer`` and ``data``.
         global_shape: of the whole tensor, in elements; needed where `pieces` is a mapping.
         scope: ``global``, or ``lw/<i>`` for what belongs to process i alone.
@@ -52,7 +52,7 @@ def source_of(
     dtypes = {source.dtype for source in found.values()}
     if len(dtypes) != 1:
         raise err(Code.ARGUMENT, f"pieces of {len(dtypes)} dtypes; one source has one", where=where)
-    return _Pieces(
+    return Pieces(
         field=field, name=name, scope=scope, dtype=dtypes.pop(), global_shape=shape, boxes=tuple(found), held=found
     )
 
@@ -69,7 +69,7 @@ def sink_of(
     """Return a sink for `Checkpoint.read_into` that fills live tensors or arrays in place.
 
     Args:
-        pieces: as for `source_of`.
+        pieces: as for `source_of`, but for arrays of JAX, which can't be filled: `ckptfmt.load` makes new ones.
         dtype: that was saved, where it isn't that of the pieces: then elements are converted.
 
     Raises: StateError(STATE_UNSUPPORTED, META_DESTINATION, ARGUMENT); LayoutError(BOX_BOUNDS,
@@ -84,11 +84,11 @@ def sink_of(
     }
     shape = _check_pieces(found, global_shape, where)
     saved = dtype or next(iter(found.values())).dtype
-    return _Pieces(field=field, name=name, scope=scope, dtype=saved, global_shape=shape, boxes=tuple(found), held=found)
+    return Pieces(field=field, name=name, scope=scope, dtype=saved, global_shape=shape, boxes=tuple(found), held=found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Pieces:
+class Pieces:
     """Several whole tensors, each at its box of a global one: a source or a sink, as they are."""
 
     field: str
@@ -103,14 +103,17 @@ class _Pieces:
     aliases: tuple[str, ...] = ()
 
     def copy_into(self, box: Box, out: memoryview) -> None:
+        """Copy the elements of `box` into `out`."""
         held, local = self._find(box)
         held.copy_into(local, out)
 
     def copy_from(self, box: Box, content: memoryview) -> None:
+        """Take the elements of `box`."""
         held, local = self._find(box)
         held.copy_from(local, content)
 
     def memory_of(self, box: Box) -> Array | None:
+        """Return the bytes of the elements of `box`, if they follow each other in memory."""
         held, local = self._find(box)
         memory_of = getattr(held, "memory_of", None)
         return None if memory_of is None else memory_of(local)
@@ -166,6 +169,10 @@ def _whole_source(value: Any, *, field: str, name: str, scope: str) -> TensorSou
     if side is not None and side.is_tensor(value):
         source: TensorSource = side.source_of(value, field=field, name=name, scope=scope)
         return source
+    of_jax = jax_side()
+    if of_jax is not None and of_jax.is_array(value):
+        found: TensorSource = of_jax.source_of(value, field=field, name=name, scope=scope)
+        return found
     if not isinstance(value, np.ndarray):
         raise _no_tensor(value, f"{field}:{name}")
     return ArraySource.of(value, field=field, name=name, scope=scope)

@@ -212,12 +212,7 @@ def fill(plan: LoadPlan, live: Any, saved: IndexTensor, *, name: str | None = No
     Raises: StateError(STATE_UNSUPPORTED).
     """
     where = f"{saved.field}:{saved.name if name is None else name}"
-    if tuple(live.shape) != saved.global_shape:
-        detail = f"saved with shape {saved.global_shape}, here {tuple(live.shape)}"
-        plan.problem(Code.SHAPE_MISMATCH, where, detail)
-        return
-    kind = _dtype_name(live, where)
-    if kind != saved.dtype and not _may_convert(plan, where, saved.dtype, kind):
+    if not may_fill(plan, saved, shape=tuple(live.shape), dtype=lambda: _dtype_name(live, where), where=where):
         return
     if isinstance(live, np.ndarray):
         plan.sinks.append(_array_sink(live, saved, where))
@@ -227,6 +222,19 @@ def fill(plan: LoadPlan, live: Any, saved: IndexTensor, *, name: str | None = No
         plan.problem(Code.META_DESTINATION, where, "the live tensor is on the meta device")
     elif side is not None:
         plan.sinks.append(side.sink_of(live, field=saved.field, name=saved.name, scope=saved.scope, dtype=saved.dtype))
+
+
+def may_fill(
+    plan: LoadPlan, saved: IndexTensor, *, shape: tuple[int, ...], dtype: Callable[[], str], where: str
+) -> bool:
+    """Tell whether a saved tensor fits a live one of this shape and dtype, converted where the caller allows it.
+
+    Problems: SHAPE_MISMATCH, DTYPE_MISMATCH, STATE_UNSUPPORTED.
+    """
+    if shape != saved.global_shape:
+        return plan.problem(Code.SHAPE_MISMATCH, where, f"saved with shape {saved.global_shape}, here {shape}")
+    kind = dtype()
+    return kind == saved.dtype or _may_convert(plan, where, saved.dtype, kind)
 
 
 def _may_convert(plan: LoadPlan, where: str, saved: str, live: str) -> bool:
@@ -292,6 +300,14 @@ def _refill(live: Any, items: Any) -> None:  # noqa: ANN401 - a mutable containe
         live.update(items)
 
 
+def put_back(plan: LoadPlan, unit: Unit, value: object) -> None:
+    """Let a new value take the place of a unit's; one that stands in no container goes to the report as well."""
+    if unit.put is None or not unit.path:
+        plan.values[f"{unit.field}:{unit.name}"] = value
+    if unit.put is not None:
+        unit.put(value)
+
+
 def is_named_tensors(unit: Unit) -> bool:
     """Tell whether a unit is a flat mapping from strings to tensors or arrays; an empty one is."""
     return (
@@ -330,7 +346,7 @@ def take_named_leaf(plan: LoadPlan, unit: Unit) -> None:
     key = (unit.field, plan.renaming.saved_name(unit.name), unit.scope)
     if key in plan.checkpoint.leaves:
         tree = plan.checkpoint.leaf(*key)
-        if isinstance(tree, dict) and all(isinstance(value, TensorRef) for value in tree.values()):
+        if isinstance(tree, dict) and all(isinstance(value, TensorRef) for value in iter_values(tree)):
             plan.taken_leaves.add(key)
 
 

@@ -144,5 +144,5 @@ def _user_stream(name: str, generator: object) -> LiveRngStream:
         Code.STATE_UNSUPPORTED,
         f"{kind} is no generator that can be saved",
         where=f"rng:{name}",
-        remedy="Use random.Random, numpy.random.Generator or torch.Generator.",
+        remedy="Use random.Random, numpy.random.Generator or torch.Generator; a key of JAX is a value: State(extra=).",
     )

@@ -320,7 +320,13 @@ def _context_leaves(state: State, live: Live, *, worker: int, worker_count: int)
     if state.config is not None:
         values.append(("config", "", plain_config(state.config, where="config:")))
     if worker == 0:
-        values.append(("topology", LOCAL_TOPOLOGY, local_facts(devices=live.devices, meshes=live.meshes)))
+        values.append(
+            (
+                "topology",
+                LOCAL_TOPOLOGY,
+                local_facts(devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts),
+            )
+        )
         values.append(("provenance", "", provenance(state.provenance)))
     return [
         Encoder(field=field, scope=GLOBAL, inline=True).leaf(name, value, tensors_under=name)

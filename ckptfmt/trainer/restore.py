@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-from ckptfmt.adapters import torch_side
+from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.context import find_differences, local_facts, plain_config, topology
 from ckptfmt.adapters.data_loaders import may_load
 from ckptfmt.adapters.live import Kind, Live, Unit, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan, Patterns, Rename
-from ckptfmt.adapters.placing import Placer, plan_named_tensors, plan_sink, take_named_leaf
+from ckptfmt.adapters.placing import Placer, plan_named_tensors, plan_sink, put_back, take_named_leaf
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.manifest import FIELDS
@@ -53,7 +53,8 @@ class LoadReport:
         downgrades: tensors and values that were loaded in another way than saved; among `lowered_by`.
         notes: changes worth a line that don't lower the claim.
         config_differences: path, saved and live value; configuration is never loaded.
-        values: loaded values that stand in no container that could be changed, by field and name.
+        values: loaded values that stand in no container that could be changed, by field and name; a field of the State
+            that is such a value is set to it as well.
         reads: how much was read for it, by this process.
         renamed: live name and saved name, each with its field, of tensors and values that were saved under another one.
         left_count: how many live tensors and values of this process `only` left as they were.
@@ -98,7 +99,7 @@ def load_once(
     state is partly that of the checkpoint, and isn't fit to go on with.
 
     Args:
-        state: live objects; parameters, containers and arrays are filled in place.
+        state: live objects; parameters, containers and arrays are filled in place, and trees of JAX replaced in it.
         allow: differences to accept: ``missing``, ``unexpected``, ``dtype``, ``streams``, ``loader``.
         strict: refuse RNG streams of another number of workers.
         streams: put RNG streams back too; else `restore_streams` does, once iterators exist.
@@ -373,6 +374,10 @@ def _load_stateful(live: Any, value: object, where: str) -> None:  # noqa: ANN40
 
 
 def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
+    side = jax_side()
+    if side is not None and side.has_arrays(unit.value):
+        side.plan_tree(plan, unit)
+        return
     if plan_named_tensors(plan, unit):
         return
     saved_name = plan.renaming.saved_name(unit.name)
@@ -391,10 +396,7 @@ def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
     placed = Placer(plan, field=unit.field, scope=at).place(unit.value, saved, name)
     if placed is unit.value:
         return
-    if unit.put is None:
-        plan.values[where] = placed
-    else:
-        plan.actions.append(functools.partial(unit.put, placed))
+    plan.actions.append(functools.partial(put_back, plan, unit, placed))
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------
@@ -460,7 +462,7 @@ def _find_limits(live: Live) -> list[str]:
 def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
     facts: dict[str, object] = {"": topology(worker_count=plan.worker_count)}
     if plan.worker == 0:
-        facts[LOCAL_TOPOLOGY] = local_facts(devices=live.devices, meshes=live.meshes)
+        facts[LOCAL_TOPOLOGY] = local_facts(devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts)
     lowered = []
     for name, now in facts.items():
         key = ("topology", name, GLOBAL)
