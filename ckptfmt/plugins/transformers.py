@@ -1,0 +1,338 @@
+"""Hugging Face's Trainer saves to and resumes from a run of ckptfmt.
+
+    from ckptfmt.plugins.transformers import CkptfmtTrainer
+
+    trainer = CkptfmtTrainer(model=model, args=args, train_dataset=data, ckptfmt={"stop_on": [signal.SIGTERM]})
+    trainer.train(resume_from_checkpoint=True)
+
+`CkptfmtTrainer` stands in the place of `transformers.Trainer`. Beside another Trainer it is the first base:
+``class MyTrainer(CkptfmtTrainer, Seq2SeqTrainer)``. Everything else is said by `TrainingArguments`, as ever.
+
+**Where things are.** The checkpoints are those of the run ``output_dir/ckptfmt``; they hold weights, optimizer,
+scheduler, gradient scaler, RNG streams of each process, and the text of ``trainer_state.json``. A save goes on beside
+the training. ``checkpoint-N``, the directory that transformers knows, is written with ``export_hf`` alone: once the
+checkpoint of step N is committed, a thread makes it of that checkpoint and renames it into place. It holds what
+``from_pretrained`` reads, ``trainer_state.json`` and ``training_args.bin``, and not what only a resume needs.
+The next save waits for the export before. Callbacks that read ``checkpoint-N`` in ``on_save`` find it with
+``saver="inline"``, where a save returns when it is committed and exported.
+
+**Resuming.** ``resume_from_checkpoint=True`` follows the run's lineage and passes over what is damaged. A path may be
+that of a checkpoint of the run, or of its ``checkpoint-N``: then the run is rolled back to it. Any other path is left
+to transformers, so that a training that began with `transformers.Trainer` goes on in a run. Without
+``resume_from_checkpoint`` a training starts anew in the same run; a warning says so if that has checkpoints.
+
+**What stays.** With ``save_total_limit=N`` the newest N stay. With ``metric_for_best_model`` these are the best one and
+the newest N - 1, at least one; of equals the newest counts as the best. ``load_best_model_at_end`` loads it from the
+run. Losses and metrics of evaluations stand in the manifests: ``python -m ckptfmt log`` shows them.
+
+**Bit for bit** are weights, optimizer, learning rate, gradient scaler, RNG streams and the order of samples, in the
+middle of an epoch and between epochs, with gradient accumulation, on the same number of processes under
+DistributedDataParallel; `Trainer.train` skips the batches that are done. Not bit for bit, because of the Trainer:
+
+- random numbers that a data collator or a dataset draws from the global streams: the Trainer fetches the first batches
+  before it puts the streams back, and one batch ahead of each step;
+- worker processes of a data loader that draw: they are seeded when the epoch's iterator is made;
+- ``ignore_data_skip=True``, which begins the epoch anew, and ``use_seedable_sampler=False``;
+- the first loss that is logged after a resume: it averages over the steps since the resume.
+
+A load on another number of processes restores the same state; the Trainer then distributes samples in another way.
+
+**Refused by name**: DeepSpeed, FSDP1, FSDP on XLA, ``enable_jit_checkpoint`` (use ``stop_on``),
+``auto_find_batch_size``, and ``push_to_hub`` but for ``hub_strategy="end"``. Not tried: PEFT, searches for
+hyperparameters, quantised models, devices other than the CPU.
+
+Tested with transformers 5.23.0, accelerate 1.15.0 and torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+import ckptfmt
+
+_LOG: Final = logging.getLogger("ckptfmt")
+#: The file in a directory ``checkpoint-N`` that names the checkpoint which it was exported from.
+_MARK: Final = "ckptfmt.json"
+#: The value of a checkpoint that is the text of ``trainer_state.json``.
+_TRAINER_STATE: Final = ("optimizer", "extra/trainer", "global")
+#: What the names of arguments begin with that don't decide what is trained.
+_HARMLESS: Final = (
+    "ddp_timeout", "debug", "disable_tqdm", "do_", "greater_is_better", "hub_", "load_best_model", "log_", "logging_",
+    "metric_for_best", "output_dir", "project", "push_to_hub", "report_to", "restore_callback", "resume_from",
+    "run_name", "save_", "skip_memory_metrics", "trackio_",
+)  # fmt: skip
+#: What a model's configuration says of how the model was made and stored.
+_NOT_COMPARED: Final = ("_name_or_path", "architectures", "dtype", "transformers_version")
+
+
+class CkptfmtTrainer(Trainer):
+    """A `transformers.Trainer` that saves to and resumes from a run of ckptfmt.
+
+    Args:
+        ckptfmt: what a `ckptfmt.Checkpointer` takes, such as ``saver``, ``delta``, ``stop_on``; and these:
+            ``run``: directory of the run; by default ``ckptfmt`` in ``args.output_dir``, of a trial in its directory.
+            ``keep_best``: whether the best by ``args.metric_for_best_model`` stays beside the newest (True); or as for
+            `ckptfmt.Checkpointer`.
+            ``export_hf``: whether each committed checkpoint is exported to ``checkpoint-N`` (False).
+        args, kwargs: as for `transformers.Trainer`, or the class of a Trainer beside this one.
+
+    Attributes:
+        checkpointer: the `ckptfmt.Checkpointer` of the last call of `train`; None before.
+
+    Raises: NotImplementedError for arguments with which this can't be done.
+    """
+
+    def __init__(self, *args: Any, ckptfmt: Mapping[str, Any] | None = None, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **kwargs)
+        self.checkpointer: Any = None
+        self._ckptfmt_options = ckptfmt or {}
+        self._training: Any = None
+        _refuse_unsupported(self)
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Train, as `transformers.Trainer.train` does.
+
+        Args:
+            resume_from_checkpoint: True to go on from where the run stands, by its lineage; a checkpoint of the run,
+                its export, or the run itself; or a checkpoint that `transformers.Trainer` saved.
+            trial, args, kwargs: as for `transformers.Trainer.train`.
+
+        Raises: `ckptfmt.CkptError`.
+        """
+        with _Training(self, self._ckptfmt_options, Path(self._get_output_dir(trial))) as self._training:
+            self._training.callback(setattr, self, "_training", None)
+            if self._training.choose(resume_from_checkpoint):
+                resume_from_checkpoint = self._training.place
+            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+
+    def _is_own(self, checkpoint: str | None) -> bool:
+        return checkpoint is not None and checkpoint == self._training.place
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
+        if not self._is_own(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:  # noqa: ANN401
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        # Model, optimizer, scheduler and scaler exist and are wrapped; nothing of the run is loaded yet.
+        self.checkpointer.restore(self._training.state())
+        if not self._is_own(resume_from_checkpoint):
+            self.checkpointer.restore_rng()
+        return prepared
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # The iterator exists, and the batches of the steps done are skipped.
+        self.checkpointer.restore_rng() if self._is_own(checkpoint) else super()._load_rng_state(checkpoint)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ANN401
+        if self._training is None:
+            return super()._save_checkpoint(model, trial)
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        return self._training.save()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self.checkpointer.end_step(self.state.global_step)
+        self.control.should_training_stop |= self.checkpointer.stopped
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        self._training.finish()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        if not self._training.load_best():
+            super()._load_best_model()
+
+
+class _Training(contextlib.ExitStack):
+    """One call of `CkptfmtTrainer.train`: the run, and what is exported of it.
+
+    Attributes:
+        place: a directory in which the Trainer finds ``trainer_state.json`` of what it resumes from.
+    """
+
+    def __init__(self, trainer: Any, options: Mapping[str, Any], output_dir: Path) -> None:  # noqa: ANN401
+        super().__init__()
+        self.trainer, self.output_dir, self.options = trainer, output_dir, dict(options)
+        self.run = Path(self.options.pop("run", None) or output_dir / "ckptfmt")
+        self.does_export = self.options.pop("export_hf", False)
+        self.place = self.enter_context(tempfile.TemporaryDirectory(prefix="ckptfmt-"))
+        self.exporter = self.enter_context(ThreadPoolExecutor(1))
+        self.exported = self.exporter.submit(lambda: None)
+        self.resumed: tuple[int, dict[str, str]] = -1, {}
+        self.best = ""
+
+    def choose(self, resume: object) -> bool:
+        """Begin a launch of the run, and return whether it goes on from a checkpoint of the run."""
+        wanted = "auto" if resume is True else (self._find(Path(str(resume))) if resume else None)
+        options = _retention_of(self.trainer.args, self.options.pop("keep_best", True)) | self.options
+        checkpointer = ckptfmt.Checkpointer(self.run, resume=wanted or "fresh", **options)
+        self.trainer.checkpointer = self.push(checkpointer)
+        checkpoint = checkpointer.choose()
+        if checkpoint is None:
+            if not resume and any(one.state == "committed" for one in ckptfmt.Run(self.run).list()):
+                _LOG.warning("%s has checkpoints: resume_from_checkpoint=True goes on from them", self.run)
+            return False
+        self.resumed = checkpoint.step, checkpoint.leaf(*_TRAINER_STATE)
+        state = TrainerState(**json.loads(self.resumed[1]["json"]))
+        if state.best_global_step == checkpoint.step:  # what it was saved as wasn't known yet
+            state.best_model_checkpoint = checkpoint.store.name
+        state.save_to_json(str(Path(self.place, TRAINER_STATE_NAME)))
+        return True
+
+    def _find(self, path: Path) -> str | None:
+        """Return how a checkpointer is told what to resume from; None for what isn't of this run."""
+        if self.run.resolve() in (path.resolve(), path.resolve().parent):
+            return "auto" if path.resolve() == self.run.resolve() else path.name
+        mark = path / _MARK
+        return json.loads(mark.read_text())["digest"] if mark.is_file() else None
+
+    def state(self) -> ckptfmt.State:
+        """Return what is saved and loaded, once it exists."""
+        trainer, args = self.trainer, self.trainer.args
+        extra: dict[str, object] = {"trainer": ckptfmt.FirstWorker(_Asked(self._dump_trainer))}
+        config = {"args": _plain(args), "model": _plain(getattr(trainer.model, "config", None), _NOT_COMPARED)}
+        harmless = tuple(f"args/{name}" for name in config["args"] if name.startswith(_HARMLESS))
+        data = ckptfmt.FirstWorker(_Asked(lambda: {"epoch": trainer.state.epoch, "step": trainer.state.global_step}))
+        state = ckptfmt.State(weights=trainer.model_wrapped, data=data, extra=extra, config=config, harmless=harmless)
+        if args.save_only_model:
+            state.rng = False
+            return state
+        state.optimizer, extra["scheduler"] = trainer.optimizer, trainer.lr_scheduler
+        if getattr(trainer.accelerator, "scaler", None) is not None:
+            extra["scaler"] = trainer.accelerator.scaler
+        return state
+
+    def _dump_trainer(self) -> dict[str, str]:
+        """Return the text of ``trainer_state.json``, as the Trainer would write it now."""
+        trainer = self.trainer
+        if trainer.state.global_step == self.resumed[0]:
+            return self.resumed[1]  # nothing was done since
+        callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+        exportable = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+        trainer.state.stateful_callbacks |= TrainerState(stateful_callbacks=exportable).stateful_callbacks
+        return {"json": json.dumps(vars(trainer.state))}
+
+    def save(self) -> None:
+        """Begin a save. Raises: `ckptfmt.CkptError`; what an earlier save or export failed with."""
+        state = self.trainer.state
+        self.exported.result()  # before a newer checkpoint takes its place
+        handle = self.trainer.checkpointer.save(state.global_step, metrics=_metrics_of(state))
+        if handle is None or handle.state == "SKIPPED":
+            return
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = handle.path
+        if self.does_export and self.trainer.args.should_save:
+            self.exported = self.exporter.submit(self._export, handle)
+        if handle.state == "COMMITTED":
+            self.exported.result()
+
+    def _export(self, handle: Any) -> None:  # noqa: ANN401 - a save's handle
+        """Make ``checkpoint-N`` of a checkpoint once it is committed: whole, or not at all."""
+        digest, target = handle.wait().digest, self._export_path(handle.step)
+        trees: Any = ckptfmt.load(handle.path, only=["weights:*", "optimizer:extra/trainer"], framework="torch")
+        state = TrainerState(**json.loads(trees["optimizer"]["extra/trainer"]["json"]))
+        state.best_model_checkpoint = state.best_global_step and str(self._export_path(state.best_global_step))
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=self.output_dir) as place:
+            made = Path(place, "made")
+            self.trainer._save(str(made), state_dict=trees["weights"])  # noqa: SLF001 - what users override
+            state.save_to_json(str(made / TRAINER_STATE_NAME))
+            (made / _MARK).write_text(json.dumps({"checkpoint": handle.path, "digest": digest}))
+            if target.exists():  # of an earlier launch
+                target.rename(Path(place, "replaced"))
+            made.rename(target)
+        rotate_checkpoints(str(self.output_dir), self.trainer.args.save_total_limit, state.best_model_checkpoint)
+
+    def _export_path(self, step: int) -> Path:
+        return self.output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+    def finish(self) -> None:
+        """Wait until all saves are committed, and exported. Raises: what one of them failed with."""
+        trainer, state = self.trainer, self.trainer.state
+        trainer.checkpointer.close()
+        self.exported.result()
+        trainer.accelerator.wait_for_everyone()
+        best = Path(state.best_model_checkpoint or "")
+        if best.resolve().parent == self.run.resolve():
+            self.best = best.name
+            if self.does_export:  # where users of transformers look for it
+                state.best_model_checkpoint = str(self._export_path(state.best_global_step))
+
+    def load_best(self) -> bool:
+        """Load the best model; return False where it isn't of this run. Raises: `ckptfmt.CkptError`."""
+        if not self.best:
+            return False
+        run = ckptfmt.Run(self.run)
+        if self.best not in [one.name for one in run.list() if one.state == "committed"]:
+            self.best = run.best(*_best_of(self.trainer.args)).name  # an equal one: of these the newest is kept
+        _LOG.info("loading the best model from %s", self.best)
+        ckptfmt.load(self.run / self.best, ckptfmt.State(weights=self.trainer.model_wrapped, rng=False))
+        return True
+
+
+class _Asked:
+    """A value that is asked for at each save; the Trainer itself puts it back."""
+
+    def __init__(self, ask: Callable[[], dict[str, Any]]) -> None:
+        self.state_dict = ask
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: `CkptfmtTrainer.train` has handed it to the Trainer."""
+
+
+def _retention_of(args: Any, keep_best: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return the options by which ``save_total_limit`` checkpoints stay, the best among them."""
+    limit, has_best = args.save_total_limit or None, args.metric_for_best_model and args.eval_strategy != "no"
+    if keep_best is True:
+        keep_best = (*_best_of(args), 1) if has_best and limit else None
+    return {"keep": limit and max(1, limit - bool(keep_best)), "keep_best": keep_best or None}
+
+
+def _best_of(args: Any) -> tuple[str, str]:  # noqa: ANN401
+    """Return the metric of the best model, as an evaluation names it, and whether less or more is better."""
+    metric = args.metric_for_best_model
+    return metric if metric.startswith("eval_") else f"eval_{metric}", "max" if args.greater_is_better else "min"
+
+
+def _metrics_of(state: TrainerState) -> dict[str, float]:
+    """Return the finite ones of the losses and metrics that were logged at this step."""
+    entries = itertools.takewhile(lambda entry: entry.get("step") == state.global_step, reversed(state.log_history))
+    found: dict[str, Any] = {name: value for entry in entries for name, value in entry.items()}
+    names = [name for name in found if name == "loss" or name.startswith("eval_")]
+    return {name: found[name] for name in names if isinstance(found[name], int | float) and math.isfinite(found[name])}
+
+
+def _plain(value: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:  # noqa: ANN401
+    """Return a configuration as JSON has it, with the type's name of what JSON hasn't."""
+    told = {name: what for name, what in value.to_dict().items() if name not in without} if value else {}
+    return json.loads(json.dumps(told, default=lambda other: type(other).__qualname__))
+
+
+def _refuse_unsupported(trainer: Any) -> None:  # noqa: ANN401
+    """Raise for what this can't do. Raises: NotImplementedError."""
+    args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    is_fsdp1 = trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1
+    for is_so, sentence in (
+        (trainer.is_deepspeed_enabled, "DeepSpeed saves by itself"),
+        (is_fsdp1 or trainer.is_fsdp_xla_enabled, "of FSDP only version 2 is supported"),
+        (args.enable_jit_checkpoint, "enable_jit_checkpoint saves in mid-step: pass ckptfmt={'stop_on': [SIGTERM]}"),
+        (args.auto_find_batch_size, "auto_find_batch_size would begin the run twice"),
+        (args.push_to_hub and args.hub_strategy != "end", "a save is pushed before it is over: hub_strategy='end'"),
+    ):
+        if is_so:
+            raise NotImplementedError(sentence)

@@ -1,0 +1,129 @@
+"""A training with `CkptfmtTrainer` that notes each step: for test_transformers.py, in its process or in another."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Subset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from ckptfmt.plugins.transformers import CkptfmtTrainer
+from tests.plugins.trainings import Journal, rng_digest
+
+LAST_STEP = 42
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Tokens by number, the same everywhere."""
+
+    def __len__(self) -> int:
+        return 72
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def make_model(**changes: Any) -> GPT2LMHeadModel:
+    """Return a tiny model with dropout and tied embeddings."""
+    set_seed(11)
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "embd_pdrop": 0.2}
+    return GPT2LMHeadModel(GPT2Config(**{**sizes, "bos_token_id": 0, "eos_token_id": 0, **changes}))
+
+
+class Noting(TrainerCallback):
+    """Notes what each step has left behind."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.journal = Journal(path)
+        self.batches: list[torch.Tensor] = []
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **objects: Any) -> None:
+        """Note the step."""
+        optimizer, scheduler = objects["optimizer"], objects["lr_scheduler"]
+        self.journal.note(
+            state.global_step,
+            weights=objects["model"].state_dict(),
+            optimizer=optimizer.state_dict(),
+            rng=rng_digest(),
+            lr=repr(scheduler.get_last_lr()),
+            scheduler=scheduler.state_dict(),
+            samples=self.batches,
+            epoch=repr(state.epoch),
+        )
+        self.batches.clear()
+
+
+class Watched(CkptfmtTrainer):
+    """Hands the samples to the callback that notes them; may die as soon as it has called for a save."""
+
+    noting: Noting
+    die_in_save = 0
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do a step."""
+        self.noting.batches.append(inputs["input_ids"].clone())
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.state.global_step == self.die_in_save:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class WithoutStreams(Watched):
+    """Doesn't put RNG streams back: the negative control."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        state = torch.get_rng_state()
+        super()._load_rng_state(checkpoint)
+        torch.set_rng_state(state)
+
+
+def make_trainer(directory: Path, *, kind: type[Trainer] = Watched, **options: Any) -> Any:
+    """Return a trainer that saves below a directory and notes its steps there.
+
+    Args:
+        directory: of this run.
+        kind: of Trainer.
+        options: ``args``, ``ckptfmt`` and others, as of the Trainer.
+    """
+    told = {
+        "output_dir": str(directory / "out"),
+        "max_steps": LAST_STEP,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 6,
+        "save_steps": 5,
+        "logging_steps": 5,
+        "seed": 3,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    args = TrainingArguments(**{**told, **options.pop("args", {})})  # type: ignore[arg-type]
+    noting = Noting(directory / f"journal-{os.environ.get('RANK', '0')}")
+    options = {"model": make_model(), "train_dataset": Tokens(), "eval_dataset": Subset(Tokens(), range(8)), **options}
+    trainer: Any = kind(args=args, **options)
+    if isinstance(trainer, Watched):
+        trainer.noting = noting
+        trainer.add_callback(noting)
+    return trainer
+
+
+def main(directory: Path, env: dict[str, str], told: dict[str, Any]) -> None:
+    """Train as told, in a process of its own."""
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    kind = WithoutStreams if told.pop("without_streams", False) else Watched
+    resume, die_in_save = told.pop("resume", None), told.pop("die_in_save", 0)
+    trainer = make_trainer(directory, kind=kind, **told)
+    trainer.die_in_save = die_in_save
+    trainer.train(resume_from_checkpoint=resume)
+    if trainer.is_world_process_zero() and resume:
+        report = trainer.checkpointer.load_report
+        (directory / "claim").write_text(report.claim + "".join(f"\n{reason}" for reason in report.lowered_by))
