@@ -1,0 +1,211 @@
+"""accelerate through ckptfmt: trainings that are killed and resumed, and what their checkpoints are for others."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, Dataset
+
+import ckptfmt
+from ckptfmt.errors import CkptError
+from ckptfmt.plugins.accelerate import CkptfmtAccelerator
+from tests.plugins import trainings
+
+SCRIPT = Path(__file__).with_name("accelerate_script.py")
+STEPS = 46
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the journal of a training that nobody kills; each is run once."""
+    places = {}
+
+    def run(loader, processes=1):
+        if loader not in places:
+            places[loader] = place = tmp_path_factory.mktemp(loader)
+            options = ("--loader", loader, "--evaluate")
+            trainings.run(SCRIPT, place / "run", place / "journal", *options, processes=processes)
+        return places[loader] / "journal"
+
+    return run
+
+
+def resume_differs(place, right, loader, *options, kill_at, processes=1):
+    """Return how a training that is killed and resumed differs from an undisturbed one, on all processes."""
+    command = (SCRIPT, place / "run", place / "journal", "--loader", loader, "--evaluate", *options)
+    trainings.run(*command, kill_at=kill_at, processes=processes)
+    trainings.run(*command, processes=processes)
+    found = []
+    for rank in range(processes):
+        done = trainings.read(f"{place}/journal-{rank}")
+        assert sum(map(len, done.values())) < STEPS + 8, "it has begun anew"
+        found += trainings.compare(f"{right}-{rank}", f"{place}/journal-{rank}", last_step=STEPS)
+    return found
+
+
+@pytest.mark.parametrize("loader", ["plain", "stateful"])
+def test_a_resume_within_an_epoch_is_the_same_run_bit_for_bit(tmp_path, undisturbed, loader):
+    if loader == "stateful":
+        pytest.importorskip("torchdata")
+    assert resume_differs(tmp_path, undisturbed(loader), loader, kill_at=24) == []
+    if loader == "plain":
+        weights_are_for_everybody(tmp_path / "run")
+
+
+def weights_are_for_everybody(run):
+    assert ckptfmt.validate(run)
+    newest = ckptfmt.Run(run).newest()
+    assert newest.step == 42
+    assert newest.metrics.keys() == {"loss"}
+    assert [entry.step for entry in ckptfmt.Run(run).list() if entry.state == "committed"] == [28, 35, 42]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.4), torch.nn.Linear(16, 1))
+    ckptfmt.load(run, ckptfmt.State(weights={"model": model}), only="weights:model", allow="unexpected")
+    (shard,) = (run / newest.name).glob("weights-*.safetensors")
+    tensors = load_file(shard)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        **{f"model/{name}": tensor.shape for name, tensor in model.state_dict().items()},
+        "model_1/weight": (1, 6),
+        "model_1/bias": (1,),
+    }
+    assert all(torch.equal(tensors[f"model/{name}"], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_resume_between_epochs_is_the_same_run_bit_for_bit(tmp_path, undisturbed):
+    assert resume_differs(tmp_path, undisturbed("seedable"), "seedable", kill_at=30) == []
+
+
+def test_two_processes_resume_bit_for_bit(tmp_path, undisturbed):
+    right = undisturbed("generator", processes=2)
+    assert resume_differs(tmp_path, right, "generator", kill_at=24, processes=2) == []
+
+
+def test_the_comparison_sees_an_order_that_is_not_restored(tmp_path, undisturbed):
+    found = resume_differs(tmp_path, undisturbed("plain"), "plain", "--forget", kill_at=24)
+    assert found
+    assert "numbers" in found[0]
+    assert "rng" in found[0]
+
+
+def test_accelerate_alone_goes_on_with_another_order_and_other_random_numbers(tmp_path, undisturbed):
+    """What the plug-in's documentation says of accelerate, with a seedable sampler even.
+
+    Up to the kill, both do the same: the plug-in changes nothing of the training.
+    """
+    found = resume_differs(tmp_path, undisturbed("seedable"), "seedable", "--native", kill_at=24)
+    assert found[0] == "step 22 differs in loss, numbers, optimizers, rng, weights"
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def own_state():
+    """accelerate keeps its state for the whole process."""
+    yield
+    for kind in (AcceleratorState, GradientState, PartialState):
+        kind._reset_state()
+
+
+class Rows(Dataset):  # type: ignore[type-arg]
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((3,), float(index))
+
+
+def accelerator_with(tmp_path, accelerator=None, **options):
+    accelerator = accelerator or CkptfmtAccelerator(cpu=True, run=tmp_path / "run", **options)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Rows(), batch_size=2)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def train(accelerator, model, optimizer, loader, steps=3):
+    for _, inputs in zip(range(steps), loader, strict=False):
+        accelerator.backward(model(inputs).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_accelerates_naming_and_limit_are_the_runs(tmp_path):
+    project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = CkptfmtAccelerator(cpu=True, project_config=project)
+    accelerator, model, optimizer, loader = accelerator_with(tmp_path, accelerator)
+    assert accelerator.load_state() is None
+    for _ in range(3):
+        train(accelerator, model, optimizer, loader, steps=1)
+        accelerator.save_state("ignored, as accelerate does").wait()
+    assert accelerator.save_iteration == 3
+    weight = model.weight.detach().clone()
+    train(accelerator, model, optimizer, loader)
+    report = accelerator.load_state()
+    assert (report.step, accelerator.updates, accelerator.save_iteration) == (3, 3, 3)
+    assert torch.equal(model.weight, weight)
+    accelerator.end_training()
+    names = [entry.name for entry in ckptfmt.Run(tmp_path / "checkpoints").list() if entry.state == "committed"]
+    assert names == ["step-00000002-l0001", "step-00000003-l0001"]
+
+
+def test_a_run_goes_back_to_any_of_its_checkpoints(tmp_path):
+    accelerator, model, optimizer, loader = accelerator_with(tmp_path)
+    train(accelerator, model, optimizer, loader)
+    first = accelerator.save_state()
+    weight = model.weight.detach().clone()
+    train(accelerator, model, optimizer, loader)
+    accelerator.save_state()
+    assert accelerator.load_state(first.path).step == 3
+    assert torch.equal(model.weight, weight)
+    train(accelerator, model, optimizer, loader)
+    accelerator.save_state()
+    accelerator.end_training()
+    assert ckptfmt.Run(tmp_path / "run").newest().name == "step-00000006-l0002"
+
+
+def test_a_directory_of_its_own_is_one_checkpoint(tmp_path):
+    accelerator, model, optimizer, loader = accelerator_with(tmp_path)
+    train(accelerator, model, optimizer, loader)
+    accelerator.save_state(str(tmp_path / "own"))
+    weight = model.weight.detach().clone()
+    train(accelerator, model, optimizer, loader)
+    assert accelerator.load_state(str(tmp_path / "own")).step == accelerator.updates == 3
+    assert torch.equal(model.weight, weight)
+    assert ckptfmt.validate(tmp_path / "own")
+
+
+def test_a_save_that_failed_is_raised_at_the_end(tmp_path):
+    accelerator, model, optimizer, loader = accelerator_with(tmp_path, saving={"saver": "thread"})
+    train(accelerator, model, optimizer, loader)
+    accelerator.save_state().wait()
+    ckptfmt.Checkpointer(tmp_path / "run", ckptfmt.State(), resume="fresh").restore()  # another launch owns the run now
+    train(accelerator, model, optimizer, loader)
+    accelerator.save_state()
+    with pytest.raises(CkptError) as caught:
+        accelerator.end_training()
+    assert caught.value.code == "FENCED"
+
+
+def test_what_cannot_be_done_is_said(tmp_path):
+    accelerator, *_ = accelerator_with(tmp_path)
+    accelerator.register_save_state_pre_hook(lambda *_: None)
+    with pytest.raises(NotImplementedError, match="beside the checkpoint"):
+        accelerator.save_state()
+    with pytest.raises(TypeError, match="strict"):
+        accelerator.load_state(strict=False)
+
+
+def test_a_directory_is_needed(tmp_path):
+    accelerator = CkptfmtAccelerator(cpu=True)
+    accelerator, *_ = accelerator_with(tmp_path, accelerator)
+    with pytest.raises(ValueError, match="run="):
+        accelerator.save_state()
+    assert isinstance(accelerator, Accelerator)
