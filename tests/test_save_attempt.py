@@ -61,6 +61,24 @@ print(ckptfmt.SaveAttempt.parse(told).write_part(path, state, writer=writer))
 """
 
 
+def test_an_attempt_is_found_where_it_was_published(tmp_path):
+    older = ckptfmt.SaveAttempt.begin(step=1, writer_count=1)
+    older.publish(tmp_path / "c")
+    attempt = ckptfmt.SaveAttempt.begin(step=1, writer_count=1, note={"order": ["w"]})
+    attempt.publish(tmp_path / "c")
+    assert code_of(lambda: ckptfmt.open(tmp_path / "c")) == "NOT_COMMITTED"
+
+    found = ckptfmt.SaveAttempt.find(tmp_path / "c")
+
+    assert found == attempt
+    assert found.note == {"order": ["w"]}
+    attempt.commit(tmp_path / "c", [found.write_part(tmp_path / "c", rows(0, 6), writer=0)])
+    assert ckptfmt.validate(tmp_path / "c").valid
+    assert not (tmp_path / "c" / "exchange").exists()
+    assert code_of(lambda: ckptfmt.SaveAttempt.find(tmp_path / "c")) == "FILE_MISSING"
+    assert code_of(lambda: attempt.publish(tmp_path / "c")) == "CHECKPOINT_EXISTS"
+
+
 def test_each_process_writes_and_one_commits(tmp_path):
     path = str(tmp_path / "c")
     attempt = ckptfmt.SaveAttempt.begin(step=1, writer_count=2)

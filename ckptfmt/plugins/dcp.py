@@ -3,6 +3,9 @@
     dcp.save(state_dict, storage_writer=CkptfmtWriter("step-1200"))
     dcp.load(state_dict, storage_reader=CkptfmtReader("step-1200"))
 
+    with install():
+        dcp.async_save(state_dict, checkpoint_id="step-1200")  # and whatever else names no storage
+
 What is written is an ordinary checkpoint. A state_dict ``{"model": ..., "optim": ...}`` goes to the fields weights and
 optimizer, under the names that `ckptfmt.State` gives; everything else goes to ``extra``. DCP restores no random
 numbers, so the field rng is absent.
@@ -10,61 +13,59 @@ numbers, so the field rng is absent.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import io
-import operator
 import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeAlias
 
 import torch
+from torch.distributed.checkpoint import _async_process_executor, _storage_utils, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch.futures import Future, collect_all
 
 import ckptfmt
+from ckptfmt import SaveAttempt
 
 #: Keys of a state_dict whose contents are the field of that name.
-_FIELDS: Final = {
-    **dict.fromkeys(("model", "module", "weights", "state_dict", "model_state_dict"), "weights"),
-    **dict.fromkeys(("optim", "optimizer", "optimizer_state_dict"), "optimizer"),
-}
+_FIELDS = dict.fromkeys(["model", "module", "weights", "state_dict", "model_state_dict"], "weights")
+_FIELDS |= dict.fromkeys(["optim", "optimizer", "optimizer_state_dict"], "optimizer")
 #: The value in which a checkpoint says where in the state_dict each of its entries was.
 _PATHS: Final = "dcp"
 #: What the names of values begin with that are kept as pickles.
 _PICKLE: Final = "pickle:"
 #: The keys under which a checkpoint's fields are found that DCP didn't write.
 _OWN: Final = {"weights": "model", "optimizer": "optim"}
-_NO_RNG: Final = "DCP saves no random numbers"
-_TRAILING_NUMBER: Final = re.compile(r"([0-9]+)$")
 _Path: TypeAlias = str | os.PathLike[str]
-_Plan = TypeVar("_Plan", SavePlan, LoadPlan)
-_Result = TypeVar("_Result")
 
 
+@dataclass
 class _AtPath:
     """What writer and reader have alike: the path of a checkpoint, and nothing to add to one rank's plan."""
 
-    def __init__(self, path: _Path) -> None:
-        self.checkpoint_id = os.fspath(path)
+    path: _Path = ""
+    allow_pickle: bool = field(default=False, kw_only=True)
 
     def reset(self, checkpoint_id: _Path | None = None) -> None:
         """Begin another save or load; its path stands above the one before."""
-        self.checkpoint_id = self.checkpoint_id if checkpoint_id is None else os.fspath(checkpoint_id)
+        self.path = self.path if checkpoint_id is None else checkpoint_id
 
-    def prepare_local_plan(self, plan: _Plan) -> _Plan:
+    def prepare_local_plan(self, plan: Any) -> Any:  # noqa: ANN401 - of a save or of a load
         """Return the plan as it is."""
         return plan
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
         """Tell whether this can be a checkpoint's path."""
-        return isinstance(checkpoint_id, str | os.PathLike)
+        return "://" not in os.fspath(checkpoint_id)
 
 
+@dataclass(kw_only=True)
 class CkptfmtWriter(_AtPath, StorageWriter):
     """Where `dcp.save` and `dcp.async_save` write: a directory that becomes one checkpoint.
 
@@ -77,12 +78,8 @@ class CkptfmtWriter(_AtPath, StorageWriter):
     Raises: `ckptfmt.CkptError`; CHECKPOINT_EXISTS where the directory holds a checkpoint already.
     """
 
-    def __init__(self, path: _Path = "", *, step: int | None = None, allow_pickle: bool = False) -> None:
-        super().__init__(path)
-        self._step = step
-        self._allow_pickle = allow_pickle
-        self._paths: dict[str, tuple[Any, ...]] = {}
-        self._attempt: ckptfmt.SaveAttempt | None = None
+    step: int | None = None
+    _attempt: Any = field(default=None, init=False)  # the coordinator's
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002, FBT001
         """Take note of who calls. Raises: NotImplementedError without collectives: then nobody could commit."""
@@ -92,62 +89,72 @@ class CkptfmtWriter(_AtPath, StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the attempt, on the coordinator, and tell it to all ranks along with their plans.
 
-        Raises: NotImplementedError for cached plans, with which nothing can be told; ValueError for names that the
-            checkpoint can't keep apart.
+        Raises: ValueError for names that the checkpoint can't keep apart.
         """
-        if not all(plan.usable for plan in plans):
-            raise NotImplementedError("a cached plan can't carry a save's id: use a planner without plan caching")
-        self._paths = {fqn: path for plan in plans for fqn, path in _paths_of(plan).items()}
-        _check_names(self._paths)
-        number = _TRAILING_NUMBER.search(self.checkpoint_id.rstrip("/"))
-        step = self._step if self._step is not None else int(number[1]) if number else 0
-        self._attempt = ckptfmt.SaveAttempt.begin(step=step, writer_count=len(plans))
-        told = self._attempt.dump(), _heads_alone(self._paths.values())
-        return [dataclasses.replace(plan, storage_data=(*told, writer)) for writer, plan in enumerate(plans)]
+        usable = [plan for plan in plans if plan.usable]
+        alone, paths = _heads_alone(usable), _paths_of(usable)
+        _check_names(paths, alone)
+        self._paths = paths if len(usable) == len(plans) else None
+        number = re.search(r"([0-9]+)/*$", os.fspath(self.path))
+        step = self.step if self.step is not None else int(number[1]) if number else 0
+        self._attempt = SaveAttempt.begin(step=step, writer_count=len(plans), note=alone if usable else None)
+        if self._paths is None:  # some ranks take the plan that they have, to which nothing can be added
+            self._attempt.publish(self.path)
+        told = self._attempt.dump()
+        return [replace(plan, storage_data={"attempt": told, "writer": writer}) for writer, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part; durable when this returns."""
-        told, alone, writer = plan.storage_data
-        paths = _paths_of(plan)
-        pieces: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        extra: dict[str, object] = {}
-        if writer == 0:
-            extra[_PATHS] = {fqn: list(path) for fqn, path in self._paths.items()}
+        told: dict[str, Any] = plan.storage_data
+        # A planner that caches plans gives the one of an earlier save again, whose attempt is over.
+        attempt = SaveAttempt.parse(told.pop("attempt")) if "attempt" in told else SaveAttempt.find(self.path)
+        told["alone"] = alone = told["alone"] if attempt.note is None else attempt.note
+        paths = _paths_of([plan])
+        _check_names(paths, alone)
+        given: dict[str, Any] = {"weights": {}, "optimizer": {}, "extra": {}}
+        if attempt == self._attempt:
+            known = _paths_of(planner.global_plan) if self._paths is None else self._paths  # type: ignore[attr-defined]
+            given["extra"][_PATHS] = {"alone": alone, "paths": {fqn: list(path) for fqn, path in known.items()}}
+        pieces: dict[str, tuple[torch.Size, dict[tuple[int, ...], torch.Tensor]]] = {}
         for item in plan.items:
-            fqn = item.index.fqn
             data = planner.resolve_data(item)
             if isinstance(data, io.BytesIO):
-                extra |= self._value_of(fqn, data)
+                given["extra"] |= self._value_of(item.index.fqn, data)
             elif item.tensor_data is not None:
-                pieces.setdefault(fqn, {})[tuple(item.tensor_data.chunk.offsets)] = data.detach()
-                shapes[fqn] = tuple(item.tensor_data.size)
-        given: dict[str, dict[str, object]] = {"weights": {}, "optimizer": {}}
-        for fqn, held in pieces.items():
-            field, name = _place_of(paths[fqn], alone)
-            given[field][name] = ckptfmt.source_of(name, held, field=field, global_shape=shapes[fqn])
-        weights, optimizer = given["weights"], given["optimizer"]
-        state = ckptfmt.State(weights=weights, optimizer=optimizer, extra=extra, rng=False, absent={"rng": _NO_RNG})
-        record = ckptfmt.SaveAttempt.parse(told).write_part(self.checkpoint_id, state, writer=writer)
-        return _done([WriteResult(index=meta.MetadataIndex(_PATHS), size_in_bytes=0, storage_data=record)])
+                held = pieces.setdefault(item.index.fqn, (item.tensor_data.size, {}))[1]
+                held[tuple(item.tensor_data.chunk.offsets)] = data.detach()
+        for fqn, (size, held) in pieces.items():
+            place, name = _place_of(paths[fqn], alone)
+            given[place][name] = ckptfmt.source_of(name, held, field=place, global_shape=tuple(size))
+        state = ckptfmt.State(**given, rng=False, absent={"rng": "DCP saves no random numbers"})
+        record = attempt.write_part(self.path, state, writer=told["writer"])
+        # At least one, also of a rank that has nothing to write.
+        indices = [meta.MetadataIndex(_PATHS), *(item.index for item in plan.items)]
+        results = [WriteResult(index=index, size_in_bytes=0, storage_data=record) for index in indices]
+        return collect_all([]).then(lambda _: results)
 
     def _value_of(self, fqn: str, content: io.BytesIO) -> dict[str, object]:
         """Return the value that a planner has pickled, under its name."""
-        content.seek(0)
         try:
-            return {fqn: torch.load(content, weights_only=True, map_location="cpu")}
+            return {fqn: torch.load(io.BytesIO(content.getvalue()), weights_only=True, map_location="cpu")}
         except pickle.UnpicklingError as error:
-            if self._allow_pickle:
+            if self.allow_pickle:
                 return {_PICKLE + fqn: content.getvalue()}
             raise TypeError(f"{fqn} is no plain value; pass allow_pickle=True to keep it as a pickle") from error
 
     def finish(self, metadata: meta.Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit, on the coordinator: the checkpoint is durable when this returns."""
-        assert self._attempt is not None  # noqa: S101 - prepare_global_plan ran on the coordinator
-        self._attempt.commit(self.checkpoint_id, [result.storage_data for of_rank in results for result in of_rank])
+        """Commit, on the coordinator: the checkpoint is durable when this returns.
+
+        Raises: RuntimeError where a rank wrote by a cached plan that isn't of this state_dict.
+        """
+        written = [result for of_rank in results for result in of_rank]
+        if lacking := metadata.state_dict_metadata.keys() - {result.index.fqn for result in written}:
+            raise RuntimeError(f"{min(lacking)!r} wasn't written: the planner's cached plan is of another state_dict")
+        self._attempt.commit(self.path, {result.storage_data for result in written})
         metadata.storage_data = {}
 
 
+@dataclass
 class CkptfmtReader(_AtPath, StorageReader):
     """Where `dcp.load` reads: a checkpoint, or the newest of a run, whoever saved it.
 
@@ -160,32 +167,25 @@ class CkptfmtReader(_AtPath, StorageReader):
     Raises: `ckptfmt.CkptError`: every byte that is read is verified.
     """
 
-    def __init__(self, path: _Path = "", *, allow_pickle: bool = False) -> None:
-        super().__init__(path)
-        self._allow_pickle = allow_pickle
-        self._tensors: dict[str, tuple[str, str, Any]] = {}
-        self._pickled: set[str] = set()
-        self._path = self._digest = ""
-
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> meta.Metadata:  # noqa: ANN401
         """Return what there is, for the planner."""
-        with ckptfmt.open(self.checkpoint_id) as checkpoint:
+        with ckptfmt.open(self.path) as checkpoint:
             # Of a run, its newest may be another one soon: this one is read to the end.
             self._path, self._digest = checkpoint.store.name, checkpoint.digest
-            paths = _read_paths(checkpoint)
-            kept = {name for _, name, _ in checkpoint.leaves}
-            self._pickled = {fqn for fqn in paths if _value_name(_PICKLE + fqn) in kept}
-            tensors = {(field, name): handle for field in _OWN for name, handle in checkpoint.field(field).items()}
-        alone = _heads_alone(paths.values())
-        self._tensors = {
-            fqn: (*place, tensors[place]) for fqn, path in paths.items() if (place := _place_of(path, alone)) in tensors
-        }
-        named = {(field, name) for field, name, _ in self._tensors.values()}
-        for (field, name), handle in tensors.items():
-            if (field, name) not in named:
-                self._tensors[f"{_OWN[field]}.{name}"] = field, name, handle
-        found: dict[str, Any] = {fqn: _describe(handle) for fqn, (_, _, handle) in self._tensors.items()}
-        found |= {fqn: meta.BytesStorageMetadata() for fqn in paths if fqn not in found}
+            key = ("optimizer", _value_name(_PATHS), "global")  # not there where DCP didn't write
+            told: Any = checkpoint.leaf(*key) if key in checkpoint.leaves else {"alone": {}, "paths": {}}
+            paths = {fqn: tuple(path) for fqn, path in told["paths"].items()}
+            fqns = {_place_of(path, told["alone"]): fqn for fqn, path in paths.items()}
+            self._tensors: dict[str, Any] = {
+                fqns.get((field, name), f"{_OWN[field]}.{name}"): (field, name, handle.dtype, handle.shape)
+                for field in _OWN
+                for name, handle in checkpoint.field(field).items()
+            }
+            names = {fqn: _value_name(_PICKLE + fqn) for fqn in paths}
+            pickled = {fqn: name for fqn, name in names.items() if ("optimizer", name, "global") in checkpoint.leaves}
+        self._values = {fqn: pickled.get(fqn, _value_name(fqn)) for fqn in paths if fqn not in self._tensors}
+        found: dict[str, Any] = {fqn: _describe(*form) for fqn, (_, _, *form) in self._tensors.items()}
+        found |= {fqn: meta.BytesStorageMetadata() for fqn in self._values}
         return meta.Metadata(state_dict_metadata=found, planner_data=paths, storage_data={})
 
     def set_up_storage_reader(self, metadata: meta.Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401, FBT001
@@ -193,7 +193,7 @@ class CkptfmtReader(_AtPath, StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Tell all ranks, along with their plans, which checkpoint the coordinator has opened."""
-        return [dataclasses.replace(plan, storage_data=self._digest) for plan in plans]
+        return [replace(plan, storage_data=self._digest) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what this rank's plan asks for, in place.
@@ -202,68 +202,62 @@ class CkptfmtReader(_AtPath, StorageReader):
         """
         if plan.storage_data != self._digest:
             raise RuntimeError("a checkpoint was committed meanwhile, so that ranks opened different ones: load again")
-        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        pairs = [
+            (item, planner.resolve_tensor(item).detach()) for item in plan.items if item.type == LoadItemType.TENSOR
+        ]
         others = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        targets = [planner.resolve_tensor(item).detach() for item in tensors]
         with ckptfmt.open(self._path, digest=self._digest) as checkpoint:
-            checkpoint.read_into([self._sink(item, target) for item, target in zip(tensors, targets, strict=True)])
-        for item, target in zip(tensors, targets, strict=True):
+            checkpoint.read_into([self._sink(item, target) for item, target in pairs])
+        for item, target in pairs:
             planner.commit_tensor(item, target)
-        values = self._read_values([item.storage_index.fqn for item in others])
+        values = self._read_values({self._values[item.storage_index.fqn] for item in others})
         for item in others:
-            planner.load_bytes(item, io.BytesIO(values[item.storage_index.fqn]))
-        return _done(None)
+            planner.load_bytes(item, io.BytesIO(values[self._values[item.storage_index.fqn]]))
+        return collect_all([]).then(lambda _: None)
 
     def _sink(self, item: ReadItem, target: torch.Tensor) -> ckptfmt.TensorSink:
         """Return the sink that fills the target of a plan's item."""
-        field, name, handle = self._tensors[item.storage_index.fqn]
-        begin = tuple(map(operator.add, item.storage_index.offset or (), item.storage_offsets))
-        return ckptfmt.sink_of(name, {begin: target}, dtype=handle.dtype, field=field, global_shape=handle.shape)
+        field, name, dtype, shape = self._tensors[item.storage_index.fqn]
+        return ckptfmt.sink_of(
+            name, {tuple(item.storage_offsets): target}, dtype=dtype, field=field, global_shape=shape
+        )
 
-    def _read_values(self, names: list[str]) -> dict[str, bytes]:
+    def _read_values(self, names: set[str]) -> dict[str, bytes]:
         """Return values as the pickles that a planner loads."""
-        if not names:
-            return {}
-        stored = {name: _PICKLE + name if name in self._pickled else name for name in names}
-        pickles = self._pickled.intersection(names)
-        if pickles and not self._allow_pickle:
+        pickles = {name for name in names if name.startswith(_value_name(_PICKLE))}
+        if pickles and not self.allow_pickle:
             raise TypeError(f"{min(pickles)} is a pickle: pass allow_pickle=True to load it, which runs what is in it")
-        only = [f"optimizer:{_value_name(name)}" for name in stored.values()]
-        trees: Any = ckptfmt.load(self._path, only=only, framework="torch", digest=self._digest)
-        found = trees["optimizer"]
-        pickled: dict[str, bytes] = {}
-        for name in names:
-            content = io.BytesIO()
-            if name not in self._pickled:
-                torch.save(found[_value_name(name)], content)
-            pickled[name] = content.getvalue() or found[_value_name(stored[name])]
-        return pickled
+        only = [f"optimizer:{name}" for name in names]
+        trees: Any = ckptfmt.load(self._path, only=only, framework="torch", digest=self._digest) if names else {}
+        found = trees.get("optimizer", {})
+        return {name: found[name] if name in pickles else _pickle(found[name]) for name in names}
 
 
-def _done(result: _Result) -> Future[_Result]:
-    done: Future[_Result] = Future()
-    done.set_result(result)
-    return done
+def _pickle(value: object) -> bytes:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
 
 
-def _paths_of(plan: SavePlan) -> dict[str, tuple[Any, ...]]:
-    """Return where in the state_dict each entry of a plan was: that is its name, but where a planner flattens."""
-    found = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-    return {item.index.fqn: tuple(found.get(item.index.fqn, (item.index.fqn,))) for item in plan.items}
+def _paths_of(plans: Iterable[SavePlan]) -> dict[str, tuple[Any, ...]]:
+    """Return where in the state_dict each entry of plans was: that is its name, but where a planner flattens."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for plan in plans:
+        paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+        found |= {item.index.fqn: tuple(paths.get(item.index.fqn, (item.index.fqn,))) for item in plan.items}
+    return found
 
 
-def _heads_alone(paths: Iterable[tuple[Any, ...]]) -> dict[str, str]:
+def _heads_alone(plans: Iterable[SavePlan]) -> dict[str, str]:
     """Return for each field the key of the state_dict that is all of it: none where several are, or nothing nests."""
-    heads: dict[str, set[str]] = {}
-    for path in paths:
-        if len(path) > 1 and path[0] in _FIELDS:
-            heads.setdefault(_FIELDS[path[0]], set()).add(path[0])
-    return {field: found.pop() if len(found) == 1 else "" for field, found in heads.items()}
+    mappings = [plan.planner_data for plan in plans if isinstance(plan.planner_data, Mapping)]
+    heads = {path[0] for paths in mappings for path in paths.values() if len(path) > 1 and path[0] in _FIELDS}
+    fields = [_FIELDS[head] for head in heads]
+    return {_FIELDS[head]: head if fields.count(_FIELDS[head]) == 1 else "" for head in heads}
 
 
-def _check_names(paths: Mapping[str, tuple[Any, ...]]) -> None:
+def _check_names(paths: Mapping[str, tuple[Any, ...]], alone: Mapping[str, str]) -> None:
     """Refuse entries of a state_dict that would lie at one place, or where this module keeps something itself."""
-    alone = _heads_alone(paths.values())
     taken: dict[tuple[str, str], str] = {}
     for fqn, path in paths.items():
         if fqn == _PATHS or fqn.startswith(_PICKLE):
@@ -281,8 +275,7 @@ def _place_of(path: tuple[Any, ...], alone: Mapping[str, str]) -> tuple[str, str
     field = _FIELDS.get(keys[0]) if len(keys) > 1 else None
     if field is None:
         return "optimizer", "/".join(["extra", *keys])
-    is_all = alone[field] == keys[0] and keys[1] != "extra"
-    return field, "/".join(keys[1:] if is_all else keys)
+    return field, "/".join(keys[1:] if alone.get(field) == keys[0] and keys[1] != "extra" else keys)
 
 
 def _escape(key: str) -> str:
@@ -295,14 +288,39 @@ def _value_name(fqn: str) -> str:
     return f"extra/{_escape(fqn)}"
 
 
-def _read_paths(checkpoint: Any) -> dict[str, tuple[Any, ...]]:  # noqa: ANN401 - what ckptfmt.open returns
-    """Return where in the state_dict each entry was; nothing of a checkpoint that DCP didn't write."""
-    key = ("optimizer", _value_name(_PATHS), "global")
-    paths = checkpoint.leaf(*key) if key in checkpoint.leaves else {}
-    return {fqn: tuple(path) for fqn, path in paths.items()}
-
-
-def _describe(handle: Any) -> meta.TensorStorageMetadata:  # noqa: ANN401 - what a view of tensors holds
-    size = torch.Size(handle.shape)
+def _describe(dtype: str, shape: tuple[int, ...]) -> meta.TensorStorageMetadata:
+    """Return what a planner is told of a tensor: one chunk, so that offsets into it are offsets into the tensor."""
+    size = torch.Size(shape)
     whole = meta.ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-    return meta.TensorStorageMetadata(meta.TensorProperties(dtype=getattr(torch, handle.dtype)), size, [whole])
+    return meta.TensorStorageMetadata(meta.TensorProperties(dtype=getattr(torch, dtype)), size, [whole])
+
+
+def install() -> contextlib.ExitStack:
+    """Make ckptfmt the storage of whoever passes ``checkpoint_id=`` alone: a path, no URL.
+
+    Checkpoints that torch wrote are still read by torch.
+
+    Returns: what takes that back: a context, with a method ``close``.
+    """
+    theirs = _storage_utils._storage_setup  # noqa: SLF001 - torch has no public name for its default
+    executor = _async_process_executor._ProcessBasedAsyncCheckpointExecutor  # noqa: SLF001
+    execute_save = executor.execute_save
+
+    def set_up(storage: Any, checkpoint_id: _Path | None, reader: bool = False) -> Any:  # noqa: ANN401, FBT001, FBT002
+        if not storage and checkpoint_id and _AtPath.validate_checkpoint_id(checkpoint_id):
+            is_theirs = reader and os.path.exists(os.path.join(checkpoint_id, ".metadata"))  # noqa: PTH110, PTH118
+            storage = None if is_theirs else CkptfmtReader() if reader else CkptfmtWriter()
+        return theirs(storage, checkpoint_id, reader)
+
+    def execute(self: Any, *given: Any, storage_writer: Any = None, **options: Any) -> Any:  # noqa: ANN401
+        # The process that saves has no installation.
+        return execute_save(
+            self, *given, storage_writer=set_up(storage_writer, options.get("checkpoint_id")), **options
+        )
+
+    ours = [(module, "_storage_setup", set_up) for module in (_storage_utils, state_dict_saver, state_dict_loader)]
+    installed = contextlib.ExitStack()
+    for owner, name, value in (*ours, (executor, "execute_save", execute)):
+        installed.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+    return installed

@@ -18,6 +18,7 @@ from ckptfmt.digest import digest_text
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.group import EXCHANGE
 from ckptfmt.run.lineage import check_no_run
 from ckptfmt.state import State
 from ckptfmt.store import open_store
@@ -29,6 +30,9 @@ from ckptfmt.write.writer import as_ckpt_error, for_saving, write_part
 _ID: Final = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
 #: The members of a record of a part.
 _RECORD: Final = {"attempt", "writer", "part_digest"}
+#: Where an attempt is published, and how long it may be.
+_PUBLISHED: Final = f"{EXCHANGE}/attempt.json"
+_PUBLISHED_NBYTES: Final = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class SaveAttempt:
 
     Args:
         origin: what `begin` and `parse` make.
+        note: JSON that the other processes are told along.
 
     >>> import ckptfmt, tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -55,15 +60,19 @@ class SaveAttempt:
     """
 
     origin: Origin
+    note: Any = None
 
     @classmethod
-    def begin(cls, *, step: int, writer_count: int, block_nbytes: int = limits.BLOCK_NBYTES) -> Self:
+    def begin(
+        cls, *, step: int, writer_count: int, block_nbytes: int = limits.BLOCK_NBYTES, note: object = None
+    ) -> Self:
         """Begin a save: one process calls it.
 
         Args:
             step: training steps done.
             writer_count: how many processes write a part, from 1.
             block_nbytes: as for `ckptfmt.save`.
+            note: JSON that the other processes are told along; it isn't saved.
 
         Raises: StateError(ARGUMENT).
         """
@@ -81,23 +90,48 @@ class SaveAttempt:
                 attempt=secrets.token_hex(8),
                 writer_count=writer_count,
                 block_nbytes=block_nbytes,
-            )
+            ),
+            note,
         )
 
     def dump(self) -> str:
         """Return the attempt as text, for `parse` in the other processes."""
-        return json.dumps(self.origin.as_dict())
+        return json.dumps({**self.origin.as_dict(), "note": self.note})
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the attempt that `dump` gave. Raises: StateError(ARGUMENT)."""
         where = "SaveAttempt.parse()"
-        told = _parse(text, {field.name for field in dataclasses.fields(Origin)}, where)
+        told = _parse(text, {"note", *(field.name for field in dataclasses.fields(Origin))}, where)
         begun = cls.begin(**{name: told[name] for name in ("step", "writer_count", "block_nbytes")}).origin
         ids = {"nonce": told["nonce"], "attempt": told["attempt"]}
         if not all(isinstance(text, str) and _ID.fullmatch(text) for text in ids.values()):
             raise err(Code.ARGUMENT, "ids that SaveAttempt.begin doesn't make", where=where)
-        return cls(dataclasses.replace(begun, **ids))
+        return cls(dataclasses.replace(begun, **ids), told["note"])
+
+    def publish(self, path: str | os.PathLike[str] | Store) -> None:
+        """Leave the attempt in the directory, for processes that can be told only that it is there.
+
+        It takes the place of an older one. `commit` removes it, and no reader looks at it.
+
+        Args:
+            path: as for `write_part`.
+
+        Raises: CommitError(CHECKPOINT_EXISTS); StoreError.
+        """
+        store = open_store(path, writable=True)
+        check_no_run(store)
+        store.delete(_PUBLISHED)
+        store.create(_PUBLISHED, [self.dump().encode()])
+
+    @classmethod
+    def find(cls, path: str | os.PathLike[str] | Store) -> Self:
+        """Return the attempt that was published last: call this once `publish` has returned in the other process.
+
+        Raises: IntegrityError(FILE_MISSING); StateError(ARGUMENT); StoreError.
+        """
+        content = open_store(path, writable=False).read(_PUBLISHED, limit_nbytes=_PUBLISHED_NBYTES)
+        return cls.parse(content.decode(errors="replace"))
 
     def write_part(
         self,
@@ -162,6 +196,8 @@ class SaveAttempt:
         # The save is done. What another attempt left takes space, and isn't worth an error.
         with contextlib.suppress(CkptError):
             sweep_attempts(store, self.origin)
+            store.delete(_PUBLISHED)
+            store.remove_directory(EXCHANGE)
         return SaveReport.of(manifest, path=store.name)
 
     def _digests(self, records: Iterable[str]) -> list[str]:

@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ckptfmt
 from ckptfmt.errors import CkptError
-from ckptfmt.plugins.dcp import CkptfmtReader, CkptfmtWriter
+from ckptfmt.plugins.dcp import CkptfmtReader, CkptfmtWriter, install
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -287,18 +288,72 @@ def test_a_directory_with_a_checkpoint_is_refused_and_stays(tmp_path):
     assert load({"model": {"w": torch.zeros(2)}}, tmp_path / "c")["model"]["w"].tolist() == [1, 1]
 
 
-def test_cached_plans_and_saves_without_collectives_are_refused(tmp_path):
-    planners = [DefaultSavePlanner(enable_plan_caching=True) for _ in range(2)]
-    try:
-        writer = CkptfmtWriter(tmp_path / "a")
-        dcp_save.save({"w": torch.ones(2)}, storage_writer=writer, planner=planners[0], no_dist=True)
-        writer = CkptfmtWriter(tmp_path / "b")
-        with pytest.raises(CheckpointException, match="plan caching"):
-            dcp_save.save({"w": torch.ones(2)}, storage_writer=writer, planner=planners[1], no_dist=True)
-    finally:
-        for cache in ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan"):
-            getattr(DefaultSavePlanner, cache).clear()
-        DefaultSavePlanner._cached_metadata.clear()
+@pytest.fixture
+def _forget_plans():
+    yield
+    caches = ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan")
+    for cache in (*caches, "_cached_metadata"):
+        getattr(DefaultSavePlanner, cache, {}).clear()
+
+
+def save_cached(path, state_dict):
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    dcp_save.save(state_dict, storage_writer=CkptfmtWriter(path), planner=planner, no_dist=True)
+
+
+@pytest.mark.usefixtures("_forget_plans")
+def test_a_planner_that_caches_plans(tmp_path):
+    for number in range(3):
+        saved = {"model": {"w": torch.full((2,), float(number))}, "n": number}
+        save_cached(tmp_path / f"c-{number}", saved)
+        assert_same(saved, load({"model": {"w": torch.full((2,), -1.0)}, "n": -1}, tmp_path / f"c-{number}"))
+        assert not (tmp_path / f"c-{number}" / "exchange").exists()
+
+
+@pytest.mark.usefixtures("_forget_plans")
+def test_a_cached_plan_of_another_state_dict_commits_nothing(tmp_path, monkeypatch):
+    save_cached(tmp_path / "first", {"w": torch.ones(2)})
+    grown = {"w": torch.ones(2), "more": torch.ones(2)}
+
+    def fail(*_args):
+        raise OSError("no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CkptfmtWriter, "prepare_global_plan", fail)
+        with pytest.raises(CheckpointException):
+            save_cached(tmp_path / "c", grown)
+    # The planner has noted the grown plan as told, and now gives the older one.
+    with pytest.raises(CheckpointException, match="'more' wasn't written"):
+        save_cached(tmp_path / "c", grown)
+    assert not (tmp_path / "c" / "manifest.json").exists()
+
+
+def test_saves_without_collectives_are_refused(tmp_path):
+    with pytest.raises(NotImplementedError, match="use_collectives=True"):
+        dcp_save.save({"w": torch.ones(2)}, storage_writer=CkptfmtWriter(tmp_path), no_dist=True, use_collectives=False)
+
+
+def test_install_makes_ckptfmt_the_storage_of_paths_until_it_is_closed(tmp_path):
+    saved = {"model": {"w": torch.ones(2)}}
+    dcp_save.save(saved, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    with install():
+        dcp_save.save(saved, checkpoint_id=tmp_path / "ours", no_dist=True)
+        dcp_save.async_save(saved, checkpoint_id=str(tmp_path / "async"), no_dist=True).result()  # type: ignore[union-attr]
+        for name in ("ours", "async", "theirs"):
+            found = {"model": {"w": torch.zeros(2)}}
+            dcp_load.load(found, checkpoint_id=tmp_path / name, no_dist=True)
+            assert_same(saved, found)
+        writer = FileSystemWriter(tmp_path / "named")
+        dcp_save.save(saved, storage_writer=writer, no_dist=True)
+        with pytest.raises(RuntimeError, match="Cannot detect"):
+            dcp_save.save(saved, checkpoint_id="abc://abc.abc", no_dist=True)
+    dcp_save.save(saved, checkpoint_id=tmp_path / "closed", no_dist=True)
+
+    assert [(tmp_path / name / ".metadata").exists() for name in ("ours", "async", "named", "closed")] == [
+        False, False, True, True,
+    ]  # fmt: skip
+    assert ckptfmt.validate(tmp_path / "ours").valid
+    assert ckptfmt.validate(tmp_path / "async").valid
 
 
 WORKER = Path(__file__).with_name("dcp_worker.py")
@@ -346,3 +401,30 @@ def test_a_rank_that_fails_fails_all_and_leaves_no_checkpoint(tmp_path):
     assert caught.value.code in ("NOT_COMMITTED", "FILE_MISSING")
     run_ranks(2, "save", tmp_path / "c", tmp_path / "meet-again")
     assert ckptfmt.validate(tmp_path / "c").valid
+
+
+def test_ranks_that_cache_plans_find_each_save(tmp_path):
+    run_ranks(2, "cached", tmp_path / "c", tmp_path / "meet")
+    for number in range(4):
+        assert ckptfmt.validate(tmp_path / f"c-{number}").valid
+        with ckptfmt.open(tmp_path / f"c-{number}") as checkpoint:
+            assert sorted(name for _, name, _ in checkpoint.tensors) == ["own0", "own1", "w"]
+
+
+def test_whichever_phase_fails_on_one_rank_fails_on_all_and_is_in_nobodys_way(tmp_path):
+    told = run_ranks(2, "phases", tmp_path / "c", tmp_path / "meet")
+    assert [lines.count("refused") for lines in told] == [5, 5]
+    assert ckptfmt.validate(tmp_path / "c").valid
+    assert len(list((tmp_path / "c" / "parts").iterdir())) == 2, "what the failed saves left is gone"
+
+
+def test_groups_of_ranks_save_by_themselves(tmp_path):
+    run_ranks(2, "groups", tmp_path / "c", tmp_path / "meet")
+    assert all(ckptfmt.validate(path).valid for path in tmp_path.glob("c-*"))
+    assert len(list(tmp_path.glob("c-*"))) == 4
+
+
+def test_a_process_that_saves_writes_what_is_installed_here(tmp_path):
+    run_ranks(2, "process", tmp_path / "c", tmp_path / "meet")
+    for number in range(2):
+        assert ckptfmt.validate(tmp_path / f"c-{number}").valid
