@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, SupportsFloat
 
 from ckptfmt import limits
+from ckptfmt.adapters.live import list_numbered
 from ckptfmt.adapters.load_plan import Patterns, Rename
 from ckptfmt.adapters.placing import load_trees
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
@@ -95,6 +96,8 @@ def save(
         check=lambda: check_no_run(store),
         label=functools.partial(Labels.of, metrics, tags),
     )
+    for sentence in list_numbered(state, worker=group.writer):
+        _LOG.warning("%s", sentence)
     if isinstance(agree, str) and group.writer == 0:
         with contextlib.suppress(CkptError):
             _delete_exchange(store, agree)

@@ -277,7 +277,8 @@ class Code(StrEnum):
         LayoutError,
         (
             "Give the tensors different names if they are different; wrap them in ckptfmt.PerWorker if each worker has"
-            " its own; otherwise suspect silent corruption."
+            " its own. Of BatchNorm's statistics, give the DistributedDataParallel module and not its .module, or use"
+            " SyncBatchNorm. Otherwise suspect silent corruption."
         ),
     )
     #: a worker holds a piece of a tensor that no worker wrote

@@ -78,6 +78,18 @@ def walk(state: State, *, worker: int) -> Iterator[Unit]:
     yield from field("data")
 
 
+def list_numbered(state: State, *, worker: int) -> list[str]:
+    """Return a sentence for each optimizer whose state is saved by the positions of its parameters, not their names."""
+    side = torch_side()
+    return [
+        f"SAVED_BY_POSITION: {unit.field}:{unit.name} is a {type(unit.value).__qualname__}, whose own state_dict"
+        " numbers its parameters: it loads only where they stand in this order, in this layout; to save by names, give"
+        " the optimizer that it wraps"
+        for unit in walk(state, worker=worker)
+        if side is not None and unit.kind is Kind.STATEFUL and side.is_numbered(unit.value)
+    ]
+
+
 class _Walker:
     def __init__(self, own_scope: str) -> None:
         self.own_scope = own_scope

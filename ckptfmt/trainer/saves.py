@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.live import list_numbered
 from ckptfmt.commit.decision import Known, check_vacant
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.labels import Labels
@@ -109,9 +110,14 @@ class Saves:
     # --- getting ready ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse now what a save would refuse. Raises: StateError; FormatError; LayoutError."""
+        """Refuse now what a save would refuse, and report what it does badly.
+
+        Raises: StateError; FormatError; LayoutError.
+        """
         snapshot = prepare_once(self._group, self.state, self._ownership, block_nbytes=limits.BLOCK_NBYTES)
         self._has_device_tensors = self._devices is not None and self._devices.holds_any(snapshot.tensors)
+        for sentence in list_numbered(self.state, worker=self._group.writer):
+            self._report(sentence)
 
     def prepare(self) -> None:
         """Check the state, make and touch the slots that it needs, and start the saver; quick where that was done.

@@ -1,12 +1,14 @@
 """Every optimizer of torch goes on bit by bit, into a fresh one and into one that has run elsewhere."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import ckptfmt
 from ckptfmt.errors import StateError
 from ckptfmt.state import State
 from tests.adapters.double import load, save
@@ -278,28 +280,61 @@ def test_several_optimizers_keep_their_own_state():
 class Wrapped(torch.optim.Optimizer):
     """As accelerate's AcceleratedOptimizer: made without torch's own __init__, everything handed on."""
 
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
+    HELD_AS = "optimizer"
 
-    state = property(lambda self: self.optimizer.state)
-    param_groups = property(lambda self: self.optimizer.param_groups)
+    def __init__(self, optimizer):
+        setattr(self, self.HELD_AS, optimizer)
+
+    wrapped = property(lambda self: getattr(self, self.HELD_AS))
+    state = property(lambda self: self.wrapped.state)
+    param_groups = property(lambda self: self.wrapped.param_groups)
 
     def state_dict(self):
-        return self.optimizer.state_dict()
+        return self.wrapped.state_dict()
 
     def load_state_dict(self, state_dict):
-        self.optimizer.load_state_dict(state_dict)
+        self.wrapped.load_state_dict(state_dict)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_wrapped_optimizer_was_saved_by_position(depth):
+class WrappedAsByTorchft(Wrapped):
+    """As torchft's OptimizerWrapper: it holds a manager besides."""
+
+    HELD_AS = "optim"
+
+    def __init__(self, optimizer):
+        self.manager = object()
+        super().__init__(optimizer)
+
+
+class WrappedAsByFabric:
+    """As Lightning Fabric's: no optimizer at first, a class that is made at run time, attributes handed on."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.__class__ = type("Fabric", (self.__class__, type(optimizer)), {})
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+    def state_dict(self):
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self._optimizer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize(
+    ("Wrapped", "depth"),
+    [(Wrapped, 1), (Wrapped, 2), (WrappedAsByTorchft, 1), (WrappedAsByTorchft, 2), (WrappedAsByFabric, 1)],
+)
+def test_wrapped_optimizer_was_saved_by_position(Wrapped, depth):  # noqa: N803 - a class
     def made(seed):
         torch.manual_seed(seed)
         net = nn.Linear(2, 2)
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
         net(torch.ones(2)).sum().backward()
         optimizer.step()
-        wrapper: torch.optim.Optimizer = optimizer
+        wrapper: Any = optimizer
         for _ in range(depth):
             wrapper = Wrapped(wrapper)
         return net, optimizer, wrapper
@@ -336,6 +371,31 @@ def test_wrapper_with_state_of_its_own_goes_by_its_protocol():
     load(State(weights=net, optimizer=again), checkpoint)
 
     assert (again.calls, again.param_groups[0]["lr"]) == (5, 0.1)
+
+
+@pytest.mark.parametrize("how", ["save", "run"])
+def test_optimizer_that_is_saved_by_position_is_named(how, tmp_path, caplog):
+    """Nobody knew, until parameters stood in another order, or FSDP2 made other pieces of them."""
+
+    class Counting(Wrapped):
+        def state_dict(self):
+            return {**super().state_dict(), "calls": 5}
+
+    net = nn.Linear(2, 2)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    for optimizer, is_told in ((Counting(inner), True), (Wrapped(inner), False)):
+        caplog.clear()
+        state = State(weights=net, optimizer={"main": optimizer})
+        if how == "save":
+            ckptfmt.save(tmp_path / str(is_told), state, step=1)
+        else:
+            with ckptfmt.Checkpointer(tmp_path / str(is_told), state, saver="inline") as checkpointer:
+                checkpointer.restore_rng()
+                checkpointer.end_step(1)
+                found = [report for report in checkpointer.reports if report.startswith("SAVED_BY_POSITION")]
+                assert len(found) == is_told
+        told = [line for line in caplog.messages if "SAVED_BY_POSITION: optimizer:main is a " in line]
+        assert len(told) == is_told
 
 
 def test_an_optimizer_with_its_own_protocol_goes_by_it():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptfmt
@@ -43,6 +44,33 @@ def batch_norm_load(stage: Stage) -> Any:
         "before": before, "after": weight_bits(module.module), "downgrades": report.downgrades, "claim": report.claim,
         "lowered_by": report.lowered_by,
     }  # fmt: skip
+
+
+def _sharded(seed: int) -> nn.Module:
+    module = make_normed(seed)
+    fully_shard(module)
+    return module
+
+
+def batch_norm_sharded(stage: Stage) -> Any:
+    """FSDP2 keeps buffers as they are, on each rank; its parameters are shards."""
+    module, path = _sharded(1), stage.path("norm-sharded")
+    torch.manual_seed(100 + stage.rank)
+    for _ in range(2):
+        module(torch.randn(5, 4))
+    ckptfmt.save(path, State(weights=module, data={}), step=2)
+    other = _sharded(2)
+    report = ckptfmt.load(path, State(weights=other, data={}))
+    assert isinstance(report, LoadReport)
+    return {"saved": weight_bits(module), "after": weight_bits(other), "downgrades": report.downgrades}
+
+
+def batch_norm_beside(stage: Stage) -> Any:
+    """What is wrapped is given without its wrapper: nothing says that its statistics are each rank's own."""
+    module = DistributedDataParallel(make_normed(1))
+    torch.manual_seed(100 + stage.rank)
+    module.module(torch.randn(5, 4))
+    return attempt(lambda: ckptfmt.save(stage.path("beside"), State(weights=module.module), step=1, deadline_s=120))
 
 
 def sync_batch_norm(stage: Stage) -> Any:

@@ -24,7 +24,8 @@ def scratch(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(scratch):
     scenes = [
-        "batch_norm_save", "sync_batch_norm", "streams_save", "train_and_save", "wrappers", "meta_destination",
+        "batch_norm_save", "batch_norm_sharded", "batch_norm_beside", "sync_batch_norm", "streams_save",
+        "train_and_save", "wrappers", "meta_destination",
     ]  # fmt: skip
     return launch(MODULE, scenes, world_size=2, scratch=scratch, rendezvous="file")
 
@@ -77,6 +78,20 @@ class TestBatchNorm:
         for name in STATISTICS:
             assert any(name in line and "lw/0" in line for line in report.downgrades)
         assert any(line.startswith("3 tensors") and "no longer exist" in line for line in report.downgrades)
+
+    def test_statistics_of_shards_come_back_to_each(self, two):
+        """They were compared with each other, and the save failed with REPLICA_DIVERGED, at its end."""
+        said = two.of("batch_norm_sharded")
+        assert differing(said[0]["saved"], said[1]["saved"]) == STATISTICS - {"1.num_batches_tracked"}
+        for rank in said:
+            assert rank["after"] == rank["saved"]
+            assert rank["downgrades"] == []
+
+    def test_module_without_its_wrapper_is_refused_and_the_wrapper_asked_for(self, two):
+        for rank in two.of("batch_norm_beside"):
+            assert "REPLICA_DIVERGED" in rank["text"]
+            assert "'1.running_mean'" in rank["text"]
+            assert "DistributedDataParallel module and not its .module" in rank["text"]
 
     def test_synchronised_statistics_belong_to_all(self, two):
         for rank in two.of("sync_batch_norm"):

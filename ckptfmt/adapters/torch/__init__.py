@@ -18,7 +18,13 @@ from ckptfmt.adapters.torch.modules import (
     plan_module,
     view_module,
 )
-from ckptfmt.adapters.torch.optimizers import capture_optimizer, is_plain_optimizer, plan_optimizer, unwrap_optimizer
+from ckptfmt.adapters.torch.optimizers import (
+    capture_optimizer,
+    is_numbered,
+    is_plain_optimizer,
+    plan_optimizer,
+    unwrap_optimizer,
+)
 from ckptfmt.adapters.torch.runtime import (
     flags,
     generator_stream,

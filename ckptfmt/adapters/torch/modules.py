@@ -310,8 +310,10 @@ def _non_persistent(modules: Iterable[tuple[str, torch.nn.Module]], paths: Paths
 def _per_worker_buffers(root: torch.nn.Module) -> set[int]:
     """Return the ids of statistics that each data-parallel worker keeps for itself."""
     ids = set()
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # fully_shard keeps buffers as they are, on each rank
+    wrappers = (DistributedDataParallel,) if fsdp is None else (DistributedDataParallel, fsdp.FSDPModule)
     for wrapper in root.modules():
-        if not isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
+        if not isinstance(wrapper, wrappers):
             continue
         for module in wrapper.modules():
             if isinstance(module, torch.nn.modules.batchnorm._NormBase) and not isinstance(  # noqa: SLF001

@@ -216,16 +216,33 @@ def is_plain_optimizer(value: object) -> bool:
 
 
 def unwrap_optimizer(value: Any) -> Any:  # noqa: ANN401 - anything
-    """Return the optimizer that a wrapper stands for, such as accelerate's; anything else as it is.
+    """Return the optimizer that a wrapper stands for, such as accelerate's or torchft's; anything else as it is.
 
-    A wrapper holds an optimizer as ``optimizer``, shows that one's groups and state as its own, and has nothing else in
-    its state_dict. Saved by its own protocol, its state would be numbered, where parameters have names.
+    A wrapper holds an optimizer in an attribute, shows that one's groups and state as its own, and has nothing else in
+    its state_dict. Saved by its own protocol, its state would be numbered, where parameters have names. Going by what
+    it does, and not by types, finds each framework's, and those that are made at run time, as Fabric's are.
     """
-    inner = getattr(value, "__dict__", {}).get("optimizer")
-    if not isinstance(inner, torch.optim.Optimizer) or isinstance(value, torch.nn.Module | type):
+    if isinstance(value, torch.nn.Module | type):
         return value
-    same = getattr(value, "param_groups", None) is inner.param_groups and getattr(value, "state", None) is inner.state
-    return unwrap_optimizer(inner) if same and _adds_nothing(value, inner) else value
+    for inner in list(getattr(value, "__dict__", {}).values()):
+        if isinstance(inner, torch.optim.Optimizer) and inner is not value and _is_shown_by(value, inner):
+            return unwrap_optimizer(inner)
+    return value
+
+
+def is_numbered(value: Any) -> bool:  # noqa: ANN401 - has a state_dict
+    """Tell whether a state_dict numbers parameters; asked of optimizers that go by a protocol of their own."""
+    if not isinstance(getattr(value, "param_groups", None), list):
+        return False
+    state_dict = value.state_dict()
+    groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
+    members = [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return any(isinstance(one, int) for some in members if isinstance(some, list) for one in some)
+
+
+def _is_shown_by(wrapper: Any, inner: torch.optim.Optimizer) -> bool:  # noqa: ANN401 - has perhaps groups and state
+    same = all(getattr(wrapper, name, None) is getattr(inner, name) for name in ("param_groups", "state"))
+    return same and _adds_nothing(wrapper, inner)
 
 
 def _adds_nothing(wrapper: Any, inner: torch.optim.Optimizer) -> bool:  # noqa: ANN401 - has groups and state
