@@ -27,7 +27,8 @@ run. Losses and metrics of evaluations stand in the manifests: ``python -m ckptf
 
 **Bit for bit** are weights, optimizer, learning rate, gradient scaler, RNG streams and the order of samples, in the
 middle of an epoch and between epochs, with gradient accumulation, on the same number of processes under
-DistributedDataParallel; `Trainer.train` skips the batches that are done. Not bit for bit, because of the Trainer:
+DistributedDataParallel or FSDP2; `Trainer.train` skips the batches that are done. On a CPU accelerate ignores FSDP, and
+trains with DistributedDataParallel; the tests tell it not to. Not bit for bit, because of the Trainer:
 
 - random numbers that a data collator or a dataset draws from the global streams: the Trainer fetches the first batches
   before it puts the streams back, and one batch ahead of each step;
@@ -199,8 +200,7 @@ class _Training(contextlib.ExitStack):
         """Return how a checkpointer is told what to resume from; None for what isn't of this run."""
         if self.run.resolve() in (path.resolve(), path.resolve().parent):
             return "auto" if path.resolve() == self.run.resolve() else path.name
-        mark = path / _MARK
-        return json.loads(mark.read_text())["digest"] if mark.is_file() else None
+        return json.loads(mark.read_text())["digest"] if (mark := path / _MARK).is_file() else None
 
     def state(self) -> ckptfmt.State:
         """Return what is saved and loaded, once it exists."""
@@ -278,7 +278,7 @@ class _Training(contextlib.ExitStack):
         if not self.best:
             return False
         run = ckptfmt.Run(self.run)
-        if self.best not in [one.name for one in run.list() if one.state == "committed"]:
+        if all(one.name != self.best or one.state != "committed" for one in run.list()):
             self.best = run.best(*_best_of(self.trainer.args)).name  # an equal one: of these the newest is kept
         _LOG.info("loading the best model from %s", self.best)
         ckptfmt.load(self.run / self.best, ckptfmt.State(weights=self.trainer.model_wrapped, rng=False))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.utils.data import Dataset, Subset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -56,21 +57,42 @@ class Noting(TrainerCallback):
         self.batches.clear()
 
 
-class Watched(CkptfmtTrainer):
-    """Hands the samples to the callback that notes them; may die as soon as it has called for a save."""
+class Noted(Trainer):
+    """A Trainer that hands the samples of each step to the callback that notes them."""
 
     noting: Noting
-    die_in_save = 0
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Do a step."""
         self.noting.batches.append(inputs["input_ids"].clone())
         return super().training_step(model, inputs, *args, **kwargs)
 
+
+class OfTransformers(Noted):
+    """Saves and resumes as transformers does."""
+
+
+class Watched(Noted, CkptfmtTrainer):
+    """Saves and resumes with the plug-in; may die as soon as it has called for a save."""
+
+    die_in_save = 0
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.state.global_step == self.die_in_save:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Sharded(Watched):
+    """Trains with FSDP2 on a CPU, too; accelerate by itself takes it for accelerators alone, and trains with DDP."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Say that FSDP is what is meant."""
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = True
 
 
 class WithoutStreams(Watched):
@@ -88,7 +110,7 @@ def make_trainer(directory: Path, *, kind: type[Trainer] = Watched, **options: A
     Args:
         directory: of this run.
         kind: of Trainer.
-        options: ``args``, ``ckptfmt`` and others, as of the Trainer.
+        options: ``args``, ``ckptfmt`` and others, as of the Trainer; ``args_type``: the class of the first.
     """
     told = {
         "output_dir": str(directory / "out"),
@@ -105,11 +127,13 @@ def make_trainer(directory: Path, *, kind: type[Trainer] = Watched, **options: A
         "report_to": [],
         "disable_tqdm": True,
     }
-    args = TrainingArguments(**{**told, **options.pop("args", {})})  # type: ignore[arg-type]
+    args = options.pop("args_type", TrainingArguments)(**{**told, **options.pop("args", {})})
     noting = Noting(directory / f"journal-{os.environ.get('RANK', '0')}")
     options = {"model": make_model(), "train_dataset": Tokens(), "eval_dataset": Subset(Tokens(), range(8)), **options}
+    if not issubclass(kind, CkptfmtTrainer):
+        options.pop("ckptfmt", None)
     trainer: Any = kind(args=args, **options)
-    if isinstance(trainer, Watched):
+    if isinstance(trainer, Noted):
         trainer.noting = noting
         trainer.add_callback(noting)
     return trainer
@@ -119,7 +143,7 @@ def main(directory: Path, env: dict[str, str], told: dict[str, Any]) -> None:
     """Train as told, in a process of its own."""
     os.environ.update(env)
     torch.set_num_threads(1)
-    kind = WithoutStreams if told.pop("without_streams", False) else Watched
+    kind = {kind.__name__: kind for kind in (Watched, Sharded, WithoutStreams)}[told.pop("kind", "Watched")]
     resume, die_in_save = told.pop("resume", None), told.pop("die_in_save", 0)
     trainer = make_trainer(directory, kind=kind, **told)
     trainer.die_in_save = die_in_save
