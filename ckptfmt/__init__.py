@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptfmt.errors import CkptError
     from ckptfmt.run.catalog import Run
     from ckptfmt.state import FirstWorker, PerWorker, State
+    from ckptfmt.trainer.path_saver import Saver
     from ckptfmt.trainer.save_attempt import SaveAttempt
     from ckptfmt.write.snapshot import TensorSink, TensorSource
 
@@ -38,6 +39,7 @@ __all__ = [
     "Run",
     "Sampler",
     "SaveAttempt",
+    "Saver",
     "State",
     "TensorSink",
     "TensorSource",
@@ -59,6 +61,7 @@ _HOMES = {
     "Run": "run.catalog",
     "Sampler": "data.sampler",
     "SaveAttempt": "trainer.save_attempt",
+    "Saver": "trainer.path_saver",
     "State": "state",
     "TensorSink": "write.snapshot",
     "TensorSource": "write.snapshot",

@@ -18,7 +18,7 @@ from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
-from ckptfmt.group import EXCHANGE, Agree, make_group
+from ckptfmt.group import DEADLINE_S, EXCHANGE, Agree, make_group
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
@@ -38,8 +38,6 @@ _LOG: Final = logging.getLogger("ckptfmt")
 #: Why a compacted checkpoint is full: what a `SaveReport` says of it.
 COMPACTED = "made from a delta"
 FULL_ALREADY = "it is full already"
-#: How long writers wait for each other, in seconds.
-DEADLINE_S = 600.0
 
 
 def save(
@@ -53,6 +51,7 @@ def save(
     agree: Agree = None,
     deadline_s: float = DEADLINE_S,
     block_nbytes: int = limits.BLOCK_NBYTES,
+    replace: bool = False,
 ) -> SaveReport:
     """Save a state as one checkpoint directory, committed when this returns.
 
@@ -71,6 +70,9 @@ def save(
             processes and new at each start, to exchange through the store.
         deadline_s: how long to wait for the other processes, in seconds.
         block_nbytes: size of a digested block in bytes; a power of two.
+        replace: whether to take the place of a checkpoint that is there, and belongs to no run. At every moment, also
+            after a crash, the old one is there whole, or the new one is; the files of the old one are deleted then.
+            There must be room for both. Other files in the directory stay.
 
     Returns: a `SaveReport`.
     Raises: StateError for what can't be saved; LayoutError where the processes contradict each other; CommitError
@@ -93,8 +95,9 @@ def save(
         block_nbytes=block_nbytes,
         deadline_s=deadline_s,
         ownership=Ownership(),
-        check=lambda: check_no_run(store),
+        check=lambda: check_no_run(store, replace=replace),
         label=functools.partial(Labels.of, metrics, tags),
+        replace=replace,
     )
     for sentence in list_numbered(state, worker=group.writer):
         _LOG.warning("%s", sentence)

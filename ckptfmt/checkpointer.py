@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Self, SupportsFloat
 
-from ckptfmt.api import DEADLINE_S
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.features import LABELS, REFERENCED
-from ckptfmt.group import Agree, Group, make_group
+from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.run.retention import Retention
@@ -29,7 +28,7 @@ from ckptfmt.trainer.background import staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.trainer.loop import StepCount, StopSignals, Timer, parse_every
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, restore_streams
-from ckptfmt.trainer.saves import SaveOptions, Saves
+from ckptfmt.trainer.saves import SaveOptions, Saves, Target
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: How often the processes ask each other whether one of them got a signal, in seconds.
@@ -140,10 +139,10 @@ class Checkpointer:
             when_busy=when_busy,
             nice=nice,
             check_replicas=check_replicas,
-            retention=Retention.of(keep, keep_every, keep_best),
             deadline_s=deadline_s,
             delta=DeltaOptions.of(delta),
         )
+        self._retention = Retention.of(keep, keep_every, keep_best)
         self._writer_features = () if options.delta.mode == "off" else (REFERENCED,)
         self._signals = StopSignals(stop_on, deadline_s=stop_deadline_s)
         self._store = open_store(run, writable=True)
@@ -153,7 +152,7 @@ class Checkpointer:
         self._share = share
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
         self._deadline_s = deadline_s
-        self._saves = Saves(self._store, self._group, state or State(), options)
+        self._saves = Saves(self._store, self._group, options)
         self._run: RunRecord | None = None
         #: The checkpoint that this launch resumes from; open until the RNG streams are put back.
         self._checkpoint: Checkpoint | None = None
@@ -255,7 +254,7 @@ class Checkpointer:
         if self._state is not None:
             remedy = "Pass it once; fields of a State may be assigned until restore()."
             raise err(Code.ARGUMENT, "another state was given before", where="restore(state)", remedy=remedy)
-        self._state = self._saves.state = self._count.state = state
+        self._state = self._count.state = state
 
     @property
     def step(self) -> int:
@@ -282,7 +281,7 @@ class Checkpointer:
             return
         # What a fresh optimizer will hold isn't known before its first step: its slots are made then.
         self._is_prepared = self.load_report is not None
-        self._saves.prepare() if self._is_prepared else self._saves.check()
+        self._saves.prepare(self._count.state) if self._is_prepared else self._saves.check(self._count.state)
         if self._checkpoint is not None:
             assert self._state is not None  # noqa: S101 - restore() refuses to go on without
             self._restore_streams(self._checkpoint, self._state)
@@ -352,7 +351,7 @@ class Checkpointer:
         Raises: StateError; LayoutError; CommitError(SAVER_LOST).
         """
         self.restore()
-        self._saves.prepare()
+        self._saves.prepare(self._count.state)
 
     def save(
         self,
@@ -402,7 +401,7 @@ class Checkpointer:
     ) -> SaveHandle | None:
         more = self._count.tell(step)
         if not self._is_prepared:
-            self._saves.prepare()
+            self._saves.prepare(self._count.state)
             self._is_prepared = True
         is_over, is_last = self.stopped, self.step == total
         # Who goes on after a stop has a checkpoint of it, and asks for any other.
@@ -442,7 +441,10 @@ class Checkpointer:
         assert self._run is not None  # noqa: S101
         if not self._agree(step):
             return None
-        handle = self._saves.save(self.step, self._run, self.launch, must=must, deadline_s=deadline_s, label=label)
+        target = Target.in_run(self._store, self._run, self.launch, step=self.step, retention=self._retention)
+        handle = self._saves.save(
+            self._count.state, target, step=self.step, must=must, deadline_s=deadline_s, label=label
+        )
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
         self._timer = Timer(last_s=self._clock(), next_step=self.step + 1)

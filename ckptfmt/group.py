@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
-from ckptfmt.commit.decision import poll
+from ckptfmt.commit.waiting import poll
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.store.protocol import Store
 
@@ -23,6 +23,8 @@ Agree: TypeAlias = "Callable[[bytes], Sequence[bytes]] | str | None"
 
 T = TypeVar("T")
 
+#: How long writers wait for each other where nobody says otherwise, in seconds.
+DEADLINE_S: Final = 600.0
 #: Where in a store the writers meet that know each other by a token.
 EXCHANGE: Final = "exchange"
 _TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -162,13 +164,13 @@ def find_worker(writer: tuple[int, int] | None) -> tuple[int, int]:
     return 0, 1
 
 
-def make_group(writer: tuple[int, int] | None, agree: Agree, store: Store, *, deadline_s: float) -> Group:
+def make_group(writer: tuple[int, int] | None, agree: Agree, store: Store | None, *, deadline_s: float) -> Group:
     """Return the group of this job's writers.
 
     Args:
         writer: (number, count); None to ask torch.distributed or jax.distributed, else the only one.
         agree: see `Agree`; None to use the key-value store of torch.distributed.
-        store: for the exchange by token.
+        store: for the exchange by token; None where there is none.
         deadline_s: how long to wait for the others, in seconds.
 
     Raises: StateError(WRITERS_UNKNOWN, ARGUMENT).
@@ -178,7 +180,7 @@ def make_group(writer: tuple[int, int] | None, agree: Agree, store: Store, *, de
         return Group(0, 1, lambda value: [value])
     if callable(agree):
         return Group(number, count, agree)
-    if isinstance(agree, str):
+    if isinstance(agree, str) and store is not None:
         return Group(number, count, _StoreExchange(store, agree, number, count, deadline_s))
     distributed = _find_distributed()
     if distributed is not None and (distributed.get_rank(), distributed.get_world_size()) == (number, count):

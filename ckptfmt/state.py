@@ -44,7 +44,7 @@ class FirstWorker:
     value: object
 
 
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class State:
     """The live objects of a run that a checkpoint is made of and loaded into.
 

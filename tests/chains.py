@@ -103,7 +103,7 @@ class Saving:
         """Write and commit."""
         origin, _ = self.write(step, snapshots)
         manifest = finalize(self.place(step), origin, known=self.known)
-        sweep_attempts(self.place(step), origin)
+        sweep_attempts(self.place(step), origin, known=self.known)
         for writer in self.writers:
             writer.chain.commit(manifest)
         return manifest

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Any
 
-from ckptfmt.commit.decision import poll
+from ckptfmt.commit.waiting import poll
 from ckptfmt.errors import Code, CommitError
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.saver.saver import SaveRequest

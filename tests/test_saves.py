@@ -16,7 +16,7 @@ import ckptfmt
 import ckptfmt.trainer.background
 import ckptfmt.trainer.saves
 from ckptfmt.checkpointer import Checkpointer
-from ckptfmt.commit.decision import poll
+from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.errors import Code

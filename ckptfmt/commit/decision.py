@@ -9,11 +9,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from ckptfmt import limits
+from ckptfmt.commit.waiting import list_held_attempts, poll
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import (
@@ -47,7 +47,7 @@ _TABLE_COUNT: Final = 16
 #: The attempt in the name of a file that belongs to one.
 _ATTEMPT: Final = re.compile(
     r"(?:parts/|index-|[a-z][a-z_]*-)([0-9a-f]{16})"
-    r"(?:\.msgpack|-[0-9]{5,9}(?:\.safetensors|\.pack|\.msgpack|\.failure\.json|\.pins\.json))"
+    r"(?:\.msgpack|-[0-9]{5,9}(?:\.safetensors|\.pack|\.msgpack|\.failure\.json|\.pins\.json|\.held))"
 )
 #: What a writer says of the attempt, and not of itself, beside every `LayoutError`: it holds for all writers alike.
 _VERDICTS: Final = frozenset(
@@ -60,8 +60,6 @@ _VERDICTS: Final = frozenset(
 CONDEMNED: Final = "condemned-"
 #: How often a call without an answer is repeated before the outcome is called unknown.
 _TRIES: Final = 3
-#: How long a poll sleeps, in seconds: at first, and at most.
-_POLL_MIN_S, _POLL_MAX_S = 0.002, 0.1
 
 
 class Known:
@@ -165,6 +163,7 @@ def commit(
     *,
     deadline_s: float,
     known: Known | None = None,
+    replace: bool = False,
 ) -> Manifest:
     """Wait for the parts of an attempt, and make them a checkpoint.
 
@@ -173,6 +172,7 @@ def commit(
         origin: of the attempt.
         deadline_s: how long to wait for parts, in seconds.
         known: what the caller has parsed before.
+        replace: as for `finalize`.
 
     Returns: the manifest that is in the register now; it is durable.
     Raises: CommitError: WRITERS_MISSING, WRITER_FAILED, COMMIT_CONFLICT, COMMIT_UNKNOWN (nothing was deleted);
@@ -180,31 +180,49 @@ def commit(
     Spec: REQ-CMT-005 to REQ-CMT-009.
     """
     _wait_for_parts(store, origin, deadline_s)
-    return finalize(store, origin, known=known)
+    return finalize(store, origin, known=known, replace=replace)
 
 
-def decide(store: Store, origin: Origin, *, writer: int, deadline_s: float, known: Known | None = None) -> Manifest:
+def decide(
+    store: Store,
+    origin: Origin,
+    *,
+    writer: int,
+    deadline_s: float,
+    known: Known | None = None,
+    replace: bool = False,
+) -> Manifest:
     """Commit as writer 0, or wait for it as another; the part of `writer` is written.
 
-    Raises: as `commit` and `wait_for_decision`. Spec: REQ-CMT-005 to REQ-CMT-009, REQ-CMT-027.
+    Args:
+        replace: as for `finalize`.
+
+    Raises: as `commit` and `wait_for_decision`. Spec: REQ-CMT-005 to REQ-CMT-009, REQ-CMT-027, REQ-CMT-042.
     """
     if writer != 0:
-        return wait_for_decision(store, origin, deadline_s=deadline_s)
-    manifest = commit(store, origin, deadline_s=deadline_s, known=known)
+        return wait_for_decision(store, origin, deadline_s=deadline_s, replace=replace)
+    manifest = commit(store, origin, deadline_s=deadline_s, known=known, replace=replace)
     # The save is done. What a killed attempt left takes space, and isn't worth an error.
     with contextlib.suppress(CkptError):
-        sweep_attempts(store, origin)
+        sweep_attempts(store, origin, known=known)
     return manifest
 
 
 def finalize(
-    store: Store, origin: Origin, *, known: Known | None = None, part_digests: Sequence[str] | None = None
+    store: Store,
+    origin: Origin,
+    *,
+    known: Known | None = None,
+    part_digests: Sequence[str] | None = None,
+    replace: bool = False,
 ) -> Manifest:
     """Make the parts of an attempt, which are all there, a checkpoint. Anyone may, any number of times.
 
     Args:
         known: what the caller has parsed before.
         part_digests: of the parts, in writer order, where the caller was told them.
+        replace: whether to take the place of a checkpoint outside of a run. Writer 0 alone may, while it holds the
+            attempt (`hold_attempt`): else a `sweep_attempts` of somebody else could remove the files meanwhile.
 
     Raises: as `commit`; FormatError(DOC_MISMATCH) for a part of another digest.
     Spec: REQ-CMT-005 to REQ-CMT-009.
@@ -242,7 +260,7 @@ def finalize(
     # Before it decides: a register that no reader accepts could never be replaced by a better one.
     decided = known.parse_register(content)
     assert isinstance(decided, Manifest)  # noqa: S101 - it was dumped from one
-    _decide(store, content)
+    _decide_anew(store, content) if replace else _decide(store, content)
     store.sync("")
     return decided
 
@@ -306,22 +324,45 @@ def sweep(store: Store) -> None:
     _delete_all_but_register(store)
 
 
-def sweep_attempts(store: Store, origin: Origin) -> None:
+def is_of_attempt(path: str) -> bool:
+    """Tell whether a file in a checkpoint directory has the name of one that belongs to an attempt."""
+    return _ATTEMPT.fullmatch(path) is not None
+
+
+def sweep_attempts(store: Store, origin: Origin, *, known: Known | None = None) -> None:
     """Remove what other attempts left in a directory that is committed: none of them can be any more.
 
-    Spec: REQ-CMT-027.
+    Outside of a run another save may be about to take the checkpoint's place. It holds its attempt from before its
+    first file until it is decided. So the names are listed first, then who holds them is asked, and the register is
+    read last: an attempt that nobody held then either is what the register says, or never will be.
+
+    Args:
+        origin: of the attempt whose save this is: its files stay, those of its other writers among them.
+        known: what the caller has parsed before.
+
+    Spec: REQ-CMT-027, REQ-CMT-044.
     """
-    for prefix in ("", "parts/"):
-        for name in store.list_names(prefix.rstrip("/")):
-            found = _ATTEMPT.fullmatch(prefix + name)
-            # Its own pins have done their work: the manifest says what it reads from.
-            if found is not None and (found[1] != origin.attempt or name.endswith(PINS_SUFFIX)):
-                store.delete(prefix + name)
-        store.delete_leftovers(prefix.rstrip("/"))
+    paths = [prefix + name for prefix in ("", "parts/") for name in store.list_names(prefix.rstrip("/"))]
+    held = list_held_attempts(store, but=origin.attempt)
+    register = read_register(store, known=known)
+    if not isinstance(register, Manifest):
+        return
+    committed = register.origin.attempt
+    kept = {committed, origin.attempt, *held}
+    for path in paths:
+        found = _ATTEMPT.fullmatch(path)
+        # Pins have done their work: the manifest says what it reads from.
+        if found is not None and (found[1] not in kept or (found[1] == committed and path.endswith(PINS_SUFFIX))):
+            store.delete(path)
+    for prefix in () if held else ("", "parts"):
+        store.delete_leftovers(prefix)
 
 
-def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Manifest:
+def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float, replace: bool = False) -> Manifest:
     """Wait until the committer has decided, or a writer says that it failed.
+
+    Args:
+        replace: whether what is decided already is about to be replaced.
 
     Raises: CommitError(WRITER_FAILED, WRITERS_MISSING, COMMIT_CONFLICT); IntegrityError(CHECKPOINT_ABORTED,
         CHECKPOINT_RETIRED); LayoutError, FencedError where a failure record says so of the attempt.
@@ -333,7 +374,7 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Man
             # Seen isn't durable: the committer may still be at its last sync, and may fail there.
             store.sync("")
             return register
-        if register is not None:
+        if register is not None and not replace:
             raise refusal_of(register)
         _raise_failures(store, origin)
     missing = _list_missing(origin, set(store.list_names("parts")))
@@ -347,19 +388,6 @@ def wait_for_decision(store: Store, origin: Origin, *, deadline_s: float) -> Man
 
 
 # --- waiting --------------------------------------------------------------------------------------------------------
-
-
-def poll(deadline_s: float) -> Iterable[None]:
-    """Yield at once, then ever more slowly until the deadline, and a last time after it."""
-    end = time.monotonic() + deadline_s
-    pause = _POLL_MIN_S
-    while True:
-        late = time.monotonic() >= end
-        yield None
-        if late:
-            return
-        time.sleep(min(pause, max(0.0, end - time.monotonic())))
-        pause = min(_POLL_MAX_S, pause * 1.5)
 
 
 def _wait_for_parts(store: Store, origin: Origin, deadline_s: float) -> None:
@@ -483,6 +511,32 @@ def _decide(store: Store, content: bytes) -> None:
         where=MANIFEST_NAME,
         requirement="REQ-CMT-008",
     )
+
+
+def _decide_anew(store: Store, content: bytes) -> None:
+    """Put a manifest into the register, in the place of what it holds, if that isn't of a run. Spec: REQ-CMT-042."""
+    try:
+        _decide(store, content)
+    except CkptError as error:
+        if error.code not in (Code.COMMIT_CONFLICT, Code.CHECKPOINT_ABORTED, Code.CHECKPOINT_RETIRED):
+            raise
+    else:
+        return
+    register = read_register(store)
+    if isinstance(register, Manifest) and register.origin.run_id is not None:
+        raise refusal_of(register)
+    for _ in range(_TRIES):
+        try:
+            store.replace(MANIFEST_NAME, content)
+        except CkptError as problem:
+            if problem.code != Code.STORE_NO_ANSWER:
+                raise
+        else:
+            return
+        if _read_back(store) == content:
+            return
+    detail = "the store doesn't say whether the register was replaced"
+    raise err(Code.COMMIT_UNKNOWN, detail, where=MANIFEST_NAME, requirement="REQ-CMT-008")
 
 
 def _read_back(store: Store) -> bytes | None:

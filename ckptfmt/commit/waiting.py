@@ -1,27 +1,46 @@
 """Saves that other processes still have in their hands: who has some, and when they are decided.
 
-Spec: REQ-RUN-017, REQ-RUN-018, REQ-RUN-019.
+Of a run their savers hold files in ``savers/``; outside of a run, files beside the register.
+
+Spec: REQ-RUN-017, REQ-RUN-018, REQ-RUN-019, REQ-CMT-043.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-from ckptfmt.commit.decision import poll
+from ckptfmt.documents.manifest import Origin, held_path, parse_held_path
 from ckptfmt.documents.run import SAVERS
-from ckptfmt.errors import CkptError, StoreError
+from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.store.protocol import Store
 
 _NAME: Final = re.compile(r"([0-9]{4,})-([0-9]{5,})-[0-9a-f]{16}")
+#: How long a poll sleeps, in seconds: at first, and at most.
+_POLL_MIN_S, _POLL_MAX_S = 0.002, 0.1
 #: How many writers of a launch are named.
 _SHOWN: Final = 8
 
 
+def poll(deadline_s: float) -> Iterable[None]:
+    """Yield at once, then ever more slowly until the deadline, and a last time after it."""
+    end = time.monotonic() + deadline_s
+    pause = _POLL_MIN_S
+    while True:
+        late = time.monotonic() >= end
+        yield None
+        if late:
+            return
+        time.sleep(min(pause, max(0.0, end - time.monotonic())))
+        pause = min(_POLL_MAX_S, pause * 1.5)
+
+
 def list_held(store: Store) -> list[str]:
     """Return the names of the files in ``savers/`` of a run that a living process holds. Raises: StoreError."""
-    return [name for name in store.list_names(SAVERS) if _is_held(store, f"{SAVERS}/{name}")]
+    return [name for name in store.list_names(SAVERS) if is_held(store, f"{SAVERS}/{name}")]
 
 
 def wait_for_savers(store: Store, *, deadline_s: float, on_wait: Callable[[list[str]], Any] | None = None) -> list[str]:
@@ -77,7 +96,62 @@ def _writers(writers: list[int]) -> str:
     return f"writer{'s' if len(writers) > 1 else ''} {shown}{more}"
 
 
-def _is_held(store: Store, path: str) -> bool:
+@contextlib.contextmanager
+def hold_attempt(store: Store, origin: Origin, writer: int, *, must: bool) -> Iterator[list[str]]:
+    """Hold an attempt outside of a run while the context is open: it is still to be decided.
+
+    The context's value are the attempts of others that were held before.
+
+    Args:
+        must: whether to raise where a file system has no locks.
+
+    Raises: StoreError(STORE_UNSUPPORTED). Spec: REQ-CMT-043.
+    """
+    earlier = list_held_attempts(store, but=origin.attempt)
+    with store.hold(held_path(origin.attempt, writer)):
+        if must and origin.attempt not in list_held_attempts(store):
+            # Nobody could tell its files from those that a killed save left.
+            remedy = "Save to a path where nothing is, and remove the old checkpoint afterwards."
+            detail = "the file system has no locks, which replace= needs"
+            raise err(Code.STORE_UNSUPPORTED, detail, where=store.name, remedy=remedy)
+        yield earlier
+
+
+def list_held_attempts(store: Store, *, but: str = "") -> list[str]:
+    """Return the attempts that a living process holds in a checkpoint directory.
+
+    Args:
+        but: an attempt that isn't asked for: who asks has the file locked for an instant, and who ends a hold at that
+            instant leaves the file.
+
+    Raises: StoreError.
+    """
+    named = [(name, parse_held_path(name)) for name in store.list_names("")]
+    return sorted({attempt for name, attempt in named if attempt and attempt != but and is_held(store, name)})
+
+
+def wait_for_attempts(store: Store, attempts: Iterable[str] | None = None, *, deadline_s: float) -> None:
+    """Wait until attempts are decided that living processes hold in a checkpoint directory.
+
+    Args:
+        attempts: which ones; None for all, those among them that begin meanwhile.
+        deadline_s: how long at most, in seconds.
+
+    Raises: CommitError(SAVE_PENDING) at the deadline; StoreError. Spec: REQ-CMT-043.
+    """
+    awaited = None if attempts is None else set(attempts)
+    held: list[str] = []
+    for _ in poll(deadline_s) if awaited != set() else ():
+        held = [attempt for attempt in list_held_attempts(store) if awaited is None or attempt in awaited]
+        if not held:
+            return
+    if held:
+        detail = f"after {deadline_s:g} s another saver still has a save to this path in hand: attempt {held[0]}"
+        raise err(Code.SAVE_PENDING, detail, where=store.name, requirement="REQ-CMT-043")
+
+
+def is_held(store: Store, path: str) -> bool:
+    """Return whether a living process holds a file. Raises: StoreError."""
     try:
         return store.is_held(path)
     except StoreError:

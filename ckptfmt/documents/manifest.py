@@ -17,9 +17,12 @@ from ckptfmt.features import DELTAS, is_of_delta
 MANIFEST_NAME: Final = "manifest.json"
 #: What the names of pins end in.
 PINS_SUFFIX: Final = ".pins.json"
+#: How the names of files end that are held while a save outside of a run is under way.
+HELD_SUFFIX: Final = ".held"
 #: The seven fields, in the order in which index and parts number them.
 FIELDS: Final = ("weights", "optimizer", "rng", "data", "config", "topology", "provenance")
 
+_HELD_NAME: Final = re.compile(r"saver-([0-9a-f]{16})-[0-9]{5,9}\.held")
 _CHECKPOINT_NAME: Final = re.compile(r"step-([0-9]{8,})-l([0-9]{4,})")
 
 
@@ -63,6 +66,21 @@ def failure_path(attempt: str, writer: int) -> str:
 def pins_path(attempt: str, writer: int) -> str:
     """Return the path of a writer's pins, relative to the checkpoint."""
     return f"parts/{attempt}-{writer:05d}{PINS_SUFFIX}"
+
+
+def held_path(attempt: str, writer: int) -> str:
+    """Return the path of the file that a writer's saver holds outside of a run, relative to the checkpoint."""
+    return f"saver-{attempt}-{writer:05d}{HELD_SUFFIX}"
+
+
+def parse_held_path(path: str) -> str | None:
+    """Return the attempt of a path that `held_path` gave; None for any other path.
+
+    >>> parse_held_path(held_path("9f3c41d27ab80e65", 7)), parse_held_path("saver-9.held")
+    ('9f3c41d27ab80e65', None)
+    """
+    found = _HELD_NAME.fullmatch(path)
+    return None if found is None else found[1]
 
 
 def shard_name(stem: str, attempt: str, writer: int) -> str:

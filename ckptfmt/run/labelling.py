@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable
 
 from ckptfmt import limits
-from ckptfmt.commit.decision import CONDEMNED, create_once, poll, read_register, refusal_of
+from ckptfmt.commit.decision import CONDEMNED, create_once, read_register, refusal_of
+from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.documents.run import LABELS_FOLDER, LabelsRecord, RunRecord, labels_name, parse_labels_name
 from ckptfmt.errors import CkptError, Code, StoreError, err

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import Known, check_vacant, create_once, read_register
+from ckptfmt.commit.lone import check_replaceable
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
@@ -503,8 +504,14 @@ def is_run(store: Store) -> bool:
     return not {RUN_NAME, f"{LAUNCHES}/"}.isdisjoint(store.list_names(""))
 
 
-def check_no_run(store: Store) -> None:
-    """Raise where a lone checkpoint can't be saved. Raises: CommitError(CHECKPOINT_EXISTS). Spec: REQ-RUN-016."""
+def check_no_run(store: Store, *, replace: bool = False) -> None:
+    """Raise where a lone checkpoint can't be saved.
+
+    Args:
+        replace: whether it may take the place of another one.
+
+    Raises: CommitError(CHECKPOINT_EXISTS). Spec: REQ-RUN-016, REQ-CMT-042.
+    """
     if is_run(store):
         raise err(
             Code.CHECKPOINT_EXISTS,
@@ -513,7 +520,7 @@ def check_no_run(store: Store) -> None:
             requirement="REQ-RUN-016",
             remedy="Save to a directory of its own, or through a Checkpointer.",
         )
-    check_vacant(store)
+    check_replaceable(store) if replace else check_vacant(store)
 
 
 def _is_committed(store: Store, name: str) -> bool:

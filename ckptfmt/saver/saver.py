@@ -1,9 +1,9 @@
 """Save from a slot, beside the training: follow the copies into the slot, hash, write, commit, clean up.
 
-A `Saver` does what messages say. It knows the run's store and the slots, and no framework. It works in a thread of the
-trainer, or in a process of its own, ``python -m ckptfmt.saver.saver FD``, that a `Checkpointer` starts, in a session of
-its own and without standard streams. When the trainer is gone, that process finishes the saves whose snapshot is
-complete, gives up the others, and ends. A save goes through these states, and each is reported:
+A `Saver` does what messages say. It knows stores and slots, and no framework. It works in a thread of the trainer, or
+in a process of its own, ``python -m ckptfmt.saver.saver FD``, in a session of its own and without standard streams.
+When the trainer is gone, that process finishes the saves whose snapshot is complete, gives up the others, and ends. A
+save goes through these states, and each is reported:
 
     STAGED      the snapshot is complete, and the saver has it: a trainer that dies now loses nothing
     WRITTEN     this writer's files and part are durable; the slot is free
@@ -26,7 +26,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ckptfmt.commit.decision import Known, check_vacant, decide
+from ckptfmt.commit.decision import Known, check_vacant, decide, sweep_attempts
+from ckptfmt.commit.waiting import hold_attempt, wait_for_attempts
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.delta.policy import DeltaOptions
@@ -59,6 +60,8 @@ class SaveRequest:
         retention: what stays of what is committed.
         writer_features: of the run.
         delta: whether it may be a delta.
+        place: of a checkpoint outside of a run: its path, which needn't be text, or a store that is rooted there.
+        replace: whether to take the place of a checkpoint that is there.
     """
 
     origin: Origin
@@ -68,6 +71,8 @@ class SaveRequest:
     writer_features: tuple[str, ...]
     retention: Retention = KEEP_ALL
     delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
+    place: bytes | Store | None = None
+    replace: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the request as plain values, the many of a kind in columns."""
@@ -84,6 +89,8 @@ class SaveRequest:
             "retention": self.retention.as_dict(),
             "writer_features": list(self.writer_features),
             "delta": self.delta.as_dict(),
+            "place": self.place,
+            "replace": self.replace,
         }
 
     @classmethod
@@ -104,6 +111,8 @@ class SaveRequest:
             retention=Retention.from_dict(value["retention"]),
             writer_features=tuple(value["writer_features"]),
             delta=DeltaOptions.from_dict(value["delta"]),
+            place=value["place"],
+            replace=value["replace"],
         )
 
 
@@ -117,77 +126,117 @@ def _rows(columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(columns, values, strict=True))
 
 
-def save_snapshot(
-    run_store: Store,
-    request: SaveRequest,
-    snapped: Snapped,
-    *,
-    report: Callable[[str, dict[str, Any]], None],
-    chain: Chain,
-    known: Known,
-) -> None:
-    """Save what is, or will be, in a slot; tell every state behind STAGED that is reached, FAILED included.
+class _Work:
+    """A save in the hands of a saver: where it goes, and what is held meanwhile.
 
     Args:
-        run_store: rooted at the run.
+        run_store: rooted at the run; None outside of one.
+        request: what was asked for.
         report: called with a state and what there is to say of it.
-        chain: the saves before this one.
-        known: what they have parsed.
 
-    Spec: REQ-CMT-003 to REQ-CMT-009, REQ-CMT-029, REQ-RUN-004.
+    Raises: what opening the place raises.
     """
-    origin = request.origin
-    store = _place(run_store, origin)
-    try:
-        if request.writer == 0:
-            check_not_fenced(run_store, origin.launch or 0)
-            check_vacant(store)
-        plan = chain.write(store, origin, request.writer, snapped, options=request.delta)
-        report("WRITTEN", {})
-        manifest = decide(store, origin, writer=request.writer, deadline_s=request.deadline_s, known=known)
-    except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
-        fail(run_store, request, error, report)
-        return
-    # From here on there is a checkpoint, whatever comes.
-    told = {name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes")}
-    report("COMMITTED", {**told, "reason": plan.reason})
-    chain.commit(manifest)
-    report("DONE", _tidy_up(run_store, request, known))
 
+    def __init__(
+        self, run_store: Store | None, request: SaveRequest, report: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        self.request, self.report = request, report
+        self.held = contextlib.ExitStack()
+        #: Saves of others to the same place that were under way when this one began.
+        self._earlier: list[str] = []
+        origin, place = request.origin, request.place
+        if place is None:
+            assert run_store is not None  # noqa: S101 - such requests go to the saver of a run
+            assert origin.launch is not None  # noqa: S101
+            self._run_store = run_store
+            self.store = run_store.at(checkpoint_name(origin.step, origin.launch))
+        else:
+            self.store = LocalStore(os.fsdecode(place), writable=True) if isinstance(place, bytes) else place
 
-def fail(
-    run_store: Store, request: SaveRequest, error: Exception, report: Callable[[str, dict[str, Any]], None]
-) -> None:
-    """Tell trainer and other writers that a save has failed. Spec: REQ-CMT-004."""
-    origin, known = request.origin, as_ckpt_error(error)
-    tell_failure(_place(run_store, origin), origin, request.writer, known)
-    report("FAILED", known.as_json())
+    @property
+    def is_in_run(self) -> bool:
+        """Whether the checkpoint belongs to a run."""
+        return self.request.place is None
 
+    def hold(self) -> None:
+        """Let others see that somebody is at it. Spec: REQ-CMT-043."""
+        request = self.request
+        self._earlier = self.held.enter_context(
+            hold_attempt(self.store, request.origin, request.writer, must=request.replace)
+        )
 
-def _place(run_store: Store, origin: Origin) -> Store:
-    assert origin.launch is not None  # noqa: S101 - only runs are saved in the background
-    return run_store.at(checkpoint_name(origin.step, origin.launch))
+    def save(self, snapped: Snapped, chain: Chain, known: Known) -> None:
+        """Save what is, or will be, in a slot; tell every state behind STAGED that is reached, FAILED included.
 
+        Args:
+            chain: the saves before this one.
+            known: what they have parsed.
 
-def _tidy_up(run_store: Store, request: SaveRequest, known: Known) -> dict[str, Any]:
-    origin = request.origin
-    if request.writer != 0:
-        return {"removed": [], "problem": ""}
-    assert origin.run_id is not None  # noqa: S101 - see _place
-    assert origin.launch is not None  # noqa: S101
-    run = RunRecord(run_id=origin.run_id, writer_features=request.writer_features)
-    try:
-        removed, problem = tidy_up(run_store, run, launch=origin.launch, retention=request.retention, known=known)
-    except Exception as error:  # noqa: BLE001 - it is the next save's to try again, and this one is committed
-        removed, problem = [], str(as_ckpt_error(error))
-    return {"removed": removed, "problem": encodable(problem)}
+        Spec: REQ-CMT-003 to REQ-CMT-009, REQ-CMT-029, REQ-RUN-004.
+        """
+        request = self.request
+        try:
+            if request.writer == 0:
+                self._check()
+            plan = chain.write(self.store, request.origin, request.writer, snapped, options=request.delta)
+            self.report("WRITTEN", {})
+            manifest = decide(
+                self.store,
+                request.origin,
+                writer=request.writer,
+                deadline_s=request.deadline_s,
+                known=known,
+                replace=request.replace,
+            )
+        except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
+            self.fail(error)
+            return
+        # From here on there is a checkpoint, whatever comes.
+        told = {name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes")}
+        self.report("COMMITTED", {**told, "reason": plan.reason})
+        chain.commit(manifest)
+        self.report("DONE", self._tidy_up(known))
+
+    def fail(self, error: Exception) -> None:
+        """Tell trainer and other writers that the save has failed. Spec: REQ-CMT-004."""
+        known = as_ckpt_error(error)
+        tell_failure(self.store, self.request.origin, self.request.writer, known)
+        self.report("FAILED", known.as_json())
+
+    def _check(self) -> None:
+        """Raise where nothing may be saved any more; wait for earlier saves to the same place."""
+        request = self.request
+        if self.is_in_run:
+            check_not_fenced(self._run_store, request.origin.launch or 0)
+            check_vacant(self.store)
+            return
+        wait_for_attempts(self.store, self._earlier, deadline_s=request.deadline_s)
+        if request.replace:
+            # What a killed save left may be as large as this one, and there may be room for one of them only.
+            sweep_attempts(self.store, request.origin)
+        else:
+            check_vacant(self.store)
+
+    def _tidy_up(self, known: Known) -> dict[str, Any]:
+        origin = self.request.origin
+        if self.request.writer != 0 or not self.is_in_run:
+            return {"removed": [], "problem": ""}
+        assert origin.run_id is not None  # noqa: S101 - see __init__
+        assert origin.launch is not None  # noqa: S101
+        run = RunRecord(run_id=origin.run_id, writer_features=self.request.writer_features)
+        retention = self.request.retention
+        try:
+            removed, problem = tidy_up(self._run_store, run, launch=origin.launch, retention=retention, known=known)
+        except Exception as error:  # noqa: BLE001 - it is the next save's to try again, and this one is committed
+            removed, problem = [], str(as_ckpt_error(error))
+        return {"removed": removed, "problem": encodable(problem)}
 
 
 class Saver:
     """Saves one after the other, as messages come. As long as there are any, a file in the run is held.
 
     Args:
-        store: rooted at the run.
+        store: rooted at the run; None where each request says its place.
         send: called with each message to the trainer, from any thread.
         rest: called after each save, when nobody waits for that one any more.
 
@@ -195,7 +244,7 @@ class Saver:
     """
 
     def __init__(
-        self, store: Store, send: Callable[[dict[str, Any]], None], *, rest: Callable[[], object] = lambda: None
+        self, store: Store | None, send: Callable[[dict[str, Any]], None], *, rest: Callable[[], object] = lambda: None
     ) -> None:
         self._store = store
         self._send = send
@@ -262,33 +311,41 @@ class Saver:
         )
         report = functools.partial(self._report, number)
         try:
-            self._hold(number, request, progress)
+            work = _Work(self._store, request, report)
         except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
-            fail(self._store, request, error, report)
+            report("FAILED", as_ckpt_error(error).as_json())  # to the others the store says nothing, either
+            return
+        try:
+            self._hold(number, work, progress)
+        except Exception as error:  # noqa: BLE001 - the same
+            work.fail(error)
             return
 
         def task() -> None:
             try:
-                save_snapshot(self._store, request, snapped, report=report, chain=self._chain, known=self._known)
+                work.save(snapped, self._chain, self._known)
             finally:
-                self._release(number)
+                self._release(number, work)
 
         self._tasks.put(task)
 
-    def _hold(self, number: int, request: SaveRequest, progress: Progress) -> None:
-        """Hold the file by which a new launch knows that there is something to wait for."""
+    def _hold(self, number: int, work: _Work, progress: Progress) -> None:
+        """Hold the file by which others know that there is something to wait for."""
         with self._lock:
-            if not self._pending:
-                origin = request.origin
-                name = f"{SAVERS}/{origin.launch:04d}-{request.writer:05d}-{origin.attempt}"
+            if not work.is_in_run:
+                work.hold()
+            elif not self._pending:
+                assert self._store is not None  # noqa: S101 - see _Work
+                origin, writer = work.request.origin, work.request.writer
+                name = f"{SAVERS}/{origin.launch:04d}-{writer:05d}-{origin.attempt}"
                 self._held.enter_context(self._store.hold(name))
             self._pending[number] = progress
 
-    def _release(self, number: int) -> None:
-        with self._lock:
+    def _release(self, number: int, work: _Work) -> None:
+        with self._lock, contextlib.suppress(CkptError):
             del self._pending[number]
-            if not self._pending:
-                with contextlib.suppress(CkptError):
+            with work.held:
+                if not self._pending:
                     self._held.close()
 
     def _report(self, number: int, state: str, told: dict[str, Any]) -> None:
@@ -335,7 +392,9 @@ def main(fd: int) -> None:
     try:
         # Garbage has time until a save is over; to look for it takes milliseconds, and somebody waits for those.
         gc.disable()
-        saver = Saver(LocalStore(os.fsdecode(opening["path"]), writable=True), send, rest=gc.collect)
+        path = opening["path"]
+        store = None if path is None else LocalStore(os.fsdecode(path), writable=True)
+        saver = Saver(store, send, rest=gc.collect)
         _serve(channel, saver, send)
     except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
         problem = as_ckpt_error(error)

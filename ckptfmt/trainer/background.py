@@ -93,15 +93,16 @@ class Background:
     save starts another saver.
 
     Args:
-        store: rooted at the run.
+        store: rooted at the run; None where each request says its place.
         in_process: whether the saver is a process of its own, else a thread; it must be a local store then.
         slot_count: how many slots there should be.
         nice: what the saver's process adds to its niceness.
         deadline_s: how long to wait for the saver to be ready, in seconds.
     """
 
-    def __init__(self, store: Store, *, in_process: bool, slot_count: int, nice: int, deadline_s: float) -> None:
+    def __init__(self, store: Store | None, *, in_process: bool, slot_count: int, nice: int, deadline_s: float) -> None:
         self._store = store
+        self._name = None if store is None else store.name
         self._in_process = in_process
         self._slot_count = slot_count
         self._nice = nice
@@ -189,14 +190,12 @@ class Background:
         with self._lock:
             handles = [save.handle for save in self._saves.values()]
         if all(handle.wait_over(self._deadline_s) for handle in handles):
-            self._drop(err(Code.SAVER_LOST, "the saver had no slots any more", where=self._store.name))
+            self._drop(err(Code.SAVER_LOST, "the saver had no slots any more", where=self._name))
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             remedy = "Save from the process that made the checkpointer."
-            raise err(
-                Code.SAVER_LOST, "this process is a fork of the one that saves", where=self._store.name, remedy=remedy
-            )
+            raise err(Code.SAVER_LOST, "this process is a fork of the one that saves", where=self._name, remedy=remedy)
 
     def _ready_link(self) -> Link:
         """Return the way to a saver that has all slots, one that is started now if need be.
@@ -211,10 +210,10 @@ class Background:
                 place.given_to = link
         number = self._link_number
         if not self._wait(lambda: self._link is not link or all(place.ready_for == number for place in self._places)):
-            self._drop(err(Code.SAVER_LOST, f"the saver isn't ready in {self._deadline_s:g} s", where=self._store.name))
+            self._drop(err(Code.SAVER_LOST, f"the saver isn't ready in {self._deadline_s:g} s", where=self._name))
         with self._lock:
             if self._link is not link:
-                raise self._lost or err(Code.SAVER_LOST, "the saver ended just now", where=self._store.name)
+                raise self._lost or err(Code.SAVER_LOST, "the saver ended just now", where=self._name)
         return link
 
     def _start_link(self) -> Link:
@@ -241,7 +240,7 @@ class Background:
 
     def _make_link(self, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[Lost], None]) -> Link:
         if self._in_process:
-            return ProcessLink(self._store.name, nice=self._nice, on_message=on_message, on_lost=on_lost)
+            return ProcessLink(self._name, nice=self._nice, on_message=on_message, on_lost=on_lost)
         return ThreadLink(self._store, on_message=on_message, on_lost=on_lost)
 
     # --- saving -------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class ProcessLink:
     """A process ``python -m ckptfmt.saver.saver`` in a session of its own, with null standard streams.
 
     Args:
-        path: of the run.
+        path: of the run; None where each request says its place.
         nice: what to add to its niceness.
         on_message: called with each of its messages, in a thread.
         on_lost: called once when it is gone, or can't be talked to any more, in a thread.
@@ -55,7 +55,7 @@ class ProcessLink:
     Raises: CommitError(SAVER_LOST) if it can't be started.
     """
 
-    def __init__(self, path: str, *, nice: int, on_message: _OnMessage, on_lost: _OnLost) -> None:
+    def __init__(self, path: str | None, *, nice: int, on_message: _OnMessage, on_lost: _OnLost) -> None:
         try:
             self._process, self._channel = start_helper("ckptfmt.saver.saver")
         except OSError as error:
@@ -66,7 +66,8 @@ class ProcessLink:
         self._problem: BaseException | None = None
         self._outgoing: queue.SimpleQueue[tuple[dict[str, Any], Slot | None] | None] = queue.SimpleQueue()
         # As bytes: a path needn't be text.
-        opening = {"type": "open", "path": os.fsencode(path), "nice": nice, "trainer_pid": os.getpid()}
+        encoded = None if path is None else os.fsencode(path)
+        opening = {"type": "open", "path": encoded, "nice": nice, "trainer_pid": os.getpid()}
         self._outgoing.put((opening, None))
         self._sender = threading.Thread(target=self._send_all, name="ckptfmt-send", daemon=True)
         self._receiver = threading.Thread(target=self._receive_all, name="ckptfmt-receive", daemon=True)
@@ -195,12 +196,12 @@ class ThreadLink:
     """A saver in a thread of this process; it ends with it.
 
     Args:
-        store: rooted at the run.
+        store: rooted at the run; None where each request says its place.
         on_message: called with each of the saver's messages, in a thread.
         on_lost: called once when the saver can't be told anything any more, in a thread.
     """
 
-    def __init__(self, store: Store, *, on_message: _OnMessage, on_lost: _OnLost) -> None:
+    def __init__(self, store: Store | None, *, on_message: _OnMessage, on_lost: _OnLost) -> None:
         self._on_message, self._on_lost = on_message, on_lost
         self._is_closing = False
         self._incoming: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import operator
 import secrets
@@ -17,7 +18,8 @@ from ckptfmt.adapters.live_trees import GLOBAL, Encoder, check_unique
 from ckptfmt.adapters.placing import is_named_tensors
 from ckptfmt.adapters.rng_streams import capture_streams, live_streams
 from ckptfmt.box import Box
-from ckptfmt.commit.decision import Known, decide
+from ckptfmt.commit.decision import Known, decide, sweep_attempts
+from ckptfmt.commit.waiting import hold_attempt, wait_for_attempts
 from ckptfmt.documents.holdings import Structure
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import FIELDS, Manifest, Origin
@@ -80,6 +82,7 @@ def save_once(
     ownership: Ownership,
     check: Callable[[], None] | None = None,
     label: Callable[[], Labels] | None = None,
+    replace: bool = False,
 ) -> Manifest:
     """Save `state` into the checkpoint directory that `store` is rooted at, outside of a run.
 
@@ -87,6 +90,7 @@ def save_once(
         check: run on writer 0 before anything is written; what it raises stops all writers.
         ownership: kept by the caller between saves.
         label: as for `agree_on_save`.
+        replace: as for `write_and_commit`.
 
     Raises: CkptError of any kind; then no checkpoint was committed, unless the code is COMMIT_UNKNOWN, or the store
         failed after the decision.
@@ -95,7 +99,7 @@ def save_once(
     agreed = agree_on_save(
         group, state, step=step, block_nbytes=block_nbytes, ownership=ownership, check=check, label=label
     )
-    return write_and_commit(store, group, agreed, ownership=ownership, deadline_s=deadline_s)
+    return write_and_commit(store, group, agreed, ownership=ownership, deadline_s=deadline_s, replace=replace)
 
 
 def agree_on_save(
@@ -225,22 +229,36 @@ def _find_written(group: Group, snapshot: Snapshot) -> frozenset[tuple[TensorKey
 
 
 def write_and_commit(
-    store: Store, group: Group, agreed: Agreed, *, ownership: Ownership, deadline_s: float, known: Known | None = None
+    store: Store,
+    group: Group,
+    agreed: Agreed,
+    *,
+    ownership: Ownership,
+    deadline_s: float,
+    known: Known | None = None,
+    replace: bool = False,
 ) -> Manifest:
     """Write this writer's share from the live tensors, and have it committed before this returns.
 
     Args:
         known: what the caller has parsed before.
+        replace: whether to take the place of a checkpoint outside of a run that is there.
 
     Raises: StoreError; CommitError; LayoutError.
     """
-    origin = agreed.origin
+    origin, writer = agreed.origin, group.writer
     try:
-        write_part(store, agreed.snapshot, origin, writer=group.writer, image=ownership.image)
-        return decide(store, origin, writer=group.writer, deadline_s=deadline_s, known=known)
+        with contextlib.ExitStack() as stack:
+            if replace:
+                earlier = stack.enter_context(hold_attempt(store, origin, writer, must=True))
+                if writer == 0:
+                    wait_for_attempts(store, earlier, deadline_s=deadline_s)
+                    sweep_attempts(store, origin)
+            write_part(store, agreed.snapshot, origin, writer=writer, image=ownership.image)
+            return decide(store, origin, writer=writer, deadline_s=deadline_s, known=known, replace=replace)
     except Exception as error:
         found = as_ckpt_error(error)
-        tell_failure(store, origin, group.writer, found)
+        tell_failure(store, origin, writer, found)
         if isinstance(error, CkptError) and found is not error:
             raise found from error
         raise

@@ -1,14 +1,16 @@
-"""How the saves of a run are carried out: here and now, or beside the training."""
+"""How saves are carried out, those of a run and those to a path: here and now, or beside the training."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
+import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from ckptfmt import limits
@@ -24,7 +26,7 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
-from ckptfmt.run.lineage import check_not_fenced
+from ckptfmt.run.lineage import check_no_run, check_not_fenced
 from ckptfmt.run.retention import Retention, tidy_up
 from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.state import State
@@ -34,6 +36,7 @@ from ckptfmt.trainer.background import Background, Place
 from ckptfmt.trainer.handle import SaveHandle, SaveReport
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.write.image import Context
+from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.staging import Copy, Fillings, plan_copies
 from ckptfmt.write.writer import as_ckpt_error, tell_failure
 
@@ -48,7 +51,7 @@ _EXIT_S: Final = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """What a caller of `Checkpointer` chooses; see there."""
+    """What a caller of `Checkpointer` or `ckptfmt.Saver` chooses; see there."""
 
     saver: str
     overlap: bool
@@ -56,7 +59,6 @@ class SaveOptions:
     when_busy: str
     nice: int
     check_replicas: bool
-    retention: Retention
     deadline_s: float
     delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
 
@@ -75,11 +77,56 @@ class SaveOptions:
             raise err(Code.ARGUMENT, f"nice={self.nice!r} isn't a number from 0 to 19", where="nice=")
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a save goes, and what belongs to it there.
+
+    Attributes:
+        store: rooted at the checkpoint's directory.
+        check: raises where nothing may be saved; asked on writer 0 of a save that is made here and now, and of each one
+            outside of a run.
+        request: what a saver is told of it: attributes of its `SaveRequest`.
+        launch: of the run; None outside of one.
+        replace: whether to take the place of a checkpoint that is there.
+        tidy_up: cleans up on writer 0 behind a commit made here and now; returns what it removed, and what stopped it.
+    """
+
+    store: Store
+    check: Callable[[], None]
+    request: Mapping[str, Any]
+    launch: Launch | None = None
+    replace: bool = False
+    tidy_up: Callable[[Known], tuple[list[str], str]] = lambda _: ([], "")
+
+    @classmethod
+    def in_run(cls, store: Store, run: RunRecord, launch: Launch, *, step: int, retention: Retention) -> Target:
+        """Return the target of a step of a run, given the run's store."""
+        place = store.at(checkpoint_name(step, launch.launch))
+
+        def check() -> None:
+            check_not_fenced(store, launch.launch)
+            check_vacant(place)
+
+        def clean(known: Known) -> tuple[list[str], str]:
+            return tidy_up(store, run, launch=launch.launch, retention=retention, known=known)
+
+        request = {"retention": retention, "writer_features": run.writer_features}
+        return cls(store=place, check=check, request=request, launch=launch, tidy_up=clean)
+
+    @classmethod
+    def alone(cls, store: Store, *, replace: bool) -> Target:
+        """Return the target of a checkpoint outside of a run."""
+        place = os.fsencode(store.name) if isinstance(store, LocalStore) else store
+        request = {"place": place, "replace": replace, "writer_features": ()}
+        check = functools.partial(check_no_run, store, replace=replace)
+        return cls(store=store, check=check, request=request, replace=replace)
+
+
 class Saves:
-    """The saves of one trainer.
+    """The saves of one trainer, through one saver and its slots.
 
     Args:
-        store: rooted at the run.
+        store: rooted at the run; None outside of one.
         group: of the trainers.
         options: how.
 
@@ -88,47 +135,50 @@ class Saves:
         reports: what isn't done as asked, a sentence each that begins with its name.
     """
 
-    def __init__(self, store: Store, group: Group, state: State, options: SaveOptions) -> None:
+    def __init__(self, store: Store | None, group: Group, options: SaveOptions) -> None:
         self.reports: list[str] = []
         self._near_limit: set[tuple[str, str]] = set()
         self._store = store
         self._group = group
-        self.state = state
         self._options = options
         self._known = Known()
         self._ownership = Ownership(check_replicas=options.check_replicas)
-        # Of torch, where that is there: ckptfmt.adapters.torch.Guard and .Devices.
-        self._guard: Any = None
+        # Of torch, where that is there: a ckptfmt.adapters.torch.Guard of each state, and .Devices.
+        self._guards: dict[int, Any] = {}
         side = torch_side()
         self._devices: Any = None if side is None else side.Devices(self._report)
         self._has_device_tensors = False
         self._fillings = Fillings()
         self._trainers_here = 1
         self._background: Background | None = None
-        self._finalizer: weakref.finalize[[Background, Any], Any] | None = None
+        self._finalizer: weakref.finalize[[Background, dict[int, Any]], Any] | None = None
 
     # --- getting ready ------------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def check(self, state: State) -> None:
         """Refuse now what a save would refuse, and report what it does badly.
 
         Raises: StateError; FormatError; LayoutError.
         """
-        snapshot = prepare_once(self._group, self.state, self._ownership, block_nbytes=limits.BLOCK_NBYTES)
-        self._has_device_tensors = self._devices is not None and self._devices.holds_any(snapshot.tensors)
-        for sentence in list_numbered(self.state, worker=self._group.writer):
+        snapshot = prepare_once(self._group, state, self._ownership, block_nbytes=limits.BLOCK_NBYTES)
+        self._look_for_devices(snapshot)
+        for sentence in list_numbered(state, worker=self._group.writer):
             self._report(sentence)
 
-    def prepare(self) -> None:
-        """Check the state, make and touch the slots that it needs, and start the saver; quick where that was done.
+    def _look_for_devices(self, snapshot: Snapshot) -> None:
+        self._has_device_tensors |= self._devices is not None and self._devices.holds_any(snapshot.tensors)
+
+    def prepare(self, state: State) -> None:
+        """Check a state, make and touch the slots that it needs, and start the saver; quick where that was done.
 
         Raises: as `check`; CommitError(SAVER_LOST); StateError(SLOT_MEMORY).
         """
-        self.check()
+        self.check(state)
         if self._options.saver != "inline":
             hosts = self._group.all_gather(socket.gethostname())
             self._trainers_here = hosts.count(hosts[self._group.writer])
             self._group.together(self._prepare_slots)
+            self._guard_of(state)  # which learns from the steps that it sees
 
     def _prepare_slots(self) -> None:
         image = self._ownership.image
@@ -141,7 +191,7 @@ class Saves:
 
     def _make_background(self) -> Background:
         options = self._options
-        in_process = options.saver == "process" and isinstance(self._store, LocalStore)
+        in_process = options.saver == "process" and isinstance(self._store, LocalStore | None)
         if options.saver == "process" and not in_process:
             kind = type(self._store).__qualname__
             self._report(f"SAVER_IN_THREAD: a {kind} can't be handed to another process")
@@ -152,12 +202,20 @@ class Saves:
             nice=options.nice,
             deadline_s=options.deadline_s,
         )
-        side = torch_side()
-        if options.overlap and side is not None:
-            self._guard = side.Guard(self._report)
         # At the interpreter's exit, or when nobody has the checkpointer any more: no staged save is lost by it.
-        self._finalizer = weakref.finalize(self, _let_go, background, self._guard)
+        self._finalizer = weakref.finalize(self, _let_go, background, self._guards)
         return background
+
+    def _guard_of(self, state: State) -> Any:  # noqa: ANN401 - a ckptfmt.adapters.torch.Guard, or None
+        """Return what keeps a state from being changed while it is copied, for as long as anybody has that state."""
+        side, key = torch_side(), id(state)
+        if side is None or not self._options.overlap:
+            return None
+        if key not in self._guards:
+            self._guards[key] = side.Guard(self._report)
+            # Before its number can be another's. A guard whose copies are under way lives until they are done.
+            weakref.finalize(state, self._guards.pop, key, None).atexit = False
+        return self._guards[key]
 
     def _report(self, sentence: str) -> None:
         if sentence not in self.reports:
@@ -180,10 +238,10 @@ class Saves:
 
     def save(
         self,
-        step: int,
-        run: RunRecord,
-        launch: Launch,
+        state: State,
+        target: Target,
         *,
+        step: int,
         must: bool = False,
         deadline_s: float | None = None,
         label: Callable[[], Labels] | None = None,
@@ -199,20 +257,20 @@ class Saves:
         """
         begin_s = time.monotonic()
         if self._options.saver != "inline" and self._background is None:
-            self.prepare()
+            self.prepare(state)
         # Without slots, where memory is short, it is done here and now.
         background = self._background if self._background is not None and self._background.has_slots else None
-        path = self._store.at(checkpoint_name(step, launch.launch)).name
+        path = target.store.name
         waits = must or self._options.when_busy == "wait"
         problem = self._wait_for_slot(background, deadline_s) if waits else None
         agreed = agree_on_save(
             self._group,
-            self.state,
+            state,
             step=step,
-            launch=launch,
+            launch=target.launch,
             block_nbytes=limits.BLOCK_NBYTES,
             ownership=self._ownership,
-            check=None if background is not None else lambda: self._check_place(step, launch),
+            check=target.check if background is None or target.launch is None else None,
             label=label,
             say={
                 "failure": self._say_failure(),
@@ -227,14 +285,10 @@ class Saves:
             _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
             return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
         handle = SaveHandle(step=step, path=path, begin_s=begin_s)
-        if background is None or not self._save_beside(background, agreed, handle, run):
-            self._save_inline(agreed, handle, run, launch)
+        if background is None or not self._save_beside(background, agreed, handle, state, target):
+            self._save_inline(agreed, handle, target)
         handle.blocked_s = time.monotonic() - begin_s
         return handle
-
-    def _check_place(self, step: int, launch: Launch) -> None:
-        check_not_fenced(self._store, launch.launch)
-        check_vacant(self._store.at(checkpoint_name(step, launch.launch)))
 
     def _wait_for_slot(self, background: Background | None, deadline_s: float | None) -> CkptError | None:
         """Return the error if no slot gets free in time: the others must hear of it first."""
@@ -245,11 +299,15 @@ class Saves:
                 return error
         return None
 
-    def _save_inline(self, agreed: Agreed, handle: SaveHandle, run: RunRecord, launch: Launch) -> None:
-        store = self._store.at(checkpoint_name(handle.step, launch.launch))
-        deadline_s = self._options.deadline_s
+    def _save_inline(self, agreed: Agreed, handle: SaveHandle, target: Target) -> None:
         manifest = write_and_commit(
-            store, self._group, agreed, ownership=self._ownership, deadline_s=deadline_s, known=self._known
+            target.store,
+            self._group,
+            agreed,
+            ownership=self._ownership,
+            deadline_s=self._options.deadline_s,
+            known=self._known,
+            replace=target.replace,
         )
         handle.tell_copied()
         report = SaveReport.of(manifest, path=handle.path, reason="saved inline")
@@ -257,45 +315,47 @@ class Saves:
         _LOG.info("step %d COMMITTED in %.2f s: %s", handle.step, handle.times["COMMITTED"], handle.path)
         removed: list[str] = []
         if self._group.writer == 0:
-            removed, problem = tidy_up(
-                self._store, run, launch=launch.launch, retention=self._options.retention, known=self._known
-            )
+            removed, problem = target.tidy_up(self._known)
             if problem:
                 _LOG.warning("clean-up stopped: %s", problem)
         handle.tell_over(tuple(removed))
 
-    def _save_beside(self, background: Background, agreed: Agreed, handle: SaveHandle, run: RunRecord) -> bool:
+    def _save_beside(
+        self, background: Background, agreed: Agreed, handle: SaveHandle, state: State, target: Target
+    ) -> bool:
         """Begin a save beside the training; False if there is no memory for that any more, and nothing was begun."""
         request = SaveRequest(
             origin=agreed.origin,
             writer=self._group.writer,
             context=Context.of(agreed.snapshot),
             deadline_s=self._options.deadline_s,
-            retention=self._options.retention,
-            writer_features=run.writer_features,
             delta=self._options.delta,
+            **target.request,
         )
         try:
+            self._look_for_devices(agreed.snapshot)
             self._prepare_slots()  # the structure may have grown
             if not background.has_slots:
                 return False
-            background.save(request, handle, lambda place: self._plan_copies(agreed, handle, place))
+            background.save(request, handle, lambda place: self._plan_copies(agreed, handle, state, place))
         except BaseException as error:
             # An interrupt among them. Raised here and now: the others learn of it from the store.
             background.abandon(handle, agreed.origin.attempt, error)
-            place = self._store.at(checkpoint_name(handle.step, agreed.origin.launch or 0))
-            tell_failure(place, agreed.origin, self._group.writer, as_ckpt_error(error))
+            tell_failure(target.store, agreed.origin, self._group.writer, as_ckpt_error(error))
             raise
         return True
 
-    def _plan_copies(self, agreed: Agreed, handle: SaveHandle, place: Place) -> tuple[list[Copy], list[Copy]]:
+    def _plan_copies(
+        self, agreed: Agreed, handle: SaveHandle, state: State, place: Place
+    ) -> tuple[list[Copy], list[Copy]]:
         """Return the copies into a slot: those to be done now, and those that the guard lets go on beside a step."""
         image = self._ownership.image
         assert image is not None  # noqa: S101 - agreeing has planned it
-        guard, sources = self._guard, agreed.snapshot.tensors
+        guard, sources = self._guard_of(state), agreed.snapshot.tensors
         constant: frozenset[TensorKey] = frozenset()
+        for other in list(self._guards.values()):
+            other.end_probation()  # whichever state the slot held
         if guard is not None:
-            guard.end_probation()
             constant = guard.find_constant(sources)
         filling = None
         if self._options.delta.mode != "off":  # else everything is copied, unseen
@@ -343,9 +403,9 @@ class Saves:
         try:
             rest = background.close(deadline_s)
         finally:
-            if self._guard is not None:
-                self._guard.close()
-                self._guard = None
+            for guard in list(self._guards.values()):
+                guard.close()
+            self._guards.clear()
         failure = background.next_failure()
         problem = None if failure is None else failure[1]
         if rest and problem is None:
@@ -357,8 +417,8 @@ class Saves:
             _LOG.error("%s", problem)
 
 
-def _let_go(background: Background, guard: Any) -> None:  # noqa: ANN401 - a ckptfmt.adapters.torch.Guard, or None
-    if guard is not None:
+def _let_go(background: Background, guards: dict[int, Any]) -> None:
+    for guard in list(guards.values()):
         guard.close()
     with contextlib.suppress(CkptError):
         background.let_go(_EXIT_S)

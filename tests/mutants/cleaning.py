@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckptfmt.commit import decision as commit
 from ckptfmt.run import labelling, lineage, retention
+from ckptfmt.trainer import one_save
 from tests.mutants.mutant import Mutant, replaced, rewritten
 
 _NO_SYNC = ('    store.sync("")\n', "")
@@ -113,8 +114,10 @@ MUTANTS = {
         fault="deletes what has no attempt in its name, too",
         patch=rewritten(
             commit.sweep_attempts,
-            "if found is not None and (",
-            "if found is None and name not in (MANIFEST_NAME, 'parts/') or found is not None and (",
+            "    committed = ",
+            "    unknown = [path for path in paths if path[-1] != '/' and not _ATTEMPT.fullmatch(path)]\n"
+            "    [store.delete(path) for path in unknown if path != MANIFEST_NAME]\n"
+            "    committed = ",
         ),
         tests=("commit/test_commit.py::test_leftovers_of_other_attempts_are_swept",),
     ),
@@ -124,9 +127,46 @@ MUTANTS = {
         patch=rewritten(
             commit.decide,
             "    manifest = commit(",
-            "    sweep_attempts(store, origin)\n    manifest = commit(",
+            "    for path in filter(_ATTEMPT.fullmatch, store.list('')):\n"
+            "        None if origin.attempt in path else store.delete(path)\n"
+            "    manifest = commit(",
         ),
         tests=("commit/test_commit.py::test_nothing_is_swept_before_the_decision",),
+    ),
+    "replaced_behind_the_files": Mutant(
+        clauses=("REQ-CMT-042",),
+        fault="deletes the files of the old checkpoint before the new manifest takes its place",
+        patch=rewritten(
+            commit._decide_anew,
+            "            store.replace(MANIFEST_NAME, content)\n",
+            "            [store.delete(path) for path in store.list('') if register.origin.attempt in path]\n"
+            "            store.replace(MANIFEST_NAME, content)\n",
+        ),
+        tests=("commit/test_replace.py::test_no_crash_leaves_neither[posix-min]",),
+    ),
+    "checkpoint_of_a_run_replaced": Mutant(
+        clauses=("REQ-CMT-042",),
+        fault="replaces whatever manifest is there",
+        patch=rewritten(commit._decide_anew, "register.origin.run_id is not None", "False"),
+        tests=("commit/test_replace.py::test_a_checkpoint_that_a_run_commits_meanwhile_stays",),
+    ),
+    "earlier_saves_not_waited_for": Mutant(
+        clauses=("REQ-CMT-043",),
+        fault="replaces while a save that began before is still under way",
+        patch=replaced(one_save, "wait_for_attempts", lambda *_, **__: None),
+        tests=("commit/test_replace.py::test_an_earlier_save_is_waited_for",),
+    ),
+    "held_attempts_swept": Mutant(
+        clauses=("REQ-CMT-044",),
+        fault="deletes the files of whatever isn't in the register",
+        patch=rewritten(commit.sweep_attempts, "list_held_attempts(store, but=origin.attempt)", "()"),
+        tests=("commit/test_replace.py::test_files_of_a_save_that_is_held_stay[before the index]",),
+    ),
+    "register_not_read_again": Mutant(
+        clauses=("REQ-CMT-044",),
+        fault="takes its own attempt for what the register still holds",
+        patch=rewritten(commit.sweep_attempts, "committed = register.origin.attempt", "committed = origin.attempt"),
+        tests=("commit/test_replace.py::test_one_that_was_replaced_meanwhile_is_not_taken_for_what_is_there",),
     ),
     "retired_uncondemned": Mutant(
         clauses=("REQ-CMT-032",),

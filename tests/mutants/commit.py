@@ -167,7 +167,7 @@ MUTANTS = {
         clauses=("REQ-CMT-009",),
         fault="calls a save committed as soon as the register is there",
         patch=rewritten(
-            commit.finalize, '    _decide(store, content)\n    store.sync("")\n', "    _decide(store, content)\n"
+            commit.finalize, 'else _decide(store, content)\n    store.sync("")\n', "else _decide(store, content)\n"
         ),
         tests=("commit/test_commit.py::test_a_save_is_committed_only_when_the_name_of_its_register_is_synced[0]",),
     ),

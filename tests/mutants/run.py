@@ -39,10 +39,10 @@ def _without_bases(_right: Any, store: Store, report: Report, *, digest: str) ->
     return verify._Verification(()).check(store, report, digest=digest)
 
 
-def _let_go_at_the_first(right: Any, self: Saver, number: int) -> None:
+def _let_go_at_the_first(right: Any, self: Saver, number: int, work: Any) -> None:
     with contextlib.suppress(KeyError):
         self._held.close()
-    right(self, number)
+    right(self, number, work)
 
 
 def _delete_everything(right: Any, store: Store) -> None:

@@ -166,7 +166,8 @@ def test_saves_without_a_step_leave_nothing_to_wait_for(training, late: Late):
         late.end()
         for _ in range(5):
             trainer.save().wait_staged()
-        assert len(trainer.checkpointer._saves._guard._in_flight) == 1
+        (guard,) = trainer.checkpointer._saves._guards.values()
+        assert len(guard._in_flight) == 1
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------

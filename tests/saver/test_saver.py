@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfmt.commit.decision import decide, poll, read_register
+from ckptfmt.commit.decision import decide, read_register
+from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.manifest import Manifest, checkpoint_name, failure_path, part_path
 from ckptfmt.documents.msgpk import dump_msgpack, parse_msgpack
 from ckptfmt.documents.part import Leaf, RngStream

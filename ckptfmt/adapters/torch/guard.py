@@ -57,8 +57,16 @@ class _CheckedCopy:
     """A copy beside the training: it fails if a tensor was written to between the call and its optimizer's step."""
 
     def __init__(
-        self, inner: Copy, sources: Iterable[TorchSource], batch: Sequence[_CheckedCopy], *, is_sampled: bool
+        self,
+        guard: Guard,
+        inner: Copy,
+        sources: Iterable[TorchSource],
+        batch: Sequence[_CheckedCopy],
+        *,
+        is_sampled: bool,
     ) -> None:
+        # Who copies keeps the guard at work, even if nobody has the state any more.
+        self._guard = guard
         self.keys, self.begin, self.end = inner.keys, inner.begin, inner.end
         self.inner = inner
         #: What was seen to be written to, by torch's count; and whether something else was written.
@@ -202,12 +210,9 @@ class Guard:
         self._captured: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._on_probation: dict[int, list[_Watched]] = {}
         self._in_flight: list[tuple[Awaited, list[_CheckedCopy]]] = []
-        self._hooks = _register(weakref.ref(self))
-
-    def close(self) -> None:
-        """Take the hooks away."""
-        for hook in self._hooks:
-            hook.remove()
+        hooks = _register(weakref.ref(self))
+        #: Takes the hooks away: when it is called, or when nobody has the guard any more.
+        self.close = weakref.finalize(self, _remove_all, hooks)
 
     def find_constant(self, sources: Iterable[TensorSource]) -> frozenset[TensorKey]:
         """Return which tensors may be copied beside the training."""
@@ -233,7 +238,7 @@ class Guard:
         checked: list[_CheckedCopy] = []
         stride = max(1, len(copies) // _SAMPLED)
         checked += [
-            _CheckedCopy(copy, [by_key[key] for key in copy.keys], checked, is_sampled=number % stride == 0)
+            _CheckedCopy(self, copy, [by_key[key] for key in copy.keys], checked, is_sampled=number % stride == 0)
             for number, copy in enumerate(copies)
         ]
         # Beside those of the save before, if no step came in between.
@@ -321,6 +326,11 @@ class Guard:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             shown = ", ".join(names[:_SHOWN]) + more
             report(f"OVERLAP_REFUSED: changed between save and step, so copied before save returns: {shown}")
+
+
+def _remove_all(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _register(this: weakref.ref[Guard]) -> list[RemovableHandle]:

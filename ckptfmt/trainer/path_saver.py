@@ -1,0 +1,188 @@
+"""Saves to paths, outside of runs: asynchronous, of several states, through one saver and its slots."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import Self, SupportsFloat
+
+from ckptfmt.documents.labels import Labels
+from ckptfmt.errors import Code, err
+from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
+from ckptfmt.state import State
+from ckptfmt.store import LocalStore, open_store
+from ckptfmt.store.protocol import Store
+from ckptfmt.trainer.handle import SaveHandle
+from ckptfmt.trainer.saves import SaveOptions, Saves, Target
+
+
+class Saver:
+    """Save states to paths beside the training: any number of paths and states, through one saver and its slots.
+
+    For programs that choose the directory of each checkpoint themselves, such as a framework with file names of its
+    own. What it saves belongs to no run: it is what `ckptfmt.save` would have saved there. A training loop is better
+    served by `Checkpointer`, which also resumes, and keeps what is worth keeping.
+
+    Every process of the job makes one, with the same arguments, and calls `save` for the same paths in the same order.
+    The saver goes on with what is STAGED when this process ends, however it ends.
+
+    Pass the same `State` object for the same live objects each time: which of its tensors can be copied beside the next
+    step is learnt for each state.
+
+    Args:
+        saver, overlap, when_busy, nice, writer, agree: as for `Checkpointer`; no token for `agree`, which needs a
+            directory of its own.
+        slots: how many snapshots there is shared memory for. A slot grows to the largest state that is saved.
+        deadline_s: how long the processes wait for each other, for a free slot, and for saves at the end, in seconds.
+
+    Raises: StateError(ARGUMENT).
+
+    >>> import ckptfmt, tempfile
+    >>> with tempfile.TemporaryDirectory() as path, ckptfmt.Saver(saver="thread", slots=1) as saver:
+    ...     handle = saver.save(f"{path}/last", ckptfmt.State(data={"position": 24}), step=3)
+    ...     handle.wait().step
+    3
+    """
+
+    def __init__(
+        self,
+        *,
+        saver: str = "process",
+        overlap: bool = True,
+        slots: int = 2,
+        when_busy: str = "wait",
+        nice: int = 0,
+        writer: tuple[int, int] | None = None,
+        agree: Agree = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        if isinstance(agree, str):
+            remedy = "Pass an all-gather of bytes, or None for torch.distributed."
+            raise err(Code.ARGUMENT, "a Saver has no directory to meet in by a token", where="agree=", remedy=remedy)
+        self._options = SaveOptions(
+            saver=saver,
+            overlap=overlap,
+            slots=slots,
+            when_busy=when_busy,
+            nice=nice,
+            check_replicas=False,
+            deadline_s=deadline_s,
+        )
+        self._writer, self._agree = writer, agree
+        #: Made by the first save: a process group may come after this object.
+        self._saves: Saves | None = None
+        self._group: Group | None = None
+        #: The saves that may not be over.
+        self._handles: list[SaveHandle] = []
+        self._is_closed = False
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """Where saves do something else than was asked for, such as fewer slots for want of memory; a sentence each."""
+        return () if self._saves is None else tuple(self._saves.reports)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
+        self._close(quietly=error is not None)
+
+    def prepare(self, state: State) -> None:
+        """Make ready for saves: check the state, make and touch slots, start the saver.
+
+        The first save does it; call it to choose the moment. Every process calls it.
+
+        Raises: StateError; LayoutError; CommitError(SAVER_LOST).
+        """
+        self._begin()[1].prepare(state)
+
+    def save(
+        self,
+        path: str | os.PathLike[str] | Store,
+        state: State,
+        *,
+        step: int,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        tags: Iterable[str] = (),
+        replace: bool = False,
+    ) -> SaveHandle:
+        """Begin a save to a directory; every process calls it, with the same path and step.
+
+        Saves are carried out in the order of the calls. What `Checkpointer.save` says of copies and of training on
+        holds here.
+
+        Args:
+            path: directory of the checkpoint, made if missing; or a store rooted there, with another `saver` than
+                "process".
+            state: what to save.
+            step: training steps done.
+            metrics, tags, replace: as for `ckptfmt.save`.
+
+        Returns: the save. A failure is raised when it is waited for; or by the next `save`, `wait` or `close`.
+        Raises: CommitError(CHECKPOINT_EXISTS) where a checkpoint or a run is, or another save is under way; what an
+            earlier save failed with, if that wasn't raised yet; CommitError(SLOTS_BUSY); others as `ckptfmt.save`.
+        Spec: REQ-CMT-001 to REQ-CMT-009.
+        """
+        group, saves = self._begin()
+        store = group.together(lambda: self._open(path, replace=replace))
+        handle = saves.save(
+            state,
+            Target.alone(store, replace=replace),
+            step=step,
+            label=functools.partial(Labels.of, metrics, tags),
+        )
+        self._handles = [*self._in_hand(), handle]
+        return handle
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all saves so far are over.
+
+        Args:
+            timeout_s: how long at most, in seconds; None for as long as it takes.
+
+        Raises: what one of them failed with, if that wasn't raised yet; CommitError(SAVE_PENDING) at the timeout.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for handle in self._in_hand():
+            handle.wait(timeout_s=None if end_s is None else max(0.0, end_s - time.monotonic()))
+            handle.wait_over(None if end_s is None else max(0.0, end_s - time.monotonic()))
+
+    def close(self) -> None:
+        """Wait for the saves in flight, and let go of what is held; nothing can be saved afterwards.
+
+        Raises: the error of a save that failed, if it wasn't raised yet; CommitError(SAVE_PENDING) if a save isn't over
+            by the deadline: a saver in a process of its own goes on with it.
+        """
+        self._close(quietly=False)
+
+    def _close(self, *, quietly: bool) -> None:
+        self._is_closed = True
+        if self._saves is not None:
+            self._saves.close(deadline_s=self._options.deadline_s, quietly=quietly)
+
+    def _begin(self) -> tuple[Group, Saves]:
+        if self._is_closed:
+            raise err(Code.ARGUMENT, "this Saver is closed", remedy="Make another one.")
+        if self._saves is None or self._group is None:
+            self._group = make_group(self._writer, self._agree, None, deadline_s=self._options.deadline_s)
+            self._saves = Saves(None, self._group, self._options)
+        return self._group, self._saves
+
+    def _open(self, path: str | os.PathLike[str] | Store, *, replace: bool) -> Store:
+        """Return the store of a place where nothing is being saved from here, or is to be replaced."""
+        store = open_store(path, writable=True)
+        if self._options.saver == "process" and not isinstance(store, LocalStore):
+            remedy = "Pass saver='thread' or saver='inline'."
+            detail = f"a {type(store).__qualname__} can't be handed to a saver's process"
+            raise err(Code.ARGUMENT, detail, where="path=", remedy=remedy)
+        same = [handle for handle in self._in_hand() if handle.path == store.name]
+        if same and not replace:
+            detail = f"step {same[0].step} is being saved to this path"
+            remedy = "Wait for that save, or save to another path."
+            raise err(Code.CHECKPOINT_EXISTS, detail, where=os.fspath(store.name), remedy=remedy)
+        return store
+
+    def _in_hand(self) -> list[SaveHandle]:
+        return [handle for handle in self._handles if not handle.is_over]

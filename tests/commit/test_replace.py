@@ -1,0 +1,311 @@
+"""A checkpoint takes the place of another one: at every moment, the old one is there whole or the new one is."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptfmt
+from ckptfmt.commit import decision
+from ckptfmt.commit.waiting import hold_attempt, list_held_attempts
+from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
+from ckptfmt.errors import Code
+from ckptfmt.store import open_store
+from ckptfmt.store.local import LocalStore
+from ckptfmt.store.memory import MemoryStore
+from ckptfmt.write.writer import write_part
+from tests.builders import code_of, error_of, origin, save, snapshot, tensor
+from tests.explorer.crashes import Bench, lay_out, record
+from tests.explorer.fsmodel import EXT4_ORDERED, POSIX_MIN, Disk, DiskState
+from tests.saver.test_saver import WAIT_S
+from tests.store.helpers import ROOT
+from tests.stores.hooked import HookedStore, Operation
+from tests.stores.recorder import ACK
+from tests.test_group import Allgather, run_writers
+
+SEED = 20261123
+
+
+def state_of(number: int) -> ckptfmt.State:
+    return ckptfmt.State(weights={"w": np.full(700, number, np.int32)}, data={"position": number}, rng=False)
+
+
+def replace(place: Any, number: int, **options: Any) -> None:
+    ckptfmt.save(place, state_of(number), step=number, **{"replace": True, "deadline_s": WAIT_S, **options})
+
+
+def number_at(place: Any) -> int:
+    """Return the number of the state at a place, after a check of every byte."""
+    report = ckptfmt.validate(place)
+    assert report, report.violations
+    trees: Any = ckptfmt.load(place, framework="numpy")
+    assert (trees["weights"]["w"] == trees["data"]["position"]).all()
+    return int(trees["data"]["position"])
+
+
+def assert_clean(place: Any) -> None:
+    """Check that nothing lies there but the checkpoint."""
+    assert ckptfmt.validate(place).warnings == []
+
+
+class Stopped(HookedStore):
+    """A store that does something else first, before the operation that a test names, once."""
+
+    def __init__(self, inner: LocalStore, op: str, path: str, action: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self._when, self._action = (op, path), action
+
+    def before(self, operation: Operation) -> None:
+        if (operation.op, operation.path) == self._when:
+            self._when = ("", "")
+            self._action()
+
+
+@pytest.fixture
+def store(tmp_path: pathlib.Path) -> LocalStore:
+    return LocalStore(tmp_path / "place", writable=True)
+
+
+# --- what is replaced -------------------------------------------------------------------------------------------------
+
+
+def test_the_new_one_takes_the_place_and_nothing_of_the_old_one_stays(store: LocalStore) -> None:
+    """REQ-CMT-042"""
+    for number in (1, 2, 3):
+        replace(store, number)
+        assert number_at(store) == number
+        assert_clean(store)
+    assert code_of(lambda: replace(store, 4, replace=False)) == Code.CHECKPOINT_EXISTS
+    assert number_at(store) == 3
+
+
+def test_what_was_retired_or_given_up_is_replaced(store: LocalStore) -> None:
+    """REQ-CMT-042: outside of a run, no lineage speaks of it."""
+    decision.abort(store, run_id=None, launch=None, step=1, reason="by hand")
+    replace(store, 1)
+    register = decision.read_register(store)
+    assert isinstance(register, Manifest)
+    decision.retire(store, register)
+    assert code_of(lambda: ckptfmt.open(store)) == Code.CHECKPOINT_RETIRED
+    replace(store, 2)
+    assert number_at(store) == 2
+    assert_clean(store)
+
+
+def test_files_beside_the_checkpoint_stay(store: LocalStore) -> None:
+    replace(store, 1)
+    store.create("notes/mine.txt", [b"mine"])
+    replace(store, 2)
+    assert number_at(store) == 2
+    assert store.read("notes/mine.txt", limit_nbytes=10) == b"mine"
+
+
+def test_neither_a_run_nor_a_part_of_it_nor_anything_else_is_replaced(tmp_path: pathlib.Path) -> None:
+    """REQ-CMT-042: and it is refused by name."""
+    with ckptfmt.Checkpointer(tmp_path / "run", state_of(1), saver="inline") as checkpointer:
+        handle = checkpointer.save(step=1)
+    assert handle is not None
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x.bin").write_bytes(b"x")
+    before = sorted(tmp_path.rglob("*"))
+    errors = {place: error_of(lambda p=place: replace(tmp_path / p, 2)) for place in ("run", handle.path, "data")}
+    assert {error.code for error in errors.values()} == {Code.CHECKPOINT_EXISTS}
+    assert "that of a run" in errors["run"].detail
+    assert "belongs to the run" in errors[handle.path].detail
+    assert "x.bin" in errors["data"].detail
+    assert sorted(tmp_path.rglob("*")) == before
+    assert number_at(tmp_path / "run") == 1
+
+
+def test_a_checkpoint_that_a_run_commits_meanwhile_stays(store: LocalStore) -> None:
+    """REQ-CMT-042: it is looked at again when the register is replaced."""
+    members: dict[str, Any] = {"run_id": "0" * 32, "launch": 1, "attempt": "0123456789abcdef"}
+    state = snapshot(tensor("w", np.arange(9)))
+    racing = Stopped(store, "create", MANIFEST_NAME, lambda: save(store, state, **members))
+    assert code_of(lambda: replace(racing, 2)) == Code.COMMIT_CONFLICT
+    with ckptfmt.open(store) as checkpoint:
+        assert checkpoint.manifest.origin.run_id == "0" * 32
+        assert checkpoint.weights["w"][3] == 3
+
+
+def test_a_store_without_locks_is_refused() -> None:
+    """REQ-CMT-043: nobody could tell what is under way from what is left over."""
+    store = MemoryStore()
+    assert code_of(lambda: replace(store, 1)) == Code.STORE_UNSUPPORTED
+    replace(store, 1, replace=False)
+    assert code_of(lambda: replace(store, 2)) == Code.STORE_UNSUPPORTED
+    assert number_at(store) == 1
+
+
+def test_writers_replace_together(store: LocalStore) -> None:
+    """REQ-CMT-042: and all wait for the new one, which the old one in the register doesn't end."""
+    for number in (1, 2, 3):
+        allgather = Allgather(2)
+
+        def write(writer: int, number: int = number, allgather: Allgather = allgather) -> None:
+            replace(store, number, writer=(writer, 2), agree=allgather.of(writer))
+
+        run_writers(2, write)
+        assert number_at(store) == number
+        assert_clean(store)
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------------
+
+
+def first(bench: Bench) -> None:
+    replace(bench.store(), 1)
+
+
+def second(bench: Bench) -> None:
+    replace(bench.store(), 2)
+    bench.log.ack("replaced")
+
+
+@pytest.mark.parametrize("model", [POSIX_MIN, EXT4_ORDERED])
+def test_no_crash_leaves_neither(model: str, tmp_path: pathlib.Path) -> None:
+    """REQ-CMT-042: and what it leaves beside is removed by the next save."""
+    recording = record(second, setup=first)
+    rng, disk, allowed = random.Random(SEED), Disk(recording.initial), {1, 2}
+    found: dict[Any, int] = {}
+    states: list[tuple[DiskState, list[str]]] = []
+    for operation in recording.operations:
+        if operation.op == ACK:
+            allowed = {2}
+        else:
+            disk.apply(operation)
+        for state in disk.iter_states(model, rng):
+            if state.key not in found:
+                found[state.key] = number_at(MemoryStore.from_snapshot(state.files))
+                states.append((state, disk.leftovers(rng)))
+            assert found[state.key] in allowed
+    assert len(found) >= 10
+    assert set(found.values()) == {1, 2}
+    for count, (state, leftovers) in enumerate(rng.sample(states, min(12, len(states)))):
+        root = tmp_path / f"{count}"
+        root.mkdir()
+        lay_out(state, root, leftovers)
+        replace(root, 3)
+        assert number_at(root) == 3
+        assert_clean(root)
+        assert not [path for path in root.rglob(".tmp-*") if path.is_file()]
+
+
+SCRIPT = """
+    import sys
+    from tests.commit.test_replace import replace
+    print("ready", flush=True)
+    for number in range(int(sys.argv[2]), 1_000_000):
+        replace(sys.argv[1], number)
+        print(number, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_kills_at_any_moment_leave_the_last_or_the_next(tmp_path: pathlib.Path) -> None:
+    rng, place, last = random.Random(SEED), tmp_path / "place", 0
+    replace(place, last)
+    for _ in range(12):
+        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(place), str(last + 1)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(rng.uniform(0.0, 0.12))
+            process.kill()
+            told = [int(line) for line in process.stdout if line.endswith("\n")]
+        last = max([last, *told])
+        found = number_at(place)
+        assert found in (last, last + 1)
+        last = found
+    replace(place, last + 1)
+    assert_clean(place)
+
+
+# --- others in the same directory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["before the part", "before the index", "before the register"])
+def test_files_of_a_save_that_is_held_stay(store: LocalStore, moment: str) -> None:
+    """REQ-CMT-044: who replaces at the same time deletes only what is nobody's; the last one stays, whole."""
+    replace(store, 1)
+    paths = {"before the part": "parts/", "before the index": "index-", "before the register": MANIFEST_NAME}
+
+    class Racing(HookedStore):
+        told = False
+
+        def before(self, operation: Operation) -> None:
+            if operation.op in ("create", "replace") and operation.path.startswith(paths[moment]) and not self.told:
+                self.told = True
+                # Another one that didn't see this one yet: both began at the same moment.
+                assert len(list_held_attempts(store)) == 1
+                _replace_at_once(store, 2)
+
+    racing = Racing(store)
+    replace(racing, 3)
+    assert racing.told
+    assert number_at(store) == 3
+    replace(store, 4)
+    assert_clean(store)
+
+
+def _replace_at_once(store: LocalStore, number: int) -> None:
+    """Replace without a wait for those who began before."""
+    made = origin(attempt=f"{number:016x}", step=number)
+    state = snapshot(tensor("w", np.full(700, number, np.int32)))
+    with hold_attempt(store, made, 0, must=True):
+        decision.sweep_attempts(store, made)
+        write_part(store, state, made, writer=0)
+        decision.decide(store, made, writer=0, deadline_s=WAIT_S, replace=True)
+
+
+def test_files_of_its_own_attempt_stay(store: LocalStore) -> None:
+    """REQ-CMT-044: another writer may have written its part before writer 0 looks for what is left over."""
+    replace(store, 1)
+    made = origin(attempt=f"{7:016x}", writer_count=2)
+    write_part(store, snapshot(tensor("w", np.zeros(9))), made, writer=1)
+    before = store.list("")
+    decision.sweep_attempts(store, made)
+    assert store.list("") == before
+
+
+def test_one_that_was_replaced_meanwhile_is_not_taken_for_what_is_there(store: LocalStore) -> None:
+    """REQ-CMT-044: the register is read last, and says what stays."""
+    made = origin(attempt=f"{7:016x}")
+    with hold_attempt(store, made, 0, must=True):
+        write_part(store, snapshot(tensor("w", np.zeros(9))), made, writer=0)
+        manifest = decision.commit(store, made, deadline_s=WAIT_S, replace=True)
+        replace_without_waiting = threading.Thread(target=_replace_at_once, args=(store, 8))
+        replace_without_waiting.start()
+        replace_without_waiting.join(WAIT_S)
+        decision.sweep_attempts(store, manifest.origin)
+    with ckptfmt.open(store) as checkpoint:
+        assert (checkpoint.weights["w"][...] == 8).all()
+    assert ckptfmt.validate(store)
+
+
+def test_an_earlier_save_is_waited_for(store: LocalStore) -> None:
+    """REQ-CMT-043: a saver that outlived its trainer must not replace what came after it."""
+    earlier = origin(attempt=f"{7:016x}")
+    with hold_attempt(store, earlier, 0, must=True):
+        assert list_held_attempts(store) == [earlier.attempt]
+        error = error_of(lambda: replace(store, 1, deadline_s=0.05))
+        assert error.code == Code.SAVE_PENDING
+        assert earlier.attempt in error.detail
+        waiting = threading.Thread(target=replace, args=(store, 2))
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+    waiting.join(WAIT_S)
+    assert number_at(store) == 2
+    assert_clean(open_store(store, writable=True))
