@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.delta import measure_delta
+from benchmarks.frameworks import measure_frameworks
 from benchmarks.gpu_digest import measure_gpu_digest
 from benchmarks.load import measure_load
 from benchmarks.plan import measure_plan
@@ -28,7 +29,10 @@ MEASURE = {
     "load": measure_load,
     "reshard": measure_reshard,
     "gpu_digest": measure_gpu_digest,
+    "frameworks": measure_frameworks,
 }
+#: Of `frameworks`, where one thread trains a state of this size in seconds.
+FRAMEWORKS_NBYTES = 300_000_000
 PLAN, DELTA, MANY = "plan", "delta", "tensors"  # those whose size isn't that of a state
 
 
@@ -36,7 +40,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure ckptfmt beside its peers.")
     parser.add_argument("command", choices=[*MEASURE, PLAN, DELTA, MANY], help="what to measure")
-    parser.add_argument("--nbytes", type=_count, default=NBYTES, help="about how large the state is (%(default)s)")
+    sizes_text = f"about how large the state is ({NBYTES}; frameworks {FRAMEWORKS_NBYTES})"
+    parser.add_argument("--nbytes", type=_count, help=sizes_text)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="stall (cpu), gpu_digest (cuda): of the state")
     parser.add_argument("--ranks", type=_count, default=RANKS, help="plan: how many, a power of two (%(default)s)")
     parser.add_argument("--tensors", type=_count, default=TENSORS, help="plan: how many (%(default)s)")
@@ -47,7 +52,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--copies", type=_count, default=8, help="delta: of the model, to time saves (%(default)s)")
     parser.add_argument("--scratch", type=Path, help="delta: where to keep trained states (DIRECTORY/training)")
     parser.add_argument(
-        "--rounds", type=_count, help="of each experiment (11; lost seconds 7; first saves, plan 5; delta 3; tensors 1)"
+        "--rounds",
+        type=_count,
+        help="of each experiment (11; lost seconds 7; first saves, plan, frameworks 5; delta 3; tensors 1)",
     )
     parser.add_argument("--directory", type=Path, default=Path("out"), help="where to write and delete (%(default)s)")
     parser.add_argument("--out", type=Path, help="file of the record (below out/benchmarks)")
@@ -58,7 +65,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="print the record, and nothing else; with a file, write it there, and print tables",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.nbytes is None:
+        options.nbytes = FRAMEWORKS_NBYTES if options.command == "frameworks" else NBYTES
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,317 @@
+"""Seconds that a training in a framework loses for each save: with the framework's own saving, and with the plug-in.
+
+``python -m benchmarks frameworks`` runs every training in a process of its own; the frameworks are those of
+``make venv-plugins``. ``python -m benchmarks.frameworks FRAMEWORK HOW DIRECTORY NBYTES`` is one such process: it
+prints when each step began, and how long each save stood in the way.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from benchmarks.figures import floor_all, median_of, paired_ratio, summarize
+from benchmarks.record import Outcome
+from benchmarks.rounds import Progress, Workplace, check_room, order_of_round, remove
+
+#: What is measured of each framework: its own ways of saving, and the plug-in's.
+HOW: Final = {
+    "transformers": ("own", "ckptfmt"),
+    "lightning": ("own", "own_async", "ckptfmt"),
+    "dcp": ("own", "own_async", "ckptfmt"),
+}
+_NEVER: Final = "never"
+_STEPS: Final = 41
+#: Every so many steps there is a save; the first one starts processes and makes memory, and isn't counted.
+_EVERY: Final = 8
+_COUNTED: Final = _STEPS // _EVERY - 1
+_WIDTH: Final = 1024
+#: A parameter under AdamW: itself and both moments, in fp32.
+_NBYTES_OF_LAYER: Final = 12 * _WIDTH * _WIDTH
+_ROWS: Final = 96
+_ROUNDS: Final = 5
+#: What the clock of such an experiment can't tell apart, in seconds for each save.
+_LEAST_S: Final = 1e-3
+_ROOT: Final = Path(__file__).parents[1]
+
+
+def measure_frameworks(nbytes: int, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+    """Measure lost seconds in interleaved rounds: in each one a training of every kind, in turning order.
+
+    Args:
+        nbytes: about how large the state is.
+        rounds: how many; None for 5.
+
+    Raises: SystemExit where memory or storage wouldn't do, or a framework isn't there.
+    """
+    missing = [name for name in ("transformers", "accelerate", "lightning") if not _version_of(name)]
+    if missing:
+        raise SystemExit(f"{', '.join(missing)}: not installed; run it with .venv-plugins (make venv-plugins)")
+    check_room(place.directory, memory_nbytes=6 * nbytes, storage_nbytes=8 * nbytes)
+    rounds = rounds or _ROUNDS
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in HOW}
+    for number in range(rounds):
+        for name, ways in HOW.items():
+            seconds: dict[str, Any] = {}
+            order = order_of_round([_NEVER, *ways], number)
+            for how in order:
+                progress.say(f"frameworks: {name}, {how}, round {number + 1} of {rounds}")
+                seconds[how] = _run_child(name, how, place, nbytes)
+            rows[name].append({"order": order, "seconds": seconds})
+    progress.say("")
+    lost = {
+        f"{name}_{how}": [_lost_s(row["seconds"], how) for row in found]
+        for name, found in rows.items()
+        for how in HOW[name]
+    }
+    blocked = {
+        f"{name}_{how}_blocked": [median_of(row["seconds"][how]["blocked_s"]) for row in found]
+        for name, found in rows.items()
+        for how in HOW[name]
+    }
+    return Outcome(
+        workload={
+            "nbytes": nbytes,
+            "model": f"{_layer_count(nbytes)} layers of {_WIDTH} x {_WIDTH} under AdamW, fp32, one thread",
+            "steps": _STEPS,
+            "saves_counted": _COUNTED,
+            "step_s": {
+                name: median_of([row["seconds"][_NEVER]["step_s"] for row in found]) for name, found in rows.items()
+            },
+        },
+        settings={name: {"version": _version_of("torch" if name == "dcp" else name)} for name in HOW},
+        repeats={name: len(found) for name, found in rows.items()},
+        rounds=rows,
+        figures={f"{name}_s": summarize(values) for name, values in (lost | blocked).items()},
+        ratios={
+            f"{name}_lost_vs_{how}": paired_ratio(
+                floor_all(lost[f"{name}_ckptfmt"], _LEAST_S), floor_all(lost[f"{name}_{how}"], _LEAST_S)
+            )
+            for name, ways in HOW.items()
+            for how in ways
+            if how != "ckptfmt"
+        },
+        goals={f"{name}_lost_vs_{how}": "<= 0.2" for name, ways in HOW.items() for how in ways if how != "ckptfmt"},
+        memory={},
+        notes={
+            "lost": "the training's seconds behind its first save, less those of one that never saves, for each save",
+            "blocked": "seconds that the call of a save takes, the median of a training's",
+            "processes": "each training in one of its own; it computes with one thread, so that a core is left",
+        },
+    )
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _lost_s(seconds: dict[str, Any], how: str) -> float:
+    lost: float = (seconds[how]["total_s"] - seconds[_NEVER]["total_s"]) / _COUNTED
+    return lost
+
+
+def _run_child(name: str, how: str, place: Workplace, nbytes: int) -> dict[str, Any]:
+    directory = place.fresh(f"{name}-{how}")
+    directory.mkdir()
+    os.sync()
+    command = [sys.executable, "-m", "benchmarks.frameworks", name, how, str(directory.resolve()), str(nbytes)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        raise RuntimeError(f"{name}, {how} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    told = json.loads(done.stdout.splitlines()[-1])
+    remove(directory)
+    stamps = told["stamps"]
+    assert len(stamps) == _STEPS, f"{name}, {how}: {len(stamps)} steps"
+    assert how == _NEVER or len(told["blocked_s"]) > _COUNTED, f"{name}, {how}: {told['blocked_s']}"
+    return {
+        # From the second step behind the first save to the last step.
+        "total_s": stamps[-1] - stamps[_EVERY + 1],
+        "step_s": median_of([end - begin for begin, end in itertools.pairwise(stamps)]),
+        "blocked_s": told["blocked_s"][1:] or [0.0],
+    }
+
+
+# --- one training, in a process of its own ----------------------------------------------------------------------------
+
+
+class _Clock:
+    """When each step began, and how long each save stood in the way."""
+
+    def __init__(self) -> None:
+        self.stamps: list[float] = []
+        self.blocked_s: list[float] = []
+
+    def note(self, *_: object) -> None:
+        """Note that a step begins."""
+        self.stamps.append(time.perf_counter())
+
+    def timed(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that saves, and is timed."""
+
+        def call(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - of any framework
+            begin_s = time.perf_counter()
+            try:
+                return save(*arguments, **options)
+            finally:
+                self.blocked_s.append(time.perf_counter() - begin_s)
+
+        return call
+
+
+def _layer_count(nbytes: int) -> int:
+    return max(1, round(nbytes / _NBYTES_OF_LAYER))
+
+
+class _Net(nn.Module):
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_layer_count(nbytes))))
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        out = self.layers(inputs)
+        return {"loss": ((out - labels) ** 2).mean() if labels is not None else out.mean(), "logits": out}
+
+
+class _Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return _STEPS * _ROWS
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        row = torch.full((_WIDTH,), number / len(self))
+        return {"inputs": row, "labels": row}
+
+
+def _train_dcp(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
+    import torch.distributed as dist  # noqa: PLC0415 - of one framework, as below
+    from torch.distributed.checkpoint import state_dict_saver as dcp  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: PLC0415
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    from ckptfmt.plugins.dcp import CkptfmtWriter  # noqa: PLC0415
+
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=0, world_size=1)
+    model = _Net(nbytes)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    rows, pending = torch.ones(_ROWS, _WIDTH), None
+
+    def save(step: int) -> Any:  # noqa: ANN401 - of DCP
+        weights, moments = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments}
+        if how == "own":
+            return dcp.save(state, checkpoint_id=directory / str(step))
+        if pending is not None:
+            pending.result()
+        if how == "own_async":
+            return dcp.async_save(state, checkpoint_id=directory / str(step))
+        return dcp.async_save(state, storage_writer=CkptfmtWriter(directory / str(step)))
+
+    save = clock.timed(save)
+    for step in range(1, _STEPS + 1):
+        clock.note()
+        model(rows, rows)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if how != _NEVER and step % _EVERY == 0:
+            pending = save(step)
+    if hasattr(pending, "result"):
+        pending.result()
+    dist.destroy_process_group()
+
+
+def _train_transformers(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
+    import transformers  # noqa: PLC0415
+
+    from ckptfmt.plugins.transformers import CkptfmtTrainer  # noqa: PLC0415
+
+    class Stamps(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            clock.note()
+
+    options: dict[str, Any] = {"save_strategy": "no"} if how == _NEVER else {"save_steps": _EVERY}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(directory),
+        max_steps=_STEPS,
+        per_device_train_batch_size=_ROWS,
+        report_to=[],
+        logging_steps=10 * _STEPS,
+        disable_tqdm=True,
+        use_cpu=True,
+        **({"save_strategy": "steps"} | options),
+    )
+    kind = CkptfmtTrainer if how == "ckptfmt" else transformers.Trainer
+    trainer = kind(model=_Net(nbytes), args=arguments, train_dataset=_Rows(), callbacks=[Stamps()])
+    trainer._save_checkpoint = clock.timed(trainer._save_checkpoint)  # noqa: SLF001 - what stands in a step's way
+    trainer.train()
+
+
+def _train_lightning(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
+    import lightning  # noqa: PLC0415
+    from lightning.pytorch import callbacks  # noqa: PLC0415
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: PLC0415
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _Net(nbytes)
+
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.net(**batch)["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+        def on_train_batch_start(self, *_: object) -> None:
+            clock.note()
+
+    if how == "ckptfmt":
+        from ckptfmt.plugins.lightning import CkptfmtIO  # noqa: PLC0415
+
+        plugins = [CkptfmtIO()]
+    else:
+        plugins = [AsyncCheckpointIO()] if how == "own_async" else []
+    saves = callbacks.ModelCheckpoint(dirpath=directory, every_n_train_steps=_EVERY, save_top_k=-1)
+    trainer = lightning.Trainer(
+        max_steps=_STEPS,
+        accelerator="cpu",
+        plugins=plugins,
+        callbacks=[] if how == _NEVER else [saves],
+        enable_checkpointing=how != _NEVER,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.save_checkpoint = clock.timed(trainer.save_checkpoint)
+    trainer.fit(Module(), torch.utils.data.DataLoader(_Rows(), batch_size=_ROWS))
+
+
+TRAININGS: Final = {"transformers": _train_transformers, "lightning": _train_lightning, "dcp": _train_dcp}
+
+
+def _main(name: str, how: str, directory: str, nbytes: str) -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    clock = _Clock()
+    TRAININGS[name](how, Path(directory), int(nbytes), clock)
+    print(json.dumps({"stamps": clock.stamps, "blocked_s": clock.blocked_s}))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
