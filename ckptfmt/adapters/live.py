@@ -120,9 +120,11 @@ class _Walker:
             return
         if len(path) > limits.MSGPACK_DEPTH:
             raise too_deep(f"{field}:{join_name(path[:4])}")
-        side = torch_side()
+        side: Any = torch_side()
         value = value if side is None else side.unwrap_optimizer(value)
         kind = _kind_of(value)
+        if _is_loader(value):
+            raise side.loader_error(value, where=f"{field}:{join_name(path)}")
         if kind is Kind.TREE and type(value) in _WALKED and not _is_plain(value):
             for key, item in _items(value):
                 yield from self.units(field, (*path, key), scope, item, _putter(value, key))
@@ -144,8 +146,14 @@ def _kind_of(value: object) -> Kind:
     return Kind.STATEFUL if stateful else Kind.TREE
 
 
+def _is_loader(value: object) -> bool:
+    """Tell whether this is a data loader of torch that doesn't say where it stands: a load must not replace it."""
+    side = torch_side()
+    return side is not None and side.is_plain_loader(value)
+
+
 def _is_plain(value: object, depth: int = 0) -> bool:
-    if isinstance(value, PerWorker | FirstWorker) or _kind_of(value) is not Kind.TREE:
+    if isinstance(value, PerWorker | FirstWorker) or _kind_of(value) is not Kind.TREE or _is_loader(value):
         return False
     # What nests too deeply is refused by name when it is encoded.
     deep = type(value) in _WALKED and depth <= limits.MSGPACK_DEPTH

@@ -49,7 +49,9 @@ from ckptfmt.adapters.torch.tensors import (
     source_of,
     torch_dtype,
 )
+from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef
+from ckptfmt.errors import CkptError, Code, err
 
 __all__ = ["register_flatten"]
 
@@ -62,6 +64,23 @@ def is_module(value: object) -> bool:
 def is_tensor(value: object) -> bool:
     """Tell whether this is a tensor, of whichever class."""
     return isinstance(value, torch.Tensor)
+
+
+def is_plain_loader(value: object) -> bool:
+    """Tell whether this is a DataLoader that doesn't say where it stands, as torchdata's does."""
+    return isinstance(value, torch.utils.data.DataLoader) and not hasattr(value, "state_dict")
+
+
+def loader_error(value: torch.utils.data.DataLoader[Any], *, where: str) -> CkptError:
+    """Return the error for a DataLoader, with what to write instead of it."""
+    if isinstance(value.batch_sampler, Sampler):
+        remedy = "Give the sampler that it was made with: State(data=loader.batch_sampler)."
+    else:
+        remedy = (
+            "Make it with batch_sampler=ckptfmt.Sampler(len(dataset), global_batch=..., seed=...), and give that"
+            " sampler: State(data=sampler). Or make a StatefulDataLoader of torchdata: State(data=loader)."
+        )
+    return err(Code.STATE_UNSUPPORTED, "a DataLoader doesn't say where it stands", where=where, remedy=remedy)
 
 
 def encode(encoder: Encoder, value: object, name: str) -> object:
