@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptfmt.adapters.pieces import sink_of, source_of
+    from ckptfmt.adapters.rng_streams import capture_rng
     from ckptfmt.api import load, save, validate
     from ckptfmt.api import open_checkpoint as open
     from ckptfmt.box import Box
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ckptfmt.data.sampler import Sampler
     from ckptfmt.errors import CkptError
     from ckptfmt.run.catalog import Run
-    from ckptfmt.state import FirstWorker, PerWorker, State
+    from ckptfmt.state import FirstWorker, Parts, PerWorker, State
     from ckptfmt.trainer.path_saver import Saver
     from ckptfmt.trainer.save_attempt import SaveAttempt
     from ckptfmt.write.snapshot import TensorSink, TensorSource
@@ -35,6 +36,7 @@ __all__ = [
     "Checkpointer",
     "CkptError",
     "FirstWorker",
+    "Parts",
     "PerWorker",
     "Run",
     "Sampler",
@@ -43,6 +45,7 @@ __all__ = [
     "State",
     "TensorSink",
     "TensorSource",
+    "capture_rng",
     "load",
     "open",
     "save",
@@ -57,6 +60,7 @@ _HOMES = {
     "Checkpointer": "checkpointer",
     "CkptError": "errors",
     "FirstWorker": "state",
+    "Parts": "state",
     "PerWorker": "state",
     "Run": "run.catalog",
     "Sampler": "data.sampler",
@@ -65,6 +69,7 @@ _HOMES = {
     "State": "state",
     "TensorSink": "write.snapshot",
     "TensorSource": "write.snapshot",
+    "capture_rng": "adapters.rng_streams",
     "sink_of": "adapters.pieces",
     "source_of": "adapters.pieces",
 }

@@ -1,10 +1,10 @@
-"""The objects that a user hands over: `State`, the seven fields of a run; `PerWorker` and `FirstWorker` in it."""
+"""The objects that a user hands over: `State`, the seven fields of a run, and what may stand in it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Final, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, Protocol
 
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.errors import Code, err
@@ -44,23 +44,66 @@ class FirstWorker:
     value: object
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Modules that are parts of one model, in one name space: names are as if a single module held all of it.
+
+    For a process that holds several parts, such as virtual stages of a pipeline, whose names for their layers are those
+    of the whole model. Modules in a list or mapping have its keys before their names instead.
+
+    Args:
+        modules: the parts; no two of them have a tensor of the same name, unless they share it.
+    """
+
+    modules: Sequence[object]
+
+
+class _Stream(Protocol):
+    """An RNG stream that was captured: reading returns its state of then, writing sets the live generator."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def read(self) -> Callable[[], object]: ...
+    @property
+    def write(self) -> Callable[[Any], None]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CapturedRng:
+    """The RNG streams of this process as they stood when `ckptfmt.capture_rng` was called.
+
+    Attributes:
+        streams: one for each generator.
+    """
+
+    streams: tuple[_Stream, ...]
+
+    def put_back(self) -> None:
+        """Set the generators to where they stood: what was drawn since then, such as by an evaluation, is undone."""
+        for stream in self.streams:
+            stream.write(stream.read())
+
+
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class State:
     """The live objects of a run that a checkpoint is made of and loaded into.
 
     Each of `weights`, `optimizer`, `data` and the values of `extra` is a module, an optimizer, an object with
-    ``state_dict`` and ``load_state_dict``, a tree of tensors, arrays and plain values, or a mapping or list of those.
+    ``state_dict`` and ``load_state_dict``, a tree of tensors, arrays and plain values (strings, numbers, ``bytes``,
+    containers and others), or a mapping or list of those.
     A pytree of JAX, with arrays of any sharding and typed keys, is such a tree. JAX's arrays can't be changed: a load
     makes a new tree, and sets `weights`, `optimizer`, `data` or the value of `extra` to it.
 
     Attributes:
-        weights: module or modules; a mapping of tensors.
+        weights: module or modules; `Parts` of one; a mapping of tensors.
         optimizer: optimizer or optimizers; their parameters are named by `weights`.
         data: the position of the run in its data, such as a `ckptfmt.Sampler`.
         config: a tree; namespaces, dataclasses, paths and enums are turned into plain values. Compared, never loaded.
         extra: everything else that a step changes, by name: schedulers, scalers, averaged weights, counters.
         rng: the caller's own generators, by name, besides those of Python, numpy and torch; False to save and load no
-            RNG stream, where a framework takes care of them.
+            RNG stream, where a framework takes care of them. What `ckptfmt.capture_rng` returned is saved as it stood
+            then; a load puts what was saved into the live generators.
         provenance: where the run comes from, in the caller's words; a tree.
         identity: keys of `config`, such as ``"model/width"``, that must be equal on load.
         harmless: keys of `config`, such as ``"out_dir"``, that don't decide what is trained: one that differs is
@@ -78,7 +121,7 @@ class State:
     data: object = None
     config: object = None
     extra: Mapping[str, object] | None = None
-    rng: Mapping[str, object] | Literal[False] | None = None
+    rng: Mapping[str, object] | CapturedRng | Literal[False] | None = None
     provenance: Mapping[str, object] | None = None
     identity: tuple[str, ...] = ()
     harmless: tuple[str, ...] = ()
@@ -90,7 +133,7 @@ class State:
                 raise err(Code.ARGUMENT, f"{name} is one string, not a tuple of keys", where=f"State({name}=...)")
         for name in ("extra", "rng", "provenance"):
             value = getattr(self, name)
-            if value is None or (name == "rng" and value is False):
+            if value is None or (name == "rng" and (value is False or isinstance(value, CapturedRng))):
                 continue
             if not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
                 raise err(Code.ARGUMENT, f"{name} isn't a mapping with strings as keys", where=f"State({name}=...)")

@@ -69,7 +69,20 @@ def by_saves(checkpointer: Checkpointer, run: Tiny, total: int) -> None:
             checkpointer.save(step=step + 1)
 
 
-LOOPS = [by_steps, by_context, by_context_and_batches_outside, by_callback, by_saves]
+def by_fetching_ahead(checkpointer: Checkpointer, run: Tiny, total: int) -> None:
+    """A trainer that fetches the next batch, which draws, before it calls back; a resume fetches it again."""
+    batches = run.batches()
+    checkpointer.restore_rng()
+    batch = next(batches)
+    for step in range(checkpointer.step, total):
+        run.train(step, batch)
+        run.state.rng = ckptfmt.capture_rng()
+        batch = next(batches)
+        checkpointer.end_step(step + 1)
+    checkpointer.save()
+
+
+LOOPS = [by_steps, by_context, by_context_and_batches_outside, by_callback, by_fetching_ahead, by_saves]
 
 
 def start(store: Any, run: Tiny, loop: Loop, total: int, **options: Any) -> Checkpointer:
@@ -103,6 +116,19 @@ def test_own_loop_saves_at_the_same_steps(loop: Loop) -> None:
     store = MemoryStore()
     start(store, Tiny(), loop, 8)
     assert committed(store) == [(3, 1), (6, 1), (8, 1)]
+
+
+def test_loop_that_fetches_ahead_and_does_not_capture_the_streams_is_another_run(
+    undisturbed: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+    monkeypatch.setattr(ckptfmt, "capture_rng", lambda: None)
+    store = MemoryStore()
+    first = Tiny()
+    start(store, first, by_fetching_ahead, 5)
+    second = Tiny(1)
+    start(store, second, by_fetching_ahead, 12)
+    assert first.losses | second.losses != undisturbed
 
 
 def test_loop_without_a_count_is_refused_and_not_saved_as_step_0() -> None:
@@ -308,7 +334,8 @@ class Foreign:
     Args:
         run: what is trained.
         batches_of: makes an epoch's iterator of micro-batches, and is told how many steps of the epoch to leave out.
-        draws_after_save: negative control: it evaluates after the save, and a resume doesn't evaluate again.
+        draws_after_save: it evaluates after the save, and a resume doesn't evaluate again.
+        is_undone: what an evaluation drew is undone after it.
         streams_at: "right"; or "late", as where every epoch's iterator is made before the streams are put back.
     """
 
@@ -320,9 +347,10 @@ class Foreign:
         batches_of: Callable[[Tiny, int, int], Iterator[torch.Tensor]],
         *,
         draws_after_save: bool = False,
+        is_undone: bool = False,
         streams_at: str = "right",
     ) -> None:
-        self.run, self.batches_of = run, batches_of
+        self.run, self.batches_of, self.is_undone = run, batches_of, is_undone
         self.draws_after_save, self.streams_at = draws_after_save, streams_at
 
     def fit(self, checkpointer: Checkpointer, total: int) -> None:
@@ -355,10 +383,13 @@ class Foreign:
 
     def evaluate(self, step: int) -> None:
         """Every three steps, with an iterator of its own, which draws, and dropout, which draws too."""
+        captured = ckptfmt.capture_rng()
         if step % 3 == 0:
             batch = next(iter(torch.utils.data.DataLoader(Points(), batch_size=3, shuffle=True)))
             with torch.no_grad():
                 self.run.net(batch)
+        if self.is_undone:
+            captured.put_back()
 
 
 def from_sampler(run: Tiny, epoch: int, within: int) -> Iterator[torch.Tensor]:
@@ -388,12 +419,14 @@ def start_foreign(store: Any, total: int, source: Any, start_number: int = 0, **
 
 
 @pytest.mark.parametrize("source", [from_sampler, from_own_loader])
-@pytest.mark.parametrize("killed_at", [5, 7, 11])
-def test_foreign_trainer_resumes_bit_by_bit(source: Any, killed_at: int) -> None:
+@pytest.mark.parametrize(
+    ("killed_at", "how"), [(5, {}), (7, {}), (11, {}), (12, {"draws_after_save": True, "is_undone": True})]
+)
+def test_foreign_trainer_resumes_bit_by_bit(source: Any, killed_at: int, how: dict[str, Any]) -> None:
     """From an epoch's end (5), and from within an epoch, before an evaluation and after one."""
-    undisturbed, store = start_foreign(MemoryStore(), 18, source), MemoryStore()
-    first = start_foreign(store, killed_at, source)
-    second = start_foreign(store, 18, source, 1)
+    undisturbed, store = start_foreign(MemoryStore(), 18, source, **how), MemoryStore()
+    first = start_foreign(store, killed_at, source, **how)
+    second = start_foreign(store, 18, source, 1, **how)
     assert min(second.losses) == killed_at
     assert first.losses | second.losses == undisturbed.losses
 

@@ -17,7 +17,7 @@ from ckptfmt.adapters.live_trees import GLOBAL, join_name, prefix_of, too_deep, 
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
-from ckptfmt.state import FirstWorker, PerWorker, State
+from ckptfmt.state import FirstWorker, Parts, PerWorker, State
 from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 
@@ -118,6 +118,9 @@ class _Walker:
             for unit in self.units(field, path, scope, value.value, functools.partial(setattr, value, "value")):
                 yield dataclasses.replace(unit, is_given=self._counts_for_all(unit))
             return
+        if isinstance(value, Parts):
+            yield from self._parts(field, path, scope, value)
+            return
         if len(path) > limits.MSGPACK_DEPTH:
             raise too_deep(f"{field}:{join_name(path[:4])}")
         side: Any = torch_side()
@@ -130,6 +133,14 @@ class _Walker:
                 yield from self.units(field, (*path, key), scope, item, _putter(value, key))
         else:
             yield Unit(field=field, path=path, scope=scope, kind=kind, value=value, put=put)
+
+    def _parts(self, field: str, path: tuple[object, ...], scope: str, value: Parts) -> Iterator[Unit]:
+        """Yield the modules as units of one name. Raises: StateError(ARGUMENT)."""
+        for part in value.modules:
+            if _kind_of(part) is not Kind.MODULE:
+                detail = f"Parts holds a {type(part).__qualname__}, which isn't a module"
+                raise err(Code.ARGUMENT, detail, where=f"{field}:{join_name(path)}")
+            yield Unit(field=field, path=path, scope=scope, kind=Kind.MODULE, value=part, put=None)
 
 
 def _kind_of(value: object) -> Kind:
@@ -153,7 +164,8 @@ def _is_loader(value: object) -> bool:
 
 
 def _is_plain(value: object, depth: int = 0) -> bool:
-    if isinstance(value, PerWorker | FirstWorker) or _kind_of(value) is not Kind.TREE or _is_loader(value):
+    is_own = isinstance(value, PerWorker | FirstWorker | Parts) or _is_loader(value)
+    if is_own or _kind_of(value) is not Kind.TREE:
         return False
     # What nests too deeply is refused by name when it is encoded.
     deep = type(value) in _WALKED and depth <= limits.MSGPACK_DEPTH

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.documents.part import RngStream
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.errors import Code, err
+from ckptfmt.state import CapturedRng
 
 _PYTHON: Final = "python.mt19937"
 _NUMPY_LEGACY: Final = "numpy.legacy"
@@ -38,15 +39,56 @@ class LiveRngStream:
     write: Callable[[Any], None]
 
 
-def live_streams(rng: Mapping[str, object] | None, devices: frozenset[str]) -> list[LiveRngStream]:
+def capture_rng(generators: Mapping[str, object] | None = None, *, devices: Iterable[object] = ()) -> CapturedRng:
+    """Return the RNG streams of this process as they stand now, to be saved later, or put back.
+
+    A resume goes on from where the saved streams stood. A trainer that draws random numbers between the end of a step
+    and the save, and whose resume draws them again, such as for a batch that it fetches ahead, captures the streams
+    before it draws, and saves with ``state.rng = captured``. What a resume doesn't draw again is undone by
+    `CapturedRng.put_back`.
+
+    Args:
+        generators: the program's own, by name, as for ``State(rng=...)``, besides those of Python, numpy and torch.
+        devices: CUDA devices that hold tensors of the state, besides the current one.
+
+    Raises: StateError(STATE_UNSUPPORTED) for a generator of an unknown type.
+
+    >>> import random
+    >>> captured = capture_rng()
+    >>> drawn = random.random()
+    >>> captured.put_back()
+    >>> drawn == random.random()
+    True
+    """
+    live = live_streams(generators, frozenset(map(str, devices)))
+    return CapturedRng(tuple(dataclasses.replace(stream, read=_returning(stream.read())) for stream in live))
+
+
+def _returning(state: object) -> Callable[[], object]:
+    return lambda: state
+
+
+def live_streams(rng: Mapping[str, object] | CapturedRng | None, devices: frozenset[str]) -> list[LiveRngStream]:
     """Return the RNG streams of this process.
 
     Args:
-        rng: the caller's generators, by name.
+        rng: the caller's generators, by name; or what was captured, which is read instead of them.
         devices: torch devices that hold tensors of the state, such as ``cuda:0``.
 
-    Raises: StateError(STATE_UNSUPPORTED) for a generator of an unknown type.
+    Raises: StateError(STATE_UNSUPPORTED) for a generator of an unknown type; StateError(STREAM_MISSING) for a stream
+        that wasn't captured.
     """
+    if isinstance(rng, CapturedRng):
+        captured: list[Any] = list(rng.streams)
+        missing = {stream.name for stream in live_streams(None, devices)} - {stream.name for stream in captured}
+        if missing:
+            raise err(
+                Code.STREAM_MISSING,
+                f"{', '.join(sorted(missing))} wasn't captured",
+                where="State(rng=...)",
+                remedy="Capture once torch is imported and its devices are in use; pass capture_rng(devices=...).",
+            )
+        return captured
     streams = [
         LiveRngStream(name="python", kind=_PYTHON, read=random.getstate, write=random.setstate),
         LiveRngStream(

@@ -50,7 +50,28 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 class Checkpoint(CheckpointFiles):
-    """A committed checkpoint, opened for reading. Arguments and errors are those of `CheckpointFiles`."""
+    """A committed checkpoint, opened for reading. Arguments and errors are those of `CheckpointFiles`.
+
+    What it holds is known once it is open; elements and values are read when they are asked for, and verified first.
+
+    Attributes:
+        tensors: by field, name and scope; of each its ``dtype``, ``global_shape`` (in elements), ``nbytes``,
+            ``aliases`` (other names that it was tied to) and ``sharding``: a sequence of pairs, the box of each stored
+            piece and the number of the writer that stored it. The boxes don't overlap, and cover the tensor.
+        leaves: plain values, by field, name and scope; `leaf` reads one.
+        streams: RNG streams, by name and scope; `stream` reads one.
+        manifest: what was committed: ``origin`` (run, launch, step, writers), digests, references, labels.
+        store: rooted at the checkpoint; ``store.name`` is its path.
+
+    >>> import numpy as np, tempfile, ckptfmt
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     state = ckptfmt.State(weights={"w": np.zeros((2, 3), "float32")}, config={"lr": 0.1})
+    ...     _ = ckptfmt.save(directory, state, step=1)
+    ...     with ckptfmt.open(directory) as checkpoint:
+    ...         tensor = checkpoint.tensors["weights", "w", "global"]
+    ...         tensor.dtype, tensor.global_shape, list(tensor.sharding), checkpoint.leaf("config")
+    ('float32', (2, 3), [(Box(begin=(0, 0), shape=(2, 3)), 0)], {'lr': 0.1})
+    """
 
     #: Where a run was opened: what savers held in it just before. A newer checkpoint may follow at any moment then.
     pending: tuple[str, ...] = ()
@@ -75,9 +96,15 @@ class Checkpoint(CheckpointFiles):
         return TensorView(self, field)
 
     def leaf(self, field: str, name: str = "", scope: str = "global") -> Any:  # noqa: ANN401 - any plain value
-        """Return a plain value; tensors within are `TensorRef`.
+        """Return a plain value; tensors within are `TensorRef`, whose ``name`` is that of a tensor of the same field.
 
-        Raises: StateError(LEAF_MISSING).
+        Args:
+            field: one of ``weights``, ``optimizer``, ``data``, ``config``, ``topology`` and ``provenance``. Values of
+                ``State(extra=...)`` are in ``optimizer``, as ``extra/<name>``.
+            name: as in `leaves`; empty where the whole field is one value.
+            scope: ``global``, or ``lw/<i>`` for that of worker i alone.
+
+        Raises: StateError(LEAF_MISSING); IntegrityError.
         """
         entry = self.leaves.get((field, name, scope))
         if entry is None:
@@ -99,6 +126,7 @@ class Checkpoint(CheckpointFiles):
     def read(self, field: str, name: str, scope: str = "global", box: Box | None = None) -> NDArray[Any]:
         """Return a tensor, or a box of it, as a numpy array of its own.
 
+        Shapes: that of the box; else the global shape.
         Raises: StateError(TENSOR_MISSING, ARGUMENT, LOAD_MEMORY); IntegrityError.
         Spec: REQ-OPN-005, REQ-OPN-006.
         """

@@ -1,6 +1,7 @@
 """Modules: names, wrappers, ties, buffers, hooks, kinds of tensors."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ckptfmt.errors import StateError
-from ckptfmt.state import PerWorker, State
+from ckptfmt.errors import Code, StateError
+from ckptfmt.state import Parts, PerWorker, State
 from ckptfmt.trainer.one_save import capture
 from tests.adapters.double import checkpoint_of, load, restore, save
 
@@ -500,3 +501,70 @@ def test_empty_tensors_at_one_place_are_not_tied():
     model = nn.ParameterDict({key: nn.Parameter(flat[:0].reshape(0, 3)) for key in "ab"})
 
     assert weight_names(save(State(weights=model))) == ["a", "b"]
+
+
+class Layers(nn.Module):
+    """Some layers of a model, under the names that they have in all of it."""
+
+    def __init__(self, numbers, seed, shared=None):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleDict({str(number): nn.Linear(2, 2) for number in numbers})
+        self.shared = shared
+
+
+@pytest.mark.parametrize("owners", [(0, 0, 1, 1), (0, 1, 0, 1), (2, 0, 0, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize("is_whole_first", [True, False])
+def test_parts_of_a_model_have_the_names_of_the_whole(owners, is_whole_first):
+    """As of a process with several stages of a pipeline; each part has an optimizer of its own."""
+
+    def make(seed, *, whole):
+        torch.manual_seed(seed)
+        shared = nn.Linear(2, 2)
+        split = [range(4)] if whole else [[n for n, owner in enumerate(owners) if owner == part] for part in range(3)]
+        modules = [Layers(numbers, seed + part, shared) for part, numbers in enumerate(split)]
+        optimizers = [torch.optim.AdamW(module.layers.parameters()) for module in modules if len(module.layers)]
+        for module, optimizer in zip([m for m in modules if len(m.layers)], optimizers, strict=True):
+            sum(layer(torch.ones(1, 2)).sum() for layer in module.layers.values()).backward()
+            optimizer.step()
+        state = State(weights=modules[0] if whole else Parts(modules), optimizer=optimizers)
+        found = {name: raw(tensor) for module in modules for name, tensor in module.named_parameters()}
+        names = {id(tensor): name for module in modules for name, tensor in module.named_parameters()}
+        kept = {
+            names[id(tensor)]: {key: raw(value) for key, value in held.items()}
+            for optimizer in optimizers
+            for tensor, held in optimizer.state.items()
+        }
+        return state, found, kept
+
+    state, weights, kept = make(1, whole=is_whole_first)
+    checkpoint = save(state)
+    assert weight_names(checkpoint) == sorted(weights)
+    other, before, _ = make(11, whole=not is_whole_first)
+    assert before != weights
+    load(other, checkpoint, allow=("unexpected",))  # the groups of its optimizers are others
+    assert {name: raw(entry) for name, entry in _live(other).items()} == weights
+    again, _, _ = make(21, whole=is_whole_first)
+    load(again, checkpoint)
+    assert kept == {
+        name: {key: raw(value) for key, value in held.items()} for name, held in _optimizer_state(again).items()
+    }
+
+
+def _live(state):
+    modules: Any = state.weights.modules if isinstance(state.weights, Parts) else [state.weights]
+    return {name: tensor for module in modules for name, tensor in module.named_parameters()}
+
+
+def _optimizer_state(state):
+    names = {id(tensor): name for name, tensor in _live(state).items()}
+    return {names[id(one)]: held for optimizer in state.optimizer for one, held in optimizer.state.items()}
+
+
+def test_parts_with_different_tensors_of_one_name_are_refused():
+    with pytest.raises(StateError) as caught:
+        save(State(weights=Parts([Layers([1], 1), Layers([1], 2)])))
+    assert caught.value.code == Code.STATE_NAME
+    with pytest.raises(StateError, match="Parts holds a dict") as caught:
+        save(State(weights=Parts([{"w": torch.zeros(1)}])))
+    assert caught.value.code == Code.ARGUMENT

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ckptfmt.errors import StateError
-from ckptfmt.state import State
+from ckptfmt.adapters.rng_streams import capture_rng
+from ckptfmt.errors import Code, StateError
+from ckptfmt.state import CapturedRng, State
 from ckptfmt.trainer.one_save import capture
 from ckptfmt.trainer.restore import restore_streams
 from tests.adapters.double import checkpoint_of, load, restore, save
@@ -137,3 +138,55 @@ def test_streams_can_be_put_back_late():
     assert restore_streams(state, checkpoint, worker=0, worker_count=1) == ()
 
     assert draw_all() == expected
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_streams_that_were_captured_earlier_are_saved_as_they_stood_then(is_captured):
+    """The negative control saves them as they stand at the save."""
+    own = {kind: make(5) for kind, make in GENERATORS.items()}
+    state = State(data={"n": 1}, rng=own)
+    captured = capture_rng(own)
+    expected = draw_all(), [draw(generator) for generator in own.values()]
+    if is_captured:
+        state.rng = captured
+    checkpoint = save(state)
+    draw_all()
+
+    load(State(data={"n": 1}, rng=own), checkpoint)
+
+    assert ((draw_all(), [draw(generator) for generator in own.values()]) == expected) is is_captured
+
+
+def test_load_into_captured_streams_is_one_into_the_live_ones():
+    """A state that is saved with them is loaded into later: the next load must not bring back what was captured."""
+    own = {"mine": np.random.default_rng(1)}
+    draw_all()
+    state = State(data={"n": 1}, rng=own)
+    checkpoint = save(state)
+    expected = draw_all(), draw(own["mine"])
+    state.rng = capture_rng(own)
+    draw_all()
+
+    load(state, checkpoint)
+
+    assert (draw_all(), draw(own["mine"])) == expected
+
+
+def test_captured_streams_are_put_back_as_often_as_one_likes():
+    own = {kind: make(5) for kind, make in GENERATORS.items()}
+    captured = capture_rng(own)
+    drawn = []
+    for _ in range(3):
+        drawn.append((draw_all(), [draw(generator) for generator in own.values()]))
+        captured.put_back()
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert draw_all() != draw_all()
+
+
+def test_stream_that_was_not_captured_is_named():
+    """As where they were captured before torch was imported, or a second device was in use."""
+    captured = capture_rng()
+    fewer = CapturedRng(tuple(stream for stream in captured.streams if stream.name != "torch.cpu"))
+    with pytest.raises(StateError, match=r"torch\.cpu wasn't captured.*capture_rng\(devices=") as caught:
+        save(State(data={"n": 1}, rng=fewer))
+    assert caught.value.code == Code.STREAM_MISSING
