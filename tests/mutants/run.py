@@ -89,7 +89,7 @@ MUTANTS = {
     "checkpoint_in_a_run_directory": Mutant(
         clauses=("REQ-RUN-016",),
         fault="saves a checkpoint where a run is",
-        patch=replaced(api, "check_no_run", lambda _, store: commit.check_vacant(store)),
+        patch=replaced(api, "check_no_run", lambda _, store, **_how: commit.check_vacant(store)),
         tests=("test_checkpointer.py::test_directory_is_a_run_or_a_checkpoint_and_not_both",),
     ),
     "run_in_a_checkpoint_directory": Mutant(
