@@ -13,8 +13,8 @@ scheduler, gradient scaler, RNG streams of each process, and the text of ``train
 the training. ``checkpoint-N``, the directory that transformers knows, is written with ``export_hf`` alone: once the
 checkpoint of step N is committed, a thread makes it of that checkpoint and renames it into place. It holds what
 ``from_pretrained`` reads, ``trainer_state.json`` and ``training_args.bin``, and not what only a resume needs.
-The next save waits for the export before. Callbacks that read ``checkpoint-N`` in ``on_save`` find it with
-``saver="inline"``, where a save returns when it is committed and exported.
+The next save waits for the export before it; an export that a kill has prevented isn't made up for. Callbacks that read
+``checkpoint-N`` in ``on_save`` find it with ``saver="inline"``: a save is then committed and exported when it returns.
 
 **Resuming.** ``resume_from_checkpoint=True`` follows the run's lineage and passes over what is damaged. A path may be
 that of a checkpoint of the run, or of its ``checkpoint-N``: then the run is rolled back to it. Any other path is left
@@ -36,7 +36,7 @@ trains with DistributedDataParallel; the tests tell it not to. Not bit for bit, 
 - ``ignore_data_skip=True``, which begins the epoch anew, and ``use_seedable_sampler=False``;
 - the first loss that is logged after a resume: it averages over the steps since the resume.
 
-A load on another number of processes restores the same state; the Trainer then distributes samples in another way.
+On another number of processes the same state is loaded; the Trainer then distributes the samples in another way.
 
 **Refused by name**: DeepSpeed, FSDP1, FSDP on XLA, ``enable_jit_checkpoint`` (use ``stop_on``),
 ``auto_find_batch_size``, and ``push_to_hub`` but for ``hub_strategy="end"``. Not tried: PEFT, searches for
@@ -52,6 +52,7 @@ import itertools
 import json
 import logging
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -59,9 +60,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from transformers import Trainer, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME, ExportableState, rotate_checkpoints
 
 import ckptfmt
 
@@ -72,9 +71,8 @@ _MARK: Final = "ckptfmt.json"
 _TRAINER_STATE: Final = ("optimizer", "extra/trainer", "global")
 #: What the names of arguments begin with that don't decide what is trained.
 _HARMLESS: Final = (
-    "ddp_timeout", "debug", "disable_tqdm", "do_", "greater_is_better", "hub_", "load_best_model", "log_", "logging_",
-    "metric_for_best", "output_dir", "project", "push_to_hub", "report_to", "restore_callback", "resume_from",
-    "run_name", "save_", "skip_memory_metrics", "trackio_",
+    "ddp_timeout", "disable_tqdm", "do_", "greater_is_better", "hub_", "load_best", "log_", "logging_", "metric_for",
+    "output_dir", "project", "push_to_hub", "report_to", "resume_from", "run_name", "save_", "skip_memory", "trackio_",
 )  # fmt: skip
 #: What a model's configuration says of how the model was made and stored.
 _NOT_COMPARED: Final = ("_name_or_path", "architectures", "dtype", "transformers_version")
@@ -156,8 +154,7 @@ class CkptfmtTrainer(Trainer):
         return super()._finalize_training(*args, **kwargs)
 
     def _load_best_model(self) -> None:
-        if not self._training.load_best():
-            super()._load_best_model()
+        self._training.load_best() if self._training.best else super()._load_best_model()
 
 
 class _Training(contextlib.ExitStack):
@@ -165,6 +162,7 @@ class _Training(contextlib.ExitStack):
 
     Attributes:
         place: a directory in which the Trainer finds ``trainer_state.json`` of what it resumes from.
+        best: name of the best checkpoint, once training is over, if it is of this run.
     """
 
     def __init__(self, trainer: Any, options: Mapping[str, Any], output_dir: Path) -> None:  # noqa: ANN401
@@ -191,8 +189,11 @@ class _Training(contextlib.ExitStack):
             return False
         self.resumed = checkpoint.step, checkpoint.leaf(*_TRAINER_STATE)
         state = TrainerState(**json.loads(self.resumed[1]["json"]))
-        if state.best_global_step == checkpoint.step:  # what it was saved as wasn't known yet
-            state.best_model_checkpoint = checkpoint.store.name
+        # The best may be this one, whose path wasn't known yet when it was saved; and the run may have been moved.
+        is_best = state.best_global_step == checkpoint.step
+        best = Path(checkpoint.store.name if is_best else state.best_model_checkpoint or "").name
+        if best and (self.run / best).is_dir():
+            state.best_model_checkpoint = str(self.run / best)
         state.save_to_json(str(Path(self.place, TRAINER_STATE_NAME)))
         return True
 
@@ -248,14 +249,15 @@ class _Training(contextlib.ExitStack):
         trees: Any = ckptfmt.load(handle.path, only=["weights:*", "optimizer:extra/trainer"], framework="torch")
         state = TrainerState(**json.loads(trees["optimizer"]["extra/trainer"]["json"]))
         state.best_model_checkpoint = state.best_global_step and str(self._export_path(state.best_global_step))
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=self.output_dir) as place:
-            made = Path(place, "made")
-            self.trainer._save(str(made), state_dict=trees["weights"])  # noqa: SLF001 - what users override
-            state.save_to_json(str(made / TRAINER_STATE_NAME))
-            (made / _MARK).write_text(json.dumps({"checkpoint": handle.path, "digest": digest}))
-            if target.exists():  # of an earlier launch
-                target.rename(Path(place, "replaced"))
-            made.rename(target)
+        place = self.output_dir / ".exporting"
+        shutil.rmtree(place, ignore_errors=True)  # perhaps of a process that was killed
+        self.trainer._save(str(place / "made"), state_dict=trees["weights"])  # noqa: SLF001 - what users override
+        state.save_to_json(str(place / "made" / TRAINER_STATE_NAME))
+        (place / "made" / _MARK).write_text(json.dumps({"checkpoint": handle.path, "digest": digest}))
+        if target.exists():  # of an earlier launch
+            target.rename(place / "replaced")
+        (place / "made").rename(target)
+        shutil.rmtree(place)
         rotate_checkpoints(str(self.output_dir), self.trainer.args.save_total_limit, state.best_model_checkpoint)
 
     def _export_path(self, step: int) -> Path:
@@ -273,16 +275,15 @@ class _Training(contextlib.ExitStack):
             if self.does_export:  # where users of transformers look for it
                 state.best_model_checkpoint = str(self._export_path(state.best_global_step))
 
-    def load_best(self) -> bool:
-        """Load the best model; return False where it isn't of this run. Raises: `ckptfmt.CkptError`."""
-        if not self.best:
-            return False
-        run = ckptfmt.Run(self.run)
-        if all(one.name != self.best or one.state != "committed" for one in run.list()):
-            self.best = run.best(*_best_of(self.trainer.args)).name  # an equal one: of these the newest is kept
+    def load_best(self) -> None:
+        """Load the best model. Raises: `ckptfmt.CkptError`."""
+        metric, score = _best_of(self.trainer.args)[0], self.trainer.state.best_metric
+        committed = [one for one in ckptfmt.Run(self.run).list() if one.state == "committed"]
+        equal = [one.name for one in committed if one.metrics.get(metric) == score]
+        if equal and self.best not in equal:
+            self.best = equal[-1]  # of equals the newest is kept
         _LOG.info("loading the best model from %s", self.best)
         ckptfmt.load(self.run / self.best, ckptfmt.State(weights=self.trainer.model_wrapped, rng=False))
-        return True
 
 
 class _Asked:

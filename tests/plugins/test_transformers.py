@@ -157,6 +157,9 @@ def test_two_processes(tmp_path):
         assert compare(*journals, last_step=LAST_STEP) == []
     assert (tmp_path / "ours/claim").read_text() == "T1"
     assert ckptfmt_main(["validate", str(tmp_path / "ours/out/ckptfmt")]) == 0
+    alone = train_here(tmp_path / "ours", stop_at=41, resume=str(tmp_path / "ours/out/ckptfmt/step-00000040-l0002"))
+    assert alone.state.global_step == 41
+    assert any("worker_count" in reason for reason in alone.checkpointer.load_report.lowered_by)
 
 
 def test_fsdp2(tmp_path):
@@ -205,6 +208,43 @@ def test_best_model_limit_and_exports(tmp_path):
     assert told["log_history"] == [log for log in ours.state.log_history if "train_loss" not in log]
     assert told["best_model_checkpoint"] == ours.state.best_model_checkpoint
     assert get_last_checkpoint(tmp_path / "ours/out") == str(tmp_path / f"ours/out/checkpoint-{LAST_STEP}")
+
+
+def test_of_equals_the_newest_is_the_best(tmp_path):
+    """Retention keeps the newest of those that are best; the Trainer counts the first as the best."""
+    args = {"eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True, "save_total_limit": 1}
+    told = {"args": {**args, "metric_for_best_model": "same"}, "compute_metrics": lambda _predictions: {"same": 0.5}}
+    train_here(tmp_path / "there", stop_at=11, **told)
+    (tmp_path / "there").rename(tmp_path / "here")  # and the best is found where the run has been moved to
+    ours = train_here(tmp_path / "here", resume=True, **told)
+    assert ours.state.best_global_step == 5
+    assert [step for step, _ in committed_steps(tmp_path / "here")] == [LAST_STEP]
+    found = ckptfmt.Run(tmp_path / "here/out/ckptfmt").newest()
+    assert found.metrics["eval_same"] == 0.5
+    plain = make_model()
+    ckptfmt.load(tmp_path / "here/out/ckptfmt", ckptfmt.State(weights=plain, rng=False))
+    assert digest(plain.state_dict()) == digest(ours.model.state_dict())
+
+
+def test_an_export_replaces_that_of_an_earlier_launch(tmp_path):
+    left = tmp_path / "out/.exporting/made"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    for _ in range(2):
+        ours = train_here(tmp_path, stop_at=6, ckptfmt={"export_hf": True})
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"ckptfmt", "checkpoint-5"}
+    told = json.loads((tmp_path / "out/checkpoint-5/ckptfmt.json").read_text())
+    assert told["checkpoint"] == str(tmp_path / "out/ckptfmt/step-00000005-l0002")
+    assert ours.state.best_model_checkpoint is None
+
+
+def test_a_compiled_model_has_plain_names(tmp_path):
+    args = {"torch_compile": True, "torch_compile_backend": "eager"}
+    ours = train_here(tmp_path, stop_at=6, args=args)
+    plain = make_model()
+    ckptfmt.load(tmp_path / "out/ckptfmt", ckptfmt.State(weights=plain, rng=False))
+    assert train_here(tmp_path, stop_at=7, resume=True, args=args).checkpointer.load_report.claim == "T1"
+    assert ours.checkpointer.step == 6
 
 
 def test_a_resume_follows_the_lineage_and_passes_over_damage(tmp_path, undisturbed):
