@@ -14,10 +14,10 @@ from ckptfmt import limits
 from ckptfmt.adapters.live import list_numbered
 from ckptfmt.adapters.load_plan import Patterns, Rename
 from ckptfmt.adapters.placing import load_trees
-from ckptfmt.commit.waiting import describe_savers, wait_for_savers
+from ckptfmt.commit.waiting import describe_savers, list_held_attempts, wait_for_attempts, wait_for_savers
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import parse_checkpoint_name
-from ckptfmt.errors import CkptError, Code, IntegrityError, err
+from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, err
 from ckptfmt.group import DEADLINE_S, EXCHANGE, Agree, make_group
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
@@ -35,6 +35,8 @@ from ckptfmt.trainer.save_attempt import check_block_nbytes
 PathOrStore = str | os.PathLike[str] | Store
 
 _LOG: Final = logging.getLogger("ckptfmt")
+#: How often a checkpoint outside of a run is opened again that may have been replaced while it was opened.
+_REPLACED_TRIES: Final = 2
 #: Why a compacted checkpoint is full: what a `SaveReport` says of it.
 COMPACTED = "made from a delta"
 FULL_ALREADY = "it is full already"
@@ -187,14 +189,15 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint for reading, lazily and without torch.
 
-    Of a run it is the newest that is committed. Where a living saver hasn't finished a save, a newer one may follow
-    at any moment: then a warning is logged, and `Checkpoint.pending` names the saver.
+    Of a run it is the newest that is committed. Where a living saver hasn't finished a save, to a run or in the place
+    of this checkpoint, a newer one may follow at any moment: then a warning is logged, and `Checkpoint.pending` names
+    the saver.
 
     Args:
         path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
         digest: the manifest digest that is expected, if one is.
         bases: as for `load`; they are looked for when something is read that they have.
-        wait_s: of a run: how long to wait at most until no saver has an unfinished save, in seconds.
+        wait_s: how long to wait at most until no saver has an unfinished save in this place, in seconds.
 
     Returns: a `Checkpoint`; ``checkpoint.weights["layers.0.w"][0:128]`` reads those rows and nothing else; of a delta,
         also what its blocks are decoded with: see `load`.
@@ -291,22 +294,38 @@ def _open(
     path: PathOrStore, store: Store, *, bases: Sequence[Store], digest: str | None = None, wait_s: float = 0.0
 ) -> Checkpoint:
     """Open the checkpoint that a path means: its own, or the head of the run's lineage."""
-    if is_run(store):
-        # Before the registers are read: a save that is decided in between is no longer held, and seen there.
-        held = wait_for_savers(store, deadline_s=wait_s)
-        try:
-            checkpoint = open_head(store, digest=digest, bases=bases)
-        except IntegrityError as error:
-            if not held or error.code != Code.NOT_COMMITTED:
-                raise
-            detail = f"{error.detail}; {describe_savers(held)} hasn't finished a save yet"
-            raise err(error.code, detail, where=error.where, remedy="Wait for that save: pass wait_s=.") from error
-        checkpoint.pending = tuple(held)
-        return checkpoint
-    checkpoint = Checkpoint(store, digest=digest, bases=bases)
-    if isinstance(path, str | os.PathLike):
+    is_in_run = is_run(store)
+    # Before the registers are read: a save that is decided in between is no longer held, and seen there.
+    held = wait_for_savers(store, deadline_s=wait_s) if is_in_run else _wait_for_attempts(store, wait_s)
+    try:
+        checkpoint = (open_head if is_in_run else _open_alone)(store, digest=digest, bases=bases)
+    except IntegrityError as error:
+        if not held or error.code != Code.NOT_COMMITTED:
+            raise
+        detail = f"{error.detail}; {describe_savers(held)} hasn't finished a save yet"
+        raise err(error.code, detail, where=error.where, remedy="Wait for that save: pass wait_s=.") from error
+    if isinstance(path, str | os.PathLike) and not is_in_run:
         check_surroundings(path, checkpoint.manifest)
+    checkpoint.pending = tuple(held)
     return checkpoint
+
+
+def _wait_for_attempts(store: Store, wait_s: float) -> list[str]:
+    """Return the attempts that are still held after a wait."""
+    with contextlib.suppress(CommitError):  # at the deadline
+        wait_for_attempts(store, deadline_s=wait_s)
+    return list_held_attempts(store)
+
+
+def _open_alone(store: Store, *, digest: str | None, bases: Sequence[Store]) -> Checkpoint:
+    """Open the checkpoint of a directory; the next one, where a save replaces it in the meantime."""
+    for _ in range(_REPLACED_TRIES):
+        try:
+            return Checkpoint(store, digest=digest, bases=bases)
+        except IntegrityError as error:
+            if error.code != Code.FILE_MISSING:
+                raise
+    return Checkpoint(store, digest=digest, bases=bases)
 
 
 def _warn_of_pending(checkpoint: Checkpoint) -> None:

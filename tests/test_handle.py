@@ -1,16 +1,19 @@
 """What the caller of a save sees of it: states that only go on, waits that end, a report when there is one."""
 
+import functools
 import itertools
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt.errors import CkptError, Code, CommitError, err
-from ckptfmt.trainer.handle import STATES, SaveHandle, SaveReport
+from ckptfmt.trainer.handle import STATES, Callbacks, SaveHandle, SaveReport
 from tests.builders import code_of, error_of
 
 REPORT = SaveReport(path="run/step-00000003-l0001", digest="blake3:00", step=3, nbytes=24, writer_count=1)
@@ -195,3 +198,112 @@ def test_times_begin_with_the_call() -> None:
 
 def test_it_says_what_it_is() -> None:
     assert repr(make()) == "SaveHandle(step=3, state='STAGING', path='run/step-00000003-l0001')"
+
+
+# --- callbacks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["COMMITTED", "FAILED", "SKIPPED"])
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_callback_of_the_end_is_called_once_whenever_it_is_asked_for(end, asked) -> None:
+    callbacks, called = Callbacks(), list[Any]()
+    handle = SaveHandle(
+        step=3,
+        path=REPORT.path,
+        begin_s=0.0,
+        callbacks=callbacks,
+        **({"state": "SKIPPED"} if end == "SKIPPED" else {}),
+    )
+
+    def ask():
+        handle.on_committed(lambda report: called.append(("committed", report)))
+        handle.on_failed(lambda error: called.append(("failed", error)))
+
+    if asked == "before":
+        ask()
+    handle.tell_copied()
+    handle.tell_state("STAGED")
+    assert callbacks.wait(0.0)
+    if end == "COMMITTED":
+        handle.tell_state("COMMITTED", REPORT)
+    else:
+        handle.tell_failed(FULL)
+    handle.tell_over()
+    handle.tell_failed(FULL)
+    if asked == "after":
+        ask()
+    assert callbacks.wait(60)
+    assert called == {"COMMITTED": [("committed", REPORT)], "FAILED": [("failed", FULL)], "SKIPPED": []}[end]
+    assert handle.is_failure_taken
+    assert not [thread for thread in threading.enumerate() if thread.name == "ckptfmt-callbacks"]
+
+
+def test_callback_that_raises_is_logged_and_hides_no_other(caplog) -> None:
+    callbacks, called = Callbacks(), list[Any]()
+
+    def leave(_report):
+        raise SystemExit(3)
+
+    def fail(_report):
+        raise ZeroDivisionError
+
+    handle = SaveHandle(step=3, path=REPORT.path, begin_s=0.0, callbacks=callbacks)
+    handle.on_committed(leave).on_committed(fail).on_committed(called.append)
+    handle.tell_state("COMMITTED", REPORT)
+    assert callbacks.wait(60)
+    assert called == [REPORT]
+    assert "ZeroDivisionError" in caplog.text
+    assert "SystemExit" in caplog.text
+
+
+def test_callback_that_blocks_holds_up_nobody_else() -> None:
+    """It may also ask the handle, and end what waits for callbacks: no lock is held."""
+    callbacks, gate, order = Callbacks(), threading.Event(), list[Any]()
+    handles = [SaveHandle(step=n, path=REPORT.path, begin_s=0.0, callbacks=callbacks) for n in (1, 2)]
+    handles[0].on_committed(lambda _: gate.wait(60))
+
+    def ask(handle, _report):
+        order.append((handle.step, handle.wait(), callbacks.wait(0.0)))
+
+    for handle in handles:
+        handle.on_committed(functools.partial(ask, handle))
+        handle.tell_copied()
+        handle.tell_state("COMMITTED", REPORT)
+        handle.tell_over()
+        assert handle.wait(timeout_s=0) == REPORT
+        assert handle.wait_over(0)
+    assert not callbacks.wait(0.01)
+    gate.set()
+    assert callbacks.wait(60)
+    assert order == [(1, REPORT, True), (2, REPORT, True)]
+
+
+def test_no_thread_for_callbacks_is_no_end_of_the_saver(monkeypatch, caplog) -> None:
+    """Whoever tells of the end isn't told of it; whoever waits for the callbacks has them called."""
+    callbacks, called = Callbacks(), list[Any]()
+    handle = SaveHandle(step=3, path=REPORT.path, begin_s=0.0, callbacks=callbacks).on_committed(called.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _refuse)
+        handle.tell_state("COMMITTED", REPORT)
+        assert not callbacks.wait(0.0)
+    assert "no more threads" in caplog.text
+    assert callbacks.wait(60)
+    assert called == [REPORT]
+
+
+def _refuse(_thread):
+    raise RuntimeError("no more threads")
+
+
+def test_fork_calls_nothing_that_was_asked_for_before() -> None:
+    callbacks, gate, called = Callbacks(), threading.Event(), list[Any]()
+    callbacks.add(lambda _: gate.wait(60), None)
+    callbacks.add(called.append, "parent's")
+    pid = os.fork()
+    if pid == 0:
+        callbacks.add(called.append, "own")
+        os._exit(not (callbacks.wait(60) and called == ["own"]))
+    gate.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert callbacks.wait(60)
+    assert called == ["parent's"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +214,66 @@ def test_failure_is_raised_once_by_the_next_call(by: str) -> None:
     saving.close()
 
 
+@pytest.mark.parametrize("saver", SAVERS)
+def test_callbacks_are_called_before_close_returns(tmp_path: Path, saver: str) -> None:
+    reports: list[Any] = []
+    with make(saver=saver) as saving:
+        for step in (1, 2):
+            saving.save(tmp_path / f"{step}", state_of(step), step=step, on_committed=reports.append)
+    assert [(report.step, report.path) for report in reports] == [(step, str(tmp_path / f"{step}")) for step in (1, 2)]
+    assert [number_at(report.path) for report in reports] == [1, 2]
+
+
+def test_failure_that_a_callback_takes_is_raised_by_nobody() -> None:
+    full = Fault(fail_at=1, operations=frozenset({"create"}), path_end=".safetensors")
+    errors: list[Any] = []
+    with make() as saving:
+        place = FaultStore(MemoryStore(), full, code=Code.NO_SPACE)
+        saving.save(place, state_of(1), step=1, on_committed=errors.append, on_failed=errors.append).wait_over(WAIT_S)
+        saving.save(MemoryStore(), state_of(2), step=2)
+    assert [error.code for error in errors] == [Code.NO_SPACE]
+
+
+def test_callbacks_of_a_checkpointer_are_called_too(tmp_path: Path) -> None:
+    reports: list[Any] = []
+    with ckptfmt.Checkpointer(tmp_path / "run", state_of(1), saver="thread") as checkpointer:
+        handle = checkpointer.save(step=1)
+        assert handle is not None
+        handle.on_committed(reports.append)
+    assert [report.step for report in reports] == [1]
+
+
+def test_callback_that_blocks_delays_no_save_and_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ckptfmt.trainer.saves._CALLBACKS_S", 0.05)
+    gate = threading.Event()
+    saving = make(slots=1, deadline_s=WAIT_S)
+    for step in (1, 2, 3):
+        saving.save(tmp_path / f"{step}", state_of(step), step=step, on_committed=lambda _: gate.wait(WAIT_S))
+    saving.wait(WAIT_S)
+    assert [number_at(tmp_path / f"{step}") for step in (1, 2, 3)] == [1, 2, 3]
+    object.__setattr__(saving._options, "deadline_s", 0.05)
+    saving.close()
+    assert "callbacks of saves aren't over" in caplog.text
+    gate.set()
+
+
+@pytest.mark.parametrize("saver", ["process", "thread"])
+def test_replaced_while_saves_to_it_are_under_way(tmp_path: Path, saver: str) -> None:
+    """One after the other, in the order of the calls."""
+    reports: list[Any] = []
+    with make(saver=saver, slots=2) as saving:
+        for step in range(5):
+            saving.save(tmp_path / "last", state_of(step), step=step, replace=True, on_committed=reports.append)
+        saving.wait(WAIT_S)
+        assert number_at(tmp_path / "last") == 4
+        saving.save(tmp_path / "last", state_of(5), step=5, replace=True)
+        saving.remove(tmp_path / "last")
+        assert not (tmp_path / "last").exists()
+    assert [report.step for report in reports] == list(range(5))
+
+
 def test_closed_saver_saves_nothing(tmp_path: Path) -> None:
     saving = make()
     saving.save(tmp_path / "one", state_of(1), step=1)
@@ -290,3 +352,54 @@ def test_what_is_staged_is_saved_however_the_process_ends(tmp_path: Path, how: s
         assert any(not list_held_attempts(store) for _ in poll(WAIT_S))
         assert number_at(tmp_path / number) == 1
     assert not (tmp_path / "3").exists() or how == "forks"
+
+
+KILLED = """
+    import sys
+    import numpy as np, ckptfmt
+    path, first = sys.argv[1], int(sys.argv[2])
+    weights = np.zeros(4_000_000, np.float32)
+    saver = ckptfmt.Saver(slots=2)
+    state = ckptfmt.State(weights={"w": weights}, data={"position": 0}, rng=False)
+    for number in range(first, 1_000_000):
+        weights[...] = state.data["position"] = number
+        handle = saver.save(path, state, step=number, replace=True)
+        print("called", number, saver._saves._background._link.pid, flush=True)
+        handle.wait("STAGED")
+        print("staged", number, flush=True)
+        handle.on_committed(lambda report: print("committed", report.step, flush=True))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["trainer", "saver", "both"])
+def test_kills_while_it_is_replaced_leave_the_old_or_the_new_one(tmp_path: Path, who: str) -> None:
+    """And what was STAGED is there in the end, if the saver lives."""
+    rng, place, last = random.Random(20261123), tmp_path / "last", 0
+    ckptfmt.save(place, state_of(last), step=last)
+    for _ in range(4):
+        command = [sys.executable, "-c", textwrap.dedent(KILLED), str(place), str(last + 1)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        with process:
+            assert process.stdout is not None
+            line = process.stdout.readline().split()
+            assert line[:2] == ["called", str(last + 1)], process.communicate()
+            time.sleep(rng.uniform(0.0, 0.3))
+            if who != "trainer":
+                os.kill(int(line[2]), signal.SIGKILL)
+            if who != "saver":
+                process.kill()
+            told = [words for words in map(str.split, process.stdout) if len(words) > 1]
+        store = LocalStore(place, writable=False)
+        assert any(not list_held_attempts(store) for _ in poll(WAIT_S))
+        called, staged, committed = (
+            max([last, *(int(words[1]) for words in told if words[0] == kind)])
+            for kind in ("called", "staged", "committed")
+        )
+        found = number_at(place)
+        assert (staged if who == "trainer" else committed) <= found <= max(called, last + 1)
+        last = found
+    with make() as saving:
+        saving.save(place, state_of(last + 1), step=last + 1, replace=True)
+    assert ckptfmt.validate(place).warnings == []
+    assert number_at(place) == last + 1

@@ -1,14 +1,20 @@
-"""Checkpoints outside of a run: what may take the place of what. Spec: REQ-CMT-042."""
+"""Checkpoints outside of a run: what may take the place of what, and how one is removed.
+
+Spec: REQ-CMT-042, REQ-CMT-045.
+"""
 
 from __future__ import annotations
 
-from ckptfmt.commit.decision import is_of_attempt, read_register
-from ckptfmt.documents.manifest import Manifest
-from ckptfmt.errors import Code, err
+from typing import Final
+
+from ckptfmt.commit.decision import Register, create_once, is_of_attempt, read_register
+from ckptfmt.commit.waiting import wait_for_attempts
+from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, Tombstone
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.protocol import Store
 
 #: Where writers meet that know each other by a token: `ckptfmt.group.EXCHANGE`.
-_MET = "exchange/"
+_MET: Final = "exchange/"
 
 
 def check_replaceable(store: Store) -> None:
@@ -19,14 +25,83 @@ def check_replaceable(store: Store) -> None:
     register = read_register(store)
     problem = ""
     if register is None:
-        foreign = [path for path in store.list("") if not is_of_attempt(path) and not path.startswith(_MET)]
+        foreign = [path for path in store.list("") if not _is_ours(path)]
         if foreign:
             problem = f"the directory holds no checkpoint, and other files, such as {foreign[0]!r}"
             remedy = "Save to a directory of its own; or without replace=, which leaves other files alone."
     else:
-        run_id = register.origin.run_id if isinstance(register, Manifest) else register.run_id
+        run_id = _run_of(register)
         if run_id is not None:
             problem = f"the checkpoint belongs to the run {run_id}"
             remedy = "Save to a directory of its own, or through a Checkpointer."
     if problem:
         raise err(Code.CHECKPOINT_EXISTS, problem, where=store.name, requirement="REQ-CMT-042", remedy=remedy)
+
+
+def check_removable(store: Store, *, is_in_run: bool) -> None:
+    """Raise unless there is something of a checkpoint that belongs to no run.
+
+    Args:
+        is_in_run: whether the directory is that of a run.
+
+    Raises: IntegrityError(NOT_COMMITTED); StateError(ARGUMENT); what is wrong with the register. Spec: REQ-CMT-045.
+    """
+    register = read_register(store)
+    if is_in_run or (register is not None and _run_of(register) is not None):
+        what = "this directory is that of a run" if is_in_run else "the checkpoint belongs to a run"
+        remedy = "Call ckptfmt.Run(path).delete(checkpoint), or `python -m ckptfmt rm`."
+        raise err(Code.ARGUMENT, what, where=store.name, requirement="REQ-CMT-045", remedy=remedy)
+    if register is None and not any(map(is_of_attempt, store.list(""))):
+        remedy = "Give the directory of a checkpoint."
+        raise err(Code.NOT_COMMITTED, "no checkpoint is here", where=store.name, remedy=remedy)
+
+
+def remove_alone(store: Store, *, deadline_s: float) -> None:
+    """Remove what a directory has of checkpoints outside of a run, once nobody saves there any more.
+
+    The register says first that there is none any more, and goes last. Again, if a crash came between.
+
+    Args:
+        deadline_s: how long to wait for savers, in seconds.
+
+    Raises: as `check_removable`; CommitError(SAVE_PENDING); StoreError. Spec: REQ-CMT-045.
+    """
+    wait_for_attempts(store, deadline_s=deadline_s)
+    check_removable(store, is_in_run=False)
+    _end(store)
+    store.sync("")
+    for path in store.list(""):
+        if path != MANIFEST_NAME and _is_ours(path):
+            store.delete(path)
+    for prefix in ("", "parts"):
+        store.delete_leftovers(prefix)
+    store.remove_directory("parts")
+    store.sync("")
+    store.delete(MANIFEST_NAME)
+    store.sync("")
+
+
+def _end(store: Store) -> None:
+    """Put a tombstone in the place of a manifest, or an abort record where nothing was decided."""
+    register = read_register(store)
+    if register is None:
+        record = Abort(run_id=None, launch=None, step=0, reason="removed")
+        try:
+            create_once(store, MANIFEST_NAME, content=record.dump())
+        except CkptError as error:
+            if error.code != Code.COMMIT_CONFLICT:
+                raise
+            register = read_register(store)  # a save without a hold was faster
+    if isinstance(register, Manifest):
+        origin = register.origin
+        tombstone = Tombstone(run_id=None, launch=None, step=origin.step, manifest_digest=register.digest)
+        store.replace(MANIFEST_NAME, tombstone.dump())
+
+
+def _is_ours(path: str) -> bool:
+    """Tell whether a path is that of a file of an attempt, or of an exchange among writers."""
+    return is_of_attempt(path) or path.startswith(_MET)
+
+
+def _run_of(register: Register) -> str | None:
+    return register.origin.run_id if isinstance(register, Manifest) else register.run_id

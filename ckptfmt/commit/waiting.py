@@ -19,6 +19,7 @@ from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.store.protocol import Store
 
 _NAME: Final = re.compile(r"([0-9]{4,})-([0-9]{5,})-[0-9a-f]{16}")
+_ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
 #: How long a poll sleeps, in seconds: at first, and at most.
 _POLL_MIN_S, _POLL_MAX_S = 0.002, 0.1
 #: How many writers of a launch are named.
@@ -84,7 +85,7 @@ def describe_savers(names: Iterable[str]) -> str:
     for name in sorted(names):
         found = _NAME.fullmatch(name)
         if found is None:
-            others.append(repr(name))
+            others.append(f"attempt {name}" if _ATTEMPT.fullmatch(name) else repr(name))
         else:
             launches.setdefault(int(found[1]), []).append(int(found[2]))
     return ", ".join([*(f"launch {launch} ({_writers(writers)})" for launch, writers in launches.items()), *others])

@@ -125,7 +125,7 @@ class Background:
         self._saves: dict[int, _Save] = {}
         self._count = 0
         self._is_closing = False
-        self._failures: list[tuple[str, CkptError]] = []
+        self._failures: list[tuple[str, SaveHandle]] = []
         self._told: set[str] = set()
         self.thread_count = staging_thread_count()
         self._threads = concurrent.futures.ThreadPoolExecutor(max(1, self.thread_count - 1), "ckptfmt-copy")
@@ -443,7 +443,7 @@ class Background:
                 _LOG.error("step %d FAILED: %s", save.handle.step, error)
                 attempt = save.request.origin.attempt
                 if attempt not in self._told:
-                    self._failures.append((attempt, error))
+                    self._failures.append((attempt, save.handle))
             self._free_slots()
 
     def _free_slots(self) -> None:
@@ -458,7 +458,8 @@ class Background:
     def next_failure(self) -> tuple[str, CkptError] | None:
         """Return attempt and error of a save that failed and of which nobody was told yet."""
         with self._lock:
-            return self._failures[0] if self._failures else None
+            failures = [(attempt, handle.error) for attempt, handle in self._failures if not handle.is_failure_taken]
+        return next(((attempt, error) for attempt, error in failures if error is not None), None)
 
     def note_told(self, attempt: str) -> None:
         """Take note that the failure of an attempt was raised here: not again, even if it is still to come."""

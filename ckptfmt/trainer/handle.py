@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final, Self
 
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.errors import CkptError, Code, err
 
+_LOG: Final = logging.getLogger("ckptfmt")
 #: The states of a save, in this order. FAILED and SKIPPED are the other ends.
 STATES: Final = ("STAGING", "STAGED", "WRITTEN", "COMMITTED")
 #: After how many seconds of waiting a signal, or a thread that ended without a word, is noticed at the latest.
@@ -53,8 +57,70 @@ class SaveReport:
         return cls(path=path, step=origin.step, writer_count=origin.writer_count, reason=reason, **told)
 
 
+class Callbacks:
+    """Functions that are called when a save is over: one after the other, in a thread that lives while there are any.
+
+    Whoever tells of the end of a save goes on at once. A function that blocks keeps only later ones waiting; what it
+    raises is logged. In a fork of this process nothing is called that was asked for before.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        # Entered itself, and not by way of the condition: an interrupt can't come between its being taken and `with`.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._calls: collections.deque[tuple[Callable[[Any], object], object]] = collections.deque()
+        self._thread: threading.Thread | None = None
+
+    def add(self, function: Callable[[Any], object], argument: object) -> None:
+        """Have a function called, once."""
+        if os.getpid() != self._pid:
+            Callbacks.__init__(self)
+        with self._lock:
+            self._calls.append((function, argument))
+        self._start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all calls are done, and say whether they are; from within one of them, don't wait."""
+        if threading.current_thread() is self._thread or os.getpid() != self._pid:
+            return True
+        return wait_until(
+            lambda: not self._calls and self._thread is None,
+            lock=self._lock,
+            changed=self._changed,
+            look=self._start,
+            timeout_s=timeout_s,
+        )
+
+    def _start(self) -> None:
+        """Start the thread, if there is something to call and nobody at it."""
+        with self._lock:
+            if not self._calls or (self._thread is not None and self._thread.is_alive()):
+                return
+            thread = threading.Thread(target=self._call_all, name="ckptfmt-callbacks", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # there are too many; whoever adds one or waits tries again
+                _LOG.warning("callbacks of saves wait: %s", error)
+            else:
+                self._thread = thread
+
+    def _call_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._calls:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                function, argument = self._calls.popleft()
+            try:
+                function(argument)
+            except BaseException:  # noqa: BLE001 - whatever it is, the next one is called
+                _LOG.exception("a callback of a save raised: %r", function)
+
+
 class SaveHandle:
-    """One save of a `Checkpointer`.
+    """One save of a `Checkpointer` or a `ckptfmt.Saver`.
 
     States: ``STAGING`` the snapshot is being copied; ``STAGED`` it is complete and in the saver's hands: a trainer that
     dies now loses nothing; ``WRITTEN`` this process's share is durable; ``COMMITTED`` the checkpoint is, for all
@@ -70,7 +136,9 @@ class SaveHandle:
         report: what it did, once it is committed.
     """
 
-    def __init__(self, *, step: int, path: str, begin_s: float, state: str = "STAGING") -> None:
+    def __init__(
+        self, *, step: int, path: str, begin_s: float, state: str = "STAGING", callbacks: Callbacks | None = None
+    ) -> None:
         self.step = step
         self.path = path
         self.blocked_s = 0.0
@@ -81,6 +149,10 @@ class SaveHandle:
         self._state = state
         self._is_copied = self._is_over = state == "SKIPPED"
         self._look: Callable[[], None] = _nothing
+        self._callbacks = Callbacks() if callbacks is None else callbacks
+        #: What is to be called at the end, by the state that this is.
+        self._at_end: list[tuple[str, Callable[[Any], object]]] = []
+        self._is_failure_taken = False
         # Entered itself, and not by way of the condition: an interrupt can't come between its being taken and `with`.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -107,6 +179,43 @@ class SaveHandle:
     def is_over(self) -> bool:
         """Whether nothing is done for it any more, clean-up included."""
         return self._is_copied and self._is_over
+
+    @property
+    def is_failure_taken(self) -> bool:
+        """Whether somebody is told of a failure by `on_failed`, so that no later call raises it."""
+        return self._is_failure_taken
+
+    def on_committed(self, function: Callable[[SaveReport], object]) -> Self:
+        """Have a function called with the report, once, when the save is committed; soon, if it is already.
+
+        It is called in a thread for callbacks, and holds up nothing but later callbacks. What it raises is logged. The
+        `close` that ends the saves waits for it; a process that ends without doesn't.
+        """
+        return self._call_at("COMMITTED", function)
+
+    def on_failed(self, function: Callable[[CkptError], object]) -> Self:
+        """Have a function called with the error, once, when the save fails; soon, if it has failed already.
+
+        Called as by `on_committed`. The failure is no longer raised by the next save or `close`. With several
+        processes every one of them passes a function: a failure that one of them doesn't take is raised on all.
+        """
+        self._is_failure_taken = True
+        return self._call_at("FAILED", function)
+
+    def _call_at(self, state: str, function: Callable[[Any], object]) -> Self:
+        with self._lock:
+            self._at_end.append((state, function))
+            self._call_back()
+        return self
+
+    def _call_back(self) -> None:
+        """Hand over what is to be called in the state that is reached, if it is an end; with the lock held."""
+        argument = self.report if self._state == "COMMITTED" else self.error
+        if self._state in ("COMMITTED", "FAILED", "SKIPPED"):
+            due, self._at_end = self._at_end, []
+            for state, function in due:
+                if state == self._state:
+                    self._callbacks.add(function, argument)
 
     def wait(self, state: str = "COMMITTED", timeout_s: float | None = None) -> SaveReport | None:
         """Wait until the save has reached a state.
@@ -169,6 +278,7 @@ class SaveHandle:
                 self._state = state
                 self.times[state] = time.monotonic() - self._begin_s
                 self.report = report
+                self._call_back()
                 self._changed.notify_all()
 
     def tell_over(self, removed: tuple[str, ...] = ()) -> None:
@@ -186,6 +296,7 @@ class SaveHandle:
             changes = self._state in STATES and self._state != "COMMITTED"
             if changes:
                 self._state, self.error = "FAILED", error
+                self._call_back()
             self._is_over = True
             self._note_end()
             self._changed.notify_all()

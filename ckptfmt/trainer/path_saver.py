@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Self, SupportsFloat
 
+from ckptfmt.commit.lone import check_removable, remove_alone
 from ckptfmt.documents.labels import Labels
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
+from ckptfmt.run.lineage import is_run
 from ckptfmt.state import State
 from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.protocol import Store
-from ckptfmt.trainer.handle import SaveHandle
+from ckptfmt.trainer.handle import SaveHandle, SaveReport
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target
 
 
@@ -107,6 +111,8 @@ class Saver:
         metrics: Mapping[str, SupportsFloat] | None = None,
         tags: Iterable[str] = (),
         replace: bool = False,
+        on_committed: Callable[[SaveReport], object] | None = None,
+        on_failed: Callable[[CkptError], object] | None = None,
     ) -> SaveHandle:
         """Begin a save to a directory; every process calls it, with the same path and step.
 
@@ -119,6 +125,7 @@ class Saver:
             state: what to save.
             step: training steps done.
             metrics, tags, replace: as for `ckptfmt.save`.
+            on_committed, on_failed: as the methods of `SaveHandle`. What is raised here isn't given to `on_failed`.
 
         Returns: the save. A failure is raised when it is waited for; or by the next `save`, `wait` or `close`.
         Raises: CommitError(CHECKPOINT_EXISTS) where a checkpoint or a run is, or another save is under way; what an
@@ -133,6 +140,10 @@ class Saver:
             step=step,
             label=functools.partial(Labels.of, metrics, tags),
         )
+        if on_committed is not None:
+            handle.on_committed(on_committed)
+        if on_failed is not None:
+            handle.on_failed(on_failed)
         self._handles = [*self._in_hand(), handle]
         return handle
 
@@ -148,6 +159,32 @@ class Saver:
         for handle in self._in_hand():
             handle.wait(timeout_s=None if end_s is None else max(0.0, end_s - time.monotonic()))
             handle.wait_over(None if end_s is None else max(0.0, end_s - time.monotonic()))
+
+    def remove(self, path: str | os.PathLike[str] | Store) -> None:
+        """Remove a checkpoint that belongs to no run; one process calls it.
+
+        Saves to this path are waited for: those of this object, and those that another process's saver still has in
+        hand. From the first change on, what is left is no checkpoint, and says so (CHECKPOINT_RETIRED); `remove` once
+        more removes what an interrupted one left. Other files in the directory stay, and so does the directory then.
+        Of a symbolic link the link alone is removed.
+
+        Raises: IntegrityError(NOT_COMMITTED) where nothing of a checkpoint is; StateError(ARGUMENT) for a run or a
+            checkpoint of one; CommitError(SAVE_PENDING) at the deadline; StoreError. Spec: REQ-CMT-045.
+        """
+        if isinstance(path, str | os.PathLike) and Path(path).is_symlink():
+            Path(path).unlink()
+            return
+        place = open_store(path, writable=False)
+        check_removable(place, is_in_run=is_run(place))
+        deadline_s = self._options.deadline_s
+        for handle in self._in_hand():
+            if handle.path == place.name and not handle.wait_over(deadline_s):
+                detail = f"the save of step {handle.step} to this path isn't over after {deadline_s:g} s"
+                raise err(Code.SAVE_PENDING, detail, where=handle.path)
+        remove_alone(open_store(path, writable=True), deadline_s=deadline_s)
+        if isinstance(path, str | os.PathLike):
+            with contextlib.suppress(OSError):  # of somebody else's files
+                Path(place.name).rmdir()
 
     def close(self) -> None:
         """Wait for the saves in flight, and let go of what is held; nothing can be saved afterwards.

@@ -33,7 +33,7 @@ from ckptfmt.state import State
 from ckptfmt.store import LocalStore
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import Background, Place
-from ckptfmt.trainer.handle import SaveHandle, SaveReport
+from ckptfmt.trainer.handle import Callbacks, SaveHandle, SaveReport
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.write.image import Context
 from ckptfmt.write.snapshot import Snapshot
@@ -47,6 +47,8 @@ _SAVERS: Final = ("process", "thread", "inline")
 _POLICIES: Final = ("wait", "skip")
 #: How long the interpreter's exit waits for a saver in a thread, in seconds. One in a process needs no waiting.
 _EXIT_S: Final = 60.0
+#: How long callbacks may take at least when the saves are ended, in seconds.
+_CALLBACKS_S: Final = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,7 @@ class Saves:
         self._group = group
         self._options = options
         self._known = Known()
+        self._callbacks = Callbacks()
         self._ownership = Ownership(check_replicas=options.check_replicas)
         # Of torch, where that is there: a ckptfmt.adapters.torch.Guard of each state, and .Devices.
         self._guards: dict[int, Any] = {}
@@ -284,7 +287,7 @@ class Saves:
                 raise problem or err(Code.SLOTS_BUSY, "another writer has no free slot", where=path)
             _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
             return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
-        handle = SaveHandle(step=step, path=path, begin_s=begin_s)
+        handle = SaveHandle(step=step, path=path, begin_s=begin_s, callbacks=self._callbacks)
         if background is None or not self._save_beside(background, agreed, handle, state, target):
             self._save_inline(agreed, handle, target)
         handle.blocked_s = time.monotonic() - begin_s
@@ -386,7 +389,7 @@ class Saves:
             raise error_from_json(first["error"])
 
     def close(self, *, deadline_s: float, quietly: bool = False) -> None:
-        """Wait for the saves in flight, and let saver and slots go.
+        """Wait for the saves in flight and their callbacks, and let saver and slots go.
 
         Args:
             deadline_s: how long to wait, in seconds.
@@ -395,6 +398,14 @@ class Saves:
         Raises: the error of a save that failed, if nobody was told yet; CommitError(SAVE_PENDING) if one isn't over
             by the deadline.
         """
+        end_s = time.monotonic() + deadline_s
+        try:
+            self._close_background(deadline_s, quietly=quietly)
+        finally:
+            if not self._callbacks.wait(max(_CALLBACKS_S, end_s - time.monotonic())):
+                _LOG.warning("callbacks of saves aren't over when the saves are")
+
+    def _close_background(self, deadline_s: float, *, quietly: bool) -> None:
         background, self._background = self._background, None
         if background is None:
             return

@@ -1,4 +1,4 @@
-"""A checkpoint takes the place of another one: at every moment, the old one is there whole or the new one is."""
+"""Checkpoints outside of a run are replaced and removed: at every moment one is there whole, or says that it isn't."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ import pytest
 
 import ckptfmt
 from ckptfmt.commit import decision
+from ckptfmt.commit.lone import remove_alone
 from ckptfmt.commit.waiting import hold_attempt, list_held_attempts
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
 from ckptfmt.errors import Code
 from ckptfmt.store import open_store
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.trainer.path_saver import Saver
 from ckptfmt.write.writer import write_part
 from tests.builders import code_of, error_of, origin, save, snapshot, tensor
-from tests.explorer.crashes import Bench, lay_out, record
+from tests.explorer.crashes import Bench, bench_directory, lay_out, record
 from tests.explorer.fsmodel import EXT4_ORDERED, POSIX_MIN, Disk, DiskState
 from tests.saver.test_saver import WAIT_S
 from tests.store.helpers import ROOT
@@ -163,6 +165,21 @@ def test_writers_replace_together(store: LocalStore) -> None:
 # --- crashes ----------------------------------------------------------------------------------------------------------
 
 
+def explore(model: str, run: Callable[[Bench], None]) -> dict[Any, tuple[DiskState, list[str], bool]]:
+    """Return the states that a crash may leave, each with leftovers and whether the end was told of before."""
+    recording = record(run, setup=first)
+    rng, disk, is_told = random.Random(SEED), Disk(recording.initial), False
+    found: dict[Any, tuple[DiskState, list[str], bool]] = {}
+    for operation in recording.operations:
+        if operation.op == ACK:
+            is_told = True
+        else:
+            disk.apply(operation)
+        for state in disk.iter_states(model, rng):
+            found.setdefault((state.key, is_told), (state, disk.leftovers(rng), is_told))
+    return found
+
+
 def first(bench: Bench) -> None:
     replace(bench.store(), 1)
 
@@ -175,23 +192,16 @@ def second(bench: Bench) -> None:
 @pytest.mark.parametrize("model", [POSIX_MIN, EXT4_ORDERED])
 def test_no_crash_leaves_neither(model: str, tmp_path: pathlib.Path) -> None:
     """REQ-CMT-042: and what it leaves beside is removed by the next save."""
-    recording = record(second, setup=first)
-    rng, disk, allowed = random.Random(SEED), Disk(recording.initial), {1, 2}
-    found: dict[Any, int] = {}
-    states: list[tuple[DiskState, list[str]]] = []
-    for operation in recording.operations:
-        if operation.op == ACK:
-            allowed = {2}
-        else:
-            disk.apply(operation)
-        for state in disk.iter_states(model, rng):
-            if state.key not in found:
-                found[state.key] = number_at(MemoryStore.from_snapshot(state.files))
-                states.append((state, disk.leftovers(rng)))
-            assert found[state.key] in allowed
-    assert len(found) >= 10
-    assert set(found.values()) == {1, 2}
-    for count, (state, leftovers) in enumerate(rng.sample(states, min(12, len(states)))):
+    states = explore(model, second)
+    assert len(states) >= 10
+    numbers = set()
+    for state, _, is_told in states.values():
+        number = number_at(MemoryStore.from_snapshot(state.files))
+        assert number in ({2} if is_told else {1, 2})
+        numbers.add(number)
+    assert numbers == {1, 2}
+    sample = random.Random(SEED).sample(list(states.values()), 10)
+    for count, (state, leftovers, _) in enumerate(sample):
         root = tmp_path / f"{count}"
         root.mkdir()
         lay_out(state, root, leftovers)
@@ -199,6 +209,40 @@ def test_no_crash_leaves_neither(model: str, tmp_path: pathlib.Path) -> None:
         assert number_at(root) == 3
         assert_clean(root)
         assert not [path for path in root.rglob(".tmp-*") if path.is_file()]
+
+
+def removal(bench: Bench) -> None:
+    remove_alone(bench.store(), deadline_s=WAIT_S)
+    bench.log.ack("removed")
+
+
+def test_no_crash_leaves_half_of_what_is_removed() -> None:
+    """REQ-CMT-045: and who removes again, or saves again, finishes it."""
+    states = explore(POSIX_MIN, removal)
+    assert len(states) >= 6
+    seen = set()
+    for state, leftovers, is_told in states.values():
+        store = MemoryStore.from_snapshot(state.files)
+        code = code_of(lambda s=store: ckptfmt.open(s))
+        if code == "ok":
+            assert not is_told
+            assert number_at(store) == 1
+        else:
+            assert code in (Code.CHECKPOINT_RETIRED, Code.NOT_COMMITTED)
+            # Without a register nothing of it is left.
+            assert code == Code.CHECKPOINT_RETIRED or not state.files
+        seen.add(code)
+        with bench_directory() as root:
+            lay_out(state, root, leftovers)
+            if code != Code.NOT_COMMITTED:
+                Saver().remove(root)
+                assert not root.exists()
+        with bench_directory() as root:
+            lay_out(state, root, leftovers)
+            replace(root, 2)
+            assert number_at(root) == 2
+            assert_clean(root)
+    assert seen == {"ok", Code.CHECKPOINT_RETIRED, Code.NOT_COMMITTED}
 
 
 SCRIPT = """
@@ -309,3 +353,82 @@ def test_an_earlier_save_is_waited_for(store: LocalStore) -> None:
     waiting.join(WAIT_S)
     assert number_at(store) == 2
     assert_clean(open_store(store, writable=True))
+
+
+# --- what is removed --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_removed_is_gone_and_nothing_else(tmp_path: pathlib.Path) -> None:
+    """REQ-CMT-045"""
+    for name in ("one", "other", "left"):
+        replace(tmp_path / name, 1)
+    (tmp_path / "other" / "notes.txt").write_bytes(b"mine")
+    (tmp_path / "link").symlink_to("left")
+    removing = Saver()
+    for name in ("one", "other", "link"):
+        removing.remove(tmp_path / name)
+        assert code_of(lambda n=name: removing.remove(tmp_path / n)) == Code.NOT_COMMITTED
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["left", "other"]
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["notes.txt"]
+    assert number_at(tmp_path / "left") == 1
+    ckptfmt.save(tmp_path / "one", state_of(2), step=2)
+    assert number_at(tmp_path / "one") == 2
+
+
+def test_what_a_killed_save_left_is_removed(store: LocalStore) -> None:
+    """REQ-CMT-045: a committer that was only slow finds an abort record."""
+    made = origin(attempt=f"{7:016x}")
+    write_part(store, snapshot(tensor("w", np.zeros(9))), made, writer=0)
+    stopped = Stopped(
+        store, "delete", f"parts/{made.attempt}-00000.msgpack", lambda: refused.append(code_of(lambda: commit(made)))
+    )
+    refused: list[str] = []
+
+    def commit(made: Any) -> None:
+        decision.commit(store, made, deadline_s=WAIT_S)
+
+    remove_alone(stopped, deadline_s=WAIT_S)
+    assert refused
+    assert refused[0] != "ok"
+    assert code_of(lambda: ckptfmt.open(store)) == Code.NOT_COMMITTED
+
+
+def test_neither_a_run_nor_a_part_of_it_nor_anything_else_is_removed(tmp_path: pathlib.Path) -> None:
+    """REQ-CMT-045"""
+    with ckptfmt.Checkpointer(tmp_path / "run", state_of(1), saver="inline") as checkpointer:
+        handle = checkpointer.save(step=1)
+    assert handle is not None
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x.bin").write_bytes(b"x")
+    before = sorted(tmp_path.rglob("*"))
+    codes = {place: code_of(lambda p=place: Saver().remove(tmp_path / p)) for place in ("run", handle.path)}
+    assert set(codes.values()) == {Code.ARGUMENT}
+    for place in ("data", "nowhere"):
+        assert code_of(lambda p=place: Saver().remove(tmp_path / p)) == Code.NOT_COMMITTED
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_save_of_another_process_is_waited_for(store: LocalStore, caplog: pytest.LogCaptureFixture) -> None:
+    """By `remove`, and by `load` and `open`, which say so and give the old one."""
+    replace(store, 1)
+    made = origin(attempt=f"{7:016x}")
+    with hold_attempt(store, made, 0, must=True):
+        assert code_of(lambda: Saver(deadline_s=0.05).remove(store)) == Code.SAVE_PENDING
+        assert number_at(store) == 1
+        assert made.attempt in caplog.text
+        with ckptfmt.open(store, wait_s=0.01) as checkpoint:
+            assert checkpoint.pending == (made.attempt,)
+        waiting = threading.Thread(target=Saver(deadline_s=WAIT_S).remove, args=(store,))
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+    waiting.join(WAIT_S)
+    assert store.list("") == []
+
+
+def test_a_reader_meets_the_new_one_where_the_old_one_goes_while_it_opens(store: LocalStore) -> None:
+    replace(store, 1)
+    (index,) = [path for path in store.list("") if path.startswith("index-")]
+    racing = Stopped(store, "read", index, lambda: replace(store, 2))
+    with ckptfmt.open(racing) as checkpoint:
+        assert checkpoint.step == 2

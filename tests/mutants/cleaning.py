@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptfmt.commit import decision as commit
+from ckptfmt.commit import lone
 from ckptfmt.run import labelling, lineage, retention
 from ckptfmt.trainer import one_save
 from tests.mutants.mutant import Mutant, replaced, rewritten
@@ -155,6 +156,18 @@ MUTANTS = {
         fault="replaces while a save that began before is still under way",
         patch=replaced(one_save, "wait_for_attempts", lambda *_, **__: None),
         tests=("commit/test_replace.py::test_an_earlier_save_is_waited_for",),
+    ),
+    "removed_before_it_says_so": Mutant(
+        clauses=("REQ-CMT-045",),
+        fault="deletes the files of a checkpoint outside of a run before its register says so",
+        patch=replaced(lone, "_end", lambda *_: None),
+        tests=("commit/test_replace.py::test_no_crash_leaves_half_of_what_is_removed",),
+    ),
+    "other_files_removed": Mutant(
+        clauses=("REQ-CMT-045",),
+        fault="removes whatever lies beside a checkpoint",
+        patch=replaced(lone, "_is_ours", lambda *_: True),
+        tests=("commit/test_replace.py::test_what_is_removed_is_gone_and_nothing_else",),
     ),
     "held_attempts_swept": Mutant(
         clauses=("REQ-CMT-044",),
