@@ -99,7 +99,7 @@ class CkptfmtTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.checkpointer: Any = None
         self._ckptfmt_options = ckptfmt or {}
-        self._training: Any = None
+        self._ckptfmt: Any = None
         _refuse_unsupported(self)
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -112,14 +112,14 @@ class CkptfmtTrainer(Trainer):
 
         Raises: `ckptfmt.CkptError`.
         """
-        with _Training(self, self._ckptfmt_options, Path(self._get_output_dir(trial))) as self._training:
-            self._training.callback(setattr, self, "_training", None)
-            if self._training.choose(resume_from_checkpoint):
-                resume_from_checkpoint = self._training.place
+        with _Training(self, self._ckptfmt_options, Path(self._get_output_dir(trial))) as self._ckptfmt:
+            self._ckptfmt.callback(setattr, self, "_ckptfmt", None)
+            if self._ckptfmt.choose(resume_from_checkpoint):
+                resume_from_checkpoint = self._ckptfmt.place
             return super().train(resume_from_checkpoint, trial, *args, **kwargs)
 
     def _is_own(self, checkpoint: str | None) -> bool:
-        return checkpoint is not None and checkpoint == self._training.place
+        return checkpoint is not None and checkpoint == self._ckptfmt.place
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
         if not self._is_own(resume_from_checkpoint):
@@ -128,7 +128,7 @@ class CkptfmtTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:  # noqa: ANN401
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # Model, optimizer, scheduler and scaler exist and are wrapped; nothing of the run is loaded yet.
-        self.checkpointer.restore(self._training.state())
+        self.checkpointer.restore(self._ckptfmt.state())
         if not self._is_own(resume_from_checkpoint):
             self.checkpointer.restore_rng()
         return prepared
@@ -138,11 +138,11 @@ class CkptfmtTrainer(Trainer):
         self.checkpointer.restore_rng() if self._is_own(checkpoint) else super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ANN401
-        if self._training is None:
+        if self._ckptfmt is None:
             return super()._save_checkpoint(model, trial)
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        return self._training.save()
+        return self._ckptfmt.save()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -150,11 +150,11 @@ class CkptfmtTrainer(Trainer):
         self.control.should_training_stop |= self.checkpointer.stopped
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        self._training.finish()
+        self._ckptfmt.finish()
         return super()._finalize_training(*args, **kwargs)
 
     def _load_best_model(self) -> None:
-        self._training.load_best() if self._training.best else super()._load_best_model()
+        self._ckptfmt.load_best() if self._ckptfmt.best else super()._load_best_model()
 
 
 class _Training(contextlib.ExitStack):
