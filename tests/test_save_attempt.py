@@ -53,6 +53,27 @@ def test_parts_of_several_writers_become_one_checkpoint(tmp_path):
     assert found.dtype == WHOLE.dtype
 
 
+def test_an_attempt_that_replaces_is_held_until_it_is_committed(tmp_path):
+    attempt, records = write_all(tmp_path / "c", [rows(0, 6)])
+    attempt.commit(tmp_path / "c", records)
+    anew = ckptfmt.SaveAttempt.begin(step=8, writer_count=1, replace=True)
+    with anew.hold(tmp_path / "c"):
+        records = [ckptfmt.SaveAttempt.parse(anew.dump()).write_part(tmp_path / "c", rows(0, 6), writer=0)]
+        other = ckptfmt.State(weights={"other": np.zeros(2)}, rng=False)
+        assert (
+            code_of(lambda: ckptfmt.save(tmp_path / "c", other, step=9, replace=True, deadline_s=0.1)) == "SAVE_PENDING"
+        )
+        assert anew.commit(tmp_path / "c", records).step == 8
+    assert ckptfmt.validate(tmp_path / "c").valid
+    assert loaded(tmp_path / "c")["weights"].keys() == {"w"}
+
+    careless = ckptfmt.SaveAttempt.begin(step=9, writer_count=1, replace=True)
+    records = [careless.write_part(tmp_path / "c", rows(0, 6), writer=0)]
+    assert code_of(lambda: careless.commit(tmp_path / "c", records)) == "ARGUMENT"
+    timid = ckptfmt.SaveAttempt.begin(step=9, writer_count=1)
+    assert code_of(lambda: timid.write_part(tmp_path / "c", rows(0, 6), writer=0)) == "CHECKPOINT_EXISTS"
+
+
 WRITER = """
 import sys, numpy, ckptfmt
 path, told, writer = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -72,13 +72,17 @@ class CkptfmtWriter(_AtPath, StorageWriter):
     Args:
         path: of the checkpoint; ``checkpoint_id=`` of the call stands above it.
         step: training steps done; by default the number in which the path ends, else 0.
+        overwrite: whether to take the place of a checkpoint that is there: at every moment that one or the new one is
+            there whole. There must be room for both.
         allow_pickle: whether objects that are no plain values are kept as pickles, which `CkptfmtReader` loads only
             with the same option. By default they are refused by name, before anything is written.
 
-    Raises: `ckptfmt.CkptError`; CHECKPOINT_EXISTS where the directory holds a checkpoint already.
+    Raises: `ckptfmt.CkptError`; CHECKPOINT_EXISTS where the directory holds a checkpoint already, or with
+        `overwrite` other files.
     """
 
     step: int | None = None
+    overwrite: bool = False
     _attempt: Any = field(default=None, init=False)  # the coordinator's
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002, FBT001
@@ -95,9 +99,10 @@ class CkptfmtWriter(_AtPath, StorageWriter):
         alone, paths = _heads_alone(usable), _paths_of(usable)
         _check_names(paths, alone)
         self._paths = paths if len(usable) == len(plans) else None
-        number = re.search(r"([0-9]+)/*$", os.fspath(self.path))
-        step = self.step if self.step is not None else int(number[1]) if number else 0
-        self._attempt = SaveAttempt.begin(step=step, writer_count=len(plans), note=alone if usable else None)
+        step = int(*re.findall(r"([0-9]+)/*$", os.fspath(self.path))) if self.step is None else self.step
+        note = alone if usable else None
+        self._attempt = SaveAttempt.begin(step=step, writer_count=len(plans), note=note, replace=self.overwrite)
+        self._held = self._attempt.hold(self.path)
         if self._paths is None:  # some ranks take the plan that they have, to which nothing can be added
             self._attempt.publish(self.path)
         told = self._attempt.dump()
@@ -129,7 +134,7 @@ class CkptfmtWriter(_AtPath, StorageWriter):
         state = ckptfmt.State(**given, rng=False, absent={"rng": "DCP saves no random numbers"})
         record = attempt.write_part(self.path, state, writer=told["writer"])
         # At least one, also of a rank that has nothing to write.
-        indices = [meta.MetadataIndex(_PATHS), *(item.index for item in plan.items)]
+        indices = (meta.MetadataIndex(_PATHS), *(item.index for item in plan.items))
         results = [WriteResult(index=index, size_in_bytes=0, storage_data=record) for index in indices]
         return collect_all([]).then(lambda _: results)
 
@@ -150,11 +155,10 @@ class CkptfmtWriter(_AtPath, StorageWriter):
         written = [result for of_rank in results for result in of_rank]
         if lacking := metadata.state_dict_metadata.keys() - {result.index.fqn for result in written}:
             raise RuntimeError(f"{min(lacking)!r} wasn't written: the planner's cached plan is of another state_dict")
-        self._attempt.commit(self.path, {result.storage_data for result in written})
-        metadata.storage_data = {}
+        with self._held:
+            self._attempt.commit(self.path, {result.storage_data for result in written})
 
 
-@dataclass
 class CkptfmtReader(_AtPath, StorageReader):
     """Where `dcp.load` reads: a checkpoint, or the newest of a run, whoever saved it.
 
@@ -172,7 +176,7 @@ class CkptfmtReader(_AtPath, StorageReader):
         with ckptfmt.open(self.path) as checkpoint:
             # Of a run, its newest may be another one soon: this one is read to the end.
             self._path, self._digest = checkpoint.store.name, checkpoint.digest
-            key = ("optimizer", _value_name(_PATHS), "global")  # not there where DCP didn't write
+            key = ("optimizer", _join(["extra", _PATHS]), "global")  # not there where DCP didn't write
             told: Any = checkpoint.leaf(*key) if key in checkpoint.leaves else {"alone": {}, "paths": {}}
             paths = {fqn: tuple(path) for fqn, path in told["paths"].items()}
             fqns = {_place_of(path, told["alone"]): fqn for fqn, path in paths.items()}
@@ -181,9 +185,10 @@ class CkptfmtReader(_AtPath, StorageReader):
                 for field in _OWN
                 for name, handle in checkpoint.field(field).items()
             }
-            names = {fqn: _value_name(_PICKLE + fqn) for fqn in paths}
-            pickled = {fqn: name for fqn, name in names.items() if ("optimizer", name, "global") in checkpoint.leaves}
-        self._values = {fqn: pickled.get(fqn, _value_name(fqn)) for fqn in paths if fqn not in self._tensors}
+            kept = {name for _, name, _ in checkpoint.leaves}
+        self._values = {
+            fqn: name for fqn in paths for form in ("", _PICKLE) if (name := _join(["extra", form + fqn])) in kept
+        }
         found: dict[str, Any] = {fqn: _describe(*form) for fqn, (_, _, *form) in self._tensors.items()}
         found |= {fqn: meta.BytesStorageMetadata() for fqn in self._values}
         return meta.Metadata(state_dict_metadata=found, planner_data=paths, storage_data={})
@@ -224,19 +229,16 @@ class CkptfmtReader(_AtPath, StorageReader):
 
     def _read_values(self, names: set[str]) -> dict[str, bytes]:
         """Return values as the pickles that a planner loads."""
-        pickles = {name for name in names if name.startswith(_value_name(_PICKLE))}
+        pickles = {name for name in names if name.startswith(_join(["extra", _PICKLE]))}
         if pickles and not self.allow_pickle:
             raise TypeError(f"{min(pickles)} is a pickle: pass allow_pickle=True to load it, which runs what is in it")
         only = [f"optimizer:{name}" for name in names]
         trees: Any = ckptfmt.load(self._path, only=only, framework="torch", digest=self._digest) if names else {}
-        found = trees.get("optimizer", {})
-        return {name: found[name] if name in pickles else _pickle(found[name]) for name in names}
-
-
-def _pickle(value: object) -> bytes:
-    content = io.BytesIO()
-    torch.save(value, content)
-    return content.getvalue()
+        found = dict(trees.get("optimizer", {}))
+        for name in names - pickles:
+            torch.save(found[name], content := io.BytesIO())
+            found[name] = content.getvalue()
+        return found
 
 
 def _paths_of(plans: Iterable[SavePlan]) -> dict[str, tuple[Any, ...]]:
@@ -252,8 +254,7 @@ def _heads_alone(plans: Iterable[SavePlan]) -> dict[str, str]:
     """Return for each field the key of the state_dict that is all of it: none where several are, or nothing nests."""
     mappings = [plan.planner_data for plan in plans if isinstance(plan.planner_data, Mapping)]
     heads = {path[0] for paths in mappings for path in paths.values() if len(path) > 1 and path[0] in _FIELDS}
-    fields = [_FIELDS[head] for head in heads]
-    return {_FIELDS[head]: head if fields.count(_FIELDS[head]) == 1 else "" for head in heads}
+    return {_FIELDS[head]: head if [*map(_FIELDS.get, heads)].count(_FIELDS[head]) == 1 else "" for head in heads}
 
 
 def _check_names(paths: Mapping[str, tuple[Any, ...]], alone: Mapping[str, str]) -> None:
@@ -262,30 +263,23 @@ def _check_names(paths: Mapping[str, tuple[Any, ...]], alone: Mapping[str, str])
     for fqn, path in paths.items():
         if fqn == _PATHS or fqn.startswith(_PICKLE):
             raise ValueError(f"the key {fqn!r} is taken by ckptfmt.plugins.dcp: rename it")
-        other = taken.setdefault(_place_of(path, alone), fqn)
-        if other != fqn:
+        if (other := taken.setdefault(_place_of(path, alone), fqn)) != fqn:
             raise ValueError(f"{other!r} and {fqn!r} would have one name in the checkpoint: rename one of them")
 
 
 def _place_of(path: tuple[Any, ...], alone: Mapping[str, str]) -> tuple[str, str]:
     """Return field and name of a tensor."""
-    keys = [_escape(str(key)) for key in path]
-    if not alone and len(keys) == 1:
-        return "weights", keys[0]  # the state_dict of a module
-    field = _FIELDS.get(keys[0]) if len(keys) > 1 else None
+    if not alone and len(path) == 1:
+        return "weights", _join(path)  # the state_dict of a module
+    field = _FIELDS.get(path[0]) if len(path) > 1 else None
     if field is None:
-        return "optimizer", "/".join(["extra", *keys])
-    return field, "/".join(keys[1:] if alone.get(field) == keys[0] and keys[1] != "extra" else keys)
+        return "optimizer", _join(["extra", *path])
+    return field, _join(path[1:] if alone.get(field) == path[0] and path[1] != "extra" else path)
 
 
-def _escape(key: str) -> str:
-    """Return how a key stands in a name, as in a JSON pointer."""
-    return key.replace("~", "~0").replace("/", "~1")
-
-
-def _value_name(fqn: str) -> str:
-    """Return the name of a value of ``State(extra=...)``."""
-    return f"extra/{_escape(fqn)}"
+def _join(keys: Iterable[object]) -> str:
+    """Return the name of what lies under these keys, escaped as in a JSON pointer."""
+    return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in keys)
 
 
 def _describe(dtype: str, shape: tuple[int, ...]) -> meta.TensorStorageMetadata:
@@ -295,10 +289,14 @@ def _describe(dtype: str, shape: tuple[int, ...]) -> meta.TensorStorageMetadata:
     return meta.TensorStorageMetadata(meta.TensorProperties(dtype=getattr(torch, dtype)), size, [whole])
 
 
-def install() -> contextlib.ExitStack:
+def install(*, allow_pickle: bool = False) -> contextlib.ExitStack:
     """Make ckptfmt the storage of whoever passes ``checkpoint_id=`` alone: a path, no URL.
 
-    Checkpoints that torch wrote are still read by torch.
+    As with torch's storage, a save takes the place of a checkpoint that is there. Checkpoints that torch wrote are
+    still read by torch, and aren't replaced.
+
+    Args:
+        allow_pickle: as for `CkptfmtWriter` and `CkptfmtReader`.
 
     Returns: what takes that back: a context, with a method ``close``.
     """
@@ -307,16 +305,16 @@ def install() -> contextlib.ExitStack:
     execute_save = executor.execute_save
 
     def set_up(storage: Any, checkpoint_id: _Path | None, reader: bool = False) -> Any:  # noqa: ANN401, FBT001, FBT002
-        if not storage and checkpoint_id and _AtPath.validate_checkpoint_id(checkpoint_id):
-            is_theirs = reader and os.path.exists(os.path.join(checkpoint_id, ".metadata"))  # noqa: PTH110, PTH118
-            storage = None if is_theirs else CkptfmtReader() if reader else CkptfmtWriter()
+        is_theirs = reader and checkpoint_id and os.path.exists(os.path.join(checkpoint_id, ".metadata"))  # noqa: PTH110, PTH118
+        if not (storage or is_theirs) and checkpoint_id and _AtPath.validate_checkpoint_id(checkpoint_id):
+            storage = CkptfmtReader() if reader else CkptfmtWriter(overwrite=True)
+            storage.allow_pickle = allow_pickle
         return theirs(storage, checkpoint_id, reader)
 
-    def execute(self: Any, *given: Any, storage_writer: Any = None, **options: Any) -> Any:  # noqa: ANN401
+    def execute(self: Any, *given: Any, **options: Any) -> Any:  # noqa: ANN401
         # The process that saves has no installation.
-        return execute_save(
-            self, *given, storage_writer=set_up(storage_writer, options.get("checkpoint_id")), **options
-        )
+        options["storage_writer"] = set_up(options.get("storage_writer"), options.get("checkpoint_id"))
+        return execute_save(self, *given, **options)
 
     ours = [(module, "_storage_setup", set_up) for module in (_storage_utils, state_dict_saver, state_dict_loader)]
     installed = contextlib.ExitStack()

@@ -14,6 +14,7 @@ from typing import Any, Final, Self, SupportsFloat
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import finalize, sweep_attempts
+from ckptfmt.commit.waiting import hold_attempt, list_held_attempts
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Origin
@@ -49,6 +50,7 @@ class SaveAttempt:
     Args:
         origin: what `begin` and `parse` make.
         note: JSON that the other processes are told along.
+        replace: whether it takes the place of a checkpoint that is there, while `hold` keeps its files.
 
     >>> import ckptfmt, tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -61,10 +63,17 @@ class SaveAttempt:
 
     origin: Origin
     note: Any = None
+    replace: bool = False
 
     @classmethod
     def begin(
-        cls, *, step: int, writer_count: int, block_nbytes: int = limits.BLOCK_NBYTES, note: object = None
+        cls,
+        *,
+        step: int,
+        writer_count: int,
+        block_nbytes: int = limits.BLOCK_NBYTES,
+        note: object = None,
+        replace: bool = False,
     ) -> Self:
         """Begin a save: one process calls it.
 
@@ -73,6 +82,7 @@ class SaveAttempt:
             writer_count: how many processes write a part, from 1.
             block_nbytes: as for `ckptfmt.save`.
             note: JSON that the other processes are told along; it isn't saved.
+            replace: as for `ckptfmt.save`. Then one process calls `hold` before any writes its part.
 
         Raises: StateError(ARGUMENT).
         """
@@ -92,22 +102,40 @@ class SaveAttempt:
                 block_nbytes=block_nbytes,
             ),
             note,
+            replace,
         )
 
     def dump(self) -> str:
         """Return the attempt as text, for `parse` in the other processes."""
-        return json.dumps({**self.origin.as_dict(), "note": self.note})
+        return json.dumps({**self.origin.as_dict(), "note": self.note, "replace": self.replace})
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the attempt that `dump` gave. Raises: StateError(ARGUMENT)."""
         where = "SaveAttempt.parse()"
-        told = _parse(text, {"note", *(field.name for field in dataclasses.fields(Origin))}, where)
+        told = _parse(text, {"note", "replace", *(field.name for field in dataclasses.fields(Origin))}, where)
         begun = cls.begin(**{name: told[name] for name in ("step", "writer_count", "block_nbytes")}).origin
         ids = {"nonce": told["nonce"], "attempt": told["attempt"]}
         if not all(isinstance(text, str) and _ID.fullmatch(text) for text in ids.values()):
             raise err(Code.ARGUMENT, "ids that SaveAttempt.begin doesn't make", where=where)
-        return cls(dataclasses.replace(begun, **ids), told["note"])
+        return cls(dataclasses.replace(begun, **ids), told["note"], told["replace"] is True)
+
+    def hold(self, path: str | os.PathLike[str] | Store) -> contextlib.ExitStack:
+        """Look whether this can be saved here, and hold an attempt that replaces: other saves leave its files alone.
+
+        Args:
+            path: as for `write_part`.
+
+        Returns: what ends that when it is closed: a context. Close it after `commit`, or once the attempt is given up.
+        Raises: CommitError(CHECKPOINT_EXISTS) for what may not be replaced; StoreError(STORE_UNSUPPORTED) where a file
+            system has no locks. Spec: REQ-CMT-042, REQ-CMT-043.
+        """
+        store = open_store(path, writable=True)
+        check_no_run(store, replace=self.replace)
+        held = contextlib.ExitStack()
+        if self.replace:
+            held.enter_context(hold_attempt(store, self.origin, 0, must=True))
+        return held
 
     def publish(self, path: str | os.PathLike[str] | Store) -> None:
         """Leave the attempt in the directory, for processes that can be told only that it is there.
@@ -119,8 +147,7 @@ class SaveAttempt:
 
         Raises: CommitError(CHECKPOINT_EXISTS); StoreError.
         """
-        store = open_store(path, writable=True)
-        check_no_run(store)
+        store = self._open(path)
         store.delete(_PUBLISHED)
         store.create(_PUBLISHED, [self.dump().encode()])
 
@@ -160,8 +187,7 @@ class SaveAttempt:
         if type(writer) is not int or not 0 <= writer < self.origin.writer_count:
             detail = f"writer={writer!r} isn't a number below {self.origin.writer_count}"
             raise err(Code.ARGUMENT, detail, where="writer=")
-        store = open_store(path, writable=True)
-        check_no_run(store)
+        store = self._open(path)
         try:
             labels = Labels.of(metrics, tags) if writer == 0 else NO_LABELS
             snapshot = capture(state, worker=writer, worker_count=self.origin.writer_count)
@@ -190,15 +216,24 @@ class SaveAttempt:
         Spec: REQ-CMT-005 to REQ-CMT-009, REQ-CMT-027.
         """
         digests = self._digests(records)
-        store = open_store(path, writable=True)
-        check_no_run(store)
-        manifest = finalize(store, self.origin, part_digests=digests)
+        store = self._open(path)
+        if self.replace and self.origin.attempt not in list_held_attempts(store):
+            detail = "an attempt that replaces is held from before its first part until it is committed"
+            raise err(Code.ARGUMENT, detail, where="SaveAttempt.hold()", requirement="REQ-CMT-043")
+        manifest = finalize(store, self.origin, part_digests=digests, replace=self.replace)
         # The save is done. What another attempt left takes space, and isn't worth an error.
         with contextlib.suppress(CkptError):
             sweep_attempts(store, self.origin)
             store.delete(_PUBLISHED)
             store.remove_directory(EXCHANGE)
         return SaveReport.of(manifest, path=store.name)
+
+    def _open(self, path: str | os.PathLike[str] | Store) -> Store:
+        """Return the store, where this may save. What it replaces was looked at when it was held."""
+        store = open_store(path, writable=True)
+        if not self.replace:
+            check_no_run(store)
+        return store
 
     def _digests(self, records: Iterable[str]) -> list[str]:
         """Return the digests of the parts in writer order. Raises: StateError(ARGUMENT)."""

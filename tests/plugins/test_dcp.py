@@ -288,6 +288,28 @@ def test_a_directory_with_a_checkpoint_is_refused_and_stays(tmp_path):
     assert load({"model": {"w": torch.zeros(2)}}, tmp_path / "c")["model"]["w"].tolist() == [1, 1]
 
 
+def test_overwrite_takes_the_place_of_a_checkpoint_and_of_nothing_else(tmp_path):
+    def kept():
+        return load({"model": {"w": torch.zeros(2)}}, tmp_path / "c")["model"]["w"].tolist()
+
+    for number in (1.0, 2.0):
+        save({"model": {"w": torch.full((2,), number)}}, tmp_path / "c", overwrite=True)
+        assert kept() == [number, number]
+        assert len(list((tmp_path / "c").glob("weights-*"))) == 1, "the older one's files are gone"
+    with pytest.raises(CheckpointException):
+        save({"model": {"w": torch.zeros(2)}, "o": Opaque()}, tmp_path / "c", overwrite=True)
+    assert kept() == [2, 2]
+    save({"model": {"w": torch.full((2,), 3.0)}}, tmp_path / "c", overwrite=True)
+    assert kept() == [3, 3]
+    assert ckptfmt.validate(tmp_path / "c").valid
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("ten years of work")
+    with pytest.raises(CheckpointException, match="CHECKPOINT_EXISTS"):
+        save({"w": torch.ones(2)}, tmp_path / "mine", overwrite=True)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
 @pytest.fixture
 def _forget_plans():
     yield
@@ -343,6 +365,10 @@ def test_install_makes_ckptfmt_the_storage_of_paths_until_it_is_closed(tmp_path)
             found = {"model": {"w": torch.zeros(2)}}
             dcp_load.load(found, checkpoint_id=tmp_path / name, no_dist=True)
             assert_same(saved, found)
+        dcp_save.save({"model": {"w": torch.full((2,), 2.0)}}, checkpoint_id=tmp_path / "ours", no_dist=True)
+        assert load({"model": {"w": torch.zeros(2)}}, tmp_path / "ours")["model"]["w"].tolist() == [2, 2]
+        with pytest.raises(CheckpointException, match="CHECKPOINT_EXISTS"):
+            dcp_save.save(saved, checkpoint_id=tmp_path / "theirs", no_dist=True)
         writer = FileSystemWriter(tmp_path / "named")
         dcp_save.save(saved, storage_writer=writer, no_dist=True)
         with pytest.raises(RuntimeError, match="Cannot detect"):
