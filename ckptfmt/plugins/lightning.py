@@ -1,0 +1,348 @@
+"""Lightning saves to and loads from checkpoints of ckptfmt, beside the training; resumes are the same run, bit for bit.
+
+    from ckptfmt.plugins.lightning import CkptfmtIO, ExactResume
+
+    saves = ModelCheckpoint(dirpath="checkpoints", every_n_train_steps=500, save_last=True)
+    trainer = Trainer(plugins=[CkptfmtIO()], callbacks=[saves, ExactResume()])
+    trainer.fit(model, ckpt_path="last")
+
+`CkptfmtIO` is for all strategies that save by way of a `CheckpointIO`: one device, and DDP. What ModelCheckpoint
+chooses is respected: names, ``monitor``, ``save_top_k``, ``save_last``. A save returns when its tensors are copied. A
+directory that is saved to again has the old checkpoint or the new one at every moment, also after a crash. What failed
+is raised by the next save or removal, by `ExactResume` at the end of the step, and at the latest when the trainer ends.
+ModelParallelStrategy (FSDP2, tensor parallelism) saves by itself: take `CkptfmtModelParallelStrategy` in its place.
+
+`ExactResume` brings what Lightning forgets: the RNG streams of all processes, and how far a DataLoader was read. A
+plain DataLoader is read again up to there; a StatefulDataLoader isn't, since Lightning restores it.
+
+Tested with lightning 2.6.6 and torchdata 0.11.0, on the CPU: one process, and FSDP2 on two over gloo.
+
+Bit for bit with `ExactResume`: a resume from a checkpoint of ``every_n_train_steps``, in the middle of an epoch or at
+its last step, of a shuffled DataLoader and of a StatefulDataLoader.
+
+Not bit for bit: a checkpoint of the end of an epoch (ModelCheckpoint's default) in a training without validation, since
+Lightning itself then trains a batch that the epoch doesn't have; another number of processes, for which no random
+numbers were saved; data sets that draw random numbers in worker processes. With validation it wasn't tried.
+
+``save_last="link"`` links a checkpoint that is still being saved: after a crash the link may lead to none, which a load
+refuses by name. `LightningModule.load_from_checkpoint` calls torch.load, and can't read a checkpoint of ckptfmt: make
+the module, and call ``ckptfmt.load(path, ckptfmt.State(weights=module), only="weights:*")``; hyper-parameters are in
+``ckptfmt.load(path, only="optimizer:extra/hyper_parameters")``. What is no plain value, such as an object among the
+hyper-parameters, is refused by name: a checkpoint holds nothing that executes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+
+import ckptfmt
+
+#: Keys of Lightning's checkpoints whose contents are a field; everything else goes to ``extra``.
+_WEIGHTS: Final = "state_dict"
+_OPTIMIZERS: Final = "optimizer_states"
+_EXTRA: Final = "extra/"
+#: The key under which `ExactResume` keeps its state.
+_EXACT: Final = "ckptfmt.exact_resume"
+_MAPPINGS: Final = (dict, OrderedDict, Counter)
+_LISTS: Final = (list, tuple, deque, set, frozenset)
+_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, np.ndarray, torch.Size, torch.dtype, torch.device)
+
+
+class _Saves:
+    """Saves to the paths that Lightning chooses, and their removal.
+
+    Args:
+        options: of `ckptfmt.Saver`.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._saver: ckptfmt.Saver | None = None
+        #: Of each path the last save.
+        self._handles: dict[str, Any] = {}
+
+    def save(self, path: Any, state: ckptfmt.State, step: int) -> None:  # noqa: ANN401 - Lightning's
+        """Begin a save, in the place of what is there. Raises: `ckptfmt.CkptError`."""
+        self.check()
+        if self._saver is None:
+            self._saver = ckptfmt.Saver(**self._options)
+        self._handles[_absolute(path)] = self._saver.save(path, state, step=step, replace=True)
+
+    def wait(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
+        """Wait until nobody here writes to a path. Raises: what its save failed with."""
+        handle = self._handles.pop(_absolute(path), None)
+        if handle is not None:
+            handle.wait()
+            handle.wait_over()
+
+    def remove(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
+        """Delete a checkpoint, the manifest first: what a crash leaves of it is none."""
+        self.wait(path)
+        (Path(path) / "manifest.json").unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=not os.path.lexists(path))
+
+    def check(self) -> None:
+        """Raise what a save failed with, once."""
+        for path, handle in list(self._handles.items()):
+            if handle.state == "FAILED":
+                self.wait(path)
+
+    def close(self) -> None:
+        """Wait for all saves; another one may follow. Raises: what one failed with."""
+        saver, self._saver = self._saver, None
+        self._handles.clear()
+        if saver is not None:
+            saver.close()
+
+
+class CkptfmtIO(CheckpointIO):
+    """Lightning's checkpoints as checkpoints of ckptfmt, saved beside the training.
+
+    The module's state_dict is the field weights. States of optimizers are numbered, as Lightning gives them; everything
+    else is in ``extra`` under its key.
+
+    Args:
+        saving: keyword arguments of `ckptfmt.Saver`.
+    """
+
+    def __init__(self, **saving: Any) -> None:  # noqa: ANN401 - of several types
+        self.saves = _Saves({"writer": (0, 1), "overlap": False, **saving})
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ANN401
+        """Begin a save. Raises: `ckptfmt.CkptError`, also what an earlier save failed with; TypeError by name."""
+        if storage_options is not None:
+            raise TypeError("CkptfmtIO takes no storage_options: pass what a ckptfmt.Saver takes to CkptfmtIO")
+        state = ckptfmt.State(
+            weights=checkpoint[_WEIGHTS],
+            optimizer=checkpoint.get(_OPTIMIZERS),
+            extra=_extra_of(checkpoint),
+            rng=False,
+        )
+        self.saves.save(path, state, checkpoint.get("global_step", 0))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ANN401, ARG002, FBT001 - Lightning's
+        """Return what was saved: tensors on the CPU, or on the device that is given.
+
+        Args:
+            path: of the checkpoint.
+            map_location: a device.
+            weights_only: of no meaning: nothing that is loaded executes.
+
+        Raises: `ckptfmt.CkptError`: every byte is verified.
+        """
+        self.saves.wait(path)
+        trees: Any = ckptfmt.load(path, framework="torch")
+        checkpoint = {_key_of(name): value for name, value in trees["optimizer"].items() if name}
+        if "" in trees["optimizer"]:
+            checkpoint[_OPTIMIZERS] = trees["optimizer"][""]
+        checkpoint[_WEIGHTS] = trees["weights"]
+        return checkpoint if map_location is None else move_data_to_device(checkpoint, torch.device(map_location))
+
+    def remove_checkpoint(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
+        """Delete a checkpoint, once its save is over. Raises: what that failed with."""
+        self.saves.remove(path)
+
+    def teardown(self) -> None:
+        """Wait for the saves. Raises: what one failed with."""
+        self.saves.close()
+
+
+class CkptfmtModelParallelStrategy(ModelParallelStrategy):
+    """FSDP2 and tensor parallelism: every process saves what it holds, under the names of `ckptfmt.State`.
+
+    Optimizer state goes by the names of parameters, so that any number of processes, and a plain module and optimizer,
+    load it. Hooks such as ``on_save_checkpoint`` find neither weights nor optimizer states in the checkpoint.
+
+    Args:
+        args, kwargs: of `ModelParallelStrategy`.
+        saving: keyword arguments of `ckptfmt.Saver`.
+    """
+
+    def __init__(self, *args: Any, saving: Mapping[str, Any] | None = None, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **kwargs)
+        self.saves = _Saves(saving or {})
+        self._state = ckptfmt.State(rng=False)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: the live module is saved."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ANN401, ARG002 - Lightning's
+        """Return nothing: the live optimizer is saved."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:  # noqa: ANN401
+        """Begin a save; every process calls it. Raises: as `CkptfmtIO.save_checkpoint`."""
+        if storage_options is not None:
+            raise TypeError("storage_options aren't supported: pass saving= to CkptfmtModelParallelStrategy")
+        self._state.weights = self.model
+        self._state.optimizer = [*self.optimizers] if checkpoint.get(_OPTIMIZERS) else None
+        self._state.extra = {key: ckptfmt.FirstWorker(value) for key, value in _extra_of(checkpoint).items()}
+        self.saves.save(self.broadcast(filepath), self._state, checkpoint.get("global_step", 0))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ANN401, ARG002, FBT001 - Lightning's
+        """Load into the live module and optimizers, and return everything else. Raises: `ckptfmt.CkptError`."""
+        path = self.broadcast(checkpoint_path)
+        self.saves.wait(path)
+        with ckptfmt.open(path) as found:
+            extra: dict[str, Any] = {
+                _key_of(name): None
+                for field, name, _ in found.leaves
+                if field == "optimizer" and name.startswith(_EXTRA)
+            }
+            digest = found.digest
+        state = ckptfmt.State(weights=self.model, optimizer=[*self.optimizers] or None, extra=extra, rng=False)
+        only = None if self.optimizers else ("weights:*", f"optimizer:{_EXTRA}*")
+        ckptfmt.load(path, state, only=only, digest=digest)
+        return {**extra, _WEIGHTS: {}, _OPTIMIZERS: []}
+
+    def remove_checkpoint(self, filepath: Any) -> None:  # noqa: ANN401 - Lightning's
+        """Delete a checkpoint, once its save is over. Raises: what that failed with."""
+        self.saves.wait(filepath)
+        if self.is_global_zero:
+            self.saves.remove(filepath)
+
+    def teardown(self) -> None:
+        """Wait for the saves, and then do what Lightning does. Raises: what one failed with."""
+        self.saves.close()
+        super().teardown()
+
+
+class ExactResume(Callback):
+    """Put back what Lightning forgets: the RNG streams of all processes, and how far a DataLoader was read.
+
+    Every checkpoint has the RNG streams with which the epoch began, which decide its order, and those of the save. The
+    first batch of a resumed training is fetched between them.
+    """
+
+    def __init__(self) -> None:
+        #: The loaders' iterator and the RNG streams when the epoch began.
+        self._began: tuple[Any, dict[str, Any]] | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Take note of the RNG streams with which the order of the epoch is drawn."""
+        self._began = _iterator(trainer), _streams(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+        """Raise what a save failed with."""
+        for part in (trainer.strategy, trainer.strategy.checkpoint_io):
+            if isinstance(part, CkptfmtIO | CkptfmtModelParallelStrategy):
+                part.saves.check()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Add what this callback restores, of all processes, to a checkpoint."""
+        mine: dict[str, Any] = {"now": _streams(trainer), "began": None}
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if self._began is not None and progress.current.ready and not progress.is_last_batch:
+            iterator, began = self._began
+            # Lightning makes the iterator of the first epoch before it begins, those of later ones afterwards.
+            is_made_anew = _iterator(trainer) is not iterator
+            mine |= {"began": began, "is_made_anew": is_made_anew, "batch_count": progress.current.ready}
+        everyone: list[Any] = [mine] * trainer.world_size
+        if trainer.world_size > 1:
+            torch.distributed.all_gather_object(everyone, mine)
+        checkpoint[_EXACT] = everyone
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Take note of what a checkpoint has for this process."""
+        saved = checkpoint.get(_EXACT, ())
+        if len(saved) == trainer.world_size:
+            self._loaded = saved[trainer.global_rank]
+        else:
+            told = f"{len(saved)} processes" if saved else "none: it was made without ExactResume"
+            rank_zero_warn(f"the checkpoint has random numbers of {told}; the training goes on with others")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Read on to where the loaders stood, and put the RNG streams back: iterators exist, no batch is fetched."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            return
+        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001 - no other way leads to it
+        goes_on = all(hasattr(loader, "state_dict") for loader in _loaders(trainer).flattened)
+        began = loaded["began"] or loaded["now"]
+        _put_streams(trainer, began)
+        self._began = _iterator(trainer), began
+        if not goes_on:
+            if loaded.get("is_made_anew", True):
+                iter(fetcher)
+            for _ in range(loaded.get("batch_count", 0)):
+                next(fetcher.iterator)
+        if loaded["began"] is not None:
+            _put_streams(trainer, loaded["now"])
+
+
+def _loaders(trainer: Trainer) -> Any:  # noqa: ANN401 - Lightning's
+    return trainer.fit_loop._combined_loader  # noqa: SLF001 - no other way leads to the loaders as they are iterated
+
+
+def _iterator(trainer: Trainer) -> Any:  # noqa: ANN401 - Lightning's
+    return _loaders(trainer)._iterator  # noqa: SLF001 - that it is another one says that it was made anew
+
+
+def _generators(trainer: Trainer) -> dict[str, torch.Generator]:
+    """Return the generators that the loaders have of their own."""
+    loaders = _loaders(trainer).flattened
+    found = {f"loader/{number}": getattr(loader, "generator", None) for number, loader in enumerate(loaders)}
+    for number, loader in enumerate(loaders):
+        found[f"sampler/{number}"] = getattr(getattr(loader, "sampler", None), "generator", None)
+    return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
+
+
+def _streams(trainer: Trainer) -> dict[str, Any]:
+    """Return the RNG streams of this process, and those of its loaders."""
+    streams: dict[str, Any] = {name: generator.get_state() for name, generator in _generators(trainer).items()}
+    streams |= {"python": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002 - the global one
+    return streams | {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+
+
+def _put_streams(trainer: Trainer, streams: Mapping[str, Any]) -> None:
+    for name, generator in _generators(trainer).items():
+        generator.set_state(streams[name])
+    random.setstate(streams["python"])
+    np.random.set_state(streams["numpy"])  # noqa: NPY002 - the global one
+    torch.set_rng_state(streams["torch"])
+    torch.cuda.set_rng_state_all(streams["cuda"][: torch.cuda.device_count()])
+
+
+def _absolute(path: Any) -> str:  # noqa: ANN401 - Lightning's
+    return os.path.abspath(path)  # noqa: PTH100 - a link stays one
+
+
+def _key_of(name: str) -> str:
+    """Return the key in Lightning's checkpoint of what is called so in a checkpoint of ckptfmt."""
+    return name.removeprefix(_EXTRA).replace("~1", "/").replace("~0", "~")
+
+
+def _extra_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a checkpoint goes to ``extra``. Raises: TypeError for what is no plain value."""
+    extra = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
+    opaque = next((found for key, value in extra.items() if (found := _find_opaque(value, key))), None)
+    if opaque is not None:
+        remedy = "leave it out, as with save_hyperparameters(ignore=...), or turn it into plain values"
+        raise TypeError(f"{opaque} is no plain value: {remedy}")
+    return extra
+
+
+def _find_opaque(value: Any, name: str) -> str | None:  # noqa: ANN401 - anything
+    """Return name and type of the first value that isn't plain."""
+    kind = type(value)
+    if kind in _MAPPINGS or kind in _LISTS:
+        items = value.items() if kind in _MAPPINGS else enumerate(value)
+        return next((found for key, item in items if (found := _find_opaque(item, f"{name}/{key}"))), None)
+    is_plain = kind in _PLAIN or isinstance(value, torch.Tensor | np.generic)
+    return None if is_plain else f"{name}, a {kind.__module__}.{kind.__qualname__},"
