@@ -45,6 +45,8 @@ from accelerate import Accelerator, DistributedType
 
 import ckptfmt
 
+#: Options of a Checkpointer that a Saver has, too.
+_OF_SAVER: Final = ("saver", "overlap", "slots", "when_busy", "nice", "deadline_s")
 _REFUSED: Final = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -79,6 +81,8 @@ class CkptfmtAccelerator(Accelerator):
         self._run = run
         self._saving = {"keep": naming.total_limit, **(saving or {})}
         self._positions: dict[int, _Position] = {}
+        self._state = ckptfmt.State()
+        self._saver: ckptfmt.Saver | None = None
         self.checkpointer: ckptfmt.Checkpointer | None = None
         self.updates = 0
 
@@ -93,11 +97,12 @@ class CkptfmtAccelerator(Accelerator):
         """Save everything that was prepared or registered, beside the training; every process calls it.
 
         Args:
-            output_dir: directory of a checkpoint of its own; left out, or where accelerate names checkpoints, the run.
+            output_dir: directory of a checkpoint of its own, in the place of one that is there; left out, or where
+                accelerate names checkpoints, the run.
             safe_serialization: of no meaning here.
             kwargs: ``metrics=`` and ``tags=`` of the checkpoint; ``step=`` if it isn't `updates`.
 
-        Returns: the handle of a save of the run, which tells how far it is; None if this step is saved already.
+        Returns: the handle of the save, which tells how far it is; None if this step is in the run already.
         Raises: `ckptfmt.CkptError`, also what an earlier save failed with; NotImplementedError where hooks for saving
             are registered.
         """
@@ -105,7 +110,9 @@ class CkptfmtAccelerator(Accelerator):
             raise NotImplementedError("hooks for save_state would write beside the checkpoint: save what they do apart")
         step, saved = kwargs.pop("step", self.updates), None
         if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
-            ckptfmt.save(output_dir, self._fill(ckptfmt.State()), step=step, **kwargs)
+            options = {key: value for key, value in self._saving.items() if key in _OF_SAVER}
+            self._saver = self._saver or ckptfmt.Saver(**options)
+            saved = self._saver.save(output_dir, self._fill(self._state), step=step, replace=True, **kwargs)
         else:
             if self.checkpointer is None:
                 self._begin("fresh")
@@ -136,7 +143,7 @@ class CkptfmtAccelerator(Accelerator):
         path = None if input_dir is None else os.path.realpath(os.path.expanduser(input_dir))  # noqa: PTH111
         if path is not None and (self._run is None or os.path.dirname(path) != os.path.realpath(self._run)):  # noqa: PTH120
             self._close()
-            report: Any = ckptfmt.load(path, self._fill(ckptfmt.State()), **(load_kwargs or {}))
+            report: Any = ckptfmt.load(path, self._fill(self._state), **(load_kwargs or {}))
         else:
             report = self._begin("auto" if path is None else os.path.basename(path))  # noqa: PTH119
         self.updates = self.updates if report is None else report.step
@@ -187,16 +194,20 @@ class CkptfmtAccelerator(Accelerator):
         if self._run is None:
             raise ValueError("no directory: pass one, or CkptfmtAccelerator(run=...)")
         self._close()
-        self._state = self._fill(ckptfmt.State())
+        self._fill(self._state)
         self.checkpointer = ckptfmt.Checkpointer(self._run, self._state, resume=resume, **self._saving)
         self.checkpointer.restore()
         self.checkpointer.restore_rng()
         return self.checkpointer.load_report
 
     def _close(self) -> None:
-        checkpointer, self.checkpointer = self.checkpointer, None
-        if checkpointer is not None:
-            checkpointer.close()
+        checkpointer, self.checkpointer, saver, self._saver = self.checkpointer, None, self._saver, None
+        try:
+            if saver is not None:
+                saver.close()
+        finally:
+            if checkpointer is not None:
+                checkpointer.close()
 
     def _fill(self, state: ckptfmt.State) -> ckptfmt.State:
         """Put into a state what is prepared and registered just now."""

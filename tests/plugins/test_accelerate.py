@@ -173,11 +173,13 @@ def test_a_run_goes_back_to_any_of_its_checkpoints(tmp_path):
 
 def test_a_directory_of_its_own_is_one_checkpoint(tmp_path):
     accelerator, model, optimizer, loader = accelerator_with(tmp_path)
-    train(accelerator, model, optimizer, loader)
-    accelerator.save_state(str(tmp_path / "own"))
+    for _ in range(2):
+        train(accelerator, model, optimizer, loader)
+        handle = accelerator.save_state(str(tmp_path / "own"))
+    assert handle.path == str(tmp_path / "own")
     weight = model.weight.detach().clone()
     train(accelerator, model, optimizer, loader)
-    assert accelerator.load_state(str(tmp_path / "own")).step == accelerator.updates == 3
+    assert accelerator.load_state(str(tmp_path / "own")).step == accelerator.updates == 6
     assert torch.equal(model.weight, weight)
     assert ckptfmt.validate(tmp_path / "own")
 
