@@ -23,7 +23,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
-from ckptfmt.run.lineage import check_no_run, check_surroundings, is_run, open_head
+from ckptfmt.run.lineage import check_no_run, check_surroundings, is_run, open_head, own_place
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
@@ -74,7 +74,8 @@ def save(
         block_nbytes: size of a digested block in bytes; a power of two.
         replace: whether to take the place of a checkpoint that is there, and belongs to no run. At every moment, also
             after a crash, the old one is there whole, or the new one is; the files of the old one are deleted then.
-            There must be room for both. Other files in the directory stay.
+            There must be room for both. Other files in the directory stay. A symbolic link gives way to a directory of
+            its own; what it leads to stays.
 
     Returns: a `SaveReport`.
     Raises: StateError for what can't be saved; LayoutError where the processes contradict each other; CommitError
@@ -87,8 +88,11 @@ def save(
     3
     """
     check_block_nbytes(block_nbytes)
-    store = open_store(path, writable=True)
-    group = make_group(writer, agree, store, deadline_s=deadline_s)
+    store = meeting = open_store(path, writable=True)
+    group = make_group(writer, agree, meeting, deadline_s=deadline_s)
+    if replace:
+        group.run_on_first(lambda: own_place(path))
+        store = open_store(path, writable=True)  # which may be another directory now
     manifest = save_once(
         store,
         group,
@@ -105,7 +109,7 @@ def save(
         _LOG.warning("%s", sentence)
     if isinstance(agree, str) and group.writer == 0:
         with contextlib.suppress(CkptError):
-            _delete_exchange(store, agree)
+            _delete_exchange(meeting, agree)
     return SaveReport.of(manifest, path=store.name)
 
 

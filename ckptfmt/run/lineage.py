@@ -38,6 +38,7 @@ from ckptfmt.read.verify import check_place, check_record, verify_loadable
 from ckptfmt.run.labelling import list_newest_labels, read_labels, wait_for_cleaners
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.protocol import Store
+from ckptfmt.store.symlinks import detach_link
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -521,6 +522,19 @@ def check_no_run(store: Store, *, replace: bool = False) -> None:
             remedy="Save to a directory of its own, or through a Checkpointer.",
         )
     check_replaceable(store) if replace else check_vacant(store)
+
+
+def own_place(path: str | os.PathLike[str] | Store) -> None:
+    """Make a path that is a symbolic link to a checkpoint, which is to be replaced, a checkpoint by itself.
+
+    What the link leads to is another checkpoint, and stays as it is.
+
+    Raises: as `check_no_run`; StoreError(STORE_UNSUPPORTED).
+    """
+    if isinstance(path, str | os.PathLike):
+        if os.path.islink(path):  # noqa: PTH114 - a path needn't be text
+            check_no_run(LocalStore(path, writable=False), replace=True)
+        detach_link(path)
 
 
 def _is_committed(store: Store, name: str) -> bool:

@@ -31,6 +31,7 @@ _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: NFS asks for a file that is open for writing before it locks it for one alone, for reading before it is shared.
 _LOCK: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _RENAME_NOREPLACE: Final = 1
+_RENAME_EXCHANGE: Final = 2
 #: 0 where the system has no such flag.
 _DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
 
@@ -42,6 +43,15 @@ _CACHESTAT: Final = 451 if sys.platform == "linux" and os.uname().machine != "al
 @functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
+
+
+def _renameat2(name: str, new_name: str, directory_fd: int, flags: int) -> None:
+    renameat2 = getattr(_libc(), "renameat2", None)
+    if renameat2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), name)
+    if renameat2(directory_fd, os.fsencode(name), directory_fd, os.fsencode(new_name), flags) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name, None, new_name)
 
 
 class PosixCalls:
@@ -173,12 +183,14 @@ class PosixCalls:
 
         Source: renameat2(2), RENAME_NOREPLACE.
         """
-        renameat2 = getattr(_libc(), "renameat2", None)
-        if renameat2 is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), name)
-        if renameat2(directory_fd, os.fsencode(name), directory_fd, os.fsencode(new_name), _RENAME_NOREPLACE) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), name, None, new_name)
+        _renameat2(name, new_name, directory_fd, _RENAME_NOREPLACE)
+
+    def exchange(self, name: str, new_name: str, directory_fd: int) -> None:
+        """Exchange two names at once, whatever each is of; EINVAL if the file system can't.
+
+        Source: renameat2(2), RENAME_EXCHANGE.
+        """
+        _renameat2(name, new_name, directory_fd, _RENAME_EXCHANGE)
 
     def rename(self, name: str, new_name: str, directory_fd: int) -> None:
         """Rename `name` over whatever file `new_name` is."""

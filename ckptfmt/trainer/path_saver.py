@@ -14,7 +14,7 @@ from ckptfmt.commit.lone import check_removable, remove_alone
 from ckptfmt.documents.labels import Labels
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
-from ckptfmt.run.lineage import is_run
+from ckptfmt.run.lineage import is_run, own_place
 from ckptfmt.state import State
 from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.protocol import Store
@@ -133,6 +133,8 @@ class Saver:
         Spec: REQ-CMT-001 to REQ-CMT-009.
         """
         group, saves = self._begin()
+        if replace:
+            group.run_on_first(lambda: own_place(path))
         store = group.together(lambda: self._open(path, replace=replace))
         handle = saves.save(
             state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pathlib
 import random
 import subprocess
@@ -24,6 +25,7 @@ from ckptfmt.errors import Code
 from ckptfmt.store import open_store
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.store.posix import PosixCalls
 from ckptfmt.trainer.path_saver import Saver
 from ckptfmt.write.writer import write_part
 from tests.builders import code_of, error_of, origin, save, snapshot, tensor
@@ -160,6 +162,84 @@ def test_writers_replace_together(store: LocalStore) -> None:
         run_writers(2, write)
         assert number_at(store) == number
         assert_clean(store)
+
+
+# --- symbolic links ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["save", "Saver"])
+def test_a_link_gives_way_to_a_checkpoint_of_its_own(tmp_path: pathlib.Path, how: str) -> None:
+    """What it leads to is the best one, say, and stays."""
+    replace(tmp_path / "best", 1)
+    link = tmp_path / "last"
+    link.symlink_to("best")
+    if how == "Saver":
+        with Saver(saver="thread") as saving:
+            assert saving.save(link, state_of(2), step=2, replace=True).path == str(link)
+    else:
+        replace(link, 2)
+    assert not link.is_symlink()
+    assert [number_at(tmp_path / "best"), number_at(link)] == [1, 2]
+    assert_clean(link)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "last"]
+
+
+@pytest.mark.parametrize("moment", ["mkdir", "link", "exchange", "unlink"])
+def test_a_kill_while_a_link_gives_way_leaves_a_checkpoint(tmp_path: pathlib.Path, moment: str) -> None:
+    """Whether it is the link still or the directory already; and the next save removes what was left beside."""
+    replace(tmp_path / "best", 1)
+    link = tmp_path / "last"
+    link.symlink_to("best")
+    kill = f"""
+        import os, sys
+        from ckptfmt.store import posix, symlinks
+        owner = posix.PosixCalls if {moment!r} == "exchange" else os
+        right = getattr(owner, {moment!r})
+        def die(*given, **options):
+            {moment!r} == "exchange" and right(*given, **options)
+            os.kill(os.getpid(), 9)
+        setattr(owner, {moment!r}, die)
+        symlinks.detach_link(sys.argv[1])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(kill), str(link)], cwd=ROOT, check=False)
+    assert done.returncode == -9
+    assert number_at(link) == 1
+    assert link.is_symlink() == (moment in ("mkdir", "link"))
+    replace(link, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "last"]
+    assert [number_at(tmp_path / "best"), number_at(link)] == [1, 2]
+
+
+def test_a_link_stays_where_names_cannot_be_exchanged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named error is better than a moment without a checkpoint."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EINVAL, "not here")
+
+    monkeypatch.setattr(PosixCalls, "exchange", refuse)
+    replace(tmp_path / "best", 1)
+    link = tmp_path / "last"
+    link.symlink_to("best")
+    error = error_of(lambda: replace(link, 2))
+    assert error.code == Code.STORE_UNSUPPORTED
+    assert "Remove the link" in error.remedy
+    assert link.is_symlink()
+    assert number_at(link) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "last"]
+
+
+def test_a_link_to_nothing_or_to_a_run(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "nowhere").symlink_to("gone")
+    replace(tmp_path / "nowhere", 1)
+    assert number_at(tmp_path / "nowhere") == 1
+    with ckptfmt.Checkpointer(tmp_path / "run", state_of(1), saver="inline") as checkpointer:
+        handle = checkpointer.save(step=1)
+    assert handle is not None
+    for number, target in enumerate(("run", handle.path)):
+        link = tmp_path / f"link{number}"
+        link.symlink_to(target)
+        assert code_of(lambda p=link: replace(p, 2)) == Code.CHECKPOINT_EXISTS
+        assert link.is_symlink()
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------

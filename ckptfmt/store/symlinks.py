@@ -1,0 +1,89 @@
+"""A symbolic link to a checkpoint gives way to a directory of its own, at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from typing import Final
+
+from ckptfmt.errors import Code, err
+from ckptfmt.store.posix import PosixCalls
+from ckptfmt.store.protocol import TEMPORARY_PREFIX
+
+#: How the names of directories that an interrupted call left end, behind the name of their link.
+_LEFTOVER: Final = re.compile(r"[0-9a-f]{16}(?:-gone)?")
+
+
+def detach_link(path: str | os.PathLike[str], *, calls: PosixCalls | None = None) -> None:
+    """Put a directory with hard links to the same files in the place of a symbolic link to a directory, at once.
+
+    Nothing is copied, and what the link led to stays. Anything but a symbolic link stays as it is; a link that leads
+    nowhere is removed. What an interrupted call left beside the path is removed by the next one.
+
+    Raises:
+        CkptError: ``STORE_UNSUPPORTED`` where the file system can't exchange names or make hard links; then nothing has
+            changed. Those of opening a directory.
+    """
+    calls = PosixCalls() if calls is None else calls
+    path = os.path.abspath(path)
+    parent, name = os.path.split(path)
+    target, prefix = os.path.realpath(path), f"{TEMPORARY_PREFIX}{name}-"
+    try:
+        with contextlib.suppress(OSError):
+            _remove_leftovers(parent, prefix)
+        if not os.path.islink(path):
+            return
+        copy = f"{prefix}{secrets.token_hex(8)}"
+        directory = calls.open_root(parent)
+        try:
+            if os.path.lexists(target):
+                _link_tree(target, os.path.join(parent, copy))
+                calls.fsync_directory(directory)
+                calls.exchange(copy, name, directory)
+            else:
+                calls.unlink(name, directory)
+            calls.fsync_directory(directory)
+        finally:
+            calls.close(directory)
+            if os.path.lexists(os.path.join(parent, copy)):
+                _remove_tree(os.path.join(parent, copy))
+    except OSError as error:
+        detail = f"the symbolic link can't give way to a directory: {error.strerror}"
+        remedy = "Remove the link first, or save to the path that it leads to."
+        raise err(Code.STORE_UNSUPPORTED, detail, where=path, remedy=remedy) from error
+
+
+def _remove_leftovers(parent: str, prefix: str) -> None:
+    for left in os.listdir(parent) if os.path.isdir(parent) else ():
+        rest = left.removeprefix(prefix)
+        if rest != left and _LEFTOVER.fullmatch(rest):
+            # Under another name first: whoever is still at it can't exchange half of it.
+            gone = os.path.join(parent, f"{prefix}{secrets.token_hex(8)}-gone")
+            os.rename(os.path.join(parent, left), gone)
+            _remove_tree(gone)
+
+
+def _link_tree(source: str, copy: str) -> None:
+    """Make a directory whose files are those of another one, durably."""
+    os.mkdir(copy)
+    for name in os.listdir(source):
+        old, new = os.path.join(source, name), os.path.join(copy, name)
+        if os.path.isdir(old) and not os.path.islink(old):
+            _link_tree(old, new)
+        elif not name.startswith(TEMPORARY_PREFIX):
+            os.link(old, new, follow_symlinks=False)
+    fd = os.open(copy, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_tree(path: str) -> None:
+    if os.path.islink(path) or not os.path.isdir(path):
+        os.unlink(path)
+    else:
+        shutil.rmtree(path)
