@@ -1,0 +1,24 @@
+"""``python -m benchmarks frameworks`` measures every framework, and its record says what is meant."""
+
+import json
+
+import pytest
+
+from benchmarks import __main__ as benchmarks
+from benchmarks.frameworks import HOW
+
+pytest.importorskip("lightning")
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_framework_is_measured_with_its_own_saving_and_with_the_plug_in(tmp_path, capsys):
+    command = ["frameworks", "--nbytes", "12e6", "--rounds", "1", "--json", "--directory", str(tmp_path)]
+    assert benchmarks.main(command) == 0
+
+    record = json.loads(capsys.readouterr().out)
+    assert record["command"] == "python -m benchmarks frameworks --nbytes 12000000 --rounds 1"
+    assert set(record["ratios"]) == set(record["goals"])
+    for name, ways in HOW.items():
+        assert {f"{name}_{how}_s" for how in ways} <= set(record["figures"])
