@@ -1,0 +1,129 @@
+"""A training of TorchTitan's small Llama on a CPU, with its own loader; started and killed by test_torchtitan.py.
+
+TorchTitan 0.3 trains on accelerators. Stand-ins for what it asks of one let its own trainer run here: the device's type
+and name, a memory monitor, attention that isn't compiled, and, before torch 2.15, a time-out of process groups.
+
+Usage: titan_training.py RUN JOURNAL [--lose-data]
+"""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+random.seed(7)
+np.random.seed(7)  # noqa: NPY002 - the process's own stream
+stub: Any = torch
+stub._utils._get_available_device_type = lambda: "cpu"
+stub.cpu.current_device = lambda: 0
+stub.cpu.get_device_name = lambda *_: "cpu"
+stub.distributed.set_timeout = getattr(stub.distributed, "set_timeout", lambda *_: None)
+
+import tokenizers  # noqa: E402
+from torch.nn.attention import flex_attention  # noqa: E402
+from torchtitan.components import metrics  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+
+from ckptfmt.plugins.torchtitan import CkptfmtManager  # noqa: E402
+from tests.plugins.trainings import Journal, rng_digest  # noqa: E402
+
+TOTAL = 42
+
+
+class Monitor:
+    """A device's memory, of which nothing is known."""
+
+    device_name = "cpu"
+
+    def get_peak_stats(self) -> Any:
+        """Return zeros."""
+        return metrics.DeviceMemStats(*(0.0 for _ in metrics.DeviceMemStats._fields))
+
+    def reset_peak_stats(self) -> None:
+        """Do nothing."""
+
+
+metrics.build_device_memory_monitor = Monitor
+attention: Any = flex_attention
+attention._validate_device = lambda *_: None
+FlexAttention._compiled_flex_attn = staticmethod(attention.flex_attention)
+
+
+def write_assets(directory: Path) -> None:
+    """Write a text that TorchTitan's c4_test reads, and a tokenizer."""
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(["alpha", "beta", "gamma", "delta", "eta"], k=40)) for _ in range(200)]
+    (directory / "tests" / "assets" / "c4_test").mkdir(parents=True, exist_ok=True)
+    lines = "\n".join(json.dumps({"text": text}) for text in texts)
+    (directory / "tests" / "assets" / "c4_test" / "data.json").write_text(lines)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    special = ["<unk>", "<|begin_of_text|>", "<|end_of_text|>"]
+    tokenizer.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": special[1], "eos_token": special[2]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+run, journal_path = map(os.path.abspath, sys.argv[1:3])
+directory = Path(f"{run}-assets")
+write_assets(directory)
+os.chdir(directory)
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+os.environ["HF_HOME"] = str(directory)
+config = llama3_debugmodel()
+config.hf_assets_path = str(directory)
+config.dump_folder = run
+config.training.seq_len, config.training.local_batch_size, config.training.steps = 32, 2, TOTAL
+config.training.disable_cuda_graphs = True
+config.debug.seed = 3
+config.validator.enable = False
+config.activation_checkpoint = None
+config.model_spec.model.layers = config.model_spec.model.layers[:1]
+config.checkpoint = CkptfmtManager.Config(enable=True, interval=5, keep_latest_k=3)
+trainer = config.build()
+journal = Journal(journal_path)
+inner, step_of_trainer = trainer.checkpointer.save, trainer.train_step
+seen: list[Any] = []
+
+
+def train_step(data_iterator: Any) -> None:
+    """Train a step, and note what it took from the loader."""
+
+    def noting() -> Any:
+        for batch in data_iterator:
+            seen.append(batch)
+            yield batch
+
+    seen.clear()
+    step_of_trainer(noting())
+
+
+def save(step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002
+    """Save as the trainer does, and note the step."""
+    is_saved: bool = inner(step, last_step)
+    journal.note(
+        step,
+        data=[[inputs, labels] for inputs, labels in seen],
+        weights=trainer.model_parts[0].state_dict(),
+        optimizer=[optimizer.state_dict() for optimizer in trainer.optimizers],
+        learning_rate=[trainer.lr_schedulers.state_dict()],
+        tokens=trainer.ntokens_seen,
+        rng=rng_digest(),
+    )
+    return is_saved
+
+
+trainer.train_step, trainer.checkpointer.save = train_step, save
+if "--lose-data" in sys.argv:
+    trainer.checkpointer._state.data = None
+trainer.train()
+report = trainer.checkpointer._run.load_report
+trainer.close()
+Path(f"{journal_path}.claim").write_text("" if report is None else f"{report.claim} {report.lowered_by}")
