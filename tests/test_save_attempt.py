@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,26 @@ def test_parts_of_several_writers_become_one_checkpoint(tmp_path):
     found = loaded(tmp_path / "c")["weights"]["w"]
     assert found.tobytes() == WHOLE.tobytes()
     assert found.dtype == WHOLE.dtype
+
+
+def test_an_attempt_that_replaces_waits_for_an_earlier_save_and_leaves_what_a_link_leads_to(tmp_path):
+    """REQ-CMT-043"""
+    attempt, records = write_all(tmp_path / "best", [rows(0, 6)])
+    attempt.commit(tmp_path / "best", records)
+    (tmp_path / "last").symlink_to("best")
+    begun = [ckptfmt.SaveAttempt.begin(step=step, writer_count=1, replace=True) for step in (8, 9)]
+    held = begun[0].hold(tmp_path / "last")
+    assert not (tmp_path / "last").is_symlink()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(begun[1].hold, tmp_path / "last")
+        begun[0].commit(tmp_path / "last", [begun[0].write_part(tmp_path / "last", rows(0, 6), writer=0)])
+        assert not waiting.done()
+        held.close()
+        with waiting.result(60):
+            begun[1].commit(tmp_path / "last", [begun[1].write_part(tmp_path / "last", rows(0, 6), writer=0)])
+    for name, step in (("best", 7), ("last", 9)):
+        with ckptfmt.open(tmp_path / name) as checkpoint:
+            assert checkpoint.step == step
 
 
 def test_an_attempt_that_replaces_is_held_until_it_is_committed(tmp_path):

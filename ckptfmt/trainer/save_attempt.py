@@ -14,13 +14,13 @@ from typing import Any, Final, Self, SupportsFloat
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import finalize, sweep_attempts
-from ckptfmt.commit.waiting import hold_attempt, list_held_attempts
+from ckptfmt.commit.waiting import hold_attempt, list_held_attempts, wait_for_attempts
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.group import EXCHANGE
-from ckptfmt.run.lineage import check_no_run
+from ckptfmt.group import DEADLINE_S, EXCHANGE
+from ckptfmt.run.lineage import check_no_run, own_place
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
@@ -126,16 +126,23 @@ class SaveAttempt:
         Args:
             path: as for `write_part`.
 
+        Saves to this path that others still have in hand are waited for. A symbolic link gives way to a directory of
+        its own, as for `ckptfmt.save`.
+
         Returns: what ends that when it is closed: a context. Close it after `commit`, or once the attempt is given up.
-        Raises: CommitError(CHECKPOINT_EXISTS) for what may not be replaced; StoreError(STORE_UNSUPPORTED) where a file
-            system has no locks. Spec: REQ-CMT-042, REQ-CMT-043.
+        Raises: CommitError(CHECKPOINT_EXISTS) for what may not be replaced; CommitError(SAVE_PENDING) after ten
+            minutes of waiting; StoreError(STORE_UNSUPPORTED) where a file system has no locks.
+        Spec: REQ-CMT-042, REQ-CMT-043.
         """
+        if self.replace:
+            own_place(path)
         store = open_store(path, writable=True)
         check_no_run(store, replace=self.replace)
-        held = contextlib.ExitStack()
-        if self.replace:
-            held.enter_context(hold_attempt(store, self.origin, 0, must=True))
-        return held
+        with contextlib.ExitStack() as held:
+            if self.replace:
+                earlier = held.enter_context(hold_attempt(store, self.origin, 0, must=True))
+                wait_for_attempts(store, earlier, deadline_s=DEADLINE_S)
+            return held.pop_all()
 
     def publish(self, path: str | os.PathLike[str] | Store) -> None:
         """Leave the attempt in the directory, for processes that can be told only that it is there.
