@@ -10,7 +10,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from benchmarks.bench import Bench
 from benchmarks.figures import Figure, paired_ratio, summarize
 from benchmarks.machine import find_children
 from benchmarks.ours import Ours
@@ -18,7 +17,7 @@ from benchmarks.pages import Region
 from benchmarks.peers import Pending
 from benchmarks.raw import RawSetting, RawWriter
 from benchmarks.rounds import order_of_round
-from benchmarks.state import Trainer
+from benchmarks.state import Bench, Trainer
 from ckptfmt.digest import block_digests
 from ckptfmt.limits import BLOCK_NBYTES
 

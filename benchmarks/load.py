@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.bare import BareLoad
-from benchmarks.bench import Bench
 from benchmarks.cold import list_files, make_cold, make_warm
 from benchmarks.destination import Destination
 from benchmarks.extra_memory import measure_extra_memory
@@ -20,7 +19,7 @@ from benchmarks.peers import process_group
 from benchmarks.raw import READ_SETTINGS, SETTINGS, TOUCH_SETTINGS, RawWriter
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round, remove
-from benchmarks.state import Trainer
+from benchmarks.state import Bench, Trainer
 
 _ROUNDS: Final = 11
 _TRIALS: Final = 3  # of each setting, to choose the best by median

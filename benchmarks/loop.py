@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.bench import Bench
 from benchmarks.peers import Pending
-from benchmarks.state import StepTimes
+from benchmarks.state import Bench, StepTimes
 
 
 class Contestant(Protocol):

@@ -5,19 +5,46 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from torch.distributed.checkpoint.staging import DefaultStager
 
 from benchmarks.account import Floor
-from benchmarks.bench import Bench
-from benchmarks.copying import CopyYardstick
 from benchmarks.figures import Figure, floor_all, median_of, paired_ratio, summarize
 from benchmarks.loop import Contestant, LoopRun, run_loop, run_until_done
 from benchmarks.ours import Ours
 from benchmarks.peers import DcpAsync, make_stager
 from benchmarks.rounds import order_of_round
+from benchmarks.state import Bench, Trainer
+
+
+class CopyYardstick:
+    """Targets for every tensor of a trainer, and a clock around the copy."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._sources = list(trainer.tensors().values())
+        # From a device the fastest copy is into pinned memory.
+        self._is_far = trainer.device.type == "cuda"
+        self._targets = [torch.empty_like(source, device="cpu", pin_memory=self._is_far) for source in self._sources]
+        self._threads = trainer.threads
+        self.time_copy(threads=self._threads)  # touches the targets
+
+    def time_copy(self, *, threads: int) -> float:
+        """Return the seconds that the copy of all tensors takes with so many threads."""
+        torch.set_num_threads(threads)
+        try:
+            begin_s = time.perf_counter()
+            for source, target in zip(self._sources, self._targets, strict=True):
+                target.copy_(source, non_blocking=self._is_far)
+            if self._is_far:
+                torch.cuda.synchronize()
+            return time.perf_counter() - begin_s
+        finally:
+            torch.set_num_threads(self._threads)
+
 
 _TRIALS: Final = 2  # of each number of threads, to choose the better
 _THREAD_COUNTS: Final = (1, 2)

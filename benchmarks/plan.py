@@ -16,7 +16,6 @@ from typing import Any, Final
 from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
 from torch.distributed.checkpoint.planner import SavePlan
 
-from benchmarks.counting import CountingStore
 from benchmarks.dcp_boxes import write_item
 from benchmarks.figures import Figure, summarize
 from benchmarks.fleet import Wanted, fill_memory, iter_bad, make_origin, write_fleet
@@ -30,7 +29,44 @@ from ckptfmt.documents.manifest import MANIFEST_NAME, index_name
 from ckptfmt.errors import LayoutError
 from ckptfmt.layout.merge import check_index_tiling
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.store import open_store
+from ckptfmt.store import LocalStore, open_store
+
+
+class CountingStore(LocalStore):
+    """A directory, read only.
+
+    Attributes:
+        metadata_nbytes: bytes read of manifest, index and parts so far.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, writable=False)
+        self.metadata_nbytes = 0
+        self._parts: set[str] = set()
+
+    @property
+    def part_count(self) -> int:
+        """Of how many parts something was read."""
+        return len(self._parts)
+
+    def read(self, path: str, *, limit_nbytes: int) -> bytes:
+        """Return a whole file, and count it."""
+        content = super().read(path, limit_nbytes=limit_nbytes)
+        self._count(path, len(content))
+        return content
+
+    def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
+        """Return a range of a file, and count it."""
+        self._count(path, nbytes)
+        return super().read_range(path, byte_begin, nbytes)
+
+    def _count(self, path: str, nbytes: int) -> None:
+        is_part = path.startswith("parts/")
+        if is_part:
+            self._parts.add(path)
+        if is_part or path == MANIFEST_NAME or path.startswith("index-"):
+            self.metadata_nbytes += nbytes
+
 
 _ROUNDS: Final = 5
 _FEWER: Final = 8  # so many times fewer ranks give the exponent

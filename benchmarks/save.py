@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final
 
-from benchmarks.bench import Bench
 from benchmarks.figures import median_of, paired_ratio, summarize
 from benchmarks.memory import PeakMemory
 from benchmarks.ours import Ours
@@ -16,7 +15,7 @@ from benchmarks.peers import Dcp, Safetensors, TorchSave, process_group
 from benchmarks.raw import SETTINGS, RawWriter
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Saver, Workplace, check_room, order_of_round, time_save
-from benchmarks.state import Trainer
+from benchmarks.state import Bench, Trainer
 
 _ROUNDS: Final = 11
 _TRIALS: Final = 3  # of each setting, to choose the best by median

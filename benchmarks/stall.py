@@ -8,17 +8,15 @@ import time
 from typing import Any, Final
 
 from benchmarks.account import measure_account, sum_up_account
-from benchmarks.bench import Bench
-from benchmarks.copying import CopyYardstick
 from benchmarks.figures import Figure, median_of, paired_ratio, summarize
-from benchmarks.lost import measure_lost, sum_up_lost
+from benchmarks.lost import CopyYardstick, measure_lost, sum_up_lost
 from benchmarks.memory import PeakMemory
 from benchmarks.ours import Ours
 from benchmarks.pages import pages_in_order
 from benchmarks.peers import process_group
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round
-from benchmarks.state import Trainer
+from benchmarks.state import Bench, Trainer
 
 _COPY_ROUNDS: Final = 11
 _FIRST_ROUNDS: Final = 5

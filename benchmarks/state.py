@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 import ckptfmt
+from benchmarks.rounds import Progress, Workplace
 
 #: Layers, each with one parameter; AdamW adds two moments of the same shape and a step count to each.
 PARAMETERS: Final = 66
@@ -152,3 +153,12 @@ class Trainer:
 
     def _note_hook(self, *_: object) -> None:
         self._hooked_s = time.perf_counter()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """The state that is saved, the place for files, and whom to tell how far it is."""
+
+    trainer: Trainer
+    place: Workplace
+    progress: Progress

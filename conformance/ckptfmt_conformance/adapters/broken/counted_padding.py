@@ -17,7 +17,7 @@ CONVICTED_BY = (
     "context/valid/samples-fill-mask-2-of-3",
 )
 
-_draws = original("ckptfmt.data.draws:Walk.draws")
+_draws = original("ckptfmt.data.course:Walk.draws")
 
 
 def _draws_that_count(walk: Any, begin: int, end: int) -> Iterator[Any]:  # noqa: ANN401 - of the implementation
@@ -28,4 +28,4 @@ def _draws_that_count(walk: Any, begin: int, end: int) -> Iterator[Any]:  # noqa
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.data.draws:Walk.draws", _draws_that_count),)
+    replacements = (("ckptfmt.data.course:Walk.draws", _draws_that_count),)

@@ -10,8 +10,8 @@ from ckptfmt_conformance.adapters.reference import Reference, original
 BREAKS = ("REQ-CUR-018",)
 CONVICTED_BY = ("context/valid/samples-fill-shift", "context/valid/samples-fill-shift-2-of-3")
 
-_walk = original("ckptfmt.data.draws:Walk")
-_draws = original("ckptfmt.data.draws:Walk.draws")
+_walk = original("ckptfmt.data.course:Walk")
+_draws = original("ckptfmt.data.course:Walk.draws")
 
 
 def _draws_as_begun(walk: Any, begin: int, end: int) -> Iterator[Any]:  # noqa: ANN401 - of the implementation
@@ -35,4 +35,4 @@ def _kept(walk: Any, draw: int) -> int:  # noqa: ANN401 - of the implementation
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.data.draws:Walk.draws", _draws_as_begun),)
+    replacements = (("ckptfmt.data.course:Walk.draws", _draws_as_begun),)

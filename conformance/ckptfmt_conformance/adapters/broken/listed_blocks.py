@@ -23,4 +23,4 @@ def _list_sources(block: int, seed: int, number: int, counts: tuple[int, ...]) -
 class Broken(Reference):
     """See above."""
 
-    replacements = (("ckptfmt.data.draws:_sources_of_block", _list_sources),)
+    replacements = (("ckptfmt.data.course:_sources_of_block", _list_sources),)
