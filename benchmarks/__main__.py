@@ -12,13 +12,12 @@ from benchmarks.frameworks import measure_frameworks
 from benchmarks.gpu_digest import measure_gpu_digest
 from benchmarks.load import measure_load
 from benchmarks.plan import measure_plan
-from benchmarks.record import Outcome, build_record, default_path, dump_record
+from benchmarks.record import Outcome, build_record, default_path, dump_record, format_record
 from benchmarks.reshard import measure_reshard
 from benchmarks.rounds import Progress, Workplace, workplace
 from benchmarks.save import measure_save
 from benchmarks.scenes import Sizes
 from benchmarks.stall import measure_stall
-from benchmarks.table import format_record
 from benchmarks.tensors import MOST, measure_tensors
 
 NBYTES = 1_600_000_000

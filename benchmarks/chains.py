@@ -1,6 +1,6 @@
 """Chains of saves as a run makes them: how long each takes beside a full one, and how long the way back is.
 
-States of real training are shown to a live model (see `benchmarks.replay`), and saved by two checkpointers, one after
+States of real training are shown to a live model (see `benchmarks.chains`), and saved by two checkpointers, one after
 the other: one with deltas, one without. Far stores are local ones behind a link of 0.2 GB/s.
 """
 
@@ -15,16 +15,51 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
+from torch import nn
 
 import ckptfmt
 from benchmarks.bare import BareRead
 from benchmarks.figures import Figure, paired_ratio, summarize
-from benchmarks.replay import Replay
 from benchmarks.rounds import Progress, Workplace, remove
-from benchmarks.scenes import Sizes, list_scenes
+from benchmarks.scenes import Scene, Sizes, list_scenes
+from benchmarks.snapshots import Snapshot
 from benchmarks.throttled import Link, ThrottledStore
-from benchmarks.training import Studio
+from benchmarks.training import Studio, fill, make_model, make_optimizers
 from ckptfmt.store import LocalStore, Store
+
+
+class Replay:
+    """Copies of a scene's model, under one optimizer.
+
+    Attributes:
+        state: for `ckptfmt.Checkpointer` and `ckptfmt.load`.
+    """
+
+    def __init__(self, sizes: Sizes, scene: Scene, *, copies: int) -> None:
+        self._models = nn.ModuleList(make_model(sizes, scene.model) for _ in range(copies))
+        parameters = {name: p for name, p in self._models.named_parameters() if p.requires_grad}
+        (self._optimizer,) = make_optimizers(scene, parameters)
+        self.state = ckptfmt.State(weights=self._models, optimizer=self._optimizer)
+
+    def show(self, state: Snapshot, *, copies: int | None = None) -> None:
+        """Put the first so many copies into a state, or all; the others stay as they are."""
+        for model in self._models[:copies]:
+            fill(model, [self._optimizer], state)
+
+    def check(self, state: Snapshot) -> None:
+        """Look whether all copies are in a state.
+
+        Raises: RuntimeError if one isn't.
+        """
+        for model in self._models:
+            places = dict(model.named_parameters()) | dict(model.named_buffers())
+            for name, tensor in state.items():
+                place = places[tensor.parameter]
+                known = {} if tensor.field == "weights" else self._optimizer.state[place]
+                found = place.detach() if tensor.field == "weights" else known[tensor.role]
+                if found.numpy().tobytes() != tensor.array.tobytes():
+                    raise RuntimeError(f"{name} has other bytes than were saved")
+
 
 #: Of a store far away, in bytes a second.
 FAR: Final = 0.2e9

@@ -7,9 +7,28 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.durable import sync_file
 from benchmarks.pages import PAGE_NBYTES, round_up
 from ckptfmt.store.posix import PosixCalls
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's bytes are durable, and its name too."""
+    _sync(path, os.O_RDONLY)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are durable."""
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    opened = os.open(path, flags)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
 
 _REQUEST_NBYTES: Final = 2**22
 _WARM_TRIES: Final = 20  # while memory is short, pages leave as others come

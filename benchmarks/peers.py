@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from benchmarks.durable import sync_directory, sync_file
+from benchmarks.cold import sync_directory, sync_file
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

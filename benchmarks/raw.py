@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.durable import sync_directory
+from benchmarks.cold import sync_directory
 from benchmarks.pages import PAGE_NBYTES, Region, map_anonymous, round_up
 
 _MIB: Final = 2**20

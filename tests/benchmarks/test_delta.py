@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ckptfmt
+from benchmarks.chains import Replay
 from benchmarks.codecs import CODECS, Blocks, measure_codec
 from benchmarks.coding import code, list_groups
 from benchmarks.delta import steady_of
@@ -25,7 +26,6 @@ from benchmarks.floors import (
     ordered,
     step_bits,
 )
-from benchmarks.replay import Replay
 from benchmarks.rounds import Progress
 from benchmarks.scenes import Scene, Sizes, list_scenes
 from benchmarks.snapshots import WEIGHT, Pair, Tensor, read_snapshot, round_weights, write_snapshot

@@ -11,9 +11,8 @@ import torch
 from benchmarks import __main__ as benchmarks
 from benchmarks import gpu_digest
 from benchmarks.gpu_saves import measure_saves
-from benchmarks.record import build_record, dump_record
+from benchmarks.record import build_record, dump_record, format_record
 from benchmarks.rounds import Progress, Workplace
-from benchmarks.table import format_record
 from ckptfmt import limits
 
 HOST = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.bare import BareLoad
-from benchmarks.destination import Destination
+from benchmarks.load import Destination
 from benchmarks.loaders import DcpLoad, Loader, OursLoad, SafetensorsLoad, TorchLoad
 from benchmarks.memory import PeakResident
 from benchmarks.pages import map_anonymous
