@@ -82,10 +82,12 @@ def save(accelerator, options, step, loss):
 
 def batches(accelerator, options, loader, done):
     """Yield the batches of all epochs still to come, as loops of accelerate's users do."""
-    first, skip = divmod(done, len(loader))
+    first, skip = divmod(done, len(loader)) if options.native else accelerator.position(loader)
     for epoch in range(first, STEPS // len(loader) + 1):
-        skips = skip and epoch == first and options.loader != "stateful"
-        yield from accelerator.skip_first_batches(loader, skip) if skips else loader
+        if options.native:
+            yield from accelerator.skip_first_batches(loader, skip) if skip and epoch == first else loader
+        else:
+            yield from accelerator.skip_first_batches(loader)
 
 
 def evaluate(held_out, *, in_full):

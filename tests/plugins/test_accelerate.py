@@ -9,9 +9,9 @@ pytest.importorskip("accelerate")
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DistributedType, ProjectConfiguration, set_seed
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ckptfmt
 from ckptfmt.errors import CkptError
@@ -211,3 +211,117 @@ def test_a_directory_is_needed(tmp_path):
     with pytest.raises(ValueError, match="run="):
         accelerator.save_state()
     assert isinstance(accelerator, Accelerator)
+
+
+# --- positions, counts and refusals -----------------------------------------------------------------------------------
+
+
+def seen_by(run, how, stop=None):
+    """Return the rows that a training is given in one launch of a run; it saves after its sixth batch."""
+    set_seed(1)
+    accelerator = CkptfmtAccelerator(run=run, cpu=True, gradient_accumulation_steps=2 if how == "accumulate" else 1)
+    if how == "scaler":
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1000)
+    model = torch.nn.Linear(1, 1)
+    loader = DataLoader(TensorDataset(torch.arange(24.0)[:, None]), batch_size=2, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4), loader)
+    accelerator.load_state()
+    (epoch, batch), seen = accelerator.position(loader), []
+    assert (epoch, batch) in {(0, 0), (0, 6)}
+    for epoch in range(2):
+        for (inputs,) in accelerator.skip_first_batches(loader):
+            with accelerator.accumulate(model):
+                loss = model(inputs).square().mean() * (float("inf") if how == "scaler" and batch == 2 else 1)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(inputs.flatten().tolist())
+            batch += 1
+            assert accelerator.position(loader) == divmod(batch, 12)
+            if batch == 6 and not epoch:
+                accelerator.save_state()
+            if batch == stop:
+                accelerator.end_training()
+                return seen
+    accelerator.end_training()
+    return seen
+
+
+@pytest.mark.parametrize("how", ["accumulate", "scaler"])
+def test_batches_are_counted_apart_from_updates(tmp_path, how):
+    undisturbed = seen_by(tmp_path / "undisturbed", how)
+    assert seen_by(tmp_path / "run", how, stop=6) == undisturbed[:6]
+    assert seen_by(tmp_path / "run", how) == undisturbed[6:]
+
+
+def test_the_steps_of_any_prepared_optimizer_make_a_new_step_to_save(tmp_path):
+    accelerator = CkptfmtAccelerator(cpu=True, run=tmp_path / "run")
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    prepared = accelerator.prepare(*models, *optimizers)
+
+    def update(number):
+        accelerator.backward(prepared[number](torch.ones(3, 2)).sum())
+        prepared[number + 2].step()
+
+    for number in (1, 1, 1):  # the critic first
+        update(number)
+        assert accelerator.save_state() is not None
+    assert accelerator.save_state() is None
+    update(0)
+    assert accelerator.save_state().step == 4
+    for _ in range(3):
+        update(0)
+        update(1)
+    assert accelerator.updates == 7
+    accelerator.end_training()
+
+
+def test_a_run_without_a_prepared_optimizer_needs_a_step(tmp_path):
+    accelerator = CkptfmtAccelerator(cpu=True, run=tmp_path / "run")
+    accelerator.prepare(torch.nn.Linear(2, 1))
+    accelerator.save_state()
+    with pytest.raises(ValueError, match="prepare the optimizer"):
+        accelerator.save_state()
+    assert accelerator.save_state(step=5) is not None
+    accelerator.end_training()
+
+
+def test_an_optimizer_that_is_prepared_again_is_counted_once(tmp_path):
+    accelerator = CkptfmtAccelerator(cpu=True, run=tmp_path / "run")
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        prepared = accelerator.prepare(model, optimizer, DataLoader(Rows(), batch_size=2))
+        train(accelerator, *prepared)
+        assert accelerator.updates == 3
+        accelerator.free_memory()
+
+
+def test_hooks_for_loading_are_refused(tmp_path):
+    accelerator, *_ = accelerator_with(tmp_path)
+    accelerator.register_load_state_pre_hook(lambda *_: None)
+    with pytest.raises(NotImplementedError, match="beside the checkpoint"):
+        accelerator.load_state()
+
+
+def test_the_home_directory_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    accelerator, model, optimizer, loader = accelerator_with(tmp_path)
+    train(accelerator, model, optimizer, loader)
+    accelerator.save_state("~/own").wait()
+    assert accelerator.load_state("~/own").step == 3
+    assert ckptfmt.validate(tmp_path / "own")
+
+
+def test_fsdp1_is_refused(monkeypatch):
+    monkeypatch.setattr(CkptfmtAccelerator, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setattr(CkptfmtAccelerator, "is_fsdp2", False)
+    with pytest.raises(NotImplementedError, match="FSDP"):
+        CkptfmtAccelerator(cpu=True)
+
+
+def test_only_a_prepared_loader_has_a_position(tmp_path):
+    accelerator, *_ = accelerator_with(tmp_path)
+    with pytest.raises(ValueError, match="that prepare returned"):
+        accelerator.position(DataLoader(Rows()))
