@@ -14,8 +14,10 @@ what `jax.tree_util.keystr` shows: ``0/mu/Dense_0/kernel``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import jax
@@ -37,6 +39,10 @@ from ckptfmt.errors import CkptError, Code, err
 #: What typed keys are saved as: numbers under this name, and how they are used.
 _KEY_DATA: Final = "key_data"
 _KEY_KIND: Final = "jax.random.key"
+#: Nodes of a pytree that are saved as what they are.
+_PLAIN_NODES: Final = (type(None), dict, list, tuple, OrderedDict)
+#: The dtypes that a weak type can have: those of Python's numbers.
+_WEAK: Final[dict[str, type]] = {"i": int, "f": float, "c": complex}
 #: Settings that decide bits.
 _SETTINGS: Final = (
     "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_numpy_dtype_promotion",
@@ -61,8 +67,16 @@ def children_of(value: object) -> list[tuple[object, object]]:
 
 
 def has_arrays(value: object) -> bool:
-    """Tell whether a tree has arrays of JAX, or `jax.ShapeDtypeStruct` in the place of some, and so is JAX's."""
-    return any(is_array(leaf) or _is_abstract(leaf) for leaf in jax.tree_util.tree_leaves(value))
+    """Tell whether a tree is JAX's: it has arrays of JAX, or `jax.ShapeDtypeStruct`, or nodes that are saved as dicts.
+
+    Such a node, an EmptyState of Optax, may hold no array, and must be made again by its class.
+    """
+    leaves = jax.tree_util.tree_leaves(value, is_leaf=_is_own_node)
+    return any(is_array(leaf) or _is_abstract(leaf) or _is_own_node(leaf) for leaf in leaves)
+
+
+def _is_own_node(value: object) -> bool:
+    return type(value) not in _PLAIN_NODES and is_node(value)
 
 
 def _is_abstract(value: object) -> bool:
@@ -296,6 +310,11 @@ def _plan_array(plan: LoadPlan, live: Any, saved: IndexTensor, name: str) -> Cal
     dtype = np.dtype(live.dtype)
     if not may_fill(plan, saved, shape=live.shape, dtype=lambda: dtype_name(dtype, where=where), where=where):
         return lambda: live
+    is_weak = bool(getattr(live, "weak_type", False))
+    if is_weak and dtype != _weak_zero(dtype).dtype:
+        plan.problem(Code.STATE_UNSUPPORTED, where, f"a weak {dtype}, which no number of Python has: give it a dtype")
+        return lambda: live
+    finish: Callable[[jax.Array, Any], jax.Array] = _weaken if is_weak else lambda array, _: array
     sharding = live.sharding if _is_abstract(live) or live.committed else None
     cuts = [()] if sharding is None else sharding.addressable_devices_indices_map(live.shape).values()
     boxes = {_box_of(cut, live.shape) if cut else Box.whole(live.shape) for cut in cuts}
@@ -312,13 +331,28 @@ def _plan_array(plan: LoadPlan, live: Any, saved: IndexTensor, name: str) -> Cal
         )
     )
     if sharding is not None:
-        return lambda: jax.make_array_from_callback(
-            live.shape, sharding, lambda cut: arrays[_box_of(cut, live.shape)], dtype=dtype
-        )
+        read = functools.partial(_read_cut, arrays, live.shape)
+        return lambda: finish(jax.make_array_from_callback(live.shape, sharding, read, dtype=dtype), sharding)
     (array,) = arrays.values()
-    is_weak = not live.shape and bool(getattr(live, "weak_type", False))
-    # A weak type lets others decide the dtype of a result. JAX gives it to scalars of Python.
-    return lambda: jnp.asarray(array.item() if is_weak else array)
+    return lambda: finish(jnp.asarray(array), None)
+
+
+def _read_cut(arrays: Mapping[Box, NDArray[Any]], shape: tuple[int, ...], cut: tuple[slice, ...]) -> NDArray[Any]:
+    return arrays[_box_of(cut, shape)]
+
+
+def _weak_zero(dtype: np.dtype[Any]) -> jax.Array:
+    """Return a zero of Python as an array: its type is weak, so that others decide the dtype of a result."""
+    return jnp.asarray(_WEAK.get(dtype.kind, bool)())
+
+
+def _weaken(array: jax.Array, sharding: Any) -> jax.Array:  # noqa: ANN401 - of JAX, or None
+    """Return an array with a weak type, on the same devices: one that is written into keeps its own type."""
+
+    def write(held: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(_weak_zero(np.dtype(held.dtype)), held.shape).at[...].set(held)
+
+    return jax.jit(write, **({} if sharding is None else {"out_shardings": sharding}))(array)
 
 
 def _sink(saved: IndexTensor, array: NDArray[Any]) -> ArraySink:

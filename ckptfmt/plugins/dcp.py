@@ -299,8 +299,11 @@ def install(*, allow_pickle: bool = False) -> contextlib.ExitStack:
         allow_pickle: as for `CkptfmtWriter` and `CkptfmtReader`.
 
     Returns: what takes that back: a context, with a method ``close``.
+    Raises: RuntimeError where it is installed already.
     """
     theirs = _storage_utils._storage_setup  # noqa: SLF001 - torch has no public name for its default
+    if theirs.__module__ == __name__:
+        raise RuntimeError("ckptfmt is installed already: close what the first install() returned")
     executor = _async_process_executor._ProcessBasedAsyncCheckpointExecutor  # noqa: SLF001
     execute_save = executor.execute_save
 

@@ -355,6 +355,15 @@ def test_saves_without_collectives_are_refused(tmp_path):
         dcp_save.save({"w": torch.ones(2)}, storage_writer=CkptfmtWriter(tmp_path), no_dist=True, use_collectives=False)
 
 
+def test_a_second_install_is_refused_and_the_first_is_taken_back():
+    theirs = vars(dcp_load)["_storage_setup"]
+    with install(), pytest.raises(RuntimeError, match="already"):
+        install()
+    assert vars(dcp_load)["_storage_setup"] is theirs
+    install().close()
+    assert vars(dcp_load)["_storage_setup"] is theirs
+
+
 def test_install_makes_ckptfmt_the_storage_of_paths_until_it_is_closed(tmp_path):
     saved = {"model": {"w": torch.ones(2)}}
     dcp_save.save(saved, checkpoint_id=tmp_path / "theirs", no_dist=True)

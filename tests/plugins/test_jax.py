@@ -397,3 +397,31 @@ def test_processes_of_jax_save_and_load_their_own_shards(tmp_path):
     assert (
         code_of(lambda: load(tmp_path / "c", State(weights={"layer": {"cut": jnp.zeros((4, 4))}}))) == "SHAPE_MISMATCH"
     )
+
+
+def test_a_weak_type_is_loaded(tmp_path):
+    """It decides the dtype of results: weak float32 times bfloat16 is bfloat16."""
+    scalar = jax.jit(lambda: 0.5)()
+    tree = {
+        "scalar": scalar,
+        "vector": jnp.broadcast_to(scalar, (3,)),
+        "committed": jax.device_put(jnp.broadcast_to(scalar, (3,)), jax.devices()[0]),
+        "whole": jax.jit(lambda: 7)(),
+    }
+    assert all(array.weak_type for array in tree.values())
+    ckptfmt.save(tmp_path / "c", ckptfmt.State(weights=tree, rng=False), step=1)
+    state: Any = ckptfmt.State(weights=jax.tree.map(lambda array: array * 0, tree), rng=False)
+    ckptfmt.load(tmp_path / "c", state)
+    for name, array in state.weights.items():
+        assert array.weak_type, name
+        assert (array == tree[name]).all(), name
+        assert (array.dtype, array.committed) == (tree[name].dtype, tree[name].committed), name
+
+
+def test_nodes_without_arrays_keep_their_classes(tmp_path):
+    weights, rule = {"w": jnp.ones(4)}, optax.sgd(0.1)
+    ckptfmt.save(tmp_path / "c", ckptfmt.State(weights=weights, optimizer=rule.init(weights), rng=False), step=1)
+    state = ckptfmt.State(weights=weights, optimizer=rule.init(weights), rng=False)
+    report: Any = ckptfmt.load(tmp_path / "c", state)
+    assert report.claim == "S0"
+    assert jax.tree.structure(state.optimizer) == jax.tree.structure(rule.init(weights))
