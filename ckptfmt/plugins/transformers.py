@@ -13,13 +13,20 @@ scheduler, gradient scaler, RNG streams of each process, and the text of ``train
 the training. ``checkpoint-N``, the directory that transformers knows, is written with ``export_hf`` alone: once the
 checkpoint of step N is committed, a thread makes it of that checkpoint and renames it into place. It holds what
 ``from_pretrained`` reads, ``trainer_state.json`` and ``training_args.bin``, and not what only a resume needs.
-The next save waits for the export before it; an export that a kill has prevented isn't made up for. Callbacks that read
+The next save waits for the export before it, and raises if that failed,
+on the process that exports alone: others then wait for it until their time runs out; an export that a kill has
+prevented isn't made up for. Callbacks that read
 ``checkpoint-N`` in ``on_save`` find it with ``saver="inline"``: a save is then committed and exported when it returns.
 
 **Resuming.** ``resume_from_checkpoint=True`` follows the run's lineage and passes over what is damaged. A path may be
 that of a checkpoint of the run, or of its ``checkpoint-N``: then the run is rolled back to it. Any other path is left
-to transformers, so that a training that began with `transformers.Trainer` goes on in a run. Without
+to transformers, so that a training that began with `transformers.Trainer` goes on in a run. An export whose
+checkpoint isn't in the run is refused where True would find it: it has no optimizer. Without
 ``resume_from_checkpoint`` a training starts anew in the same run; a warning says so if that has checkpoints.
+
+The last step of an epoch, and of the training, is saved behind ``on_epoch_end`` and an evaluation that comes then,
+whatever asks for the save; `transformers.Trainer` saves it before where ``save_strategy`` is "steps". After a stop in
+mid-epoch there is no evaluation of the end of an epoch. A signal in a step that is saved anyway ends the next step.
 
 **What stays.** With ``save_total_limit=N`` the newest N stay. With ``metric_for_best_model`` these are the best one and
 the newest N - 1, at least one; of equals the newest counts as the best. ``load_best_model_at_end`` loads it from the
@@ -33,6 +40,8 @@ trains with DistributedDataParallel; the tests tell it not to. Not bit for bit, 
 - random numbers that a data collator or a dataset draws from the global streams: the Trainer fetches the first batches
   before it puts the streams back, and one batch ahead of each step;
 - worker processes of a data loader that draw: they are seeded when the epoch's iterator is made;
+- ``train_sampling_strategy="group_by_length"``, whose order is drawn from torch's global stream when the epoch begins:
+  in the middle of an epoch the order differs after a resume;
 - ``ignore_data_skip=True``, which begins the epoch anew, and ``use_seedable_sampler=False``;
 - the first loss that is logged after a resume: it averages over the steps since the resume.
 
@@ -48,6 +57,7 @@ Tested with transformers 5.23.0, accelerate 1.15.0 and torch 2.13.0.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -61,6 +71,7 @@ from typing import Any, Final
 
 from transformers import Trainer, TrainerState
 from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME, ExportableState, rotate_checkpoints
+from transformers.trainer_utils import get_last_checkpoint
 
 import ckptfmt
 
@@ -145,6 +156,15 @@ class CkptfmtTrainer(Trainer):
         return self._ckptfmt.save()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        is_again, self._ckptfmt.seen = self._ckptfmt.seen == self.state.global_step, self.state.global_step
+        if is_again and self.checkpointer.stopped:  # in mid-epoch: what comes now isn't part of the checkpoint
+            self.control.should_evaluate = self.control.should_save = False
+        is_last = self.state.global_step >= self.state.max_steps or float(self.state.epoch or 0).is_integer()
+        if is_last and not is_again:  # This is called once more behind on_epoch_end: the step is over then.
+            is_to_save, self.control.should_save = self.control.should_save, False
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            self.control.should_save |= is_to_save
+            return
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self.checkpointer.end_step(self.state.global_step)
         self.control.should_training_stop |= self.checkpointer.stopped
@@ -163,6 +183,7 @@ class _Training(contextlib.ExitStack):
     Attributes:
         place: a directory in which the Trainer finds ``trainer_state.json`` of what it resumes from.
         best: name of the best checkpoint, once training is over, if it is of this run.
+        seen: the step that the Trainer has last logged, evaluated and saved behind.
     """
 
     def __init__(self, trainer: Any, options: Mapping[str, Any], output_dir: Path) -> None:  # noqa: ANN401
@@ -174,7 +195,7 @@ class _Training(contextlib.ExitStack):
         self.exporter = self.enter_context(ThreadPoolExecutor(1))
         self.exported = self.exporter.submit(lambda: None)
         self.resumed: tuple[int, dict[str, str]] = -1, {}
-        self.best = ""
+        self.best, self.seen = "", -1
 
     def choose(self, resume: object) -> bool:
         """Begin a launch of the run, and return whether it goes on from a checkpoint of the run."""
@@ -184,11 +205,16 @@ class _Training(contextlib.ExitStack):
         self.trainer.checkpointer = self.push(checkpointer)
         checkpoint = checkpointer.choose()
         if checkpoint is None:
+            last = resume is True and get_last_checkpoint(self.trainer.args.output_dir)
+            if last and Path(last, _MARK).is_file():
+                raise ValueError(
+                    f"{last} is an export without optimizer, and its checkpoint isn't in {self.run}: pass run="
+                )
             if not resume and any(one.state == "committed" for one in ckptfmt.Run(self.run).list()):
                 _LOG.warning("%s has checkpoints: resume_from_checkpoint=True goes on from them", self.run)
             return False
         self.resumed = checkpoint.step, checkpoint.leaf(*_TRAINER_STATE)
-        state = TrainerState(**json.loads(self.resumed[1]["json"]))
+        state = _trainer_state(self.resumed[1])
         # The best may be this one, whose path wasn't known yet when it was saved; and the run may have been moved.
         is_best = state.best_global_step == checkpoint.step
         best = Path(checkpoint.store.name if is_best else state.best_model_checkpoint or "").name
@@ -227,7 +253,7 @@ class _Training(contextlib.ExitStack):
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         exportable = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         trainer.state.stateful_callbacks |= TrainerState(stateful_callbacks=exportable).stateful_callbacks
-        return {"json": json.dumps(vars(trainer.state))}
+        return {"json": json.dumps(dataclasses.asdict(trainer.state))}
 
     def save(self) -> None:
         """Begin a save. Raises: `ckptfmt.CkptError`; what an earlier save or export failed with."""
@@ -247,7 +273,7 @@ class _Training(contextlib.ExitStack):
         """Make ``checkpoint-N`` of a checkpoint once it is committed: whole, or not at all."""
         digest, target = handle.wait().digest, self._export_path(handle.step)
         trees: Any = ckptfmt.load(handle.path, only=["weights:*", "optimizer:extra/trainer"], framework="torch")
-        state = TrainerState(**json.loads(trees["optimizer"]["extra/trainer"]["json"]))
+        state = _trainer_state(trees["optimizer"]["extra/trainer"])
         state.best_model_checkpoint = state.best_global_step and str(self._export_path(state.best_global_step))
         place = self.output_dir / ".exporting"
         shutil.rmtree(place, ignore_errors=True)  # perhaps of a process that was killed
@@ -296,9 +322,16 @@ class _Asked:
         """Do nothing: `CkptfmtTrainer.train` has handed it to the Trainer."""
 
 
+def _trainer_state(saved: dict[str, str]) -> TrainerState:
+    """Return the state, without what a callback of an earlier version's checkpoint has left on it."""
+    names = [field.name for field in dataclasses.fields(TrainerState)]
+    return TrainerState(**{name: value for name, value in json.loads(saved["json"]).items() if name in names})
+
+
 def _retention_of(args: Any, keep_best: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return the options by which ``save_total_limit`` checkpoints stay, the best among them."""
-    limit, has_best = args.save_total_limit or None, args.metric_for_best_model and args.eval_strategy != "no"
+    limit = max(args.save_total_limit or 0, 0) or None
+    has_best = args.metric_for_best_model and args.eval_strategy != "no"
     if keep_best is True:
         keep_best = (*_best_of(args), 1) if has_best and limit else None
     return {"keep": limit and max(1, limit - bool(keep_best)), "keep_best": keep_best or None}
@@ -313,9 +346,8 @@ def _best_of(args: Any) -> tuple[str, str]:  # noqa: ANN401
 def _metrics_of(state: TrainerState) -> dict[str, float]:
     """Return the finite ones of the losses and metrics that were logged at this step."""
     entries = itertools.takewhile(lambda entry: entry.get("step") == state.global_step, reversed(state.log_history))
-    found: dict[str, Any] = {name: value for entry in entries for name, value in entry.items()}
-    names = [name for name in found if name == "loss" or name.startswith("eval_")]
-    return {name: found[name] for name in names if isinstance(found[name], int | float) and math.isfinite(found[name])}
+    pairs = [pair for entry in entries for pair in entry.items() if pair[0] == "loss" or pair[0].startswith("eval_")]
+    return {name: value for name, value in pairs if isinstance(value, int | float) and math.isfinite(value)}
 
 
 def _plain(value: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:  # noqa: ANN401

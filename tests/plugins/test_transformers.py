@@ -312,6 +312,86 @@ def test_sigterm_saves_and_ends_the_training(tmp_path, undisturbed):
     assert differences(undisturbed, tmp_path) == []
 
 
+class TerminateAt(TrainerCallback):
+    """A SIGTERM in a step, and what `on_step_end` finds."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, _args, state, _control, **_objects):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+#: Evaluations at the ends of epochs, by steps 18 and 36, each of which lowers the learning rate.
+BY_EPOCH = {
+    "eval_strategy": "epoch",
+    "max_steps": 40,
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0, "threshold_mode": "abs"},
+    "metric_for_best_model": "loss",
+}
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "steps", "no"])
+def test_an_evaluation_at_the_end_of_an_epoch_is_part_of_its_last_step(tmp_path, strategy):
+    """Whoever asks for the save: the strategy, a signal, an interval."""
+    args = {**BY_EPOCH, "save_strategy": strategy, "save_steps": 18}
+    train_here(tmp_path / "right", args=args)
+    ours = train_here(tmp_path / "ours", args=args, callbacks=[TerminateAt(36)], ckptfmt={"stop_on": [signal.SIGTERM]})
+    assert ours.checkpointer.stopped
+    again = train_here(tmp_path / "ours", args=args, resume=str(tmp_path / "ours/out/ckptfmt/step-00000036-l0001"))
+    assert again.checkpointer.load_report.claim == "T1"
+    assert [log["step"] for log in again.state.log_history if "eval_loss" in log] == [18, 36, 40]
+    assert differences(tmp_path / "right", tmp_path / "ours", last_step=40) == []
+    rates = {log["step"]: log["learning_rate"] for log in again.state.log_history if "learning_rate" in log}
+    assert rates[40] < rates[35]  # what was compared does depend on the evaluation
+
+
+def test_a_stop_in_mid_epoch_is_followed_by_no_evaluation(tmp_path):
+    args = {**BY_EPOCH, "save_strategy": "epoch", "max_steps": 20}
+    train_here(tmp_path / "right", args=args)
+    ours = train_here(tmp_path / "ours", args=args, callbacks=[TerminateAt(12)], ckptfmt={"stop_on": [signal.SIGTERM]})
+    assert committed_steps(tmp_path / "ours") == [(12, 1)]
+    assert ours.state.best_global_step is None
+    train_here(tmp_path / "ours", args=args, resume=True)
+    assert differences(tmp_path / "right", tmp_path / "ours", last_step=20) == []
+
+
+def test_an_export_is_no_checkpoint_to_resume_from(tmp_path):
+    train_here(tmp_path, stop_at=6, ckptfmt={"export_hf": True})
+    with pytest.raises(ValueError, match=r"checkpoint-5 is an export without optimizer"):
+        train_here(tmp_path, resume=True, ckptfmt={"run": tmp_path / "other"})
+
+
+def test_what_a_callback_leaves_on_the_state_isnt_saved(tmp_path):
+    class Leaves(TrainerCallback):
+        def on_train_begin(self, _args, state, _control, **_objects):
+            state.note = 1
+
+    train_here(tmp_path, stop_at=6, callbacks=[Leaves()], ckptfmt={"export_hf": True})
+    assert train_here(tmp_path, stop_at=7, resume=True).state.global_step == 7
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_is_none_deletes_nothing(tmp_path, limit):
+    train_here(tmp_path, stop_at=11, args={"save_total_limit": limit})
+    assert committed_steps(tmp_path) == [(5, 1), (10, 1)]
+
+
+class CannotExport(Watched):
+    """Has no room for exports."""
+
+    def _save(self, *_args, **_kwargs):
+        raise OSError("no room")
+
+
+def test_an_export_that_fails_is_raised(tmp_path):
+    with pytest.raises(OSError, match="no room"):
+        train_here(tmp_path, kind=CannotExport, stop_at=6, ckptfmt={"export_hf": True})
+    assert committed_steps(tmp_path) == [(5, 1)]
+
+
 class Scaled(Watched):
     """Scales the loss, as mixed precision with float16 does; not for the CPU, says accelerate, but torch can."""
 
