@@ -406,3 +406,14 @@ def test_a_module_in_the_place_of_a_state_is_named(tmp_path: Path) -> None:
             refused()
         assert caught.value.code == Code.ARGUMENT
         assert "State(weights=model" in caught.value.remedy
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch.load opens safetensors files since 2.15")
+def test_weights_open_with_torch_load(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    ckptfmt.save(tmp_path, ckptfmt.State(weights=model), step=1)
+    (file,) = tmp_path.glob("weights-*.safetensors")
+    found = torch.load(file)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        name: tensor.tolist() for name, tensor in model.state_dict().items()
+    }
