@@ -13,10 +13,9 @@ scheduler, gradient scaler, RNG streams of each process, and the text of ``train
 the training. ``checkpoint-N``, the directory that transformers knows, is written with ``export_hf`` alone: once the
 checkpoint of step N is committed, a thread makes it of that checkpoint and renames it into place. It holds what
 ``from_pretrained`` reads, ``trainer_state.json`` and ``training_args.bin``, and not what only a resume needs.
-The next save waits for the export before it, and raises if that failed,
-on the process that exports alone: others then wait for it until their time runs out; an export that a kill has
-prevented isn't made up for. Callbacks that read
-``checkpoint-N`` in ``on_save`` find it with ``saver="inline"``: a save is then committed and exported when it returns.
+The next save waits for the export before it, and then raises, on the process that exports, what that failed with. An
+export that a kill has prevented isn't made up for. Callbacks that read ``checkpoint-N`` in ``on_save`` find it with
+``saver="inline"``: a save is then committed and exported when it returns.
 
 **Resuming.** ``resume_from_checkpoint=True`` follows the run's lineage and passes over what is damaged. A path may be
 that of a checkpoint of the run, or of its ``checkpoint-N``: then the run is rolled back to it. Any other path is left
@@ -58,7 +57,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import math
@@ -69,9 +67,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from transformers import Trainer, TrainerState
-from transformers.trainer import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME, ExportableState, rotate_checkpoints
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import Trainer, TrainerState, trainer_utils
+from transformers.trainer import TRAINER_STATE_NAME, ExportableState
 
 import ckptfmt
 
@@ -125,35 +122,26 @@ class CkptfmtTrainer(Trainer):
         """
         with _Training(self, self._ckptfmt_options, Path(self._get_output_dir(trial))) as self._ckptfmt:
             self._ckptfmt.callback(setattr, self, "_ckptfmt", None)
-            if self._ckptfmt.choose(resume_from_checkpoint):
-                resume_from_checkpoint = self._ckptfmt.place
-            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
-
-    def _is_own(self, checkpoint: str | None) -> bool:
-        return checkpoint is not None and checkpoint == self._ckptfmt.place
+            return super().train(self._ckptfmt.choose(resume_from_checkpoint), trial, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
-        if not self._is_own(resume_from_checkpoint):
+        if resume_from_checkpoint != self._ckptfmt.place:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:  # noqa: ANN401
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # Model, optimizer, scheduler and scaler exist and are wrapped; nothing of the run is loaded yet.
         self.checkpointer.restore(self._ckptfmt.state())
-        if not self._is_own(resume_from_checkpoint):
+        if resume_from_checkpoint != self._ckptfmt.place:
             self.checkpointer.restore_rng()
         return prepared
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         # The iterator exists, and the batches of the steps done are skipped.
-        self.checkpointer.restore_rng() if self._is_own(checkpoint) else super()._load_rng_state(checkpoint)
+        self.checkpointer.restore_rng() if checkpoint == self._ckptfmt.place else super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ANN401
-        if self._ckptfmt is None:
-            return super()._save_checkpoint(model, trial)
-        if self.hp_search_backend is None and trial is None:
-            self.store_flos()
-        return self._ckptfmt.save()
+        self._ckptfmt.save() if self._ckptfmt else super()._save_checkpoint(model, trial)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         is_again, self._ckptfmt.seen = self._ckptfmt.seen == self.state.global_step, self.state.global_step
@@ -189,39 +177,36 @@ class _Training(contextlib.ExitStack):
     def __init__(self, trainer: Any, options: Mapping[str, Any], output_dir: Path) -> None:  # noqa: ANN401
         super().__init__()
         self.trainer, self.output_dir, self.options = trainer, output_dir, dict(options)
+        self.exports = str(output_dir / trainer_utils.PREFIX_CHECKPOINT_DIR)
         self.run = Path(self.options.pop("run", None) or output_dir / "ckptfmt")
         self.does_export = self.options.pop("export_hf", False)
-        self.place = self.enter_context(tempfile.TemporaryDirectory(prefix="ckptfmt-"))
+        self.best, self.seen, self.place = "", -1, self.enter_context(tempfile.TemporaryDirectory(prefix="ckptfmt-"))
         self.exporter = self.enter_context(ThreadPoolExecutor(1))
         self.exported = self.exporter.submit(lambda: None)
         self.resumed: tuple[int, dict[str, str]] = -1, {}
-        self.best, self.seen = "", -1
 
-    def choose(self, resume: object) -> bool:
-        """Begin a launch of the run, and return whether it goes on from a checkpoint of the run."""
-        wanted = "auto" if resume is True else (self._find(Path(str(resume))) if resume else None)
+    def choose(self, resume: Any) -> Any:  # noqa: ANN401 - as the Trainer is told
+        """Begin a launch of the run, and return what the Trainer resumes from: `place` for a checkpoint of the run."""
+        wanted = "auto" if resume is True else (resume and self._find(Path(str(resume)))) or "fresh"
         options = _retention_of(self.trainer.args, self.options.pop("keep_best", True)) | self.options
-        checkpointer = ckptfmt.Checkpointer(self.run, resume=wanted or "fresh", **options)
-        self.trainer.checkpointer = self.push(checkpointer)
-        checkpoint = checkpointer.choose()
+        self.trainer.checkpointer = self.enter_context(ckptfmt.Checkpointer(self.run, resume=wanted, **options))
+        checkpoint = self.trainer.checkpointer.choose()
         if checkpoint is None:
-            last = resume is True and get_last_checkpoint(self.trainer.args.output_dir)
+            last = resume is True and trainer_utils.get_last_checkpoint(self.trainer.args.output_dir)
             if last and Path(last, _MARK).is_file():
-                raise ValueError(
-                    f"{last} is an export without optimizer, and its checkpoint isn't in {self.run}: pass run="
-                )
+                raise ValueError(f"{last} is an export without optimizer, of another run: pass run=")
             if not resume and any(one.state == "committed" for one in ckptfmt.Run(self.run).list()):
                 _LOG.warning("%s has checkpoints: resume_from_checkpoint=True goes on from them", self.run)
-            return False
+            return resume
         self.resumed = checkpoint.step, checkpoint.leaf(*_TRAINER_STATE)
-        state = _trainer_state(self.resumed[1])
+        state = TrainerState(**json.loads(self.resumed[1]["json"]))
         # The best may be this one, whose path wasn't known yet when it was saved; and the run may have been moved.
         is_best = state.best_global_step == checkpoint.step
         best = Path(checkpoint.store.name if is_best else state.best_model_checkpoint or "").name
         if best and (self.run / best).is_dir():
             state.best_model_checkpoint = str(self.run / best)
         state.save_to_json(str(Path(self.place, TRAINER_STATE_NAME)))
-        return True
+        return self.place
 
     def _find(self, path: Path) -> str | None:
         """Return how a checkpointer is told what to resume from; None for what isn't of this run."""
@@ -239,10 +224,9 @@ class _Training(contextlib.ExitStack):
         state = ckptfmt.State(weights=trainer.model_wrapped, data=data, extra=extra, config=config, harmless=harmless)
         if args.save_only_model:
             state.rng = False
-            return state
-        state.optimizer, extra["scheduler"] = trainer.optimizer, trainer.lr_scheduler
-        if getattr(trainer.accelerator, "scaler", None) is not None:
-            extra["scaler"] = trainer.accelerator.scaler
+        else:
+            state.optimizer, extra["scheduler"] = trainer.optimizer, trainer.lr_scheduler
+            extra |= {"scaler": scaler} if (scaler := getattr(trainer.accelerator, "scaler", None)) else {}
         return state
 
     def _dump_trainer(self) -> dict[str, str]:
@@ -258,23 +242,24 @@ class _Training(contextlib.ExitStack):
     def save(self) -> None:
         """Begin a save. Raises: `ckptfmt.CkptError`; what an earlier save or export failed with."""
         state = self.trainer.state
-        self.exported.result()  # before a newer checkpoint takes its place
+        self.trainer.store_flos()
+        self.exported.exception()  # waits: a newer checkpoint may let go of the one that is exported
         handle = self.trainer.checkpointer.save(state.global_step, metrics=_metrics_of(state))
-        if handle is None or handle.state == "SKIPPED":
-            return
-        if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = handle.path
-        if self.does_export and self.trainer.args.should_save:
-            self.exported = self.exporter.submit(self._export, handle)
-        if handle.state == "COMMITTED":
-            self.exported.result()
+        self.exported.result()  # raises what it failed with: behind the save, in which all processes meet
+        if handle is not None and handle.state != "SKIPPED":
+            if state.best_global_step == state.global_step:
+                state.best_model_checkpoint = handle.path
+            if self.does_export and self.trainer.args.should_save:
+                self.exported = self.exporter.submit(self._export, handle)
+            if handle.state == "COMMITTED":
+                self.exported.result()
 
     def _export(self, handle: Any) -> None:  # noqa: ANN401 - a save's handle
         """Make ``checkpoint-N`` of a checkpoint once it is committed: whole, or not at all."""
-        digest, target = handle.wait().digest, self._export_path(handle.step)
+        digest, target = handle.wait().digest, Path(f"{self.exports}-{handle.step}")
         trees: Any = ckptfmt.load(handle.path, only=["weights:*", "optimizer:extra/trainer"], framework="torch")
-        state = _trainer_state(trees["optimizer"]["extra/trainer"])
-        state.best_model_checkpoint = state.best_global_step and str(self._export_path(state.best_global_step))
+        state = TrainerState(**json.loads(trees["optimizer"]["extra/trainer"]["json"]))
+        state.best_model_checkpoint = state.best_global_step and f"{self.exports}-{state.best_global_step}"
         place = self.output_dir / ".exporting"
         shutil.rmtree(place, ignore_errors=True)  # perhaps of a process that was killed
         self.trainer._save(str(place / "made"), state_dict=trees["weights"])  # noqa: SLF001 - what users override
@@ -284,31 +269,29 @@ class _Training(contextlib.ExitStack):
             target.rename(place / "replaced")
         (place / "made").rename(target)
         shutil.rmtree(place)
-        rotate_checkpoints(str(self.output_dir), self.trainer.args.save_total_limit, state.best_model_checkpoint)
-
-    def _export_path(self, step: int) -> Path:
-        return self.output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        trainer_utils.rotate_checkpoints(
+            str(self.output_dir), self.trainer.args.save_total_limit, state.best_model_checkpoint
+        )
 
     def finish(self) -> None:
         """Wait until all saves are committed, and exported. Raises: what one of them failed with."""
         trainer, state = self.trainer, self.trainer.state
         trainer.checkpointer.close()
-        self.exported.result()
+        self.exported.exception()  # waits
         trainer.accelerator.wait_for_everyone()
+        self.exported.result()
         best = Path(state.best_model_checkpoint or "")
         if best.resolve().parent == self.run.resolve():
             self.best = best.name
             if self.does_export:  # where users of transformers look for it
-                state.best_model_checkpoint = str(self._export_path(state.best_global_step))
+                state.best_model_checkpoint = f"{self.exports}-{state.best_global_step}"
 
     def load_best(self) -> None:
         """Load the best model. Raises: `ckptfmt.CkptError`."""
         metric, score = _best_of(self.trainer.args)[0], self.trainer.state.best_metric
-        committed = [one for one in ckptfmt.Run(self.run).list() if one.state == "committed"]
-        equal = [one.name for one in committed if one.metrics.get(metric) == score]
-        if equal and self.best not in equal:
-            self.best = equal[-1]  # of equals the newest is kept
-        _LOG.info("loading the best model from %s", self.best)
+        found = ckptfmt.Run(self.run).list()
+        equal = [one.name for one in found if one.state == "committed" and one.metrics.get(metric) == score]
+        self.best = equal[-1] if equal and self.best not in equal else self.best  # of equals the newest is kept
         ckptfmt.load(self.run / self.best, ckptfmt.State(weights=self.trainer.model_wrapped, rng=False))
 
 
@@ -322,18 +305,12 @@ class _Asked:
         """Do nothing: `CkptfmtTrainer.train` has handed it to the Trainer."""
 
 
-def _trainer_state(saved: dict[str, str]) -> TrainerState:
-    """Return the state, without what a callback of an earlier version's checkpoint has left on it."""
-    names = [field.name for field in dataclasses.fields(TrainerState)]
-    return TrainerState(**{name: value for name, value in json.loads(saved["json"]).items() if name in names})
-
-
 def _retention_of(args: Any, keep_best: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return the options by which ``save_total_limit`` checkpoints stay, the best among them."""
     limit = max(args.save_total_limit or 0, 0) or None
-    has_best = args.metric_for_best_model and args.eval_strategy != "no"
     if keep_best is True:
-        keep_best = (*_best_of(args), 1) if has_best and limit else None
+        has_best = limit and args.metric_for_best_model and args.eval_strategy != "no"
+        keep_best = (*_best_of(args), 1) if has_best else None
     return {"keep": limit and max(1, limit - bool(keep_best)), "keep_best": keep_best or None}
 
 
@@ -345,7 +322,7 @@ def _best_of(args: Any) -> tuple[str, str]:  # noqa: ANN401
 
 def _metrics_of(state: TrainerState) -> dict[str, float]:
     """Return the finite ones of the losses and metrics that were logged at this step."""
-    entries = itertools.takewhile(lambda entry: entry.get("step") == state.global_step, reversed(state.log_history))
+    entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
     pairs = [pair for entry in entries for pair in entry.items() if pair[0] == "loss" or pair[0].startswith("eval_")]
     return {name: value for name, value in pairs if isinstance(value, int | float) and math.isfinite(value)}
 
@@ -360,12 +337,11 @@ def _refuse_unsupported(trainer: Any) -> None:  # noqa: ANN401
     """Raise for what this can't do. Raises: NotImplementedError."""
     args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
     is_fsdp1 = trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) == 1
-    for is_so, sentence in (
-        (trainer.is_deepspeed_enabled, "DeepSpeed saves by itself"),
-        (is_fsdp1 or trainer.is_fsdp_xla_enabled, "of FSDP only version 2 is supported"),
-        (args.enable_jit_checkpoint, "enable_jit_checkpoint saves in mid-step: pass ckptfmt={'stop_on': [SIGTERM]}"),
-        (args.auto_find_batch_size, "auto_find_batch_size would begin the run twice"),
-        (args.push_to_hub and args.hub_strategy != "end", "a save is pushed before it is over: hub_strategy='end'"),
-    ):
-        if is_so:
-            raise NotImplementedError(sentence)
+    refused = {
+        "DeepSpeed and FSDP but for version 2": trainer.is_deepspeed_enabled or is_fsdp1 or trainer.is_fsdp_xla_enabled,
+        "enable_jit_checkpoint saves in mid-step: pass ckptfmt={'stop_on': [SIGTERM]}": args.enable_jit_checkpoint,
+        "auto_find_batch_size would begin the run twice": args.auto_find_batch_size,
+        "a save is pushed before it is over: hub_strategy='end'": args.push_to_hub and args.hub_strategy != "end",
+    }
+    if found := [sentence for sentence, is_so in refused.items() if is_so]:
+        raise NotImplementedError("; ".join(found))
