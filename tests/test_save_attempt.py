@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import ckptfmt
 from ckptfmt.box import Box
 from ckptfmt.errors import CkptError
+from ckptfmt.trainer import save_attempt
 from tests.builders import tensor
 
 WHOLE = np.arange(24, dtype=np.int32).reshape(6, 4)
@@ -61,6 +62,7 @@ def test_an_attempt_that_replaces_waits_for_an_earlier_save_and_leaves_what_a_li
     (tmp_path / "last").symlink_to("best")
     begun = [ckptfmt.SaveAttempt.begin(step=step, writer_count=1, replace=True) for step in (8, 9)]
     held = begun[0].hold(tmp_path / "last")
+    save_attempt._HOLDS.clear()  # as if another process held it
     assert not (tmp_path / "last").is_symlink()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(begun[1].hold, tmp_path / "last")
@@ -265,3 +267,19 @@ def test_a_writer_that_is_none_of_the_attempt_is_refused(tmp_path, writer):
     attempt = ckptfmt.SaveAttempt.begin(step=1, writer_count=2)
     assert code_of(lambda: attempt.write_part(tmp_path / "c", rows(0, 6), writer=writer)) == "ARGUMENT"
     assert not (tmp_path / "c").exists()
+
+
+def test_an_attempt_that_failed_untold_is_given_up_by_the_next_one_of_its_process(tmp_path):
+    """REQ-CMT-043: it isn't waited for, and it can't be committed any more."""
+    state = ckptfmt.State(data={"position": 1}, rng=False)
+    ckptfmt.save(tmp_path, state, step=1)
+    failed = ckptfmt.SaveAttempt.begin(step=2, writer_count=1, replace=True)
+    kept = failed.hold(tmp_path)  # as a traceback keeps it
+    record = failed.write_part(tmp_path, state, writer=0)
+    later = ckptfmt.SaveAttempt.begin(step=3, writer_count=1, replace=True)
+    with later.hold(tmp_path):
+        assert later.commit(tmp_path, [later.write_part(tmp_path, state, writer=0)]).step == 3
+    with pytest.raises(ckptfmt.CkptError):
+        failed.commit(tmp_path, [record])
+    kept.close()
+    assert ckptfmt.open(tmp_path).step == 3

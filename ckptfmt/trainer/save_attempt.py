@@ -9,6 +9,7 @@ import operator
 import os
 import re
 import secrets
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Self, SupportsFloat
 
@@ -29,6 +30,8 @@ from ckptfmt.trainer.one_save import capture, check_step
 from ckptfmt.write.writer import as_ckpt_error, for_saving, write_part
 
 _ID: Final = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
+#: The attempts that this process holds, by place: one for each.
+_HOLDS: Final[weakref.WeakValueDictionary[str, contextlib.ExitStack]] = weakref.WeakValueDictionary()
 #: The members of a record of a part.
 _RECORD: Final = {"attempt", "writer", "part_digest"}
 #: Where an attempt is published, and how long it may be.
@@ -126,8 +129,9 @@ class SaveAttempt:
         Args:
             path: as for `write_part`.
 
-        Saves to this path that others still have in hand are waited for. A symbolic link gives way to a directory of
-        its own, as for `ckptfmt.save`.
+        Saves to this path that others still have in hand are waited for; an attempt that this process holds there is
+        given up, and can't be committed any more. A symbolic link gives way to a directory of its own, as for
+        `ckptfmt.save`.
 
         Returns: what ends that when it is closed: a context. Close it after `commit`, or once the attempt is given up.
         Raises: CommitError(CHECKPOINT_EXISTS) for what may not be replaced; CommitError(SAVE_PENDING) after ten
@@ -140,9 +144,14 @@ class SaveAttempt:
         check_no_run(store, replace=self.replace)
         with contextlib.ExitStack() as held:
             if self.replace:
+                # Else an attempt of ours that failed, and that nobody told so, would be waited for.
+                _HOLDS.pop(store.name, contextlib.ExitStack()).close()
                 earlier = held.enter_context(hold_attempt(store, self.origin, 0, must=True))
                 wait_for_attempts(store, earlier, deadline_s=DEADLINE_S)
-            return held.pop_all()
+            kept = held.pop_all()
+        if self.replace:
+            _HOLDS[store.name] = kept
+        return kept
 
     def publish(self, path: str | os.PathLike[str] | Store) -> None:
         """Leave the attempt in the directory, for processes that can be told only that it is there.

@@ -127,7 +127,7 @@ def test_hugging_face_needs_no_torch(tmp_path):
     )
 
     assert ran.returncode == 0, ran.stderr
-    assert "pip install ckptfmt[torch]" in ran.stderr
+    assert 'pip install "ckptfmt[torch]"' in ran.stderr
     back = trees(tmp_path / "back", "numpy")["weights"]
     assert {name: array.tobytes() for name, array in back.items()} == {
         name: np.asarray(array).tobytes() for name, array in weights.items()

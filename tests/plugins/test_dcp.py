@@ -296,9 +296,10 @@ def test_overwrite_takes_the_place_of_a_checkpoint_and_of_nothing_else(tmp_path)
         save({"model": {"w": torch.full((2,), number)}}, tmp_path / "c", overwrite=True)
         assert kept() == [number, number]
         assert len(list((tmp_path / "c").glob("weights-*"))) == 1, "the older one's files are gone"
-    with pytest.raises(CheckpointException):
+    with pytest.raises(CheckpointException) as failed:
         save({"model": {"w": torch.zeros(2)}, "o": Opaque()}, tmp_path / "c", overwrite=True)
     assert kept() == [2, 2]
+    assert failed.tb is not None  # which keeps the writer of that save alive
     save({"model": {"w": torch.full((2,), 3.0)}}, tmp_path / "c", overwrite=True)
     assert kept() == [3, 3]
     assert ckptfmt.validate(tmp_path / "c").valid
