@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: help
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: venv
 venv: $(STAMP)  ## make .venv, with this checkout and all its tools in it
@@ -41,6 +41,13 @@ test-fast: venv  ## the suite without what is marked slow
 .PHONY: test-exhaustive
 test-exhaustive: venv  ## what `make test` leaves out: minutes of what other tests sample
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m exhaustive
+
+# The tests that need an S3 server run on moto in `make test`. Here they run on Ceph's gateway, with those that take long.
+S3_TESTS := tests/s3
+
+.PHONY: test-s3
+test-s3: venv  ## the tests of object stores on Ceph, which it starts and stops; needs Ceph's packages, see CONTRIBUTING.md
+	@CKPTFMT_TEST_S3=ceph $(BIN)/python -m pytest -m '' $(S3_TESTS)
 
 # What depends on torch most: live objects, saves, deltas, device paths on the CPU, compiled steps, conversions, layouts
 # on several processes. It takes less than six minutes of processor time for each version, on as many cores as JOBS says.
