@@ -63,8 +63,8 @@ class Fault(enum.Enum):
     ERROR_IN_200 = enum.auto()
     #: The client is answered 200 with an ETag; the server never sees the request.
     LOSE_ACKNOWLEDGED = enum.auto()
-    #: The server gets the request without its conditions, as one that doesn't know them. Signatures cover them: a server
-    #: that checks signatures refuses it.
+    #: The server gets the request without its conditions, as a server that doesn't know them would. Signatures cover
+    #: them: a server that checks signatures refuses it.
     UNCONDITIONAL = enum.auto()
 
 
