@@ -32,6 +32,12 @@ _CHANGES: Final = {
     "untag": "take tags of a checkpoint of a run away",
     "rm": "delete a checkpoint of a run, unless something needs it",
 }
+#: The commands that copy, move or repair a run in several stores.
+_COPIES: Final = {
+    "mirror": "copy a run to another place, every byte compared with its digest, so that it can go on there",
+    "promote": "let a run go on from its mirror",
+    "scrub": "read every byte of all copies of a run, and rewrite what is damaged from a good copy",
+}
 _PROGRAM: Final = "python -m ckptfmt"
 
 
@@ -77,7 +83,9 @@ def _dispatch(argv: list[str]) -> int:
         remedy = f"Did you mean `{_PROGRAM} {near[0]}`?" if near else f"One of {', '.join(commands)}."
         raise err(Code.ARGUMENT, f"there is no command {argv[0]!r}", remedy=remedy)
     arguments = parser.parse_args(argv)
-    module = "change" if arguments.command in _CHANGES else arguments.command
+    module = {**dict.fromkeys(_CHANGES, "change"), **dict.fromkeys(_COPIES, "copies")}.get(
+        arguments.command, arguments.command
+    )
     command: Callable[[argparse.Namespace], int] = import_module(f"ckptfmt.cli.{module}").run
     return command(arguments)
 
@@ -126,6 +134,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     for name, text in _CHANGES.items():
         _add_change_arguments(commands.add_parser(name, help=text, description=f"{text.capitalize()}."))
 
+    for name, text in _COPIES.items():
+        _add_copy_arguments(name, commands.add_parser(name, help=text, description=f"{text.capitalize()}."))
+
     compact = commands.add_parser(
         "compact",
         help="make a full checkpoint of a delta",
@@ -160,6 +171,25 @@ def _add_change_arguments(change: argparse.ArgumentParser) -> None:
             "--metric", metavar="NAME=NUMBER", action="append", default=[], help="a metric; may be repeated"
         )
     change.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def _add_copy_arguments(name: str, copies: argparse.ArgumentParser) -> None:
+    if name == "promote":
+        copies.add_argument("path", metavar="MIRROR", help="the copy of the run that becomes its home")
+        copies.add_argument("--home", metavar="RUN", help="the old home, if it can be reached")
+    else:
+        copies.add_argument("path", metavar="RUN", help="directory of a run")
+    if name == "mirror":
+        copies.add_argument("mirror", metavar="DEST", help="where the copy is, or is to be")
+        copies.add_argument("--retire", action="store_true", help="retire at DEST what the run has retired")
+        copies.add_argument("--follow", action="store_true", help="go on copying what is committed, until interrupted")
+        copies.add_argument("--every", metavar="SECONDS", type=float, default=10.0, help="pause of --follow (10)")
+    if name == "scrub":
+        copies.add_argument(
+            "--with", metavar="DEST", dest="others", action="append", default=[], help="another copy; may be repeated"
+        )
+        copies.add_argument("--dry-run", action="store_true", help="read and report, and change nothing")
+    copies.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
 def _add_inspect_arguments(inspect: argparse.ArgumentParser) -> None:

@@ -423,6 +423,15 @@ class Code(StrEnum):
     )
     #: another checkpoint was committed here first
     COMMIT_CONFLICT = ("COMMIT_CONFLICT", CommitError, "Load what was committed, or save another step.")
+    #: a run went on in two places, or in what was to be its mirror
+    HOMES_DIVERGED = (
+        "HOMES_DIVERGED",
+        CommitError,
+        (
+            "If it went on in the second one alone, mirror in the other direction. Otherwise decide which one goes on,"
+            " keep the other under another name, and mirror to a new place."
+        ),
+    )
     #: the store didn't say whether the commit took place
     COMMIT_UNKNOWN = (
         "COMMIT_UNKNOWN",

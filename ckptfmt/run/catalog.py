@@ -20,13 +20,16 @@ from ckptfmt.run.lineage import (
     RunEntry,
     check_writer_features,
     find_head_entry,
+    is_run,
     iter_lineage,
     list_checkpoints,
     list_launches,
     open_head,
     read_known_run,
 )
+from ckptfmt.run.mirror import MirrorReport, PromoteReport, mirror_run, promote
 from ckptfmt.run.retention import delete_checkpoint, sort_by_metric
+from ckptfmt.run.scrub import ScrubReport, scrub_run
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 
@@ -196,6 +199,71 @@ class Run:
         """
         store, run = self._writable()
         delete_checkpoint(store, run, self.find(which).name)
+
+    def mirror(
+        self,
+        mirror: str | os.PathLike[str] | Store,
+        *,
+        retire: bool = False,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> MirrorReport:
+        """Copy what another place lacks of the run, every byte compared with a digest, so that it can go on there.
+
+        It may be interrupted, and is done again to go on. A training may save into the run meanwhile.
+
+        Args:
+            mirror: directory of the copy, made if it isn't there; or a store rooted there.
+            retire: whether what the run has retired is retired there, too; else the copy keeps what it has.
+            on_progress: called with the number of bytes just copied.
+
+        Raises: CommitError(HOMES_DIVERGED) where the run went on in the copy; as `mirror_run`. Spec: REQ-RUN-027 to
+            REQ-RUN-031.
+        """
+        read_known_run(self._store)  # first: to open a store for writing makes its directory
+        return mirror_run(self._store, open_store(mirror, writable=True), retire=retire, on_progress=on_progress)
+
+    def scrub(
+        self,
+        others: Iterable[str | os.PathLike[str] | Store] = (),
+        *,
+        dry_run: bool = False,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> ScrubReport:
+        """Compare every byte of this run and of its copies, and rewrite what is damaged in one from another.
+
+        Args:
+            others: mirrors of the run, or the run of which this is the mirror.
+            dry_run: whether to change nothing.
+            on_progress: called with the number of bytes just compared.
+
+        Returns: what was damaged, and whether it was rewritten; `whole` says whether all copies are whole now.
+        Raises: as `scrub_run`. Spec: REQ-RUN-033, REQ-RUN-034.
+        """
+        paths = (self._path, *others)
+        for path in paths:  # first: to open a store for writing makes its directory
+            if not is_run(open_store(path, writable=False)):
+                raise err(Code.FILE_MISSING, "no run is here", where=open_store(path, writable=False).name)
+        return scrub_run(
+            [open_store(path, writable=not dry_run) for path in paths], dry_run=dry_run, on_progress=on_progress
+        )
+
+    def promote(
+        self,
+        home: str | os.PathLike[str] | Store | None = None,
+        *,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> PromoteReport:
+        """Make this copy the home of its run: begin a launch here, which names what the run goes on from.
+
+        Args:
+            home: the old one, if it can be reached: nobody saves there any more then, and its last saves are copied.
+            on_progress: called with the number of bytes just copied or checked.
+
+        Raises: IntegrityError(NOT_COMMITTED, NO_VALID_CHECKPOINT); as `mirror`. Spec: REQ-RUN-032.
+        """
+        store, _ = self._writable()
+        old = None if home is None else Run(home)._writable()[0]  # noqa: SLF001 - another one of this class
+        return promote(store, old, on_progress=on_progress)
 
     def _writable(self) -> tuple[Store, RunRecord]:
         run = read_known_run(self._store)  # first: to open a store for writing makes its directory

@@ -312,6 +312,23 @@ def delete_checkpoint(store: Store, run: RunRecord, name: str) -> None:
         raise err(Code.CHECKPOINT_NEEDED, needed, where=name, requirement="REQ-CMT-026")
 
 
+def retire_as_elsewhere(store: Store, run: RunRecord, names: Iterable[str]) -> list[str]:
+    """Retire, in a copy of a run, what the run retired; but for what is pinned here, and what others here read from.
+
+    Whether the run still needs it was asked there, by whoever retired it.
+
+    Returns: the names of what was retired.
+    Raises: StoreError. Spec: REQ-RUN-031, REQ-CMT-034, REQ-CMT-040.
+    """
+    launches, entries = list_launches(store, run), list_checkpoints(store, run)
+    if any(isinstance(entry.register, CkptError) for entry in entries):
+        return []
+    wanted = set(names)
+    going = [entry for entry in entries if entry.name in wanted and entry.manifest is not None and not entry.is_pinned]
+    kept = {one.name for entry in entries if entry not in going for one in entry.references}
+    return _retire_unread(store, run, launches, [entry for entry in going if entry.name not in kept], None)[0]
+
+
 def _find_need(launches: list[Launch], entries: list[RunEntry], entry: RunEntry) -> str | None:
     """Return what needs a committed checkpoint, if anything does."""
     lineage = [one.name for one in iter_lineage(launches, entries) if one.manifest is not None]

@@ -12,16 +12,18 @@ from unittest import mock
 from ckptfmt import api, checkpointer
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin
+from ckptfmt.documents.run import RUN_NAME
 from ckptfmt.read import verify
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
+from ckptfmt.read.verified_files import VerifiedFile
 from ckptfmt.run import compaction as compact
-from ckptfmt.run import lineage
+from ckptfmt.run import lineage, mirror, scrub
 from ckptfmt.saver import saver
 from ckptfmt.saver.saver import Saver
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer import one_save as saving
-from tests.mutants.mutant import Mutant, replaced
+from tests.mutants.mutant import Mutant, replaced, rewritten
 
 
 def _look_once() -> AbstractContextManager[Any]:
@@ -56,6 +58,17 @@ def _write_as_the_run(right: Any, checkpoint: Checkpoint, store: Store, origin: 
         checkpoint, store, dataclasses.replace(origin, run_id=old.run_id, launch=old.launch), *rest
     )
     return manifest
+
+
+def _copy_blindly(_right: Any, self: VerifiedFile, store: Store, chunk: list[Any]) -> bytes:
+    begin, end = chunk[0][0], chunk[-1][0] + chunk[-1][1]
+    return store.read_range(self.path, begin, end - begin)
+
+
+def _run_record_first(right: Any, self: Any, *rest: Any) -> None:
+    if RUN_NAME not in self._mirror.list_names(""):
+        self._create_run()
+    right(self, *rest)
 
 
 MUTANTS = {
@@ -147,5 +160,76 @@ MUTANTS = {
         fault="writes into a run whatever its writers must know",
         patch=replaced(lineage, "check_writer_features", lambda *_: None),
         tests=("run/test_lineage.py::test_a_run_with_a_writer_feature_that_is_not_known_is_not_written_to",),
+    ),
+    "copied_without_a_look": Mutant(
+        clauses=("REQ-RUN-027",),
+        fault="copies to a mirror what it reads, damaged or not",
+        patch=replaced(VerifiedFile, "_read", _copy_blindly),
+        tests=(
+            "run/test_mirror.py::test_damage_at_home_is_told_and_not_copied",
+            "run/test_mirror.py::test_a_header_that_was_changed_at_home_is_not_copied",
+        ),
+    ),
+    "sizes_at_the_mirror_not_compared": Mutant(
+        clauses=("REQ-RUN-028",),
+        fault="takes a file that is at the mirror for whole, whatever its size is",
+        patch=replaced(mirror, "check_nbytes", lambda *_: None),
+        tests=("run/test_mirror.py::test_a_file_of_another_size_at_the_mirror_keeps_the_register_away",),
+    ),
+    "deltas_before_their_bases": Mutant(
+        clauses=("REQ-RUN-028",),
+        fault="copies a delta, and doesn't look whether the mirror has what it reads from",
+        patch=rewritten(mirror._Mirroring._copy, "check_base(mirror, reference)", "pass"),
+        tests=("run/test_mirror.py::test_a_base_that_the_mirror_is_about_to_retire_is_none",),
+    ),
+    "run_json_first": Mutant(
+        clauses=("REQ-RUN-029",),
+        fault="creates run.json at a mirror before there is anything to go on from",
+        patch=replaced(mirror._Mirroring, "_bring_launches", _run_record_first),
+        tests=("run/test_mirror.py::test_at_every_moment_a_mirror_is_the_run_as_it_was_once",),
+    ),
+    "record_before_what_it_names": Mutant(
+        clauses=("REQ-RUN-029",),
+        fault="copies a launch record, and what it names later, or never",
+        patch=rewritten(mirror._Mirroring._bring_launches, "self._bring_named(launch.resume_from)", "pass"),
+        tests=("run/test_mirror.py::test_a_launch_whose_checkpoint_is_gone_finds_its_tombstone",),
+    ),
+    "two_homes_mixed": Mutant(
+        clauses=("REQ-RUN-030",),
+        fault="copies a run into one that went on by itself",
+        patch=replaced(mirror, "check_same_history", lambda *_: None),
+        tests=(
+            "run/test_mirror.py::test_two_homes_that_both_went_on_are_a_named_error",
+            "run/test_mirror.py::test_a_home_that_saved_behind_its_mirrors_back_is_no_mirror_of_it",
+        ),
+    ),
+    "retired_before_the_newest_is_there": Mutant(
+        clauses=("REQ-RUN-031",),
+        fault="retires at the mirror although what the run goes on from isn't there",
+        patch=rewritten(mirror._Mirroring.run, "if head is not None and self._has(head):", "if True:"),
+        tests=("run/test_mirror.py::test_nothing_is_retired_as_long_as_the_newest_is_not_there",),
+    ),
+    "old_home_not_taken_over": Mutant(
+        clauses=("REQ-RUN-032",),
+        fault="promotes a mirror while somebody may save at the old home",
+        patch=rewritten(mirror.promote, "fenced = _begin(home, run, on_progress=on_progress).launch", "fenced = 2"),
+        tests=("run/test_mirror.py::test_promotion_takes_over_the_old_home_and_its_last_saves",),
+    ),
+    "damaged_file_deleted_without_another": Mutant(
+        clauses=("REQ-RUN-033",),
+        fault="deletes a damaged file before it knows that another copy has it whole",
+        patch=rewritten(scrub._Scrubbing._scrub_file, "if at not in wrong", "if at not in wrong or at > 0"),
+        tests=("run/test_mirror.py::test_what_no_copy_has_whole_is_reported_and_left_as_it_is",),
+    ),
+    "register_written_whatever_is_beside_it": Mutant(
+        clauses=("REQ-RUN-034",),
+        fault="writes a register from another copy although files are gone or damaged",
+        patch=rewritten(
+            scrub._Scrubbing._scrub_checkpoint, "at in candidates and store.name not in broken", "bool(store)"
+        ),
+        tests=(
+            "run/test_mirror.py::test_a_register_is_not_rewritten_over_files_that_cannot_be_repaired",
+            "run/test_mirror.py::test_what_was_retired_is_not_brought_back",
+        ),
     ),
 }

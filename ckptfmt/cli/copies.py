@@ -1,0 +1,156 @@
+"""``mirror``, ``promote`` and ``scrub``: the copies of a run in several stores."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_errors, print_json
+from ckptfmt.cli.places import open_run_place
+from ckptfmt.errors import Code, StoreError, err
+from ckptfmt.run.catalog import Run
+from ckptfmt.run.mirror import MirrorReport, follow_run
+from ckptfmt.store import open_store
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the command says, print what was done, and return the exit code.
+
+    Raises: CommitError(HOMES_DIVERGED); FormatError(RUN_MISMATCH); IntegrityError; StateError(ARGUMENT); StoreError.
+    """
+    open_run_place(arguments.path)
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "mirror": _mirror,
+        "promote": _promote,
+        "scrub": _scrub,
+    }
+    return commands[arguments.command](arguments)
+
+
+def _mirror(arguments: argparse.Namespace) -> int:
+    if arguments.follow:
+        return _follow(arguments)
+    begin_s = time.perf_counter()
+    with Progress(lambda: None, quiet=False) as progress:
+        report = Run(arguments.path).mirror(arguments.mirror, retire=arguments.retire, on_progress=progress.advance)
+    if arguments.json:
+        elapsed_s = round(time.perf_counter() - begin_s, 6)
+        print_json({"target": arguments.path, "checked": "bytes", **report.as_json(), "elapsed_s": elapsed_s})
+    else:
+        _print_mirror(Console(), report)
+    return 1 if report.problems else 0
+
+
+def _print_mirror(console: Console, report: MirrorReport) -> None:
+    print_errors(console, report.problems, "red bold")
+    for name in report.retired:
+        console.line(("retired", "yellow"), f"  {clean(name)}")
+    what = f"{count_text(len(report.copied), 'checkpoint')}, {count_text(len(report.launches), 'launch record')}"
+    head = "no checkpoint yet" if report.head is None else report.head
+    state = "has" if report.current else "lacks"
+    console.line(
+        ("mirrored", "green bold" if report.current else "yellow bold"),
+        f"  {what}, {bytes_text(report.nbytes)} to {clean(report.mirror)}, which {state} the newest: {clean(head)}",
+    )
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    """Copy until somebody ends it; every line is of something that happened."""
+    console, problems, reports = Console(), set[str](), 0
+
+    def tell(report: MirrorReport) -> None:
+        nonlocal reports
+        reports += 1
+        new = [one for one in report.problems if str(one) not in problems]
+        problems.update(map(str, new))
+        if arguments.json:
+            if report.copied or report.launches or report.retired or new:
+                print_json({"target": arguments.path, "checked": "bytes", **report.as_json()})
+        elif report.copied or report.launches or report.retired or new or reports == 1:
+            _print_mirror(console, dataclasses.replace(report, problems=tuple(new)))
+
+    def tell_failure(error: StoreError, pause_s: float) -> None:
+        console.line(("waiting", "magenta bold"), f"  {clean(str(error))}")
+        console.line((f"  next try in {pause_s:g} s", "dim"))
+
+    if arguments.every <= 0:
+        raise err(Code.ARGUMENT, f"{arguments.every:g} s isn't a pause", where="--every")
+    home, mirror = open_store(arguments.path, writable=False), open_store(arguments.mirror, writable=True)
+    with _until_signal() as stop:
+        follow_run(
+            home,
+            mirror,
+            every_s=arguments.every,
+            stop=stop,
+            retire=arguments.retire,
+            on_report=tell,
+            on_failure=tell_failure,
+        )
+    return 1 if problems else 0
+
+
+@contextlib.contextmanager
+def _until_signal() -> Iterator[threading.Event]:
+    """Yield an event that SIGINT and SIGTERM set; a second SIGINT interrupts."""
+    stop = threading.Event()
+
+    def end(number: int, _: object) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _promote(arguments: argparse.Namespace) -> int:
+    with Progress(lambda: None, quiet=False) as progress:
+        report = Run(arguments.path).promote(arguments.home, on_progress=progress.advance)
+    if arguments.json:
+        print_json({"target": arguments.path, "checked": "bytes", **dataclasses.asdict(report)})
+        return 0
+    console = Console()
+    for passed in report.passed_over:
+        console.line(("passed over", "yellow bold"), f"  {clean(passed)}")
+    console.line(("promoted", "green bold"), f"  {clean(report.mirror)}: launch {report.launch}, from {report.name}")
+    if report.fenced is None:
+        console.line(("  The old home wasn't asked: what it saved since the last copy isn't here.", "dim"))
+    else:
+        console.line((f"  Nobody saves into the old home any more: launch {report.fenced} took it over.", "dim"))
+    if report.unfinished:
+        console.line(("  A save was still in hand there, and isn't here if it is committed now.", "yellow"))
+    return 0
+
+
+def _scrub(arguments: argparse.Namespace) -> int:
+    begin_s = time.perf_counter()
+    with Progress(lambda: None, quiet=False) as progress:
+        report = Run(arguments.path).scrub(arguments.others, dry_run=arguments.dry_run, on_progress=progress.advance)
+    elapsed_s = time.perf_counter() - begin_s
+    if arguments.json:
+        print_json({"target": arguments.path, "checked": "bytes", **report.as_json(), "elapsed_s": round(elapsed_s, 6)})
+        return 0 if report.whole else 1
+    console = Console()
+    for damage in report.damages:
+        if damage.repaired_from is None:
+            state = ("beyond repair", "red bold")
+        else:
+            state = ("rewritten", "yellow bold") if damage.repaired else ("can be rewritten", "yellow bold")
+        source = "" if damage.repaired_from is None else f", from {clean(damage.repaired_from)}"
+        where = f"{damage.copy}/{damage.path}"
+        console.line(state, "  ", (clean(where), "bold"), f"  {damage.error.code}{source}")
+    what = f"{count_text(len(report.checkpoints), 'checkpoint')} in {count_text(len(report.copies), 'place')}"
+    read = f"{bytes_text(report.nbytes)} compared in {elapsed_s:.2f} s"
+    damaged = f", {count_text(len(report.damages), 'damaged file')}" if report.damages else ""
+    verdict = ("whole", "green bold") if report.whole else ("damaged", "red bold")
+    console.line(verdict, f"  {clean(arguments.path)}: {what}{damaged}, {read}")
+    return 0 if report.whole else 1

@@ -1,0 +1,126 @@
+"""The files of a checkpoint as streams of bytes that were each compared with a digest: to copy them, or to check them.
+
+Spec: REQ-RUN-027, REQ-OPN-003, REQ-OPN-006, REQ-OPN-011.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeAlias
+
+from ckptfmt.digest import PREFIX, digest_bytes
+from ckptfmt.documents.manifest import Manifest, index_name, part_path
+from ckptfmt.documents.msgpk import open_packed_document
+from ckptfmt.documents.part import PartFile
+from ckptfmt.errors import Code, err
+from ckptfmt.layout.read_plan import BlockRange
+from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox, check_nbytes
+from ckptfmt.read.streaming import iter_ahead
+from ckptfmt.store.protocol import Store
+
+#: How many bytes are read and compared at a time, if no block is larger.
+CHUNK_NBYTES: Final = 4 << 20
+#: How many chunks are read ahead of the one that is taken.
+_AHEAD_COUNT: Final = 3
+
+#: First byte and size of some bytes of a file, and what raises unless they are those that were saved.
+Span: TypeAlias = "tuple[int, int, Callable[[memoryview], None]]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedFile:
+    """A file of a checkpoint, and with what its bytes are compared.
+
+    Attributes:
+        path: in the checkpoint's directory.
+        nbytes: its size.
+        spans: what it consists of, in order and without gaps.
+    """
+
+    path: str
+    nbytes: int
+    spans: Sequence[Span]
+
+    def iter_chunks(self, store: Store) -> Iterator[bytes]:
+        """Yield the contents of the file in a store, each byte compared before.
+
+        Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST, HEADER_DIGEST, BLOCK_DIGEST); FormatError.
+        """
+        check_nbytes(store, self.path, self.nbytes)
+        if self.nbytes <= CHUNK_NBYTES:
+            return map(functools.partial(self._read, store), self._chunks())
+        return iter_ahead(functools.partial(self._read, store), self._chunks(), count=2, ahead_count=_AHEAD_COUNT)
+
+    def _chunks(self) -> Iterator[list[Span]]:
+        chunk: list[Span] = []
+        for span in self.spans:
+            if chunk and span[0] + span[1] - chunk[0][0] > CHUNK_NBYTES:
+                yield chunk
+                chunk = []
+            chunk.append(span)
+        yield chunk
+
+    def _read(self, store: Store, chunk: list[Span]) -> bytes:
+        begin = chunk[0][0]
+        content = store.read_range(self.path, begin, chunk[-1][0] + chunk[-1][1] - begin)
+        view = memoryview(content)
+        for first, nbytes, check in chunk:
+            check(view[first - begin : first - begin + nbytes])
+        return content
+
+
+def packed_file(path: str, nbytes: int, digest: bytes) -> VerifiedFile:
+    """Return an index or a part, as another document names it."""
+
+    def check(content: memoryview) -> None:
+        open_packed_document(bytes(content), where=path, digest=digest)
+
+    return VerifiedFile(path=path, nbytes=nbytes, spans=[(0, nbytes, check)])
+
+
+def index_file(manifest: Manifest) -> VerifiedFile:
+    """Return the index of a checkpoint."""
+    digest = bytes.fromhex(manifest.index_digest.removeprefix(PREFIX))
+    return packed_file(index_name(manifest.origin.attempt), manifest.index_nbytes, digest)
+
+
+def part_files(files: CheckpointFiles) -> list[VerifiedFile]:
+    """Return the parts of a checkpoint."""
+    attempt = files.manifest.origin.attempt
+    return [packed_file(part_path(attempt, at), one.nbytes, one.digest) for at, one in enumerate(files.index.parts)]
+
+
+def stored_files(opened: OpenPart) -> list[VerifiedFile]:
+    """Return the shards and packs of a part."""
+    files = opened.part.files
+    spans: list[list[Span]] = [[(0, file.header_nbytes, functools.partial(_check_header, file))] for file in files]
+    for stored in opened.iter_boxes():
+        for extent in stored.extents:
+            if extent.file is None:
+                continue
+            step = 1 if extent.is_encoded else max(1, CHUNK_NBYTES // stored.block_nbytes)
+            end = extent.block_begin + extent.block_count
+            for first in range(extent.block_begin, end, step):
+                spans[extent.file].append(_block_span(stored, first, min(first + step, end)))
+    for found in spans:
+        found.sort(key=lambda span: span[0])
+    return [VerifiedFile(path=file.name, nbytes=file.nbytes, spans=own) for file, own in zip(files, spans, strict=True)]
+
+
+def _check_header(file: PartFile, content: memoryview) -> None:
+    if digest_bytes(content) != file.header_digest:
+        detail = "the header isn't the one that was saved"
+        raise err(Code.HEADER_DIGEST, detail, where=file.name, requirement="REQ-PRT-008")
+
+
+def _block_span(stored: StoredBox, first: int, last: int) -> Span:
+    name, byte_begin, nbytes = stored.span_of(first, last)
+    blocks = BlockRange(name, byte_begin, nbytes, 0, first * stored.block_nbytes)
+
+    def check(content: memoryview) -> None:
+        for damage in stored.iter_damages(blocks, content):
+            raise damage
+
+    return byte_begin, nbytes, check

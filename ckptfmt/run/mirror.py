@@ -1,0 +1,581 @@
+"""Copy a run to another store, its mirror, and let it go on there. Spec: REQ-RUN-027 to REQ-RUN-032."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+from ckptfmt import limits
+from ckptfmt.commit.decision import check_base, create_once, sweep
+from ckptfmt.commit.waiting import wait_for_savers
+from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Tombstone, parse_checkpoint_name, parse_register
+from ckptfmt.documents.run import (
+    LABELS_FOLDER,
+    LAUNCHES,
+    RUN_NAME,
+    LabelsRecord,
+    Launch,
+    ResumeFrom,
+    RunRecord,
+    launch_name,
+    parse_labels_name,
+)
+from ckptfmt.errors import CkptError, Code, StoreError, err
+from ckptfmt.read.files import CheckpointFiles, OpenPart, check_nbytes
+from ckptfmt.read.report import is_violation, without_frames
+from ckptfmt.read.verified_files import VerifiedFile, index_file, part_files, stored_files
+from ckptfmt.run.lineage import (
+    RunEntry,
+    begin_launch,
+    check_records,
+    check_writer_features,
+    is_overtaken,
+    iter_lineage,
+    list_checkpoints,
+    list_launch_numbers,
+    list_launches,
+    read_known_run,
+    read_run,
+)
+from ckptfmt.run.retention import retire_as_elsewhere
+from ckptfmt.store.protocol import SizedChunks, Store
+
+#: How many files are copied at a time.
+FILE_COUNT: Final = 4
+#: How long to wait for saves that others have in their hands before a home is left, in seconds.
+_DEADLINE_S: Final = 20.0
+#: The longest pause between two copies that fail, in seconds.
+_PAUSE_MAX_S: Final = 300.0
+#: What a store may say for a while.
+_PASSING: Final = frozenset({Code.STORE_IO, Code.STORE_NO_ANSWER, Code.NO_SPACE})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorReport:
+    """What one copy of a run to its mirror did.
+
+    Attributes:
+        home, mirror: names of the stores.
+        head: name of the checkpoint that the run goes on from at home; None where there is none.
+        current: whether the mirror has that one.
+        copied: names of the checkpoints that were committed at the mirror.
+        launches: numbers of the launches whose records were created there.
+        retired: names of the checkpoints that were retired there.
+        problems: why a checkpoint of the home can't be copied, each as an error.
+        nbytes: how many bytes were compared with a digest and written.
+        stopped: whether it was stopped before its end.
+    """
+
+    home: str
+    mirror: str
+    head: str | None
+    current: bool
+    copied: tuple[str, ...]
+    launches: tuple[int, ...]
+    retired: tuple[str, ...]
+    problems: tuple[CkptError, ...]
+    nbytes: int
+    stopped: bool
+
+    def as_json(self) -> dict[str, object]:
+        """Return the report as a JSON-ready mapping."""
+        return {**dataclasses.asdict(self), "problems": [problem.as_json() for problem in self.problems]}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PromoteReport:
+    """What a run goes on from at what was its mirror.
+
+    Attributes:
+        mirror: name of the store, which is the home now.
+        launch: number of the launch that was begun there.
+        name, digest: of the checkpoint that this launch resumes from.
+        passed_over: newer checkpoints that aren't whole there, each in a sentence.
+        fenced: number of the launch that was begun at the old home; None where that wasn't given.
+        unfinished: savers that had a save in hand when the old home was left.
+    """
+
+    mirror: str
+    launch: int
+    name: str
+    digest: str
+    passed_over: tuple[str, ...]
+    fenced: int | None
+    unfinished: tuple[str, ...]
+
+
+def mirror_run(
+    home: Store,
+    mirror: Store,
+    *,
+    retire: bool = False,
+    on_progress: Callable[[int], None] | None = None,
+    stop: threading.Event | None = None,
+) -> MirrorReport:
+    """Copy what the mirror of a run lacks: launch records, checkpoints with all that they read from, labels.
+
+    Whenever it ends, also by a kill, a reader of the mirror finds the run as it was at an earlier moment; the next call
+    goes on.
+
+    Args:
+        home: rooted at the run; it is only read.
+        mirror: rooted where the copy is.
+        retire: whether what was retired at home is retired at the mirror; else the mirror keeps what it has.
+        on_progress: called with the number of bytes just compared and written, by several threads, one at a time.
+        stop: ends the work soon, once it is set.
+
+    Raises: CommitError(HOMES_DIVERGED, CHECKPOINT_EXISTS); FormatError(RUN_MISMATCH); IntegrityError(FILE_MISSING);
+        UnsupportedError(FEATURE_UNSUPPORTED); StoreError.
+    Spec: REQ-RUN-027 to REQ-RUN-031.
+    """
+    return _Mirroring(home, mirror, on_progress, stop or threading.Event()).run(retire=retire)
+
+
+def follow_run(
+    home: Store,
+    mirror: Store,
+    *,
+    every_s: float,
+    stop: threading.Event,
+    on_report: Callable[[MirrorReport], None],
+    on_failure: Callable[[StoreError, float], None],
+    retire: bool = False,
+) -> None:
+    """Do what `mirror_run` does, again and again, until `stop` is set.
+
+    Args:
+        every_s: pause between the end of one copy and the next, in seconds.
+        on_report: called with what each copy did.
+        on_failure: called with what a store says that may pass, and the pause until the next try, in seconds.
+
+    Raises: as `mirror_run`, except what a store says that may pass.
+    """
+    failure_count = 0
+    while not stop.is_set():
+        try:
+            on_report(mirror_run(home, mirror, retire=retire, stop=stop))
+            failure_count, pause_s = 0, every_s
+        except StoreError as error:
+            if error.code not in _PASSING:
+                raise
+            failure_count += 1
+            pause_s = min(every_s * 2**failure_count, max(every_s, _PAUSE_MAX_S))
+            on_failure(error, pause_s)
+        stop.wait(pause_s)
+
+
+def promote(
+    mirror: Store,
+    home: Store | None = None,
+    *,
+    deadline_s: float = _DEADLINE_S,
+    on_progress: Callable[[int], None] | None = None,
+) -> PromoteReport:
+    """Make a mirror the home of its run: begin a launch there, which says what the run goes on from.
+
+    Args:
+        mirror: to be written.
+        home: the old one, to be written, if it can still be reached: a launch is begun there first, so that nobody
+            saves into it any more, and what it has is copied.
+        deadline_s: how long to wait for saves that are in hand at the old home, in seconds.
+        on_progress: called with the number of bytes just copied, or checked.
+
+    Raises: IntegrityError(NOT_COMMITTED, NO_VALID_CHECKPOINT) where there is nothing to go on from; as `mirror_run`.
+    Spec: REQ-RUN-032.
+    """
+    fenced: int | None = None
+    unfinished: tuple[str, ...] = ()
+    if home is not None:
+        mirror_run(home, mirror, on_progress=on_progress)  # while the training may still go on
+    run = read_known_run(mirror)
+    check_writer_features(run)
+    if next(iter_lineage(*_look(mirror, run)), None) is None:
+        detail = "the mirror has no checkpoint that the run could go on from"
+        raise err(Code.NOT_COMMITTED, detail, where=mirror.name, requirement="REQ-RUN-032")
+    if home is not None:
+        unfinished = tuple(wait_for_savers(home, deadline_s=deadline_s))
+        fenced = _begin(home, run, on_progress=on_progress).launch
+        mirror_run(home, mirror, on_progress=on_progress)
+    passed_over: list[str] = []
+    launch = _begin(mirror, run, on_passed_over=passed_over.append, on_progress=on_progress)
+    assert launch.resume_from is not None  # noqa: S101 - there was a candidate
+    return PromoteReport(
+        mirror=mirror.name,
+        launch=launch.launch,
+        name=launch.resume_from.name,
+        digest=launch.resume_from.digest,
+        passed_over=tuple(passed_over),
+        fenced=fenced,
+        unfinished=unfinished,
+    )
+
+
+def _begin(store: Store, run: RunRecord, **options: Callable[..., None] | None) -> Launch:
+    """Begin a launch that saves nothing, and return it. Raises: as `begin_launch`."""
+    launch, checkpoint = begin_launch(
+        store, run, on_passed_over=options.get("on_passed_over"), on_progress=options.get("on_progress")
+    )
+    if checkpoint is not None:
+        checkpoint.close()
+    return launch
+
+
+def _look(store: Store, run: RunRecord) -> tuple[list[Launch], list[RunEntry]]:
+    """Return launches and checkpoint directories of one moment: no launch began between the two."""
+    while True:
+        launches = list_launches(store, run)
+        entries = list_checkpoints(store, run, with_labels=False)
+        if list_launch_numbers(store) == [launch.launch for launch in launches]:
+            return launches, entries
+
+
+def check_same_history(
+    home: tuple[Iterable[Launch], Iterable[RunEntry]],
+    other: tuple[Iterable[Launch], Iterable[RunEntry]],
+    names: tuple[str, str],
+) -> None:
+    """Raise if the other one of two copies of a run has a launch or a checkpoint that the first one doesn't have.
+
+    Args:
+        names: of the two stores.
+
+    Raises: CommitError(HOMES_DIVERGED); FormatError(RUN_MISMATCH). Spec: REQ-RUN-030.
+    """
+    launches = {launch.launch: launch for launch in home[0]}
+    registers = {entry.name: entry.register for entry in home[1]}
+    for launch in other[0]:
+        found = launches.get(launch.launch)
+        if found != launch:
+            path = f"{LAUNCHES}/{launch_name(launch.launch)}"
+            raise _diverged(path, "isn't" if found is None else "is another one", names)
+    for entry in other[1]:
+        if isinstance(entry.register, CkptError) and entry.register.code == Code.RUN_MISMATCH:
+            raise entry.register.below(entry.name)
+        digest, here = _digest_of(entry.register), registers.get(entry.name)
+        if digest is not None and not isinstance(here, CkptError) and _digest_of(here) != digest:
+            raise _diverged(entry.name, "isn't" if _digest_of(here) is None else "is another one", names)
+
+
+def _digest_of(register: object) -> str | None:
+    """Return the digest of the manifest that a register holds, or held before it was retired."""
+    if isinstance(register, Manifest):
+        return register.digest
+    return register.manifest_digest if isinstance(register, Tombstone) else None
+
+
+def _diverged(path: str, how: str, names: tuple[str, str]) -> CkptError:
+    detail = f"it is at {names[1]}, and {how} at {names[0]}: the run went on at both, or at {names[1]} alone"
+    return err(Code.HOMES_DIVERGED, detail, where=path, requirement="REQ-RUN-030")
+
+
+class _StoppedError(Exception):
+    """The caller asked for an end, or another file failed."""
+
+
+class _Mirroring:
+    """One copy of a run: what it has seen, and what it has done."""
+
+    def __init__(
+        self, home: Store, mirror: Store, on_progress: Callable[[int], None] | None, stop: threading.Event
+    ) -> None:
+        self._home = home
+        self._mirror = mirror
+        self._on_progress = on_progress
+        self._stop = stop
+        self._lock = threading.Lock()  # guards the count of bytes, and calls of on_progress
+        self._nbytes = 0
+        self._entries: dict[str, RunEntry] = {}
+        self._there: dict[str, RunEntry] = {}
+        self._tried: dict[str, bool] = {}
+        self._copied: list[str] = []
+        self._launches: list[int] = []
+        self._problems: list[CkptError] = []
+
+    def run(self, *, retire: bool) -> MirrorReport:
+        """Do it. Raises: as `mirror_run`."""
+        run = read_known_run(self._home)
+        check_writer_features(run, doing="copying this run", undone="nothing was copied")
+        launches, entries = _look(self._home, run)
+        check_records(self._home, entries)
+        self._entries = {entry.name: entry for entry in entries}
+        is_new, there = self._meet(run, launches, entries)
+        lineage = list(iter_lineage(launches, entries))
+        head = next((entry for entry in lineage if entry.manifest is not None), None)
+        retired: list[str] = []
+        try:
+            self._bring_launches(launches, {launch.launch for launch in there})
+            self._bring_checkpoints(lineage, is_new=is_new)
+            self._bring_labels(run)
+            if head is not None and self._has(head):
+                retired = self._retire(run, launches, entries, everything=retire)
+        except _StoppedError:
+            pass
+        return MirrorReport(
+            home=self._home.name,
+            mirror=self._mirror.name,
+            head=None if head is None else head.name,
+            current=head is None or self._has(head),
+            copied=tuple(self._copied),
+            launches=tuple(self._launches),
+            retired=tuple(retired),
+            problems=tuple(self._problems),
+            nbytes=self._nbytes,
+            stopped=self._stop.is_set(),
+        )
+
+    def _meet(self, run: RunRecord, launches: list[Launch], entries: list[RunEntry]) -> tuple[bool, list[Launch]]:
+        """Find out what the mirror has; return whether it has no record of the run yet, and its launches."""
+        record = read_run(self._mirror)
+        if record is None and MANIFEST_NAME in self._mirror.list_names(""):
+            detail = "a checkpoint is here, saved outside of a run"
+            raise err(Code.CHECKPOINT_EXISTS, detail, where=self._mirror.name, requirement="REQ-RUN-016")
+        if record is not None and record.run_id != run.run_id:
+            detail = f"run {record.run_id} is here, not run {run.run_id}"
+            raise err(Code.RUN_MISMATCH, detail, where=f"{self._mirror.name}/{RUN_NAME}", requirement="REQ-RUN-030")
+        there, there_entries = _look(self._mirror, run)
+        check_same_history((launches, entries), (there, there_entries), (self._home.name, self._mirror.name))
+        self._there = {entry.name: entry for entry in there_entries}
+        return record is None, there
+
+    def _has(self, entry: RunEntry) -> bool:
+        """Return whether the mirror has the checkpoint, committed."""
+        found = self._there.get(entry.name)
+        return entry.name in self._copied or (
+            found is not None and found.manifest is not None and found.manifest.digest == _digest_of(entry.register)
+        )
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise _StoppedError
+
+    # --- in this order -----------------------------------------------------------------------------------------------
+
+    def _bring_launches(self, launches: list[Launch], known: set[int]) -> None:
+        """Create the records that the mirror lacks, the oldest first, each behind what it names. Spec: REQ-RUN-029."""
+        entries = list(self._entries.values())
+        for launch in launches:
+            # What was overtaken names what is retired at home, and perhaps isn't at the mirror.
+            if launch.launch in known or is_overtaken(launch, entries):
+                continue
+            self._check_stop()
+            if launch.resume_from is not None:
+                self._bring_named(launch.resume_from)
+            path = f"{LAUNCHES}/{launch_name(launch.launch)}"
+            content = self._home.read(path, limit_nbytes=limits.JSON_NBYTES)
+            if Launch.parse(content, where=path) != launch:
+                raise _diverged(path, "is another one", (self._home.name, self._home.name))
+            self._create_record(path, content)
+            self._mirror.sync(LAUNCHES)
+            self._launches.append(launch.launch)
+
+    def _bring_named(self, resume: ResumeFrom) -> None:
+        """See to it that the mirror has what a launch record names: the checkpoint, or its tombstone."""
+        entry = self._entries.get(resume.name)
+        if entry is None or _digest_of(entry.register) != resume.digest:
+            return  # it is lost at home, and a reader of the mirror is told so, as one of the home is
+        if entry.manifest is not None and not self._bring(entry):
+            entry = self._look_again(entry)
+        if isinstance(entry.register, Tombstone):
+            self._bury(entry)
+
+    def _bring_checkpoints(self, lineage: list[RunEntry], *, is_new: bool) -> None:
+        """Copy what is committed at home: first what the run goes on from, and then, behind it, ``run.json``."""
+        found = [entry for entry in lineage if entry.manifest is not None]
+        beside = [entry for entry in self._entries.values() if entry.manifest is not None and entry not in found]
+        for entry in (*found, *beside):
+            self._check_stop()
+            if self._bring(entry) and is_new:
+                self._create_run()
+                is_new = False
+        if is_new and not lineage:  # there is nothing yet to go on from, at home neither
+            self._create_run()
+        for entry in self._entries.values():
+            there = self._there.get(entry.name)
+            if isinstance(entry.register, Tombstone) and there is not None and there.register is None:
+                self._bury(entry)  # it was retired while it was copied
+
+    def _create_run(self) -> None:
+        self._create_record(RUN_NAME, self._home.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES))
+        self._mirror.sync("")
+
+    def _create_record(self, path: str, content: bytes) -> None:
+        try:
+            create_once(self._mirror, path, content=content)
+        except CkptError as error:
+            if error.code != Code.COMMIT_CONFLICT:
+                raise
+            raise _diverged(path, "is another one", (self._home.name, self._mirror.name)) from error
+
+    def _bring_labels(self, run: RunRecord) -> None:
+        """Create the records of labels that the mirror lacks, of what it has."""
+        known = set(self._mirror.list_names(LABELS_FOLDER))
+        created = False
+        for name in self._home.list_names(LABELS_FOLDER):
+            parsed = parse_labels_name(name)
+            if name in known or parsed is None or not self._has_named(parsed[0]):
+                continue
+            path = f"{LABELS_FOLDER}/{name}"
+            try:
+                content = self._home.read(path, limit_nbytes=limits.JSON_NBYTES)
+                if LabelsRecord.parse(content, where=path).run_id == run.run_id:
+                    create_once(self._mirror, path, content=content)
+                    created = True
+            except CkptError as error:
+                if not is_violation(error):
+                    raise
+                self._problems.append(without_frames(error))
+        if created:
+            self._mirror.sync(LABELS_FOLDER)
+
+    def _has_named(self, name: str) -> bool:
+        entry = self._entries.get(name)
+        return entry is not None and self._has(entry)
+
+    def _retire(
+        self, run: RunRecord, launches: list[Launch], entries: list[RunEntry], *, everything: bool
+    ) -> list[str]:
+        """Retire what the home has retired.
+
+        Where nobody asked for it, this is only what an overtaken launch names: at the mirror that launch would else
+        still be the one that the run goes on from.
+
+        Spec: REQ-RUN-031.
+        """
+        named = {one.resume_from.name for one in launches if one.resume_from and is_overtaken(one, entries)}
+        going = {
+            entry.name
+            for entry in entries
+            if isinstance(entry.register, Tombstone) and self._has(entry) and (everything or entry.name in named)
+        }
+        return retire_as_elsewhere(self._mirror, run, going) if going else []
+
+    # --- one checkpoint ----------------------------------------------------------------------------------------------
+
+    def _bring(self, entry: RunEntry) -> bool:
+        """Copy a checkpoint behind all that it reads from; return whether the mirror has it."""
+        if self._has(entry):
+            return True
+        if entry.name not in self._tried:
+            self._tried[entry.name] = False
+            self._tried[entry.name] = self._try(entry)
+        return self._tried[entry.name]
+
+    def _try(self, entry: RunEntry) -> bool:
+        manifest = entry.manifest
+        there = self._there.get(entry.name)
+        if manifest is None or (there is not None and isinstance(there.register, Tombstone)):
+            return False  # the mirror has retired it
+        try:
+            # What it reads from has smaller steps, and is listed wholly.
+            for one in sorted(manifest.references, key=lambda one: parse_checkpoint_name(one.name) or ()):
+                base = self._entries.get(one.name)
+                if base is None or _digest_of(base.register) != one.digest or not self._bring(base):
+                    detail = f"it reads from {one.name}, which can't be copied"
+                    raise err(Code.BASE_MISSING, detail, where=entry.name, requirement="REQ-RUN-028")
+            self._copy(entry.name, manifest)
+        except CkptError as error:
+            if not is_violation(error):
+                raise
+            if not isinstance(self._look_again(entry).register, Tombstone):  # else it was retired meanwhile
+                self._problems.append(without_frames(error.below(entry.name)))
+            return False
+        self._copied.append(entry.name)
+        return True
+
+    def _look_again(self, entry: RunEntry) -> RunEntry:
+        """Return what a checkpoint directory of the home holds by now."""
+        place = self._home.at(entry.name)
+        try:
+            register = parse_register(place.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES))
+        except CkptError as error:
+            if isinstance(error, StoreError):
+                raise
+            return entry
+        return dataclasses.replace(entry, register=register)
+
+    def _copy(self, name: str, manifest: Manifest) -> None:
+        """Copy one checkpoint, its register last. Raises: what is wrong with it at home; StoreError."""
+        home, mirror = self._home.at(name), self._mirror.at(name)
+        present = set(mirror.list(""))
+        with CheckpointFiles(home, digest=manifest.digest) as files:
+            self._copy_files(home, mirror, present, _iter_files(files))
+            content = home.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
+        register = parse_register(content)
+        if not isinstance(register, Manifest) or register.digest != manifest.digest:
+            raise err(Code.CHECKPOINT_RETIRED, "it was retired while it was copied", where=MANIFEST_NAME)
+        for reference in manifest.references:
+            check_base(mirror, reference)
+        mirror.sync("parts")
+        create_once(mirror, MANIFEST_NAME, content=content)
+        mirror.sync("")
+        for prefix in ("", "parts"):
+            mirror.delete_leftovers(prefix)  # of a killed process that copied
+
+    def _copy_files(self, home: Store, mirror: Store, present: set[str], files: Iterable[VerifiedFile]) -> None:
+        """Copy files, several at a time; after an error those under way end soon, and it is raised."""
+        failed = threading.Event()
+
+        def copy_file(file: VerifiedFile) -> None:
+            if file.path not in present:
+                chunks = functools.partial(self._counted, file, home, failed)
+                try:
+                    create_once(mirror, file.path, chunks, nbytes=file.nbytes)
+                except CkptError as error:
+                    if error.code != Code.STORE_EXISTS:  # another process copies the same run
+                        raise
+            try:
+                check_nbytes(mirror, file.path, file.nbytes)
+            except CkptError as error:
+                raise error.below(mirror.name) from error
+
+        running: collections.deque[Future[None]] = collections.deque()
+        with ThreadPoolExecutor(FILE_COUNT, thread_name_prefix="ckptfmt-copy-file") as threads:
+            try:
+                for file in files:
+                    running.append(threads.submit(copy_file, file))
+                    if len(running) > 2 * FILE_COUNT:
+                        running.popleft().result()
+                while running:
+                    running.popleft().result()
+            except BaseException:
+                failed.set()
+                for one in running:
+                    one.cancel()
+                raise
+
+    def _counted(self, file: VerifiedFile, home: Store, failed: threading.Event) -> SizedChunks:
+        return SizedChunks(self._iter_counted(file, home, failed), file.nbytes)
+
+    def _iter_counted(self, file: VerifiedFile, home: Store, failed: threading.Event) -> Iterator[bytes]:
+        for chunk in file.iter_chunks(home):
+            if failed.is_set() or self._stop.is_set():
+                raise _StoppedError
+            with self._lock:
+                self._nbytes += len(chunk)
+                if self._on_progress is not None:
+                    self._on_progress(len(chunk))
+            yield chunk
+
+    def _bury(self, entry: RunEntry) -> None:
+        """Give a checkpoint that is retired at home its tombstone at the mirror, unless that has it."""
+        there = self._there.get(entry.name)
+        if there is not None and there.register is not None:
+            return
+        content = self._home.at(entry.name).read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
+        if isinstance(parse_register(content), Tombstone):
+            place = self._mirror.at(entry.name)
+            create_once(place, MANIFEST_NAME, content=content)
+            sweep(place)
+
+
+def _iter_files(files: CheckpointFiles) -> Iterator[VerifiedFile]:
+    """Yield the files of a checkpoint but for its register; one part is in memory at a time."""
+    for number, part in enumerate(part_files(files)):
+        yield from stored_files(OpenPart(files, files.read_part(number)))
+        yield part
+    yield index_file(files.manifest)
