@@ -61,6 +61,8 @@ class Checkpointer:
         keep_best: a metric, "min" or "max", and a number: so many of those that are best by that metric stay as well.
             One that was saved without the metric isn't among them, unless `Run.set_metrics` has given it since. As
             long as no checkpoint has it, all stay, and the log says so. What is pinned stays, too.
+        mirrors: other places to which process 0 copies what is committed, as `Run.mirror` does; what fails there is
+            told by `reports`, and the training goes on.
         resume: "auto" to follow the run's lineage; "fresh" to start anew; else name or manifest digest of a checkpoint,
             which rolls the run back to it.
         allow, strict: as for `ckptfmt.load`.
@@ -113,6 +115,7 @@ class Checkpointer:
         keep: int | None = None,
         keep_every: int | None = None,
         keep_best: tuple[str, str, int] | None = None,
+        mirrors: Iterable[str | os.PathLike[str] | Store] = (),
         resume: str = "auto",
         allow: Iterable[str] = (),
         strict: bool = False,
@@ -152,7 +155,7 @@ class Checkpointer:
         self._share = share
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
         self._deadline_s = deadline_s
-        self._saves = Saves(self._store, self._group, options)
+        self._saves = Saves(self._store, self._group, options, mirrors)
         self._run: RunRecord | None = None
         #: The checkpoint that this launch resumes from; open until the RNG streams are put back.
         self._checkpoint: Checkpoint | None = None

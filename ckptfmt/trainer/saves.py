@@ -34,6 +34,8 @@ from ckptfmt.store import LocalStore
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import Background, Place
 from ckptfmt.trainer.handle import Callbacks, SaveHandle, SaveReport
+from ckptfmt.trainer.mirrors import Mirrors
+from ckptfmt.trainer.mirrors import Place as MirrorPlace
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
 from ckptfmt.write.image import Context
 from ckptfmt.write.snapshot import Snapshot
@@ -131,14 +133,18 @@ class Saves:
         store: rooted at the run; None outside of one.
         group: of the trainers.
         options: how.
+        mirrors: where the run is copied to, by writer 0.
 
     Attributes:
         state: what is saved.
         reports: what isn't done as asked, a sentence each that begins with its name.
     """
 
-    def __init__(self, store: Store | None, group: Group, options: SaveOptions) -> None:
+    def __init__(
+        self, store: Store | None, group: Group, options: SaveOptions, mirrors: Iterable[MirrorPlace] = ()
+    ) -> None:
         self.reports: list[str] = []
+        self._mirrors = None if store is None or group.writer else Mirrors(store, mirrors, self.reports)
         self._near_limit: set[tuple[str, str]] = set()
         self._store = store
         self._group = group
@@ -290,6 +296,8 @@ class Saves:
         handle = SaveHandle(step=step, path=path, begin_s=begin_s, callbacks=self._callbacks)
         if background is None or not self._save_beside(background, agreed, handle, state, target):
             self._save_inline(agreed, handle, target)
+        if self._mirrors is not None:
+            self._mirrors.follow(handle)
         handle.blocked_s = time.monotonic() - begin_s
         return handle
 
@@ -404,6 +412,8 @@ class Saves:
         finally:
             if not self._callbacks.wait(max(_CALLBACKS_S, end_s - time.monotonic())):
                 _LOG.warning("callbacks of saves aren't over when the saves are")
+            if self._mirrors is not None:
+                self._mirrors.close(max(0.0, end_s - time.monotonic()))
 
     def _close_background(self, deadline_s: float, *, quietly: bool) -> None:
         background, self._background = self._background, None

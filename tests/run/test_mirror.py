@@ -482,6 +482,56 @@ def test_what_is_retired_while_it_is_copied_is_not_there_half():
     check_whole(places.other)
 
 
+# --- beside a training ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saver", ["inline", "thread", "process"])
+def test_a_training_keeps_its_mirrors_up_to_date(saver, tmp_path):
+    places = [tmp_path / "one", tmp_path / "two"]
+    state = ckptfmt.State(weights={"w": FLOATS}, data={"step": 0})
+    with ckptfmt.Checkpointer(tmp_path / "home", state, saver=saver, keep=2, mirrors=places) as checkpointer:
+        for step in (1, 2, 3):
+            handle = checkpointer.save(step=step)
+            assert handle is not None
+            handle.wait()
+
+    for place in places:
+        assert ckptfmt.Run(place).newest().digest == ckptfmt.Run(tmp_path / "home").newest().digest
+        check_whole(LocalStore(place, writable=False))
+    assert checkpointer.reports == ()
+
+
+def test_a_mirror_that_fails_is_told_and_ends_no_training(tmp_path):
+    """Its store is broken for a while, and for good: the training's saves are committed at home."""
+    for_a_while = FaultStore(MemoryStore(), Fault(fail_at=1, operations=frozenset({"create"})))
+    for_good = FaultStore(MemoryStore(), Fault(fail_at=1, sticky=True), code=Code.STORE_ACCESS)
+    places: list[Any] = [for_a_while, for_good]
+    with ckptfmt.Checkpointer(tmp_path, ckptfmt.State(data=1), saver="inline", mirrors=places) as checkpointer:
+        checkpointer.save(step=1)
+
+    assert {one.split()[2] for one in checkpointer.reports} == {"STORE_IO", "STORE_ACCESS"}
+    assert all(one.startswith("MIRROR_BEHIND: memory:") for one in checkpointer.reports)
+    assert ckptfmt.Run(for_a_while).newest().step == 1
+
+
+def test_a_mirror_that_hangs_holds_up_no_end_of_a_training(tmp_path):
+    go_on, begun = threading.Event(), threading.Event()
+
+    def wait(_: Operation) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    checkpointer = ckptfmt.Checkpointer(
+        tmp_path, ckptfmt.State(data=1), saver="inline", deadline_s=0.2, mirrors=[Watched(MemoryStore(), wait)]
+    )
+    with checkpointer:
+        checkpointer.save(step=1)
+        assert begun.wait(60)
+        threading.Timer(1.0, go_on.set).start()
+    assert any("by the deadline" in one for one in checkpointer.reports)
+    go_on.wait(60)
+
+
 # --- two homes --------------------------------------------------------------------------------------------------------
 
 

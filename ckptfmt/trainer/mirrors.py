@@ -1,0 +1,99 @@
+"""The mirrors of a run that is being trained: copied behind each commit by a thread, and no error of the training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from typing import Final, TypeAlias
+
+from ckptfmt.errors import CkptError
+from ckptfmt.run.mirror import mirror_run
+from ckptfmt.store import open_store
+from ckptfmt.store.protocol import Store
+from ckptfmt.trainer.handle import SaveHandle
+
+#: Where a mirror is: a directory or URL, or a store rooted there.
+Place: TypeAlias = str | os.PathLike[str] | Store
+
+_LOG: Final = logging.getLogger("ckptfmt")
+#: How long a copy may take to notice that it is to stop, in seconds.
+_STOP_S: Final = 5.0
+
+
+class Mirrors:
+    """The mirrors of a run. Its thread lives while there is something to copy; it is the only one that copies.
+
+    Args:
+        home: rooted at the run.
+        places: of the mirrors.
+        reports: takes a sentence for what can't be copied.
+    """
+
+    def __init__(self, home: Store, places: Iterable[Place], reports: list[str]) -> None:
+        self._home = home
+        self._places = (places,) if isinstance(places, str | os.PathLike) else tuple(places)
+        self._reports = reports
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # guards the three below
+        self._is_wanted = self._is_behind = False
+        self._thread: threading.Thread | None = None
+
+    def follow(self, handle: SaveHandle) -> None:
+        """Copy what is committed when a save is."""
+        if self._places:
+            handle.on_committed(lambda _: self._start())
+
+    def close(self, deadline_s: float) -> None:
+        """Wait until the mirrors have what is committed, at most until a deadline; then what is under way stops."""
+        end_s = time.monotonic() + deadline_s
+        if self._is_behind:
+            self._start()  # once more: a store may answer by now
+        with self._lock:
+            thread = self._thread
+        if thread is None:
+            return
+        thread.join(max(0.0, end_s - time.monotonic()))
+        if thread.is_alive():
+            self._report("MIRROR_BEHIND: the last checkpoints weren't copied by the deadline; `mirror` copies them")
+            self._stop.set()
+            thread.join(_STOP_S)
+
+    def _start(self) -> None:
+        with self._lock:
+            self._is_wanted = True
+            if self._thread is None and not self._stop.is_set():
+                # A daemon: what isn't copied when the interpreter ends is copied another time.
+                self._thread = threading.Thread(target=self._run, name="ckptfmt-mirror", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._is_wanted or self._stop.is_set():
+                    self._thread = None
+                    return
+                self._is_wanted = self._is_behind = False
+            for place in self._places:
+                self._copy(place)
+
+    def _copy(self, place: Place) -> None:
+        name = os.fspath(place) if isinstance(place, str | os.PathLike) else place.name
+        try:
+            report = mirror_run(self._home, open_store(place, writable=True), stop=self._stop)
+        except CkptError as error:
+            with self._lock:
+                self._is_behind = True
+            self._report(f"MIRROR_BEHIND: {name}: {error}")
+            return
+        for problem in report.problems:
+            self._report(f"MIRROR_BEHIND: {name}: {problem}")
+        for copied in report.copied:
+            _LOG.info("mirrored %s to %s", copied, name)
+
+    def _report(self, sentence: str) -> None:
+        if sentence not in self._reports:
+            _LOG.warning("%s", sentence)
+            self._reports.append(sentence)
