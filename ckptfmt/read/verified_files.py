@@ -5,9 +5,12 @@ Spec: REQ-RUN-027, REQ-OPN-003, REQ-OPN-006, REQ-OPN-011.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeAlias
 
 from ckptfmt.digest import PREFIX, digest_bytes
@@ -22,11 +25,17 @@ from ckptfmt.store.protocol import Store
 
 #: How many bytes are read and compared at a time, if no block is larger.
 CHUNK_NBYTES: Final = 4 << 20
+#: How many files are worked on at a time.
+FILE_COUNT: Final = 4
 #: How many chunks are read ahead of the one that is taken.
 _AHEAD_COUNT: Final = 3
 
 #: First byte and size of some bytes of a file, and what raises unless they are those that were saved.
 Span: TypeAlias = "tuple[int, int, Callable[[memoryview], None]]"
+
+
+class StoppedError(Exception):
+    """The work was to end before its end. It leaves no function that is called from outside."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +46,13 @@ class VerifiedFile:
         path: in the checkpoint's directory.
         nbytes: its size.
         spans: what it consists of, in order and without gaps.
+        is_document: whether it is an index or a part, and so fits in memory.
     """
 
     path: str
     nbytes: int
     spans: Sequence[Span]
+    is_document: bool = False
 
     def iter_chunks(self, store: Store) -> Iterator[bytes]:
         """Yield the contents of the file in a store, each byte compared before.
@@ -77,7 +88,7 @@ def packed_file(path: str, nbytes: int, digest: bytes) -> VerifiedFile:
     def check(content: memoryview) -> None:
         open_packed_document(bytes(content), where=path, digest=digest)
 
-    return VerifiedFile(path=path, nbytes=nbytes, spans=[(0, nbytes, check)])
+    return VerifiedFile(path=path, nbytes=nbytes, spans=[(0, nbytes, check)], is_document=True)
 
 
 def index_file(manifest: Manifest) -> VerifiedFile:
@@ -107,6 +118,31 @@ def stored_files(opened: OpenPart) -> list[VerifiedFile]:
     for found in spans:
         found.sort(key=lambda span: span[0])
     return [VerifiedFile(path=file.name, nbytes=file.nbytes, spans=own) for file, own in zip(files, spans, strict=True)]
+
+
+def for_each_file(work: Callable[[VerifiedFile], None], files: Iterable[VerifiedFile], failed: threading.Event) -> None:
+    """Do some work on each file, several at a time.
+
+    Args:
+        work: raises `StoppedError` soon, once `failed` is set.
+        failed: set when the work on one fails, or the caller is interrupted: the others needn't be finished.
+
+    Raises: what the first one raises that fails.
+    """
+    running: collections.deque[Future[None]] = collections.deque()
+    with ThreadPoolExecutor(FILE_COUNT, thread_name_prefix="ckptfmt-file") as threads:
+        try:
+            for file in files:
+                running.append(threads.submit(work, file))
+                if len(running) > 2 * FILE_COUNT:
+                    running.popleft().result()
+            while running:
+                running.popleft().result()
+        except BaseException:
+            failed.set()
+            for one in running:
+                one.cancel()
+            raise
 
 
 def _check_header(file: PartFile, content: memoryview) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from ckptfmt import limits
@@ -28,7 +26,7 @@ from ckptfmt.documents.run import (
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.read.files import CheckpointFiles, OpenPart, check_nbytes
 from ckptfmt.read.report import is_violation, without_frames
-from ckptfmt.read.verified_files import VerifiedFile, index_file, part_files, stored_files
+from ckptfmt.read.verified_files import StoppedError, VerifiedFile, for_each_file, index_file, part_files, stored_files
 from ckptfmt.run.lineage import (
     RunEntry,
     begin_launch,
@@ -45,8 +43,6 @@ from ckptfmt.run.lineage import (
 from ckptfmt.run.retention import retire_as_elsewhere
 from ckptfmt.store.protocol import SizedChunks, Store
 
-#: How many files are copied at a time.
-FILE_COUNT: Final = 4
 #: How long to wait for saves that others have in their hands before a home is left, in seconds.
 _DEADLINE_S: Final = 20.0
 #: The longest pause between two copies that fail, in seconds.
@@ -273,10 +269,6 @@ def _diverged(path: str, how: str, names: tuple[str, str]) -> CkptError:
     return err(Code.HOMES_DIVERGED, detail, where=path, requirement="REQ-RUN-030")
 
 
-class _StoppedError(Exception):
-    """The caller asked for an end, or another file failed."""
-
-
 class _Mirroring:
     """One copy of a run: what it has seen, and what it has done."""
 
@@ -303,6 +295,9 @@ class _Mirroring:
         launches, entries = _look(self._home, run)
         check_records(self._home, entries)
         self._entries = {entry.name: entry for entry in entries}
+        self._problems += [
+            entry.register.below(entry.name) for entry in entries if isinstance(entry.register, CkptError)
+        ]
         is_new, there = self._meet(run, launches, entries)
         lineage = list(iter_lineage(launches, entries))
         head = next((entry for entry in lineage if entry.manifest is not None), None)
@@ -313,7 +308,7 @@ class _Mirroring:
             self._bring_labels(run)
             if head is not None and self._has(head):
                 retired = self._retire(run, launches, entries, everything=retire)
-        except _StoppedError:
+        except StoppedError:
             pass
         return MirrorReport(
             home=self._home.name,
@@ -351,7 +346,7 @@ class _Mirroring:
 
     def _check_stop(self) -> None:
         if self._stop.is_set():
-            raise _StoppedError
+            raise StoppedError
 
     # --- in this order -----------------------------------------------------------------------------------------------
 
@@ -533,20 +528,7 @@ class _Mirroring:
             except CkptError as error:
                 raise error.below(mirror.name) from error
 
-        running: collections.deque[Future[None]] = collections.deque()
-        with ThreadPoolExecutor(FILE_COUNT, thread_name_prefix="ckptfmt-copy-file") as threads:
-            try:
-                for file in files:
-                    running.append(threads.submit(copy_file, file))
-                    if len(running) > 2 * FILE_COUNT:
-                        running.popleft().result()
-                while running:
-                    running.popleft().result()
-            except BaseException:
-                failed.set()
-                for one in running:
-                    one.cancel()
-                raise
+        for_each_file(copy_file, files, failed)
 
     def _counted(self, file: VerifiedFile, home: Store, failed: threading.Event) -> SizedChunks:
         return SizedChunks(self._iter_counted(file, home, failed), file.nbytes)
@@ -554,7 +536,7 @@ class _Mirroring:
     def _iter_counted(self, file: VerifiedFile, home: Store, failed: threading.Event) -> Iterator[bytes]:
         for chunk in file.iter_chunks(home):
             if failed.is_set() or self._stop.is_set():
-                raise _StoppedError
+                raise StoppedError
             with self._lock:
                 self._nbytes += len(chunk)
                 if self._on_progress is not None:

@@ -23,10 +23,8 @@ from ckptfmt.documents.run import (
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.files import CheckpointFiles, OpenPart
 from ckptfmt.read.report import is_violation, without_frames
-from ckptfmt.read.streaming import iter_ahead
-from ckptfmt.read.verified_files import VerifiedFile, index_file, part_files, stored_files
+from ckptfmt.read.verified_files import StoppedError, VerifiedFile, for_each_file, index_file, part_files, stored_files
 from ckptfmt.run.lineage import RunEntry, check_writer_features, list_checkpoints, read_known_run
-from ckptfmt.run.mirror import FILE_COUNT
 from ckptfmt.store.protocol import SizedChunks, Store
 
 
@@ -115,6 +113,7 @@ class _Scrubbing:
         self._copies = copies
         self._on_progress = on_progress
         self._dry_run = dry_run
+        self._failed = threading.Event()
         self._lock = threading.Lock()  # guards the count of bytes, the list of damages, and calls of on_progress
         self._nbytes = 0
         self._damages: list[Damage] = []
@@ -305,8 +304,7 @@ class _Scrubbing:
     def _scrub_files(self, name: str, manifest: Manifest, files: Sequence[VerifiedFile], members: list[int]) -> None:
         """Mend some files, several at a time."""
         work = functools.partial(self._scrub_file, name, manifest, members=members)
-        for _ in iter_ahead(work, files, count=FILE_COUNT):
-            pass
+        for_each_file(work, files, self._failed)
 
     def _scrub_file(self, name: str, manifest: Manifest, file: VerifiedFile, *, members: list[int]) -> None:
         """Read a file in all copies, and rewrite it where it is damaged."""
@@ -320,7 +318,7 @@ class _Scrubbing:
             repaired_from = donor
             if donor is not None and not self._dry_run:
                 try:
-                    self._rewrite(file, self._copies[donor].at(name), place)
+                    self._rewrite(file, self._copies[donor].at(name), place, is_missing=error.code == Code.FILE_MISSING)
                 except CkptError as failure:
                     if not is_violation(failure):
                         raise
@@ -338,6 +336,8 @@ class _Scrubbing:
     def _find_damage(self, name: str, file: VerifiedFile, at: int) -> CkptError | None:
         try:
             for chunk in file.iter_chunks(self._copies[at].at(name)):
+                if self._failed.is_set():
+                    raise StoppedError
                 self._count(len(chunk))
         except CkptError as error:
             if not is_violation(error):
@@ -345,10 +345,24 @@ class _Scrubbing:
             return without_frames(error)
         return None
 
-    def _rewrite(self, file: VerifiedFile, donor: Store, place: Store) -> None:
-        """Write a file anew, from a copy in which each byte was compared just now, and is again. Spec: REQ-RUN-033."""
-        place.delete(file.path)
-        create_once(place, file.path, lambda: SizedChunks(file.iter_chunks(donor), file.nbytes), nbytes=file.nbytes)
+    def _rewrite(self, file: VerifiedFile, donor: Store, place: Store, *, is_missing: bool) -> None:
+        """Write a file anew, from a copy in which each byte was compared just now, and is again.
+
+        A document is replaced in one step: an index that is gone would make a damaged register look like a retired one.
+
+        Spec: REQ-RUN-033.
+        """
+        if not is_missing and file.is_document:
+            place.replace(file.path, b"".join(file.iter_chunks(donor)))
+            place.sync(file.path.rpartition("/")[0])
+            return
+        if not is_missing:
+            place.delete(file.path)
+        try:
+            create_once(place, file.path, lambda: SizedChunks(file.iter_chunks(donor), file.nbytes), nbytes=file.nbytes)
+        except CkptError as error:
+            if error.code != Code.STORE_EXISTS:  # else somebody else has just written it, whole: a mirror is copied
+                raise
         place.sync(file.path.rpartition("/")[0])
 
     # --- what is told -------------------------------------------------------------------------------------------------

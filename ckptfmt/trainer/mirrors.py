@@ -49,9 +49,11 @@ class Mirrors:
     def close(self, deadline_s: float) -> None:
         """Wait until the mirrors have what is committed, at most until a deadline; then what is under way stops."""
         end_s = time.monotonic() + deadline_s
+        thread = self._thread
+        if thread is not None:
+            thread.join(max(0.0, end_s - time.monotonic()))
         if self._is_behind:
             self._start()  # once more: a store may answer by now
-        with self._lock:
             thread = self._thread
         if thread is None:
             return

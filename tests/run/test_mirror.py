@@ -189,6 +189,17 @@ def test_a_header_that_was_changed_at_home_is_not_copied():
     assert [one.code for one in places.mirror().problems] == [Code.HEADER_DIGEST]
 
 
+def test_a_register_that_cannot_be_read_is_told():
+    places = Places()
+    places.made.save(10, 20)
+    places.damage(places.home, f"{checkpoint_name(20, 1)}/manifest.json", at=40)
+
+    report = places.mirror()
+
+    assert [one.where for one in report.problems] == [f"{checkpoint_name(20, 1)}/manifest.json"]
+    assert report.copied == (checkpoint_name(10, 1),)
+
+
 def test_a_delta_on_a_damaged_base_is_not_copied():
     """REQ-RUN-028."""
     home, other = MemoryStore(), MemoryStore()
@@ -750,6 +761,30 @@ def test_a_damaged_file_of_each_kind_is_rewritten_from_the_other_copy(place, how
         assert [(one.copy, one.path) for one in report.damages] == [(store.name, path)]
         assert files_of(store) == before
         assert not scrub_run([home, other]).damages
+
+
+def test_a_file_that_somebody_writes_meanwhile_is_not_deleted():
+    """REQ-RUN-033: a mirror is copied beside the scrub; what was missing a moment ago is there, and whole."""
+    home, other = mirrored()
+    path = next(path for path in home.list("") if path.endswith(".safetensors"))
+    content = other.read(path, limit_nbytes=1 << 20)
+    other.delete(path)
+
+    def watch(operation: Operation) -> None:
+        if operation.path == path and operation.op in ("read_range", "nbytes") and path not in other.list(""):
+            other.create(path, [content])
+
+    class Beside(Watched):
+        def after(self, operation: Operation) -> None:
+            """Write it as soon as it was found to be missing."""
+            self._watch(operation)
+
+    writes: list[Operation] = []
+    report = scrub_run([home, Watched(Beside(other, watch), writes.append)])
+
+    assert report.whole
+    assert not [one for one in writes if one.op == "delete"]
+    assert other.read(path, limit_nbytes=1 << 20) == content
 
 
 def test_copies_repair_each_other():
