@@ -1,7 +1,7 @@
 """``python -m ckptfmt``: the parser, and the guard: whatever happens, one line says what, the exit code of what kind.
 
-Exit codes: 0 done, and valid, or the same · 1 violations were found (`validate`), or differences (`diff`) · 2 it
-couldn't be done, or what `diff` was to compare is damaged · 130 interrupted.
+Exit codes: 0 done, and valid, or the same · 1 violations were found (`validate`), or differences (`diff`), or damage
+that stays (`scrub`, `mirror`) · 2 it couldn't be done, or what `diff` was to compare is damaged · 130 interrupted.
 
 An error that isn't a `CkptError` is a bug of ckptfmt, and shown as one line too; with ``CKPTFMT_TRACEBACK=1`` in the
 environment its traceback is shown, for the report.

@@ -428,8 +428,8 @@ class Code(StrEnum):
         "HOMES_DIVERGED",
         CommitError,
         (
-            "If it went on in the second one alone, mirror in the other direction. Otherwise decide which one goes on,"
-            " keep the other under another name, and mirror to a new place."
+            "If only the place that has it went on, mirror from there to the other one. Otherwise decide which one goes"
+            " on, keep the other under another name, and mirror to a new place."
         ),
     )
     #: the store didn't say whether the commit took place

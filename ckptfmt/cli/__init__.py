@@ -7,6 +7,8 @@
     values     plain values of a checkpoint for eyes and as JSON
     rows       the tensors of a checkpoint, like ones together
     graph      the lineage of a run as a column of characters
+    change     pin, unpin, tag, untag, rm
+    copies     mirror, promote, scrub
     validate · inspect · log · diff · compact · convert · demo
 
 Each module imports what it needs where it needs it: none of them may cost the start of another.

@@ -265,7 +265,7 @@ def _digest_of(register: object) -> str | None:
 
 
 def _diverged(path: str, how: str, names: tuple[str, str]) -> CkptError:
-    detail = f"it is at {names[1]}, and {how} at {names[0]}: the run went on at both, or at {names[1]} alone"
+    detail = f"it is at {names[1]}, and {how} at {names[0]}: the run went on at {names[1]}, and perhaps at both"
     return err(Code.HOMES_DIVERGED, detail, where=path, requirement="REQ-RUN-030")
 
 

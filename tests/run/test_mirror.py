@@ -512,6 +512,45 @@ def test_a_training_keeps_its_mirrors_up_to_date(saver, tmp_path):
     assert checkpointer.reports == ()
 
 
+@pytest.mark.parametrize("retire", [False, True])
+def test_a_mirror_follows_a_run_that_saves_and_retires(retire, tmp_path):
+    """REQ-RUN-028, REQ-RUN-031: deltas come, and what they no longer read from goes, while it is copied."""
+    home, stop = tmp_path / "home", threading.Event()
+    other = LocalStore(tmp_path / "other", writable=True)
+    problems: list[CkptError] = []
+    arrays = {"w": FLOATS.copy()}
+    state = ckptfmt.State(weights=arrays)
+    delta = {"mode": "smallest", "full_every": 4}
+    with ckptfmt.Checkpointer(home, state, saver="thread", keep=1, delta=delta) as checkpointer:
+        checkpointer.save(step=1)
+        following = threading.Thread(
+            target=follow_run,
+            args=(LocalStore(home, writable=False), other),
+            kwargs={
+                "every_s": 0.001,
+                "stop": stop,
+                "retire": retire,
+                "on_report": lambda report: problems.extend(report.problems),
+                "on_failure": lambda error, _: problems.append(error),
+            },
+        )
+        following.start()
+        try:
+            for step in range(2, 25):
+                arrays["w"][step] += 1
+                checkpointer.save(step=step)
+        finally:
+            checkpointer.close()
+            stop.set()
+            following.join()
+    report = mirror_run(LocalStore(home, writable=False), other, retire=retire)
+    assert report.current
+    check_whole(other)
+    assert [str(one) for one in problems] == []
+    if retire:
+        assert committed(other) == committed(LocalStore(home, writable=False))
+
+
 def test_a_mirror_that_fails_is_told_and_ends_no_training(tmp_path):
     """Its store is broken for a while, and for good: the training's saves are committed at home."""
     for_a_while = FaultStore(MemoryStore(), Fault(fail_at=1, operations=frozenset({"create"})))
