@@ -382,11 +382,14 @@ class _Mirroring:
         """Copy what is committed at home: first what the run goes on from, and then, behind it, ``run.json``."""
         found = [entry for entry in lineage if entry.manifest is not None]
         beside = [entry for entry in self._entries.values() if entry.manifest is not None and entry not in found]
-        for entry in (*found, *beside):
+        for entry in found:
             self._check_stop()
             if self._bring(entry) and is_new:
                 self._create_run()
                 is_new = False
+        for entry in beside:
+            self._check_stop()
+            self._bring(entry)
         if is_new and not lineage:  # there is nothing yet to go on from, at home neither
             self._create_run()
         for entry in self._entries.values():

@@ -189,6 +189,24 @@ def test_a_header_that_was_changed_at_home_is_not_copied():
     assert [one.code for one in places.mirror().problems] == [Code.HEADER_DIGEST]
 
 
+def test_where_nothing_to_go_on_from_is_whole_there_is_no_run_yet():
+    """REQ-RUN-029: with run.json a launch there would begin anew."""
+    places = Places()
+    places.made.save(10)
+    places.made.begin(fresh=True)
+    places.made.save(20)
+    shard = next(path for path in places.home.list(checkpoint_name(20, 2)) if path.endswith(".safetensors"))
+    content = places.damage(places.home, shard)
+
+    assert places.mirror().copied == (checkpoint_name(10, 1),)
+    assert code_of(lambda: promote(places.other)) == Code.FILE_MISSING
+    assert code_of(lambda: open_run(places.other)) == Code.FILE_MISSING
+
+    places.home.replace(shard, content)
+    assert places.mirror().copied == (checkpoint_name(20, 2),)
+    assert find_head(places.other) == find_head(places.home)
+
+
 def test_a_register_that_cannot_be_read_is_told():
     places = Places()
     places.made.save(10, 20)
