@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,6 +30,7 @@ from ckptfmt.read.verify import verify_run
 from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import begin_launch, find_head, iter_lineage, list_checkpoints, list_launches, open_run
 from ckptfmt.run.mirror import MirrorReport, follow_run, mirror_run, promote
+from ckptfmt.run.retention import clean_up
 from ckptfmt.run.scrub import scrub_run
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
@@ -385,6 +387,37 @@ def test_no_checkpoint_is_committed_before_all_its_files_and_bases():
     mirror_run(home, Watched(other, watch))
 
     assert verified == 10
+
+
+def test_a_launch_that_begins_at_a_mirror_at_any_moment_goes_on_undisturbed():
+    """REQ-RUN-028, REQ-RUN-030: it gives up what is half copied, and whoever copies finds out."""
+    number = 0
+    while True:
+        number += 1
+        places = Places()
+        places.made.save(10)
+        places.mirror()
+        places.made.save(20)
+        places.made.begin()
+        places.made.save(30)
+        seen: list[Operation] = []
+        there = RunOfSteps(places.other)
+
+        def watch(operation: Operation, seen: list[Operation] = seen, there: RunOfSteps = there) -> None:
+            seen.append(operation)
+            if len(seen) == number:  # noqa: B023 - of this turn
+                there.begin()
+                there.save(99)
+                clean_up(there.store, there.run, launch=there.launch.launch)
+
+        with contextlib.suppress(CkptError):
+            mirror_run(places.home, Watched(places.other, watch))
+        if there.launch is None:
+            break
+        assert find_head(places.other)[0] == checkpoint_name(99, there.launch.launch)
+        check_whole(places.other)
+        assert code_of(places.mirror) == Code.HOMES_DIVERGED
+    assert number == 10  # nine moments, and one turn without
 
 
 @pytest.mark.parametrize("applied", [False, True])
