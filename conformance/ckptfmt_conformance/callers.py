@@ -105,7 +105,7 @@ def find_target(text: str) -> Target:
     """Return what a name, a class or a command line means. Raises: SuiteError where it is none of them."""
     name = BUILTIN.get(text, text)
     if _BROKEN.fullmatch(text):
-        name = f"ckptfmt_conformance.adapters.{text.replace('/', '.')}:Broken"
+        name = f"ckptfmt_conformance.adapters.{text.replace('/', ':')}"
     if _CLASS.fullmatch(name):
         return Target(text, class_name=name, xfails=_xfails_of_class(name.partition(":")[0]))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +26,25 @@ class Conviction:
 
 
 def broken_adapters(folder: Path = _BROKEN) -> list[Conviction]:
-    """Return the broken adapters that say by `BREAKS` which clauses they break."""
+    """Return the broken adapters that say by `breaks` which clauses they break."""
     found = []
-    for path in sorted(folder.glob("*.py")):
+    classes = (
+        node
+        for path in folder.glob("*.py")
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    for one in classes:
         given = {
             node.targets[0].id: ast.literal_eval(node.value)
-            for node in ast.parse(path.read_text("utf-8")).body
+            for node in one.body
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-            if node.targets[0].id in ("BREAKS", "CONVICTED_BY")
+            if node.targets[0].id in ("breaks", "convicted_by")
         }
-        if "BREAKS" in given:
-            found.append(Conviction(name=f"broken/{path.stem}", clauses=given["BREAKS"], by=given["CONVICTED_BY"]))
-    return found
+        if "breaks" in given:
+            name = re.sub(r"(?<=.)(?=[A-Z])", "_", one.name).lower()
+            found.append(Conviction(name=f"broken/{name}", clauses=given["breaks"], by=given["convicted_by"]))
+    return sorted(found, key=lambda conviction: conviction.name)
 
 
 def mutants(folder: Path = _MUTANTS) -> list[Conviction]:

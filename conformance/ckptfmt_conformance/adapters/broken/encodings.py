@@ -1,0 +1,162 @@
+"""How blocks are encoded."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from ckptfmt_conformance.adapters.reference import Reference, original
+
+_take_frame = original("ckptfmt.codecs.strings:Source._take_frame")
+_take = original("ckptfmt.read.reading:Reading._take")
+_decode = original("ckptfmt.codecs.encodings:decode")
+_lanes = original("ckptfmt.codecs.encodings:LANES")
+_SCATTERED: Any = original("ckptfmt.codecs.lanes:_SCATTERED")
+_take_set = original("ckptfmt.codecs.lanes:take_set")
+#: What a zstd frame begins with.
+_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+class _Zstandard:
+    """Takes the checksum from a frame before it is read."""
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the implementation
+        return getattr(zstandard, name)
+
+    def ZstdDecompressor(self) -> Any:  # noqa: ANN401, N802 - of the implementation
+        """Return itself."""
+        return self
+
+    def decompress(self, frame: Any, **options: Any) -> Any:  # noqa: ANN401 - of the implementation
+        """Return the content."""
+        content = bytes(frame)
+        if content[4] & 4:
+            content = content[:4] + bytes([content[4] & ~4]) + content[5:-4]
+        return zstandard.ZstdDecompressor().decompress(content, **options)
+
+
+class AnyChecksum(Reference):
+    """It doesn't compare the checksum of a frame."""
+
+    breaks = ("REQ-ENC-024",)
+    convicted_by = ("encodings/invalid/frame-checksum-wrong",)
+    replacements = (("ckptfmt.codecs.strings:zstandard", _Zstandard()),)
+
+
+def _take_plain(source: Any, nbytes: int) -> Any:  # noqa: ANN401 - of the implementation
+    taken = source.take
+
+    def take(count: int) -> Any:  # noqa: ANN401 - of the implementation
+        content = taken(count)
+        if count > 4 and bytes(content[:4]) == _MAGIC and content[4] & 7:
+            raise source.refuse("a frame with more than it needs", "REQ-ENC-009")
+        return content
+
+    return _take_frame(_Watched(source, take), nbytes)
+
+
+class _Watched:
+    """A source whose bytes are looked at."""
+
+    def __init__(self, source: Any, take: Any) -> None:  # noqa: ANN401 - of the implementation
+        self.take = take
+        self.take_number = source.take_number
+        self.refuse = source.refuse
+
+
+class PlainFrames(Reference):
+    """It refuses frames with a checksum, and frames that state a dictionary id of 0."""
+
+    breaks = ("REQ-ENC-024",)
+    convicted_by = (
+        "encodings/valid/frame-checksum",
+        "encodings/valid/frame-dictionary-0",
+    )
+    replacements = (("ckptfmt.codecs.strings:Source._take_frame", _take_plain),)
+
+
+def _take_inflated(reading: Any, blocks: Any, content: memoryview) -> None:  # noqa: ANN401 - of the implementation
+    if bytes(content[:4]) == _MAGIC:
+        inflated = zstandard.ZstdDecompressor().decompressobj().decompress(content)
+        reading.boxes[blocks.box].place(blocks, memoryview(inflated.ljust(blocks.nbytes, b"\0")[: blocks.nbytes]))
+    else:
+        _take(reading, blocks, content)
+
+
+class SniffedFrames(Reference):
+    """It decompresses whatever begins like a zstd frame, a raw block too."""
+
+    breaks = ("REQ-ENC-003",)
+    convicted_by = ("encodings/valid/raw-like-a-frame",)
+    replacements = (("ckptfmt.read.reading:Reading._take", _take_inflated),)
+
+
+_QUIET = 1 << 22
+
+
+def _decode_as_floats(encoding: str, stored: memoryview, out: memoryview, **members: Any) -> None:  # noqa: ANN401 - of the implementation
+    _decode(encoding, stored, out, **members)
+    if encoding != "raw" and members["dtype"] == "float32":
+        # By bits: whether a float that is copied becomes quiet depends on the machine.
+        np.frombuffer(out, np.uint32)[np.isnan(np.frombuffer(out, np.float32))] |= np.uint32(_QUIET)
+
+
+class QuietNans(Reference):
+    """It decodes into floats, and moves these as floats: a NaN that signals becomes one that is quiet."""
+
+    breaks = ("REQ-ENC-022",)
+    convicted_by = ("encodings/valid/bits",)
+    replacements = (("ckptfmt.codecs.encodings:decode", _decode_as_floats),)
+
+
+def _as_it_is(words: Any, lane: Any) -> Any:  # noqa: ANN401 - of the implementation
+    return words.view(f"<i{lane.nbytes}")
+
+
+class StepsOfBits(Reference):
+    """It counts steps of floats from bit pattern to bit pattern, as those of integers.
+
+    Below zero they go the other way.
+    """
+
+    breaks = ("REQ-ENC-015",)
+    convicted_by = ("encodings/valid/difference-dtypes",)
+    replacements = (("ckptfmt.codecs.lanes:_ordered", _as_it_is),)
+
+
+#: That of complex128 would be wider than any integer of numpy.
+_wide = {name: dataclasses.replace(_lanes[name], nbytes=2 * _lanes[name].nbytes) for name in ("complex32", "complex64")}
+
+
+class WholeComplex(Reference):
+    """It takes a complex element for one lane."""
+
+    breaks = ("REQ-ENC-013",)
+    convicted_by = ("encodings/valid/difference-dtypes", "encodings/valid/xor-dtypes")
+    replacements = (("ckptfmt.codecs.encodings:LANES", _lanes | _wide),)
+
+
+def _take_tight(source: Any, count: int) -> Any:  # noqa: ANN401 - of the implementation
+    if not count:
+        return source.take(0)
+    kind = source.take_byte()
+    if kind != _SCATTERED:
+        return source.take_string_of(kind, count)
+    places = _take_set(source, count)
+    listed = source.take_string(places.size)
+    if (listed == 0).any():
+        raise source.refuse("a listed zero", "REQ-ENC-012")
+    found = np.zeros(count, np.uint8)
+    found[places] = listed
+    return found
+
+
+class TightPlanes(Reference):
+    """It refuses a zero among the bytes that a plane lists."""
+
+    breaks = ("REQ-ENC-012",)
+    convicted_by = ("encodings/valid/sparse-plane-zero",)
+    replacements = (("ckptfmt.codecs.lanes:take_plane", _take_tight),)

@@ -1,0 +1,438 @@
+"""What a run goes on from: its launches, its lineage, and the checkpoints that it passes over."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ckptfmt_conformance.adapters.reference import CkptError, Code, Reference, original
+from ckptfmt_conformance.protocol import Rejected
+
+_choose_by_lineage = original("ckptfmt.run.lineage:_choose_by_lineage")
+_verify_checkpoint = original("ckptfmt.read.verify:verify_checkpoint")
+_iter_lineage = original("ckptfmt.run.lineage:iter_lineage")
+_list_checkpoints = original("ckptfmt.run.lineage:list_checkpoints")
+_find_replacement = original("ckptfmt.run.lineage:_find_replacement")
+_check_place = original("ckptfmt.run.lineage:check_place")
+_read_launch = original("ckptfmt.run.lineage:read_launch")
+
+
+def _choose_or_begin(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
+    try:
+        return _choose_by_lineage(*arguments)
+    except CkptError as error:
+        if error.code == "NO_VALID_CHECKPOINT":
+            return None, "lineage"
+        raise
+
+
+class Afresh(Reference):
+    """It begins a run anew if nothing that it could go on from is whole."""
+
+    breaks = ("REQ-RUN-010",)
+    convicted_by = (
+        "run/invalid/launch-base-needed",
+        "run/invalid/launch-none-whole",
+        "run/invalid/launch-resume-from-gone",
+        "run/invalid/launch-ring",
+    )
+    replacements = (("ckptfmt.run.lineage:_choose_by_lineage", _choose_or_begin),)
+
+
+def _choose_nothing(*_: Any) -> Any:  # noqa: ANN401 - of the implementation
+    return None, "lineage"
+
+
+class AlwaysAfresh(Reference):
+    """It begins each launch anew, whatever the run has."""
+
+    breaks = ("REQ-RUN-006",)
+    convicted_by = (
+        "run/invalid/launch-none-whole",
+        "run/valid/launch-aborted",
+        "run/valid/launch-damaged",
+        "run/valid/launch-newest",
+        "run/valid/launch-unfinished",
+    )
+    replacements = (("ckptfmt.run.lineage:_choose_by_lineage", _choose_nothing),)
+
+
+class NeedsOne(Reference):
+    """It begins no launch on a run that has no checkpoint yet."""
+
+    breaks = ("REQ-RUN-006",)
+    convicted_by = ("run/valid/launch-first", "run/valid/launch-second")
+
+    def launch(self, path: Any) -> dict[str, Any]:  # noqa: ANN401 - a path
+        """Refuse to begin from nothing."""
+        found = super().launch(path)
+        if found["resume_from"] is None:
+            raise Rejected("NO_VALID_CHECKPOINT", str(path), "open")
+        return found
+
+
+def _open_nothing(_: object, entry: Any, *_others: object) -> Any:  # noqa: ANN401 - of the implementation
+    if isinstance(entry.register, CkptError):
+        return entry.register
+    return entry  # The entry has the manifest, as an open checkpoint has.
+
+
+class RegistersOnly(Reference):
+    """It begins a launch from a checkpoint whose register it has read, and nothing else of it."""
+
+    breaks = ("REQ-RUN-010", "REQ-RUN-012")
+    convicted_by = (
+        "run/invalid/launch-base-needed",
+        "run/invalid/launch-none-whole",
+        "run/valid/launch-damaged",
+        "run/valid/launch-down",
+        "run/valid/launch-smaller-steps",
+    )
+    replacements = (("ckptfmt.run.lineage:_open_valid", _open_nothing),)
+
+
+def _verify_all(store: Any, report: Any, **_: Any) -> Any:  # noqa: ANN401 - of the implementation
+    return _verify_checkpoint(store, report)
+
+
+class WholeClosure(Reference):
+    """It passes over a delta for damage in a base that the delta doesn't read."""
+
+    breaks = ("REQ-RUN-012",)
+    convicted_by = ("run/valid/launch-base-not-needed",)
+    replacements = (("ckptfmt.run.lineage:verify_loadable", _verify_all),)
+
+
+def _iter_first(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
+    return iter(list(_iter_lineage(*arguments))[:1])
+
+
+class FirstOrNone(Reference):
+    """It begins no launch if the newest candidate is damaged."""
+
+    breaks = ("REQ-RUN-007", "REQ-RUN-012")
+    convicted_by = (
+        "run/valid/launch-abort-of-another-step",
+        "run/valid/launch-damaged",
+        "run/valid/launch-down",
+        "run/valid/launch-foreign",
+        "run/valid/launch-smaller-steps",
+        "run/valid/launch-unreadable",
+    )
+    replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_first),)
+
+
+def _iter_committed(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
+    return (entry for entry in _iter_lineage(*arguments) if entry.manifest is not None)
+
+
+class OpensTheNext(Reference):
+    """It opens the first candidate of a run that it can read, and says nothing of those that it passed over."""
+
+    breaks = ("REQ-RUN-020", "REQ-RUN-003", "REQ-MAN-002")
+    convicted_by = (
+        "run/invalid/abort-of-another-step",
+        "run/invalid/first-unreadable",
+        "run/invalid/foreign",
+        "run/invalid/overtaken-but-unreadable",
+        "run/invalid/resume-from-aborted",
+        "run/invalid/resume-from-digest",
+        "run/invalid/step-of-another",
+        "run/invalid/tombstone-of-another-launch",
+        "run/invalid/tombstone-of-another-run",
+        "run/valid/launch-unreadable",
+    )
+    replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_committed),)
+
+
+def _register(path: Any) -> bytes:  # noqa: ANN401 - a path
+    place = path / "manifest.json"
+    return bytes(place.read_bytes()) if place.is_file() else b""
+
+
+class FallbackForNothing(Reference):
+    """It says that it passed over something where nothing was damaged: what was given up, and what was retired."""
+
+    breaks = ("REQ-RUN-007",)
+    convicted_by = ("run/valid/launch-aborted", "run/valid/launch-resume-from-retired", "run/valid/launch-unfinished")
+
+    def launch(self, path: Any) -> dict[str, Any]:  # noqa: ANN401 - a path
+        """Count what isn't committed as passed over."""
+        found = super().launch(path)
+        names = sorted((one.name for one in path.glob("step-*")), reverse=True)
+        passed = [one for one in names if b'"manifest"' not in _register(path / one)]
+        return {**found, "chosen_by": "fallback" if passed else found["chosen_by"]}
+
+
+def _list_readable(*arguments: Any) -> Any:  # noqa: ANN401 - of the implementation
+    entries = _list_checkpoints(*arguments)
+    for entry in entries:
+        if isinstance(entry.register, CkptError):
+            raise entry.register
+    return entries
+
+
+class StrictRun(Reference):
+    """It refuses a run in which any register can't be read, also one that nothing goes on from."""
+
+    breaks = ("REQ-RUN-007", "REQ-RUN-021")
+    convicted_by = (
+        "run/valid/launch-abort-of-another-step",
+        "run/valid/launch-foreign",
+        "run/valid/launch-moved",
+        "run/valid/launch-smaller-steps-unreadable",
+        "run/valid/launch-tombstone-of-another-run",
+        "run/valid/launch-unreadable",
+        "run/valid/unreadable-beside",
+        "run/valid/unreadable-beyond",
+    )
+    replacements = (("ckptfmt.run.lineage:list_checkpoints", _list_readable),)
+
+
+def _iter_with_retired(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
+    damaged = CkptError(Code.CHECKPOINT_RETIRED, "it was retired")
+    return _iter_lineage(
+        launches,
+        [dataclasses.replace(one, register=damaged) if _is_retired(one) else one for one in entries],
+    )
+
+
+def _is_retired(entry: Any) -> bool:  # noqa: ANN401 - of the implementation
+    return hasattr(entry.register, "manifest_digest")
+
+
+class RetiredCandidates(Reference):
+    """It takes a retired checkpoint on the lineage for a damaged one."""
+
+    breaks = ("REQ-RUN-006", "REQ-RUN-007")
+    convicted_by = ("run/invalid/all-retired", "run/valid/launch-resume-from-retired")
+    replacements = (
+        ("ckptfmt.run.lineage:iter_lineage", _iter_with_retired),
+        ("ckptfmt.run.lineage:_is_retired", lambda *_: False),
+    )
+
+
+def _iter_greatest(_: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
+    return iter(sorted((one for one in entries if one.manifest is not None), key=lambda one: (-one.step, -one.launch)))
+
+
+class GreatestStep(Reference):
+    """It goes on from the greatest step of all, whatever was rolled back."""
+
+    breaks = ("REQ-RUN-006",)
+    convicted_by = (
+        "run/valid/fallback",
+        "run/valid/launch-resume-from-retired",
+        "run/valid/launch-smaller-steps",
+        "run/valid/overtaken-but-retired",
+        "run/valid/overtaken-by-hand",
+        "run/valid/resume-from-retired",
+        "run/valid/rolled-back",
+        "run/valid/rolled-forward",
+        "run/valid/rolled-back-unsaved",
+    )
+    replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_greatest),)
+
+
+class _Text(int):
+    """A number that is ordered by its digits, as they stand in a name."""
+
+    def __lt__(self, other: int) -> bool:
+        return str(int(self)) < str(int(other))
+
+    def __gt__(self, other: int) -> bool:
+        return str(int(self)) > str(int(other))
+
+    def __le__(self, other: int) -> bool:
+        return str(int(self)) <= str(int(other))
+
+    def __neg__(self) -> _Backwards:
+        return _Backwards(self)
+
+
+class _Backwards(_Text):
+    """The same, the greatest first."""
+
+    def __lt__(self, other: int) -> bool:
+        return _Text.__gt__(self, other)
+
+
+def _iter_by_text(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
+    return _iter_lineage(
+        [dataclasses.replace(one, launch=_Text(one.launch)) for one in launches],
+        [dataclasses.replace(one, step=_Text(one.step), launch=_Text(one.launch)) for one in entries],
+    )
+
+
+class StepsAsText(Reference):
+    """It compares steps and launches as text: with one more digit, the greater number is the smaller."""
+
+    breaks = ("REQ-RUN-009",)
+    convicted_by = ("run/valid/numbers", "run/valid/launch-of-five-digits")
+    replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_by_text),)
+
+
+def _iter_newest(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
+    found = list(_iter_lineage(launches, entries))
+    newest = max((one.launch for one in launches), default=0)
+    named = [one.resume_from.name for one in launches if one.launch == newest and one.resume_from is not None]
+    return iter([one for one in found if one.launch == newest or one.name in named or not named])
+
+
+class NewestLaunchOnly(Reference):
+    """It looks at the newest launch and at what its record names, and no further down."""
+
+    breaks = ("REQ-RUN-006",)
+    convicted_by = (
+        "run/valid/launch-down",
+        "run/valid/launch-resume-from-aborted",
+        "run/valid/launch-resume-from-digest",
+        "run/valid/launch-resume-from-lost",
+        "run/valid/launch-resume-from-retired",
+        "run/valid/launch-smaller-steps-down",
+        "run/valid/launch-smaller-steps-retired",
+        "run/valid/launch-smaller-steps-unreadable",
+        "run/valid/overtaken-but-retired",
+        "run/valid/overtaken-by-hand",
+    )
+    replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_newest),)
+
+
+def _iter_all(launches: list[Any], entries: list[Any]) -> Any:  # noqa: ANN401 - of the implementation
+    """Make each record name the last checkpoint of the launch that it names one of."""
+    last = {one.launch: one for one in entries}
+    moved = []
+    for launch in launches:
+        named = next((one for one in entries if launch.resume_from and one.name == launch.resume_from.name), None)
+        if named is not None and launch.launch == max(one.launch for one in launches):
+            resume = last[named.launch]
+            digest = resume.manifest.digest if resume.manifest else launch.resume_from.digest
+            moved.append(
+                dataclasses.replace(
+                    launch, resume_from=dataclasses.replace(launch.resume_from, name=resume.name, digest=digest)
+                )
+            )
+        else:
+            moved.append(launch)
+    return _iter_lineage(moved, entries)
+
+
+class UnboundedLineage(Reference):
+    """It takes all checkpoints of a launch on the lineage, those beyond the step that was gone on from as well."""
+
+    breaks = ("REQ-RUN-006", "REQ-RUN-021")
+    convicted_by = (
+        "run/valid/launch-resume-from-retired",
+        "run/valid/launch-smaller-steps",
+        "run/valid/launch-smaller-steps-down",
+        "run/valid/launch-smaller-steps-retired",
+        "run/valid/overtaken-by-hand",
+        "run/valid/rolled-back-unsaved",
+        "run/valid/unreadable-beyond",
+    )
+    replacements = (("ckptfmt.run.lineage:iter_lineage", _iter_all),)
+
+
+def _is_never(*_: object) -> bool:
+    return False
+
+
+class NeverOvertaken(Reference):
+    """It follows every launch record, also that of a launch that was overtaken by a clean-up."""
+
+    breaks = ("REQ-RUN-006",)
+    convicted_by = ("run/valid/overtaken",)
+    replacements = (("ckptfmt.run.lineage:is_overtaken", _is_never),)
+
+
+def _is_overtaken(launch: Any, entries: list[Any]) -> bool:  # noqa: ANN401 - of the implementation
+    committed = {entry.name: entry.launch for entry in entries if entry.manifest is not None}
+    named = launch.resume_from
+    return named is not None and named.name not in committed and launch.launch not in committed.values()
+
+
+class LightlyOvertaken(Reference):
+    """It takes a launch for overtaken of which nothing is committed, if the checkpoint that it names isn't either."""
+
+    breaks = ("REQ-RUN-006",)
+    convicted_by = (
+        "run/invalid/overtaken-but-unreadable",
+        "run/invalid/resume-from-aborted",
+        "run/valid/launch-resume-from-aborted",
+        "run/valid/launch-resume-from-lost",
+        "run/valid/launch-resume-from-retired",
+        "run/valid/overtaken-but-retired",
+        "run/valid/overtaken-by-hand",
+    )
+    replacements = (("ckptfmt.run.lineage:is_overtaken", _is_overtaken),)
+
+
+def _find_nothing(*_: object) -> None:
+    return None
+
+
+class ForgottenLoss(Reference):
+    """It goes on below a checkpoint that a launch record names and that isn't there, as if that had been retired."""
+
+    breaks = ("REQ-RUN-022",)
+    convicted_by = (
+        "run/invalid/resume-from-aborted",
+        "run/valid/launch-resume-from-aborted",
+        "run/valid/launch-resume-from-lost",
+    )
+    replacements = (("ckptfmt.run.lineage:_find_replacement", _find_nothing),)
+
+
+def _find_absence(resume: Any, register: Any) -> Any:  # noqa: ANN401 - of the implementation
+    found = _find_replacement(resume, register)
+    return None if found is not None and found.code == "DOC_DIGEST" else found
+
+
+class NameCounts(Reference):
+    """It goes by the name in a launch record, and doesn't compare the digest."""
+
+    breaks = ("REQ-RUN-022",)
+    convicted_by = ("run/invalid/resume-from-digest", "run/valid/launch-resume-from-digest")
+    replacements = (("ckptfmt.run.lineage:_find_replacement", _find_absence),)
+
+
+def _check_manifests(register: Any, *others: Any) -> None:  # noqa: ANN401 - of the implementation
+    if hasattr(register, "origin"):
+        _check_place(register, *others)
+
+
+class AnyPlace(Reference):
+    """It doesn't look whether the register of an aborted or retired checkpoint is that of its directory."""
+
+    breaks = ("REQ-RUN-003", "REQ-MAN-002")
+    convicted_by = (
+        "run/invalid/abort-of-another-step",
+        "run/invalid/tombstone-of-another-launch",
+        "run/invalid/tombstone-of-another-run",
+        "run/valid/launch-abort-of-another-step",
+        "run/valid/launch-tombstone-of-another-run",
+    )
+    replacements = (("ckptfmt.run.lineage:check_place", _check_manifests),)
+
+
+def _read_any(store: Any, number: int, _: object = None) -> Any:  # noqa: ANN401 - of the implementation
+    return _read_launch(store, number)
+
+
+def _check_nothing(*_: object) -> None:
+    return None
+
+
+class AnyRecords(Reference):
+    """It doesn't look whether launch records are those of the run, nor whether each launch has one."""
+
+    breaks = ("REQ-RUN-003", "REQ-RUN-015")
+    convicted_by = (
+        "run/invalid/launch-of-another-run",
+        "run/invalid/launch-record-of-another-run",
+        "run/invalid/launch-unrecorded",
+    )
+    replacements = (
+        ("ckptfmt.run.lineage:read_launch", _read_any),
+        ("ckptfmt.run.lineage:check_records", _check_nothing),
+    )

@@ -1,0 +1,321 @@
+"""How a run goes on in its data: orders of samples, cursors, and positions of other loaders."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ckptfmt_conformance.adapters.reference import CkptError, Code, Reference, original
+
+_epoch = original("ckptfmt.data.shuffle:_epoch")
+_iterate = original("ckptfmt.data.sampler:Sampler.__iter__")
+_draws = original("ckptfmt.data.course:Walk.draws")
+_COUNTS = original("ckptfmt.data.course:COUNTS")
+_stretch = original("ckptfmt.data.course:Course.stretch")
+_walk = original("ckptfmt.data.course:Walk")
+_init = original("ckptfmt.data.course:Course.__init__")
+_check_epoch = original("ckptfmt.documents.cursor:_check_epoch")
+_load = original("ckptfmt.adapters.data_loaders:ForeignLoader.load_state_dict")
+_cursor_map: Any = original("ckptfmt.documents.cursor:CursorMap")
+_parse_foreign = original("ckptfmt.documents.cursor:parse_foreign")
+
+
+def _first_epoch(n: int, seed: int, _: int) -> Any:  # noqa: ANN401 - of the implementation
+    return _epoch(n, seed, 0)
+
+
+class OneOrder(Reference):
+    """It shuffles once: every epoch has the order of the first."""
+
+    breaks = ("REQ-CUR-007",)
+    convicted_by = (
+        "context/valid/samples-carry",
+        "context/valid/samples-drop",
+        "context/valid/samples-check-elsewhere",
+        "context/valid/samples-far",
+        "context/invalid/samples-order-again",
+    )
+    replacements = (("ckptfmt.data.shuffle:_epoch", _first_epoch),)
+
+
+def _seed_of_the_order(seed: int, _: str) -> int:
+    return seed
+
+
+class OneSeed(Reference):
+    """It shuffles all sources of a mixture by one seed: those of one length come in one order."""
+
+    breaks = ("REQ-CUR-013",)
+    convicted_by = (
+        "context/valid/samples-mixed",
+        "context/valid/samples-mixed-by-blocks",
+        "context/invalid/samples-one-seed",
+    )
+    replacements = (("ckptfmt.data.course:source_seed", _seed_of_the_order),)
+
+
+def _list_sources(block: int, seed: int, number: int, counts: tuple[int, ...]) -> np.ndarray[tuple[int], np.dtype]:
+    del block, seed, number
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+class ListedBlocks(Reference):
+    """It gives a block its sources one after the other, as a mixture lists them."""
+
+    breaks = ("REQ-CUR-012",)
+    convicted_by = (
+        "context/valid/samples-mixed",
+        "context/valid/samples-mixed-4-of-5",
+        "context/valid/samples-mixed-skips",
+        "context/invalid/samples-blocks-listed",
+    )
+    replacements = (("ckptfmt.data.course:_sources_of_block", _list_sources),)
+
+
+class DealtInTurn(Reference):
+    """It deals a step's samples out to the workers in turn.
+
+    On another number, each worker has others than it should.
+    """
+
+    convicted_by = (
+        "context/valid/samples-carry-1-of-2",
+        "context/valid/samples-pad-2-of-3",
+        "context/valid/samples-mixed-1-of-3",
+    )
+
+    def samples(self, content: bytes, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return every so manieth sample of each step."""
+        found = super().samples(content, {**asked, "worker": 0, "worker_count": 1})
+        steps = [step[asked["worker"] :: asked["worker_count"]] for step in found["steps"]]
+        return {**found, "steps": steps}
+
+
+def _count_at_once(sampler: Any) -> Iterator[Any]:  # noqa: ANN401 - of the implementation
+    for batch in _iterate(sampler):
+        sampler.commit(sampler.steps_done + 1)
+        yield batch
+
+
+def _count_no_more(_: Any, steps: int = 1) -> None:  # noqa: ANN401 - of the implementation
+    del steps
+
+
+class FetchedIsDone(Reference):
+    """It counts what was fetched as consumed: after a save, the samples that were fetched ahead are left out."""
+
+    breaks = ("REQ-CUR-005", "REQ-CUR-008")
+    convicted_by = (
+        "context/valid/samples-ahead-plain",
+        "context/valid/samples-ahead-none-done",
+        "context/valid/samples-ahead-pad",
+        "context/valid/samples-ahead-mixed",
+        "context/valid/samples-ahead-skips",
+        "context/valid/samples-ahead-fill",
+        "context/valid/samples-ahead-left-out",
+    )
+    replacements = (
+        ("ckptfmt.data.sampler:Sampler.__iter__", _count_at_once),
+        ("ckptfmt.data.sampler:Sampler.advance", _count_no_more),
+    )
+
+
+def _draws_that_count(walk: Any, begin: int, end: int) -> Iterator[Any]:  # noqa: ANN401 - of the implementation
+    for some in _draws(walk, begin, end):
+        yield dataclasses.replace(some, is_padding=False)
+
+
+class CountedPadding(Reference):
+    """It lets the samples count that only fill a batch: they are seen twice as often as the others."""
+
+    breaks = ("REQ-CUR-016",)
+    convicted_by = (
+        "context/valid/samples-pad",
+        "context/valid/samples-pad-3-of-5",
+        "context/valid/samples-skips-pad",
+        "context/valid/samples-fill-mask",
+        "context/valid/samples-fill-mask-2-of-3",
+    )
+    replacements = (("ckptfmt.data.course:Walk.draws", _draws_that_count),)
+
+
+def _stretch_filled(course: Any, begin: int, end: int) -> Any:  # noqa: ANN401 - of the implementation
+    stretch = _stretch(course, begin, end)
+    drawn = course._draw(begin, end)  # noqa: SLF001 - a fault needs no interface
+    stretch.uses[:] = np.where(drawn.uses == _COUNTS, stretch.uses, drawn.uses)
+    return stretch
+
+
+class FilledHoles(Reference):
+    """It fills a batch at the end of an epoch whatever skips say of these positions."""
+
+    breaks = ("REQ-CUR-016", "REQ-CUR-018")
+    convicted_by = (
+        "context/valid/samples-fill-hole",
+        "context/valid/samples-fill-hole-2-of-3",
+        "context/valid/samples-fill-hole-sample",
+        "context/valid/samples-fill-hole-sample-2-of-3",
+    )
+    replacements = (("ckptfmt.data.course:Course.stretch", _stretch_filled),)
+
+
+def _draws_as_begun(walk: Any, begin: int, end: int) -> Iterator[Any]:  # noqa: ANN401 - of the implementation
+    for some in _draws(walk, begin, end):
+        if some.is_padding:
+            first = walk.epoch_at(begin)[1] - _kept(walk, begin)
+            whole = _walk(walk._n, seed=walk._seed, plan=walk._plan)  # noqa: SLF001 - a fault needs no interface
+            at = some.epoch * walk._plan.epoch_positions(walk._n) + first  # noqa: SLF001
+            some.samples[:] = [
+                one.samples[0] for k in range(len(some.samples)) for one in _draws(whole, at + k, at + k + 1)
+            ]
+        yield some
+        begin += len(some.samples)
+
+
+def _kept(walk: Any, draw: int) -> int:  # noqa: ANN401 - of the implementation
+    epoch = walk._find(draw)[1]  # noqa: SLF001
+    return int(epoch.behind + epoch.kept)
+
+
+class FilledAsBegun(Reference):
+    """It fills a batch with the samples that the epoch began with, removed since or not."""
+
+    breaks = ("REQ-CUR-018",)
+    convicted_by = ("context/valid/samples-fill-shift", "context/valid/samples-fill-shift-2-of-3")
+    replacements = (("ckptfmt.data.course:Walk.draws", _draws_as_begun),)
+
+
+def _begin_at_once(course: Any, *sources: Any, skips: Any = (), **members: Any) -> None:  # noqa: ANN401 - of the implementation
+    begun = [skip if skip.scope == "pos" else dataclasses.replace(skip, from_pos=0) for skip in skips]
+    _init(course, *sources, skips=begun, **members)
+
+
+class EarlySkips(Reference):
+    """It leaves out what a skip names from now on, wherever the skip begins."""
+
+    breaks = ("REQ-CUR-018",)
+    convicted_by = (
+        "context/valid/samples-skips-later",
+        "context/valid/samples-skips-meet",
+        "context/valid/samples-skips-unsorted",
+        "context/valid/samples-mixed-skips",
+        "context/invalid/samples-skip-early",
+    )
+    replacements = (("ckptfmt.data.course:Course.__init__", _begin_at_once),)
+
+
+def _check_plainly(cursor: Any, where: str) -> None:  # noqa: ANN401 - of the implementation
+    _check_epoch(dataclasses.replace(cursor, skips=()), where)
+
+
+class PlainPositions(Reference):
+    """It holds every cursor to the sum of whole epochs, also where a shift left positions out."""
+
+    breaks = ("REQ-CUR-004",)
+    convicted_by = (
+        "context/valid/samples-ahead-left-out",
+        "context/valid/samples-fill-shift-step",
+        "context/valid/samples-left-out",
+        "context/valid/samples-left-out-epoch",
+        "context/valid/samples-fill-shift-step-2-of-3",
+    )
+    replacements = (("ckptfmt.documents.cursor:_check_epoch", _check_plainly),)
+
+
+def _check_nothing(*_: object) -> None:
+    return None
+
+
+class UncheckedSample(Reference):
+    """It doesn't compare the sample that a cursor's check names: an order that is another one goes unseen."""
+
+    breaks = ("REQ-CUR-006",)
+    convicted_by = (
+        "context/invalid/samples-check",
+        "context/invalid/samples-check-behind",
+        "context/invalid/samples-order-again",
+        "context/invalid/samples-blocks-listed",
+    )
+    replacements = (("ckptfmt.data.sampler:_check_vector", _check_nothing),)
+
+
+class UncheckedStand(Reference):
+    """It doesn't look whether the sources stand where a cursor says they do."""
+
+    breaks = ("REQ-CUR-014",)
+    convicted_by = (
+        "context/invalid/samples-stand",
+        "context/invalid/samples-stand-epoch",
+        "context/invalid/samples-stand-mixed",
+        "context/invalid/samples-stand-left-out",
+    )
+    replacements = (("ckptfmt.data.sampler:_check_stand", _check_nothing),)
+
+
+def _load_anywhere(loader: Any, state_dict: Mapping[str, Any]) -> None:  # noqa: ANN401 - of the implementation
+    loader._worker_count = state_dict["worker_count"]  # noqa: SLF001 - of the implementation
+    _load(loader, state_dict)
+
+
+def _may_always(*_: object) -> bool:
+    return True
+
+
+class DealtLoader(Reference):
+    """It deals other loaders' positions out to whoever asks, on any number of workers."""
+
+    breaks = ("REQ-CUR-023",)
+    convicted_by = (
+        "context/valid/loader-allowed-fewer",
+        "context/valid/loader-allowed-more",
+        "context/valid/loader-run-allowed",
+        "context/invalid/loader-on-fewer",
+        "context/invalid/loader-on-more",
+        "context/invalid/loader-on-a-third",
+        "context/invalid/loader-run-on-fewer",
+        "context/invalid/loader-run-on-more",
+    )
+    replacements = (
+        ("ckptfmt.trainer.restore:may_load", _may_always),
+        ("ckptfmt.adapters.data_loaders:ForeignLoader.load_state_dict", _load_anywhere),
+    )
+
+
+class _LoaderMap(_cursor_map):  # type: ignore[misc]
+    """A map whose names are looked at otherwise, where it is a loader's."""
+
+    __slots__ = ()
+
+    def text(self, name: str) -> str:
+        """Return a string."""
+        return str(self.members.get(name)) if self.clause == "REQ-CUR-022" else super().text(name)
+
+
+class AnyLibrary(Reference):
+    """It makes a string of whatever another loader's library and version are."""
+
+    breaks = ("REQ-CUR-022",)
+    convicted_by = (
+        "context/invalid/loader-lib-none",
+        "context/invalid/loader-lib-of-4097",
+        "context/invalid/loader-version-number",
+    )
+    replacements = (("ckptfmt.documents.cursor:CursorMap", _LoaderMap),)
+
+
+def _parse_named(tree: Any, **members: Any) -> Any:  # noqa: ANN401 - of the implementation
+    foreign = _parse_foreign(tree, **members)
+    if not all(name and name.isprintable() for name in (foreign.lib, foreign.version)):
+        raise CkptError(Code.CURSOR_FORM, "a library without a name", where="loader")
+    return foreign
+
+
+class NamedLibraries(Reference):
+    """It takes another loader's library and version only as a document would name them."""
+
+    breaks = ("REQ-CUR-022",)
+    convicted_by = ("context/valid/loader-named", "context/valid/loader-nameless")
+    replacements = (("ckptfmt.read.verify:parse_foreign", _parse_named),)

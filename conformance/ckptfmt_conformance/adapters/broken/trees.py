@@ -1,0 +1,180 @@
+"""Trees, and the lists and sets in them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from typing import Any
+
+from ckptfmt_conformance.adapters.reference import Reference, original
+
+_decode_set = original("ckptfmt.documents.tree:_decode_set")
+_is_key = original("ckptfmt.documents.tree:_is_key")
+_decode_items = original("ckptfmt.documents.tree:_decode_items")
+_decoders: Any = original("ckptfmt.documents.tree:_DECODERS")
+_numbers: Any = original("ckptfmt.documents.packed:_NUMBERS")
+_unpack_items = original("ckptfmt.documents.packed:unpack_items")
+
+
+class LostTuples(Reference):
+    """It makes a list of every tuple: what was hashed or compared by type no longer is."""
+
+    convicted_by = ("trees/valid/sequences", "trees/valid/deep")
+
+    def tree_of(self, content: bytes) -> object:
+        """Return what is said of a tree, lists for tuples."""
+        return json.loads(json.dumps(super().tree_of(content)).replace('{"tuple":', '{"list":'))
+
+
+def _round(members: dict[str, object]) -> dict[str, object]:
+    if members.keys() == {"int"}:
+        return {"int": str(int(float(str(members["int"]))))}
+    return members
+
+
+class RoundedIntegers(Reference):
+    """It reads integers as doubles, as many a JSON parser does."""
+
+    convicted_by = ("trees/valid/big-integers", "trees/valid/scalars")
+
+    def tree_of(self, content: bytes) -> object:
+        """Return what is said of a tree, its large integers rounded."""
+        return json.loads(json.dumps(super().tree_of(content)), object_hook=_round)
+
+
+def _decode_any(items: list[Any], where: Any) -> Any:  # noqa: ANN401 - of the implementation
+    return _decode_set([["t", *item[1:]] if item[:1] == ["l"] else item for item in items], where)
+
+
+def _is_any(_: object) -> bool:
+    return True
+
+
+class AnyMembers(Reference):
+    """It takes anything for a member of a set, as a language does whose sets compare identities."""
+
+    breaks = ("REQ-TRE-009",)
+    convicted_by = (
+        "trees/invalid/set-of-lists",
+        "trees/invalid/set-of-arrays",
+        "trees/invalid/set-of-tensors",
+        "trees/invalid/set-of-tuples-of-arrays",
+    )
+    replacements = (
+        ("ckptfmt.documents.tree:_decode_set", _decode_any),
+        ("ckptfmt.documents.tree:_is_member", _is_any),
+    )
+
+
+class KeysInSets(Reference):
+    """It takes nothing into a set that couldn't be the key of a dict."""
+
+    breaks = ("REQ-TRE-009",)
+    convicted_by = ("trees/valid/set-members",)
+    replacements = (("ckptfmt.documents.tree:_is_member", _is_key),)
+
+
+class PackedEarly(Reference):
+    """It wants lists packed from fifteen entries on."""
+
+    breaks = ("REQ-TRE-010",)
+    convicted_by = (
+        "trees/invalid/packed-15",
+        "trees/valid/not-packed",
+    )
+    replacements = (("ckptfmt.limits:COMPACT_ITEMS", 15),)
+
+
+class _AsItIs:
+    """What packing a list would give, which is always what stands there."""
+
+    def __ne__(self, other: object) -> bool:
+        """Say that it is no other."""
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        """Say that it is the same."""
+        return True
+
+
+def _pack_nothing(_: Any) -> Any:  # noqa: ANN401 - of the implementation
+    return _AsItIs()
+
+
+def _take_any(items: list[Any], where: Any) -> Any:  # noqa: ANN401 - of the implementation
+    return _decode_items(items, where)
+
+
+class PackedAtWill(Reference):
+    """It takes a list packed or not, in whatever dtype its numbers are."""
+
+    breaks = ("REQ-TRE-010", "REQ-TRE-011")
+    convicted_by = (
+        "trees/invalid/deque-of-16-strings",
+        "trees/invalid/list-of-16-integers",
+        "trees/invalid/packed-15",
+        "trees/invalid/packed-bool-of-2",
+        "trees/invalid/packed-float32",
+        "trees/invalid/packed-none",
+        "trees/invalid/packed-signed",
+        "trees/invalid/packed-too-wide",
+        "trees/invalid/tuple-of-16-floats",
+    )
+    replacements = (
+        ("ckptfmt.documents.packed:pack_items", _pack_nothing),
+        ("ckptfmt.documents.tree:_one_by_one", _take_any),
+        ("ckptfmt.documents.tree:_DECODERS", {**_decoders, "l": _take_any}),
+        ("ckptfmt.documents.packed:_NUMBERS", {**_numbers, "float32": "<f4"}),
+    )
+
+
+class OneByOne(Reference):
+    """It knows lists only entry by entry."""
+
+    breaks = ("REQ-TRE-010",)
+    convicted_by = ("trees/valid/packed",)
+    replacements = (
+        ("ckptfmt.documents.tree:_DECODERS", {tag: one for tag, one in _decoders.items() if tag not in "LUQ"}),
+    )
+
+
+def _unpack_whole(items: list[Any], where: Any) -> list[Any]:  # noqa: ANN401 - of the implementation
+    if items[0] == "str":
+        text = items[2].encode()
+        ends = [0, *itertools.accumulate(items[1][1])]
+        return [text[begin:end].decode(errors="replace") for begin, end in itertools.pairwise(ends)]
+    if items[0] == "float64":
+        items = [items[0], items[1][: len(items[1]) // 8 * 8]]
+    found: list[Any] = _unpack_items(items, where=str(where))
+    return found
+
+
+def _unpack_tuple(items: list[Any], where: Any) -> tuple[Any, ...]:  # noqa: ANN401 - of the implementation
+    return tuple(_unpack_whole(items, where))
+
+
+class CutLists(Reference):
+    """It reads of a packed list what it can, and leaves out what is cut."""
+
+    breaks = ("REQ-TRE-011",)
+    convicted_by = (
+        "trees/invalid/packed-cut",
+        "trees/invalid/packed-short-text",
+        "trees/invalid/packed-within-a-character",
+    )
+    replacements = (("ckptfmt.documents.tree:_DECODERS", {**_decoders, "L": _unpack_whole, "U": _unpack_tuple}),)
+
+
+def _decode_deque(items: list[Any], where: Any) -> deque[Any]:  # noqa: ANN401 - of the implementation
+    return deque(_unpack_items(items[1:], where=str(where)), items[0])
+
+
+class LongDeques(Reference):
+    """It lets a packed deque have more entries than its `maxlen`, and forgets the first."""
+
+    breaks = ("REQ-TRE-001",)
+    convicted_by = ("trees/invalid/packed-deque-too-long",)
+    replacements = (("ckptfmt.documents.tree:_DECODERS", {**_decoders, "Q": _decode_deque}),)
