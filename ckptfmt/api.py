@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Final, SupportsFloat
 
 from ckptfmt import limits
@@ -25,7 +24,7 @@ from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import check_no_run, check_surroundings, is_run, open_head, own_place
 from ckptfmt.state import State
-from ckptfmt.store import open_store
+from ckptfmt.store import open_store, split_path
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveReport
 from ckptfmt.trainer.one_save import Ownership, save_once
@@ -286,12 +285,12 @@ def _check_out(out: PathOrStore, checkpoint: Checkpoint) -> None:
     """Raise where a checkpoint outside of a run would lie in a run, or in another checkpoint. Spec: REQ-CKP-007."""
     if not isinstance(out, str | os.PathLike):
         return
-    target = Path(out).resolve()
-    if target.is_relative_to(Path(checkpoint.store.name).resolve()):
-        raise err(Code.ARGUMENT, "the target is in the source", where=str(target), remedy="Give a path outside of it.")
-    if parse_checkpoint_name(target.name) and is_run(open_store(target.parent, writable=False)):
+    parent, name = split_path(out)
+    if f"{parent}/{name}/".startswith(f"{'/'.join(split_path(checkpoint.store.name))}/"):
+        raise err(Code.ARGUMENT, "the target is in the source", where=str(out), remedy="Give a path outside of it.")
+    if parse_checkpoint_name(name) and is_run(open_store(parent, writable=False)):
         remedy = "Give a path outside of the run, or compact the run itself."
-        raise err(Code.ARGUMENT, "the run it lies in would take it for its own", where=str(target), remedy=remedy)
+        raise err(Code.ARGUMENT, "the run it lies in would take it for its own", where=str(out), remedy=remedy)
 
 
 def _open(

@@ -40,7 +40,7 @@ class Told:
 
 def start(path, told, **options) -> ProcessLink:
     options.setdefault("nice", 0)
-    return ProcessLink(str(path), on_message=told.messages.put, on_lost=told.lose, **options)
+    return ProcessLink(os.fsencode(path), on_message=told.messages.put, on_lost=told.lose, **options)
 
 
 def hand_over(link: Any, told: Told, number: int, nbytes: int = 4096) -> Slot:

@@ -12,7 +12,7 @@ from typing import Final
 from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store import Store, open_store
+from ckptfmt.store import LocalStore, Store, open_store
 
 #: What lies in the directory of a checkpoint, before its commit too (specification, page 30).
 _OF_A_CHECKPOINT: Final = re.compile(r"manifest\.json|parts|[a-z_]+-[0-9a-f]{16}([-.].*)?")
@@ -42,8 +42,10 @@ def open_place(path: str) -> Place:
         neither; StoreError.
     """
     store = open_store(path, writable=False)
+    if not isinstance(store, LocalStore):
+        return _place(path, store)
     try:
-        is_directory = stat.S_ISDIR(Path(path).stat().st_mode)
+        is_directory = stat.S_ISDIR(Path(store.name).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=_REMEDY) from None
     except ValueError:
@@ -53,10 +55,17 @@ def open_place(path: str) -> Place:
         raise err(code, error.strerror or str(error), where=path) from error
     if not is_directory:
         raise err(Code.ARGUMENT, "the path is a file, not a directory", where=path, remedy=_REMEDY)
+    return _place(path, store)
+
+
+def _place(path: str, store: Store) -> Place:
+    """Return what a store holds at its root."""
     try:
         names = {name.rstrip("/") for name in store.list_names("")}
     except CkptError as error:
         raise type(error)(error.code, error.detail, where=path, remedy=error.remedy) from error
+    if not names and not isinstance(store, LocalStore):
+        raise err(Code.FILE_MISSING, "no object there", where=path, remedy=_REMEDY)
     is_run = MANIFEST_NAME not in names and not names.isdisjoint((RUN_NAME, LAUNCHES))
     if not is_run and not any(map(_OF_A_CHECKPOINT.fullmatch, names)):
         raise err(Code.ARGUMENT, "the directory is neither a checkpoint nor a run", where=path, remedy=_REMEDY)

@@ -36,7 +36,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import check_place, check_record, verify_loadable
 from ckptfmt.run.labelling import list_newest_labels, read_labels, wait_for_cleaners
-from ckptfmt.store.local import LocalStore
+from ckptfmt.store import LocalStore, is_url, open_store, split_path
 from ckptfmt.store.protocol import Store
 from ckptfmt.store.symlinks import detach_link
 
@@ -412,12 +412,12 @@ def check_surroundings(path: str | os.PathLike[str], manifest: Manifest) -> None
 
     Raises: FormatError(STEP_MISMATCH, RUN_MISMATCH). Spec: REQ-MAN-002, REQ-RUN-003.
     """
-    parent, name = os.path.split(os.path.realpath(path))
+    parent, name = split_path(path)
     step_and_launch = parse_checkpoint_name(name)
     if step_and_launch is None:
         return
     try:
-        run = read_run(LocalStore(parent, writable=False))
+        run = read_run(open_store(parent, writable=False))
     except CkptError:
         return  # It isn't this checkpoint's fault; `validate` on the run says so.
     if run is not None:
@@ -531,7 +531,7 @@ def own_place(path: str | os.PathLike[str] | Store) -> None:
 
     Raises: as `check_no_run`; StoreError(STORE_UNSUPPORTED).
     """
-    if isinstance(path, str | os.PathLike):
+    if isinstance(path, str | os.PathLike) and not is_url(path):
         if os.path.islink(path):  # noqa: PTH114 - a path needn't be text
             check_no_run(LocalStore(path, writable=False), replace=True)
         detach_link(path)

@@ -40,7 +40,7 @@ from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.retention import KEEP_ALL, Retention, tidy_up
 from ckptfmt.stage.helper_process import Channel, be_helper, watch
 from ckptfmt.stage.slot import Slot
-from ckptfmt.store.local import LocalStore
+from ckptfmt.store import Address, open_address
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Context, Image
 from ckptfmt.write.slot_contents import Progress, Snapped
@@ -60,7 +60,7 @@ class SaveRequest:
         retention: what stays of what is committed.
         writer_features: of the run.
         delta: whether it may be a delta.
-        place: of a checkpoint outside of a run: its path, which needn't be text, or a store that is rooted there.
+        place: of a checkpoint outside of a run: its address (see `ckptfmt.store`), or a store that is rooted there.
         replace: whether to take the place of a checkpoint that is there.
     """
 
@@ -71,7 +71,7 @@ class SaveRequest:
     writer_features: tuple[str, ...]
     retention: Retention = KEEP_ALL
     delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
-    place: bytes | Store | None = None
+    place: Address | Store | None = None
     replace: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class _Work:
             self._run_store = run_store
             self.store = run_store.at(checkpoint_name(origin.step, origin.launch))
         else:
-            self.store = LocalStore(os.fsdecode(place), writable=True) if isinstance(place, bytes) else place
+            self.store = open_address(place, writable=True) if isinstance(place, bytes | dict) else place
 
     @property
     def is_in_run(self) -> bool:
@@ -392,8 +392,8 @@ def main(fd: int) -> None:
     try:
         # Garbage has time until a save is over; to look for it takes milliseconds, and somebody waits for those.
         gc.disable()
-        path = opening["path"]
-        store = None if path is None else LocalStore(os.fsdecode(path), writable=True)
+        address = opening["address"]
+        store = None if address is None else open_address(address, writable=True)
         saver = Saver(store, send, rest=gc.collect)
         _serve(channel, saver, send)
     except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is

@@ -142,7 +142,8 @@ class Store(Protocol):
         """Open a file to read many ranges of it: the context yields a `RangeReader`, for any number of threads.
 
         Raises:
-            CkptError: ``FILE_MISSING``, ``UNSAFE_FILE``, when the context is entered.
+            CkptError: ``FILE_MISSING``, ``UNSAFE_FILE``, when the context is entered; of an object store not before a
+                range is read.
 
         Spec: REQ-CKP-002, REQ-CKP-004
         """

@@ -16,6 +16,7 @@ from typing import Any, Final
 from ckptfmt.errors import CkptError, Code, encodable, err, error_from_json
 from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.stage.slot import Slot, available_nbytes, is_shortage, plan_slots
+from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveHandle, SaveReport, wait_until
 from ckptfmt.trainer.links import Link, Lost, ProcessLink, ThreadLink
@@ -94,7 +95,7 @@ class Background:
 
     Args:
         store: rooted at the run; None where each request says its place.
-        in_process: whether the saver is a process of its own, else a thread; it must be a local store then.
+        in_process: whether the saver is a process of its own, else a thread; `address_of` must know the store then.
         slot_count: how many slots there should be.
         nice: what the saver's process adds to its niceness.
         deadline_s: how long to wait for the saver to be ready, in seconds.
@@ -103,6 +104,7 @@ class Background:
     def __init__(self, store: Store | None, *, in_process: bool, slot_count: int, nice: int, deadline_s: float) -> None:
         self._store = store
         self._name = None if store is None else store.name
+        self._address = None if store is None else address_of(store)
         self._in_process = in_process
         self._slot_count = slot_count
         self._nice = nice
@@ -240,7 +242,7 @@ class Background:
 
     def _make_link(self, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[Lost], None]) -> Link:
         if self._in_process:
-            return ProcessLink(self._name, nice=self._nice, on_message=on_message, on_lost=on_lost)
+            return ProcessLink(self._address, nice=self._nice, on_message=on_message, on_lost=on_lost)
         return ThreadLink(self._store, on_message=on_message, on_lost=on_lost)
 
     # --- saving -------------------------------------------------------------------------------------------------------

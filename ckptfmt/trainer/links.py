@@ -20,6 +20,7 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.helper_process import start_helper
 from ckptfmt.stage.slot import Slot
+from ckptfmt.store import Address
 from ckptfmt.store.protocol import Store
 
 #: How long the end of a saver's process may come after that of its channel, in seconds.
@@ -47,7 +48,7 @@ class ProcessLink:
     """A process ``python -m ckptfmt.saver.saver`` in a session of its own, with null standard streams.
 
     Args:
-        path: of the run; None where each request says its place.
+        address: of the run (`ckptfmt.store.address_of`); None where each request says its place.
         nice: what to add to its niceness.
         on_message: called with each of its messages, in a thread.
         on_lost: called once when it is gone, or can't be talked to any more, in a thread.
@@ -55,7 +56,7 @@ class ProcessLink:
     Raises: CommitError(SAVER_LOST) if it can't be started.
     """
 
-    def __init__(self, path: str | None, *, nice: int, on_message: _OnMessage, on_lost: _OnLost) -> None:
+    def __init__(self, address: Address | None, *, nice: int, on_message: _OnMessage, on_lost: _OnLost) -> None:
         try:
             self._process, self._channel = start_helper("ckptfmt.saver.saver")
         except OSError as error:
@@ -65,9 +66,7 @@ class ProcessLink:
         #: What ended a thread of this link.
         self._problem: BaseException | None = None
         self._outgoing: queue.SimpleQueue[tuple[dict[str, Any], Slot | None] | None] = queue.SimpleQueue()
-        # As bytes: a path needn't be text.
-        encoded = None if path is None else os.fsencode(path)
-        opening = {"type": "open", "path": encoded, "nice": nice, "trainer_pid": os.getpid()}
+        opening = {"type": "open", "address": address, "nice": nice, "trainer_pid": os.getpid()}
         self._outgoing.put((opening, None))
         self._sender = threading.Thread(target=self._send_all, name="ckptfmt-send", daemon=True)
         self._receiver = threading.Thread(target=self._receive_all, name="ckptfmt-receive", daemon=True)

@@ -16,7 +16,7 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
 from ckptfmt.run.lineage import is_run, own_place
 from ckptfmt.state import State
-from ckptfmt.store import LocalStore, open_store
+from ckptfmt.store import address_of, open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveHandle, SaveReport
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target
@@ -212,7 +212,7 @@ class Saver:
     def _open(self, path: str | os.PathLike[str] | Store, *, replace: bool) -> Store:
         """Return the store of a place where nothing is being saved from here, or is to be replaced."""
         store = open_store(path, writable=True)
-        if self._options.saver == "process" and not isinstance(store, LocalStore):
+        if self._options.saver == "process" and address_of(store) is None:
             remedy = "Pass saver='thread' or saver='inline'."
             detail = f"a {type(store).__qualname__} can't be handed to a saver's process"
             raise err(Code.ARGUMENT, detail, where="path=", remedy=remedy)

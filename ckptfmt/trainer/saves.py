@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import socket
 import time
 import weakref
@@ -30,7 +29,7 @@ from ckptfmt.run.lineage import check_no_run, check_not_fenced
 from ckptfmt.run.retention import Retention, tidy_up
 from ckptfmt.saver.saver import SaveRequest
 from ckptfmt.state import State
-from ckptfmt.store import LocalStore
+from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import Background, Place
 from ckptfmt.trainer.handle import Callbacks, SaveHandle, SaveReport
@@ -120,8 +119,8 @@ class Target:
     @classmethod
     def alone(cls, store: Store, *, replace: bool) -> Target:
         """Return the target of a checkpoint outside of a run."""
-        place = os.fsencode(store.name) if isinstance(store, LocalStore) else store
-        request = {"place": place, "replace": replace, "writer_features": ()}
+        address = address_of(store)
+        request = {"place": store if address is None else address, "replace": replace, "writer_features": ()}
         check = functools.partial(check_no_run, store, replace=replace)
         return cls(store=store, check=check, request=request, replace=replace)
 
@@ -200,7 +199,7 @@ class Saves:
 
     def _make_background(self) -> Background:
         options = self._options
-        in_process = options.saver == "process" and isinstance(self._store, LocalStore | None)
+        in_process = options.saver == "process" and (self._store is None or address_of(self._store) is not None)
         if options.saver == "process" and not in_process:
             kind = type(self._store).__qualname__
             self._report(f"SAVER_IN_THREAD: a {kind} can't be handed to another process")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.store import LocalStore, MemoryStore, Store, check_path
+from ckptfmt.store import LocalStore, MemoryStore, Store, check_path, open_store
 from ckptfmt.store.protocol import PAGE_NBYTES, check_prefix
 from tests.store.helpers import FAST_DIRECTORY, NoLinkCalls, code_of, outcome_of
 from tests.stores.hooked import HookedCalls, HookedStore
@@ -30,8 +30,10 @@ KINDS: dict[str, Callable[[pathlib.Path], Store]] = {
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, "s3"])
 def store(request, tmp_path, fast_path) -> Store:
+    if request.param == "s3":
+        return open_store(f"{request.getfixturevalue('bucket').url}/lower", writable=True)
     return KINDS[request.param](tmp_path if request.param == "local, disk" else fast_path)
 
 

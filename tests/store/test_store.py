@@ -1,5 +1,7 @@
 """`open_store`: what a caller may pass."""
 
+import pathlib
+
 import pytest
 
 from ckptfmt.errors import Code
@@ -36,7 +38,11 @@ def test_a_relative_path_stays_where_it_was_opened(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("path", "code"),
-    [("s3://bucket/run", Code.STORE_UNSUPPORTED), ("file:///x", Code.STORE_UNSUPPORTED), ("", Code.ARGUMENT)],
+    [
+        ("ftp://bucket/run", Code.STORE_UNSUPPORTED),
+        (pathlib.Path("s3://bucket/run"), Code.ARGUMENT),
+        ("", Code.ARGUMENT),
+    ],
 )
 def test_what_is_no_path_is_refused(path, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,524 @@
+"""Object stores through obstore: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
+
+Small files are one conditional put each (``If-None-Match: *``), which is what decides commits. Shards and packs go up
+in parts, several at a time; their names are unique to an attempt, so nobody else creates them. What was acknowledged
+is durable, and every read sees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import posixpath
+import random
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store.protocol import (
+    TEMPORARY_PREFIX,
+    Buffer,
+    Names,
+    RangeReader,
+    SizedChunks,
+    check_path,
+    check_prefix,
+    join_path,
+)
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Client
+
+T = TypeVar("T")
+
+#: The kinds of store that URLs may name.
+SCHEMES: Final = ("s3", "gs", "az")
+#: Size of a part of an upload, in bytes, and how many are on their way: a link of 10 Gbit/s is filled by these at
+#: 100 ms for each request, and they take 128 MiB of memory.
+_PART_NBYTES: Final = 16 << 20
+_PART_COUNT: Final = 8
+#: S3 takes 10,000 parts of an object.
+_MOST_PARTS: Final = 9_000
+#: How long a file is tried to be created, in seconds; and how long the first and the longest pause between tries is.
+_DEADLINE_S: Final = 60.0
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
+#: Options where the caller gave none. obstore's own time-out, of 30 seconds in all, is short for a part; and who
+#: gives an endpoint without TLS means it.
+_CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
+_RETRIES: Final = 6
+#: Who created an object: a random name in its metadata, by which a writer whose answer was lost knows its own.
+_OWNER: Final = "ckptfmtput"
+#: How many creations of one name at once try out a server.
+_PROBE_COUNT: Final = 8
+_STATUS: Final = re.compile(r"status code: ([0-9]{3})")
+#: Queries of URLs may be signatures, and what is before an @ a password.
+_SECRETS: Final = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s\"']*")
+#: Servers, by bucket, that were seen to create exclusively.
+_PROVEN: Final[set[tuple[str, str]]] = set()
+
+
+class ObjectStore:
+    """The prefix of a bucket that a URL names, as a `ckptfmt.store.Store`.
+
+    Options and credentials are those of obstore, which also takes them from the environment (``AWS_ACCESS_KEY_ID``,
+    ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME`` and so on), and of S3 from
+    the machine. They are never written anywhere.
+
+    Args:
+        url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; the prefix is taken as it is.
+        writable: whether calls that change anything are allowed (else ``STORE_ACCESS``). Once for each bucket and
+            process, the server is then tried out: of several creations of one name at once, exactly one must succeed.
+        config: options of the store, such as ``{"region": "eu-central-1", "endpoint": "https://..."}``.
+        client_options: of the HTTP client, such as ``{"timeout": "300s", "allow_http": True}``.
+        retry_config: of repeated requests; see obstore.
+        credential_provider: what obstore asks for credentials; saves are then written by a thread, since it can't be
+            handed to another process.
+
+    Raises:
+        CkptError: ``STORE_UNSUPPORTED`` for a URL of another kind, without obstore, and for a server that doesn't
+            create exclusively; ``ARGUMENT`` for options that obstore doesn't know; what every writing call may raise.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        writable: bool,
+        config: Mapping[str, Any] | None = None,
+        client_options: Mapping[str, Any] | None = None,
+        retry_config: Mapping[str, Any] | None = None,
+        credential_provider: Any = None,  # noqa: ANN401 - a callable of obstore's
+    ) -> None:
+        self._place, self._prefix = _split(url)
+        options = {"config": config, "client_options": client_options, "retry_config": retry_config}
+        self._options = {name: dict(value) for name, value in options.items() if value is not None}
+        self._has_provider = credential_provider is not None
+        self._writable = writable
+        retries = {"max_retries": _RETRIES, **(retry_config or {})}
+        make = _client_maker(self._place, config, client_options, credential_provider)
+        self._client: Client = make(retries)
+        # A creation isn't repeated by the client, which would take an answer to its second try for one to the first.
+        self._once: Client = make({**retries, "max_retries": 0})
+        if writable:
+            self._prove()
+
+    @property
+    def name(self) -> str:
+        """The URL."""
+        return join_path(self._place, self._prefix)
+
+    @property
+    def address(self) -> dict[str, Any] | None:
+        """What makes the same store in another process; None if its options can't be handed over."""
+        values = [value for options in self._options.values() for value in options.values()]
+        if self._has_provider or not all(isinstance(value, str | int | float | None) for value in values):
+            return None
+        return {"url": self.name, **self._options}
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.name!r}, writable={self._writable})"
+
+    def at(self, prefix: str) -> ObjectStore:
+        """Return the same store with `prefix` as root; see `Store.at`."""
+        check_prefix(prefix)
+        return self._with_prefix(join_path(self._prefix, prefix))
+
+    def beside(self, name: str) -> ObjectStore:
+        """Return the store of a prefix beside this one's; see `Store.beside`. Beside a whole bucket is nothing."""
+        check_path(name)
+        if not self._prefix:
+            raise err(Code.UNSAFE_PATH, f"beside {self.name} is nothing", where=name, requirement="REQ-CKP-001")
+        other = self._with_prefix(join_path(self._prefix.rpartition("/")[0], name))
+        other._writable = False  # noqa: SLF001 - a copy of ourselves
+        return other
+
+    def _with_prefix(self, prefix: str) -> ObjectStore:
+        other = copy.copy(self)
+        other._prefix = prefix  # noqa: SLF001 - a copy of ourselves
+        return other
+
+    # Writing
+
+    def create(self, path: str, chunks: Iterable[Buffer]) -> None:
+        """Create an object exclusively and whole; see `Store.create`.
+
+        What is larger than a part, in `SizedChunks`, is only looked for before it is sent: no server takes a condition
+        for a put in parts through obstore. Such files have names of one attempt.
+        """
+        key = self._key_to_change(path)
+        if isinstance(chunks, SizedChunks) and chunks.nbytes > _PART_NBYTES:
+            self._create_in_parts(path, key, chunks)
+        else:
+            self._create_at_once(path, key, b"".join(chunks))
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Put `data` in the place of an object; see `Store.replace`."""
+        key = self._key_to_change(path)
+        with self._named_errors(path, missing=Code.STORE_IO):
+            self._client.put(key, bytes(data), use_multipart=False)
+
+    def delete(self, path: str) -> None:
+        """Remove an object; see `Store.delete`."""
+        key = self._key_to_change(path)
+        with self._named_errors(path, missing=Code.STORE_IO), contextlib.suppress(FileNotFoundError):
+            self._client.delete(key)
+
+    def delete_leftovers(self, prefix: str) -> None:
+        """Do nothing: a put that didn't end leaves nothing to be listed."""
+        check_prefix(prefix)
+
+    def remove_directory(self, path: str) -> None:
+        """Do nothing: there are no directories."""
+        check_prefix(path)
+
+    def sync(self, path: str) -> None:
+        """Do nothing: what was acknowledged is durable."""
+        check_prefix(path)
+
+    @contextlib.contextmanager
+    def hold(self, path: str) -> Iterator[None]:
+        """Hold nothing; see `Store.hold`."""
+        self._key_to_change(path)
+        yield
+
+    def is_held(self, path: str) -> bool:
+        """Say that nobody holds a file; see `Store.is_held`."""
+        self._key(path)
+        return False
+
+    # Reading
+
+    def read(self, path: str, *, limit_nbytes: int) -> bytes:
+        """Return a whole small object; see `Store.read`."""
+        key = self._key(path)
+        with self._named_errors(path):
+            found = self._client.get(key)
+            if found.meta["size"] > limit_nbytes:
+                detail = f"{found.meta['size']} bytes, of {limit_nbytes} allowed"
+                raise err(Code.LIMIT_EXCEEDED, detail, where=path, requirement="REQ-DOC-008")
+            return bytes(found.bytes())
+
+    def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
+        """Return exactly a range of an object; see `Store.read_range`."""
+        return bytes(self._get_range(path, byte_begin, nbytes))
+
+    @contextlib.contextmanager
+    def open_ranges(self, path: str) -> Iterator[RangeReader]:
+        """Open an object to read ranges of it, without a request; see `Store.open_ranges`."""
+        self._key(path)
+        yield _Ranges(self, path)
+
+    def waits(self, path: str) -> bool:
+        """Say that reads wait for a network; see `Store.waits`."""
+        del path
+        return True
+
+    def nbytes(self, path: str) -> int:
+        """Return an object's size in bytes; see `Store.nbytes`."""
+        key = self._key(path)
+        with self._named_errors(path):
+            return self._client.head(key)["size"]
+
+    def list(self, prefix: str) -> Names:
+        """Return the paths of all objects below `prefix`; see `Store.list`."""
+        check_prefix(prefix)
+        root = f"{self._prefix}/" if self._prefix else ""
+        with self._named_errors(prefix):
+            pages = self._client.list(join_path(self._prefix, prefix) or None)
+            paths = [entry["path"].removeprefix(root) for page in pages for entry in page]
+        return sorted(path for path in paths if not path.rpartition("/")[2].startswith(TEMPORARY_PREFIX))
+
+    def list_names(self, prefix: str) -> Names:
+        """Return the names of objects and of longer prefixes below `prefix`; see `Store.list_names`."""
+        check_prefix(prefix)
+        with self._named_errors(prefix):
+            found = self._client.list_with_delimiter(join_path(self._prefix, prefix) or None)
+        names = [posixpath.basename(entry["path"]) for entry in found["objects"]]
+        names += [posixpath.basename(directory) + "/" for directory in found["common_prefixes"]]
+        return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
+
+    def _get_range(self, path: str, byte_begin: int, nbytes: int) -> Any:  # noqa: ANN401 - obstore's Bytes, or bytes
+        key = self._key(path)
+        file_nbytes = None
+        with self._named_errors(path):
+            if min(byte_begin, nbytes) >= 0 and nbytes:
+                try:
+                    found = self._client.get(key, options={"range": (byte_begin, byte_begin + nbytes)})
+                    content, file_nbytes = found.bytes(), found.meta["size"]
+                except Exception as error:
+                    if _status_of(error) != 416:  # no such range
+                        raise
+                else:
+                    if len(content) == nbytes:
+                        return content
+            file_nbytes = self._client.head(key)["size"] if file_nbytes is None else file_nbytes
+        if 0 <= byte_begin <= byte_begin + nbytes <= file_nbytes:
+            if not nbytes:
+                return b""
+            detail = f"{self.name} sent {len(content)} bytes of {nbytes}"
+            raise err(Code.STORE_IO, detail, where=path)
+        detail = f"bytes [{byte_begin}, {byte_begin + nbytes}) of a file of {file_nbytes}"
+        raise err(Code.FILE_NBYTES, detail, where=path, requirement="REQ-CKP-003")
+
+    # Steps of create
+
+    def _create_at_once(self, path: str, key: str, data: bytes) -> None:
+        """Create an object by one put, which is repeated until it is known what became of it, or until the deadline."""
+        owner = secrets.token_hex(16)
+        unknown: CkptError | None = None  # what the last try without an answer said
+        for _ in _pauses(_DEADLINE_S):
+            try:
+                self._once.put(key, data, mode="create", attributes={_OWNER: owner}, use_multipart=False)
+            except Exception as error:  # noqa: BLE001 - named below
+                named = self._named(error, path, missing=Code.STORE_IO)
+            else:
+                return
+            if named.code == Code.STORE_EXISTS:
+                with self._named_errors(path):
+                    found = self._owner_of(key)
+                if found == owner:
+                    return  # an earlier try, whose answer was lost
+                if found is not None:
+                    raise named
+                continue  # it is being created, or deleted, at this moment
+            if named.code != Code.STORE_NO_ANSWER:
+                raise named if unknown is None else unknown
+            unknown = named
+        raise unknown or err(Code.STORE_NO_ANSWER, f"{self.name} answers with conflicts", where=path)
+
+    def _create_in_parts(self, path: str, key: str, chunks: SizedChunks) -> None:
+        """Create a large object from parts, several at a time; a part is sent again where an answer is missing."""
+        with self._named_errors(path, missing=Code.STORE_IO):
+            if self._owner_of(key) is not None:
+                raise self._taken(path)
+        drawn = _Drawn(chunks)
+        part_nbytes = max(_PART_NBYTES, -(-chunks.nbytes // _MOST_PARTS))
+        owner = secrets.token_hex(16)
+        try:
+            self._client.put(
+                key,
+                drawn,
+                attributes={_OWNER: owner},
+                use_multipart=True,
+                chunk_size=part_nbytes,
+                max_concurrency=max(1, _PART_COUNT * _PART_NBYTES // part_nbytes),
+            )
+        except Exception as error:  # noqa: BLE001 - named below
+            if drawn.error is not None:
+                raise drawn.error from None
+            named = self._named(error, path, missing=Code.STORE_IO)
+            if drawn.is_complete:  # the last request may have been carried out
+                with contextlib.suppress(Exception):
+                    if self._owner_of(key) == owner:
+                        return
+            raise named from None
+
+    def _owner_of(self, key: str) -> str | None:
+        """Return who created an object, ``""`` for others than us; None where there is none."""
+        try:
+            found = self._client.get(key, options={"head": True})
+        except FileNotFoundError:
+            return None
+        return str(found.attributes.get(_OWNER, ""))
+
+    # Opening
+
+    def _prove(self) -> None:
+        """Try out that of several creations of one name at once exactly one succeeds.
+
+        Raises: CkptError(STORE_UNSUPPORTED). Spec: REQ-STO-001.
+        """
+        proven = (self._place, str(self._options.get("config", {}).get("endpoint", "")))
+        if proven in _PROVEN:
+            return
+        key = join_path(self._prefix, TEMPORARY_PREFIX + secrets.token_hex(16))
+        begin = threading.Barrier(_PROBE_COUNT)
+
+        def create(number: int) -> CkptError | None:
+            begin.wait(_DEADLINE_S)
+            try:
+                self._once.put(key, b"%d" % number, mode="create", use_multipart=False)
+            except Exception as error:  # noqa: BLE001 - looked at below
+                return self._named(error, self.name, missing=Code.STORE_IO)
+            return None
+
+        with ThreadPoolExecutor(_PROBE_COUNT, thread_name_prefix="ckptfmt-probe") as threads:
+            found = list(threads.map(create, range(_PROBE_COUNT)))
+        with contextlib.suppress(Exception):  # it is of nobody's concern, and hidden
+            self._client.delete(key)
+        other = [error for error in found if error is not None and error.code != Code.STORE_EXISTS]
+        winners = found.count(None)
+        if winners > 1:
+            detail = f"of {_PROBE_COUNT} creations of one name at once {winners} succeeded"
+            remedy = "Use a server that honours If-None-Match: * when several writers come at once."
+            raise err(Code.STORE_UNSUPPORTED, detail, where=self.name, requirement="REQ-STO-001", remedy=remedy)
+        if other and (winners == 0 or any(error.code != Code.STORE_NO_ANSWER for error in other)):
+            raise other[0]
+        if winners == 0:
+            detail = f"of {_PROBE_COUNT} creations of one name at once none succeeded"
+            raise err(Code.STORE_UNSUPPORTED, detail, where=self.name, requirement="REQ-STO-001")
+        _PROVEN.add(proven)
+
+    def _key(self, path: str) -> str:
+        check_path(path)
+        return join_path(self._prefix, path)
+
+    def _key_to_change(self, path: str) -> str:
+        key = self._key(path)
+        if not self._writable:
+            raise err(Code.STORE_ACCESS, f"{self.name} is open for reading only", where=path, remedy="")
+        return key
+
+    # Errors
+
+    @contextlib.contextmanager
+    def _named_errors(self, path: str, *, missing: Code = Code.FILE_MISSING) -> Iterator[None]:
+        """Turn what obstore raises into the error that a handler knows."""
+        try:
+            yield
+        except CkptError:
+            raise
+        except Exception as error:  # noqa: BLE001 - all that obstore raises
+            raise self._named(error, path, missing=missing) from None  # whose text may have a signature
+
+    def _named(self, error: Exception, path: str, *, missing: Code = Code.FILE_MISSING) -> CkptError:
+        """Return the error that a handler knows; `missing` is the code for what isn't there."""
+        if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
+            return self._taken(path)
+        code, remedy = _code_of(error, missing=missing)
+        if code == Code.FILE_MISSING:
+            return err(code, f"no such object in {self.name}", where=path, requirement="REQ-CKP-004")
+        # What follows the first line, or begins with a tag, is for obstore's developers.
+        text = re.split(r"\n|: <", str(error), maxsplit=1)[0]
+        return err(code, f"{_SECRETS.sub('', text)[:400]} in {self.name}", where=path, remedy=remedy)
+
+    def _taken(self, path: str) -> CkptError:
+        return err(Code.STORE_EXISTS, f"the file is in {self.name} already", where=path)
+
+
+class _Ranges:
+    """An object, to read ranges of it; see `RangeReader`."""
+
+    def __init__(self, store: ObjectStore, path: str) -> None:
+        self._store = store
+        self._path = path
+
+    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
+        """Read exactly a range; see `RangeReader.read_into`."""
+        buffer[:nbytes] = self._store._get_range(self._path, byte_begin, nbytes)  # noqa: SLF001 - our own
+        return buffer[:nbytes]
+
+
+class _Drawn:
+    """Chunks on their way into an upload: whether all were drawn, and what they raised."""
+
+    def __init__(self, chunks: Iterable[Buffer]) -> None:
+        self._chunks = iter(chunks)
+        self.is_complete = False
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> _Drawn:
+        return self
+
+    def __next__(self) -> Buffer:
+        try:
+            return next(self._chunks)
+        except StopIteration:
+            self.is_complete = True
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def is_url(path: object) -> bool:
+    """Return whether a path is a URL.
+
+    >>> is_url("s3://bucket/run"), is_url("/data/run")
+    (True, False)
+    """
+    return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Return the bucket's URL, and the prefix in it.
+
+    >>> _split("s3://bucket/runs/a/")
+    ('s3://bucket', 'runs/a')
+    """
+    parts = urlsplit(url)
+    shown = _SECRETS.sub("", url)
+    if parts.scheme not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise err(Code.STORE_UNSUPPORTED, "no such kind of URL", where=shown, remedy=f"One of {known}, or a path.")
+    if not parts.netloc or "@" in parts.netloc:
+        remedy = f"{parts.scheme}://bucket/prefix; credentials come from the environment or from ObjectStore(config=)."
+        raise err(Code.ARGUMENT, "the URL doesn't name a bucket alone", where=shown, remedy=remedy)
+    prefix = url.partition("://")[2].partition("/")[2].strip("/")
+    check_prefix(prefix)
+    return f"{parts.scheme}://{parts.netloc}", prefix
+
+
+def _client_maker(
+    place: str,
+    config: Mapping[str, Any] | None,
+    client_options: Mapping[str, Any] | None,
+    credential_provider: Any,  # noqa: ANN401
+) -> Callable[[Mapping[str, Any]], Client]:
+    """Return what makes a client of a bucket, given how it repeats requests."""
+    try:
+        from obstore.store import from_url  # noqa: PLC0415 - an extra, which takes time to import
+    except ImportError as error:
+        remedy = 'pip install "ckptfmt[cloud]"'
+        raise err(Code.STORE_UNSUPPORTED, "URLs need obstore", where=place, remedy=remedy) from error
+    options = {**_CLIENT_OPTIONS, **(client_options or {})}
+    provider = {} if credential_provider is None else {"credential_provider": credential_provider}
+
+    def make(retries: Mapping[str, Any]) -> Client:
+        try:
+            return from_url(place, config=dict(config or {}), client_options=options, retry_config=retries, **provider)  # type: ignore[arg-type, no-any-return, call-overload, unused-ignore]
+        except Exception as error:  # noqa: BLE001 - all that obstore raises
+            detail = _SECRETS.sub("", str(error).partition("\n")[0])
+            raise err(Code.ARGUMENT, detail, where=place, remedy="See obstore's documentation of options.") from None
+
+    return make
+
+
+def _code_of(error: Exception, *, missing: Code) -> tuple[Code, str | None]:
+    """Return the code of what obstore raised, and a remedy where that of the code doesn't do."""
+    kind, text, status = type(error).__name__, str(error), _status_of(error)
+    if "NoSuchBucket" in text:
+        return Code.STORE_IO, "Create the bucket, or give the name of one that is there."
+    if isinstance(error, FileNotFoundError):
+        return missing, None
+    if "Quota" in text or status == 507:
+        return Code.NO_SPACE, None
+    if isinstance(error, PermissionError) or kind in ("PermissionDeniedError", "UnauthenticatedError"):
+        return Code.STORE_ACCESS, "Check the credentials, what they permit, and the name of the bucket."
+    is_refused = status is not None and 400 <= status < 500 and status not in (408, 409, 429)
+    if is_refused or "builder error" in text or isinstance(error, ValueError | TypeError):
+        return Code.STORE_IO, None
+    return Code.STORE_NO_ANSWER, None
+
+
+def _status_of(error: Exception) -> int | None:
+    """Return the status of the HTTP answer that an error is about."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else None
+
+
+def _pauses(deadline_s: float) -> Iterator[None]:
+    """Yield at once, then after ever longer pauses, until the deadline."""
+    end = time.monotonic() + deadline_s
+    pause = _PAUSE_MIN_S
+    yield None
+    while time.monotonic() + pause < end:
+        time.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - so that writers don't come back all at once
+        yield None
+        pause = min(2 * pause, _PAUSE_MAX_S)

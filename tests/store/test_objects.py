@@ -1,0 +1,211 @@
+"""`ObjectStore`: URLs, the trial of a server, lost answers, uploads in parts, and errors without secrets."""
+
+import http.server
+import json
+import subprocess
+import sys
+import threading
+
+import boto3
+import numpy as np
+import pytest
+
+import ckptfmt
+from ckptfmt import api
+from ckptfmt.errors import CkptError, Code
+from ckptfmt.store import ObjectStore, address_of, objects, open_address, open_store, split_path
+from ckptfmt.store.protocol import SizedChunks
+from tests.store.helpers import code_of, outcome_of
+
+
+def client(place):
+    return boto3.client("s3", endpoint_url=place.endpoint, aws_access_key_id="a", aws_secret_access_key="b")
+
+
+def test_the_environment_says_how_to_reach_a_bucket(bucket):
+    store = open_store(f"{bucket.url}/run/", writable=True)
+    store.create("a", [b"abc"])
+
+    assert store.name == f"{bucket.url}/run"
+    assert open_store(bucket.url, writable=False).list("") == ["run/a"]
+    assert code_of(lambda: open_store(bucket.url, writable=False).create("b", [])) == Code.STORE_ACCESS
+    again = open_address(address_of(store) or b"", writable=False)
+    assert (again.name, again.list("")) == (store.name, ["a"])
+
+
+def test_options_go_to_another_process_unless_they_are_code(bucket, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    config = {"endpoint": bucket.endpoint, "region": "us-east-1", "access_key_id": "a", "secret_access_key": "hush"}
+    store = ObjectStore(f"{bucket.url}/x", writable=True, config=config)
+    store.create("a", [b"1"])
+
+    assert open_address(address_of(store) or b"", writable=False).list("") == ["a"]
+    assert "hush" not in repr(store) + store.name
+
+    def provider():
+        return {"access_key_id": "a", "secret_access_key": "hush", "expires_at": None}
+
+    del config["access_key_id"], config["secret_access_key"]
+    asked = ObjectStore(
+        f"{bucket.url}/x",
+        writable=True,
+        config=config,
+        credential_provider=provider,
+    )
+    assert asked.list("") == ["a"]
+    assert address_of(asked) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("http://host/x", Code.STORE_UNSUPPORTED),
+        ("s3://", Code.ARGUMENT),
+        ("s3://key:hush@bucket/x", Code.ARGUMENT),
+        ("s3://bucket/../x", Code.UNSAFE_PATH),
+        ("s3://bucket/a//b", Code.UNSAFE_PATH),
+        ("file://elsewhere/x", Code.ARGUMENT),
+    ],
+)
+def test_what_is_no_url_of_ours_is_refused_without_its_secrets(url, code):
+    with pytest.raises(CkptError) as raised:
+        open_store(url, writable=False)
+
+    assert raised.value.code == code
+    assert "hush" not in str(raised.value)
+
+
+def test_without_obstore_urls_say_what_to_install():
+    script = "import sys; sys.modules['obstore'] = None; import ckptfmt; ckptfmt.open('s3://bucket/run')"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+    assert 'pip install "ckptfmt[cloud]"' in ran.stderr
+
+
+def test_file_urls_are_paths(tmp_path):
+    open_store(f"file://{tmp_path}/a", writable=True).create("b", [b"1"])
+
+    assert (tmp_path / "a" / "b").read_bytes() == b"1"
+    assert split_path(f"file://{tmp_path}/a") == (str(tmp_path), "a")
+
+
+class Careless(http.server.BaseHTTPRequestHandler):
+    """A server that takes every put, whatever its condition."""
+
+    def do_PUT(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("ETag", '"1"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_DELETE = do_PUT  # noqa: N815 - the name that http.server calls
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_that_ignores_conditions_is_refused():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Careless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        config = {"endpoint": f"http://127.0.0.1:{server.server_port}", "access_key_id": "a", "secret_access_key": "b"}
+
+        with pytest.raises(CkptError, match=r"STORE_UNSUPPORTED.*8 creations of one name at once 8 succeeded"):
+            ObjectStore("s3://careless", writable=True, config=config)
+        ObjectStore("s3://careless", writable=False, config=config)
+        server.shutdown()
+
+
+def test_a_bucket_that_is_not_there_and_a_server_that_is_not_there_are_named(bucket, monkeypatch):
+    with pytest.raises(CkptError, match=r"STORE_IO.*Create the bucket"):
+        open_store("s3://no-such-bucket/x", writable=True)
+    assert outcome_of(lambda: open_store("s3://no-such-bucket/x", writable=False).list("")) == Code.STORE_IO
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    store = ObjectStore(f"{bucket.url}/x", writable=False, retry_config={"max_retries": 1})
+    assert code_of(lambda: store.read("a", limit_nbytes=9)) == Code.STORE_NO_ANSWER
+
+
+class Forgetful:
+    """A client whose first put is carried out, and has no answer."""
+
+    def __init__(self, inner):
+        self.inner, self.count = inner, 0
+
+    def put(self, *arguments, **options):
+        self.count += 1
+        self.inner.put(*arguments, **options)
+        if self.count == 1:
+            raise OSError("connection reset")
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("nbytes", [3, 2 * objects._PART_NBYTES], ids=["at once", "in parts"])
+def test_who_lost_the_answer_knows_its_own_object(bucket, nbytes):
+    store = ObjectStore(f"{bucket.url}/run", writable=True)
+    store._once = store._client = forgetful = Forgetful(store._once)
+
+    store.create("a", SizedChunks([bytes(nbytes)], nbytes))
+
+    assert (forgetful.count, store.nbytes("a")) == (2 if nbytes == 3 else 1, nbytes)
+    forgetful.count = 0
+    with pytest.raises(CkptError, match="STORE_EXISTS"):
+        store.create("a", SizedChunks([bytes(nbytes)], nbytes))
+
+
+def test_an_upload_that_fails_leaves_nothing(bucket):
+    store = open_store(bucket.url, writable=True)
+
+    def chunks():
+        yield bytes(3 * objects._PART_NBYTES)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        store.create("a", SizedChunks(chunks(), 1 << 30))
+
+    assert store.list("") == []
+    assert "Uploads" not in client(bucket).list_multipart_uploads(Bucket=bucket.url.removeprefix("s3://"))
+
+
+WEIGHTS = {"w": np.arange(12 * 2**20, dtype=np.float32)}
+
+
+def test_a_run_in_a_bucket_is_saved_resumed_checked_and_listed(bucket):
+    run = f"{bucket.url}/runs/a"
+    data = {"position": 0}
+    with ckptfmt.Checkpointer(run, ckptfmt.State(weights=WEIGHTS, data=data), keep=2, every=1) as checkpointer:
+        for step in range(1, 4):
+            data["position"] = step
+            checkpointer.end_step(step)
+    assert (
+        not [line for line in checkpointer.warnings if "SAVER_IN_THREAD" in line]
+        if hasattr(checkpointer, "warnings")
+        else True
+    )
+
+    assert ckptfmt.validate(run).valid
+    weights = {"w": np.zeros_like(WEIGHTS["w"])}
+    found = ckptfmt.State(weights=weights, data={"position": 0})
+    ckptfmt.load(run, found)
+    assert (ckptfmt.open(run).step, weights["w"].tobytes()) == (3, WEIGHTS["w"].tobytes())
+    log = subprocess.run(
+        [sys.executable, "-m", "ckptfmt", "log", "--json", run], capture_output=True, text=True, check=True
+    )
+    assert [entry["step"] for entry in json.loads(log.stdout)["checkpoints"] if entry["state"] == "committed"] == [3, 2]
+    for command in ("inspect", "validate"):
+        subprocess.run([sys.executable, "-m", "ckptfmt", command, run], capture_output=True, check=True)
+
+
+def test_a_checkpoint_in_a_bucket_is_saved_compacted_and_read_in_ranges(bucket):
+    path = f"{bucket.url}/lone"
+    report = ckptfmt.save(path, ckptfmt.State(weights=WEIGHTS, data={"position": 24}), step=3)
+
+    with ckptfmt.open(path) as checkpoint:
+        assert checkpoint.weights["w"][5:9].tolist() == [5, 6, 7, 8]
+        assert report.digest == checkpoint.manifest.digest
+    assert code_of(lambda: ckptfmt.save(path, ckptfmt.State(data=1), step=3)) == Code.CHECKPOINT_EXISTS
+    api.compact(path, out=f"{bucket.url}/full")
+    assert code_of(lambda: api.compact(path, out=f"{path}/inside")) == Code.ARGUMENT
+    assert ckptfmt.validate(f"{bucket.url}/full").valid
