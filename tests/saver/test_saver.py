@@ -529,8 +529,8 @@ def test_step_that_is_there_already_stays_as_it_is() -> None:
     trainer = Trainer()
     trainer.save(1)
     before = trainer.store.snapshot()
-    trainer.begin(1, made_of(7))
     trainer.told.clear()
+    trainer.begin(1, made_of(7))
     trainer.complete(1)
     assert trainer.wait(1)["code"] == Code.CHECKPOINT_EXISTS
     assert trainer.store.snapshot() == before

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import boto3
 import numpy as np
@@ -145,7 +146,8 @@ class Forgetful:
 @pytest.mark.parametrize("nbytes", [3, 2 * objects._PART_NBYTES], ids=["at once", "in parts"])
 def test_who_lost_the_answer_knows_its_own_object(bucket, nbytes):
     store = ObjectStore(f"{bucket.url}/run", writable=True)
-    store._once = store._client = forgetful = Forgetful(store._once)
+    forgetful: Any = Forgetful(store._once)
+    store._once = store._client = forgetful
 
     store.create("a", SizedChunks([bytes(nbytes)], nbytes))
 
