@@ -23,7 +23,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch.distributed.checkpoint import _async_process_executor, _storage_utils, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import (
+    _async_process_executor,
+    _storage_utils,
+    filesystem,
+    state_dict_loader,
+    state_dict_saver,
+)
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
@@ -191,7 +197,10 @@ class CkptfmtReader(_AtPath, StorageReader):
         }
         found: dict[str, Any] = {fqn: _describe(*form) for fqn, (_, _, *form) in self._tensors.items()}
         found |= {fqn: meta.BytesStorageMetadata() for fqn in self._values}
-        return meta.Metadata(state_dict_metadata=found, planner_data=paths, storage_data={})
+        described = meta.Metadata(state_dict_metadata=found, planner_data=paths, storage_data={})
+        # A planner is told of what there is as this torch's own reader tells it; older versions of torch say no number.
+        described.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        return described
 
     def set_up_storage_reader(self, metadata: meta.Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401, FBT001
         """Do nothing: what there is, is known."""

@@ -109,6 +109,16 @@ def test_a_state_dict_comes_back_bit_by_bit(tmp_path):
     assert_same(saved, {**state_dict_of(other, other_optimizer)})
 
 
+def test_planners_find_the_version_that_torch_tells_them(tmp_path):
+    dcp.save({"model": {"w": torch.zeros(2)}}, storage_writer=dcp.FileSystemWriter(tmp_path / "torch"))
+    save({"model": {"w": torch.zeros(2)}}, tmp_path / "ours")
+    versions = [
+        reader.read_metadata().version
+        for reader in (dcp.FileSystemReader(tmp_path / "torch"), CkptfmtReader(tmp_path / "ours"))
+    ]
+    assert versions[0] == versions[1]
+
+
 def test_what_is_written_is_an_ordinary_checkpoint(tmp_path):
     model, optimizer = trained()
     save(state_dict_of(model, optimizer), tmp_path / "step-12")
