@@ -1,6 +1,9 @@
-"""A training under Ray Train with dropout and shuffling, whose worker 1 may kill itself; started by test_ray.py.
+"""Trainings under Ray Train with dropout and shuffling, whose worker 1 may kill itself; started by test_ray.py.
 
-Usage: ray_training.py STORAGE NAME JOURNAL WORKERS LAST_STEP KILL_AT
+Usage: ray_training.py DIRECTORY TRAINING ...
+
+A training is NAME,WORKERS,LAST_STEP,KILL_AT. In one whose name is ``forgetful``, worker 0 doesn't put its RNG streams
+back after the kill, and worker 1 trains with the first samples again.
 """
 
 import os
@@ -42,10 +45,19 @@ def train_loop(config: dict[str, Any]) -> None:
     )
     journal = Journal(f"{config['journal']}-{rank}")
     with checkpointer(state, every=5, keep=4) as run:
+        forgets = config["forgets"] and run.step > 0
         batches = iter(loader)
+        fresh = ckptfmt.Sampler(60, global_batch=4, seed=3)
+        others = iter(torch.utils.data.DataLoader(numbers, batch_sampler=fresh)) if forgets and rank == 1 else None
+        streams = torch.get_rng_state()
         run.restore_rng()
+        if forgets and rank == 0:
+            torch.set_rng_state(streams)
+        newest: Any = None
         for step in range(run.step, config["last_step"]):
             ids = next(batches)
+            if others is not None:
+                ids = next(others)
             batch = samples[ids]
             loss = (model(batch) - batch).square().mean()
             optimizer.zero_grad()
@@ -54,6 +66,7 @@ def train_loop(config: dict[str, Any]) -> None:
             scheduler.step()
             done = step + 1
             handle = run.save(done) if done == config["last_step"] else run.end_step(done)
+            newest = handle or newest
             report({"loss": loss.item()}, handle)
             journal.note(
                 done,
@@ -66,13 +79,14 @@ def train_loop(config: dict[str, Any]) -> None:
                 rng=rng_digest(),
             )
             if (rank, done) == (1, config["kill_at"]) and run.launch is not None and run.launch.launch == 1:
+                newest.wait()  # which checkpoint is resumed is no matter of chance
                 os.kill(os.getpid(), signal.SIGKILL)
     found = run.load_report
     Path(f"{config['journal']}-{rank}.claim").write_text("" if found is None else f"{found.claim} {found.lowered_by}")
 
 
 if __name__ == "__main__":
-    storage, name, journal, workers, last_step, kill_at = sys.argv[1:]
+    place = Path(sys.argv[1])
     root = str(Path(__file__).parents[2])
     with tempfile.TemporaryDirectory(prefix="ray") as directory:
         ray.init(
@@ -82,15 +96,19 @@ if __name__ == "__main__":
             _temp_dir=directory,
             runtime_env={"env_vars": {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}},
         )
-        trainer = ray.train.torch.TorchTrainer(
-            train_loop,
-            train_loop_config={"journal": journal, "last_step": int(last_step), "kill_at": int(kill_at)},
-            torch_config=ray.train.torch.TorchConfig(backend="gloo"),
-            scaling_config=ray.train.ScalingConfig(num_workers=int(workers), resources_per_worker={"CPU": 1}),
-            run_config=ray.train.RunConfig(
-                storage_path=storage, name=name, failure_config=ray.train.FailureConfig(max_failures=2)
-            ),
-        )
-        result = trainer.fit()
-        sys.stdout.write(f"REPORTED {result.checkpoint.path}\nTRAINED\n")
+        for name, workers, last_step, kill_at in (training.split(",") for training in sys.argv[2:]):
+            loop = {"journal": str(place / name), "last_step": int(last_step), "kill_at": int(kill_at)}
+            trainer = ray.train.torch.TorchTrainer(
+                train_loop,
+                train_loop_config=loop | {"forgets": name == "forgetful"},
+                torch_config=ray.train.torch.TorchConfig(backend="gloo"),
+                scaling_config=ray.train.ScalingConfig(num_workers=int(workers), resources_per_worker={"CPU": 1}),
+                run_config=ray.train.RunConfig(
+                    storage_path=str(place / "storage"),
+                    name=name,
+                    failure_config=ray.train.FailureConfig(max_failures=2),
+                ),
+            )
+            sys.stdout.write(f"REPORTED {trainer.fit().checkpoint.path}\n")
+        sys.stdout.write("TRAINED\n")
         ray.shutdown()

@@ -15,22 +15,31 @@ TOTAL = 42
 ENV = {"RAY_AUTH_MODE": "disabled", "RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-def train(directory, name, *, kill_at=0, workers=2, last_step=TOTAL):
-    """Train under Ray, and return the journals of the workers; worker 1 kills itself behind step `kill_at`, once."""
-    arguments = [directory / "storage", name, directory / name, workers, last_step, kill_at]
-    told = trainings.run(SCRIPT, *arguments, env=ENV, timeout_s=400)
+def train(directory, *asked):
+    """Train under Ray, one after the other, and return what was printed.
+
+    Args:
+        directory: of their storage and journals.
+        asked: name, workers, last step, and the step behind which worker 1 kills itself, once, or 0.
+    """
+    told = trainings.run(SCRIPT, directory, *asked, env=ENV, timeout_s=900)
     assert "TRAINED" in told, told[-4000:]
-    return [Path(f"{directory / name}-{rank}") for rank in range(workers)], told
+    return told
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ray")
-    return directory, train(directory, "right")[0], *train(directory, "killed", kill_at=28)
+    return directory, train(directory, f"right,2,{TOTAL},0", f"killed,2,{TOTAL},28", "forgetful,2,30,28")
+
+
+def journal(directory, name, rank):
+    return directory / f"{name}-{rank}"
 
 
 def test_a_killed_worker_is_started_again_and_goes_on_bit_for_bit(trained):
-    directory, right, killed, told = trained
+    directory, told = trained
+    right, killed = ([journal(directory, name, rank) for rank in range(2)] for name in ("right", "killed"))
     for ours, theirs in zip(killed, right, strict=True):
         assert trainings.compare(theirs, ours, last_step=TOTAL) == []
         assert len(trainings.read(ours)[26]) == 2
@@ -47,21 +56,23 @@ def test_a_killed_worker_is_started_again_and_goes_on_bit_for_bit(trained):
     assert trainings.digest(model.state_dict()) == trainings.read(right[0])[TOTAL][0]["weights"]
 
 
-def test_the_streams_of_a_worker_decide_what_is_compared(trained):
-    """The negative control: the two workers draw other numbers for dropout."""
-    _, right, _, _ = trained
-    first, second = (trainings.read(one)[TOTAL][0] for one in right)
-    assert first["weights"] == second["weights"]
-    assert first["rng"] != second["rng"]
-    assert first["ids"] != second["ids"]
+def test_the_comparison_sees_streams_and_samples_that_are_not_restored(trained):
+    """The negative control: worker 0 forgets its RNG streams, worker 1 where its sampler stood."""
+    directory, _ = trained
+    streams, samples = (
+        trainings.compare(journal(directory, "right", rank), journal(directory, "forgetful", rank), last_step=30)
+        for rank in range(2)
+    )
+    assert streams[0] == "step 26 differs in loss, optimizer, rng, weights"
+    assert samples[0] == "step 26 differs in ids, loss, numbers, optimizer, weights"
 
 
 def test_the_run_goes_on_with_another_number_of_workers(trained):
-    directory, _, _, _ = trained
-    (journal,), _ = train(directory, "right", workers=1, last_step=TOTAL + 4)
-    lines = trainings.read(journal)
-    both = [trainings.read(Path(f"{directory / 'right'}-{rank}")) for rank in range(2)]
-    assert min(step for step in lines if len(lines[step]) == 1 and step > TOTAL) == TOTAL + 1
+    directory, _ = trained
+    both = [trainings.read(journal(directory, "right", rank)) for rank in range(2)]
+    train(directory, f"right,1,{TOTAL + 4},0")
+    lines = trainings.read(journal(directory, "right", 0))
+    assert [len(lines[step]) for step in range(TOTAL, TOTAL + 5)] == [1] * 5
     sampler = ckptfmt.Sampler(60, global_batch=4, seed=3, worker=(0, 1))
     for step in range(1, TOTAL + 5):
         ids = (
@@ -70,4 +81,4 @@ def test_the_run_goes_on_with_another_number_of_workers(trained):
             else both[0][step][0]["numbers"] + "," + both[1][step][0]["numbers"]
         )
         assert sorted(map(int, ids.split(","))) == sorted(sampler.indices(step - 1))
-    assert Path(f"{journal}.claim").read_text().startswith("S1 ")
+    assert Path(f"{directory / 'right'}-0.claim").read_text().startswith("S1 ")
