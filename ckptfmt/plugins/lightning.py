@@ -15,14 +15,20 @@ ModelParallelStrategy (FSDP2, tensor parallelism) saves by itself: take `Ckptfmt
 `ExactResume` brings what Lightning forgets: the RNG streams of all processes, and how far a DataLoader was read. A
 plain DataLoader is read again up to there; a StatefulDataLoader isn't, since Lightning restores it.
 
-Tested with lightning 2.6.6 and torchdata 0.11.0, on the CPU: one process, and FSDP2 on two over gloo.
+Tested with lightning 2.6.6 and torchdata 0.11.0, on the CPU: one process; DDP and FSDP2 on two over gloo.
 
-Bit for bit with `ExactResume`: a resume from a checkpoint of ``every_n_train_steps``, in the middle of an epoch or at
-its last step, of a shuffled DataLoader and of a StatefulDataLoader.
+Bit for bit with `ExactResume`: a resume from a checkpoint of ``every_n_train_steps``, or of the end of a validation, in
+the middle of an epoch or at its last step, of a shuffled DataLoader and of a StatefulDataLoader.
 
-Not bit for bit: a checkpoint of the end of an epoch (ModelCheckpoint's default) in a training without validation, since
-Lightning itself then trains a batch that the epoch doesn't have; another number of processes, for which no random
-numbers were saved; data sets that draw random numbers in worker processes. With validation it wasn't tried.
+Not bit for bit:
+
+- a checkpoint of the end of an epoch (ModelCheckpoint's default) in a training without validation: Lightning itself
+  then trains a batch that the epoch doesn't have;
+- a checkpoint of ``every_n_train_steps`` at a step that a validation follows: Lightning leaves that validation out, its
+  metrics, and the random numbers that it draws. Let ``every_n_train_steps`` and ``val_check_interval`` differ, or save
+  at the end of validations: ``monitor="val_loss"``, without ``every_n_train_steps``;
+- another number of processes, for which no random numbers were saved;
+- data sets that draw random numbers in worker processes.
 
 ``save_last="link"`` links a checkpoint that is still being saved: after a crash the link may lead to none, which a load
 refuses by name. `LightningModule.load_from_checkpoint` calls torch.load, and can't read a checkpoint of ckptfmt: make
@@ -277,7 +283,9 @@ class ExactResume(Callback):
         began = loaded["began"] or loaded["now"]
         _put_streams(trainer, began)
         self._began = _iterator(trainer), began
-        if not goes_on:
+        # Behind a validation at the end of an epoch Lightning makes the next iterator itself.
+        is_over = loaded["began"] is None and trainer.fit_loop.epoch_loop.restarted_on_last
+        if not goes_on and not is_over:
             if loaded.get("is_made_anew", True):
                 iter(fetcher)
             for _ in range(loaded.get("batch_count", 0)):

@@ -41,6 +41,10 @@ class Net(LightningModule):
         self.log("loss", self.loss)
         return self.loss
 
+    def validation_step(self, batch, _batch_idx):
+        inputs, _ = batch
+        self.log("val_loss", self.layers(inputs / 28 + torch.randn_like(inputs)).square().mean())
+
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -55,12 +59,19 @@ class Sharded(Net):
 
 
 class Notes(Callback):
-    """Notes each step."""
+    """Notes each step, and each validation in a journal of its own."""
 
-    def __init__(self, journal):
-        self.journal = journal
+    def __init__(self, path):
+        self.journal = Journal(path)
+        self.validations = Journal(f"{path}-validations")
 
     def on_train_batch_end(self, trainer, pl_module, *_):
+        saves = getattr(trainer.strategy, "saves", None) or getattr(trainer.strategy.checkpoint_io, "saves", None)
+        if saves is not None and self.journal.is_last(trainer.global_step):
+            # The newest checkpoint is that of the last save: which one is resumed is no matter of chance.
+            for handle in saves._handles.values():
+                handle.wait()
+                handle.wait_over()
         self.journal.note(
             trainer.global_step,
             loss=pl_module.loss.detach(),
@@ -70,6 +81,11 @@ class Notes(Callback):
             lr=trainer.optimizers[0].param_groups[0]["lr"],
             rng=rng_digest(),
         )
+
+    def on_validation_end(self, trainer, _pl_module):
+        if not trainer.sanity_checking:
+            loss = trainer.callback_metrics["val_loss"]
+            self.validations.note(trainer.global_step, validation=1, loss=loss, rng=rng_digest())
 
 
 def parse_arguments():
@@ -81,6 +97,10 @@ def parse_arguments():
     parser.add_argument("--native", action="store_true", help="without CkptfmtIO")
     parser.add_argument("--inexact", action="store_true", help="without ExactResume")
     parser.add_argument("--epochs", action="store_true", help="save at the end of epochs, by Lightning's default")
+    parser.add_argument(
+        "--validate", type=int, default=0, help="after so many steps of an epoch, with a save behind it"
+    )
+    parser.add_argument("--save-before", action="store_true", help="save every so many steps all the same")
     return parser.parse_args()
 
 
@@ -102,22 +122,27 @@ def main():
     seed_everything(7 + int(rank), verbose=False)
     cadence = {"every_n_epochs": 1} if options.epochs else {"every_n_train_steps": SAVE_EVERY}
     saves = ModelCheckpoint(dirpath=options.out, save_top_k=2, monitor="step", mode="max", save_last=True, **cadence)
+    if options.validate and not options.save_before:
+        saves = ModelCheckpoint(dirpath=options.out, save_top_k=-1, monitor="val_loss", save_last=True)
     exact = [] if options.inexact else [ExactResume()]
     strategies = {"one": "auto", "ddp": "ddp"}
     if options.kind == "sharded":
         strategies["sharded"] = CkptfmtModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     trainer = Trainer(
         max_steps=STEPS,
+        val_check_interval=options.validate or None,
         accelerator="cpu",
         devices=1 if options.kind == "one" else 2,
         strategy=strategies[options.kind],
         plugins=[] if options.native else [CkptfmtIO()],
-        callbacks=[saves, *exact, Notes(Journal(f"{options.journal}-{rank}"))],
+        callbacks=[saves, *exact, Notes(f"{options.journal}-{rank}")],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Sharded() if options.kind == "sharded" else Net(), make_loader(options), ckpt_path="last")
+    module = Sharded() if options.kind == "sharded" else Net()
+    held_out = torch.utils.data.DataLoader(Rows(), batch_size=7) if options.validate else None
+    trainer.fit(module, make_loader(options), held_out, ckpt_path="last")
 
 
 main()

@@ -61,6 +61,34 @@ def test_a_resume_within_an_epoch_is_the_same_run_bit_for_bit(tmp_path, undistur
         are_for_everybody(tmp_path / "run")
 
 
+def test_two_processes_of_ddp_resume_bit_for_bit(tmp_path, undisturbed):
+    options = ("--kind", "ddp")
+    assert resume_differs(tmp_path, undisturbed(*options, processes=2), *options, kill_at=24, processes=2) == []
+    numbers = [trainings.read(f"{tmp_path}/journal-{rank}")[24][0]["numbers"] for rank in range(2)]
+    assert numbers[0] != numbers[1]
+    assert ckptfmt.validate(tmp_path / "run" / "last.ckpt")
+
+
+@pytest.mark.parametrize(("every", "kill_at", "resumes_at"), [(5, 23, 19), (14, 30, 28)])
+def test_a_resume_behind_a_validation_is_the_same_run_bit_for_bit(tmp_path, undisturbed, every, kill_at, resumes_at):
+    """A validation within an epoch, and one at its end; both draw random numbers, and are followed by a save."""
+    options = ("--validate", str(every))
+    right = undisturbed(*options)
+    assert resume_differs(tmp_path, right, *options, kill_at=kill_at) == []
+    steps = trainings.read(tmp_path / "journal-0")
+    assert [step for step, lines in steps.items() if len(lines) == 2] == [*range(resumes_at + 1, kill_at + 1)]
+    validations = trainings.read(tmp_path / "journal-0-validations")
+    assert validations == trainings.read(f"{right}-0-validations")
+    assert [step for step in validations if step > resumes_at]
+
+
+def test_lightning_leaves_out_a_validation_behind_a_save_of_the_same_step(tmp_path, undisturbed):
+    """What the plug-in's documentation says of such saves."""
+    options = ("--validate", "7", "--save-before")
+    found = resume_differs(tmp_path, undisturbed(*options), *options, kill_at=24)
+    assert found[0] == "step 22 differs in loss, optimizer, rng, weights"
+
+
 def plain_module():
     layers = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Dropout(0.4), torch.nn.Linear(16, 1))
     return torch.nn.ModuleDict({"layers": layers})
@@ -87,6 +115,8 @@ def are_for_everybody(checkpoints):
 def test_a_resume_from_the_last_step_of_an_epoch_is_the_same_run_bit_for_bit(tmp_path, undisturbed):
     right = undisturbed("--loader", "plain")
     assert resume_differs(tmp_path, right, "--loader", "plain", kill_at=30) == []
+    steps = trainings.read(tmp_path / "journal-0")
+    assert [step for step, lines in steps.items() if len(lines) == 2] == [29, 30]
 
 
 def test_fully_sharded_modules_resume_bit_for_bit_and_load_into_plain_ones(tmp_path, undisturbed):
