@@ -4,12 +4,14 @@ A script notes each step in a `Journal`; `run` starts it as one process or as se
 `compare` holds the steps of a resumed run against those of one that nobody disturbed.
 """
 
+import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +21,18 @@ from typing import Any
 
 #: At which step a script kills itself.
 _KILL_AT = "KILL_AT_STEP"
+#: Scripts run in forks of one process that has imported what is slow to import: a test that starts six of them would
+#: wait for that six times. Ray and JAX, which start threads, aren't among these modules.
+_FORKS = multiprocessing.get_context("forkserver")
+_SLOW = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torchdata.stateful_dataloader",
+    "accelerate",
+    "lightning.pytorch",
+    "transformers.trainer",
+)
 
 
 def digest(value: object) -> str:
@@ -88,8 +102,13 @@ class Journal:
         plain = {name: fact if isinstance(fact, str | int) else digest(fact) for name, fact in facts.items()}
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, **plain}) + "\n")
-        if os.environ.get(_KILL_AT) == str(step):
+        if self.is_last(step):
             os.kill(os.getpid(), signal.SIGKILL)
+
+    @staticmethod
+    def is_last(step: int) -> bool:
+        """Return whether this process dies behind a step, as soon as it is noted."""
+        return os.environ.get(_KILL_AT) == str(step)
 
 
 def read(path: str | Path) -> dict[int, list[dict[str, Any]]]:
@@ -144,35 +163,48 @@ def run(
         variables[_KILL_AT] = str(kill_at)
     if processes > 1:
         variables |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    outputs = [tempfile.TemporaryFile("w+") for _ in range(processes)]  # noqa: SIM115 - closed below
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, output in enumerate(outputs):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            arguments = [sys.executable, *map(str, command)]
-            ranks.append(subprocess.Popen(arguments, env=variables | own, stdout=output, stderr=subprocess.STDOUT))
-        _wait(ranks, timeout_s, is_killed=kill_at is not None)
-        texts = []
-        for output in outputs:
-            output.seek(0)
-            texts.append(output.read())
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-        for output in outputs:
-            output.close()
-    codes = [process.returncode for process in ranks]
+    # Of frameworks, those that the tests of this process have imported.
+    _FORKS.set_forkserver_preload([name for name in _SLOW if name.partition(".")[0] in sys.modules])
+    ranks: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.NamedTemporaryFile("r")) for _ in range(processes)]
+        try:
+            for rank, output in enumerate(outputs):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+                told = [str(argument) for argument in command], variables | own, output.name
+                ranks.append(_FORKS.Process(target=_run_script, args=told))
+                ranks[-1].start()
+            _wait(ranks, timeout_s, is_killed=kill_at is not None)
+            texts = [output.read() for output in outputs]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+    codes = [process.exitcode for process in ranks]
     is_as_asked = not any(codes) if kill_at is None else codes[0] == -signal.SIGKILL
     assert is_as_asked, f"{codes}\n" + "\n".join(texts)[-8000:]
     return "".join(texts)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float, *, is_killed: bool) -> None:
+def _run_script(command: list[str], variables: dict[str, str], output: str) -> None:
+    """Do in a fork what ``python SCRIPT`` does in a process of its own."""
+    with Path(output).open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(variables)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # what OMP_NUM_THREADS says is read by the import
+    sys.path[:0] = [str(Path(__file__).parents[2])]
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def _wait(ranks: list[Any], timeout_s: float, *, is_killed: bool) -> None:
     """Wait until all have ended, or one failed: the others would wait for it."""
     end_s = time.monotonic() + timeout_s
-    while any(process.poll() is None for process in ranks):
-        codes = [process.poll() for process in ranks]
+    while any(process.exitcode is None for process in ranks):
+        codes = [process.exitcode for process in ranks]
         if (is_killed and codes[0] is not None) or any(codes):
             return
         assert time.monotonic() < end_s, f"not over in {timeout_s:g} s"
