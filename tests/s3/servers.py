@@ -55,7 +55,7 @@ class Endpoint:
     def environment(self) -> dict[str, str]:
         """The same as environment variables."""
         user = {f"AWS_{name.upper()}": value for name, value in _USER.items()}
-        return {**user, "AWS_ENDPOINT": self.url, "AWS_ALLOW_HTTP": "true"}
+        return {**user, "AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true"}
 
     def client(self) -> Any:
         """Return a client of boto3, for what obstore hasn't: buckets, multipart uploads that nobody completed."""

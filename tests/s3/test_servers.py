@@ -125,7 +125,7 @@ def test_the_command_prints_what_a_client_needs():
 
     text = "\n".join(lines)
     assert process.returncode == 0
-    for name in ("AWS_ENDPOINT=http://127.0.0.1:", "AWS_ACCESS_KEY_ID=", "AWS_SECRET_ACCESS_KEY=", "s3://test-"):
+    for name in ("AWS_ENDPOINT_URL=http://127.0.0.1:", "AWS_ACCESS_KEY_ID=", "AWS_SECRET_ACCESS_KEY=", "s3://test-"):
         assert name in text
 
 
