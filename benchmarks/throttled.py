@@ -84,6 +84,11 @@ class ThrottledStore:
         """The place in words."""
         return self._inner.name
 
+    @property
+    def is_remote(self) -> bool:
+        """False: bytes take time, requests don't."""
+        return False
+
     def at(self, prefix: str) -> Store:
         """Return the same store, behind the same link, with `prefix` as root."""
         return ThrottledStore(self._inner.at(prefix), self._link)

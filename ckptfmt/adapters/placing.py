@@ -377,6 +377,8 @@ def load_trees(checkpoint: Checkpoint, framework: str | None = None, *, only: Pa
     if framework == "torch":
         importlib.import_module("torch")
     plan = LoadPlan(checkpoint, worker=0, worker_count=1, allow=frozenset(), only=only)
+    if not plan.is_partial:
+        checkpoint.open_parts(leaf.part for leaf in checkpoint.leaves.values())
     trees = {field: _field(plan, field, framework) for field in FIELDS if field != "rng"}
     plan.check()
     checkpoint.plan_reading(plan.sinks).run()

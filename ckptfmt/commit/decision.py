@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -35,7 +36,7 @@ from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError, err
 from ckptfmt.features import is_of_delta
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
-from ckptfmt.store.protocol import Buffer, Store
+from ckptfmt.store.protocol import Buffer, Store, call_each
 
 Register: TypeAlias = Manifest | Abort | Tombstone
 
@@ -228,7 +229,9 @@ def finalize(
     Spec: REQ-CMT-005 to REQ-CMT-009.
     """
     known = known or Known()
-    entries = [_read_part(store, origin, writer, known.tables) for writer in range(origin.writer_count)]
+    paths = [part_path(origin.attempt, writer) for writer in range(origin.writer_count)]
+    contents = call_each(store, functools.partial(store.read, limit_nbytes=limits.MSGPACK_NBYTES), paths)
+    entries = [_parse_part(origin, writer, content, known.tables) for writer, content in enumerate(contents)]
     known.limit_tables()
     for entry, told in zip(entries, part_digests or (), strict=part_digests is not None):
         if digest_text(entry.digest) != told:
@@ -237,9 +240,8 @@ def finalize(
     index = merge_parts(entries)
     content, digest = index.dump()
     index_nbytes, index_digest = _create_index(store, index_name(origin.attempt), content, digest)
-    for entry in entries:
-        for file in entry.part.files:
-            _check_file(store, file.name, file.nbytes)
+    files = [file for entry in entries for file in entry.part.files]
+    call_each(store, lambda file: _check_file(store, file.name, file.nbytes), files)
     parts = [entry.part for entry in entries]
     features, references = merge_deltas(parts)
     fields = summarise(index)
@@ -349,11 +351,10 @@ def sweep_attempts(store: Store, origin: Origin, *, known: Known | None = None) 
         return
     committed = register.origin.attempt
     kept = {committed, origin.attempt, *held}
-    for path in paths:
-        found = _ATTEMPT.fullmatch(path)
-        # Pins have done their work: the manifest says what it reads from.
-        if found is not None and (found[1] not in kept or (found[1] == committed and path.endswith(PINS_SUFFIX))):
-            store.delete(path)
+    named = ((path, found[1]) for path in paths if (found := _ATTEMPT.fullmatch(path)) is not None)
+    # Pins have done their work: the manifest says what it reads from.
+    going = [path for path, of in named if of not in kept or (of == committed and path.endswith(PINS_SUFFIX))]
+    call_each(store, store.delete, going)
     for prefix in () if held else ("", "parts"):
         store.delete_leftovers(prefix)
 
@@ -469,9 +470,8 @@ def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, byt
     return len(found), digest
 
 
-def _read_part(store: Store, origin: Origin, writer: int, known: dict[bytes, TensorTable]) -> PartFileEntry:
+def _parse_part(origin: Origin, writer: int, content: bytes, known: dict[bytes, TensorTable]) -> PartFileEntry:
     path = part_path(origin.attempt, writer)
-    content = store.read(path, limit_nbytes=limits.MSGPACK_NBYTES)
     part, digest = Part.parse(content, where=path, known=known)
     if part.origin != origin or part.writer != writer:
         raise err(
@@ -580,10 +580,11 @@ def refusal_of(register: Manifest | Abort | Tombstone) -> CkptError:
 
 
 def _delete_all_but_register(store: Store) -> None:
-    for path in store.list(""):
-        if path != MANIFEST_NAME:
-            with contextlib.suppress(FormatError):  # not one of ours: a directory entry with a name of another kind
-                store.delete(path)
+    def delete(path: str) -> None:
+        with contextlib.suppress(FormatError):  # not one of ours: a directory entry with a name of another kind
+            store.delete(path)
+
+    call_each(store, delete, [path for path in store.list("") if path != MANIFEST_NAME])
     for prefix in ("", "parts"):
         store.delete_leftovers(prefix)
     store.remove_directory("parts")

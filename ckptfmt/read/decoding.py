@@ -22,11 +22,14 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange, Request, plan_requests
 from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox
 from ckptfmt.read.report import is_violation, without_frames
-from ckptfmt.read.streaming import REQUEST_NBYTES
+from ckptfmt.read.streaming import REMOTE_REQUEST_NBYTES, REQUEST_NBYTES
 from ckptfmt.store.protocol import RangeReader
 
 #: How many bytes that nobody wants are read at most, so as to save a request.
 GAP_NBYTES: Final = 64 << 10
+#: The same for remote stores: a connection carries these in 5 ms, and a request takes 20 at least. It is less than a
+#: block of the usual size, so that no such block is read which nobody wants.
+REMOTE_GAP_NBYTES: Final = 256 << 10
 
 #: A block: the box that has it, and its number there.
 Block: TypeAlias = tuple[StoredBox, int]
@@ -249,7 +252,10 @@ class Library:
     def plan_requests(self, ranges: Iterable[BlockRange]) -> tuple[Request, ...]:
         """Return the requests that read `ranges`."""
         return plan_requests(
-            ranges, block_nbytes=self.files.block_nbytes, request_nbytes=REQUEST_NBYTES, gap_nbytes=GAP_NBYTES
+            ranges,
+            block_nbytes=self.files.block_nbytes,
+            request_nbytes=REMOTE_REQUEST_NBYTES if self.is_remote else REQUEST_NBYTES,
+            gap_nbytes=REMOTE_GAP_NBYTES if self.is_remote else GAP_NBYTES,
         )
 
     def check(self, path: str) -> None:
@@ -261,6 +267,11 @@ class Library:
         """Open a file; see `Store.open_ranges`."""
         opened, name = self._opened[path]
         return opened.files.store.open_ranges(name)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the checkpoint's own files are in a remote store."""
+        return self.files.store.is_remote
 
     def waits(self, path: str) -> bool:
         """Return whether reads of a file wait; see `Store.waits`."""

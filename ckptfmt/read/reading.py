@@ -21,7 +21,17 @@ from ckptfmt.layout.read_plan import BlockRange, Request, cut_range, find_blocks
 from ckptfmt.read.decoding import BlockSpan, Decoder, Fetched, Library, iter_spans
 from ckptfmt.read.files import CheckpointFiles, StoredBox
 from ckptfmt.read.sharing import Peers, Rounds, Take, share_ranges
-from ckptfmt.read.streaming import WAITING, Borrow, ReadReport, iter_ahead, iter_batches, stream_requests, thread_count
+from ckptfmt.read.streaming import (
+    REMOTE_READER_COUNT,
+    WAITING,
+    Borrow,
+    ReadReport,
+    iter_ahead,
+    iter_batches,
+    stream_requests,
+    thread_count,
+)
+from ckptfmt.store.protocol import call_each
 from ckptfmt.write.snapshot import MemoryOf, TensorSink
 
 T = TypeVar("T")
@@ -30,6 +40,8 @@ T = TypeVar("T")
 _WHILE_WAITING: Final = 3
 #: How much content is read for ahead of what is decoded, in bytes, where a batch isn't larger.
 _AHEAD_NBYTES: Final = 64 << 20
+#: The same for remote stores, where as many threads read as do of raw blocks.
+_REMOTE_AHEAD_NBYTES: Final = 128 << 20
 #: How much content is read for at once, in bytes.
 _BATCH_NBYTES: Final = 2 << 20
 #: Of how many bundles at most: planning for them and decoding them takes as long as for a few large ones.
@@ -162,9 +174,10 @@ def _cut(content: memoryview, box: Box, wanted: Box, element_nbytes: int) -> mem
 
 def plan_reading(files: CheckpointFiles, sinks: Sequence[TensorSink], borrow: Borrow | None = None) -> Reading:
     """Return what fills sinks; see `ckptfmt.read.reader.Checkpoint.plan_reading`."""
+    tensors = [_find_for(files, sink) for sink in sinks]
+    files.open_parts(_list_parts(tensors, sinks) if files.store.is_remote else ())
     boxes: dict[StoredBox, WantedBox] = {}
-    for sink in sinks:
-        tensor = _find_for(files, sink)
+    for tensor, sink in zip(tensors, sinks, strict=True):
         for wanted in sink.boxes:
             for box, part, common in iter_stored_boxes(tensor.sharding, wanted):
                 stored = files.stored_box(tensor, box, part)
@@ -175,6 +188,16 @@ def plan_reading(files: CheckpointFiles, sinks: Sequence[TensorSink], borrow: Bo
     for one in boxes.values():
         reading.add_blocks(reading.add_box(one), one.iter_spans())
     return reading
+
+
+def _list_parts(tensors: Sequence[IndexTensor], sinks: Sequence[TensorSink]) -> set[int]:
+    """Return the numbers of the parts that have something of what sinks want."""
+    return {
+        part
+        for tensor, sink in zip(tensors, sinks, strict=True)
+        for wanted in sink.boxes
+        for _, part, _ in iter_stored_boxes(tensor.sharding, wanted)
+    }
 
 
 def _find_for(files: CheckpointFiles, sink: TensorSink) -> IndexTensor:
@@ -275,8 +298,7 @@ class Reading:
 
     def _check_files(self, ranges: list[BlockRange]) -> list[BlockRange]:
         """Compare size and header of the files that ranges are in; return the ranges that can be read."""
-        for path in sorted({blocks.path for blocks in ranges}):
-            self.library.check(path)
+        call_each(self.library.files.store, self.library.check, sorted({blocks.path for blocks in ranges}))
         return ranges
 
     def _take(self, blocks: BlockRange, stored: memoryview) -> None:
@@ -293,8 +315,11 @@ class Reading:
         short and each hands on the interpreter's lock.
         """
         batches = self._list_batches()
-        room = _AHEAD_NBYTES // max(sum(map(self._nbytes_of, batch)) for batch in batches)
-        count = max(1, min(thread_count() * _WHILE_WAITING, room // (WAITING + 1))) if self._waits() else 0
+        is_remote = self.library.is_remote
+        most_nbytes = _REMOTE_AHEAD_NBYTES if is_remote else _AHEAD_NBYTES
+        room = most_nbytes // max(sum(map(self._nbytes_of, batch)) for batch in batches)
+        most = REMOTE_READER_COUNT if is_remote else thread_count() * _WHILE_WAITING
+        count = max(1, min(most, room // (WAITING + 1))) if self._waits() else 0
 
         def fetch(batch: list[Bundle]) -> tuple[list[Bundle], Fetched]:
             wanted = ((self.boxes[number].stored, block) for bundle in batch for number, block in bundle)

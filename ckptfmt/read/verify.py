@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -41,7 +42,7 @@ from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox, check_nbyte
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Bundle, Reading, WantedBox
 from ckptfmt.read.report import ClosureMember, FoundReference, Report, is_violation, without_frames
-from ckptfmt.store.protocol import Store
+from ckptfmt.store.protocol import Store, call_each
 
 #: The encoded blocks that were decoded already: by manifest digest, number of the part and of the box.
 Done: TypeAlias = dict[tuple[str, int, int], set[int]]
@@ -236,6 +237,8 @@ class _Verification:
         report.count(manifest.index_nbytes)
         expected = {MANIFEST_NAME, index_name(manifest.origin.attempt)}
         sound: dict[int, PartFileEntry] = {}
+        with contextlib.suppress(CkptError):  # what is wrong is found again, one by one
+            checkpoint.open_parts(range(len(checkpoint.index.parts)))
         for number, entry in enumerate(checkpoint.index.parts):
             expected.add(part_path(manifest.origin.attempt, number))
             with report.collect(directory):
@@ -358,12 +361,15 @@ class _BlockCheck(Reading):
     def _check_files(self, ranges: list[BlockRange]) -> list[BlockRange]:
         """Leave out what can't be read of bases; own files were checked before."""
         wrong = set()
-        for path in sorted({blocks.path for blocks in ranges} - self._own):
+
+        def check(path: str) -> None:
             try:
                 self.library.check(path)
             except CkptError as error:
                 self._note((2, path, -1, 0), error)
                 wrong.add(path)
+
+        call_each(self.library.files.store, check, sorted({blocks.path for blocks in ranges} - self._own))
         return [blocks for blocks in ranges if blocks.path not in wrong]
 
     def _take(self, blocks: BlockRange, stored: memoryview) -> None:

@@ -105,6 +105,11 @@ class LocalStore:
         """The absolute path of the root."""
         return os.path.join(self._root, self._prefix) if self._prefix else self._root
 
+    @property
+    def is_remote(self) -> bool:
+        """False, of network file systems too: they keep names and pages; see `Store.is_remote`."""
+        return False
+
     def __repr__(self) -> str:
         return f"LocalStore({self.name!r}, writable={self._writable})"
 

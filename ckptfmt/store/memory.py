@@ -114,6 +114,11 @@ class MemoryStore:
         """``memory:`` and the prefix."""
         return f"memory:{self._prefix}"
 
+    @property
+    def is_remote(self) -> bool:
+        """False: no network is between; see `Store.is_remote`."""
+        return False
+
     def __repr__(self) -> str:
         return f"<MemoryStore {self.name}>"
 

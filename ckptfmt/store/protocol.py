@@ -23,11 +23,15 @@ docstrings name what comes on top. Calls may come from several threads at once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from ckptfmt.errors import CkptError, Code, err
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 #: Bytes to write: C-contiguous.
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -43,6 +47,9 @@ PAGE_NBYTES: Final = 4096
 
 #: Longest component of a path, in UTF-8: what common file systems take.
 COMPONENT_NBYTES: Final = 255
+
+#: How many calls `call_each` has under way at once.
+CALLS_AT_ONCE: Final = 16
 
 _FORBIDDEN: Final = {"\\", "\x7f", *map(chr, range(0x20))}
 
@@ -83,6 +90,13 @@ class Store(Protocol):
     @property
     def name(self) -> str:
         """The place in words, for messages: a directory, or a bucket with a prefix."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether each call is a request over a network, which takes its time however little it asks for.
+
+        Callers then make requests several at once and larger ones, and `waits` is true of every file.
+        """
 
     def create(self, path: str, chunks: Iterable[Buffer]) -> None:
         """Create the file `path` from `chunks`, exclusively and whole; make missing directories.
@@ -291,3 +305,56 @@ def join_path(prefix: str, path: str) -> str:
 def _unsafe(path: str, detail: str) -> CkptError:
     # The path is hostile text: quoted and cut, it can't forge a line of a log.
     return err(Code.UNSAFE_PATH, detail, where=ascii(path[:200]), requirement="REQ-CKP-001")
+
+
+def call_each(store: Store, call: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
+    """Return what `call` returns for each item, in their order; several are under way at once if `store` is remote.
+
+    Args:
+        store: what `call` asks.
+        call: is called by several threads at once if `store` is remote.
+
+    Raises: what `call` raises for the first item for which it does. No more calls are begun then, and those that were
+        begun have ended.
+    """
+    items = list(items)
+    count = min(CALLS_AT_ONCE, len(items)) if store.is_remote else 1
+    if count <= 1:
+        return [call(item) for item in items]
+    answers: dict[int, Answer] = {}
+    errors: dict[int, BaseException] = {}
+    left, lock = iter(enumerate(items)), threading.Lock()
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                found = next(left, None)
+            if found is None:
+                return
+            number, item = found
+            try:
+                answers[number] = call(item)
+            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+                errors[number] = error
+
+    threads = _start_threads(work, count - 1)
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [answers[number] for number in range(len(items))]
+
+
+def _start_threads(work: Callable[[], Any], count: int) -> list[threading.Thread]:
+    """Start threads that all do the same; fewer where no more can be started."""
+    threads: list[threading.Thread] = []
+    for _ in range(count):
+        # Daemons: at its end the interpreter would wait for others, whatever these wait for.
+        thread = threading.Thread(target=work, name="ckptfmt-calls", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many, or the interpreter is about to end
+            break
+        threads.append(thread)
+    return threads

@@ -55,7 +55,7 @@ MUTANTS = {
     "register_deleted_too": Mutant(
         clauses=("REQ-CMT-023",),
         fault="deletes the register with the files",
-        patch=rewritten(commit._delete_all_but_register, "if path != MANIFEST_NAME:", "if path:"),
+        patch=rewritten(commit._delete_all_but_register, " if path != MANIFEST_NAME]", "]"),
         tests=(
             "commit/test_commit.py::test_what_was_retired_stays_retired",
             "commit/test_commit.py::test_what_was_aborted_is_never_committed",

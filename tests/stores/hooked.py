@@ -66,6 +66,11 @@ class HookedStore:
         """The name of the store inside."""
         return self._inner.name
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the store inside is."""
+        return self._inner.is_remote
+
     def at(self, prefix: str) -> HookedStore:
         """Return the same store with `prefix` as root; operations tell their paths from the wrapped root on."""
         lower = copy.copy(self)
