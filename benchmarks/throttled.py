@@ -162,9 +162,18 @@ class ThrottledStore:
         """Hold a file."""
         return self._inner.hold(path)
 
+    @property
+    def holds_expire(self) -> bool:
+        """Say whether a holder that is stopped holds nothing in the end."""
+        return self._inner.holds_expire
+
     def is_held(self, path: str) -> bool:
         """Say whether somebody holds a file."""
         return self._inner.is_held(path)
+
+    def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
+        """Return what somebody holds in a directory."""
+        return self._inner.list_held(prefix, wanted)
 
     def _iter_passing(self, chunks: Iterable[Buffer]) -> Iterator[Buffer]:
         for chunk in chunks:

@@ -281,7 +281,7 @@ class SavingStore(HookedStore):
         self.look_count = 0
 
     def before(self, operation: Operation) -> None:
-        if operation.op == "is_held":
+        if operation.op == "list_held":
             self.look_count += 1
             if self.look_count == 2:
                 inner: Any = self._inner

@@ -59,12 +59,13 @@ def check_removable(store: Store, *, is_in_run: bool) -> None:
 def remove_alone(store: Store, *, deadline_s: float) -> None:
     """Remove what a directory has of checkpoints outside of a run, once nobody saves there any more.
 
-    The register says first that there is none any more, and goes last. Again, if a crash came between.
+    The register says first that there is none any more, and goes last. Again, if a crash came between. Where holds are
+    leases, it stays: a save that was stopped for longer than its lease would find the name free, and its files gone.
 
     Args:
         deadline_s: how long to wait for savers, in seconds.
 
-    Raises: as `check_removable`; CommitError(SAVE_PENDING); StoreError. Spec: REQ-CMT-045.
+    Raises: as `check_removable`; CommitError(SAVE_PENDING); StoreError. Spec: REQ-CMT-045, REQ-STO-011.
     """
     wait_for_attempts(store, deadline_s=deadline_s)
     check_removable(store, is_in_run=False)
@@ -77,8 +78,9 @@ def remove_alone(store: Store, *, deadline_s: float) -> None:
         store.delete_leftovers(prefix)
     store.remove_directory("parts")
     store.sync("")
-    store.delete(MANIFEST_NAME)
-    store.sync("")
+    if not store.holds_expire:
+        store.delete(MANIFEST_NAME)
+        store.sync("")
 
 
 def _end(store: Store) -> None:

@@ -15,18 +15,19 @@ from typing import Any, Final
 
 from ckptfmt.documents.manifest import Origin, held_path, parse_held_path
 from ckptfmt.documents.run import SAVERS
-from ckptfmt.errors import CkptError, Code, StoreError, err
+from ckptfmt.errors import Code, err
 from ckptfmt.store.protocol import Store
 
 _NAME: Final = re.compile(r"([0-9]{4,})-([0-9]{5,})-[0-9a-f]{16}")
 _ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
-#: How long a poll sleeps, in seconds: at first, and at most.
-_POLL_MIN_S, _POLL_MAX_S = 0.002, 0.1
+#: How long a poll sleeps, in seconds: at first, and at most; and at most where each look is a request to a store whose
+#: leases last a minute.
+_POLL_MIN_S, _POLL_MAX_S, _POLL_LEASES_S = 0.002, 0.1, 1.0
 #: How many writers of a launch are named.
 _SHOWN: Final = 8
 
 
-def poll(deadline_s: float) -> Iterable[None]:
+def poll(deadline_s: float, *, pause_max_s: float = _POLL_MAX_S) -> Iterable[None]:
     """Yield at once, then ever more slowly until the deadline, and a last time after it."""
     end = time.monotonic() + deadline_s
     pause = _POLL_MIN_S
@@ -36,12 +37,16 @@ def poll(deadline_s: float) -> Iterable[None]:
         if late:
             return
         time.sleep(min(pause, max(0.0, end - time.monotonic())))
-        pause = min(_POLL_MAX_S, pause * 1.5)
+        pause = min(pause_max_s, pause * 1.5)
+
+
+def _poll_holds(store: Store, deadline_s: float) -> Iterable[None]:
+    return poll(deadline_s, pause_max_s=_POLL_LEASES_S if store.holds_expire else _POLL_MAX_S)
 
 
 def list_held(store: Store) -> list[str]:
     """Return the names of the files in ``savers/`` of a run that a living process holds. Raises: StoreError."""
-    return [name for name in store.list_names(SAVERS) if is_held(store, f"{SAVERS}/{name}")]
+    return store.list_held(SAVERS)
 
 
 def wait_for_savers(store: Store, *, deadline_s: float, on_wait: Callable[[list[str]], Any] | None = None) -> list[str]:
@@ -56,7 +61,7 @@ def wait_for_savers(store: Store, *, deadline_s: float, on_wait: Callable[[list[
     Raises: StoreError. Spec: REQ-RUN-018.
     """
     held: list[str] = []
-    for turn, _ in enumerate(poll(deadline_s)):
+    for turn, _ in enumerate(_poll_holds(store, deadline_s)):
         held = list_held(store)
         if not held:
             return []
@@ -104,15 +109,19 @@ def hold_attempt(store: Store, origin: Origin, writer: int, *, must: bool) -> It
     The context's value are the attempts of others that were held before.
 
     Args:
-        must: whether to raise where a file system has no locks.
+        must: whether to raise where a file system has no locks, or holds are leases: what others would delete because
+            nobody holds it must be what nobody commits any more.
 
-    Raises: StoreError(STORE_UNSUPPORTED). Spec: REQ-CMT-043.
+    Raises: StoreError(STORE_UNSUPPORTED). Spec: REQ-CMT-043, REQ-STO-011.
     """
+    remedy = "Save to a path where nothing is, and remove the old checkpoint afterwards."
+    if must and store.holds_expire:
+        detail = "holds on an object store run out while their holder may still commit: replace= needs locks"
+        raise err(Code.STORE_UNSUPPORTED, detail, where=store.name, requirement="REQ-STO-011", remedy=remedy)
     earlier = list_held_attempts(store, but=origin.attempt)
     with store.hold(held_path(origin.attempt, writer)):
         if must and origin.attempt not in list_held_attempts(store):
             # Nobody could tell its files from those that a killed save left.
-            remedy = "Save to a path where nothing is, and remove the old checkpoint afterwards."
             detail = "the file system has no locks, which replace= needs"
             raise err(Code.STORE_UNSUPPORTED, detail, where=store.name, remedy=remedy)
         yield earlier
@@ -127,8 +136,8 @@ def list_held_attempts(store: Store, *, but: str = "") -> list[str]:
 
     Raises: StoreError.
     """
-    named = [(name, parse_held_path(name)) for name in store.list_names("")]
-    return sorted({attempt for name, attempt in named if attempt and attempt != but and is_held(store, name)})
+    held = store.list_held("", lambda name: parse_held_path(name) not in (None, but))
+    return sorted({attempt for name in held if (attempt := parse_held_path(name)) is not None})
 
 
 def wait_for_attempts(store: Store, attempts: Iterable[str] | None = None, *, deadline_s: float) -> None:
@@ -142,20 +151,10 @@ def wait_for_attempts(store: Store, attempts: Iterable[str] | None = None, *, de
     """
     awaited = None if attempts is None else set(attempts)
     held: list[str] = []
-    for _ in poll(deadline_s) if awaited != set() else ():
+    for _ in _poll_holds(store, deadline_s) if awaited != set() else ():
         held = [attempt for attempt in list_held_attempts(store) if awaited is None or attempt in awaited]
         if not held:
             return
     if held:
         detail = f"after {deadline_s:g} s another saver still has a save to this path in hand: attempt {held[0]}"
         raise err(Code.SAVE_PENDING, detail, where=store.name, requirement="REQ-CMT-043")
-
-
-def is_held(store: Store, path: str) -> bool:
-    """Return whether a living process holds a file. Raises: StoreError."""
-    try:
-        return store.is_held(path)
-    except StoreError:
-        raise
-    except CkptError:
-        return False  # It isn't a regular file, or is gone: nobody holds that.

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 from ckptfmt import limits
 from ckptfmt.commit.decision import CONDEMNED, Known, abort, refusal_of, retire, sweep
 from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_checkpoint_name
-from ckptfmt.documents.run import LABELS_FOLDER, LabelsRecord, Launch, Pins, RunRecord
+from ckptfmt.documents.run import LABELS_FOLDER, SAVERS, LabelsRecord, Launch, Pins, RunRecord
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.features import LABELS, REFERENCED
 from ckptfmt.run.labelling import list_newest_labels
@@ -179,6 +179,7 @@ def clean_up(
     """
     check_writer_features(run, "REQ-CMT-025", doing="cleaning up", undone="nothing was removed")
     check_not_fenced(store, launch)
+    store.delete_leftovers(SAVERS)
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, known=known)
     going = plan_retention(launches, entries, retention)

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, err
 from ckptfmt.store.direct import FileReader, FileWriter, is_cached
 from ckptfmt.store.posix import Hold, PosixCalls, is_held
 from ckptfmt.store.protocol import (
@@ -243,6 +243,11 @@ class LocalStore:
 
         return self._reading(path, look)
 
+    @property
+    def holds_expire(self) -> bool:
+        """Say that a lock ends with its process alone; see `Store.holds_expire`."""
+        return False
+
     def is_held(self, path: str) -> bool:
         """Say whether some process holds a file; see `Store.is_held`."""
 
@@ -252,6 +257,14 @@ class LocalStore:
             return False
 
         return self._reading(path, look)
+
+    def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
+        """Return the names of the files in a directory that some process holds; see `Store.list_held`."""
+        held = []
+        for name in filter(wanted, self.list_names(prefix)):
+            with contextlib.suppress(FormatError, IntegrityError):  # of a name or a kind that nobody can hold
+                held += [name] if self.is_held(join_path(prefix, name)) else []
+        return held
 
     def list(self, prefix: str) -> Names:
         """Return the paths of all files below `prefix`; see `Store.list`."""

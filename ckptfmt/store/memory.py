@@ -10,11 +10,12 @@ import contextlib
 import copy
 import dataclasses
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store.leases import Leases, boot_s
 from ckptfmt.store.protocol import Buffer, Names, RangeReader, check_path, check_prefix, join_path
 
 
@@ -43,10 +44,12 @@ class _Bucket:
     """What all views of one store share; every access holds the lock."""
 
     objects: dict[str, bytes]
+    clock: Callable[[], float] = time.time
     losses: list[tuple[Loss, str]] = dataclasses.field(default_factory=list)
     late: list[_Put] = dataclasses.field(default_factory=list)
-    hold_counts: Counter[str] = dataclasses.field(default_factory=Counter)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    #: When each lease was written, by `clock`. They are objects like others, which no listing shows.
+    leases: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def carry_out(self, put: _Put) -> bool:
         """Carry out a request; return whether it was accepted."""
@@ -71,11 +74,16 @@ class MemoryStore:
     >>> store.create("run/manifest.json", [b"{", b"}"])
     >>> store.at("run").read("manifest.json", limit_nbytes=10)
     b'{}'
+
+    Args:
+        clock: what the store's clock says, in seconds, and the machine's; None for the time of day.
     """
 
-    def __init__(self) -> None:
-        self._bucket = _Bucket({})
+    def __init__(self, *, clock: Callable[[], float] | None = None) -> None:
+        self._bucket = _Bucket({}, clock or time.time)
         self._prefix = ""
+        objects = _LeaseObjects(self._bucket)
+        self._leases = Leases(objects, writable=True, local_s=clock or boot_s)
 
     @classmethod
     def from_snapshot(cls, objects: Mapping[str, bytes]) -> MemoryStore:
@@ -134,9 +142,7 @@ class MemoryStore:
         check_path(name)
         other = copy.copy(self)
         other._prefix = join_path(self._prefix.rpartition("/")[0], name)  # noqa: SLF001 - a copy of ourselves
-        if not self._prefix:
-            other._bucket = _Bucket({})  # noqa: SLF001
-        return other
+        return other if self._prefix else MemoryStore()
 
     def create(self, path: str, chunks: Iterable[Buffer]) -> None:
         """Create an object exclusively and whole; see `Store.create`."""
@@ -201,8 +207,9 @@ class MemoryStore:
             self._bucket.objects.pop(join_path(self._prefix, path), None)
 
     def delete_leftovers(self, prefix: str) -> None:
-        """Do nothing: a put that didn't end leaves nothing."""
+        """Remove leases that have run out: a put that didn't end leaves nothing; see `Store.delete_leftovers`."""
         check_prefix(prefix)
+        self._leases.delete_ended(join_path(self._prefix, prefix))
 
     def remove_directory(self, path: str) -> None:
         """Do nothing: there are no directories."""
@@ -212,24 +219,26 @@ class MemoryStore:
         """Do nothing: what was acknowledged is durable."""
         check_prefix(path)
 
-    @contextlib.contextmanager
-    def hold(self, path: str) -> Iterator[None]:
-        """Hold a key while the context is open; see `Store.hold`. No object is made of it."""
+    def hold(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Hold a key by a lease while the context is open; see `Store.hold`."""
         check_path(path)
-        key = join_path(self._prefix, path)
-        with self._bucket.lock:
-            self._bucket.hold_counts[key] += 1
-        try:
-            yield
-        finally:
-            with self._bucket.lock:
-                self._bucket.hold_counts[key] -= 1
+        return self._leases.hold(join_path(self._prefix, path))
+
+    @property
+    def holds_expire(self) -> bool:
+        """Say that leases run out; see `Store.holds_expire`."""
+        return True
 
     def is_held(self, path: str) -> bool:
         """Say whether somebody holds a key; see `Store.is_held`."""
         check_path(path)
-        with self._bucket.lock:
-            return self._bucket.hold_counts[join_path(self._prefix, path)] > 0
+        directory, _, name = path.rpartition("/")
+        return name in self.list_held(directory)
+
+    def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
+        """Return the names below `prefix` that somebody holds; see `Store.list_held`."""
+        check_prefix(prefix)
+        return [name for name in self._leases.list_held(join_path(self._prefix, prefix)) if wanted(name)]
 
     def _put(self, path: str, data: bytes, *, exclusive: bool) -> bool:
         put = _Put(join_path(self._prefix, path), data, exclusive)
@@ -256,6 +265,28 @@ class MemoryStore:
 
 def _directory_key(prefix: str) -> str:
     return f"{prefix}/" if prefix else ""
+
+
+class _LeaseObjects:
+    """The leases in a bucket; see `LeaseObjects`."""
+
+    def __init__(self, bucket: _Bucket) -> None:
+        self._bucket = bucket
+
+    def put(self, key: str) -> None:
+        """Write a lease; see `LeaseObjects.put`."""
+        with self._bucket.lock:
+            self._bucket.leases[key] = self._bucket.clock()
+
+    def delete(self, key: str) -> None:
+        """Remove a lease; see `LeaseObjects.delete`."""
+        with self._bucket.lock:
+            self._bucket.leases.pop(key, None)
+
+    def list_modified(self, directory: str) -> list[tuple[str, float]]:
+        """Return keys and times; see `LeaseObjects.list_modified`."""
+        with self._bucket.lock:
+            return [entry for entry in self._bucket.leases.items() if entry[0].startswith(f"{directory}/")]
 
 
 class _Ranges:

@@ -197,10 +197,10 @@ class Store(Protocol):
         """
 
     def delete_leftovers(self, prefix: str) -> None:
-        """Remove the unfinished files that killed writers left in the directory `prefix`; objects: no-op.
+        """Remove the unfinished files that killed writers left in the directory `prefix`; objects: what held files.
 
         Not in the directories below it, which may be somebody else's. Only where nobody writes any more: a living
-        writer's `create` would fail.
+        writer's `create` would fail. Of an object store these are the leases there that have run out.
         """
 
     def remove_directory(self, path: str) -> None:
@@ -222,19 +222,43 @@ class Store(Protocol):
     def hold(self, path: str) -> AbstractContextManager[None]:
         """Hold the file `path` while the context is open: `is_held` says so to every process that sees the store.
 
-        Several may hold one file. Whoever dies, however suddenly, holds it no more; a forked child never held it. On
-        a file system the file is made if it isn't there, with its missing directories, and the last one who holds it
-        removes it; nothing is made durable. Where a file system has no locks, nothing is held, without an error.
+        Several may hold one file. Whoever dies, however suddenly, holds it no more, at once or after a minute
+        (`holds_expire`); a forked child never held it. On a file system the file is made if it isn't there, with its
+        missing directories, and the last one who holds it removes it; nothing is made durable. Where a file system has
+        no locks, nothing is held, without an error. An object store makes objects of its own, which are never listed.
 
         Raises:
             CkptError: ``UNSAFE_PATH``, ``UNSAFE_FILE``; all of it when the context is entered.
+
+        Spec: REQ-STO-008, REQ-STO-009
+        """
+
+    @property
+    def holds_expire(self) -> bool:
+        """Whether a holder that is stopped for a minute holds nothing any more, although it may go on.
+
+        Then nothing may be deleted because nobody holds it.
+
+        Spec: REQ-STO-011
         """
 
     def is_held(self, path: str) -> bool:
-        """Return whether somebody holds the file `path` now. Makes nothing, and doesn't wait.
+        """Return whether somebody holds the file `path` now. Makes nothing that stays, and doesn't wait.
 
         Raises:
             CkptError: ``UNSAFE_PATH``, ``UNSAFE_FILE``.
+
+        Spec: REQ-STO-008, REQ-STO-010
+        """
+
+    def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
+        """Return the names of the files in the directory `prefix` that somebody holds now, sorted; otherwise `is_held`.
+
+        An object store is asked once for all of them. What isn't a regular file is held by nobody.
+
+        Args:
+            prefix: the directory.
+            wanted: says of a name whether it is looked at.
         """
 
     def at(self, prefix: str) -> Store:

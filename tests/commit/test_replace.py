@@ -22,7 +22,8 @@ from ckptfmt.commit.lone import remove_alone
 from ckptfmt.commit.waiting import hold_attempt, list_held_attempts
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
 from ckptfmt.errors import Code
-from ckptfmt.store import open_store
+from ckptfmt.store import Store, open_store
+from ckptfmt.store.leases import TERM_S
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.posix import PosixCalls
@@ -65,7 +66,7 @@ def assert_clean(place: Any) -> None:
 class Stopped(HookedStore):
     """A store that does something else first, before the operation that a test names, once."""
 
-    def __init__(self, inner: LocalStore, op: str, path: str, action: Callable[[], object]) -> None:
+    def __init__(self, inner: Store, op: str, path: str, action: Callable[[], object]) -> None:
         super().__init__(inner)
         self._when, self._action = (op, path), action
 
@@ -143,7 +144,7 @@ def test_a_checkpoint_that_a_run_commits_meanwhile_stays(store: LocalStore) -> N
 
 
 def test_a_store_without_locks_is_refused() -> None:
-    """REQ-CMT-043: nobody could tell what is under way from what is left over."""
+    """REQ-CMT-043, REQ-STO-011: nobody could tell what is under way from what is left over."""
     store = MemoryStore()
     assert code_of(lambda: replace(store, 1)) == Code.STORE_UNSUPPORTED
     replace(store, 1, replace=False)
@@ -471,6 +472,32 @@ def test_what_a_killed_save_left_is_removed(store: LocalStore) -> None:
     assert refused
     assert refused[0] != "ok"
     assert code_of(lambda: ckptfmt.open(store)) == Code.NOT_COMMITTED
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["nothing decided", "beside a checkpoint"])
+def test_a_stopped_save_commits_nothing_that_was_removed(*, begun: bool) -> None:
+    """REQ-STO-011: it has checked its files when they are deleted, and goes on when all is over."""
+    now_s = [0.0]
+    store = MemoryStore(clock=lambda: now_s[0])
+    made = origin(attempt=f"{7:016x}")
+    if begun:
+        save(store, snapshot(tensor("w", np.ones(9))))
+
+    def remove_meanwhile() -> None:
+        now_s[0] += 2 * TERM_S
+        assert list_held_attempts(store) == []
+        remove_alone(store, deadline_s=WAIT_S)
+        assert store.list("") == [MANIFEST_NAME]
+
+    stopped = Stopped(store, "create", MANIFEST_NAME, remove_meanwhile)
+    with hold_attempt(store, made, 0, must=False):
+        assert list_held_attempts(store) == [made.attempt]
+        write_part(stopped, snapshot(tensor("w", np.zeros(9))), made, writer=0)
+        code = code_of(lambda: decision.commit(stopped, made, deadline_s=WAIT_S))
+    assert code == (Code.CHECKPOINT_RETIRED if begun else Code.CHECKPOINT_ABORTED)
+    assert code_of(lambda: ckptfmt.open(store)) == code
+    remove_alone(store, deadline_s=WAIT_S)
+    assert store.list("") == [MANIFEST_NAME]
 
 
 def test_neither_a_run_nor_a_part_of_it_nor_anything_else_is_removed(tmp_path: pathlib.Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 from unittest import mock
 
 from ckptfmt.commit import decision as commit
+from ckptfmt.commit import lone, waiting
 from ckptfmt.errors import Code
-from ckptfmt.store import local, posix
+from ckptfmt.store import leases, local, posix
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import _Bucket
 from ckptfmt.store.posix import PosixCalls
@@ -164,5 +165,41 @@ MUTANTS = {
             "free = _try_lock(calls, fd); free and calls.unlink(name, directory_fd); return not free",
         ),
         tests=("store/test_hold.py::test_asking_changes_nothing",),
+    ),
+    "lease_counts_as_long_as_it_is_there": Mutant(
+        clauses=("REQ-STO-008",),
+        fault="takes a lease for running that nobody renews any more",
+        patch=rewritten(leases.Leases.list_held, " if now_s - modified_s < self._term_s", ""),
+        tests=("store/test_leases.py::test_a_dead_process_holds_for_a_term_and_no_longer",),
+    ),
+    "lease_not_renewed": Mutant(
+        clauses=("REQ-STO-009",),
+        fault="writes a lease once",
+        patch=rewritten(leases.Leases._renew, "self._objects.put(lease.key)", "pass"),
+        tests=("store/test_leases.py::test_a_living_process_holds_for_as_long_as_it_wants",),
+    ),
+    "lease_given_up_after_an_error": Mutant(
+        clauses=("REQ-STO-009",),
+        fault="doesn't renew a lease any more once that has failed",
+        patch=rewritten(leases.Leases._renew, "now_s + self._term_s / _REPEATS", "now_s + 1e9"),
+        tests=("store/test_leases.py::test_renewals_that_fail_are_repeated",),
+    ),
+    "lease_by_the_askers_clock": Mutant(
+        clauses=("REQ-STO-010",),
+        fault="goes by its own clock although it may write",
+        patch=rewritten(leases.Leases._look, "not self._writable", "True"),
+        tests=("store/test_leases.py::test_clocks_of_machines_mean_nothing_to_who_may_write[30]",),
+    ),
+    "replaces_where_holds_are_leases": Mutant(
+        clauses=("REQ-STO-011",),
+        fault="replaces a checkpoint where a stopped save holds nothing any more",
+        patch=rewritten(waiting.hold_attempt, "must and store.holds_expire", "False"),
+        tests=("commit/test_replace.py::test_a_store_without_locks_is_refused",),
+    ),
+    "register_removed_where_holds_are_leases": Mutant(
+        clauses=("REQ-STO-011",),
+        fault="deletes the register of what it removes although a stopped save may go on",
+        patch=rewritten(lone.remove_alone, "not store.holds_expire", "True"),
+        tests=("commit/test_replace.py::test_a_stopped_save_commits_nothing_that_was_removed",),
     ),
 }

@@ -151,6 +151,15 @@ class HookedStore:
         """See `Store.is_held`."""
         return self._run("is_held", path, lambda: self._inner.is_held(path))
 
+    @property
+    def holds_expire(self) -> bool:
+        """See `Store.holds_expire`; no operation."""
+        return self._inner.holds_expire
+
+    def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
+        """See `Store.list_held`."""
+        return self._run("list_held", prefix, lambda: self._inner.list_held(prefix, wanted))
+
     def _run(self, op: str, path: str, action: Callable[[], T], data: bytes = b"") -> T:
         operation = Operation(op, join_path(self._prefix, path), data=data)
         self.before(operation)
