@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store.leases import Leases
 from ckptfmt.store.protocol import (
     TEMPORARY_PREFIX,
     Buffer,
@@ -52,6 +53,9 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
 #: gives an endpoint without TLS means it.
 _CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "120s", "allow_http": True}
 _RETRIES: Final = 6
+#: Of a request about a lease, which must end well within its term: in seconds, and how often it is repeated.
+_LEASE_TIMEOUT: Final = "8s"
+_LEASE_RETRIES: Final = 1
 #: Who created an object: a random name in its metadata, by which a writer whose answer was lost knows its own.
 _OWNER: Final = "ckptfmtput"
 #: How many creations of one name at once try out a server.
@@ -102,9 +106,13 @@ class ObjectStore:
         self._writable = writable
         retries = {"max_retries": _RETRIES, **(retry_config or {})}
         make = _client_maker(self._place, config, client_options, credential_provider)
-        self._client: Client = make(retries)
+        self._client: Client = make(retries, {})
         # A creation isn't repeated by the client, which would take an answer to its second try for one to the first.
-        self._once: Client = make({**retries, "max_retries": 0})
+        self._once: Client = make({**retries, "max_retries": 0}, {})
+        self._lease_objects = _LeaseObjects(
+            self, make({**retries, "max_retries": _LEASE_RETRIES}, {"timeout": _LEASE_TIMEOUT})
+        )
+        self._leases = Leases(self._lease_objects, writable=writable)
         if writable:
             self._prove()
 
@@ -121,6 +129,11 @@ class ObjectStore:
             return None
         return {"url": self.name, **self._options}
 
+    @property
+    def is_remote(self) -> bool:
+        """True; see `Store.is_remote`."""
+        return True
+
     def __repr__(self) -> str:
         return f"ObjectStore({self.name!r}, writable={self._writable})"
 
@@ -136,6 +149,7 @@ class ObjectStore:
             raise err(Code.UNSAFE_PATH, f"beside {self.name} is nothing", where=name, requirement="REQ-CKP-001")
         other = self._with_prefix(join_path(self._prefix.rpartition("/")[0], name))
         other._writable = False  # noqa: SLF001 - a copy of ourselves
+        other._leases = Leases(self._lease_objects, writable=False)  # noqa: SLF001
         return other
 
     def _with_prefix(self, prefix: str) -> ObjectStore:
@@ -170,8 +184,9 @@ class ObjectStore:
             self._client.delete(key)
 
     def delete_leftovers(self, prefix: str) -> None:
-        """Do nothing: a put that didn't end leaves nothing to be listed."""
+        """Remove leases that have run out: a put that didn't end leaves nothing that is listed; see `Store`."""
         check_prefix(prefix)
+        self._leases.delete_ended(join_path(self._prefix, prefix))
 
     def remove_directory(self, path: str) -> None:
         """Do nothing: there are no directories."""
@@ -181,16 +196,25 @@ class ObjectStore:
         """Do nothing: what was acknowledged is durable."""
         check_prefix(path)
 
-    @contextlib.contextmanager
-    def hold(self, path: str) -> Iterator[None]:
-        """Hold nothing; see `Store.hold`."""
-        self._key_to_change(path)
-        yield
+    def hold(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Hold a key by a lease while the context is open; see `Store.hold`."""
+        return self._leases.hold(self._key_to_change(path))
+
+    @property
+    def holds_expire(self) -> bool:
+        """Say that leases run out; see `Store.holds_expire`."""
+        return True
 
     def is_held(self, path: str) -> bool:
-        """Say that nobody holds a file; see `Store.is_held`."""
-        self._key(path)
-        return False
+        """Say whether somebody holds a key; see `Store.is_held`."""
+        check_path(path)
+        directory, _, name = path.rpartition("/")
+        return name in self.list_held(directory)
+
+    def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
+        """Return the names below `prefix` that somebody holds; see `Store.list_held`."""
+        check_prefix(prefix)
+        return [name for name in self._leases.list_held(join_path(self._prefix, prefix)) if wanted(name)]
 
     # Reading
 
@@ -232,7 +256,7 @@ class ObjectStore:
         with self._named_errors(prefix):
             pages = self._client.list(join_path(self._prefix, prefix) or None)
             paths = [entry["path"].removeprefix(root) for page in pages for entry in page]
-        return sorted(path for path in paths if not path.rpartition("/")[2].startswith(TEMPORARY_PREFIX))
+        return sorted(path for path in paths if f"/{TEMPORARY_PREFIX}" not in f"/{path}")
 
     def list_names(self, prefix: str) -> Names:
         """Return the names of objects and of longer prefixes below `prefix`; see `Store.list_names`."""
@@ -276,12 +300,14 @@ class ObjectStore:
             try:
                 self._once.put(key, data, mode="create", attributes={_OWNER: owner}, use_multipart=False)
             except Exception as error:  # noqa: BLE001 - named below
-                named = self._named(error, path, missing=Code.STORE_IO)
+                named = self._named(error, path, missing=Code.STORE_IO, taken=Code.STORE_EXISTS)
             else:
                 return
             if named.code == Code.STORE_EXISTS:
-                with self._named_errors(path):
+                try:
                     found = self._owner_of(key)
+                except Exception as error:  # noqa: BLE001 - whatever it is, nobody knows whose it is
+                    raise err(Code.STORE_NO_ANSWER, self._named(error, path).detail, where=path) from None
                 if found == owner:
                     return  # an earlier try, whose answer was lost
                 if found is not None:
@@ -314,9 +340,11 @@ class ObjectStore:
                 raise drawn.error from None
             named = self._named(error, path, missing=Code.STORE_IO)
             if drawn.is_complete:  # the last request may have been carried out
-                with contextlib.suppress(Exception):
+                try:
                     if self._owner_of(key) == owner:
                         return
+                except Exception:  # noqa: BLE001 - whatever it is, nobody knows what is there
+                    raise err(Code.STORE_NO_ANSWER, named.detail, where=path) from None
             raise named from None
 
     def _owner_of(self, key: str) -> str | None:
@@ -345,7 +373,7 @@ class ObjectStore:
             try:
                 self._once.put(key, b"%d" % number, mode="create", use_multipart=False)
             except Exception as error:  # noqa: BLE001 - looked at below
-                return self._named(error, self.name, missing=Code.STORE_IO)
+                return self._named(error, self.name, missing=Code.STORE_IO, taken=Code.STORE_EXISTS)
             return None
 
         with ThreadPoolExecutor(_PROBE_COUNT, thread_name_prefix="ckptfmt-probe") as threads:
@@ -387,9 +415,15 @@ class ObjectStore:
         except Exception as error:  # noqa: BLE001 - all that obstore raises
             raise self._named(error, path, missing=missing) from None  # whose text may have a signature
 
-    def _named(self, error: Exception, path: str, *, missing: Code = Code.FILE_MISSING) -> CkptError:
-        """Return the error that a handler knows; `missing` is the code for what isn't there."""
-        if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
+    def _named(
+        self, error: Exception, path: str, *, missing: Code = Code.FILE_MISSING, taken: Code = Code.STORE_NO_ANSWER
+    ) -> CkptError:
+        """Return the error that a handler knows; `missing` is the code for what isn't there.
+
+        Args:
+            taken: the code for the answers 409 and 412, which are no refusal where no condition was sent.
+        """
+        if type(error).__name__ in ("AlreadyExistsError", "PreconditionError") and taken == Code.STORE_EXISTS:
             return self._taken(path)
         code, remedy = _code_of(error, missing=missing)
         if code == Code.FILE_MISSING:
@@ -400,6 +434,33 @@ class ObjectStore:
 
     def _taken(self, path: str) -> CkptError:
         return err(Code.STORE_EXISTS, f"the file is in {self.name} already", where=path)
+
+
+class _LeaseObjects:
+    """The leases in a bucket; see `LeaseObjects`."""
+
+    def __init__(self, store: ObjectStore, client: Client) -> None:
+        self._store = store
+        self._client = client
+
+    def put(self, key: str) -> None:
+        """Write a lease; see `LeaseObjects.put`."""
+        with self._store._named_errors(key, missing=Code.STORE_IO):  # noqa: SLF001 - our own
+            self._client.put(key, b"", use_multipart=False)
+
+    def delete(self, key: str) -> None:
+        """Remove a lease; see `LeaseObjects.delete`."""
+        with self._store._named_errors(key, missing=Code.STORE_IO), contextlib.suppress(FileNotFoundError):  # noqa: SLF001
+            self._client.delete(key)
+
+    def list_modified(self, directory: str) -> list[tuple[str, float]]:
+        """Return keys and times; see `LeaseObjects.list_modified`."""
+        with self._store._named_errors(directory):  # noqa: SLF001
+            return [
+                (entry["path"], entry["last_modified"].timestamp())
+                for page in self._client.list(directory)
+                for entry in page
+            ]
 
 
 class _Ranges:
@@ -470,8 +531,8 @@ def _client_maker(
     config: Mapping[str, Any] | None,
     client_options: Mapping[str, Any] | None,
     credential_provider: Any,  # noqa: ANN401
-) -> Callable[[Mapping[str, Any]], Client]:
-    """Return what makes a client of a bucket, given how it repeats requests."""
+) -> Callable[[Mapping[str, Any], Mapping[str, Any]], Client]:
+    """Return what makes a client of a bucket, given how it repeats requests, and what its connections are to be."""
     try:
         from obstore.store import from_url  # noqa: PLC0415 - an extra, which takes time to import
     except ImportError as error:
@@ -480,9 +541,10 @@ def _client_maker(
     options = {**_CLIENT_OPTIONS, **(client_options or {})}
     provider = {} if credential_provider is None else {"credential_provider": credential_provider}
 
-    def make(retries: Mapping[str, Any]) -> Client:
+    def make(retries: Mapping[str, Any], more: Mapping[str, Any]) -> Client:
+        given = {"config": dict(config or {}), "client_options": {**options, **more}, "retry_config": retries}
         try:
-            return from_url(place, config=dict(config or {}), client_options=options, retry_config=retries, **provider)  # type: ignore[arg-type, no-any-return, call-overload, unused-ignore]
+            return from_url(place, **given, **provider)  # type: ignore[arg-type, no-any-return, call-overload, unused-ignore]
         except Exception as error:  # noqa: BLE001 - all that obstore raises
             detail = _SECRETS.sub("", str(error).partition("\n")[0])
             raise err(Code.ARGUMENT, detail, where=place, remedy="See obstore's documentation of options.") from None

@@ -10,7 +10,8 @@ Whoever implements one keeps three promises, on which crash safety rests:
 
 1. **Exclusive.** Of any number of concurrent `Store.create` calls on one path, on any number of machines, at most
    one succeeds. A look before the write doesn't give that: it takes ``link``, ``renameat2(RENAME_NOREPLACE)`` or
-   ``PUT If-None-Match: *``.
+   ``PUT If-None-Match: *``. Object stores take no such condition for what is sent in parts: there `SizedChunks` may
+   only be looked for before, and are given names that nobody else creates.
 2. **Whole.** A path either isn't there, or has all bytes that were handed over. No reader sees a part, after a
    crash neither.
 3. **Honest about the unknown.** A call whose request or answer may be lost raises ``STORE_NO_ANSWER``, never

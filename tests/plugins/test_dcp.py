@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ckptfmt
@@ -110,11 +110,11 @@ def test_a_state_dict_comes_back_bit_by_bit(tmp_path):
 
 
 def test_planners_find_the_version_that_torch_tells_them(tmp_path):
-    dcp.save({"model": {"w": torch.zeros(2)}}, storage_writer=dcp.FileSystemWriter(tmp_path / "torch"))
+    dcp_save.save({"model": {"w": torch.zeros(2)}}, storage_writer=FileSystemWriter(tmp_path / "torch"))
     save({"model": {"w": torch.zeros(2)}}, tmp_path / "ours")
     versions = [
         reader.read_metadata().version
-        for reader in (dcp.FileSystemReader(tmp_path / "torch"), CkptfmtReader(tmp_path / "ours"))
+        for reader in (FileSystemReader(tmp_path / "torch"), CkptfmtReader(tmp_path / "ours"))
     ]
     assert versions[0] == versions[1]
 

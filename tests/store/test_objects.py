@@ -7,7 +7,6 @@ import sys
 import threading
 from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 
@@ -17,10 +16,6 @@ from ckptfmt.errors import CkptError, Code
 from ckptfmt.store import ObjectStore, address_of, objects, open_address, open_store, split_path
 from ckptfmt.store.protocol import SizedChunks
 from tests.store.helpers import code_of, outcome_of
-
-
-def client(place):
-    return boto3.client("s3", endpoint_url=place.endpoint, aws_access_key_id="a", aws_secret_access_key="b")
 
 
 def test_the_environment_says_how_to_reach_a_bucket(bucket):
@@ -37,17 +32,17 @@ def test_the_environment_says_how_to_reach_a_bucket(bucket):
 def test_options_go_to_another_process_unless_they_are_code(bucket, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
         monkeypatch.delenv(name)
-    config = {"endpoint": bucket.endpoint, "region": "us-east-1", "access_key_id": "a", "secret_access_key": "hush"}
+    config = {name: value for name, value in bucket.server.options.items() if name != "client_options"}
     store = ObjectStore(f"{bucket.url}/x", writable=True, config=config)
     store.create("a", [b"1"])
 
     assert open_address(address_of(store) or b"", writable=False).list("") == ["a"]
-    assert "hush" not in repr(store) + store.name
+    assert config["secret_access_key"] not in repr(store) + store.name
 
     def provider():
-        return {"access_key_id": "a", "secret_access_key": "hush", "expires_at": None}
+        return {"access_key_id": key, "secret_access_key": secret, "expires_at": None}
 
-    del config["access_key_id"], config["secret_access_key"]
+    key, secret = config.pop("access_key_id"), config.pop("secret_access_key")
     asked = ObjectStore(
         f"{bucket.url}/x",
         writable=True,
@@ -168,7 +163,7 @@ def test_an_upload_that_fails_leaves_nothing(bucket):
         store.create("a", SizedChunks(chunks(), 1 << 30))
 
     assert store.list("") == []
-    assert "Uploads" not in client(bucket).list_multipart_uploads(Bucket=bucket.url.removeprefix("s3://"))
+    assert "Uploads" not in bucket.server.client().list_multipart_uploads(Bucket=bucket.url.removeprefix("s3://"))
 
 
 WEIGHTS = {"w": np.arange(12 * 2**20, dtype=np.float32)}
