@@ -56,6 +56,8 @@ _RETRIES: Final = 6
 #: Of a request about a lease, which must end well within its term: in seconds, and how often it is repeated.
 _LEASE_TIMEOUT: Final = "8s"
 _LEASE_RETRIES: Final = 1
+#: What the end of a range must stay below: obstore has no larger numbers.
+_END_LIMIT: Final = 1 << 63
 #: Who created an object: a random name in its metadata, by which a writer whose answer was lost knows its own.
 _OWNER: Final = "ckptfmtput"
 #: How many creations of one name at once try out a server.
@@ -271,7 +273,7 @@ class ObjectStore:
         key = self._key(path)
         file_nbytes = None
         with self._named_errors(path):
-            if min(byte_begin, nbytes) >= 0 and nbytes:
+            if min(byte_begin, nbytes) >= 0 and 0 < nbytes < _END_LIMIT - byte_begin:
                 try:
                     found = self._client.get(key, options={"range": (byte_begin, byte_begin + nbytes)})
                     content, file_nbytes = found.bytes(), found.meta["size"]
