@@ -23,13 +23,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch.distributed.checkpoint import (
-    _async_process_executor,
-    _storage_utils,
-    filesystem,
-    state_dict_loader,
-    state_dict_saver,
-)
+from torch.distributed.checkpoint import _async_process_executor, _storage_utils, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import filesystem as torch_files
 from torch.distributed.checkpoint import metadata as meta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
@@ -199,7 +194,7 @@ class CkptfmtReader(_AtPath, StorageReader):
         found |= {fqn: meta.BytesStorageMetadata() for fqn in self._values}
         described = meta.Metadata(state_dict_metadata=found, planner_data=paths, storage_data={})
         # A planner is told of what there is as this torch's own reader tells it; older versions of torch say no number.
-        described.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        described.version = getattr(torch_files, "CURRENT_DCP_VERSION", None)
         return described
 
     def set_up_storage_reader(self, metadata: meta.Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: ANN401, FBT001
@@ -216,9 +211,8 @@ class CkptfmtReader(_AtPath, StorageReader):
         """
         if plan.storage_data != self._digest:
             raise RuntimeError("a checkpoint was committed meanwhile, so that ranks opened different ones: load again")
-        pairs = [
-            (item, planner.resolve_tensor(item).detach()) for item in plan.items if item.type == LoadItemType.TENSOR
-        ]
+        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        pairs = [(item, planner.resolve_tensor(item).detach()) for item in tensors]
         others = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         with ckptfmt.open(self._path, digest=self._digest) as checkpoint:
             checkpoint.read_into([self._sink(item, target) for item, target in pairs])
@@ -229,12 +223,10 @@ class CkptfmtReader(_AtPath, StorageReader):
             planner.load_bytes(item, io.BytesIO(values[self._values[item.storage_index.fqn]]))
         return collect_all([]).then(lambda _: None)
 
-    def _sink(self, item: ReadItem, target: torch.Tensor) -> ckptfmt.TensorSink:
+    def _sink(self, item: ReadItem, live: torch.Tensor) -> ckptfmt.TensorSink:
         """Return the sink that fills the target of a plan's item."""
         field, name, dtype, shape = self._tensors[item.storage_index.fqn]
-        return ckptfmt.sink_of(
-            name, {tuple(item.storage_offsets): target}, dtype=dtype, field=field, global_shape=shape
-        )
+        return ckptfmt.sink_of(name, {tuple(item.storage_offsets): live}, dtype=dtype, field=field, global_shape=shape)
 
     def _read_values(self, names: set[str]) -> dict[str, bytes]:
         """Return values as the pickles that a planner loads."""

@@ -88,6 +88,11 @@ class LocalStore:
             raise.
     """
 
+    #: Of network file systems too: they keep names and pages; see `Store`.
+    is_remote = False
+    #: A lock ends with its process alone; see `Store`.
+    holds_expire = False
+
     def __init__(self, root: str | os.PathLike[str], *, writable: bool, calls: PosixCalls | None = None) -> None:
         self._root = os.path.realpath(root)
         self._prefix = ""
@@ -104,11 +109,6 @@ class LocalStore:
     def name(self) -> str:
         """The absolute path of the root."""
         return os.path.join(self._root, self._prefix) if self._prefix else self._root
-
-    @property
-    def is_remote(self) -> bool:
-        """False, of network file systems too: they keep names and pages; see `Store.is_remote`."""
-        return False
 
     def __repr__(self) -> str:
         return f"LocalStore({self.name!r}, writable={self._writable})"
@@ -242,11 +242,6 @@ class LocalStore:
                 return _regular_nbytes(self._calls.lstat(name, directory), path)
 
         return self._reading(path, look)
-
-    @property
-    def holds_expire(self) -> bool:
-        """Say that a lock ends with its process alone; see `Store.holds_expire`."""
-        return False
 
     def is_held(self, path: str) -> bool:
         """Say whether some process holds a file; see `Store.is_held`."""

@@ -79,6 +79,11 @@ class MemoryStore:
         clock: what the store's clock says, in seconds, and the machine's; None for the time of day.
     """
 
+    #: No network is between; see `Store`.
+    is_remote = False
+    #: Holds are leases; see `Store`.
+    holds_expire = True
+
     def __init__(self, *, clock: Callable[[], float] | None = None) -> None:
         self._bucket = _Bucket({}, clock or time.time)
         self._prefix = ""
@@ -121,11 +126,6 @@ class MemoryStore:
     def name(self) -> str:
         """``memory:`` and the prefix."""
         return f"memory:{self._prefix}"
-
-    @property
-    def is_remote(self) -> bool:
-        """False: no network is between; see `Store.is_remote`."""
-        return False
 
     def __repr__(self) -> str:
         return f"<MemoryStore {self.name}>"
@@ -223,11 +223,6 @@ class MemoryStore:
         """Hold a key by a lease while the context is open; see `Store.hold`."""
         check_path(path)
         return self._leases.hold(join_path(self._prefix, path))
-
-    @property
-    def holds_expire(self) -> bool:
-        """Say that leases run out; see `Store.holds_expire`."""
-        return True
 
     def is_held(self, path: str) -> bool:
         """Say whether somebody holds a key; see `Store.is_held`."""

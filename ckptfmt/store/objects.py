@@ -91,6 +91,11 @@ class ObjectStore:
             create exclusively; ``ARGUMENT`` for options that obstore doesn't know; what every writing call may raise.
     """
 
+    #: Each call is a request; see `Store`.
+    is_remote = True
+    #: Holds are leases; see `Store`.
+    holds_expire = True
+
     def __init__(
         self,
         url: str,
@@ -130,11 +135,6 @@ class ObjectStore:
         if self._has_provider or not all(isinstance(value, str | int | float | None) for value in values):
             return None
         return {"url": self.name, **self._options}
-
-    @property
-    def is_remote(self) -> bool:
-        """True; see `Store.is_remote`."""
-        return True
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.name!r}, writable={self._writable})"
@@ -201,11 +201,6 @@ class ObjectStore:
     def hold(self, path: str) -> contextlib.AbstractContextManager[None]:
         """Hold a key by a lease while the context is open; see `Store.hold`."""
         return self._leases.hold(self._key_to_change(path))
-
-    @property
-    def holds_expire(self) -> bool:
-        """Say that leases run out; see `Store.holds_expire`."""
-        return True
 
     def is_held(self, path: str) -> bool:
         """Say whether somebody holds a key; see `Store.is_held`."""
