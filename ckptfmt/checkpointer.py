@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -11,21 +10,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Self, SupportsFloat
 
-from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.labels import Labels
-from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
+from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.features import LABELS, REFERENCED
+from ckptfmt.features import REFERENCED
 from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.run.lineage import begin_launch, open_run
+from ckptfmt.run.node_cache import CacheOptions
 from ckptfmt.run.retention import Retention
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle
+from ckptfmt.trainer.launching import take_launch
 from ckptfmt.trainer.loop import StepCount, StopSignals, Timer, parse_every
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target
@@ -63,6 +62,13 @@ class Checkpointer:
             long as no checkpoint has it, all stay, and the log says so. What is pinned stays, too.
         mirrors: other places to which process 0 copies what is committed, as `Run.mirror` does; what fails there is
             told by `reports`, and the training goes on.
+        cache: a directory on a disk of this node (NVMe, tmpfs), which other processes and runs may share. A save is
+            WRITTEN, and its slot free, once it is there; it goes to `run` and is committed behind that, in the order of
+            saves, as long as `run` doesn't answer for a while, too. A start first finishes what a killed one left
+            there, and reads from there what is whole. What fails behind WRITTEN is told by the handle and by
+            `reports`, and raised by `close`. The directory is never relied on: it may be deleted at any time.
+        cache_nbytes: how large it may become, in bytes; None to leave a tenth of its file system free. What `run` has
+            goes first, the oldest of it; then the saver waits for an upload.
         resume: "auto" to follow the run's lineage; "fresh" to start anew; else name or manifest digest of a checkpoint,
             which rolls the run back to it.
         allow, strict: as for `ckptfmt.load`.
@@ -116,6 +122,8 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: tuple[str, str, int] | None = None,
         mirrors: Iterable[str | os.PathLike[str] | Store] = (),
+        cache: str | os.PathLike[str] | None = None,
+        cache_nbytes: int | None = None,
         resume: str = "auto",
         allow: Iterable[str] = (),
         strict: bool = False,
@@ -144,17 +152,16 @@ class Checkpointer:
             check_replicas=check_replicas,
             deadline_s=deadline_s,
             delta=DeltaOptions.of(delta),
+            cache=CacheOptions.of(cache, cache_nbytes),
         )
         self._retention = Retention.of(keep, keep_every, keep_best)
         self._writer_features = () if options.delta.mode == "off" else (REFERENCED,)
         self._signals = StopSignals(stop_on, deadline_s=stop_deadline_s)
-        self._store = open_store(run, writable=True)
-        self._state = state
+        self._store, self._state = open_store(run, writable=True), state
         allow = frozenset((allow,) if isinstance(allow, str) else allow)
         self._choices: dict[str, Any] = {"allow": allow, "strict": strict, "override": override}
-        self._share = share
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
-        self._deadline_s = deadline_s
+        self._deadline_s, self._cache, self._share = deadline_s, options.cache, share
         self._saves = Saves(self._store, self._group, options, mirrors)
         self._run: RunRecord | None = None
         #: The checkpoint that this launch resumes from; open until the RNG streams are put back.
@@ -470,54 +477,18 @@ class Checkpointer:
             return deadline_s
         return max(0.0, min(deadline_s, self._stop_s + self._signals.deadline_s - time.monotonic()))
 
-    def _begin(self) -> dict[str, object]:
-        """Choose and record what this launch resumes from; on writer 0 only."""
-        run = open_run(self._store, writer_features=(LABELS, *self._writer_features))
-        missing = sorted(set(self._writer_features) - set(run.writer_features))
-        if missing:
-            raise err(
-                Code.ARGUMENT,
-                f"the run was begun without {', '.join(missing)}: programs that don't know deltas may clean it up",
-                where="delta=",
-                requirement="REQ-CMT-036",
-                remedy="Pass delta='off', or begin another run with delta= and load this one's checkpoint into it.",
-            )
-        passed_over: list[str] = []
-
-        def note(sentence: str) -> None:
-            _LOG.warning("passed over: %s", sentence)
-            passed_over.append(sentence)
-
-        wait_s = self._deadline_s / 2  # half of what the others wait for this one
-        say_waiting = functools.partial(_say_waiting, wait_s)
-        # A saver that hangs mustn't keep the run from going on: what it commits later is beside the lineage.
-        if held := wait_for_savers(self._store, deadline_s=wait_s, on_wait=say_waiting):
-            note(f"the saves of {describe_savers(held)} weren't committed within {wait_s:g} s")
-
-        by_hand = None if self._resume in ("auto", "fresh") else self._resume
-        launch, self._checkpoint = begin_launch(
-            self._store, run, choose=by_hand, fresh=self._resume == "fresh", on_passed_over=note
-        )
-        return {
-            "launch": dataclasses.asdict(launch),
-            "writer_features": list(run.writer_features),
-            "passed_over": passed_over,
-        }
-
     def _take_launch(self) -> None:
-        told = self._group.run_on_first(self._begin)
-        if not isinstance(told, dict) or "launch" not in told:
-            raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
-        named = told["launch"].pop("resume_from")
-        resume = None if named is None else ResumeFrom(**named)
-        if resume is not None:
-            # Writer 0 opened the checkpoint to verify it, and loads that same object: no document is parsed twice.
-            self._checkpoint = self._group.together(
-                lambda: self._checkpoint or Checkpoint(self._store.at(resume.name), digest=resume.digest)
-            )
-        self.launch = Launch(**told["launch"], resume_from=resume)
-        self._run = RunRecord(run_id=self.launch.run_id, writer_features=tuple(told["writer_features"]))
-        self.passed_over = told["passed_over"]
+        taken = take_launch(
+            self._store,
+            self._group,
+            resume=self._resume,
+            writer_features=self._writer_features,
+            deadline_s=self._deadline_s,
+            cache=self._cache,
+        )
+        self.launch, self._run, self._checkpoint = taken.launch, taken.run, taken.checkpoint
+        self.passed_over = taken.passed_over
+        self._saves.reports += taken.reports
 
     def _load(self, checkpoint: Checkpoint, state: State) -> None:
         self.load_report = load_once(state, checkpoint, self._group, **self._choices, streams=False, share=self._share)
@@ -582,11 +553,6 @@ class Checkpointer:
         # From the signal on; for who got none, from now.
         self._stop_s = time.monotonic() if self._signals.first_s is None else self._signals.first_s
         return bool(told[0]["due"])
-
-
-def _say_waiting(wait_s: float, names: list[str]) -> None:
-    """Say why this launch stands still, and for how long at most, before it does."""
-    _LOG.warning("waiting at most %g s for the saves that %s has in hand", wait_s, describe_savers(names))
 
 
 def _tell(what: str, sentences: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from ckptfmt.commit.waiting import poll
 from ckptfmt.errors import Code, CommitError
 from ckptfmt.run.lineage import begin_launch, open_run
-from ckptfmt.saver.saver import SaveRequest
+from ckptfmt.saver.request import SaveRequest
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore

@@ -19,12 +19,14 @@ from ckptfmt.digest import DIGEST_NBYTES
 from ckptfmt.documents.extents import RAW, SAME
 from ckptfmt.documents.manifest import Manifest, Origin, Reference, checkpoint_name, pins_path
 from ckptfmt.documents.part import Part
-from ckptfmt.errors import IntegrityError
+from ckptfmt.errors import IntegrityError, StoreError
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Image
 from ckptfmt.write.slot_contents import SlotContents, Snapped
 from ckptfmt.write.writer import removed_after_error, write_image, write_part_file
 
+#: How many saves are remembered that are written and not known to be committed: failed ones among them.
+_WRITTEN_COUNT: Final = 64
 #: Smallest image for which processes are started to encode it, in bytes: a smaller one is done in less time.
 _LEAST_NBYTES: Final = 32 << 20
 
@@ -60,20 +62,34 @@ class Chain:
         self._known = known
         self.history = History()
         self._last: _Link | None = None  # committed
-        self._next: _Link | None = None  # written
+        #: What is written and not yet known to be committed, by attempt, the oldest first.
+        self._written: dict[str, _Link] = {}
         #: The digests of what lies in each slot, by its number, for as long as that isn't being filled again.
         self._in_slots: dict[int, tuple[Image, list[bytes]]] = {}
 
-    def write(self, store: Store, origin: Origin, writer: int, snapped: Snapped, *, options: DeltaOptions) -> SavePlan:
+    def write(
+        self,
+        store: Store,
+        origin: Origin,
+        writer: int,
+        snapped: Snapped,
+        *,
+        options: DeltaOptions,
+        home: Store | None = None,
+    ) -> SavePlan:
         """Write a snapshot's files and its part, as the policy says.
 
         Args:
             store: rooted at the checkpoint's directory.
+            home: rooted at that directory where bases are and pins belong, if that is another store: where it doesn't
+                answer, the save is written in full.
 
         Returns: what was decided.
         Raises: StoreError; what waiting for the slot raises.
         """
         begin_s = time.monotonic()
+        while len(self._written) >= _WRITTEN_COUNT:
+            del self._written[next(iter(self._written))]
         image, held = self._in_slots.pop(snapped.slot, (None, None))
         held = held if image is snapped.image else None
         plan, base = self._plan(snapped, options)
@@ -81,14 +97,16 @@ class Chain:
             self._start_coders(snapped.image)  # sooner or later
         if (fields := plan.fields) is not None and base is not None:
             try:
-                references = pin_base(store, origin, writer, base, known=self._known)
-            except IntegrityError as error:
+                references = pin_base(home or store, origin, writer, base, known=self._known)
+            except (IntegrityError, StoreError) as error:
+                if isinstance(error, StoreError) and home is None:
+                    raise
                 plan = SavePlan(fields=None, reason=f"the base can't be had: {error}")
             else:
                 # Nothing will be read of the bases if the part isn't written, and for its pins they would stay.
-                with removed_after_error(store, [pins_path(origin.attempt, writer)]):
+                with removed_after_error(home or store, [pins_path(origin.attempt, writer)]):
                     delta = Delta(
-                        store,
+                        home or store,
                         snapped,
                         base=base,
                         references=references,
@@ -97,8 +115,9 @@ class Chain:
                         coders=self._coders,
                         held=held,
                     )
-                    self._next = self._write_delta(delta, store, origin, writer, begin_s=begin_s, mode=options.mode)
-                self._in_slots[snapped.slot] = snapped.image, self._next.digests
+                    link = self._write_delta(delta, store, origin, writer, begin_s=begin_s, mode=options.mode)
+                self._written[origin.attempt] = link
+                self._in_slots[snapped.slot] = snapped.image, link.digests
                 return plan
         with SlotContents(snapped, held) as contents:
             part = write_image(store, snapped.image, contents, origin, snapped.context, writer=writer)
@@ -110,7 +129,7 @@ class Chain:
             read_nbytes=nbytes,
             decoded_nbytes=np.zeros_like(nbytes),
         )
-        self._next = link
+        self._written[origin.attempt] = link
         self._in_slots[snapped.slot] = snapped.image, link.digests
         seconds = time.monotonic() - begin_s
         self.history.note_full(nbytes=int(nbytes.sum()), seconds=seconds, unchanged=self._unchanged(link, nbytes))
@@ -119,10 +138,13 @@ class Chain:
         return plan
 
     def commit(self, manifest: Manifest) -> None:
-        """Take note that what was written last is committed: the next save may be a delta of it."""
-        if self._next is not None and self._next.part.origin.attempt == manifest.origin.attempt:
-            self._last, self._next = self._next, None
+        """Take note that a save is committed: the next one may be a delta of it. What came before it is forgotten."""
+        attempt = manifest.origin.attempt
+        if attempt in self._written:
+            behind = list(self._written)[list(self._written).index(attempt) + 1 :]
+            self._last = self._written[attempt]
             self._last.manifest = manifest
+            self._written = {later: self._written[later] for later in behind}
 
     def _plan(self, snapped: Snapped, options: DeltaOptions) -> tuple[SavePlan, Base | None]:
         last = self._last

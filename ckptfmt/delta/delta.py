@@ -54,7 +54,7 @@ class Delta:
     """The contents of a delta's packs, on their way from a slot.
 
     Args:
-        store: rooted at the checkpoint's directory.
+        store: rooted at the checkpoint's directory, with the base beside it.
         snapped: the snapshot, of the base's image, in a slot that is being filled.
         references: what the part will list.
         fields: those whose changed blocks are encoded; of others they are stored raw.

@@ -11,12 +11,12 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 from ckptfmt.digest import PREFIX, digest_bytes
 from ckptfmt.documents.manifest import Manifest, index_name, part_path
 from ckptfmt.documents.msgpk import open_packed_document
-from ckptfmt.documents.part import PartFile
+from ckptfmt.documents.part import Part, PartFile
 from ckptfmt.errors import Code, err
 from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox, check_nbytes
@@ -118,6 +118,12 @@ def stored_files(opened: OpenPart) -> list[VerifiedFile]:
     for found in spans:
         found.sort(key=lambda span: span[0])
     return [VerifiedFile(path=file.name, nbytes=file.nbytes, spans=own) for file, own in zip(files, spans, strict=True)]
+
+
+def stored_files_of(part: Part) -> list[VerifiedFile]:
+    """Return the shards and packs of a part whose checkpoint isn't there yet, or needn't be opened."""
+    # What is stored, and with which digests, the part says alone.
+    return stored_files(OpenPart(cast("CheckpointFiles", None), part))
 
 
 def for_each_file(work: Callable[[VerifiedFile], None], files: Iterable[VerifiedFile], failed: threading.Event) -> None:

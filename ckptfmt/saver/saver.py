@@ -6,7 +6,7 @@ When the trainer is gone, that process finishes the saves whose snapshot is comp
 save goes through these states, and each is reported:
 
     STAGED      the snapshot is complete, and the saver has it: a trainer that dies now loses nothing
-    WRITTEN     this writer's files and part are durable; the slot is free
+    WRITTEN     this writer's files and part are durable, in the cache of this node where there is one; the slot is free
     COMMITTED   the checkpoint is, for all writers
     DONE        older checkpoints were cleaned up
     FAILED      with the error
@@ -15,7 +15,6 @@ save goes through these states, and each is reported:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import os
@@ -23,7 +22,7 @@ import pathlib
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ckptfmt.commit.decision import Known, check_vacant, decide, sweep_attempts
@@ -31,99 +30,22 @@ from ckptfmt.commit.waiting import hold_attempt, wait_for_attempts
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.delta.policy import DeltaOptions
-from ckptfmt.documents.labels import Labels
-from ckptfmt.documents.manifest import Origin, checkpoint_name
-from ckptfmt.documents.part import Leaf, RngStream
+from ckptfmt.documents.manifest import Manifest, checkpoint_name
 from ckptfmt.documents.run import SAVERS, RunRecord
-from ckptfmt.errors import CkptError, Code, encodable, err
+from ckptfmt.errors import CkptError, Code, StoreError, encodable, err
 from ckptfmt.run.lineage import check_not_fenced
-from ckptfmt.run.retention import KEEP_ALL, Retention, tidy_up
+from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
+from ckptfmt.run.retention import tidy_up
+from ckptfmt.saver.request import SaveRequest
+from ckptfmt.saver.uploads import Uploads, bring_home
 from ckptfmt.stage.helper_process import Channel, be_helper, watch
 from ckptfmt.stage.slot import Slot
-from ckptfmt.store import Address, open_address
+from ckptfmt.store import open_address
 from ckptfmt.store.protocol import Store
-from ckptfmt.write.image import Context, Image
+from ckptfmt.write.image import Image
 from ckptfmt.write.slot_contents import Progress, Snapped
 from ckptfmt.write.staging import Seen
 from ckptfmt.write.writer import as_ckpt_error, tell_failure
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """One save, as the trainer asks for it.
-
-    Attributes:
-        origin: of the attempt.
-        writer: number of this writer.
-        context: what isn't tensors.
-        deadline_s: how long to wait for the other writers, in seconds.
-        retention: what stays of what is committed.
-        writer_features: of the run.
-        delta: whether it may be a delta.
-        place: of a checkpoint outside of a run: its address (see `ckptfmt.store`), or a store that is rooted there.
-        replace: whether to take the place of a checkpoint that is there.
-    """
-
-    origin: Origin
-    writer: int
-    context: Context
-    deadline_s: float
-    writer_features: tuple[str, ...]
-    retention: Retention = KEEP_ALL
-    delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
-    place: Address | Store | None = None
-    replace: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the request as plain values, the many of a kind in columns."""
-        context = self.context
-        return {
-            "origin": self.origin.as_dict(),
-            "writer": self.writer,
-            "saved_unix_s": context.saved_unix_s,
-            "streams": _columns(context.streams, RngStream),
-            "leaves": _columns(context.leaves, Leaf),
-            "absent": context.absent,
-            "labels": context.labels.members(),
-            "deadline_s": str(self.deadline_s),
-            "retention": self.retention.as_dict(),
-            "writer_features": list(self.writer_features),
-            "delta": self.delta.as_dict(),
-            "place": self.place,
-            "replace": self.replace,
-        }
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> SaveRequest:
-        """Return the request that `as_dict` was asked of."""
-        context = Context(
-            saved_unix_s=value["saved_unix_s"],
-            streams=tuple(RngStream(**row) for row in _rows(value["streams"])),
-            leaves=tuple(Leaf(**row) for row in _rows(value["leaves"])),
-            absent=value["absent"],
-            labels=Labels(metrics=value["labels"]["metrics"], tags=tuple(value["labels"]["tags"])),
-        )
-        return cls(
-            origin=Origin(**value["origin"]),
-            writer=value["writer"],
-            context=context,
-            deadline_s=float(value["deadline_s"]),
-            retention=Retention.from_dict(value["retention"]),
-            writer_features=tuple(value["writer_features"]),
-            delta=DeltaOptions.from_dict(value["delta"]),
-            place=value["place"],
-            replace=value["replace"],
-        )
-
-
-def _columns(rows: Iterable[RngStream | Leaf], kind: type[RngStream | Leaf]) -> dict[str, Any]:
-    rows = tuple(rows)
-    return {field.name: [getattr(row, field.name) for row in rows] for field in dataclasses.fields(kind)}
-
-
-def _rows(columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for values in zip(*columns.values(), strict=True):
-        yield dict(zip(columns, values, strict=True))
 
 
 class _Work:
@@ -144,11 +66,11 @@ class _Work:
         self.held = contextlib.ExitStack()
         #: Saves of others to the same place that were under way when this one began.
         self._earlier: list[str] = []
+        self._run_store = run_store
         origin, place = request.origin, request.place
         if place is None:
             assert run_store is not None  # noqa: S101 - such requests go to the saver of a run
             assert origin.launch is not None  # noqa: S101
-            self._run_store = run_store
             self.store = run_store.at(checkpoint_name(origin.step, origin.launch))
         else:
             self.store = open_address(place, writable=True) if isinstance(place, bytes | dict) else place
@@ -180,33 +102,100 @@ class _Work:
                 self._check()
             plan = chain.write(self.store, request.origin, request.writer, snapped, options=request.delta)
             self.report("WRITTEN", {})
-            manifest = decide(
-                self.store,
-                request.origin,
-                writer=request.writer,
-                deadline_s=request.deadline_s,
-                known=known,
-                replace=request.replace,
-            )
+            manifest = self._decide(known)
         except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
             self.fail(error)
             return
         # From here on there is a checkpoint, whatever comes.
-        told = {name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes")}
-        self.report("COMMITTED", {**told, "reason": plan.reason})
+        self._tell_committed(manifest, plan.reason)
         chain.commit(manifest)
         self.report("DONE", self._tidy_up(known))
+
+    def write_to_cache(self, cache: NodeCache, uploads: Uploads, snapped: Snapped, chain: Chain) -> str:
+        """Save into the cache what is, or will be, in a slot, and tell WRITTEN; return why so, or as a delta.
+
+        Raises: StoreError where the cache takes nothing, or has no room for this; what waiting for the slot raises.
+        """
+        request, nbytes = self.request, snapped.image.nbytes
+        while not cache.make_room(nbytes):
+            if not uploads.wait_for_one():
+                detail = f"no room for a save of {nbytes} bytes"
+                raise err(Code.NO_SPACE, detail, where=cache.store.name, remedy="Raise cache_nbytes=, or free space.")
+        part = part_of(request.origin, request.writer)
+        self.held.enter_context(cache.hold(part))
+        try:
+            plan = chain.write(
+                cache.at(part.name),
+                request.origin,
+                request.writer,
+                snapped,
+                options=request.delta if uploads.is_well else DeltaOptions(),
+                home=self.store,
+            )
+        except Exception:
+            cache.drop(part)
+            raise
+        self.report("WRITTEN", {})
+        return plan.reason
+
+    def bring_home(
+        self, cache: NodeCache, uploads: Uploads, known: Known, reason: str, on_commit: Callable[[Manifest], object]
+    ) -> None:
+        """Bring home what `write_to_cache` wrote; tell COMMITTED and DONE, or FAILED.
+
+        Args:
+            on_commit: called with the manifest.
+        """
+        request = self.request
+        assert self._run_store is not None  # noqa: S101 - only saves of a run go through a cache
+        try:
+            part = part_of(request.origin, request.writer)
+            manifest = bring_home(
+                cache,
+                part,
+                self._run_store,
+                request.origin,
+                uploads=uploads,
+                known=known,
+                deadline_s=request.deadline_s,
+            )
+        except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
+            self.fail(error)
+            return
+        on_commit(manifest)
+        self._tell_committed(manifest, reason)
+        self.report("DONE", self._tidy_up(known))
+
+    def _decide(self, known: Known) -> Manifest:
+        request = self.request
+        return decide(
+            self.store,
+            request.origin,
+            writer=request.writer,
+            deadline_s=request.deadline_s,
+            known=known,
+            replace=request.replace,
+        )
+
+    def _tell_committed(self, manifest: Manifest, reason: str) -> None:
+        told = {name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes")}
+        self.report("COMMITTED", {**told, "reason": reason})
 
     def fail(self, error: Exception) -> None:
         """Tell trainer and other writers that the save has failed. Spec: REQ-CMT-004."""
         known = as_ckpt_error(error)
-        tell_failure(self.store, self.request.origin, self.request.writer, known)
+        self.tell_others(known)
         self.report("FAILED", known.as_json())
+
+    def tell_others(self, error: CkptError) -> None:
+        """Tell the other writers that the save has failed. Spec: REQ-CMT-004."""
+        tell_failure(self.store, self.request.origin, self.request.writer, error)
 
     def _check(self) -> None:
         """Raise where nothing may be saved any more; wait for earlier saves to the same place."""
         request = self.request
         if self.is_in_run:
+            assert self._run_store is not None  # noqa: S101 - see __init__
             check_not_fenced(self._run_store, request.origin.launch or 0)
             check_vacant(self.store)
             return
@@ -219,7 +208,7 @@ class _Work:
 
     def _tidy_up(self, known: Known) -> dict[str, Any]:
         origin = self.request.origin
-        if self.request.writer != 0 or not self.is_in_run:
+        if self.request.writer != 0 or self.request.place is not None or self._run_store is None:
             return {"removed": [], "problem": ""}
         assert origin.run_id is not None  # noqa: S101 - see __init__
         assert origin.launch is not None  # noqa: S101
@@ -238,15 +227,27 @@ class Saver:
     Args:
         store: rooted at the run; None where each request says its place.
         send: called with each message to the trainer, from any thread.
+        cache: through which the saves of a run go home; None for none.
         rest: called after each save, when nobody waits for that one any more.
 
-    Spec: REQ-RUN-017.
+    Spec: REQ-RUN-017, REQ-RUN-035.
     """
 
     def __init__(
-        self, store: Store | None, send: Callable[[dict[str, Any]], None], *, rest: Callable[[], object] = lambda: None
+        self,
+        store: Store | None,
+        send: Callable[[dict[str, Any]], None],
+        *,
+        cache: CacheOptions | None = None,
+        rest: Callable[[], object] = lambda: None,
     ) -> None:
         self._store = store
+        self._cache_options = cache
+        self._cache: NodeCache | None = None
+        self._uploads = None if cache is None else Uploads(self._note, self._break_by)
+        #: What was committed by way of the cache, for the thread that writes to hear of.
+        self._committed: queue.SimpleQueue[Manifest] = queue.SimpleQueue()
+        self._has_adopted = False
         self._send = send
         self._rest = rest
         self._views: dict[int, memoryview] = {}
@@ -254,9 +255,12 @@ class Saver:
         self._pending: dict[int, Progress] = {}
         self._coders = Coders()
         self._known = Known()
+        self._upload_known = Known()  # of the other thread
         self._chain = Chain(self._coders, self._known)
         self._held = contextlib.ExitStack()
-        self._lock = threading.Lock()
+        self._is_held = False
+        self._deadline_s = 0.0
+        self._lock = threading.Lock()  # guards what is pending, and what is held
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ckptfmt-saver", daemon=True)
         self._thread.start()
@@ -284,7 +288,7 @@ class Saver:
                 progress.abandon(err(Code.STATE_CHANGED, message["detail"]))
 
     def lose_trainer(self) -> None:
-        """Give up the saves whose snapshot isn't complete: the trainer is gone."""
+        """Give up the saves whose snapshot isn't complete: the trainer is gone. Those in a cache are brought home."""
         self.give_up(err(Code.TRAINER_LOST, "the trainer ended while it copied", requirement="REQ-CMT-029"))
 
     def give_up(self, error: CkptError) -> None:
@@ -294,6 +298,8 @@ class Saver:
 
     def finish(self, timeout_s: float | None = None) -> bool:
         """Do what is still to do, then end; False if that takes longer than `timeout_s` seconds."""
+        if self._uploads is not None:
+            self._uploads.limit(self._deadline_s)
         self._tasks.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
@@ -301,7 +307,7 @@ class Saver:
 
     def is_alive(self) -> bool:
         """Tell whether anybody would do what is asked."""
-        return self._thread.is_alive()
+        return self._thread.is_alive() and (self._uploads is None or self._uploads.is_alive())
 
     def _begin(self, number: int, slot: int, request: SaveRequest) -> None:
         assert self._image is not None  # noqa: S101 - the trainer sends it first
@@ -318,34 +324,131 @@ class Saver:
         try:
             self._hold(number, work, progress)
         except Exception as error:  # noqa: BLE001 - the same
+            self._release(number, work)
             work.fail(error)
             return
 
         def task() -> None:
+            is_on_its_way = False
             try:
-                work.save(snapped, self._chain, self._known)
+                is_on_its_way = self._uploads is not None and self._save_by_cache(number, work, snapped, self._uploads)
+                if not is_on_its_way:
+                    work.save(snapped, self._chain, self._known)
+            finally:
+                if not is_on_its_way:
+                    self._release(number, work)
+
+        self._deadline_s = request.deadline_s
+        self._tasks.put(task)
+
+    # --- by way of a cache --------------------------------------------------------------------------------------------
+
+    def _save_by_cache(self, number: int, work: _Work, snapped: Snapped, uploads: Uploads) -> bool:
+        """Write a save into the cache, and have it brought home behind those before it; it is in hand until then.
+
+        Returns: False where the cache takes nothing, and all saves before this one are over.
+        """
+        while not self._committed.empty():
+            self._chain.commit(self._committed.get())
+        try:
+            cache = self._open_cache(work.request, uploads)
+            reason = work.write_to_cache(cache, uploads, snapped, self._chain)
+        except StoreError as error:
+            self._cache = None
+            self._note(f"CACHE_FAILED: a save is written to the run's home at once: {error}")
+            uploads.wait_idle()
+            return False
+        except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
+            work.report("FAILED", as_ckpt_error(error).as_json())
+            uploads.add(functools.partial(self._end_failed, number, work, error))
+            return True
+
+        def upload() -> None:
+            try:
+                uploads.until_home_answers(lambda: self._hold_run(work.request))
+                work.bring_home(cache, uploads, self._upload_known, reason, self._committed.put)
+            except CkptError as error:  # of a hold, which home doesn't take
+                work.fail(error)
             finally:
                 self._release(number, work)
 
-        self._tasks.put(task)
+        uploads.add(upload)
+        return True
+
+    def _end_failed(self, number: int, work: _Work, error: Exception) -> None:
+        """Tell the other writers of a save that failed before it was in the cache; the trainer knows."""
+        try:
+            work.tell_others(as_ckpt_error(error))
+        finally:
+            self._release(number, work)
+
+    def _open_cache(self, request: SaveRequest, uploads: Uploads) -> NodeCache:
+        """Return the cache, and take over what a saver of this launch and writer left there when it died."""
+        assert self._cache_options is not None  # noqa: S101 - there are uploads
+        origin = request.origin
+        if self._cache is None:
+            self._cache = NodeCache(self._cache_options, origin.run_id or "")
+        if not self._has_adopted:
+            self._has_adopted = True
+            for part in self._cache.list_unfinished():
+                if (part.writer, part.launch) == (request.writer, origin.launch):
+                    uploads.add(functools.partial(self._adopt, self._cache, part, request, uploads))
+        return self._cache
+
+    def _adopt(self, cache: NodeCache, part: CachedPart, request: SaveRequest, uploads: Uploads) -> None:
+        """Finish a save of a saver that died. Spec: REQ-RUN-036."""
+        assert self._store is not None  # noqa: S101 - it is a run's
+        try:
+            with cache.hold(part):
+                origin = cache.read_part(part)[0].origin
+                bring_home(
+                    cache,
+                    part,
+                    self._store,
+                    origin,
+                    uploads=uploads,
+                    known=self._upload_known,
+                    deadline_s=request.deadline_s,
+                )
+        except Exception as error:  # noqa: BLE001 - nobody has a handle of it
+            self._note(f"CACHE_UNFINISHED: {part.name}, which a saver left when it died: {as_ckpt_error(error)}")
+
+    def _note(self, sentence: str) -> None:
+        self._send({"type": "note", "sentence": encodable(sentence)})
+
+    # --- holds --------------------------------------------------------------------------------------------------------
 
     def _hold(self, number: int, work: _Work, progress: Progress) -> None:
         """Hold the file by which others know that there is something to wait for."""
         with self._lock:
-            if not work.is_in_run:
-                work.hold()
-            elif not self._pending:
-                assert self._store is not None  # noqa: S101 - see _Work
-                origin, writer = work.request.origin, work.request.writer
-                name = f"{SAVERS}/{origin.launch:04d}-{writer:05d}-{origin.attempt}"
-                self._held.enter_context(self._store.hold(name))
-            self._pending[number] = progress
+            self._pending[number] = progress  # first: what is held stays so from here on
+        try:
+            self._hold_run(work.request) if work.is_in_run else work.hold()
+        except StoreError:
+            if self._uploads is None:
+                raise
+            # Home doesn't answer: it is held before the first byte goes there, and no launch begins before that.
+
+    def _hold_run(self, request: SaveRequest) -> None:
+        """Hold a file in the run, unless one is held. Spec: REQ-RUN-017."""
+        with self._lock:
+            if self._is_held:
+                return
+        assert self._store is not None  # noqa: S101 - see _Work
+        name = f"{SAVERS}/{request.origin.launch:04d}-{request.writer:05d}-{request.origin.attempt}"
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._store.hold(name))
+            with self._lock:
+                if not self._is_held:
+                    self._held = held.pop_all()
+                    self._is_held = True
 
     def _release(self, number: int, work: _Work) -> None:
         with self._lock, contextlib.suppress(CkptError):
             del self._pending[number]
             with work.held:
                 if not self._pending:
+                    self._is_held = False
                     self._held.close()
 
     def _report(self, number: int, state: str, told: dict[str, Any]) -> None:
@@ -360,8 +463,18 @@ class Saver:
             self._break(error)
         finally:
             self._coders.close()
+            if self._uploads is not None:
+                self._uploads.end()
             with contextlib.suppress(CkptError):
                 self._held.close()
+
+    def _break_by(self, error: BaseException) -> None:
+        """Let the thread that writes end with the error of another: while it reads slots, they mustn't be let go."""
+
+        def task() -> None:
+            raise error
+
+        self._tasks.put(task)
 
     def _break(self, error: BaseException) -> None:
         """Say that nothing is saved from here any more: what failed isn't a save, or telling of one."""
@@ -394,7 +507,8 @@ def main(fd: int) -> None:
         gc.disable()
         address = opening["address"]
         store = None if address is None else open_address(address, writable=True)
-        saver = Saver(store, send, rest=gc.collect)
+        cache = None if opening["cache"] is None else CacheOptions.from_dict(opening["cache"])
+        saver = Saver(store, send, cache=cache, rest=gc.collect)
         _serve(channel, saver, send)
     except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
         problem = as_ckpt_error(error)

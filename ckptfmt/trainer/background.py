@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ckptfmt.errors import CkptError, Code, encodable, err, error_from_json
-from ckptfmt.saver.saver import SaveRequest
+from ckptfmt.errors import CkptError, Code, StoreError, encodable, err, error_from_json
+from ckptfmt.run.node_cache import CacheOptions
+from ckptfmt.saver.request import SaveRequest
 from ckptfmt.stage.slot import Slot, available_nbytes, is_shortage, plan_slots
 from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
@@ -24,6 +25,13 @@ from ckptfmt.write.image import Image
 from ckptfmt.write.staging import Copy, Seen, Staging
 
 _LOG: Final = logging.getLogger("ckptfmt")
+#: What a save on its way home may fail with, beside every error of a store, that ends no training.
+_PASSING: Final = frozenset(
+    {
+        Code.FILE_MISSING, Code.FILE_NBYTES, Code.BLOCK_DIGEST, Code.HEADER_DIGEST, Code.DOC_DIGEST, Code.DOC_MISMATCH,
+        Code.WRITER_FAILED, Code.WRITERS_MISSING, Code.COMMIT_UNKNOWN,
+    }
+)  # fmt: skip
 
 
 def staging_thread_count() -> int:
@@ -99,10 +107,24 @@ class Background:
         slot_count: how many slots there should be.
         nice: what the saver's process adds to its niceness.
         deadline_s: how long to wait for the saver to be ready, in seconds.
+        cache: through which saves of the run go; None for none.
+        note: called with a sentence of the saver, from a thread.
     """
 
-    def __init__(self, store: Store | None, *, in_process: bool, slot_count: int, nice: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        store: Store | None,
+        *,
+        in_process: bool,
+        slot_count: int,
+        nice: int,
+        deadline_s: float,
+        cache: CacheOptions | None = None,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._store = store
+        self._cache = cache
+        self._note = note
         self._name = None if store is None else store.name
         self._address = None if store is None else address_of(store)
         self._in_process = in_process
@@ -242,8 +264,10 @@ class Background:
 
     def _make_link(self, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[Lost], None]) -> Link:
         if self._in_process:
-            return ProcessLink(self._address, nice=self._nice, on_message=on_message, on_lost=on_lost)
-        return ThreadLink(self._store, on_message=on_message, on_lost=on_lost)
+            return ProcessLink(
+                self._address, cache=self._cache, nice=self._nice, on_message=on_message, on_lost=on_lost
+            )
+        return ThreadLink(self._store, cache=self._cache, on_message=on_message, on_lost=on_lost)
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -369,6 +393,8 @@ class Background:
         elif kind == "broken":
             # It is told last: the saver uses no slot any more.
             self._lose(link_number, Lost(error=error_from_json(message["error"]), has_ended=True))
+        elif kind == "note":
+            self._note(message["sentence"])
         else:
             self._on_state(message)
 
@@ -457,11 +483,29 @@ class Background:
 
     # --- failures, and the end ----------------------------------------------------------------------------------------
 
-    def next_failure(self) -> tuple[str, CkptError] | None:
-        """Return attempt and error of a save that failed and of which nobody was told yet."""
+    def next_failure(self, *, at_end: bool = False) -> tuple[str, CkptError] | None:
+        """Return attempt and error of a save that failed and of which nobody was told yet.
+
+        Args:
+            at_end: whether it is the last time that this is asked: else what failed on its way from the cache to home
+                is left out, unless it says that this launch is over.
+        """
         with self._lock:
-            failures = [(attempt, handle.error) for attempt, handle in self._failures if not handle.is_failure_taken]
+            failures = [
+                (attempt, handle.error)
+                for attempt, handle in self._failures
+                if not handle.is_failure_taken and (at_end or not self._is_passing(handle))
+            ]
         return next(((attempt, error) for attempt, error in failures if error is not None), None)
+
+    def _is_passing(self, handle: SaveHandle) -> bool:
+        """Tell whether a save failed between cache and home, in a way that later saves needn't fail in."""
+        return (
+            self._cache is not None
+            and "WRITTEN" in handle.times
+            and handle.error is not None
+            and (isinstance(handle.error, StoreError) or handle.error.code in _PASSING)
+        )
 
     def note_told(self, attempt: str) -> None:
         """Take note that the failure of an attempt was raised here: not again, even if it is still to come."""

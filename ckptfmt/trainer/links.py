@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.run.node_cache import CacheOptions
 from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.helper_process import start_helper
 from ckptfmt.stage.slot import Slot
@@ -49,6 +50,7 @@ class ProcessLink:
 
     Args:
         address: of the run (`ckptfmt.store.address_of`); None where each request says its place.
+        cache: through which saves of the run go; None for none.
         nice: what to add to its niceness.
         on_message: called with each of its messages, in a thread.
         on_lost: called once when it is gone, or can't be talked to any more, in a thread.
@@ -56,7 +58,15 @@ class ProcessLink:
     Raises: CommitError(SAVER_LOST) if it can't be started.
     """
 
-    def __init__(self, address: Address | None, *, nice: int, on_message: _OnMessage, on_lost: _OnLost) -> None:
+    def __init__(
+        self,
+        address: Address | None,
+        *,
+        cache: CacheOptions | None = None,
+        nice: int,
+        on_message: _OnMessage,
+        on_lost: _OnLost,
+    ) -> None:
         try:
             self._process, self._channel = start_helper("ckptfmt.saver.saver")
         except OSError as error:
@@ -67,6 +77,7 @@ class ProcessLink:
         self._problem: BaseException | None = None
         self._outgoing: queue.SimpleQueue[tuple[dict[str, Any], Slot | None] | None] = queue.SimpleQueue()
         opening = {"type": "open", "address": address, "nice": nice, "trainer_pid": os.getpid()}
+        opening["cache"] = None if cache is None else cache.as_dict()
         self._outgoing.put((opening, None))
         self._sender = threading.Thread(target=self._send_all, name="ckptfmt-send", daemon=True)
         self._receiver = threading.Thread(target=self._receive_all, name="ckptfmt-receive", daemon=True)
@@ -196,16 +207,19 @@ class ThreadLink:
 
     Args:
         store: rooted at the run; None where each request says its place.
+        cache: through which saves of the run go; None for none.
         on_message: called with each of the saver's messages, in a thread.
         on_lost: called once when the saver can't be told anything any more, in a thread.
     """
 
-    def __init__(self, store: Store | None, *, on_message: _OnMessage, on_lost: _OnLost) -> None:
+    def __init__(
+        self, store: Store | None, *, cache: CacheOptions | None = None, on_message: _OnMessage, on_lost: _OnLost
+    ) -> None:
         self._on_message, self._on_lost = on_message, on_lost
         self._is_closing = False
         self._incoming: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._handle_all, name="ckptfmt-messages", daemon=True)
-        self._saver = Saver(store, on_message)
+        self._saver = Saver(store, on_message, cache=cache)
         try:
             self._thread.start()
         except BaseException:

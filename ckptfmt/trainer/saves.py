@@ -26,8 +26,9 @@ from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
 from ckptfmt.run.lineage import check_no_run, check_not_fenced
+from ckptfmt.run.node_cache import CacheOptions
 from ckptfmt.run.retention import Retention, tidy_up
-from ckptfmt.saver.saver import SaveRequest
+from ckptfmt.saver.request import SaveRequest
 from ckptfmt.state import State
 from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
@@ -64,6 +65,7 @@ class SaveOptions:
     check_replicas: bool
     deadline_s: float
     delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
+    cache: CacheOptions | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (("saver", self.saver, _SAVERS), ("when_busy", self.when_busy, _POLICIES)):
@@ -76,6 +78,9 @@ class SaveOptions:
         if self.delta.mode != "off" and self.saver == "inline":
             remedy = "Pass saver='process' or saver='thread': a delta is made from a snapshot."
             raise err(Code.ARGUMENT, "saver='inline' can't save deltas", where="delta=", remedy=remedy)
+        if self.cache is not None and self.saver == "inline":
+            remedy = "Pass saver='process' or saver='thread': the upload goes on behind the save."
+            raise err(Code.ARGUMENT, "saver='inline' has no cache", where="cache=", remedy=remedy)
         if type(self.nice) is not int or not 0 <= self.nice <= 19:
             raise err(Code.ARGUMENT, f"nice={self.nice!r} isn't a number from 0 to 19", where="nice=")
 
@@ -209,6 +214,8 @@ class Saves:
             slot_count=options.slots,
             nice=options.nice,
             deadline_s=options.deadline_s,
+            cache=options.cache,
+            note=functools.partial(_add_report, self.reports),  # which doesn't keep this object alive
         )
         # At the interpreter's exit, or when nobody has the checkpointer any more: no staged save is lost by it.
         self._finalizer = weakref.finalize(self, _let_go, background, self._guards)
@@ -226,9 +233,7 @@ class Saves:
         return self._guards[key]
 
     def _report(self, sentence: str) -> None:
-        if sentence not in self.reports:
-            _LOG.warning("%s", sentence)
-            self.reports.append(sentence)
+        _add_report(self.reports, sentence)
 
     def _warn_of_limits(self, leaves: Iterable[Leaf]) -> None:
         """Report each value that grows towards what ends a save, long before it does."""
@@ -426,7 +431,7 @@ class Saves:
             for guard in list(self._guards.values()):
                 guard.close()
             self._guards.clear()
-        failure = background.next_failure()
+        failure = background.next_failure(at_end=True)
         problem = None if failure is None else failure[1]
         if rest and problem is None:
             detail = f"{len(rest)} saves aren't over {deadline_s:g} s after the checkpointer was closed"
@@ -435,6 +440,12 @@ class Saves:
             raise problem
         if problem is not None:
             _LOG.error("%s", problem)
+
+
+def _add_report(reports: list[str], sentence: str) -> None:
+    if sentence not in reports:
+        _LOG.warning("%s", sentence)
+        reports.append(sentence)
 
 
 def _let_go(background: Background, guards: dict[int, Any]) -> None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from ckptfmt import api, checkpointer
+from ckptfmt import api
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin
 from ckptfmt.documents.run import RUN_NAME
@@ -18,12 +18,20 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verified_files import VerifiedFile
 from ckptfmt.run import compaction as compact
-from ckptfmt.run import lineage, mirror, scrub
+from ckptfmt.run import lineage, mirror, node_cache, scrub
 from ckptfmt.saver import saver
 from ckptfmt.saver.saver import Saver
 from ckptfmt.store.protocol import Store
+from ckptfmt.trainer import launching
 from ckptfmt.trainer import one_save as saving
 from tests.mutants.mutant import Mutant, replaced, rewritten
+
+
+def _all_settled(right: Any, *arguments: Any) -> Any:
+    found = right(*arguments)
+    for files in found.values():
+        files.settled = files.settled or "0"
+    return found
 
 
 def _look_once() -> AbstractContextManager[Any]:
@@ -120,7 +128,7 @@ MUTANTS = {
     "launch_does_not_wait": Mutant(
         clauses=("REQ-RUN-018",),
         fault="chooses what to resume from while a saver is at work",
-        patch=replaced(checkpointer, "wait_for_savers", lambda *_, **__: []),
+        patch=replaced(launching, "wait_for_savers", lambda *_, **__: []),
         tests=("test_checkpointer.py::test_launch_waits_for_what_an_old_saver_has_in_its_hands",),
     ),
     "compaction_does_not_wait": Mutant(
@@ -231,5 +239,39 @@ MUTANTS = {
             "run/test_mirror.py::test_a_register_is_not_rewritten_over_files_that_cannot_be_repaired",
             "run/test_mirror.py::test_what_was_retired_is_not_brought_back",
         ),
+    ),
+    "cached_bytes_not_compared": Mutant(
+        clauses=("REQ-RUN-035",),
+        fault="copies what a cache has without a look at its digests",
+        patch=rewritten(VerifiedFile._read, "check(view[first - begin : first - begin + nbytes])", "pass"),
+        tests=("test_node_cache.py::test_what_is_damaged_in_the_cache_is_not_finished[damaged-.safetensors]",),
+    ),
+    "nothing_finished_from_caches": Mutant(
+        clauses=("REQ-RUN-036",),
+        fault="begins a launch without a look into the caches",
+        patch=replaced(launching, "plan_finish", lambda *_: []),
+        tests=(
+            "test_node_cache.py::test_a_launch_finishes_what_a_killed_one_left",
+            "test_node_cache.py::test_the_parts_of_all_writers_come_from_wherever_they_are[True]",
+            "test_node_cache.py::test_one_process_finishes_from_a_shared_cache",
+        ),
+    ),
+    "older_launches_finished": Mutant(
+        clauses=("REQ-RUN-036",),
+        fault="finishes what a launch left that was overtaken",
+        patch=rewritten(node_cache.plan_finish, "parsed[1] != newest", "parsed[1] < 0"),
+        tests=("test_node_cache.py::test_what_an_older_launch_left_is_not_finished",),
+    ),
+    "half_an_attempt_finished": Mutant(
+        clauses=("REQ-RUN-036",),
+        fault="copies parts of an attempt of which others are lost",
+        patch=rewritten(node_cache.plan_finish, "there | set(writers) < set(range(writer_count))", "not writers"),
+        tests=("test_node_cache.py::test_a_lost_node_leaves_nothing_half_visible",),
+    ),
+    "unfinished_evicted": Mutant(
+        clauses=("REQ-RUN-037",),
+        fault="makes room in the cache by what home doesn't have",
+        patch=replaced(node_cache.NodeCache, "_scan", _all_settled),
+        tests=("test_node_cache.py::test_what_home_lacks_stays_and_the_saver_waits",),
     ),
 }

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from ckptfmt import checkpointer
 from ckptfmt.adapters.torch import guard
 from ckptfmt.adapters.torch.guard import Guard
 from ckptfmt.commit import decision as commit
@@ -18,6 +17,7 @@ from ckptfmt.documents.manifest import Origin, Reference, pins_path
 from ckptfmt.documents.run import Pins, RunRecord
 from ckptfmt.saver.saver import Saver
 from ckptfmt.store.protocol import Store
+from ckptfmt.trainer import launching
 from ckptfmt.write.slot_contents import Progress
 from tests.mutants.mutant import Mutant, replaced
 
@@ -111,7 +111,7 @@ MUTANTS = {
     "deltas_in_any_run": Mutant(
         clauses=("REQ-CMT-036",),
         fault="takes every run for one that lists references",
-        patch=replaced(checkpointer, "open_run", _as_if_listed),
+        patch=replaced(launching, "open_run", _as_if_listed),
         tests=("test_deltas.py::test_a_run_that_was_begun_without_deltas_refuses_them",),
     ),
     "pins_of_the_first_writer": Mutant(

@@ -19,7 +19,8 @@ from ckptfmt.documents.run import SAVERS
 from ckptfmt.errors import Code, err
 from ckptfmt.run.lineage import begin_launch, list_checkpoints, open_run
 from ckptfmt.run.retention import Retention
-from ckptfmt.saver.saver import Saver, SaveRequest
+from ckptfmt.saver.request import SaveRequest
+from ckptfmt.saver.saver import Saver
 from ckptfmt.stage.slot import Slot
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore

@@ -1,0 +1,412 @@
+"""The cache of one node: files of saves that home is still to get, and of checkpoints that home has.
+
+Below ``<cache>/<run id>/`` lie shards, packs and parts under the paths that they have at home. A part is what a next
+process needs to finish a save. It is *settled*, by a file beside it, once its attempt is decided for this writer; until
+then its files stay. Whoever is at work on it holds a file, which ends with its process.
+
+Spec: REQ-RUN-035 to REQ-RUN-037.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from ckptfmt import limits
+from ckptfmt.commit.decision import create_once, finalize, read_register
+from ckptfmt.documents.manifest import (
+    Manifest,
+    Origin,
+    checkpoint_name,
+    held_path,
+    parse_checkpoint_name,
+    part_path,
+)
+from ckptfmt.documents.part import Part
+from ckptfmt.errors import CkptError, Code, StoreError, err
+from ckptfmt.read.files import check_nbytes
+from ckptfmt.read.verified_files import StoppedError, VerifiedFile, for_each_file, stored_files_of
+from ckptfmt.run.lineage import list_launch_numbers
+from ckptfmt.store import LocalStore, is_url
+from ckptfmt.store.protocol import SizedChunks, Store
+
+_SETTLED_SUFFIX: Final = ".settled"
+_PART_SUFFIX: Final = ".msgpack"
+_PATH: Final = re.compile(
+    r"([0-9a-f]{32})/(step-[0-9]{8,}-l[0-9]{4,})/"
+    r"(?:parts/|[a-z][a-z_]{0,40}-)([0-9a-f]{16})-([0-9]{5,9})(\.[a-z.]{1,20})"
+)
+#: Without a limit, one of so many bytes of the file system stays free.
+_FREE_SHARE: Final = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """What a caller chooses: the directory, and how many bytes it may hold; None to leave a tenth of the disk free."""
+
+    path: str
+    limit_nbytes: int | None = None
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str] | None, limit_nbytes: int | None) -> CacheOptions | None:
+        """Return what a caller chose; None for no cache. Raises: StateError(ARGUMENT)."""
+        if path is None:
+            if limit_nbytes is not None:
+                raise err(Code.ARGUMENT, "there is no cache to limit", where="cache_nbytes=")
+            return None
+        if limit_nbytes is not None and (type(limit_nbytes) is not int or limit_nbytes < 1):
+            detail = f"cache_nbytes={limit_nbytes!r} isn't a number of bytes"
+            raise err(Code.ARGUMENT, detail, where="cache_nbytes=")
+        if is_url(path):
+            remedy = "Pass a directory on a disk of this node."
+            raise err(Code.ARGUMENT, f"{path!r} isn't a directory", where="cache=", remedy=remedy)
+        return cls(path=os.path.abspath(path), limit_nbytes=limit_nbytes)  # noqa: PTH100 - a path needn't be text
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the choice as plain values."""
+        return {"path": os.fsencode(self.path), "limit_nbytes": self.limit_nbytes}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> CacheOptions:
+        """Return the choice that `as_dict` was asked of."""
+        return cls(path=os.fsdecode(value["path"]), limit_nbytes=value["limit_nbytes"])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class CachedPart:
+    """What one writer's save of one step is called: the checkpoint's name, the attempt and the writer."""
+
+    name: str
+    attempt: str
+    writer: int
+
+    @property
+    def launch(self) -> int | None:
+        """The launch that saved it."""
+        parsed = parse_checkpoint_name(self.name)
+        return None if parsed is None else parsed[1]
+
+    @property
+    def path(self) -> str:
+        """The path of the part in the checkpoint's directory."""
+        return part_path(self.attempt, self.writer)
+
+    @property
+    def settled_path(self) -> str:
+        """The path of the note that its attempt is decided for this writer."""
+        return self.path.removesuffix(_PART_SUFFIX) + _SETTLED_SUFFIX
+
+
+@dataclasses.dataclass(slots=True)
+class _Found:
+    """The files of one writer's save in the cache."""
+
+    paths: list[str] = dataclasses.field(default_factory=list)
+    nbytes: int = 0
+    has_part: bool = False
+    settled: str | None = None
+
+
+class NodeCache:
+    """The files of one run in the cache of this node; the cache may hold other runs as well.
+
+    Any call may raise a StoreError: the directory may be full, or be deleted at any time.
+
+    Args:
+        options: where, and how large.
+        run_id: of the run.
+
+    Raises: StoreError.
+    """
+
+    def __init__(self, options: CacheOptions, run_id: str) -> None:
+        self._root = LocalStore(options.path, writable=True)
+        self._limit_nbytes = options.limit_nbytes
+        self._run_id = run_id
+        self.store: Final[Store] = self._root.at(run_id)
+
+    def at(self, name: str) -> Store:
+        """Return the store that is rooted where a checkpoint's files are."""
+        return self.store.at(name)
+
+    def hold(self, part: CachedPart) -> contextlib.AbstractContextManager[None]:
+        """Say, while the context is open, that a process is at work on a save. Spec: REQ-RUN-036."""
+        return self.at(part.name).hold(held_path(part.attempt, part.writer))
+
+    def is_held(self, part: CachedPart) -> bool:
+        """Return whether a living process is at work on a save."""
+        return self.at(part.name).is_held(held_path(part.attempt, part.writer))
+
+    def list_names(self) -> list[str]:
+        """Return the names of the checkpoints that there is something of. Raises: StoreError."""
+        return [name[:-1] for name in self.store.list_names("") if name.endswith("/")]
+
+    def list_unfinished(self) -> list[CachedPart]:
+        """Return the saves that were written here completely, aren't settled, and are in nobody's hands; by step."""
+        found = (part for part, files in self._scan().items() if files.has_part and files.settled is None)
+        return sorted((part for part in found if not self.is_held(part)), key=_order)
+
+    def read_part(self, part: CachedPart) -> tuple[Part, bytes]:
+        """Return a cached part, and its bytes. Raises: IntegrityError; FormatError. Spec: REQ-RUN-035."""
+        with _as_damage():
+            content = self.at(part.name).read(part.path, limit_nbytes=limits.MSGPACK_NBYTES)
+        found, _ = Part.parse(content, where=part.path)
+        origin = found.origin
+        name = None if origin.launch is None else checkpoint_name(origin.step, origin.launch)
+        if (origin.run_id, name, origin.attempt, found.writer) != (self._run_id, part.name, part.attempt, part.writer):
+            raise err(Code.DOC_MISMATCH, "the cached part isn't the one of its name", where=part.path)
+        return found, content
+
+    def upload(self, part: CachedPart, home: Store, stop: threading.Event) -> Part:
+        """Copy a save's files to home, each byte compared with its digest, and the part last; return it.
+
+        What is there already stays as it is. After an error of the cache nothing is left there.
+
+        Args:
+            home: rooted at the checkpoint's directory.
+            stop: ends it soon, once it is set.
+
+        Raises: IntegrityError, FormatError of what the cache has; StoreError of home; StoppedError.
+        Spec: REQ-RUN-035, REQ-CMT-005.
+        """
+        found, content = self.read_part(part)
+        files = stored_files_of(found)
+        place, failed = self.at(part.name), threading.Event()
+        present = set(home.list_names(""))
+
+        def copy_file(file: VerifiedFile) -> None:
+            if file.path not in present:
+                chunks = functools.partial(_iter_cached, file, place, (failed, stop))
+                try:
+                    create_once(home, file.path, lambda: SizedChunks(chunks(), file.nbytes), nbytes=file.nbytes)
+                except CkptError as error:
+                    if error.code != Code.STORE_EXISTS:  # another process finishes the same save
+                        raise
+            check_nbytes(home, file.path, file.nbytes)
+
+        try:
+            for_each_file(copy_file, files, failed)
+        except CkptError as error:
+            for file in () if isinstance(error, StoreError) and error.code != Code.NO_SPACE else files:
+                with contextlib.suppress(CkptError):
+                    home.delete(file.path)
+            raise
+        if files:
+            home.sync("")
+        create_once(home, part.path, content=content)
+        home.sync("parts")
+        return found
+
+    def settle(self, part: CachedPart) -> None:
+        """Take note that a save is decided for its writer: its files may go. Spec: REQ-RUN-037."""
+        with contextlib.suppress(CkptError):  # then the next launch finds out
+            self.at(part.name).create(part.settled_path, [str(time.time_ns()).encode()])
+
+    def drop(self, part: CachedPart) -> None:
+        """Remove what the cache has of a save, as far as that can be done."""
+        for found, files in self._scan_safely().items():
+            if found == part:
+                self._delete(f"{self._run_id}/", part, files)
+
+    def make_room(self, nbytes: int) -> bool:
+        """Let go of settled saves, of all runs, the oldest first, until there is room; say whether there is.
+
+        Raises: StoreError. Spec: REQ-RUN-037.
+        """
+        runs = {run_id: self._scan(run_id) for run_id in {self._run_id, *self._list_runs()}}
+        used_nbytes = sum(files.nbytes for found in runs.values() for files in found.values())
+        settled = [
+            (files.settled, run_id, part, files)
+            for run_id, found in runs.items()
+            for part, files in found.items()
+            if files.settled is not None
+        ]
+        for _, run_id, part, files in sorted(settled, key=lambda row: (len(row[0]), row[0], row[1], _order(row[2]))):
+            if self._fits(nbytes, used_nbytes):
+                return True
+            self._delete(f"{run_id}/", part, files)
+            used_nbytes -= files.nbytes
+        return self._fits(nbytes, used_nbytes)
+
+    def tidy(self, committed: Mapping[str, str]) -> None:
+        """Remove what nobody needs: what is neither committed at home nor in the hands of a living process.
+
+        Args:
+            committed: attempts by the names of checkpoints: what home has.
+
+        Spec: REQ-RUN-037.
+        """
+        names = set()
+        for part, files in self._scan_safely().items():
+            with contextlib.suppress(CkptError):
+                if self.is_held(part):
+                    names.add(part.name)
+                elif not files.has_part or committed.get(part.name) != part.attempt:
+                    self._delete(f"{self._run_id}/", part, files)
+                elif files.settled is None:
+                    self.settle(part)
+        with contextlib.suppress(CkptError):
+            for name in {entry[:-1] for entry in self.store.list_names("") if entry.endswith("/")} - names:
+                for prefix in (name, f"{name}/parts"):
+                    self.store.delete_leftovers(prefix)
+                self.store.remove_directory(name)
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def _list_runs(self) -> list[str]:
+        return [name[:-1] for name in self._root.list_names("") if name.endswith("/")]
+
+    def _scan(self, run_id: str | None = None) -> dict[CachedPart, _Found]:
+        """Return the files of all saves of a run; this one if None."""
+        found: dict[CachedPart, _Found] = {}
+        for path in self._root.list(run_id or self._run_id):
+            named = _PATH.fullmatch(path)
+            if named is None:
+                continue
+            part = CachedPart(named[2], named[3], int(named[4]))
+            files = found.setdefault(part, _Found())
+            below = path.partition("/")[2].partition("/")[2]
+            with contextlib.suppress(CkptError):  # it was deleted just now
+                files.nbytes += self._root.nbytes(path)
+                if below == part.settled_path:
+                    files.settled = self._root.read(path, limit_nbytes=64).decode(errors="replace")
+            files.has_part |= below == part.path
+            files.paths.append(below)
+        return found
+
+    def _scan_safely(self) -> dict[CachedPart, _Found]:
+        with contextlib.suppress(CkptError):
+            return self._scan()
+        return {}
+
+    def _delete(self, prefix: str, part: CachedPart, files: _Found) -> None:
+        """Delete the files of a save; the note that it is settled goes last, so that nobody finishes what is left."""
+        last = (part.path, part.settled_path)
+        for path in sorted(files.paths, key=lambda path: (path in last, path == part.settled_path)):
+            with contextlib.suppress(CkptError):
+                self._root.delete(f"{prefix}{part.name}/{path}")
+
+    def _fits(self, nbytes: int, used_nbytes: int) -> bool:
+        if self._limit_nbytes is not None and used_nbytes + nbytes > self._limit_nbytes:
+            return False
+        try:
+            room = os.statvfs(self._root.name)
+        except OSError as error:
+            raise err(Code.STORE_IO, str(error), where=self._root.name) from error
+        spare_nbytes = 0 if self._limit_nbytes is not None else room.f_blocks * room.f_frsize // _FREE_SHARE
+        return room.f_bavail * room.f_frsize - nbytes >= spare_nbytes
+
+
+def _order(part: CachedPart) -> tuple[int, ...]:
+    return parse_checkpoint_name(part.name) or ()
+
+
+@contextlib.contextmanager
+def _as_damage() -> Iterator[None]:
+    """Raise errors of the cache as damage of what it holds: nobody waits for a disk to answer again."""
+    try:
+        yield
+    except StoreError as error:
+        raise err(
+            Code.FILE_MISSING, f"the cache can't be read: {error.code}: {error.detail}", where=error.where
+        ) from error
+
+
+def _iter_cached(file: VerifiedFile, place: Store, events: Sequence[threading.Event]) -> Iterator[bytes]:
+    with _as_damage():
+        for chunk in file.iter_chunks(place):
+            if any(event.is_set() for event in events):
+                raise StoppedError
+            yield chunk
+
+
+# --- a launch behind one that died ------------------------------------------------------------------------------------
+
+
+def plan_finish(home: Store, tables: Iterable[Iterable[Sequence[Any]]]) -> list[list[Any]]:
+    """Return which unfinished saves of the newest launch can become checkpoints, and which process copies each part.
+
+    Args:
+        home: rooted at the run.
+        tables: of each process, name, attempt, writer and number of writers of what its cache has unfinished.
+
+    Returns: name, attempt, writer, number of writers and process of each part that isn't at home; by step. With -1 for
+        writer and process, an attempt of which home has all parts.
+    Raises: StoreError; what is wrong with a register. Spec: REQ-RUN-036.
+    """
+    newest = max(list_launch_numbers(home), default=None)
+    holders: dict[tuple[str, str, int], dict[int, list[int]]] = {}
+    for process, table in enumerate(tables):
+        for name, attempt, writer, writer_count in table:
+            holders.setdefault((name, attempt, writer_count), {}).setdefault(writer, []).append(process)
+    plan: list[list[Any]] = []
+    for (name, attempt, writer_count), writers in sorted(holders.items(), key=lambda row: _step_of(row[0][0])):
+        parsed, place = parse_checkpoint_name(name), home.at(name)
+        if parsed is None or parsed[1] != newest or read_register(place) is not None:
+            continue
+        there = {writer for writer in range(writer_count) if _is_there(place, attempt, writer)}
+        if there | set(writers) < set(range(writer_count)):
+            continue  # a node is gone with its cache: nobody can finish it
+        for writer in sorted(set(writers) - there):
+            processes = writers[writer]
+            process = writer if writer in processes else processes[writer % len(processes)]
+            plan.append([name, attempt, writer, writer_count, process])
+        if set(range(writer_count)) <= there:
+            plan.append([name, attempt, -1, writer_count, -1])
+    return plan
+
+
+def _step_of(name: str) -> tuple[int, ...]:
+    return parse_checkpoint_name(name) or ()
+
+
+def _is_there(place: Store, attempt: str, writer: int) -> bool:
+    try:
+        place.nbytes(part_path(attempt, writer))
+    except CkptError as error:
+        if error.code == Code.FILE_MISSING:
+            return False
+        raise
+    return True
+
+
+def commit_finished(home: Store, plan: Iterable[Sequence[Any]]) -> list[str]:
+    """Commit the attempts of a plan of which home has all parts by now, by step; return why others weren't.
+
+    Raises: StoreError. Spec: REQ-RUN-036, REQ-CMT-008.
+    """
+    problems = []
+    for name, attempt in dict.fromkeys((row[0], row[1]) for row in plan):
+        place = home.at(name)
+        try:
+            content = place.read(part_path(attempt, 0), limit_nbytes=limits.MSGPACK_NBYTES)
+            finalize(place, Part.parse(content, where=name)[0].origin)
+        except StoreError:
+            raise
+        except CkptError as error:
+            problems.append(f"CACHE_UNFINISHED: {name}: {error}")
+    return problems
+
+
+def list_committed(home: Store, names: Iterable[str]) -> dict[str, str]:
+    """Return the attempts that are committed, by the names of their checkpoints."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(CkptError):
+            register = read_register(home.at(name))
+            if isinstance(register, Manifest):
+                found[name] = register.origin.attempt
+    return found
+
+
+def part_of(origin: Origin, writer: int) -> CachedPart:
+    """Return what a writer's save is called. The origin is that of an attempt of a run."""
+    assert origin.launch is not None  # noqa: S101 - see above
+    return CachedPart(checkpoint_name(origin.step, origin.launch), origin.attempt, writer)

@@ -1,0 +1,191 @@
+"""What brings cached saves home: one thread, in the order of saves, for as long as it takes home to answer."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Container
+from typing import Final, TypeVar
+
+from ckptfmt.commit.decision import Known, check_vacant, decide, read_register
+from ckptfmt.documents.manifest import Manifest, Origin
+from ckptfmt.errors import CkptError, Code
+from ckptfmt.run.lineage import check_not_fenced
+from ckptfmt.run.node_cache import CachedPart, NodeCache
+from ckptfmt.store.protocol import Store
+
+T = TypeVar("T")
+
+#: What home may say for a while.
+PASSING: Final = frozenset({Code.STORE_IO, Code.STORE_NO_ANSWER, Code.STORE_ACCESS})
+#: The pauses between two calls of a home that doesn't answer, in seconds: the first and the longest.
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 10.0
+
+
+def bring_home(
+    cache: NodeCache,
+    part: CachedPart,
+    run_store: Store,
+    origin: Origin,
+    *,
+    uploads: Uploads,
+    known: Known,
+    deadline_s: float,
+) -> Manifest:
+    """Copy a writer's cached save to home, commit it as writer 0 or wait for that, and take note that it is settled.
+
+    Args:
+        run_store: rooted at the run, at home.
+        origin: of the attempt.
+        deadline_s: how long to wait for the other writers, in seconds.
+
+    Raises: as `NodeCache.upload` and `decide`; FencedError(FENCED); CommitError(CHECKPOINT_EXISTS). Unless it is that
+        home doesn't answer, the save is settled: there is nothing to finish any more.
+    Spec: REQ-RUN-035, REQ-RUN-037, REQ-RUN-004.
+    """
+    home, passing = run_store.at(part.name), PASSING
+    if part.writer == 0:
+        passing |= {Code.COMMIT_UNKNOWN}  # who commits may ask again
+
+    def check() -> None:
+        if part.writer == 0:
+            check_not_fenced(run_store, origin.launch or 0)
+            register = read_register(home)
+            if not isinstance(register, Manifest) or register.origin != origin:  # else the answer got lost
+                check_vacant(home)
+
+    try:
+        uploads.until_home_answers(check)
+        uploads.until_home_answers(lambda: cache.upload(part, home, uploads.stop))
+        manifest = uploads.until_home_answers(
+            lambda: decide(home, origin, writer=part.writer, deadline_s=deadline_s, known=known), passing=passing
+        )
+    except Exception as error:
+        if not (isinstance(error, CkptError) and error.code in passing):
+            cache.settle(part)
+        raise
+    cache.settle(part)
+    return manifest
+
+
+class Uploads:
+    """Jobs, done one after the other by a thread.
+
+    Args:
+        note: called with a sentence when home stops answering, from that thread.
+        on_broken: called with what ended the thread, if that wasn't `end`; nothing is done from here any more.
+    """
+
+    def __init__(self, note: Callable[[str], None], on_broken: Callable[[BaseException], None]) -> None:
+        self._note = note
+        self._on_broken = on_broken
+        self._changed = threading.Condition()
+        # All below changes under its lock.
+        self._jobs: collections.deque[Callable[[], None]] = collections.deque()
+        self._is_ending = self._is_busy = self._has_ended = False
+        self._done_count = 0
+        #: When to give up a home that doesn't answer; None for as long as there is a trainer.
+        self._end_s: float | None = None
+        #: Whether home answered the last time.
+        self.is_well = True
+        #: Ends what is under way soon, once it is set.
+        self.stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="ckptfmt-upload", daemon=True)
+        self._thread.start()
+
+    def add(self, job: Callable[[], None]) -> None:
+        """Have a job done behind all others; it tells by itself of what fails."""
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def wait_for_one(self) -> bool:
+        """Wait until a job is done; False at once where there is none, or nobody to do it."""
+        with self._changed:
+            count = self._done_count
+            if not self._has_work():
+                return False
+            self._changed.wait_for(lambda: self._done_count > count or self._has_ended)
+            return True
+
+    def wait_idle(self) -> None:
+        """Wait until all jobs are done."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._has_work())
+
+    def until_home_answers(self, call: Callable[[], T], *, passing: Container[Code] = PASSING) -> T:
+        """Return what a call of home returns, repeated as long as home doesn't answer.
+
+        Raises: what the call raises, if it is something else; once `limit` was called, that home doesn't answer.
+        """
+        pause_s = _PAUSE_MIN_S
+        while True:
+            try:
+                answer = call()
+            except CkptError as error:
+                if error.code not in passing or self._is_over():
+                    raise
+                if self.is_well:
+                    self._note(f"HOME_UNREACHABLE: saves wait in the cache of this node: {error}")
+                self.is_well = False
+            else:
+                self.is_well = True
+                return answer
+            self._pause(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+
+    def limit(self, deadline_s: float) -> None:
+        """Give up a home that doesn't answer, from so many seconds on: the trainer is gone, or about to go."""
+        with self._changed:
+            if self._end_s is None:
+                self._end_s = time.monotonic() + deadline_s
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Do what is still to do, then end the thread."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def is_alive(self) -> bool:
+        """Tell whether anybody would do a job."""
+        return self._thread.is_alive()
+
+    def _has_work(self) -> bool:
+        return not self._has_ended and (self._is_busy or bool(self._jobs))
+
+    def _is_over(self) -> bool:
+        with self._changed:
+            return self._end_s is not None and time.monotonic() >= self._end_s
+
+    def _pause(self, pause_s: float) -> None:
+        """Wait, but no longer than until the deadline."""
+        with self._changed:
+            had = self._end_s is not None
+            rest_s = pause_s if self._end_s is None else min(pause_s, max(0.0, self._end_s - time.monotonic()))
+            self._changed.wait_for(lambda: not had and self._end_s is not None, rest_s)
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._jobs or self._is_ending)
+                    if not self._jobs:
+                        return
+                    job = self._jobs.popleft()
+                    self._is_busy = True
+                job()
+                del job
+                with self._changed:
+                    self._is_busy = False
+                    self._done_count += 1
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - told to the trainer, whatever it is
+            self._on_broken(error)
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._jobs.clear()
+                self._changed.notify_all()

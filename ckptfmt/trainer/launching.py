@@ -1,0 +1,216 @@
+"""How a job's processes begin a launch of a run: wait for savers, finish from caches, choose what to resume from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from ckptfmt.commit.waiting import describe_savers, wait_for_savers
+from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
+from ckptfmt.errors import Code, StoreError, err
+from ckptfmt.features import LABELS
+from ckptfmt.group import Group, attempt
+from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.lineage import begin_launch, open_run
+from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, commit_finished, list_committed, plan_finish
+from ckptfmt.store.protocol import Store
+from ckptfmt.write.writer import as_ckpt_error
+
+_LOG: Final = logging.getLogger("ckptfmt")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A launch that was begun.
+
+    Attributes:
+        launch: its record.
+        run: the run's.
+        checkpoint: what it resumes from, open; None after a fresh start.
+        passed_over: why newer ones weren't taken, a sentence each.
+        reports: what the cache of this node had that couldn't be used, a sentence each.
+    """
+
+    launch: Launch
+    run: RunRecord
+    checkpoint: Checkpoint | None
+    passed_over: list[str]
+    reports: list[str]
+
+
+def take_launch(
+    store: Store,
+    group: Group,
+    *,
+    resume: str,
+    writer_features: Sequence[str],
+    deadline_s: float,
+    cache: CacheOptions | None,
+) -> Taken:
+    """Take the next launch of a run; every process calls it, and process 0 decides.
+
+    Args:
+        store: rooted at the run.
+        resume: as for `Checkpointer`.
+        writer_features: that the run must have.
+        deadline_s: how long the processes wait for each other, in seconds; process 0 waits for savers half as long.
+        cache: of this node; None where nobody has one.
+
+    Raises: as `Checkpointer.choose`. Spec: REQ-RUN-002, REQ-RUN-018, REQ-RUN-036.
+    """
+    reports: list[str] = []
+    opened: list[Checkpoint] = []
+    wait = functools.partial(_open_and_wait, store, writer_features, deadline_s / 2)
+    reading = store
+    if cache is None:
+        told = _run_on_first(group, lambda: _begin(store, wait(), resume, (), opened))
+    else:
+        waited = _run_on_first(group, wait)
+        finish = _Finish(store, group, cache, waited["run_id"], reports)
+        names = finish.run()
+        told = _run_on_first(group, lambda: _begin(reading, waited, resume, names, opened))
+        finish.tidy(told["committed"])
+    named = told["launch"].pop("resume_from")
+    found = None if named is None else ResumeFrom(**named)
+    checkpoint: Checkpoint | None = None
+    if found is not None:
+        # Process 0 opened the checkpoint to verify it, and loads that same object: no document is parsed twice.
+        checkpoint = group.together(
+            lambda: opened[0] if opened else Checkpoint(reading.at(found.name), digest=found.digest)
+        )
+    launch = Launch(**told["launch"], resume_from=found)
+    run = RunRecord(run_id=launch.run_id, writer_features=tuple(told["writer_features"]))
+    return Taken(launch=launch, run=run, checkpoint=checkpoint, passed_over=told["passed_over"], reports=reports)
+
+
+def _run_on_first(group: Group, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run an action on process 0, and return its result on all. Raises: as `Group.run_on_first`."""
+    told = group.run_on_first(action)
+    if not isinstance(told, dict) or "writer_features" not in told:
+        raise err(Code.WRITERS_DIVERGED, "the writers aren't at the same point", requirement="REQ-CMT-001")
+    return told
+
+
+def _open_and_wait(store: Store, writer_features: Sequence[str], wait_s: float) -> dict[str, Any]:
+    """Open the run, and wait for the saves that living savers have in hand; on process 0 only."""
+    run = open_run(store, writer_features=(LABELS, *writer_features))
+    missing = sorted(set(writer_features) - set(run.writer_features))
+    if missing:
+        raise err(
+            Code.ARGUMENT,
+            f"the run was begun without {', '.join(missing)}: programs that don't know deltas may clean it up",
+            where="delta=",
+            requirement="REQ-CMT-036",
+            remedy="Pass delta='off', or begin another run with delta= and load this one's checkpoint into it.",
+        )
+    passed_over: list[str] = []
+    # A saver that hangs mustn't keep the run from going on: what it commits later is beside the lineage.
+    if held := wait_for_savers(store, deadline_s=wait_s, on_wait=functools.partial(_say_waiting, wait_s)):
+        passed_over.append(f"the saves of {describe_savers(held)} weren't committed within {wait_s:g} s")
+        _LOG.warning("passed over: %s", passed_over[0])
+    return {"run_id": run.run_id, "writer_features": list(run.writer_features), "passed_over": passed_over}
+
+
+def _begin(
+    store: Store, waited: dict[str, Any], resume: str, names: Sequence[str], opened: list[Checkpoint]
+) -> dict[str, Any]:
+    """Choose and record what this launch resumes from; on process 0 only.
+
+    Args:
+        names: of checkpoints that caches have something of.
+        opened: takes what is resumed from.
+    """
+    passed_over: list[str] = waited["passed_over"]
+
+    def note(sentence: str) -> None:
+        _LOG.warning("passed over: %s", sentence)
+        passed_over.append(sentence)
+
+    run = RunRecord(run_id=waited["run_id"], writer_features=tuple(waited["writer_features"]))
+    by_hand = None if resume in ("auto", "fresh") else resume
+    launch, checkpoint = begin_launch(store, run, choose=by_hand, fresh=resume == "fresh", on_passed_over=note)
+    if checkpoint is not None:
+        opened.append(checkpoint)
+    committed = list_committed(store, names)
+    return {
+        "launch": dataclasses.asdict(launch),
+        "writer_features": list(run.writer_features),
+        "passed_over": passed_over,
+        "committed": committed,
+    }
+
+
+def _say_waiting(wait_s: float, names: list[str]) -> None:
+    """Say why this launch stands still, and for how long at most, before it does."""
+    _LOG.warning("waiting at most %g s for the saves that %s has in hand", wait_s, describe_savers(names))
+
+
+class _Finish:
+    """What the processes of a launch do about what earlier ones left in the caches. Spec: REQ-RUN-036, REQ-RUN-037."""
+
+    def __init__(self, store: Store, group: Group, options: CacheOptions, run_id: str, reports: list[str]) -> None:
+        self._store = store
+        self._group = group
+        self._reports = reports
+        self._cache: NodeCache | None = None
+        try:
+            self._cache = NodeCache(options, run_id)
+        except StoreError as error:
+            self._report(f"CACHE_FAILED: {error}")
+
+    def run(self) -> list[str]:
+        """Finish what can be finished; return the names of checkpoints that the caches have something of.
+
+        Raises: what home raises, on all processes.
+        """
+        table: list[list[Any]] = []
+        names: list[str] = []
+        if self._cache is not None:
+            table, names = self._look(self._cache)
+        told = self._group.all_gather([table, names])
+        plan = self._group.run_on_first(lambda: plan_finish(self._store, [theirs[0] for theirs in told]))
+        if plan:
+            self._group.together(lambda: self._upload(plan))
+            for problem in self._group.run_on_first(lambda: commit_finished(self._store, plan)):
+                self._report(problem)
+        return sorted({name for theirs in told for name in theirs[1]})
+
+    def tidy(self, committed: dict[str, str]) -> None:
+        """Remove what nobody needs. Where several processes share a cache, each may come first."""
+        if self._cache is not None:
+            self._cache.tidy(committed)
+
+    def _look(self, cache: NodeCache) -> tuple[list[list[Any]], list[str]]:
+        table: list[list[Any]] = []
+        try:
+            for part in cache.list_unfinished():
+                found, error = attempt(functools.partial(cache.read_part, part))
+                if found is None:
+                    self._report(f"CACHE_UNFINISHED: {part.name}: {as_ckpt_error(error or Exception())}")
+                else:
+                    table.append([part.name, part.attempt, part.writer, found[0].origin.writer_count])
+            return table, cache.list_names()
+        except StoreError as error:
+            self._report(f"CACHE_FAILED: {error}")
+            return [], []
+
+    def _upload(self, plan: list[list[Any]]) -> None:
+        for name, attempt_id, writer, _, process in plan:
+            if process != self._group.writer or self._cache is None:
+                continue
+            part = CachedPart(name, attempt_id, writer)
+            _LOG.info("finishing the save of writer %d to %s from the cache", writer, name)
+            try:
+                self._cache.upload(part, self._store.at(name), threading.Event())
+            except StoreError:
+                raise
+            except Exception as error:  # noqa: BLE001 - what can't be finished is passed over, and named
+                self._report(f"CACHE_UNFINISHED: {name}: {as_ckpt_error(error)}")
+
+    def _report(self, sentence: str) -> None:
+        _LOG.warning("%s", sentence)
+        self._reports.append(sentence)

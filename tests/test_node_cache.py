@@ -1,0 +1,374 @@
+"""Saves by way of a node's cache: WRITTEN there, committed at home behind that, finished by whoever comes next."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from ckptfmt.checkpointer import Checkpointer
+from ckptfmt.commit.waiting import poll
+from ckptfmt.documents.manifest import Manifest, checkpoint_name
+from ckptfmt.errors import Code, err
+from ckptfmt.run.lineage import list_checkpoints
+from ckptfmt.store import LocalStore
+from ckptfmt.store.memory import MemoryStore
+from ckptfmt.store.protocol import Store
+from tests.builders import code_of
+from tests.saver.test_saver import WAIT_S
+from tests.stores.hooked import HookedStore, Operation
+from tests.test_group import Allgather, run_writers
+from tests.test_saves import Run, is_whole
+
+#: What a home is asked for once a launch has begun.
+_ASKS = frozenset({"create", "replace", "read", "read_range", "nbytes", "list", "list_names", "sync", "hold", "delete"})
+
+
+class Outage(HookedStore):
+    """A home that answers or doesn't."""
+
+    def __init__(self, inner: Store | None = None) -> None:
+        super().__init__(MemoryStore() if inner is None else inner)
+        self.is_down = [False]
+        self.asked = threading.Event()
+
+    def before(self, operation: Operation) -> None:
+        if self.is_down[0] and operation.op in _ASKS:
+            self.asked.set()
+            raise err(Code.STORE_NO_ANSWER, "nobody answers")
+
+
+def committed(store: Store) -> list[int]:
+    return [entry.step for entry in list_checkpoints(store) if isinstance(entry.register, Manifest)]
+
+
+def cached(path: pathlib.Path, suffix: str = "") -> list[str]:
+    """Return the paths of the files in a cache, below the run."""
+    files = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    return sorted(file.partition("/")[2] for file in files if file.endswith(suffix))
+
+
+def wait_for(condition: Any) -> bool:
+    return any(condition() for _ in poll(WAIT_S))
+
+
+def test_a_save_is_written_to_the_cache_and_committed_at_home(tmp_path: pathlib.Path) -> None:
+    """REQ-RUN-035: the same files under the same paths, and the register at home alone."""
+    home = MemoryStore()
+    with Run(home, cache=tmp_path) as run:
+        run.save(1).wait(timeout_s=WAIT_S)
+        run.save(2).wait(timeout_s=WAIT_S)
+    assert committed(home) == [1, 2]
+    assert is_whole(home, 1)
+    assert is_whole(home, 2)
+    files = set(home.list(checkpoint_name(1, 1)))
+    here = {path for path in cached(tmp_path) if path.startswith(checkpoint_name(1, 1))}
+    settled = {path for path in here if path.endswith(".settled")}
+    assert here - settled == {path for path in files if "manifest" not in path and "index" not in path}
+    assert len(settled) == 1
+
+
+def test_saves_queue_while_home_does_not_answer(tmp_path: pathlib.Path) -> None:
+    """Training goes on with two slots and five saves; all reach home afterwards, in order."""
+    home = Outage()
+    order: list[int] = []
+    with Run(home, cache=tmp_path, slots=2) as run:
+        run.save(1).wait(timeout_s=WAIT_S)
+        home.is_down[0] = True
+        handles = [run.save(step) for step in range(2, 7)]
+        for handle in handles:
+            handle.on_committed(lambda report: order.append(report.step))
+            handle.wait("WRITTEN", timeout_s=WAIT_S)
+        assert home.asked.wait(WAIT_S)
+        assert {handle.state for handle in handles} == {"WRITTEN"}
+        home.is_down[0] = False
+        for handle in handles:
+            handle.wait(timeout_s=WAIT_S)
+        assert any(sentence.startswith("HOME_UNREACHABLE") for sentence in run.checkpointer.reports)
+    assert committed(home) == [1, 2, 3, 4, 5, 6]
+    assert order == [2, 3, 4, 5, 6]
+    assert all(is_whole(home, step) for step in range(1, 7))
+
+
+# --- finishing --------------------------------------------------------------------------------------------------------
+
+
+def died(home: Outage, caches: list[pathlib.Path]) -> tuple[MemoryStore, list[pathlib.Path]]:
+    """Return copies of a home and of caches: what a process that is killed at this moment leaves."""
+    left = MemoryStore()
+    for path, content in home._inner.snapshot().items():  # type: ignore[attr-defined]
+        left.create(path, [content])
+    copies = [cache.with_name(f"{cache.name}-left") for cache in caches]
+    for cache, copy in dict(zip(caches, copies, strict=True)).items():
+        shutil.copytree(cache, copy)
+    return left, copies
+
+
+def one_that_died(home: Outage, cache: pathlib.Path, **options: Any) -> tuple[MemoryStore, pathlib.Path]:
+    """Return what is left of a trainer that has committed step 1, and has steps 2 and 3 in its cache."""
+    with Run(home, cache=cache, **options) as run:
+        run.save(1).wait(timeout_s=WAIT_S)
+        home.is_down[0] = True
+        for step in (2, 3):
+            run.save(step).wait("WRITTEN", timeout_s=WAIT_S)
+        left, (copy,) = died(home, [cache])
+        home.is_down[0] = False
+    return left, copy
+
+
+def test_a_launch_finishes_what_a_killed_one_left(tmp_path: pathlib.Path) -> None:
+    """REQ-RUN-036: before it chooses what to resume from."""
+    home, cache = one_that_died(Outage(), tmp_path / "cache")
+    assert committed(home) == [1]
+    with Run(home, cache=cache, resume="auto") as run:
+        assert run.checkpointer.step == 3
+        assert run.weights["w"][0] == 3
+        run.checkpointer.restore_rng()
+        run.save(4).wait(timeout_s=WAIT_S)
+    assert committed(home) == [1, 2, 3, 4]
+    assert is_whole(home, 2)
+    assert is_whole(home, 3)
+
+
+def test_without_its_cache_a_launch_goes_on_from_what_home_has(tmp_path: pathlib.Path) -> None:
+    """The control of the test above: it is the cache that brings the two others."""
+    home, _ = one_that_died(Outage(), tmp_path / "cache")
+    with Run(home, cache=tmp_path / "another", resume="auto") as run:
+        assert run.checkpointer.step == 1
+
+
+@pytest.mark.parametrize("what", [".safetensors", ".msgpack"])
+@pytest.mark.parametrize("how", ["damaged", "truncated", "deleted"])
+def test_what_is_damaged_in_the_cache_is_not_finished(tmp_path: pathlib.Path, what: str, how: str) -> None:
+    """REQ-RUN-035: no byte of it gets home unseen; the others are finished, and the report names it."""
+    home, cache = one_that_died(Outage(), tmp_path / "cache")
+    name = checkpoint_name(3, 1)
+    for file in cache.rglob(f"{name}/**/*{what}"):
+        spoil(file, how)
+    with Run(home, cache=cache, resume="auto") as run:
+        assert run.checkpointer.step == 2
+        is_told = any(name in sentence for sentence in run.checkpointer.reports)
+        assert is_told != (how == "deleted" and what == ".msgpack")  # without its part it was never written
+    assert committed(home) == [1, 2]
+
+
+def spoil(file: pathlib.Path, how: str) -> None:
+    content = bytearray(file.read_bytes())
+    if how == "damaged":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif how == "truncated":
+        file.write_bytes(content[:-1])
+    else:
+        file.unlink()
+
+
+def test_what_an_older_launch_left_is_not_finished(tmp_path: pathlib.Path) -> None:
+    """REQ-RUN-036: a newer launch has gone on without it; and its files go."""
+    home, cache = one_that_died(Outage(), tmp_path / "cache")
+    with Run(home, resume="auto"):
+        pass
+    with Run(home, cache=cache, resume="auto") as run:
+        assert run.checkpointer.step == 1
+    assert committed(home) == [1]
+    assert {path.partition("/")[0] for path in cached(cache)} <= {checkpoint_name(1, 1)}
+
+
+def two_that_died(home: Outage, caches: list[pathlib.Path]) -> tuple[MemoryStore, list[pathlib.Path]]:
+    """Return what two trainers left, each with its own cache, that have written step 1 there."""
+    gather, left = Allgather(2), []
+    meeting = threading.Barrier(2, timeout=WAIT_S)
+
+    def body(writer: int) -> None:
+        with Run(home, writer=writer, allgather=gather, cache=caches[writer]) as run:
+            run.checkpointer.prepare()
+            meeting.wait()
+            home.is_down[0] = True
+            run.save(1).wait("WRITTEN", timeout_s=WAIT_S)
+            meeting.wait()
+            if writer == 0:
+                left.append(died(home, caches))
+                home.is_down[0] = False
+            meeting.wait()
+
+    found = run_writers(2, body)
+    assert found == [None, None]
+    return left[0]
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_the_parts_of_all_writers_come_from_wherever_they_are(tmp_path: pathlib.Path, *, exchanged: bool) -> None:
+    """REQ-RUN-036: also where the processes have other numbers on other nodes now."""
+    home, caches = two_that_died(Outage(), [tmp_path / "a", tmp_path / "b"])
+    gather = Allgather(2)
+
+    def body(writer: int) -> int:
+        with Run(home, writer=writer, allgather=gather, cache=caches[writer ^ exchanged], resume="auto") as run:
+            return run.checkpointer.step
+
+    assert run_writers(2, body) == [1, 1]
+    assert committed(home) == [1]
+
+
+def test_one_process_finishes_from_a_shared_cache(tmp_path: pathlib.Path) -> None:
+    """REQ-RUN-036: two of a node have left their parts; one comes back."""
+    home, (cache, _) = two_that_died(Outage(), [tmp_path / "a"] * 2)
+    with Run(home, cache=cache, resume="auto") as run:
+        assert run.checkpointer.step == 1
+    assert committed(home) == [1]
+
+
+def test_a_lost_node_leaves_nothing_half_visible(tmp_path: pathlib.Path) -> None:
+    """What can't be finished isn't begun: home doesn't even get the other part."""
+    home, caches = two_that_died(Outage(), [tmp_path / "a", tmp_path / "b"])
+    shutil.rmtree(caches[1])
+    before = set(home.list(""))
+    gather = Allgather(2)
+
+    def body(writer: int) -> int:
+        with Run(home, writer=writer, allgather=gather, cache=caches[writer], resume="auto") as run:
+            return run.checkpointer.step
+
+    assert run_writers(2, body) == [0, 0]
+    assert committed(home) == []
+    assert {path for path in set(home.list("")) - before if path.startswith("step-")} == set()
+
+
+def test_the_next_saver_of_a_launch_goes_on_with_the_last_ones(tmp_path: pathlib.Path) -> None:
+    """REQ-RUN-036: the saver's process is killed with two saves in the cache, while home isn't there."""
+    root, away = tmp_path / "home", tmp_path / "away"
+    run = Run(root, saver="process", cache=tmp_path / "cache", slots=2)
+    run.save(1).wait(timeout_s=WAIT_S)
+    root.rename(away)
+    handles = [run.save(step) for step in (2, 3)]
+    for handle in handles:
+        handle.wait("WRITTEN", timeout_s=WAIT_S)
+    background = run.checkpointer._saves._background
+    assert background is not None
+    assert background._link is not None
+    os.kill(background._link.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    for handle in handles:
+        assert code_of(lambda handle=handle: handle.wait(timeout_s=WAIT_S)) == Code.SAVER_LOST
+        handle.on_failed(lambda _: None)
+    away.rename(root)
+    run.save(4).wait(timeout_s=WAIT_S)
+    run.close()
+    home = LocalStore(root, writable=False)
+    assert committed(home) == [1, 2, 3, 4]
+    assert all(is_whole(home, step) for step in (1, 2, 3, 4))
+
+
+# --- room, and a cache that fails -------------------------------------------------------------------------------------
+
+
+def nbytes_of(path: pathlib.Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def test_the_oldest_that_home_has_goes_first(tmp_path: pathlib.Path) -> None:
+    """REQ-RUN-037: and a limit is one of all runs that share the cache."""
+    one, limit = 250_000, 800_000  # bytes: a save takes 240,030 and a few thousand
+    for home, steps in ((MemoryStore(), (1, 2)), (MemoryStore(), (1, 2, 3, 4))):
+        with Run(home, cache=tmp_path, cache_nbytes=limit) as run:
+            for step in steps:
+                run.save(step).wait(timeout_s=WAIT_S)
+                assert nbytes_of(tmp_path) < limit
+        assert committed(home) == list(steps)
+    assert {path.partition("/")[0] for path in cached(tmp_path)} == {checkpoint_name(step, 1) for step in (2, 3, 4)}
+    assert nbytes_of(tmp_path) > limit - one
+
+
+def test_what_home_lacks_stays_and_the_saver_waits(tmp_path: pathlib.Path) -> None:
+    """REQ-RUN-037: a third save has no room beside two that home doesn't have."""
+    home = Outage()
+    with Run(home, cache=tmp_path, cache_nbytes=600_000) as run:
+        run.save(1).wait(timeout_s=WAIT_S)
+        home.is_down[0] = True
+        first, second = run.save(2), run.save(3)
+        second.wait("WRITTEN", timeout_s=WAIT_S)
+        third = run.save(4)
+        third.wait("STAGED", timeout_s=WAIT_S)
+        assert home.asked.wait(WAIT_S)
+        assert (first.state, second.state, third.state) == ("WRITTEN", "WRITTEN", "STAGED")
+        assert {path.partition("/")[0] for path in cached(tmp_path, ".msgpack")} == {
+            checkpoint_name(step, 1) for step in (2, 3)
+        }
+        home.is_down[0] = False
+        third.wait(timeout_s=WAIT_S)
+    assert committed(home) == [1, 2, 3, 4]
+
+
+def test_a_save_that_never_fits_goes_home_at_once(tmp_path: pathlib.Path) -> None:
+    home = MemoryStore()
+    with Run(home, cache=tmp_path, cache_nbytes=100_000) as run:
+        run.save(1).wait(timeout_s=WAIT_S)
+        assert any(sentence.startswith("CACHE_FAILED") for sentence in run.checkpointer.reports)
+    assert committed(home) == [1]
+    assert is_whole(home, 1)
+    assert cached(tmp_path, ".safetensors") == []
+
+
+def test_a_cache_that_is_deleted_costs_nothing_that_is_not_only_there(tmp_path: pathlib.Path) -> None:
+    """Between saves, and with a save on its way, which fails by name; the training goes on."""
+    home, cache = Outage(), tmp_path / "cache"
+    with Run(home, cache=cache) as run:
+        run.save(1).wait(timeout_s=WAIT_S)
+        shutil.rmtree(cache)
+        run.save(2).wait(timeout_s=WAIT_S)
+        run.save(3).wait(timeout_s=WAIT_S)
+        home.is_down[0] = True
+        lost = run.save(4)
+        lost.wait("WRITTEN", timeout_s=WAIT_S)
+        shutil.rmtree(cache)
+        home.is_down[0] = False
+        assert code_of(lambda: lost.wait(timeout_s=WAIT_S)) == Code.FILE_MISSING
+        run.save(5).wait(timeout_s=WAIT_S)
+        assert code_of(run.close) == Code.FILE_MISSING  # told at the end, too
+    assert committed(home) == [1, 2, 3, 5]
+    assert all(is_whole(home, step) for step in (1, 2, 3, 5))
+
+
+def test_a_training_that_was_taken_over_is_told_so(tmp_path: pathlib.Path) -> None:
+    """REQ-RUN-004: what says that this launch is over is raised by the next save, cache or not."""
+    home = MemoryStore()
+    run = Run(home, cache=tmp_path)
+    run.save(1).wait(timeout_s=WAIT_S)
+    with Run(home, resume="auto"):
+        pass
+    handle = run.save(2)
+    assert code_of(lambda: handle.wait(timeout_s=WAIT_S)) == Code.FENCED
+    assert code_of(lambda: run.save(3)) == Code.FENCED
+    run.close()
+    assert committed(home) == [1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache": "s3://bucket/x"}, {"cache_nbytes": 5}, {"cache": "x", "cache_nbytes": 0}]
+)
+def test_what_is_no_cache_is_refused(options: dict[str, Any]) -> None:
+    assert code_of(lambda: Checkpointer(MemoryStore(), **options)) == Code.ARGUMENT
+    assert code_of(lambda: Checkpointer(MemoryStore(), cache="x", saver="inline")) == Code.ARGUMENT
+
+
+def test_deltas_go_through_a_cache(tmp_path: pathlib.Path) -> None:
+    """A base is what home has; what waits there isn't one, and a save without an answering home is full."""
+    home = Outage()
+    with Run(home, cache=tmp_path, delta="smallest") as run:
+        for step in (1, 2, 3):
+            run.save(step).wait(timeout_s=WAIT_S)
+        reports = [run.save(step).wait(timeout_s=WAIT_S) for step in (4, 5)]
+        assert [report.profile for report in reports if report is not None] == ["delta", "delta"]
+        home.is_down[0] = True
+        waiting = [run.save(step) for step in (6, 7)]
+        for handle in waiting:
+            handle.wait("WRITTEN", timeout_s=WAIT_S)
+        home.is_down[0] = False
+        for handle in waiting:
+            handle.wait(timeout_s=WAIT_S)
+    assert committed(home) == [1, 2, 3, 4, 5, 6, 7]
+    assert all(is_whole(home, step) for step in range(1, 8))
