@@ -43,7 +43,8 @@ test-exhaustive: venv  ## what `make test` leaves out: minutes of what other tes
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m exhaustive
 
 # The tests that need an S3 server run on moto in `make test`. Here they run on Ceph's gateway, with those that take long.
-S3_TESTS := tests/s3
+S3_TESTS := tests/s3 tests/store tests/commit/test_commit.py tests/delta/test_delta.py tests/read/test_verify.py \
+	tests/read/test_verify_deltas.py tests/run tests/test_checkpointer.py tests/test_choose.py tests/test_deltas.py
 
 .PHONY: test-s3
 test-s3: venv  ## the tests of object stores on Ceph, which it starts and stops; needs Ceph's packages, see CONTRIBUTING.md

@@ -127,10 +127,10 @@ def mixed(master: Any, *, rounded: Any = None) -> Snapshot:
     return snapshot(tensor("w", copy, dtype="bfloat16"), tensor("master/w", master, field="optimizer", dtype="float32"))
 
 
-def cast_chain() -> Saving:
+def cast_chain(store: Any = None) -> Saving:
     """A full checkpoint, and a delta whose weights are predicted from their masters, two blocks from one."""
     master = np.random.default_rng(7).standard_normal(5 * 4096 // 4 + 100, dtype=np.float32)
-    saving = Saving(mixed(master))
+    saving = Saving(mixed(master), store=store)
     for step in (1, 2):
         saving.save(step, mixed(master))
         master = master * np.float32(1.001)

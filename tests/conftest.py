@@ -30,7 +30,7 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile("house")
 
 # Everything that a test saves and leaves whole is also read by a reader that knows the specification alone.
-pytest_plugins = ["tests.plugins_stranger", "tests.s3.fixtures"]
+pytest_plugins = ["tests.plugins_stranger", "tests.s3.fixtures", "tests.homes"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

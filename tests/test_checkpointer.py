@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.trainer.one_save import capture
 from tests import builders
+from tests.homes import Home, damage, find
 from tests.stores.hooked import HookedStore, Operation
 from tests.stores.recorder import Recorder
 from tests.test_group import Allgather, run_writers
@@ -53,9 +52,9 @@ def committed(store: Any) -> list[tuple[int, int]]:
     return [(entry.step, entry.launch) for entry in list_checkpoints(store) if isinstance(entry.register, Manifest)]
 
 
-@pytest.fixture(params=["memory", "local"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return MemoryStore() if request.param == "memory" else open_store(tmp_path / "run", writable=True)
+@pytest.fixture
+def store(home: Home) -> Any:
+    return home.store()
 
 
 def test_second_start_goes_on_where_the_first_ended(store: Any) -> None:
@@ -106,40 +105,41 @@ def labels_of(store: Any) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("saver", ["inline", "thread", "process"])
-def test_metrics_and_tags_go_with_the_save_that_they_were_given_to(tmp_path: Path, saver: str) -> None:
+def test_metrics_and_tags_go_with_the_save_that_they_were_given_to(home: Home, saver: str) -> None:
     """REQ-MAN-010: at once, at the end of the step whose body asked for it, or with the save that is due."""
-    trainer = Trainer()
-    with Checkpointer(tmp_path, trainer.state, every=4, saver=saver) as checkpointer:
+    trainer, place = Trainer(), home.path()
+    with Checkpointer(place, trainer.state, every=4, saver=saver) as checkpointer:
         with checkpointer.training_step():
             checkpointer.save(metrics={"loss": 2}, tags=["in the body"])
         checkpointer.save(step=2, metrics={"loss": 1.5}, tags="at once")
         checkpointer.end_step(3, metrics={"loss": 9.0})
         checkpointer.end_step(4, metrics={"loss": 1.25})
         checkpointer.save(step=5)
-    assert labels_of(open_store(tmp_path, writable=False)) == {
+    assert labels_of(open_store(place, writable=False)) == {
         1: ({"loss": "2.0"}, ("in the body",)),
         2: ({"loss": "1.5"}, ("at once",)),
         4: ({"loss": "1.25"}, ()),
         5: ({}, ()),
     }
-    assert ckptfmt.validate(tmp_path)
+    assert ckptfmt.validate(place)
 
 
 @pytest.mark.parametrize("saver", ["inline", "thread", "process"])
-def test_the_best_checkpoints_and_the_pinned_outlive_the_newest(tmp_path: Path, saver: str) -> None:
+def test_the_best_checkpoints_and_the_pinned_outlive_the_newest(home: Home, saver: str) -> None:
     """REQ-CMT-040: the rule travels to whoever cleans up."""
+    place = home.path()
     losses = {1: 5.0, 2: 1.0, 3: 4.0, 4: 2.0, 5: 3.0, 6: None, 7: 6.0}
-    with Checkpointer(tmp_path, Trainer().state, keep=1, keep_best=("loss", "min", 2), saver=saver) as checkpointer:
+    with Checkpointer(place, Trainer().state, keep=1, keep_best=("loss", "min", 2), saver=saver) as checkpointer:
         for step, loss in losses.items():
             handle = checkpointer.save(step=step, metrics={} if loss is None else {"loss": loss})
             assert handle is not None
             handle.wait("COMMITTED")
             if step == 1:
-                ckptfmt.Run(tmp_path).pin(1)
-    run = ckptfmt.Run(tmp_path)
+                ckptfmt.Run(place).pin(1)
+    run = ckptfmt.Run(place)
     assert [one.step for one in run.list() if one.state == "committed"] == [1, 2, 4, 7]
     assert run.best("loss", "min").step == 2
-    assert ckptfmt.validate(tmp_path)
+    assert ckptfmt.validate(place)
 
 
 @pytest.mark.parametrize(
@@ -165,26 +165,25 @@ def test_labels_of_a_step_that_is_saved_already_are_not_lost_in_silence(caplog: 
     assert "step 1 is saved already, without these metrics" in caplog.text
 
 
-def test_a_delta_has_labels_too(tmp_path: Path) -> None:
+def test_a_delta_has_labels_too(home: Home) -> None:
     """REQ-MAN-005, REQ-DEL-001"""
-    weights = {"w": np.arange(100_000.0)}
-    with Checkpointer(
-        tmp_path, ckptfmt.State(weights=weights), delta={"mode": "smallest", "restore_budget": 100}
-    ) as made:
+    weights, place = {"w": np.arange(100_000.0)}, home.path()
+    with Checkpointer(place, ckptfmt.State(weights=weights), delta={"mode": "smallest", "restore_budget": 100}) as made:
         for step in (1, 2):
             weights["w"][step] += 1
             made.save(step=step, metrics={"loss": step})
     (_, first), (_, second) = [
-        (entry.step, entry.manifest) for entry in list_checkpoints(open_store(tmp_path, writable=False))
+        (entry.step, entry.manifest) for entry in list_checkpoints(open_store(place, writable=False))
     ]
     assert first is not None
     assert second is not None
     assert (first.profile, first.features) == ("full", ("labels",))
     assert second.profile == "delta"
     assert {"deltas", "labels"} <= set(second.features)
-    assert ckptfmt.validate(tmp_path)
-    full = compact(tmp_path, out=tmp_path.parent / "full")
-    with ckptfmt.open(full.path) as checkpoint:
+    assert ckptfmt.validate(place)
+    full = home.store()
+    compact(place, out=full)
+    with ckptfmt.open(full) as checkpoint:
         assert checkpoint.manifest.labels == second.labels
         assert checkpoint.manifest.profile == "full"
 
@@ -229,13 +228,9 @@ def test_unknown_checkpoint_by_hand_is_refused(store: Any) -> None:
     assert caught.value.code == Code.NOT_COMMITTED
 
 
-def test_damaged_newest_is_passed_over_by_name_and_recorded(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "run", writable=True)
+def test_damaged_newest_is_passed_over_by_name_and_recorded(store: Any) -> None:
     run(store, 6, every=2)
-    victim = next((tmp_path / "run" / "step-00000006-l0001").glob("weights-*.safetensors"))
-    content = bytearray(victim.read_bytes())
-    content[-1] ^= 1
-    victim.write_bytes(content)
+    damage(store, "step-00000006-l0001/weights-")
     _, checkpointer, done = run(store, 7)
     assert done == [4, 5, 6]
     assert checkpointer.launch is not None
@@ -245,10 +240,9 @@ def test_damaged_newest_is_passed_over_by_name_and_recorded(tmp_path: Path) -> N
     assert "step-00000006-l0001" in checkpointer.passed_over[0]
 
 
-def test_run_without_a_valid_checkpoint_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "run", writable=True)
+def test_run_without_a_valid_checkpoint_is_an_error_and_not_a_fresh_start(store: Any) -> None:
     run(store, 2)
-    next((tmp_path / "run").glob("step-*/index-*")).write_bytes(b"")
+    damage(store, "step-00000002-l0001/index-", lambda _: b"")
     with pytest.raises(CkptError) as caught:
         run(store, 3)
     assert caught.value.code == Code.NO_VALID_CHECKPOINT
@@ -291,26 +285,23 @@ class SavingStore(HookedStore):
                 self.holding.close()
 
 
-def test_launch_waits_for_what_an_old_saver_has_in_its_hands(tmp_path: Path) -> None:
+def test_launch_waits_for_what_an_old_saver_has_in_its_hands(store: Any) -> None:
     """REQ-RUN-018."""
-    inner = open_store(tmp_path, writable=True)
-    run(inner, 2, saver="inline")
-    with Checkpointer(SavingStore(inner), Trainer().state, saver="inline") as checkpointer:
+    run(store, 2, saver="inline")
+    with Checkpointer(SavingStore(store), Trainer().state, saver="inline") as checkpointer:
         checkpointer.restore()
         assert checkpointer.step == 9
 
 
-def test_launch_says_what_it_waits_for_and_for_how_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_launch_says_what_it_waits_for_and_for_how_long(store: Any, caplog: pytest.LogCaptureFixture) -> None:
     """REQ-RUN-018: before it stands still."""
-    inner = open_store(tmp_path, writable=True)
-    run(inner, 2, saver="inline")
-    with Checkpointer(SavingStore(inner), Trainer().state, saver="inline", deadline_s=120):
+    run(store, 2, saver="inline")
+    with Checkpointer(SavingStore(store), Trainer().state, saver="inline", deadline_s=120):
         assert caplog.messages[0] == "waiting at most 60 s for the saves that launch 1 (writer 0) has in hand"
 
 
-def test_launch_that_gives_up_waiting_says_what_it_passed_over(tmp_path: Path) -> None:
+def test_launch_that_gives_up_waiting_says_what_it_passed_over(store: Any) -> None:
     """REQ-RUN-018: a saver that hangs keeps no run from going on, and nobody believes that nothing was left behind."""
-    store = open_store(tmp_path, writable=True)
     run(store, 2, saver="inline")
     with store.hold(f"{SAVERS}/0001-00003-{'a' * 16}"):
         _, checkpointer, done = run(store, 4, saver="inline", deadline_s=0.02)
@@ -318,13 +309,13 @@ def test_launch_that_gives_up_waiting_says_what_it_passed_over(tmp_path: Path) -
     assert checkpointer.passed_over == ["the saves of launch 1 (writer 3) weren't committed within 0.01 s"]
 
 
-def test_run_of_a_newer_program_is_left_as_it_is(tmp_path: Path) -> None:
+def test_run_of_a_newer_program_is_left_as_it_is(store: Any) -> None:
     """REQ-VER-003: what refers to its checkpoints, only that one knows."""
-    (tmp_path / RUN_NAME).write_bytes(RunRecord(run_id="a" * 32, writer_features=("me.packs",)).dump())
+    store.create(RUN_NAME, [RunRecord(run_id="a" * 32, writer_features=("me.packs",)).dump()])
     with pytest.raises(CkptError) as caught:
-        run(tmp_path, 2, saver="inline")
+        run(store, 2, saver="inline")
     assert caught.value.code == Code.FEATURE_UNSUPPORTED
-    assert [path.name for path in tmp_path.rglob("*")] == [RUN_NAME]
+    assert store.list("") == [RUN_NAME]
 
 
 def test_saving_a_step_twice_does_nothing(store: Any) -> None:
@@ -504,51 +495,53 @@ def test_restore_that_failed_is_no_fresh_start(store: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["launches", "launches/0002.json", "run.json"])
-def test_run_that_lost_a_record_is_refused_and_not_begun_anew(tmp_path: Path, what: str) -> None:
+def test_run_that_lost_a_record_is_refused_and_not_begun_anew(store: Any, what: str) -> None:
     """REQ-RUN-015"""
-    run(tmp_path / "run", 2)
-    run(tmp_path / "run", 4)
-    lost = tmp_path / "run" / what
-    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
-    for action in (lambda: run(tmp_path / "run", 6), lambda: ckptfmt.load(tmp_path / "run")):
+    run(store, 2)
+    run(store, 4)
+    for path in [path for path in store.list("") if path.startswith(what)]:
+        store.delete(path)
+    store.remove_directory("launches")
+    for action in (lambda: run(store, 6), lambda: ckptfmt.load(store)):
         if what == "run.json" and action.__code__.co_names[0] != "run":
             continue
         with pytest.raises(CkptError) as caught:
             action()
         assert caught.value.code == Code.FILE_MISSING
-    assert not ckptfmt.validate(tmp_path / "run").valid
+    assert not ckptfmt.validate(store).valid
 
 
-def test_chosen_checkpoint_that_is_damaged_leaves_no_record(tmp_path: Path) -> None:
-    run(tmp_path / "run", 4, every=2)
-    next((tmp_path / "run" / "step-00000002-l0001").glob("index-*")).write_bytes(b"")
+def test_chosen_checkpoint_that_is_damaged_leaves_no_record(store: Any) -> None:
+    run(store, 4, every=2)
+    damage(store, "step-00000002-l0001/index-", lambda _: b"")
     with pytest.raises(CkptError) as caught:
-        run(tmp_path / "run", 6, resume="step-00000002-l0001")
+        run(store, 6, resume="step-00000002-l0001")
     assert caught.value.code == Code.FILE_NBYTES
-    assert sorted(path.name for path in (tmp_path / "run" / "launches").iterdir()) == ["0001.json"]
+    assert store.list_names("launches") == ["0001.json"]
 
 
-def test_checkpoint_that_a_record_names_and_that_is_lost_is_reported(tmp_path: Path) -> None:
+def test_checkpoint_that_a_record_names_and_that_is_lost_is_reported(store: Any) -> None:
     """REQ-RUN-006, REQ-RUN-007"""
-    run(tmp_path / "run", 4, every=2)
-    with Checkpointer(tmp_path / "run", Trainer().state):
+    run(store, 4, every=2)
+    with Checkpointer(store, Trainer().state):
         pass
-    (tmp_path / "run" / "step-00000004-l0001" / "manifest.json").unlink()
-    _, checkpointer, done = run(tmp_path / "run", 5)
+    store.delete("step-00000004-l0001/manifest.json")
+    _, checkpointer, done = run(store, 5)
     assert done == [2, 3, 4]
     assert checkpointer.launch is not None
     assert checkpointer.launch.chosen_by == "fallback"
     assert "step-00000004-l0001" in checkpointer.passed_over[0]
-    assert list((tmp_path / "run" / "step-00000004-l0001").glob("weights-*"))
+    assert find(store, "step-00000004-l0001/weights-")
 
 
-def test_directory_is_a_run_or_a_checkpoint_and_not_both(tmp_path: Path) -> None:
+def test_directory_is_a_run_or_a_checkpoint_and_not_both(home: Home) -> None:
     """REQ-RUN-016"""
-    run(tmp_path / "run", 2, saver="inline")
-    ckptfmt.save(tmp_path / "lone", ckptfmt.State(data=1), step=1)
+    store, lone = home.store(), home.store()
+    run(store, 2, saver="inline")
+    ckptfmt.save(lone, ckptfmt.State(data=1), step=1)
     for action in (
-        lambda: ckptfmt.save(tmp_path / "run", ckptfmt.State(data=1), step=1),
-        lambda: run(tmp_path / "lone", 2, saver="inline"),
+        lambda: ckptfmt.save(store, ckptfmt.State(data=1), step=1),
+        lambda: run(lone, 2, saver="inline"),
     ):
         with pytest.raises(CkptError) as caught:
             action()

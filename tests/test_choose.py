@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ import ckptfmt
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.documents.run import SAVERS
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import code_of
+from tests.homes import Home, damage
 from tests.test_checkpointer import committed
 from tests.test_group import Allgather, run_writers
 from tests.tiny import Tiny
@@ -28,9 +27,9 @@ def train(store: Any, run: Tiny, total: int, **options: Any) -> Checkpointer:
     return checkpointer
 
 
-def test_resume_in_steps_is_the_same_run_bit_by_bit() -> None:
+def test_resume_in_steps_is_the_same_run_bit_by_bit(home: Home) -> None:
     """Model, optimizer and iterators come into being one after the other, each once the one before is known."""
-    undisturbed, store = Tiny(), MemoryStore()
+    undisturbed, store = Tiny(), home.store()
     train(MemoryStore(), undisturbed, 12)
     first = Tiny()
     train(store, first, 5)
@@ -55,8 +54,8 @@ def test_resume_in_steps_is_the_same_run_bit_by_bit() -> None:
     assert first.losses | second.losses == undisturbed.losses
 
 
-def test_to_choose_changes_nothing_live() -> None:
-    store = MemoryStore()
+def test_to_choose_changes_nothing_live(home: Home) -> None:
+    store = home.store()
     train(store, Tiny(), 4)
     run = Tiny(1)
     before = {name: value.clone() for name, value in run.net.state_dict().items()}, torch.get_rng_state()
@@ -68,8 +67,8 @@ def test_to_choose_changes_nothing_live() -> None:
     checkpointer.close()
 
 
-def test_fresh_start_has_nothing_to_choose() -> None:
-    store, run = MemoryStore(), Tiny()
+def test_fresh_start_has_nothing_to_choose(home: Home) -> None:
+    store, run = home.store(), Tiny()
     with Checkpointer(store, saver="inline") as checkpointer:
         assert checkpointer.choose() is None
         assert checkpointer.launch is not None
@@ -81,8 +80,8 @@ def test_fresh_start_has_nothing_to_choose() -> None:
     assert committed(store) == [(2, 1)]
 
 
-def test_one_start_takes_one_launch() -> None:
-    store = MemoryStore()
+def test_one_start_takes_one_launch(home: Home) -> None:
+    store = home.store()
     train(store, Tiny(), 4)
     with Checkpointer(store, Tiny(1).state, saver="inline") as checkpointer:
         assert checkpointer.choose() is not None
@@ -91,28 +90,26 @@ def test_one_start_takes_one_launch() -> None:
     assert store.list_names("launches") == ["0001.json", "0002.json"]
 
 
-def test_what_was_chosen_is_whole_and_damage_is_passed_over(tmp_path: Path) -> None:
+def test_what_was_chosen_is_whole_and_damage_is_passed_over(home: Home) -> None:
     """REQ-RUN-007: before anything is built after it; also that its savers were waited for."""
-    train(tmp_path, Tiny(), 6)
-    victim = next((tmp_path / "step-00000006-l0001").glob("weights-*.safetensors"))
-    content = bytearray(victim.read_bytes())
-    content[-1] ^= 1
-    victim.write_bytes(content)
+    store = home.store()
+    train(store, Tiny(), 6)
+    damage(store, "step-00000006-l0001/weights-")
     with (
-        open_store(tmp_path, writable=True).hold(f"{SAVERS}/0001-00003-{'a' * 16}"),
-        Checkpointer(tmp_path, saver="inline", deadline_s=0.02) as checkpointer,
+        store.hold(f"{SAVERS}/0001-00003-{'a' * 16}"),
+        Checkpointer(store, saver="inline", deadline_s=0.02) as checkpointer,
     ):
         checkpoint = checkpointer.choose()
         assert checkpoint is not None
-        assert Path(checkpoint.store.name) == tmp_path / "step-00000004-l0001"
+        assert checkpoint.store.name == store.at("step-00000004-l0001").name
         held, damaged = checkpointer.passed_over
     assert held == "the saves of launch 1 (writer 3) weren't committed within 0.01 s"
     assert "step-00000006-l0001" in damaged
 
 
-def test_all_writers_choose_alike() -> None:
+def test_all_writers_choose_alike(home: Home) -> None:
     """And take one launch together."""
-    store, allgather = MemoryStore(), Allgather(2)
+    store, allgather = home.store(), Allgather(2)
     with Checkpointer(store, ckptfmt.State(weights={"w": 1}), saver="inline") as checkpointer:
         checkpointer.save(step=3)
 
@@ -129,8 +126,8 @@ def test_all_writers_choose_alike() -> None:
     assert len(store.list_names("launches")) == 2
 
 
-def test_state_that_nobody_gave_is_asked_for_by_name() -> None:
-    store = MemoryStore()
+def test_state_that_nobody_gave_is_asked_for_by_name(home: Home) -> None:
+    store = home.store()
     checkpointer = Checkpointer(store, saver="inline")
     actions = (checkpointer.restore, checkpointer.restore_rng, checkpointer.prepare, lambda: checkpointer.end_step(1))
     for action in actions:
@@ -145,9 +142,9 @@ def test_state_that_nobody_gave_is_asked_for_by_name() -> None:
     checkpointer.close()
 
 
-def test_chosen_checkpoint_is_not_asked_for_once_the_run_goes_on() -> None:
+def test_chosen_checkpoint_is_not_asked_for_once_the_run_goes_on(home: Home) -> None:
     """None would say that the run began afresh."""
-    store = MemoryStore()
+    store = home.store()
     train(store, Tiny(), 4)
     with Checkpointer(store, Tiny(1).state, saver="inline") as checkpointer:
         checkpointer.restore_rng()
@@ -156,15 +153,14 @@ def test_chosen_checkpoint_is_not_asked_for_once_the_run_goes_on() -> None:
     assert caught.value.code is Code.ARGUMENT
 
 
-def test_choice_that_failed_may_be_made_again(tmp_path: Path) -> None:
+def test_choice_that_failed_may_be_made_again(home: Home) -> None:
     """Nothing live was changed: unlike a load that failed, it is no reason to start the process again."""
-    train(tmp_path, Tiny(), 2)
-    index = next(tmp_path.glob("step-*/index-*"))
-    content = index.read_bytes()
-    index.write_bytes(b"")
-    checkpointer = Checkpointer(tmp_path, Tiny(1).state, saver="inline")
+    store = home.store()
+    train(store, Tiny(), 2)
+    content = damage(store, "step-00000002-l0001/index-", lambda _: b"")
+    checkpointer = Checkpointer(store, Tiny(1).state, saver="inline")
     assert code_of(checkpointer.choose) == Code.NO_VALID_CHECKPOINT
-    index.write_bytes(content)
+    damage(store, "step-00000002-l0001/index-", lambda _: content)
     checkpoint = checkpointer.choose()
     assert checkpoint is not None
     assert checkpoint.step == 2

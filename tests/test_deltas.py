@@ -19,8 +19,10 @@ from ckptfmt.delta.coders import Coders
 from ckptfmt.digest import digest_bytes
 from ckptfmt.errors import Code
 from ckptfmt.saver import saver
+from ckptfmt.store import open_store
 from ckptfmt.write.staging import Fillings
 from tests.builders import code_of, error_of
+from tests.homes import named_homes
 from tests.test_device_deltas import MIB, check_loads
 from tests.test_device_deltas import Run as Table
 
@@ -84,9 +86,11 @@ def save_steps(path, run, steps, **options):
     return reports, held
 
 
+@named_homes
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_step_is_loaded_as_it_was(tmp_path, optimizer):
-    reports, held = save_steps(tmp_path / "run", Run(optimizer), range(1, 5))
+def test_every_step_is_loaded_as_it_was(home, optimizer):
+    place = home.path()
+    reports, held = save_steps(place, Run(optimizer), range(1, 5))
     assert [report.profile for report in reports] == ["full", "delta", "delta", "delta"]
     for report, expected in zip(reports, held, strict=True):
         other = Run(optimizer, seed=1)
@@ -201,9 +205,11 @@ def test_without_deltas_nothing_is_compared(tmp_path, costs):
             assert sum(costs[0]) // MIB == 28, number
 
 
-def test_what_a_slot_holds_of_a_save_that_failed_is_not_believed(tmp_path, costs, monkeypatch):
+@named_homes
+def test_what_a_slot_holds_of_a_save_that_failed_is_not_believed(home, costs, monkeypatch):
+    place = home.path()
     run = Table()
-    with Checkpointer(tmp_path / "run", run.state, delta=DELTA, saver="thread") as ck:
+    with Checkpointer(place, run.state, delta=DELTA, saver="thread") as ck:
         for number in range(3):
             run.step(number)
             ck.step += 1
@@ -228,10 +234,12 @@ def test_what_a_slot_holds_of_a_save_that_failed_is_not_believed(tmp_path, costs
     check_loads(report, run.held())
 
 
-def test_a_save_that_fails_once_it_is_written_leaves_nothing_stale(tmp_path, monkeypatch):
+@named_homes
+def test_a_save_that_fails_once_it_is_written_leaves_nothing_stale(home, monkeypatch):
     """Its slot was written, and its digests are those of what lies there; it is no base."""
+    place = home.path()
     run, saved = Table(), []
-    with Checkpointer(tmp_path / "run", run.state, delta=DELTA, saver="thread") as ck:
+    with Checkpointer(place, run.state, delta=DELTA, saver="thread") as ck:
         for number in range(7):
             run.step(number)
             ck.step += 1
@@ -249,9 +257,11 @@ def test_a_save_that_fails_once_it_is_written_leaves_nothing_stale(tmp_path, mon
         check_loads(report, held)
 
 
-def test_a_saver_that_is_started_again_knows_no_digest_of_what_was_kept(tmp_path):
+@named_homes
+def test_a_saver_that_is_started_again_knows_no_digest_of_what_was_kept(home):
+    place = home.path()
     run, saved = Table(), []
-    with Checkpointer(tmp_path / "run", run.state, delta=DELTA, saver="process") as ck:
+    with Checkpointer(place, run.state, delta=DELTA, saver="process") as ck:
         for number in range(8):
             run.step(number)
             ck.step += 1
@@ -272,11 +282,13 @@ def test_a_saver_that_is_started_again_knows_no_digest_of_what_was_kept(tmp_path
         check_loads(report, held)
 
 
-def test_a_slot_that_somebody_else_has_written_to_fails_the_next_save_in_full(tmp_path):
+@named_homes
+def test_a_slot_that_somebody_else_has_written_to_fails_the_next_save_in_full(home):
     """What is kept isn't looked at again for a delta, which refers to the base; but this would store it."""
+    place = home.path()
     run, saved, refused = Table(), [], []
     delta = {**DELTA, "full_every": 4}
-    with Checkpointer(tmp_path / "run", run.state, delta=delta, saver="thread") as ck:
+    with Checkpointer(place, run.state, delta=delta, saver="thread") as ck:
         for number in range(12):
             run.step(number % 8)
             ck.step += 1
@@ -350,13 +362,15 @@ def link_of(checkpointer):
     return background_of(checkpointer)._link
 
 
-def test_a_process_saves_deltas_and_the_run_goes_on_from_one(tmp_path):
+@named_homes
+def test_a_process_saves_deltas_and_the_run_goes_on_from_one(home):
     """The next launch resumes from a delta, and its first save is full: its saver has read no base."""
+    place = home.path()
     run = Run()
-    reports, held = save_steps(tmp_path / "run", run, range(1, 4), saver="process")
+    reports, held = save_steps(place, run, range(1, 4), saver="process")
     assert reports[-1].profile == "delta"
     again = Run(seed=1)
-    with Checkpointer(tmp_path / "run", again.state, delta=DELTA, saver="process") as ck:
+    with Checkpointer(place, again.state, delta=DELTA, saver="process") as ck:
         assert ck.step == 3
         assert again.held() == held[-1]
         ck.restore_rng()
@@ -367,35 +381,43 @@ def test_a_process_saves_deltas_and_the_run_goes_on_from_one(tmp_path):
     assert again.held() == run.held()
 
 
-def test_what_is_kept_keeps_its_base(tmp_path):
+@named_homes
+def test_what_is_kept_keeps_its_base(home):
+    place = home.path()
     run = Run()
-    reports, held = save_steps(tmp_path / "run", run, range(1, 6), keep=1)
-    assert ckptfmt.validate(tmp_path / "run").valid
+    reports, held = save_steps(place, run, range(1, 6), keep=1)
+    assert ckptfmt.validate(place).valid
     other = Run(seed=1)
-    ckptfmt.load(tmp_path / "run", other.state)
+    ckptfmt.load(place, other.state)
     assert other.held() == held[-1]
     assert [report.removed for report in reports] == [()] * 5
 
 
-def test_fields_that_are_not_encoded_are_written_as_they_are(tmp_path):
+@named_homes
+def test_fields_that_are_not_encoded_are_written_as_they_are(home):
+    place = home.path()
     delta = {**DELTA, "fields": "optimizer"}
-    save_steps(tmp_path / "run", Run(), range(1, 3), delta=delta)
-    with ckptfmt.open(tmp_path / "run") as checkpoint:
+    save_steps(place, Run(), range(1, 3), delta=delta)
+    with ckptfmt.open(place) as checkpoint:
         fields = checkpoint.manifest.fields
         assert fields["weights"].stored_nbytes == fields["weights"].nbytes
         assert (fields["optimizer"].stored_nbytes or 0) < fields["optimizer"].nbytes / 2
 
 
-def test_auto_writes_in_full_what_changes_everywhere(tmp_path):
-    reports, _ = save_steps(tmp_path / "run", Run(), range(1, 5), delta="auto")
+@named_homes
+def test_auto_writes_in_full_what_changes_everywhere(home):
+    place = home.path()
+    reports, _ = save_steps(place, Run(), range(1, 5), delta="auto")
     assert {report.profile for report in reports} == {"full"}
     assert all(report.reason for report in reports)
 
 
-def test_a_run_that_was_begun_without_deltas_refuses_them(tmp_path):
+@named_homes
+def test_a_run_that_was_begun_without_deltas_refuses_them(home):
     """REQ-CMT-036"""
-    save_steps(tmp_path / "run", Run(), range(1, 2), delta="off")
-    error = error_of(Checkpointer(tmp_path / "run", Run().state, delta="auto").restore)
+    place = home.path()
+    save_steps(place, Run(), range(1, 2), delta="off")
+    error = error_of(Checkpointer(place, Run().state, delta="auto").restore)
     assert (error.code, error.requirement) == (Code.ARGUMENT, "REQ-CMT-036")
     assert "delta='off'" in error.remedy
 
@@ -422,14 +444,16 @@ def test_a_save_inline_is_no_delta(tmp_path):
     assert code_of(lambda: Checkpointer(tmp_path / "run", Run().state, delta="auto", saver="inline")) == Code.ARGUMENT
 
 
-def test_a_base_that_went_away_costs_a_full_save_and_nothing_else(tmp_path, caplog):
+@named_homes
+def test_a_base_that_went_away_costs_a_full_save_and_nothing_else(home, caplog):
+    place = home.path()
     run = Run()
-    with caplog.at_level(logging.ERROR), Checkpointer(tmp_path / "run", run.state, delta=DELTA, saver="thread") as ck:
+    with caplog.at_level(logging.ERROR), Checkpointer(place, run.state, delta=DELTA, saver="thread") as ck:
         for step in (1, 2):
             run.step(step)
             ck.step = step
             report = save(ck)
-        (tmp_path / "run" / "step-00000002-l0001" / "manifest.json").unlink()
+        open_store(place, writable=True).delete("step-00000002-l0001/manifest.json")
         run.step(3)
         ck.step = 3
         report = save(ck)

@@ -44,6 +44,7 @@ from tests.builders import (
     two_writers,
     verify,
 )
+from tests.homes import files_of
 from tests.stores.faults import Fault, FaultStore
 from tests.stores.recorder import Recorder
 
@@ -51,13 +52,22 @@ INDEX = index_name(ATTEMPT)
 ORIGIN = origin(writer_count=2)
 
 
-@pytest.fixture
-def written():
-    """A store with the parts of two writers, undecided."""
-    store = MemoryStore()
+def write_parts(store):
     for writer, held in enumerate(two_writers()):
         write_part(store, held, ORIGIN, writer=writer)
     return store
+
+
+@pytest.fixture
+def written(home):
+    """A store with the parts of two writers, undecided."""
+    return write_parts(home.store())
+
+
+@pytest.fixture
+def lossy():
+    """The same in a store that loses requests and answers as it is told to."""
+    return write_parts(MemoryStore())
 
 
 def another(step=3, **members):
@@ -76,20 +86,20 @@ def test_a_commit_is_there_and_whole(written):
 def test_finalize_may_be_called_by_anyone_any_number_of_times(written):
     """REQ-IDX-005, REQ-CMT-006: the same bytes each time."""
     first = finalize(written, ORIGIN)
-    before = written.snapshot()
+    before = files_of(written)
     assert finalize(written, ORIGIN) == first
-    assert written.snapshot() == before
+    assert files_of(written) == before
 
 
-def test_who_commits_and_when_does_not_show(written, monkeypatch):
+def test_who_commits_and_when_does_not_show(home, written, monkeypatch):
     """REQ-MAN-009: two committers of the same parts make the same files."""
-    twin = MemoryStore.from_snapshot(written.snapshot())
+    twin = home.store(files_of(written))
     finalize(written, ORIGIN)
     monkeypatch.setattr(time, "time", lambda: 2e9)
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
     monkeypatch.setattr(os, "getpid", lambda: 1)
     finalize(twin, ORIGIN)
-    assert twin.snapshot() == written.snapshot()
+    assert files_of(twin) == files_of(written)
 
 
 def recompressed(content, level):
@@ -100,16 +110,16 @@ def recompressed(content, level):
 
 
 @pytest.mark.parametrize("level", [0, 9])
-def test_an_index_that_says_the_same_is_taken_as_it_is(written, level):
+def test_an_index_that_says_the_same_is_taken_as_it_is(home, written, level):
     """REQ-CMT-006, REQ-IDX-005: another committer compressed it, to more bytes or to fewer."""
-    twin = MemoryStore.from_snapshot(written.snapshot())
+    twin = home.store(files_of(written))
     finalize(twin, ORIGIN)
-    theirs = recompressed(twin.snapshot()[INDEX], level)
-    assert theirs != twin.snapshot()[INDEX]
+    theirs = recompressed(files_of(twin)[INDEX], level)
+    assert theirs != files_of(twin)[INDEX]
     written.create(INDEX, [theirs])
     manifest = finalize(written, ORIGIN)
     assert manifest.index_nbytes == len(theirs)
-    assert written.snapshot()[INDEX] == theirs
+    assert files_of(written)[INDEX] == theirs
     assert finalize(written, ORIGIN) == manifest
     assert verify(written).valid
 
@@ -132,11 +142,11 @@ OTHER_INDICES = {
 
 
 @pytest.mark.parametrize("change", OTHER_INDICES.values(), ids=OTHER_INDICES)
-def test_an_index_that_says_something_else_is_a_conflict(written, change):
+def test_an_index_that_says_something_else_is_a_conflict(home, written, change):
     """REQ-CMT-006: nothing is decided then."""
-    twin = MemoryStore.from_snapshot(written.snapshot())
+    twin = home.store(files_of(written))
     finalize(twin, ORIGIN)
-    written.create(INDEX, [change(twin.snapshot()[INDEX])])
+    written.create(INDEX, [change(files_of(twin)[INDEX])])
     error = error_of(lambda: finalize(written, ORIGIN))
     assert (error.code, error.requirement, error.where) == (Code.COMMIT_CONFLICT, "REQ-CMT-006", INDEX)
     assert read_register(written) is None
@@ -161,15 +171,15 @@ def test_eight_committers_at_once_make_one_checkpoint(written):
     assert isinstance(results[0], Manifest)
 
 
-def test_a_missing_writer_is_named_at_the_deadline():
+def test_a_missing_writer_is_named_at_the_deadline(home):
     """Row 95; REQ-CMT-005."""
-    store = MemoryStore()
+    store = home.store()
     write_part(store, two_writers()[0], ORIGIN, writer=0)
     error = error_of(lambda: commit(store, ORIGIN, deadline_s=0.02))
     assert (error.code, type(error)) == (Code.WRITERS_MISSING, CommitError)
     assert "writers 1 " in error.detail
     assert read_register(store) is None
-    assert INDEX not in store.snapshot()
+    assert INDEX not in files_of(store)
 
 
 def test_parts_of_another_attempt_do_not_count(written):
@@ -179,10 +189,10 @@ def test_parts_of_another_attempt_do_not_count(written):
     assert "0, 1" in error.detail
 
 
-def test_a_failed_writer_is_not_waited_for(monkeypatch):
+def test_a_failed_writer_is_not_waited_for(home, monkeypatch):
     """REQ-CMT-004: the first look finds it."""
     monkeypatch.setattr("ckptfmt.commit.decision.poll", lambda _: [None])
-    store = MemoryStore()
+    store = home.store()
     write_part(store, two_writers()[0], ORIGIN, writer=0)
     write_failure(store, ORIGIN, 1, err(Code.NO_SPACE, "full"))
     for wait in (lambda: commit(store, ORIGIN, deadline_s=60), lambda: wait_for_decision(store, ORIGIN, deadline_s=60)):
@@ -192,7 +202,7 @@ def test_a_failed_writer_is_not_waited_for(monkeypatch):
     assert read_register(store) is None
 
 
-def test_what_one_writer_says_of_the_attempt_all_raise():
+def test_what_one_writer_says_of_the_attempt_all_raise(home):
     """REQ-CMT-038: the same error, whole, whoever found it."""
     told = [
         err(Code.REPLICA_DIVERGED, "writers 0 and 1 differ", where="weights 'w'", requirement="REQ-CMT-012"),
@@ -200,15 +210,15 @@ def test_what_one_writer_says_of_the_attempt_all_raise():
         err(Code.WRITERS_MISSING, "no part of writers 2 within 1 s", where="parts/", remedy="Look at writer 2."),
     ]
     for error in told:
-        store = MemoryStore()
+        store = home.store()
         write_failure(store, ORIGIN, 0, error)
         found = error_of(lambda store=store: wait_for_decision(store, ORIGIN, deadline_s=60))
         assert (type(found), found.as_json()) == (type(error), error.as_json())
 
 
-def test_what_one_writer_says_of_itself_is_not_said_of_the_others():
+def test_what_one_writer_says_of_itself_is_not_said_of_the_others(home):
     """REQ-CMT-038: with all that it said, and not cut in mid-word."""
-    store, long = MemoryStore(), "no space is left " * 100
+    store, long = home.store(), "no space is left " * 100
     write_failure(store, ORIGIN, 1, err(Code.NO_SPACE, long, where="weights", remedy="Free space."))
     error = error_of(lambda: wait_for_decision(store, ORIGIN, deadline_s=60))
     assert error.code == Code.WRITER_FAILED
@@ -218,12 +228,12 @@ def test_what_one_writer_says_of_itself_is_not_said_of_the_others():
     assert error.remedy == "On writer 1: Free space."
 
 
-def test_a_record_of_another_writers_failure_is_not_left():
+def test_a_record_of_another_writers_failure_is_not_left(home):
     """REQ-CMT-004: who waits finds the record of the one that failed."""
-    store = MemoryStore()
+    store = home.store()
     write_failure(store, ORIGIN, 1, err(Code.NO_SPACE, "full"))
     tell_failure(store, ORIGIN, 0, error_of(lambda: wait_for_decision(store, ORIGIN, deadline_s=60)))
-    assert [path for path in store.snapshot() if "failure" in path] == [failure_path(ORIGIN.attempt, 1)]
+    assert [path for path in files_of(store) if "failure" in path] == [failure_path(ORIGIN.attempt, 1)]
 
 
 def test_a_failure_of_another_attempt_does_not_count(written):
@@ -232,11 +242,11 @@ def test_a_failure_of_another_attempt_does_not_count(written):
 
 
 @pytest.mark.parametrize("writer", [0, 1])
-def test_a_save_is_committed_only_when_the_name_of_its_register_is_synced(written, writer):
+def test_a_save_is_committed_only_when_the_name_of_its_register_is_synced(home, written, writer):
     """REQ-CMT-009: for who commits, and for who learns it from the register."""
     if writer:
         finalize(written, ORIGIN)
-    twin = MemoryStore.from_snapshot(written.snapshot())
+    twin = home.store(files_of(written))
     recorder = Recorder(written)
     decide(recorder, ORIGIN, writer=writer, deadline_s=1)
     steps = [(step.op, step.path) for step in recorder.log.operations]
@@ -247,16 +257,16 @@ def test_a_save_is_committed_only_when_the_name_of_its_register_is_synced(writte
     assert isinstance(read_register(twin), Manifest)
 
 
-def test_waiting_for_a_decision_has_a_deadline(written):
+def test_waiting_for_a_decision_has_a_deadline(home, written):
     """REQ-CMT-009."""
     assert code_of(lambda: wait_for_decision(written, ORIGIN, deadline_s=0.01)) == Code.COMMIT_UNKNOWN
-    nobody = MemoryStore()
+    nobody = home.store()
     assert code_of(lambda: wait_for_decision(nobody, ORIGIN, deadline_s=0.01)) == Code.WRITERS_MISSING
 
 
-def test_a_late_part_is_waited_for():
+def test_a_late_part_is_waited_for(home):
     """REQ-CMT-005."""
-    store = MemoryStore()
+    store = home.store()
     parts = two_writers()
     write_part(store, parts[0], ORIGIN, writer=0)
     late = threading.Timer(0.05, lambda: write_part(store, parts[1], ORIGIN, writer=1))
@@ -266,52 +276,52 @@ def test_a_late_part_is_waited_for():
 
 
 @pytest.mark.parametrize("edit", ["step", "nonce", "writer"])
-def test_a_part_under_the_wrong_name_is_refused(edit):
+def test_a_part_under_the_wrong_name_is_refused(home, edit):
     """REQ-PRT-001, REQ-CMT-010: a part of another origin, with this attempt's id."""
     other = {"step": origin(writer_count=2, step=4), "nonce": origin(writer_count=2, nonce="0" * 32), "writer": ORIGIN}[
         edit
     ]
-    store = MemoryStore()
-    elsewhere = MemoryStore()
+    store = home.store()
+    elsewhere = home.store()
     parts = two_writers()
     write_part(store, parts[0], ORIGIN, writer=0)
     write_part(elsewhere, parts[1], other, writer=0 if edit == "writer" else 1)
-    content = elsewhere.snapshot()[part_path(ATTEMPT, 0 if edit == "writer" else 1)]
+    content = files_of(elsewhere)[part_path(ATTEMPT, 0 if edit == "writer" else 1)]
     store.create(part_path(ATTEMPT, 1), [content])
     assert code_of(lambda: commit(store, ORIGIN, deadline_s=1)) == Code.WRITERS_DIVERGED
     assert read_register(store) is None
 
 
-def test_parts_that_agree_on_another_step_than_the_committer_are_refused():
+def test_parts_that_agree_on_another_step_than_the_committer_are_refused(home):
     """REQ-PRT-001, REQ-CMT-010."""
-    store = MemoryStore()
+    store = home.store()
     for writer, held in enumerate(two_writers()):
         write_part(store, held, origin(writer_count=2, step=4), writer=writer)
     assert code_of(lambda: commit(store, ORIGIN, deadline_s=1)) == Code.WRITERS_DIVERGED
     assert read_register(store) is None
 
 
-def test_layouts_that_do_not_fit_decide_nothing():
+def test_layouts_that_do_not_fit_decide_nothing(home):
     """REQ-CMT-012, REQ-CMT-013, REQ-CMT-015: the register isn't created."""
     for other, code in (
         (tensor("w", np.zeros(3)), Code.REPLICA_DIVERGED),
         (tensor("w", np.ones(4)), Code.TENSOR_DIVERGED),
         (tensor("w", np.ones(3, np.float32)), Code.TENSOR_DIVERGED),
     ):
-        store = MemoryStore()
+        store = home.store()
         error = error_of(
             lambda store=store, other=other: save(store, snapshot(tensor("w", np.ones(3))), snapshot(other))
         )
         assert (error.code, type(error)) == (code, LayoutError)
         assert "'w'" in error.where
         assert read_register(store) is None
-        assert not any(name.startswith("index") for name in store.snapshot())
+        assert not any(name.startswith("index") for name in files_of(store))
 
 
-def test_a_leaf_that_differs_is_named_by_its_path():
+def test_a_leaf_that_differs_is_named_by_its_path(home):
     """REQ-CMT-014, REQ-CTX-001."""
     parts = [snapshot(leaves=[leaf("config", {"data": {"rank": rank}}, name="cfg")]) for rank in range(2)]
-    error = error_of(lambda: save(MemoryStore(), *parts))
+    error = error_of(lambda: save(home.store(), *parts))
     assert error.code == Code.LEAF_DIVERGED
     assert "'cfg'" in error.where
     assert "/data/rank" in error.detail
@@ -319,42 +329,42 @@ def test_a_leaf_that_differs_is_named_by_its_path():
 
 
 @pytest.mark.parametrize("path", [f"weights-{ATTEMPT}-00001.safetensors", f"optimizer-{ATTEMPT}-00000.safetensors"])
-def test_every_file_is_there_with_its_size_before_the_decision(written, path):
+def test_every_file_is_there_with_its_size_before_the_decision(home, written, path):
     """REQ-CMT-007."""
-    files = written.snapshot()
+    files = files_of(written)
     for content, code in (
         (None, Code.FILE_MISSING),
         (files[path][:-1], Code.FILE_NBYTES),
         (files[path] + b"x", Code.FILE_NBYTES),
     ):
         changed = {name: data for name, data in files.items() if name != path} | ({path: content} if content else {})
-        store = MemoryStore.from_snapshot(changed)
+        store = home.store(changed)
         error = error_of(lambda store=store: finalize(store, ORIGIN))
         assert (error.code, error.where, type(error)) == (code, path, IntegrityError)
         assert read_register(store) is None
 
 
-def test_a_damaged_part_decides_nothing(written):
-    files = written.snapshot()
+def test_a_damaged_part_decides_nothing(home, written):
+    files = files_of(written)
     path = part_path(ATTEMPT, 1)
     files[path] = files[path][:-1] + bytes([files[path][-1] ^ 1])
-    store = MemoryStore.from_snapshot(files)
+    store = home.store(files)
     assert code_of(lambda: finalize(store, ORIGIN)) in (Code.DOC_DIGEST, Code.MSGPACK_SYNTAX, Code.DOC_NOT_CANONICAL)
     assert read_register(store) is None
 
 
-def test_a_reason_that_no_manifest_may_hold_decides_nothing():
+def test_a_reason_that_no_manifest_may_hold_decides_nothing(home):
     """REQ-PRT-009, REQ-MAN-003: what is committed can be read; a register can't be mended."""
     for reason in ("x" * 1001, "line\nfeed", "\u202e", "e\u0301", ""):
-        store = MemoryStore()
+        store = home.store()
         made = snapshot(tensor("w", np.ones(2)), absent={"data": reason})
         assert code_of(lambda store=store, made=made: save(store, made)) == Code.MANIFEST_FIELDS
         assert read_register(store) is None
 
 
-def test_a_step_that_no_document_may_hold_decides_nothing():
+def test_a_step_that_no_document_may_hold_decides_nothing(home):
     """REQ-DOC-005."""
-    store = MemoryStore()
+    store = home.store()
     assert code_of(lambda: save(store, snapshot(tensor("w", np.ones(2))), step=2**53)) != "ok"
     assert read_register(store) is None
 
@@ -380,9 +390,9 @@ def test_the_second_attempt_loses(written):
     assert Checkpoint(written).digest == first.digest
 
 
-def commit_twice(files, at):
+def commit_twice(home, files, at):
     """Commit an attempt, and another just before the operation `at` of the first; return outcomes and store."""
-    store, operations = MemoryStore.from_snapshot(files), itertools.count(1)
+    store, operations = home.store(files), itertools.count(1)
     outcomes: list[Manifest | Code] = []
 
     def attempt(place, made):
@@ -399,13 +409,14 @@ def commit_twice(files, at):
     return outcomes, store
 
 
-def test_whenever_another_attempt_commits_one_of_the_two_has_the_register(written):
+@pytest.mark.long_on_s3
+def test_whenever_another_attempt_commits_one_of_the_two_has_the_register(home, written):
     """REQ-CMT-008."""
     for writer, held in enumerate(two_writers()):
         write_part(written, held, another(), writer=writer)
     winners = set()
     for at in itertools.count(1):
-        outcomes, store = commit_twice(written.snapshot(), at)
+        outcomes, store = commit_twice(home, files_of(written), at)
         if len(outcomes) == 1:
             break
         won = read_register(store)
@@ -415,11 +426,11 @@ def test_whenever_another_attempt_commits_one_of_the_two_has_the_register(writte
     assert winners == {ATTEMPT, another().attempt}
 
 
-def test_what_was_aborted_is_never_committed(written):
+def test_what_was_aborted_is_never_committed(home, written):
     """REQ-CMT-020: a committer that was only slow finds the record."""
     assert abort(written, run_id=None, launch=None, step=3, reason="gone")
-    assert list(written.snapshot()) == ["manifest.json"]
-    late = MemoryStore.from_snapshot(written.snapshot())
+    assert list(files_of(written)) == ["manifest.json"]
+    late = home.store(files_of(written))
     for writer, held in enumerate(two_writers()):
         write_part(late, held, ORIGIN, writer=writer)
     for refused in (
@@ -445,7 +456,7 @@ def test_what_was_retired_stays_retired(written):
     """REQ-CMT-022, REQ-CMT-023."""
     manifest = commit(written, ORIGIN, deadline_s=1)
     retire(written, manifest)
-    assert list(written.snapshot()) == ["manifest.json"]
+    assert list(files_of(written)) == ["manifest.json"]
     assert read_register(written) == Tombstone(run_id=None, launch=None, step=3, manifest_digest=manifest.digest)
     error = error_of(lambda: read_manifest(written))
     assert (error.code, type(error)) == (Code.CHECKPOINT_RETIRED, IntegrityError)
@@ -455,18 +466,19 @@ def test_what_was_retired_stays_retired(written):
     assert code_of(lambda: finalize(written, another())) == Code.CHECKPOINT_RETIRED
     assert code_of(lambda: wait_for_decision(written, another(), deadline_s=9)) == Code.CHECKPOINT_RETIRED
     sweep(written)
-    assert list(written.snapshot()) == ["manifest.json"]
+    assert list(files_of(written)) == ["manifest.json"]
 
 
-def test_the_record_comes_before_the_first_file_goes():
+@pytest.mark.long_on_s3
+def test_the_record_comes_before_the_first_file_goes(home):
     """REQ-CMT-020, REQ-CMT-022: at whatever operation it fails, files go only behind a record."""
     for ending in ("abort", "retire"):
         for fail_at in range(1, 60):
-            inner = MemoryStore()
+            inner = home.store()
             for writer, held in enumerate(two_writers()):
                 write_part(inner, held, ORIGIN, writer=writer)
             manifest = commit(inner, ORIGIN, deadline_s=1) if ending == "retire" else None
-            before = set(inner.snapshot())
+            before = set(files_of(inner))
             fault = Fault(fail_at=fail_at)
             store = FaultStore(inner, fault)
             try:
@@ -476,7 +488,7 @@ def test_the_record_comes_before_the_first_file_goes():
                     abort(store, run_id=None, launch=None, step=3, reason="gone")
             except CkptError:
                 register = read_register(inner)
-                assert set(inner.snapshot()) >= before or isinstance(register, Abort | Tombstone)
+                assert set(files_of(inner)) >= before or isinstance(register, Abort | Tombstone)
             if not fault.fired_count:
                 assert fail_at > 5
                 break
@@ -486,13 +498,13 @@ def test_the_record_comes_before_the_first_file_goes():
 
 @pytest.mark.parametrize("loss", list(Loss))
 @pytest.mark.parametrize("path_end", ["manifest.json", ".msgpack"])
-def test_a_lost_answer_does_not_lose_the_commit(written, loss, path_end):
+def test_a_lost_answer_does_not_lose_the_commit(lossy, loss, path_end):
     """REQ-CMT-008, REQ-STO-003."""
-    written.inject(loss, path_end=path_end)
-    manifest = commit(written, ORIGIN, deadline_s=1)
-    written.land()
-    assert read_register(written) == manifest
-    assert verify(written).valid
+    lossy.inject(loss, path_end=path_end)
+    manifest = commit(lossy, ORIGIN, deadline_s=1)
+    lossy.land()
+    assert read_register(lossy) == manifest
+    assert verify(lossy).valid
 
 
 @pytest.mark.parametrize("loss", list(Loss))
@@ -508,44 +520,44 @@ def test_only_a_register_is_ever_replaced(loss):
     assert [step.path for step in recorder.log.operations if step.op == "replace"] == ["manifest.json"]
 
 
-def test_a_store_that_never_answers_leaves_it_unknown(written):
+def test_a_store_that_never_answers_leaves_it_unknown(lossy):
     """REQ-CMT-008: nothing is deleted, and who comes later finds out."""
-    before = set(written.snapshot())
+    before = set(lossy.snapshot())
     for _ in range(3):
-        written.inject(Loss.LATE, path_end="manifest.json")
-    error = error_of(lambda: commit(written, ORIGIN, deadline_s=1))
+        lossy.inject(Loss.LATE, path_end="manifest.json")
+    error = error_of(lambda: commit(lossy, ORIGIN, deadline_s=1))
     assert (error.code, type(error)) == (Code.COMMIT_UNKNOWN, CommitError)
-    assert set(written.snapshot()) == before | {INDEX}
-    assert written.land() == ["manifest.json"]
-    assert finalize(written, ORIGIN) == read_register(written)
-    assert verify(written).valid
+    assert set(lossy.snapshot()) == before | {INDEX}
+    assert lossy.land() == ["manifest.json"]
+    assert finalize(lossy, ORIGIN) == read_register(lossy)
+    assert verify(lossy).valid
 
 
-def test_a_register_that_cannot_be_read_back_leaves_it_unknown(written):
+def test_a_register_that_cannot_be_read_back_leaves_it_unknown(lossy):
     """REQ-CMT-008."""
     fault = Fault(fail_at=1, sticky=True, operations=frozenset({"read"}), path_end="manifest.json")
-    store = FaultStore(written, fault)
-    written.inject(Loss.ANSWER, path_end="manifest.json")
+    store = FaultStore(lossy, fault)
+    lossy.inject(Loss.ANSWER, path_end="manifest.json")
     assert code_of(lambda: finalize(store, ORIGIN)) == Code.COMMIT_UNKNOWN
-    assert isinstance(read_register(written), Manifest)
-    assert verify(written).valid
+    assert isinstance(read_register(lossy), Manifest)
+    assert verify(lossy).valid
 
 
-def test_an_abort_without_an_answer_deletes_nothing(written):
+def test_an_abort_without_an_answer_deletes_nothing(lossy):
     """REQ-CMT-020."""
-    before = set(written.snapshot())
+    before = set(lossy.snapshot())
     for _ in range(3):
-        written.inject(Loss.REQUEST, path_end="manifest.json")
-    assert code_of(lambda: abort(written, run_id=None, launch=None, step=3, reason="gone")) == Code.COMMIT_UNKNOWN
-    assert set(written.snapshot()) == before
+        lossy.inject(Loss.REQUEST, path_end="manifest.json")
+    assert code_of(lambda: abort(lossy, run_id=None, launch=None, step=3, reason="gone")) == Code.COMMIT_UNKNOWN
+    assert set(lossy.snapshot()) == before
 
 
-def test_a_late_abort_meets_the_manifest(written):
+def test_a_late_abort_meets_the_manifest(lossy):
     """REQ-CMT-008, REQ-CMT-020: the decision is one, whoever comes last."""
-    written.inject(Loss.LATE, path_end="manifest.json")
-    assert abort(written, run_id=None, launch=None, step=3, reason="gone")
-    assert written.land() == []
-    assert isinstance(read_register(written), Abort)
+    lossy.inject(Loss.LATE, path_end="manifest.json")
+    assert abort(lossy, run_id=None, launch=None, step=3, reason="gone")
+    assert lossy.land() == []
+    assert isinstance(read_register(lossy), Abort)
 
 
 def test_other_errors_of_the_store_come_through(written):
@@ -556,11 +568,12 @@ def test_other_errors_of_the_store_come_through(written):
     assert finalize(written, ORIGIN) == read_register(written)
 
 
-def test_a_failure_at_any_operation_leaves_all_or_nothing():
+@pytest.mark.long_on_s3
+def test_a_failure_at_any_operation_leaves_all_or_nothing(home):
     """REQ-CMT-005 to REQ-CMT-009: and finalize mends it, once and twice."""
     for applied in (False, True):
         for fail_at in range(1, 40):
-            inner = MemoryStore()
+            inner = home.store()
             for writer, held in enumerate(two_writers()):
                 write_part(inner, held, ORIGIN, writer=writer)
             fault = Fault(fail_at=fail_at, applied=applied)
@@ -583,9 +596,9 @@ def test_a_failure_at_any_operation_leaves_all_or_nothing():
             raise AssertionError("no end of operations")
 
 
-def test_create_once_tells_own_files_from_others():
+def test_create_once_tells_own_files_from_others(home):
     """REQ-CMT-003, REQ-CMT-006."""
-    store = MemoryStore()
+    store = home.store()
     create_once(store, "a", lambda: [b"x"], content=b"x")
     create_once(store, "a", lambda: [b"x"], content=b"x")
     assert code_of(lambda: create_once(store, "a", lambda: [b"y"], content=b"y")) == Code.COMMIT_CONFLICT
@@ -593,31 +606,31 @@ def test_create_once_tells_own_files_from_others():
     assert code_of(lambda: create_once(store, "a", lambda: [b"x"], nbytes=1)) == Code.STORE_EXISTS
 
 
-def test_leftovers_of_other_attempts_are_swept():
+def test_leftovers_of_other_attempts_are_swept(home):
     """REQ-CMT-027, REQ-CKP-005: nothing else is."""
-    store = MemoryStore()
+    store = home.store()
     save(store, *two_writers())
     store.create("notes.txt", [b"mine"])
-    before = store.snapshot()
+    before = files_of(store)
     for writer, held in enumerate(two_writers()):
         write_part(store, held, another(), writer=writer)
     write_failure(store, another(), 1, err(Code.NO_SPACE, "full"))
     store.create(index_name("f" * 16), [b"x"])
     manifest = read_manifest(store)
     sweep_attempts(store, manifest.origin)
-    assert store.snapshot() == before
+    assert files_of(store) == before
     assert verify(store).valid
 
 
-def test_nothing_is_swept_before_the_decision():
+def test_nothing_is_swept_before_the_decision(home):
     """REQ-CMT-027: until then another attempt may be the one that is committed."""
-    store = MemoryStore()
+    store = home.store()
     for writer, held in enumerate(two_writers()):
         write_part(store, held, another(), writer=writer)
     write_part(store, two_writers()[0], ORIGIN, writer=0)
-    before = store.snapshot()
+    before = files_of(store)
     assert code_of(lambda: decide(store, ORIGIN, writer=0, deadline_s=0)) == Code.WRITERS_MISSING
-    assert store.snapshot() == before
+    assert files_of(store) == before
     assert finalize(store, another()) == read_register(store)
     assert verify(store).valid
 

@@ -280,10 +280,10 @@ def test_a_save_that_failed_is_no_base():
 
 
 @pytest.fixture
-def chain():
+def chain(home):
     """A full checkpoint, step 1, and two deltas behind it, each against the one before."""
     arrays = [{"w": some()}]
-    saving = Saving(state(arrays[0]))
+    saving = Saving(state(arrays[0]), store=home.store())
     for step in (1, 2, 3):
         saving.save(step, state(arrays[-1]))
         arrays.append({"w": nudged(arrays[-1]["w"], 2000)})

@@ -3,12 +3,13 @@
 import json
 
 import numpy as np
+import pytest
 
 from ckptfmt.errors import Code
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
-from ckptfmt.store.memory import MemoryStore
 from tests.builders import ATTEMPT, code_of, leaf, save, small_files, snapshot, tensor, verify
+from tests.homes import files_of
 from tests.run.test_lineage import RunOfSteps
 from tests.stores.faults import Fault, FaultStore
 
@@ -21,21 +22,21 @@ def check_run(made):
     return report
 
 
-def test_a_sound_checkpoint():
+def test_a_sound_checkpoint(home):
     """REQ-OPN-009: every byte of parts, index and shards is counted."""
     files = small_files()
-    report = verify(MemoryStore.from_snapshot(files))
+    report = verify(home.store(files))
     assert (report.valid, report.warnings) == (True, [])
     assert report.nbytes == sum(len(content) for path, content in files.items() if path != "manifest.json")
     assert list(report.checkpoints) == ["x"]
     assert json.loads(json.dumps(report.as_json()))["valid"] is True
 
 
-def test_everything_that_is_wrong_is_collected():
+def test_everything_that_is_wrong_is_collected(home):
     """REQ-OPN-006, REQ-PRT-008, REQ-CKP-003, REQ-CKP-004: with byte ranges, and without repeating itself."""
     # REQ-ERR-002
     array = np.arange(40_000, dtype=np.uint8)
-    store = MemoryStore()
+    store = home.store()
     save(
         store,
         snapshot(
@@ -44,7 +45,7 @@ def test_everything_that_is_wrong_is_collected():
         snapshot(tensor("u", array), tensor("n", array, field="optimizer"), leaves=[leaf("data", 1)]),
         snapshot(tensor("t", array)),
     )
-    files = store.snapshot()
+    files = files_of(store)
     content = bytearray(files[SHARD])
     data = len(content) - 80_000
     content[20] ^= 1  # header
@@ -54,7 +55,7 @@ def test_everything_that_is_wrong_is_collected():
     del files[f"optimizer-{ATTEMPT}-00001.safetensors"]
     files[f"optimizer-{ATTEMPT}-00000.safetensors"] += b"x"
     files[f"parts/{ATTEMPT}-00002.msgpack"] = b""
-    report = verify(MemoryStore.from_snapshot(files))
+    report = verify(home.store(files))
     assert sorted((str(violation.code), violation.where) for violation in report.violations) == sorted(
         [
             ("FILE_NBYTES", f"optimizer-{ATTEMPT}-00000.safetensors"),
@@ -72,23 +73,24 @@ def test_everything_that_is_wrong_is_collected():
     assert {violation["code"] for violation in shown["violations"]} <= {str(code) for code in Code}
 
 
-def test_damaged_trees_are_all_named():
+def test_damaged_trees_are_all_named(home):
     """REQ-TRE-001."""
     import dataclasses  # noqa: PLC0415
 
     leaves = [dataclasses.replace(leaf("config", 1, name=name), value=b"\xc1") for name in "ab"]
-    store = MemoryStore()
+    store = home.store()
     save(store, snapshot(leaves=leaves))
     violations = verify(store).violations
     assert [str(violation.where).rpartition("/")[2] for violation in violations] == ["a", "b"]
 
 
-def test_an_error_of_the_store_is_raised_and_says_nothing_of_the_checkpoint():
+@pytest.mark.long_on_s3
+def test_an_error_of_the_store_is_raised_and_says_nothing_of_the_checkpoint(home):
     """REQ-OPN-009: it may be whole."""
     for fail_at in range(1, 60):
         fault = Fault(fail_at=fail_at)
         report = Report(target="x", kind="checkpoint")
-        store = FaultStore(MemoryStore.from_snapshot(small_files()), fault)
+        store = FaultStore(home.store(small_files()), fault)
         outcome = code_of(lambda store=store, report=report: verify_checkpoint(store, report))
         assert report.violations == []
         if not fault.fired_count:
@@ -98,8 +100,8 @@ def test_an_error_of_the_store_is_raised_and_says_nothing_of_the_checkpoint():
     raise AssertionError("no end of operations")
 
 
-def test_a_sound_run():
-    made = RunOfSteps()
+def test_a_sound_run(home):
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2)
     made.begin()
@@ -109,9 +111,9 @@ def test_a_sound_run():
     assert list(report.checkpoints) == ["step-00000001-l0001", "step-00000002-l0001", "step-00000003-l0002"]
 
 
-def test_a_run_is_checked_to_its_end():
+def test_a_run_is_checked_to_its_end(home):
     """REQ-RUN-003, REQ-RUN-005, REQ-MAN-002: each violation under the name of its checkpoint."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2, 3)
     made.damage(1, 1)
@@ -132,9 +134,9 @@ def test_a_run_is_checked_to_its_end():
     assert report.warnings == ["step-00000009-l0001/ isn't committed; readers ignore it"]
 
 
-def test_a_run_without_its_record():
+def test_a_run_without_its_record(home):
     """REQ-RUN-001."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1)
     made.store.delete("run.json")
@@ -143,8 +145,8 @@ def test_a_run_without_its_record():
     assert list(report.checkpoints) == ["step-00000001-l0001"]
 
 
-def test_progress_is_told_in_bytes():
+def test_progress_is_told_in_bytes(home):
     told: list[int] = []
     report = Report(target="x", kind="checkpoint", on_progress=told.append)
-    verify_checkpoint(MemoryStore.from_snapshot(small_files()), report)
+    verify_checkpoint(home.store(small_files()), report)
     assert sum(told) == report.nbytes

@@ -17,6 +17,7 @@ from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_loadable, verify_run
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.store.protocol import call_each
 from tests.builders import Forgery, code_of, error_of, parse_json, snapshot, tensor
 from tests.chains import Saving, cast_chain
 from tests.part_rows import rows_of
@@ -49,14 +50,34 @@ def save_chain(*, seed=5, count=4):
 
 
 @pytest.fixture(scope="module")
-def _saved():
+def saved():
     return save_chain()
 
 
+class Files(dict[str, bytes]):
+    """The files of a run by path, which a test may damage, and the kind of place where they are then checked."""
+
+    def __init__(self, files, home):
+        super().__init__(files)
+        self.home = home
+        self._store: Any = None
+        self._there: dict[str, bytes] = {}
+
+    def stored(self):
+        """Return a store that has these files, as they are now."""
+        self._store = self._store or self.home.store()
+        for path in self._there.keys() - self.keys():
+            self._store.delete(path)
+        changed = [path for path in self if self[path] != self._there.get(path)]
+        call_each(self._store, lambda path: self._store.replace(path, self[path]), changed)
+        self._there = dict(self)
+        return self._store
+
+
 @pytest.fixture
-def files(_saved):
-    """A run of a full checkpoint and three deltas, by path; the test may damage it."""
-    return dict(_saved)
+def files(saved, home):
+    """A run of a full checkpoint and three deltas."""
+    return Files(saved, home)
 
 
 def manifest_of(files, step):
@@ -88,8 +109,12 @@ def blocks_of(files, step):
     return found
 
 
+def stored(files):
+    return files.stored() if isinstance(files, Files) else MemoryStore.from_snapshot(files)
+
+
 def place(files, step):
-    return MemoryStore.from_snapshot(files).at(NAMES[step - 1])
+    return stored(files).at(NAMES[step - 1])
 
 
 def flip(files, step, name, at):
@@ -114,7 +139,7 @@ def check(files, step, **members):
 
 def check_run(files):
     report = Report(target="run", kind="run")
-    verify_run(MemoryStore.from_snapshot(files), report)
+    verify_run(stored(files), report)
     return report
 
 
@@ -180,8 +205,9 @@ def test_of_a_chain_each_block_is_decoded_once(files, monkeypatch):
     assert len(decoded) == len(set(decoded)) == 3 * 4
 
 
-def test_a_check_reads_encoded_blocks_as_a_load_does(files, monkeypatch):
+def test_a_check_reads_encoded_blocks_as_a_load_does(saved, monkeypatch):
     """It planned and decoded beside the reader: each block by itself, in a request of its own."""
+    files = dict(saved)
     asked: list[str] = []
     read_range = MemoryStore.read_range
 
@@ -336,7 +362,7 @@ def test_a_flipped_bit_of_what_is_stored(files, at):
     """REQ-OPN-006, REQ-DEL-008: by its byte range, whether it is encoded or raw."""
     begin, end, _ = blocks_of(files, 2)[at]
     for byte in (begin, end - 1):
-        damaged = dict(files)
+        damaged = Files(files, files.home)
         flip(damaged, 2, pack_of(files, 2), byte)
         report = check(damaged, 2)
         assert found(report) == [("BLOCK_DIGEST", f"{pack_of(files, 2)}[{begin}:{end}]")]
@@ -469,12 +495,12 @@ def test_what_a_launch_resumes_from_is_whole_with_its_bases(files):
     assert loadable(files, 4).valid
     name, size = shard_of(files), len(files[f"{NAMES[0]}/{shard_of(files)}"])
     frozen, odd = size - 12 * BLOCK - (3 * BLOCK + 20), size - 12 * BLOCK
-    damaged = dict(files)
+    damaged = Files(files, files.home)
     flip(damaged, 1, name, odd)  # the one block that every delta has anew
     assert loadable(damaged, 4).valid
     assert not check(damaged, 4).valid
     for at in (frozen, odd + 2 * BLOCK, odd + 6 * BLOCK):
-        damaged = dict(files)
+        damaged = Files(files, files.home)
         flip(damaged, 1, name, at)
         ((code, where),) = found(loadable(damaged, 4))
         assert code == "BLOCK_DIGEST"
@@ -493,7 +519,7 @@ def test_a_launch_passes_over_a_delta_whose_base_is_damaged(files):
     """REQ-RUN-006, REQ-RUN-007, REQ-RUN-012."""
     begin, _, _ = blocks_of(files, 2)["w", 0]
     flip(files, 2, pack_of(files, 2), begin)
-    store = MemoryStore.from_snapshot(files)
+    store = stored(files)
     passed_over: list[str] = []
     launch: Any = begin_launch(store, open_run(store), on_passed_over=passed_over.append)[0]
 
@@ -504,7 +530,7 @@ def test_a_launch_passes_over_a_delta_whose_base_is_damaged(files):
 
 def test_a_launch_that_finds_a_base_gone_says_so(files):
     drop(files, 1)
-    store = MemoryStore.from_snapshot(files)
+    store = stored(files)
 
     assert error_of(lambda: begin_launch(store, open_run(store))).code == Code.NO_VALID_CHECKPOINT
 
@@ -512,12 +538,13 @@ def test_a_launch_that_finds_a_base_gone_says_so(files):
 # --- the store, and this machine --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_on_s3
 def test_an_error_of_the_store_is_raised_and_says_nothing_of_the_checkpoint(files):
     """REQ-OPN-009: it may be whole."""
     for fail_at in range(1, 400, 4):
         fault = Fault(fail_at=fail_at)
         report = Report(target="x", kind="checkpoint")
-        store = FaultStore(MemoryStore.from_snapshot(files), fault).at(NAMES[3])
+        store = FaultStore(stored(files), fault).at(NAMES[3])
         outcome = code_of(lambda store=store, report=report: verify_checkpoint(store, report))
         assert report.violations == []
         if not fault.fired_count:

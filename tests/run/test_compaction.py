@@ -19,10 +19,10 @@ from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import begin_launch, find_head, list_launches, open_run
 from ckptfmt.run.retention import Retention, clean_up
 from ckptfmt.store import LocalStore
-from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.writer import write_part
 from tests.builders import code_of, error_of, leaf, origin, save, snapshot, tensor, two_writers, verify
 from tests.chains import Saving, cast_chain
+from tests.homes import files_of
 from tests.part_rows import rows_of
 from tests.stores.faults import Fault, FaultStore
 
@@ -113,10 +113,10 @@ def lines_of(files):
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_it_holds_what_was_saved_and_reads_from_nothing(step):
+def test_it_holds_what_was_saved_and_reads_from_nothing(home, step):
     """REQ-CKP-007: with a nonce of its own, of no run."""
-    saving, _ = chain()
-    out = MemoryStore()
+    saving, _ = chain(store=home.store())
+    out = home.store()
     told: list[int] = []
     manifest = compact_checkpoint(saving.open(step), out, on_progress=told.append)
 
@@ -140,18 +140,18 @@ def test_it_holds_what_was_saved_and_reads_from_nothing(step):
     assert sum(told) == written
 
 
-def test_its_files_are_those_of_a_full_save(monkeypatch):
+def test_its_files_are_those_of_a_full_save(home, monkeypatch):
     """REQ-SHD-003: shards, byte by byte, and what each writer holds without having written it."""
-    saving, states = chain()
-    out, full = MemoryStore(), MemoryStore()
+    saving, states = chain(store=home.store())
+    out, full = home.store(), home.store()
     monkeypatch.setattr("time.time", lambda: saving.open(3).manifest.saved_unix_s)
     compact_checkpoint(saving.open(3), out)
     at = origin(writer_count=3, block_nbytes=BLOCK)
     for number, (held, written) in enumerate(zip(states[3], written_of(states[3]), strict=True)):
         write_part(full, held, at, writer=number, written=written)
         assert rows_of(Checkpoint(out).read_part(number).holdings) == rows_of(part_of(full, number).holdings)
-    shards = {path: content for path, content in lines_of(out.snapshot()).items() if path.endswith(".safetensors")}
-    assert shards == {path: one for path, one in lines_of(full.snapshot()).items() if path.endswith(".safetensors")}
+    shards = {path: content for path, content in lines_of(files_of(out)).items() if path.endswith(".safetensors")}
+    assert shards == {path: one for path, one in lines_of(files_of(full)).items() if path.endswith(".safetensors")}
     assert len(shards) >= 4
 
 
@@ -160,50 +160,51 @@ def part_of(store, number):
     return Part.parse(store.read(path, limit_nbytes=1 << 20), where=path)[0]
 
 
-def test_a_full_checkpoint_is_copied():
-    store, out = MemoryStore(), MemoryStore()
+def test_a_full_checkpoint_is_copied(home):
+    store, out = home.store(), home.store()
     save(store, *two_writers())
     compact_checkpoint(Checkpoint(store), out)
 
     assert contents(Checkpoint(out)) == contents(Checkpoint(store))
 
 
-def test_what_is_predicted_becomes_raw():
+def test_what_is_predicted_becomes_raw(home):
     """REQ-DEL-010: members of a group, in files of different fields and in blocks of different numbers of elements."""
-    saving = cast_chain()
-    out = MemoryStore()
+    saving = cast_chain(store=home.store())
+    out = home.store()
     compact_checkpoint(saving.open(2), out)
 
     assert contents(Checkpoint(out)) == contents(saving.open(2))
     assert compare(Checkpoint(out), saving.open(2), fields=FIELDS).is_same
 
 
-def test_where_something_is_nothing_is_written():
+def test_where_something_is_nothing_is_written(home):
     """REQ-CMT-008."""
-    saving, _ = chain()
-    out = MemoryStore()
+    saving, _ = chain(store=home.store())
+    out = home.store()
     save(out, *two_writers())
-    before = out.snapshot()
+    before = files_of(out)
 
     assert code_of(lambda: compact_checkpoint(saving.open(3), out)) == Code.CHECKPOINT_EXISTS
-    assert out.snapshot() == before
+    assert files_of(out) == before
 
 
 @pytest.mark.parametrize("sticky", [False, True], ids=["error", "killed"])
-def test_interrupted_anywhere_it_leaves_no_checkpoint_and_works_when_done_again(sticky):
+@pytest.mark.long_on_s3
+def test_interrupted_anywhere_it_leaves_no_checkpoint_and_works_when_done_again(home, sticky):
     """REQ-CKP-005, REQ-CMT-027: what a killed one left goes when the next one has committed."""
-    saving, _ = chain(one_writer if sticky else three_writers, steps=2)
+    saving, _ = chain(one_writer if sticky else three_writers, steps=2, store=home.store())
     expected = contents(saving.open(2))
     reached = set()
     for fail_at in range(1, 200, 1 if sticky else 3):
-        inner = MemoryStore()
+        inner = home.store()
         fault = Fault(fail_at=fail_at, sticky=sticky)
         out = FaultStore(inner, fault)
         outcome = code_of(lambda out=out: compact_checkpoint(saving.open(2), out))
         reached.add(outcome)
         if not fault.fired_count:
             break
-        left = inner.snapshot()
+        left = files_of(inner)
         if "manifest.json" not in left:
             assert code_of(lambda inner=inner: Checkpoint(inner)) == Code.NOT_COMMITTED
             compact_checkpoint(saving.open(2), inner)
@@ -215,14 +216,14 @@ def test_interrupted_anywhere_it_leaves_no_checkpoint_and_works_when_done_again(
     assert fail_at > 10
 
 
-def test_damage_in_a_base_stops_it():
+def test_damage_in_a_base_stops_it(home):
     """REQ-OPN-006."""
-    saving, _ = chain(steps=2)
-    files = dict(saving.store.snapshot())
+    saving, _ = chain(steps=2, store=home.store())
+    files = dict(files_of(saving.store))
     (path,) = [path for path in files if path.startswith(f"{checkpoint_name(1, 1)}/weights-") and "-00001" in path]
     files[path] = files[path][:-1] + bytes([files[path][-1] ^ 1])
-    out = MemoryStore()
-    damaged = MemoryStore.from_snapshot(files).at(checkpoint_name(2, 1))
+    out = home.store()
+    damaged = home.store(files).at(checkpoint_name(2, 1))
     error = error_of(lambda: compact_checkpoint(Checkpoint(damaged), out))
 
     assert error.code == Code.BLOCK_DIGEST
@@ -253,9 +254,9 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path):
 # --- in the run -------------------------------------------------------------------------------------------------------
 
 
-def test_in_a_run_it_is_the_first_commit_of_a_launch_that_goes_on_from_the_delta():
+def test_in_a_run_it_is_the_first_commit_of_a_launch_that_goes_on_from_the_delta(home):
     """REQ-CKP-006, REQ-RUN-008: no name is used twice, and lineage leads through the delta."""
-    saving, _ = chain()
+    saving, _ = chain(store=home.store())
     delta = saving.open(3)
     name, manifest, is_new = compact_run(saving.store)
 
@@ -270,8 +271,8 @@ def test_in_a_run_it_is_the_first_commit_of_a_launch_that_goes_on_from_the_delta
     assert after.resume_from.digest == manifest.digest
 
 
-def test_afterwards_the_old_may_go():
-    saving, _ = chain()
+def test_afterwards_the_old_may_go(home):
+    saving, _ = chain(store=home.store())
     expected = contents(saving.open(3))
     name, _, _ = compact_run(saving.store)
     launch, _ = begin_launch(saving.store, saving.run)
@@ -281,31 +282,32 @@ def test_afterwards_the_old_may_go():
     assert contents(Checkpoint(saving.store.at(name))) == expected
 
 
-def test_what_is_full_already_stays_as_it_is():
-    saving, _ = chain()
+def test_what_is_full_already_stays_as_it_is(home):
+    saving, _ = chain(store=home.store())
     compact_run(saving.store)
-    before = saving.store.snapshot()
+    before = files_of(saving.store)
     name, manifest, is_new = compact_run(saving.store)
 
     assert (name, manifest.profile, is_new) == (checkpoint_name(3, 2), "full", False)
-    assert saving.store.snapshot() == before
+    assert files_of(saving.store) == before
 
 
 @pytest.mark.parametrize("sticky", [False, True], ids=["error", "killed"])
-def test_interrupted_anywhere_the_run_goes_on_from_where_it_was(sticky):
+@pytest.mark.long_on_s3
+def test_interrupted_anywhere_the_run_goes_on_from_where_it_was(home, sticky):
     """REQ-RUN-006: from the delta, or from the full one; and doing it again works."""
-    saving, _ = chain(one_writer, steps=2)
-    files = saving.store.snapshot()
+    saving, _ = chain(one_writer, steps=2, store=home.store())
+    files = files_of(saving.store)
     expected = contents(saving.open(2))
     for fail_at in range(1, 400):
-        inner = MemoryStore.from_snapshot(files)
+        inner = home.store(files)
         fault = Fault(fail_at=fail_at, sticky=sticky, operations=WRITES)
         store = FaultStore(inner, fault)
         code_of(lambda store=store: compact_run(store))
         if not fault.fired_count:
             break
         run = open_run(inner)
-        launch: Any = begin_launch(MemoryStore.from_snapshot(inner.snapshot()), run)[0]
+        launch: Any = begin_launch(home.store(files_of(inner)), run)[0]
         assert launch.resume_from.name in {checkpoint_name(2, number) for number in (1, 2)}
         assert contents(Checkpoint(inner.at(launch.resume_from.name))) == expected
         name, manifest, _ = compact_run(inner)
@@ -324,24 +326,24 @@ def test_somebody_who_is_saving_is_not_fenced_off(tmp_path):
     assert compact_run(store)[2]
 
 
-def test_a_run_with_a_feature_that_is_not_known_is_left_alone():
+def test_a_run_with_a_feature_that_is_not_known_is_left_alone(home):
     """REQ-VER-003."""
-    saving, _ = chain(steps=2)
-    files = dict(saving.store.snapshot())
+    saving, _ = chain(steps=2, store=home.store())
+    files = dict(files_of(saving.store))
     files["run.json"] = RunRecord(run_id=saving.run.run_id, writer_features=(REFERENCED, "unheard-of")).dump()
-    store = MemoryStore.from_snapshot(files)
+    store = home.store(files)
 
     assert code_of(lambda: compact_run(store)) == Code.FEATURE_UNSUPPORTED
-    assert store.snapshot() == files
+    assert files_of(store) == files
 
 
-def test_a_damaged_head_is_refused_before_a_launch_is_made():
+def test_a_damaged_head_is_refused_before_a_launch_is_made(home):
     """REQ-RUN-012."""
-    saving, _ = chain(steps=2)
-    files = dict(saving.store.snapshot())
+    saving, _ = chain(steps=2, store=home.store())
+    files = dict(files_of(saving.store))
     (path,) = [path for path in files if path.startswith(f"{checkpoint_name(1, 1)}/parts/") and "-00000." in path]
     del files[path]
-    store = MemoryStore.from_snapshot(files)
+    store = home.store(files)
 
     assert error_of(lambda: compact_run(store)).where == path
     assert store.list_names("launches") == ["0001.json"]

@@ -24,6 +24,7 @@ from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.write.writer import write_part
 from tests.builders import NONCE, code_of, error_of, origin, save, snapshot, tensor
+from tests.homes import files_of
 from tests.stores.faults import Fault, FaultStore
 from tests.stores.hooked import HookedStore
 
@@ -76,9 +77,9 @@ def manifests(made) -> list[Any]:
     return [entry.manifest for entry in list_checkpoints(made.store, made.run)]
 
 
-def test_the_first_launch_starts_from_nothing():
+def test_the_first_launch_starts_from_nothing(home):
     """REQ-RUN-001, REQ-RUN-002."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     launch = made.begin()
     assert (launch.launch, launch.chosen_by, launch.resume_from) == (1, "lineage", None)
     assert launch.run_id == made.run.run_id
@@ -86,26 +87,26 @@ def test_the_first_launch_starts_from_nothing():
     assert open_run(made.store) == made.run
 
 
-def test_the_greatest_step_of_the_newest_launch():
+def test_the_greatest_step_of_the_newest_launch(home):
     """REQ-RUN-006, REQ-RUN-009: as numbers, also past 10^8 steps and 10^4 launches."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(9_900, 10_000, 99_999_999, 100_000_000)
     assert made.head() == "step-100000000-l0001"
 
 
-def test_the_digest_that_is_named_is_the_manifests():
+def test_the_digest_that_is_named_is_the_manifests(home):
     """REQ-RUN-011."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(5)
     manifest = manifests(made)[0]
     assert made.begin().resume_from == ResumeFrom(name="step-00000005-l0001", digest=manifest.digest)
 
 
-def test_a_rollback_stays_rolled_back():
+def test_a_rollback_stays_rolled_back(home):
     """REQ-RUN-006: launch 1 saved 400 and 800, launch 2 went on to 1200; somebody rolled back to 400."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(400, 800)
     assert made.begin().resume_from.name == "step-00000800-l0001"
@@ -120,9 +121,9 @@ def test_a_rollback_stays_rolled_back():
     assert [entry.name for entry in iter_lineage(launches, entries)] == ["step-00000600-l0004", "step-00000400-l0001"]
 
 
-def test_a_choice_by_digest():
+def test_a_choice_by_digest(home):
     """REQ-RUN-007."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2)
     digest = manifests(made)[0].digest
@@ -131,9 +132,9 @@ def test_a_choice_by_digest():
     assert (error.code, type(error)) == (Code.NOT_COMMITTED, IntegrityError)
 
 
-def test_a_fresh_start_by_hand_is_one():
+def test_a_fresh_start_by_hand_is_one(home):
     """REQ-RUN-006, REQ-RUN-010: and what comes after follows it."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1)
     launch = made.begin(fresh=True)
@@ -143,9 +144,9 @@ def test_a_fresh_start_by_hand_is_one():
     assert made.head() == "step-00000007-l0003"
 
 
-def test_a_damaged_newest_is_passed_over_and_recorded():
+def test_a_damaged_newest_is_passed_over_and_recorded(home):
     """REQ-RUN-007, REQ-RUN-012."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2, 3)
     made.damage(3, 1)
@@ -179,9 +180,9 @@ class RetiringStore(HookedStore):
                 retire(self.made.place(newest.origin.step), newest)
 
 
-def test_what_is_retired_before_the_record_is_there_is_chosen_anew():
+def test_what_is_retired_before_the_record_is_there_is_chosen_anew(home):
     """REQ-RUN-013: the number is used up, and the next record names what is there."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2)
     store = RetiringStore(made)
@@ -190,21 +191,21 @@ def test_what_is_retired_before_the_record_is_there_is_chosen_anew():
     assert (launch.launch, launch.resume_from.name) == (3, "step-00000003-l0001")
 
 
-def test_a_run_with_a_writer_feature_that_is_not_known_is_not_written_to():
+def test_a_run_with_a_writer_feature_that_is_not_known_is_not_written_to(home):
     """REQ-VER-003."""
-    store = MemoryStore()
+    store = home.store()
     store.create(RUN_NAME, [RunRecord(run_id="a" * 32, writer_features=("references", "me.packs")).dump()])
-    before = store.snapshot()
+    before = files_of(store)
     error = error_of(lambda: begin_launch(store, open_run(store)))
     assert (error.code, type(error), error.requirement) == (Code.FEATURE_UNSUPPORTED, UnsupportedError, "REQ-VER-003")
     assert "me.packs" in error.detail
     assert "references" not in error.detail
-    assert store.snapshot() == before
+    assert files_of(store) == before
 
 
-def test_fallback_goes_down_through_launches():
+def test_fallback_goes_down_through_launches(home):
     """REQ-RUN-006."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     for step in (1, 2, 3):
         made.begin()
         made.save(step)
@@ -216,9 +217,9 @@ def test_fallback_goes_down_through_launches():
 
 
 @pytest.mark.parametrize("what", ["register", "index", "part", "missing"])
-def test_whatever_is_damaged_is_passed_over(what):
+def test_whatever_is_damaged_is_passed_over(home, what):
     """REQ-RUN-012: register, index, parts and blocks are all checked."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2)
     names = made.store.list("step-00000002-l0001")
@@ -242,9 +243,9 @@ def put_register(made, step, launch, content):
     made.store.create(path, [content])
 
 
-def test_a_tombstone_of_another_run_is_damage_and_no_endless_recursion():
+def test_a_tombstone_of_another_run_is_damage_and_no_endless_recursion(home):
     """REQ-RUN-003: a launch looked again and again whether somebody had retired the checkpoint meanwhile."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2)
     digest = manifests(made)[1].digest
@@ -256,9 +257,9 @@ def test_a_tombstone_of_another_run_is_damage_and_no_endless_recursion():
     assert "RUN_MISMATCH" in made.passed_over[0]
 
 
-def test_what_a_record_names_is_known_by_its_digest():
+def test_what_a_record_names_is_known_by_its_digest(home):
     """REQ-RUN-022: another checkpoint under the name that a record has was gone on from."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2, 3)
     first, second, _ = manifests(made)
@@ -271,9 +272,9 @@ def test_what_a_record_names_is_known_by_its_digest():
     assert second.digest in made.passed_over[0]
 
 
-def test_what_a_record_names_and_is_aborted_is_passed_over_by_name():
+def test_what_a_record_names_and_is_aborted_is_passed_over_by_name(home):
     """REQ-RUN-022: it was gone past as if it had been retired."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2)
     made.begin(choose=checkpoint_name(2, 1))
@@ -283,9 +284,9 @@ def test_what_a_record_names_and_is_aborted_is_passed_over_by_name():
     assert (made.begin().chosen_by, made.launch.resume_from.name) == ("fallback", checkpoint_name(1, 1))
 
 
-def test_a_launch_whose_only_register_is_damaged_is_not_overtaken():
+def test_a_launch_whose_only_register_is_damaged_is_not_overtaken(home):
     """REQ-RUN-006: the run went on from the launch before, without a word, past what this one had saved."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2)
     made.damage(2, 1)
@@ -298,9 +299,9 @@ def test_a_launch_whose_only_register_is_damaged_is_not_overtaken():
     assert code_of(made.begin) == Code.NO_VALID_CHECKPOINT
 
 
-def test_nothing_whole_is_no_fresh_start():
+def test_nothing_whole_is_no_fresh_start(home):
     """REQ-RUN-010."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2)
     made.damage(1, 1)
@@ -311,9 +312,9 @@ def test_nothing_whole_is_no_fresh_start():
     assert len(list_launches(made.store)) == 1
 
 
-def test_what_was_resumed_from_and_is_gone_is_no_fresh_start():
+def test_what_was_resumed_from_and_is_gone_is_no_fresh_start(home):
     """REQ-RUN-010."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1)
     made.begin(choose="step-00000001-l0001")
@@ -322,9 +323,9 @@ def test_what_was_resumed_from_and_is_gone_is_no_fresh_start():
     assert code_of(made.begin) == Code.NO_VALID_CHECKPOINT
 
 
-def test_an_error_of_the_store_is_no_damage():
+def test_an_error_of_the_store_is_no_damage(home):
     """REQ-RUN-012: nobody falls back because the storage had a bad moment."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2)
     before = len(list_launches(made.store))
@@ -337,9 +338,9 @@ def test_an_error_of_the_store_is_no_damage():
     assert made.begin().chosen_by == "lineage"
 
 
-def test_undecided_aborted_and_retired_directories_are_no_candidates():
+def test_undecided_aborted_and_retired_directories_are_no_candidates(home):
     """REQ-MAN-001, REQ-RUN-006."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1, 2)
     write_part(
@@ -372,9 +373,9 @@ class Meanwhile(HookedStore):
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_what_is_retired_meanwhile_is_seen_with_what_came_instead(is_begun):
+def test_what_is_retired_meanwhile_is_seen_with_what_came_instead(home, is_begun):
     """REQ-RUN-014: directories are listed again, and smaller steps read first; else the run would seem to be empty."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(10)
     manifest = manifests(made)[0]
@@ -391,9 +392,9 @@ def test_what_is_retired_meanwhile_is_seen_with_what_came_instead(is_begun):
     assert find_head(looking)[0] == "step-00000020-l0001"
 
 
-def test_a_directory_under_another_name_is_refused():
+def test_a_directory_under_another_name_is_refused(home):
     """Row 33; REQ-MAN-002, REQ-RUN-003."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(1)
     for path in made.store.list("step-00000001-l0001"):
@@ -410,9 +411,9 @@ def test_a_directory_under_another_name_is_refused():
     assert len(made.passed_over) == 2
 
 
-def test_launch_numbers_are_numbers():
+def test_launch_numbers_are_numbers(home):
     """REQ-RUN-005, REQ-RUN-009: 9999, then 10000, then 10001."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     for number in (9, 9998, 9999):
         record = Launch(run_id=made.run.run_id, launch=number, nonce=NONCE, chosen_by="lineage", resume_from=None)
         made.store.create(f"launches/{launch_name(number)}", [record.dump()])
@@ -427,34 +428,34 @@ def test_launch_numbers_are_numbers():
     assert isinstance(error, CommitError)
 
 
-def test_files_that_are_no_launch_records_are_none():
+def test_files_that_are_no_launch_records_are_none(home):
     """REQ-RUN-005."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     for name in ("3.json", "00004.json", "0005.json.bak", "latest"):
         made.store.create(f"launches/{name}", [b"x"])
     assert made.begin().launch == 1
 
 
-def test_a_launch_of_another_run_is_refused():
+def test_a_launch_of_another_run_is_refused(home):
     """REQ-RUN-003."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     record = Launch(run_id="0" * 32, launch=1, nonce=NONCE, chosen_by="lineage", resume_from=None)
     made.store.create("launches/0001.json", [record.dump()])
     error = error_of(made.begin)
     assert (error.code, error.where, type(error)) == (Code.RUN_MISMATCH, "launches/0001.json", FormatError)
 
 
-def test_a_record_that_says_another_number_is_refused():
+def test_a_record_that_says_another_number_is_refused(home):
     """REQ-RUN-005."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     record = Launch(run_id=made.run.run_id, launch=2, nonce=NONCE, chosen_by="lineage", resume_from=None)
     made.store.create("launches/0001.json", [record.dump()])
     assert code_of(made.begin) == Code.RUN_MISMATCH
 
 
-def test_records_that_lead_in_a_circle_end():
+def test_records_that_lead_in_a_circle_end(home):
     """REQ-RUN-006: whoever wrote them."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     digest = "blake3:" + "0" * 64
     for number, other in ((1, 2), (2, 1)):
         resume = ResumeFrom(name=checkpoint_name(5, other), digest=digest)
@@ -494,9 +495,9 @@ def test_jobs_that_start_at_once_take_one_run_and_numbers_of_their_own(tmp_path)
     assert len({launch.nonce for launch in launches}) == 8
 
 
-def test_a_damaged_run_record_is_an_error():
+def test_a_damaged_run_record_is_an_error(home):
     """REQ-RUN-001: nobody founds a second run over it."""
-    store = MemoryStore()
+    store = home.store()
     content = RunRecord(run_id="0" * 32).dump()
     store.create("run.json", [content.replace(b"0000", b"0001", 1)])
     assert code_of(lambda: open_run(store)) == Code.DOC_DIGEST

@@ -16,10 +16,10 @@ from ckptfmt.errors import CkptError, Code, UnsupportedError
 from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import RunEntry, begin_launch, iter_lineage, list_checkpoints, list_launches
 from ckptfmt.run.retention import Retention, clean_up, plan_retention, tidy_up
-from ckptfmt.store.memory import MemoryStore
 from ckptfmt.write.writer import write_part
 from tests.builders import error_of, origin, save, snapshot, tensor, verify
 from tests.chains import Saving
+from tests.homes import files_of
 from tests.run.test_lineage import RunOfSteps, manifests
 from tests.stores.faults import Fault, FaultStore
 from tests.stores.recorder import Recorder
@@ -37,8 +37,8 @@ def committed(made):
 
 
 @pytest.fixture
-def ten():
-    made = RunOfSteps()
+def ten(home):
+    made = RunOfSteps(home.store())
     made.begin()
     return made.save(*range(10, 110, 10))
 
@@ -222,18 +222,18 @@ def test_what_a_rollback_left_beside_is_left_alone(ten):
     ]
 
 
-def late_run():
+def late_run(store):
     """Launch 1 saved 10 and 20, launch 2 resumes from 20, and launch 1 then commits 30 and 40."""
-    made = RunOfSteps()
+    made = RunOfSteps(store)
     made.begin()
     made.save(10, 20)
     assert made.begin().resume_from.name == "step-00000020-l0001"
     return made.save(30, 40, launch=1)
 
 
-def test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved():
+def test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved(home):
     """REQ-CMT-026: it is no candidate, and nobody left it there."""
-    made = late_run()
+    made = late_run(home.store())
     assert planned(made, keep=1) == [(10, 1)]
     made.save(25)
     assert planned(made, keep=1) == [(10, 1), (20, 1), (30, 1), (40, 1)]
@@ -245,9 +245,9 @@ def test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved():
     assert made.head() == "step-00000025-l0002"
 
 
-def test_late_commits_of_many_launches_do_not_pile_up():
+def test_late_commits_of_many_launches_do_not_pile_up(home):
     """REQ-CMT-026: each launch is taken over while it saves, as by a scheduler that restarts a job too soon."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     for number in range(1, 14):
         made.begin()
         made.save(10 * number)
@@ -257,9 +257,9 @@ def test_late_commits_of_many_launches_do_not_pile_up():
     assert committed(made) == [(130, 13)]
 
 
-def test_the_first_save_of_a_launch_that_was_taken_over_is_late_too():
+def test_the_first_save_of_a_launch_that_was_taken_over_is_late_too(home):
     """REQ-CMT-026: its successor resumed from nothing, or from what came before both."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     assert made.begin().resume_from is None
     made.save(5, launch=1).save(7)
@@ -298,9 +298,9 @@ def test_what_a_launch_fell_back_from_is_not_late(ten):
     assert (100, 1) not in planned(ten, keep=1)
 
 
-def test_a_late_one_that_somebody_went_on_from_is_not_late_any_more():
+def test_a_late_one_that_somebody_went_on_from_is_not_late_any_more(home):
     """REQ-CMT-026: a record names it."""
-    made = late_run()
+    made = late_run(home.store())
     made.save(25)
     made.begin(choose="step-00000040-l0001")
     made.save(45)
@@ -309,9 +309,9 @@ def test_a_late_one_that_somebody_went_on_from_is_not_late_any_more():
     assert planned(made, keep=1) == [(10, 1), (20, 1), (25, 2), (30, 1)]
 
 
-def test_a_launch_that_was_overtaken_makes_nothing_late():
+def test_a_launch_that_was_overtaken_makes_nothing_late(home):
     """REQ-CMT-026: launch 2 named 10, which launch 1 retired behind its 20; launch 3 goes on from that."""
-    made = RunOfSteps()
+    made = RunOfSteps(home.store())
     made.begin()
     made.save(10)
     made.begin()
@@ -325,10 +325,10 @@ def test_a_launch_that_was_overtaken_makes_nothing_late():
     assert planned(made, keep=1) == [(20, 1), (30, 1)]
 
 
-def test_bases_of_a_late_delta_go_with_it():
+def test_bases_of_a_late_delta_go_with_it(home):
     """REQ-CMT-026: they stay as long as it does."""
     array = np.arange(4096, dtype=np.float32)
-    saving = Saving(snapshot(tensor("w", array)))
+    saving = Saving(snapshot(tensor("w", array)), store=home.store())
     for step in (1, 2):
         saving.save(step, snapshot(tensor("w", array + step)))
     second, _ = begin_launch(saving.store, saving.run)
@@ -357,12 +357,12 @@ def test_a_cleaned_run_resumes_where_it_was(ten):
 
 def test_an_unknown_writer_feature_removes_nothing(ten):
     """REQ-CMT-025, REQ-VER-003."""
-    before = ten.store.snapshot()
+    before = files_of(ten.store)
     run = RunRecord(run_id=ten.run.run_id, writer_features=("me.packs",))
     error = error_of(lambda: clean_up(ten.store, run, launch=9, retention=Retention(keep=1)))
     assert (error.code, error.requirement, type(error)) == (Code.FEATURE_UNSUPPORTED, "REQ-CMT-025", UnsupportedError)
     assert "me.packs" in error.detail
-    assert ten.store.snapshot() == before
+    assert files_of(ten.store) == before
 
 
 def unfinished(made, step, launch):
@@ -414,18 +414,19 @@ def test_a_register_that_cannot_be_read_is_left_alone(ten):
     path = "step-00000010-l0001/manifest.json"
     ten.store.replace(path, b"garbage")
     ten.begin()
-    before = {name: content for name, content in ten.store.snapshot().items() if name.startswith("step-00000010")}
+    before = {name: content for name, content in files_of(ten.store).items() if name.startswith("step-00000010")}
     clean_up(ten.store, ten.run, launch=2, retention=Retention(keep=1))
-    after = ten.store.snapshot()
+    after = files_of(ten.store)
     assert {name: after.get(name) for name in before} == before
 
 
-def test_a_clean_up_that_was_interrupted_is_finished(ten):
+@pytest.mark.long_on_s3
+def test_a_clean_up_that_was_interrupted_is_finished(home, ten):
     """REQ-CMT-024: at whatever operation it stopped, the next one gets to the same end, and nothing else is hurt."""
-    done = MemoryStore.from_snapshot(ten.store.snapshot())
+    done = home.store(files_of(ten.store))
     clean_up(done, ten.run, launch=1, retention=Retention(keep=7))
     for fail_at in range(1, 200):
-        inner = MemoryStore.from_snapshot(ten.store.snapshot())
+        inner = home.store(files_of(ten.store))
         fault = Fault(fail_at=fail_at, operations=frozenset({"replace", "delete", "create", "sync"}))
         try:
             clean_up(FaultStore(inner, fault), ten.run, launch=1, retention=Retention(keep=7))
@@ -434,18 +435,19 @@ def test_a_clean_up_that_was_interrupted_is_finished(ten):
             assert {(step, 1) for step in range(40, 110, 10)} <= set(committed(kept))
             assert all(verify(kept.place(step, 1)).valid for step in (40, 100))
         clean_up(inner, ten.run, launch=1, retention=Retention(keep=7))
-        assert inner.snapshot() == done.snapshot()
+        assert files_of(inner) == files_of(done)
         if not fault.fired_count:
             assert fail_at > 6
             return
     raise AssertionError("no end of operations")
 
 
-def test_random_histories_never_lose_what_comes_next():
+@pytest.mark.long_on_s3
+def test_random_histories_never_lose_what_comes_next(home):
     """REQ-CMT-026: launches, saves, rollbacks, damage and clean-ups in any order; what would be resumed from stays."""
     for seed in range(12):
         rng = random.Random(seed)
-        made = RunOfSteps()
+        made = RunOfSteps(home.store())
         made.begin()
         step = 0
         for _ in range(12):
