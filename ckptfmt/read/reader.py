@@ -133,10 +133,8 @@ class Checkpoint(CheckpointFiles):
         tensor = self.find(field, name, scope)
         if tensor is None:
             raise err(Code.TENSOR_MISSING, f"{field} has no tensor {name!r} ({scope})", where=name)
-        whole = Box.whole(tensor.global_shape)
-        wanted = whole if box is None else box
-        if len(wanted.shape) != len(whole.shape) or min(wanted.shape, default=0) < 0 or not whole.contains(wanted):
-            raise err(Code.ARGUMENT, f"{wanted} leaves the tensor's {tensor.global_shape}", where=name)
+        wanted = Box.whole(tensor.global_shape) if box is None else box
+        _check_within(tensor, wanted)
         array = allocate(tensor, lambda: np.empty(wanted.shape, numpy_dtype(tensor.dtype)))
         self.fill(tensor, wanted, array.view(carrier_of(array.itemsize)))
         return array
@@ -163,7 +161,11 @@ class Checkpoint(CheckpointFiles):
         return plan_reading(self, sinks, borrow)
 
     def iter_content(self, tensor: IndexTensor, wanted: Box) -> Iterator[tuple[Box, memoryview]]:
-        """Yield the elements of `wanted`, chunk by chunk: C order, little-endian, verified."""
+        """Yield the elements of `wanted`, chunk by chunk: C order, little-endian, verified.
+
+        Raises: StateError(ARGUMENT), with the first chunk; IntegrityError. Spec: REQ-OPN-005, REQ-OPN-006.
+        """
+        _check_within(tensor, wanted)
         element_nbytes = DTYPES[tensor.dtype].nbytes
         for chunk in iter_chunks(wanted, element_nbytes, CHUNK_NBYTES):
             array = np.empty(chunk.shape, carrier_of(element_nbytes))
@@ -176,8 +178,9 @@ class Checkpoint(CheckpointFiles):
         Args:
             array: of the shape of `box`; its dtype may be any of the elements' size.
 
-        Raises: IntegrityError. Spec: REQ-OPN-005, REQ-OPN-006.
+        Raises: StateError(ARGUMENT), IntegrityError. Spec: REQ-OPN-005, REQ-OPN-006.
         """
+        _check_within(tensor, box)
         field, name, scope = tensor.key
         target = ArrayTarget(
             field=field,
@@ -190,6 +193,14 @@ class Checkpoint(CheckpointFiles):
         )
         return self.read_into([target])
 
+
+
+def _check_within(tensor: IndexTensor, box: Box) -> None:
+    """Raise ARGUMENT for a box that isn't one of the tensor's."""
+    whole = Box.whole(tensor.global_shape)
+    is_one = len(box.begin) == len(box.shape) == len(whole.shape) and min(box.shape, default=0) >= 0
+    if not is_one or not whole.contains(box):
+        raise err(Code.ARGUMENT, f"{box} leaves the tensor's {tensor.global_shape}", where=tensor.name)
 
 class TensorView:
     """The tensors of one field by name; indexing returns a `TensorHandle`, which reads when it is sliced.
