@@ -20,7 +20,7 @@ MUTANTS = {
             "_delete_all_but_register(store); _decide(store, record.dump())",
         ),
         tests=(
-            "run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[given up]",
+            "run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-given up]",
             "commit/test_commit.py::test_an_abort_without_an_answer_deletes_nothing",
         ),
     ),
@@ -28,7 +28,7 @@ MUTANTS = {
         clauses=("REQ-CMT-020",),
         fault="deletes files behind an abort record that a crash may take away",
         patch=rewritten(commit.abort, *_NO_SYNC),
-        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[given up]",),
+        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-given up]",),
     ),
     "own_saves_given_up": Mutant(
         clauses=("REQ-CMT-021",),
@@ -44,13 +44,13 @@ MUTANTS = {
             "store.replace(MANIFEST_NAME, tombstone.dump())",
             "_delete_all_but_register(store); store.replace(MANIFEST_NAME, tombstone.dump())",
         ),
-        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[retired]",),
+        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-retired]",),
     ),
     "tombstone_not_synced": Mutant(
         clauses=("REQ-CMT-022",),
         fault="deletes files behind a tombstone that a crash may take away",
         patch=rewritten(commit.retire, *_NO_SYNC),
-        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[retired]",),
+        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-retired]",),
     ),
     "register_deleted_too": Mutant(
         clauses=("REQ-CMT-023",),
@@ -65,7 +65,7 @@ MUTANTS = {
         clauses=("REQ-CMT-024",),
         fault="trusts that the record which it finds is durable",
         patch=rewritten(commit.sweep, *_NO_SYNC),
-        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[left behind]",),
+        tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-left behind]",),
     ),
     "unknown_features_are_no_matter": Mutant(
         clauses=("REQ-CMT-025",),
@@ -77,7 +77,7 @@ MUTANTS = {
         clauses=("REQ-CMT-026",),
         fault="retires the first candidate when it is told to keep none",
         patch=rewritten(retention.plan_retention, "lineage[: max(1, keep)]", "lineage[:keep]"),
-        tests=("run/test_retention.py::test_the_last_one_never_goes[0]",),
+        tests=("run/test_retention.py::test_the_last_one_never_goes[memory-0]",),
     ),
     "what_was_resumed_from_retired": Mutant(
         clauses=("REQ-CMT-026",),

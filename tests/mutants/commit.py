@@ -118,15 +118,17 @@ MUTANTS = {
         clauses=("REQ-CMT-006",),
         fault="takes an index that is there for the one that it would have created",
         patch=rewritten(commit._read_equal_index, "if said != open_packed_document(content, where=path)[0]:", "if 0:"),
-        tests=("commit/test_commit.py::test_an_index_that_says_something_else_is_a_conflict[of another content]",),
+        tests=(
+            "commit/test_commit.py::test_an_index_that_says_something_else_is_a_conflict[memory-of another content]",
+        ),
     ),
     "manifest_names_the_own_index": Mutant(
         clauses=("REQ-CMT-006",),
         fault="names its own index in the manifest where another is there that says the same",
         patch=rewritten(commit._create_index, "return _read_equal_index(store, path, content)", "pass"),
         tests=(
-            "commit/test_commit.py::test_an_index_that_says_the_same_is_taken_as_it_is[0]",
-            "commit/test_commit.py::test_an_index_that_says_the_same_is_taken_as_it_is[9]",
+            "commit/test_commit.py::test_an_index_that_says_the_same_is_taken_as_it_is[memory-0]",
+            "commit/test_commit.py::test_an_index_that_says_the_same_is_taken_as_it_is[memory-9]",
         ),
     ),
     "files_not_looked_for": Mutant(
@@ -169,13 +171,17 @@ MUTANTS = {
         patch=rewritten(
             commit.finalize, 'else _decide(store, content)\n    store.sync("")\n', "else _decide(store, content)\n"
         ),
-        tests=("commit/test_commit.py::test_a_save_is_committed_only_when_the_name_of_its_register_is_synced[0]",),
+        tests=(
+            "commit/test_commit.py::test_a_save_is_committed_only_when_the_name_of_its_register_is_synced[memory-0]",
+        ),
     ),
     "seen_is_durable": Mutant(
         clauses=("REQ-CMT-009",),
         fault="calls a save committed whose register it sees, and doesn't sync the name",
         patch=rewritten(commit.wait_for_decision, 'store.sync("")', "pass"),
-        tests=("commit/test_commit.py::test_a_save_is_committed_only_when_the_name_of_its_register_is_synced[1]",),
+        tests=(
+            "commit/test_commit.py::test_a_save_is_committed_only_when_the_name_of_its_register_is_synced[memory-1]",
+        ),
     ),
     "any_manifest_is_ours": Mutant(
         clauses=("REQ-CMT-009",),

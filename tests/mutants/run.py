@@ -92,7 +92,7 @@ MUTANTS = {
         patch=replaced(lineage, "verify_loadable", _open_only),
         tests=(
             "run/test_lineage.py::test_a_damaged_newest_is_passed_over_and_recorded",
-            "run/test_lineage.py::test_whatever_is_damaged_is_passed_over[missing]",
+            "run/test_lineage.py::test_whatever_is_damaged_is_passed_over[memory-missing]",
         ),
     ),
     "blocks_of_bases_not_checked": Mutant(
@@ -161,7 +161,7 @@ MUTANTS = {
         clauses=("REQ-CKP-007",),
         fault="gives what it compacts out of a run that run and launch",
         patch=replaced(compact, "_write", _write_as_the_run),
-        tests=("run/test_compaction.py::test_it_holds_what_was_saved_and_reads_from_nothing[1]",),
+        tests=("run/test_compaction.py::test_it_holds_what_was_saved_and_reads_from_nothing[memory-1]",),
     ),
     "writer_features_ignored": Mutant(
         clauses=("REQ-VER-003",),
