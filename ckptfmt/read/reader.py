@@ -194,13 +194,13 @@ class Checkpoint(CheckpointFiles):
         return self.read_into([target])
 
 
-
 def _check_within(tensor: IndexTensor, box: Box) -> None:
     """Raise ARGUMENT for a box that isn't one of the tensor's."""
     whole = Box.whole(tensor.global_shape)
     is_one = len(box.begin) == len(box.shape) == len(whole.shape) and min(box.shape, default=0) >= 0
     if not is_one or not whole.contains(box):
         raise err(Code.ARGUMENT, f"{box} leaves the tensor's {tensor.global_shape}", where=tensor.name)
+
 
 class TensorView:
     """The tensors of one field by name; indexing returns a `TensorHandle`, which reads when it is sliced.
