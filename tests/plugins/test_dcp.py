@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint import state_dict_loader as dcp_load
 from torch.distributed.checkpoint import state_dict_saver as dcp_save
 from torch.distributed.checkpoint.api import CheckpointException
@@ -400,6 +401,17 @@ def test_install_makes_ckptfmt_the_storage_of_paths_until_it_is_closed(tmp_path)
     ]  # fmt: skip
     assert ckptfmt.validate(tmp_path / "ours").valid
     assert ckptfmt.validate(tmp_path / "async").valid
+
+
+def test_files_of_torch_save_are_converted_where_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(format_utils, "FileSystemWriter", CkptfmtWriter)
+    monkeypatch.setattr(format_utils, "FileSystemReader", CkptfmtReader)
+    saved = {"model": dict(trained()[0].state_dict()), "epoch": 3}
+    torch.save(saved, tmp_path / "model.pt")
+    format_utils.torch_save_to_dcp(tmp_path / "model.pt", tmp_path)
+    assert_same(saved, load({"model": dict(trained(seed=2)[0].state_dict()), "epoch": 0}, tmp_path))
+    format_utils.dcp_to_torch_save(tmp_path, tmp_path / "again.pt")
+    assert_same(saved, torch.load(tmp_path / "again.pt"))
 
 
 WORKER = Path(__file__).with_name("dcp_worker.py")
