@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -458,17 +459,35 @@ def _choose_by_lineage(
     launches: list[Launch],
     on_passed_over: Callable[[str], None] | None,
     on_progress: Callable[[int], None] | None,
+    *,
+    doubted: frozenset[str] = frozenset(),
 ) -> tuple[Checkpoint | None, str]:
-    passed_over: list[str] = []
+    """Return the best valid candidate, open, and how it was chosen.
+
+    Args:
+        doubted: names of those that weren't valid when they were read before.
+
+    Raises: IntegrityError(NO_VALID_CHECKPOINT); StoreError; FormatError. Spec: REQ-RUN-006, REQ-RUN-007.
+    """
+    choose = functools.partial(_choose_by_lineage, on_passed_over=on_passed_over, on_progress=on_progress)
+    passed_over: dict[str, str] = {}
+    chosen: Checkpoint | None = None
     for entry in iter_lineage(launches, list_checkpoints(store, run, with_labels=False)):
         found = _open_valid(store, entry, on_progress)
         if not isinstance(found, CkptError):
-            return found, "fallback" if passed_over else "lineage"
+            chosen = found
+            break
         if _is_retired(store, run, entry):  # while we looked: there is a newer one now
-            return _choose_by_lineage(store, run, list_launches(store, run), on_passed_over, on_progress)
-        passed_over.append(entry.name)
-        if on_passed_over is not None:
-            on_passed_over(f"{entry.name} isn't valid: {found}")
+            return choose(store, run, list_launches(store, run))
+        if store.is_remote and entry.name not in doubted:
+            # An answer may be damaged on its way: the run doesn't go back for what another reading doesn't find.
+            return choose(store, run, launches, doubted=doubted | {entry.name})
+        passed_over[entry.name] = f"{entry.name} isn't valid: {found}"
+    if on_passed_over is not None:
+        for sentence in passed_over.values():
+            on_passed_over(sentence)
+    if chosen is not None:
+        return chosen, "fallback" if passed_over else "lineage"
     head = launches[-1].resume_from if launches else None
     if passed_over or head is not None:
         named = ", ".join(passed_over) or (head.name if head else "")

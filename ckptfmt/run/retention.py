@@ -179,7 +179,8 @@ def clean_up(
     """
     check_writer_features(run, "REQ-CMT-025", doing="cleaning up", undone="nothing was removed")
     check_not_fenced(store, launch)
-    store.delete_leftovers(SAVERS)
+    for folder in ("", SAVERS) if store.holds_expire else (SAVERS,):  # leases, and what tried out the server
+        store.delete_leftovers(folder)
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, known=known)
     going = plan_retention(launches, entries, retention)

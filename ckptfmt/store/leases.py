@@ -161,7 +161,7 @@ class Leases:
 
         What is told of the clock is never ahead of it: a lease is taken for running rather than for run out.
         """
-        key = _lease_key(directory, "")
+        key = free_key(directory)
         begun_s = self._local_s()
         try:
             self._objects.put(key)
@@ -258,6 +258,11 @@ class Leases:
         elif problem is not None and now_s - lease.renewed_s >= self._term_s and not lease.is_told:
             lease.is_told = True
             _LOG.warning("no new launch waits for this process, which can't renew its lease: %s", problem)
+
+
+def free_key(directory: str) -> str:
+    """Return the key of an object that is no lease, and is removed as one that has run out."""
+    return _lease_key(directory, "")
 
 
 def _lease_key(directory: str, name: str) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.leases import Leases
+from ckptfmt.store.leases import Leases, free_key
 from ckptfmt.store.protocol import (
     TEMPORARY_PREFIX,
     Buffer,
@@ -362,11 +362,13 @@ class ObjectStore:
         proven = (self._place, str(self._options.get("config", {}).get("endpoint", "")))
         if proven in _PROVEN:
             return
-        key = join_path(self._prefix, TEMPORARY_PREFIX + secrets.token_hex(16))
+        # What a kill or a lost request leaves of it runs out as a lease does.
+        key = free_key(self._prefix)
         begin = threading.Barrier(_PROBE_COUNT)
 
         def create(number: int) -> CkptError | None:
-            begin.wait(_DEADLINE_S)
+            with contextlib.suppress(threading.BrokenBarrierError):  # not all of them could begin
+                begin.wait(_DEADLINE_S)
             try:
                 self._once.put(key, b"%d" % number, mode="create", use_multipart=False)
             except Exception as error:  # noqa: BLE001 - looked at below

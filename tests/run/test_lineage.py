@@ -10,6 +10,7 @@ from ckptfmt.commit.decision import abort, retire
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, checkpoint_name
 from ckptfmt.documents.run import RUN_NAME, Launch, ResumeFrom, RunRecord, launch_name
 from ckptfmt.errors import Code, CommitError, FencedError, FormatError, IntegrityError, StoreError, UnsupportedError
+from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import (
     begin_launch,
     check_not_fenced,
@@ -142,6 +143,54 @@ def test_a_fresh_start_by_hand_is_one(home):
     assert made.head() is None
     made.save(7)
     assert made.head() == "step-00000007-l0003"
+
+
+class Noisy(HookedStore):
+    """Objects behind a network, which damages some answers: of each path whose name has `part` so many."""
+
+    is_remote = True
+
+    def __init__(self, inner, part, count):
+        super().__init__(inner)
+        self._part = part
+        self._left = {"count": count}
+
+    def _damaged(self, path, content):
+        if self._part not in f"{self._prefix}/{path}" or self._left["count"] == 0:
+            return content
+        self._left["count"] -= 1
+        return content[:-1] + bytes([content[-1] ^ 1])
+
+    def read(self, path, *, limit_nbytes):
+        return self._damaged(path, super().read(path, limit_nbytes=limit_nbytes))
+
+    def read_range(self, path, byte_begin, nbytes):
+        return self._damaged(path, super().read_range(path, byte_begin, nbytes))
+
+
+@pytest.mark.parametrize("part", ["manifest.json", "index-", "parts/", "weights-"])
+def test_a_run_does_not_go_back_for_an_answer_that_was_damaged_on_its_way(part):
+    """REQ-RUN-012: found by the campaign of faults, on all but a local store."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2)
+    passed_over: list[str] = []
+    launch: Any = begin_launch(Noisy(made.store, part, 1), made.run, on_passed_over=passed_over.append)[0]
+    assert (launch.chosen_by, launch.resume_from.name, passed_over) == ("lineage", checkpoint_name(2, 1), [])
+    noisy: Any = Noisy(made.store, part, 1000)
+    with pytest.raises(IntegrityError, match="NO_VALID_CHECKPOINT"):
+        begin_launch(noisy, made.run, on_passed_over=passed_over.append)
+    assert len(passed_over) == 2
+
+
+def test_labels_are_not_lost_for_an_answer_that_was_damaged_on_its_way():
+    """REQ-RUN-025."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1)
+    Run(made.store).set_metrics(1, {"loss": 1.5})
+    Run(Noisy(made.store, "labels/", 1)).set_metrics(1, {"accuracy": 0.5})
+    assert Run(made.store).newest().metrics == {"loss": 1.5, "accuracy": 0.5}
 
 
 def test_a_damaged_newest_is_passed_over_and_recorded(home):

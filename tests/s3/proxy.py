@@ -8,8 +8,10 @@ import dataclasses
 import enum
 import fnmatch
 import hashlib
+import html
 import http.client
 import http.server
+import re
 import socket
 import threading
 import time
@@ -24,6 +26,7 @@ from tests.s3.servers import Endpoint
 _HOP_BY_HOP: Final[AbstractSet[str]] = {"connection", "expect", "keep-alive", "transfer-encoding"}
 _CONDITIONS: Final[AbstractSet[str]] = {"if-match", "if-none-match"}
 _CHUNK_NBYTES: Final = 1 << 16
+_KEY: Final = re.compile(rb"<Key>(.*?)</Key>", re.DOTALL)
 #: The code in the error body that S3 sends with a status.
 _ERRORS: Final = {
     409: "ConditionalRequestConflict",
@@ -106,9 +109,12 @@ class Request:
 
     @property
     def key(self) -> str:
-        """The object's key; of a listing the prefix."""
+        """The object's key; of a listing the prefix; of a deletion of several objects the first one's key."""
         split = urllib.parse.urlsplit(self.target)
         key = urllib.parse.unquote(split.path.removeprefix("/").partition("/")[2])
+        if self.operation == "DeleteObjects":
+            found = _KEY.search(self.body)
+            return "" if found is None else html.unescape(found[1].decode())
         return key or dict(urllib.parse.parse_qsl(split.query)).get("prefix", "")
 
 
@@ -152,6 +158,7 @@ class Proxy:
     Attributes:
         endpoint: what a client is given in the place of the server's.
         counts: how many requests of each operation came, whatever became of them.
+        requests: operation and key of each of them, in the order in which they came.
         faults: how often each fault happened.
         unreachable: while it is True, every connection ends with its next request.
         bytes_per_s: how many bytes pass in a second, in both directions and all connections together; None: any.
@@ -164,6 +171,7 @@ class Proxy:
         self._late: list[Request] = []
         self._free_at = 0.0
         self.counts: collections.Counter[str] = collections.Counter()
+        self.requests: list[tuple[str, str]] = []
         self.faults: collections.Counter[Fault] = collections.Counter()
         self.unreachable = False
         self.bytes_per_s: float | None = None
@@ -178,7 +186,13 @@ class Proxy:
             self._rules = [(rule, [0]) for rule in rules]
             self._late.clear()
             self.counts.clear()
+            self.requests.clear()
             self.faults.clear()
+
+    def calm(self) -> None:
+        """Let no more faults happen; what is late stays late, and what was counted is counted on."""
+        with self._lock:
+            self._rules = []
 
     def land(self) -> list[int]:
         """Let requests under `Fault.LATE` arrive at the server; return the status of each answer."""
@@ -206,6 +220,7 @@ class Proxy:
         met = None
         with self._lock:
             self.counts[request.operation] += 1
+            self.requests.append((request.operation, request.key))
             for rule, seen in self._rules:
                 if rule.operation not in (None, request.operation) or not fnmatch.fnmatchcase(request.key, rule.key):
                     continue
