@@ -488,7 +488,7 @@ class Checkpointer:
         )
         self.launch, self._run, self._checkpoint = taken.launch, taken.run, taken.checkpoint
         self.passed_over = taken.passed_over
-        self._saves.reports += taken.reports
+        self._saves.take_reports(taken.reports)
 
     def _load(self, checkpoint: Checkpoint, state: State) -> None:
         self.load_report = load_once(state, checkpoint, self._group, **self._choices, streams=False, share=self._share)

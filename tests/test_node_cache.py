@@ -15,6 +15,8 @@ from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.manifest import Manifest, checkpoint_name
 from ckptfmt.errors import Code, err
+from ckptfmt.read.cached import CachedStore
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import list_checkpoints
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
@@ -372,3 +374,75 @@ def test_deltas_go_through_a_cache(tmp_path: pathlib.Path) -> None:
             handle.wait(timeout_s=WAIT_S)
     assert committed(home) == [1, 2, 3, 4, 5, 6, 7]
     assert all(is_whole(home, step) for step in range(1, 8))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Asked(HookedStore):
+    """A home that notes which files' bytes it was asked for."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.paths: list[str] = []
+
+    def before(self, operation: Operation) -> None:
+        if operation.op in ("read_range", "nbytes"):
+            self.paths.append(operation.path)
+
+    def stored(self) -> list[str]:
+        return [path for path in self.paths if path.endswith((".safetensors", ".pack"))]
+
+
+def saved(cache: pathlib.Path, **options: Any) -> MemoryStore:
+    home = MemoryStore()
+    with Run(home, cache=cache, **options) as run:
+        for step in (1, 2, 3):
+            run.save(step).wait(timeout_s=WAIT_S)
+    return home
+
+
+@pytest.mark.parametrize("delta", ["off", "smallest"])
+def test_a_restore_takes_from_the_cache_what_is_there(tmp_path: pathlib.Path, delta: str) -> None:
+    """REQ-RUN-038: no byte of a shard is asked of home, bases of a delta included."""
+    home = Asked(saved(tmp_path, delta=delta))
+    with Run(home, cache=tmp_path, resume="auto") as run:
+        assert run.checkpointer.step == 3
+        assert (run.weights["w"] == 3).all()
+        assert run.checkpointer.reports == ()
+    assert home.stored() == []
+
+
+@pytest.mark.parametrize("delta", ["off", "smallest"])
+@pytest.mark.parametrize("how", ["damaged", "truncated", "deleted"])
+def test_what_is_not_whole_in_the_cache_is_read_from_home(tmp_path: pathlib.Path, how: str, delta: str) -> None:
+    """REQ-RUN-038: by itself, and the report says so."""
+    inner = saved(tmp_path, delta=delta)
+    spoilt = [file for kind in ("safetensors", "pack") for file in sorted(tmp_path.rglob(f"weights-*.{kind}"))]
+    for file in spoilt:
+        spoil(file, how)
+    home = Asked(inner)
+    with Run(home, cache=tmp_path, resume="auto") as run:
+        assert run.checkpointer.step == 3
+        assert (run.weights["w"] == 3).all()
+        told = [sentence for sentence in run.checkpointer.reports if sentence.startswith("CACHE_DAMAGED")]
+        assert bool(told) == (how != "deleted")
+        run.checkpointer.restore_rng()
+        run.save(4).wait(timeout_s=WAIT_S)
+    assert {path.rpartition("/")[2].partition("-")[0] for path in home.stored()} == {"weights"}
+    assert not any(file.exists() for file in spoilt if checkpoint_name(3, 1) in file.parts)
+
+
+def test_a_cache_that_goes_while_it_is_read_costs_nothing(tmp_path: pathlib.Path) -> None:
+    """REQ-RUN-038: the files were whole a moment ago."""
+    cache = tmp_path / "cache"
+    home = saved(cache)
+    run_id = next(path.name for path in cache.iterdir())
+    reports: list[str] = []
+    store = CachedStore(home, LocalStore(cache / run_id, writable=True), reports.append)
+    with Checkpoint(store.at(checkpoint_name(3, 1))) as checkpoint:
+        key = next(item.key for item in checkpoint.index.tensors if item.key[1] == "v")
+        assert (checkpoint.read(*key) == 3).all()
+        shutil.rmtree(cache)
+        assert all((checkpoint.read(*item.key) == 3).all() for item in checkpoint.index.tensors)
+    assert reports == []

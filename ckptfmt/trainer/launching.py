@@ -14,6 +14,7 @@ from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
 from ckptfmt.errors import Code, StoreError, err
 from ckptfmt.features import LABELS
 from ckptfmt.group import Group, attempt
+from ckptfmt.read.cached import CachedStore
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, commit_finished, list_committed, plan_finish
@@ -65,13 +66,14 @@ def take_launch(
     reports: list[str] = []
     opened: list[Checkpoint] = []
     wait = functools.partial(_open_and_wait, store, writer_features, deadline_s / 2)
-    reading = store
+    reading: Store = store
     if cache is None:
         told = _run_on_first(group, lambda: _begin(store, wait(), resume, (), opened))
     else:
         waited = _run_on_first(group, wait)
         finish = _Finish(store, group, cache, waited["run_id"], reports)
         names = finish.run()
+        reading = finish.reading()
         told = _run_on_first(group, lambda: _begin(reading, waited, resume, names, opened))
         finish.tidy(told["committed"])
     named = told["launch"].pop("resume_from")
@@ -178,6 +180,12 @@ class _Finish:
             for problem in self._group.run_on_first(lambda: commit_finished(self._store, plan)):
                 self._report(problem)
         return sorted({name for theirs in told for name in theirs[1]})
+
+    def reading(self) -> Store:
+        """Return the run's home, read from the cache of this node where that is whole. Spec: REQ-RUN-038."""
+        if self._cache is None:
+            return self._store
+        return CachedStore(self._store, self._cache.store, self._report)
 
     def tidy(self, committed: dict[str, str]) -> None:
         """Remove what nobody needs. Where several processes share a cache, each may come first."""

@@ -235,6 +235,10 @@ class Saves:
     def _report(self, sentence: str) -> None:
         _add_report(self.reports, sentence)
 
+    def take_reports(self, sentences: list[str]) -> None:
+        """Take sentences of a launch among the reports; they were logged."""
+        self.reports += [sentence for sentence in sentences if sentence not in self.reports]
+
     def _warn_of_limits(self, leaves: Iterable[Leaf]) -> None:
         """Report each value that grows towards what ends a save, long before it does."""
         for leaf in leaves:

@@ -14,6 +14,7 @@ from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin
 from ckptfmt.documents.run import RUN_NAME
 from ckptfmt.read import verify
+from ckptfmt.read.cached import CachedStore
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verified_files import VerifiedFile
@@ -273,5 +274,11 @@ MUTANTS = {
         fault="makes room in the cache by what home doesn't have",
         patch=replaced(node_cache.NodeCache, "_scan", _all_settled),
         tests=("test_node_cache.py::test_what_home_lacks_stays_and_the_saver_waits",),
+    ),
+    "cached_files_believed": Mutant(
+        clauses=("REQ-RUN-038",),
+        fault="reads from the cache what isn't what was saved, and doesn't ask home",
+        patch=replaced(CachedStore, "_verify", lambda *_: True),
+        tests=("test_node_cache.py::test_what_is_not_whole_in_the_cache_is_read_from_home[damaged-off]",),
     ),
 }
