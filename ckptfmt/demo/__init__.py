@@ -3,6 +3,7 @@
 It is resumed twice, on as many processes as before and on one more; neither may change a bit.
 
     python -m ckptfmt demo
+    python -m ckptfmt demo --store s3
 
 Start reading at `ckptfmt.demo.train`, the training script, which is what a user writes; `ckptfmt.demo.story` starts it
 several times and compares what it did.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -24,13 +26,16 @@ from typing import NoReturn
 
 from ckptfmt.demo.screen import Look, Progress, as_json, render
 from ckptfmt.demo.settings import ITEMS, STEPS_MIN, make_settings
-from ckptfmt.demo.story import JobError, tell
+from ckptfmt.demo.story import Home, JobError, tell
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store import is_url, open_store
 
 __all__ = ["main"]
 
 #: Exit codes: all held; something differs; the demo couldn't run; interrupted.
 _HOLDS, _DIFFERS, _FAILED, _INTERRUPTED = 0, 1, 2, 130
+#: What `--store` takes instead of a URL: start a server.
+_SERVER = "s3"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises: StateError(STATE_UNSUPPORTED) where torch, or the conformance suite with its trainer, isn't installed.
     """
+    from ckptfmt.demo.servers import ServerError  # a program of its own, too
+
     arguments = _parse_arguments(argv)
     for module in ("torch", "ckptfmt_conformance"):
         if importlib.util.find_spec(module) is None:
@@ -50,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _ended_as_by_ctrl_c(signal.SIGTERM):
             return _run(arguments)
-    except (JobError, CkptError, OSError) as error:
+    except (JobError, ServerError, CkptError, OSError) as error:
         print(f"\nThe demo couldn't run: {error}", file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt:
@@ -64,10 +71,13 @@ def _run(arguments: argparse.Namespace) -> int:
     options = [f"--steps={settings.steps}", *(["--quick"] if arguments.quick else [])]
     directory = _make_directory(arguments.run)
     progress = Progress(3 if arguments.leave_out else 4)
-    try:
-        outcome = tell(directory, settings, options, without=arguments.leave_out, show_phase=progress.phase)
-    finally:
-        progress.end()
+    with _home(arguments.store) as home:
+        try:
+            outcome = tell(
+                directory, settings, options, without=arguments.leave_out, show_phase=progress.phase, home=home
+            )
+        finally:
+            progress.end()
     seconds = time.monotonic() - begin_s
     if arguments.json:
         print(json.dumps(as_json(outcome, seconds=seconds), indent=2))
@@ -84,6 +94,29 @@ def _make_directory(wanted: Path | None) -> Path:
     if any(wanted.iterdir()):
         raise FileExistsError(f"{wanted} isn't empty; the demo writes over nothing")
     return wanted.resolve()
+
+
+@contextmanager
+def _home(store: str | None) -> Iterator[Home | None]:
+    """Return where the runs lie: nowhere special, below a URL, or in a bucket of a server that is started for them.
+
+    Raises: ServerError; FileExistsError; CkptError.
+    """
+    from ckptfmt.demo.servers import KINDS, Server, choose_kind
+
+    if store is None:
+        yield None
+    elif store == _SERVER:
+        kind = choose_kind()
+        print(f"  starting {KINDS[kind]}", file=sys.stderr, flush=True)
+        with Server(kind) as server:
+            os.environ.update(server.endpoint.environment)  # the trainings inherit it
+            url = f"s3://{server.endpoint.make_bucket()}"
+            yield Home(url, f"{url} of {KINDS[kind]}, started for the demo")
+    else:
+        if open_store(store, writable=False).list_names(""):
+            raise FileExistsError(f"{store} isn't empty; the demo writes over nothing")
+        yield Home(store, store)
 
 
 @contextmanager
@@ -107,6 +140,13 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         " peace; then resume on three processes, and compare every bit again. About a minute on two cores.",
     )
     parser.add_argument("--run", type=Path, metavar="DIR", help="where to leave the run: an empty or a new directory")
+    parser.add_argument(
+        "--store",
+        type=_store,
+        metavar="STORE",
+        help="keep the runs in an object store: `s3` starts a server for them, Ceph's gateway or else moto; or the URL"
+        " of an empty place, such as s3://bucket/demo",
+    )
     parser.add_argument("--steps", type=_steps, metavar="N", help=f"training steps, at least {STEPS_MIN}")
     parser.add_argument("--quick", action="store_true", help="a much smaller model and fewer steps")
     parser.add_argument(
@@ -118,6 +158,12 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser.parse_args(argv)
+
+
+def _store(text: str) -> str:
+    if text != _SERVER and not is_url(text):
+        raise argparse.ArgumentTypeError(f"{_SERVER}, or a URL such as s3://bucket/demo; --run takes a directory")
+    return text.rstrip("/")
 
 
 def _steps(text: str) -> int:

@@ -77,6 +77,8 @@ def _iter_what(outcome: Outcome) -> Iterator[str]:
         f" AdamW, dropout to {settings.dropout}, warm-up, cosine; {header.world_size} processes under torchrun"
         f" with gloo; {settings.steps} steps, {outcome.sample_count:,} samples; loss {before:.2f} to {after:.2f}."
     )
+    if outcome.home is not None:
+        text += f" Checkpoints in {outcome.home}."
     yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
@@ -208,6 +210,7 @@ def as_json(outcome: Outcome, *, seconds: float) -> dict[str, object]:
     return {
         "holds": outcome.holds,
         "run": str(outcome.run),
+        "home": outcome.home,
         "seconds": round(seconds, 1),
         "steps": outcome.settings.steps,
         "identical_steps": same.identical_steps(),

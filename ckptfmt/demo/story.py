@@ -50,8 +50,8 @@ class Job:
     """One launch of the training under torchrun; a context manager that ends all its processes.
 
     Args:
-        directory: of the demo; checkpoints, journals and logs lie under it.
-        run: name of the run, which is a directory there.
+        directory: of the demo; journals and logs lie under it.
+        run: directory of the checkpoints, or its URL.
         name: of this launch.
         world_size: how many processes.
         options: more for the training script.
@@ -64,7 +64,7 @@ class Job:
         self._log = directory / "logs" / f"{name}.txt"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-        script = ["-m", "ckptfmt.demo.train", "--checkpoints", str(directory / run)]
+        script = ["-m", "ckptfmt.demo.train", "--checkpoints", run]
         command = [sys.executable, *launcher, *script, "--journals", str(journals), "--name", name, *options]
         with self._log.open("wb") as log:
             # In a session of its own, so that Ctrl-C reaches the demo, which then ends the job in good order.
@@ -157,6 +157,14 @@ UNDISTURBED = "undisturbed"
 RUN = "run"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Home:
+    """Where the runs lie, if that isn't the demo's directory: a URL, and in words."""
+
+    url: str
+    words: str
+
+
 #: Shows that a phase of so many steps begins; returns what is to be called with the steps done.
 ShowPhase: TypeAlias = Callable[[str, int], Callable[[int], None]]
 
@@ -220,6 +228,7 @@ class Outcome:
         resized: None where the run after the kill already differs.
         violations: what checking every byte of the run left behind found.
         checked_nbytes: how many bytes that were.
+        home: where the runs lay while they went on, in words; None for `directory`.
     """
 
     directory: Path
@@ -233,6 +242,7 @@ class Outcome:
     violations: tuple[str, ...]
     checked_nbytes: int
     without: str | None
+    home: str | None = None
 
     @property
     def sample_count(self) -> int:
@@ -256,7 +266,13 @@ class Outcome:
 
 
 def tell(
-    directory: Path, settings: Settings, options: list[str], *, without: str | None, show_phase: ShowPhase
+    directory: Path,
+    settings: Settings,
+    options: list[str],
+    *,
+    without: str | None,
+    show_phase: ShowPhase,
+    home: Home | None = None,
 ) -> Outcome:
     """Run all launches one after the other and compare them.
 
@@ -264,12 +280,14 @@ def tell(
         directory: an empty one, for all that the demo writes.
         options: the training script's, from which it makes the same settings.
         without: what to leave out when the killed run is restored; the comparison must then fail.
+        home: where the runs lie; the one that is left behind is copied from there. None for `directory`.
 
     Raises: JobError; CkptError.
     """
+    place = str(directory) if home is None else home.url
 
     def launch(run: str, name: str, world_size: int, *more: str) -> Job:
-        return Job(directory, run=run, name=name, world_size=world_size, options=[*options, *more])
+        return Job(directory, run=f"{place}/{run}", name=name, world_size=world_size, options=[*options, *more])
 
     with launch(UNDISTURBED, "undisturbed", 2) as job:
         job.wait(show_phase("an undisturbed run, to compare with", settings.steps))
@@ -292,7 +310,9 @@ def tell(
             wider = job.journals()
         strips.append(_strip(settings, "launch 3", wider))
         resized = _compare_resized(settings, undisturbed, both, wider)
-    report = ckptfmt.validate(directory / RUN)
+    report = ckptfmt.validate(f"{place}/{RUN}")
+    if home is not None:
+        ckptfmt.Run(f"{place}/{RUN}").mirror(directory / RUN)
     header = _header(undisturbed)
     return Outcome(
         directory=directory,
@@ -306,6 +326,7 @@ def tell(
         violations=tuple(map(str, report.violations)),
         checked_nbytes=report.nbytes,
         without=without,
+        home=None if home is None else home.words,
     )
 
 

@@ -31,12 +31,12 @@ from ckptfmt_conformance.elastic import Plan, Trainer, pin_arithmetic
 
 
 def train(
-    settings: Settings, run: Path, journals: Path, name: str, *, resume: str = "auto", without: str | None = None
+    settings: Settings, run: str, journals: Path, name: str, *, resume: str = "auto", without: str | None = None
 ) -> None:
     """Train until the last step, from wherever the run stands.
 
     Args:
-        run: directory of the checkpoints.
+        run: directory of the checkpoints, or its URL.
         journals: directory of the journals.
         name: of this launch's journals.
         resume: as for `Checkpointer`.
@@ -123,7 +123,7 @@ def describe(checkpointer: Checkpointer, model: nn.Module, text: Text, rank: int
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments of one process."""
     parser = argparse.ArgumentParser(prog="python -m ckptfmt.demo.train", description="One process of the demo's run.")
-    parser.add_argument("--checkpoints", type=Path, required=True, help="directory of the checkpoints")
+    parser.add_argument("--checkpoints", required=True, help="directory of the checkpoints, or its URL")
     parser.add_argument("--journals", type=Path, required=True, help="directory of the journals")
     parser.add_argument("--name", required=True, help="name of this launch's journals")
     parser.add_argument("--steps", type=int, help="training steps in all")

@@ -51,7 +51,7 @@ def own_streams():
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")
-    train(SETTINGS, directory / "run", directory / "journals", "undisturbed")
+    train(SETTINGS, str(directory / "run"), directory / "journals", "undisturbed")
     return directory
 
 
@@ -63,7 +63,7 @@ def compare_resumed(undisturbed, directory, **options):
     """Resume a copy of the run, and compare the steps from there on."""
     shutil.copytree(undisturbed / "run", directory / "run")
     resume = checkpoint_name(RESUMED, 1)
-    train(SETTINGS, directory / "run", directory / "journals", "resumed", resume=resume, **options)
+    train(SETTINGS, str(directory / "run"), directory / "journals", "resumed", resume=resume, **options)
     reference, candidate = entries_of(undisturbed, "undisturbed"), entries_of(directory, "resumed")
     return compare([reference], [candidate], first=RESUMED, steps=SETTINGS.steps)
 

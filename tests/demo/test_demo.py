@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import ckptfmt.demo
 from ckptfmt.demo.journal import compare_worlds, read_journal
+from ckptfmt.demo.servers import ServerError, choose_kind
 from ckptfmt.demo.settings import STEPS_MIN, make_settings
 from ckptfmt.demo.story import Job, JobError
 from ckptfmt.documents.manifest import checkpoint_name
@@ -83,6 +85,20 @@ class TestAsItIsShown:
         assert report.valid, report.violations
         assert report.checkpoints
 
+    def test_in_an_object_store_it_is_the_same_screen(self, shown, tmp_path, s3_bucket):
+        url, environment = f"s3://{s3_bucket.name}/demo", os.environ | s3_bucket.endpoint.environment
+        done = run_demo("--run", str(tmp_path / "left"), "--store", url, env=environment)
+
+        assert done.returncode == 0, done.stdout + done.stderr
+        here, there = (screen.split("\n\n") for screen in (shown[0].stdout, done.stdout))
+        assert here[1:-1] == there[1:-1]
+        assert f"Checkpoints in {url}." in " ".join(there[0].split())
+        assert ckptfmt.validate(tmp_path / "left" / "run").valid
+        assert {name.split("/")[0] for name in s3_bucket.names("demo")} == {"run", "undisturbed"}
+        again = run_demo("--run", str(tmp_path / "again"), "--store", url, env=environment)
+        assert again.returncode == 2
+        assert f"{url} isn't empty" in again.stderr
+
     def test_nothing_is_left_running(self, shown):
         assert len(pids_of(shown[1])) == 2 + 2 + 2 + 3
         assert not [pid for pid in pids_of(shown[1]) if is_alive(pid)]
@@ -142,6 +158,25 @@ def launch(directory, world_size, options):
     with Job(directory, run="run", name=name, world_size=world_size, options=options) as job:
         job.wait(lambda _step: None)
         return [journal.entries for journal in job.journals()]
+
+
+@pytest.mark.parametrize("store", ["s4", "/tmp/demo"])
+def test_a_store_is_a_server_or_a_url(store, capsys):
+    with pytest.raises(SystemExit):
+        ckptfmt.demo.main(["--store", store])
+
+    assert "s3, or a URL such as s3://bucket/demo" in capsys.readouterr().err
+
+
+def test_the_server_is_ceph_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda _: "/usr/bin/there")
+    assert choose_kind() == "ceph"
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert choose_kind() == "moto"
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "moto" else there(name))
+    with pytest.raises(ServerError, match="pip install"):
+        choose_kind()
 
 
 @pytest.mark.parametrize("module", ["torch", "ckptfmt_conformance"])

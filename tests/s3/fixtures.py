@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ckptfmt.demo.servers import Endpoint, Server
 from tests.s3.proxy import Proxy
-from tests.s3.servers import Endpoint, Server
 
 KIND = os.environ.get("CKPTFMT_TEST_S3", "moto")
 
@@ -32,6 +32,12 @@ class Bucket:
         import obstore.store  # noqa: PLC0415 - most tests don't need it
 
         return obstore.store.S3Store(self.name, prefix=prefix or None, **self.endpoint.options, **options)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the keys of all objects below a prefix, without it."""
+        return [
+            entry["path"].removeprefix(f"{prefix}/") for page in self.store().list(prefix or None) for entry in page
+        ]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

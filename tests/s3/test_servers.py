@@ -10,10 +10,10 @@ from datetime import timedelta
 import obstore
 import pytest
 
-from tests.s3 import servers
+from ckptfmt.demo import servers
+from ckptfmt.demo.servers import Endpoint, ServerError
 from tests.s3.fixtures import KIND
 from tests.s3.proxy import Fault, Rule
-from tests.s3.servers import ROOT, Endpoint, ServerError
 
 # Says for each name in turn whether the create succeeded, was refused, or is unknown. One line on standard input
 # starts each name, so that all contenders ask at once.
@@ -117,8 +117,8 @@ def test_a_server_that_does_not_start_shows_the_end_of_its_log(tmp_path, monkeyp
 
 
 def test_the_command_prints_what_a_client_needs():
-    command = [sys.executable, "-m", "tests.s3.servers", "moto"]
-    with start(command, cwd=ROOT) as process:
+    command = [sys.executable, "-m", "ckptfmt.demo.servers", "moto"]
+    with start(command) as process:
         lines = [next_line(process) for _ in range(7)]
         process.terminate()
         process.communicate(timeout=60)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.s3.servers import Endpoint
+from ckptfmt.demo.servers import Endpoint
 from tests.store.helpers import FAST_DIRECTORY
 
 

@@ -1,6 +1,6 @@
-"""S3 servers for tests and benchmarks: moto, and Ceph's gateway. Each ends with the process that started it.
+"""S3 servers for the demo, for tests and benchmarks: moto, and Ceph's gateway. Each ends with whoever started it.
 
-By hand, from the repository's root: ``python -m tests.s3.servers moto`` or ``python -m tests.s3.servers ceph``.
+By hand: ``python -m ckptfmt.demo.servers moto`` or ``python -m ckptfmt.demo.servers ceph``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import json
 import os
@@ -26,8 +27,8 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Self
 
-ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
-KINDS: Final = ("moto", "ceph")
+#: Each kind of server, and what to call it.
+KINDS: Final = {"moto": "moto's S3 server", "ceph": "Ceph's S3 gateway"}
 #: The programs of Ceph that are started, and how to get them.
 CEPH_PROGRAMS: Final = ("monmaptool", "ceph-mon", "ceph-osd", "ceph", "radosgw", "radosgw-admin")
 CEPH_REMEDY: Final = "On Debian: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
@@ -57,10 +58,10 @@ class Endpoint:
         user = {f"AWS_{name.upper()}": value for name, value in _USER.items()}
         return {**user, "AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true"}
 
-    def client(self) -> Any:
+    def client(self) -> Any:  # noqa: ANN401 - boto3 makes its classes as it runs
         """Return a client of boto3, for what obstore hasn't: buckets, multipart uploads that nobody completed."""
-        import boto3  # noqa: PLC0415 - half a second, which who is given a bucket doesn't pay
-        from botocore.config import Config  # noqa: PLC0415
+        import boto3  # half a second, which who is given a bucket doesn't pay
+        from botocore.config import Config
 
         return boto3.client(
             "s3",
@@ -83,14 +84,13 @@ class Server:
 
     def __init__(self, kind: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.s3.servers", kind, "--until-eof"],
-            cwd=ROOT,
+            [sys.executable, "-m", __name__, kind, "--until-eof"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()  # it comes when the server answers
+        output = self._process.stdout
+        line = output.readline() if output else ""  # it comes when the server answers
         if not line:
             self.close()
             raise ServerError(f"the server {kind} didn't start; what it said stands on standard error")
@@ -110,6 +110,20 @@ class Server:
         self.close()
 
 
+def choose_kind() -> str:
+    """Return the kind of server that can be started here: Ceph if its programs are installed, else moto.
+
+    Raises: ServerError if neither is.
+    """
+    needed = ["boto3", "moto", "flask", "flask_cors"]
+    if importlib.util.find_spec("boto3") and all(map(shutil.which, CEPH_PROGRAMS)):
+        return "ceph"
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ServerError(f'there is no server of S3 here: pip install "moto[s3,server]" (missing: {missing[0]})')
+    return "moto"
+
+
 def free_port() -> int:
     """Return a port of the loopback interface that nobody listens on now."""
     with socket.socket() as probe:
@@ -120,13 +134,13 @@ def free_port() -> int:
 @contextlib.contextmanager
 def run_moto(port: int) -> Iterator[Endpoint]:
     """Run moto in threads of this process."""
-    from moto.moto_server import werkzeug_app as moto  # noqa: PLC0415 - only this process needs it
-    from werkzeug.serving import make_server  # noqa: PLC0415
+    from moto.moto_server import werkzeug_app as moto  # only this process needs it
+    from werkzeug.serving import make_server
 
     class Handler(moto.MotoRequestHandler):
         protocol_version = "HTTP/1.1"  # keeps connections
 
-        def log_request(self, *_: Any) -> None:
+        def log_request(self, *_: object) -> None:
             pass
 
     app = _one_at_a_time(moto.DomainDispatcherApplication(moto.create_backend_app))
@@ -144,7 +158,7 @@ def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterabl
     """Carry out one request at a time: moto looks whether a key is taken and then writes, with no lock around both."""
     lock = threading.Lock()
 
-    def serve(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+    def serve(environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
         # The body is read before the lock is taken: a client that sends half of it holds up nobody.
         nbytes = int(environ.get("CONTENT_LENGTH") or 0)
         body = environ["wsgi.input"].read(nbytes)
@@ -265,7 +279,7 @@ rgw_frontends = beast endpoint=127.0.0.1:{self._port}
             ended = [process for process in self._processes if process.poll() is not None]
             if ended:
                 raise self._error(f"{ended[0].args!r} ended with {ended[0].returncode}")
-            with contextlib.suppress(OSError), urllib.request.urlopen(self.endpoint.url, timeout=10):
+            with contextlib.suppress(OSError), urllib.request.urlopen(self.endpoint.url, timeout=10):  # noqa: S310 - HTTP
                 return
             time.sleep(0.2)
         raise self._error(f"the gateway doesn't answer after {START_S} s")
@@ -292,7 +306,7 @@ def run_ceph(port: int) -> Iterator[Endpoint]:
 
 def main(arguments: list[str]) -> int:
     """Run a server until Ctrl-C, or until standard input ends."""
-    parser = argparse.ArgumentParser(prog="python -m tests.s3.servers", description="Run an S3 server on loopback.")
+    parser = argparse.ArgumentParser(prog="python -m ckptfmt.demo.servers", description="Run an S3 server on loopback.")
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--port", type=int, default=0, help="where it answers; a free port if left out")
     parser.add_argument("--until-eof", action="store_true", help="say where as JSON, and end with standard input")
@@ -305,17 +319,17 @@ def main(arguments: list[str]) -> int:
     try:
         with run(options.port) as endpoint:
             if options.until_eof:
-                print(json.dumps({"url": endpoint.url}), flush=True)  # noqa: T201 - a command talks on standard output
+                print(json.dumps({"url": endpoint.url}), flush=True)  # a command talks on standard output
                 sys.stdin.read()
                 return 0
             names = "\n".join(f"export {name}={value}" for name, value in endpoint.environment.items())
             bucket = endpoint.make_bucket()
-            print(f"{names}\n# An empty bucket: s3://{bucket}\n# Ctrl-C ends the server.", flush=True)  # noqa: T201
+            print(f"{names}\n# An empty bucket: s3://{bucket}\n# Ctrl-C ends the server.", flush=True)
             threading.Event().wait()
     except KeyboardInterrupt:
         pass
     except ServerError as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        print(error, file=sys.stderr)
         return 1
     return 0
 
