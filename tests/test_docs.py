@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptfmt.__main__ import main
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
@@ -13,9 +15,14 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 def test_examples_are_python_and_links_lead_somewhere(page):
     text = page.read_text("utf-8")
     fences = re.findall(r"^```(.*)\n((?:.*\n)*?)^```$", text, re.MULTILINE)
-    assert {kind for kind, _ in fences} <= {"python no-run"}
-    for _, body in fences:
-        compile(body, page.name, "exec")
+    assert {kind for kind, _ in fences} <= {"python no-run", "console"}
+    for kind, body in fences:
+        if kind == "console":
+            for command in re.findall(r"^\$ python -m ckptfmt (\S+)", body, re.MULTILINE):
+                with pytest.raises(SystemExit, match="^0$"):
+                    main([command, "--help"])
+        else:
+            compile(body, page.name, "exec")
     for target in re.findall(r"\]\((?!https?:)([^)#]*)", text):
         assert (page.parent / target).exists(), target
 
