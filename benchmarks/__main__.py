@@ -15,6 +15,7 @@ from benchmarks.plan import measure_plan
 from benchmarks.record import Outcome, build_record, default_path, dump_record, format_record
 from benchmarks.reshard import measure_reshard
 from benchmarks.rounds import Progress, Workplace, workplace
+from benchmarks.s3 import measure_s3
 from benchmarks.save import measure_save
 from benchmarks.scenes import Sizes
 from benchmarks.stall import measure_stall
@@ -29,9 +30,11 @@ MEASURE = {
     "reshard": measure_reshard,
     "gpu_digest": measure_gpu_digest,
     "frameworks": measure_frameworks,
+    "s3": measure_s3,
 }
-#: Of `frameworks`, where one thread trains a state of this size in seconds.
-FRAMEWORKS_NBYTES = 300_000_000
+#: Of `frameworks`, where one thread trains a state of this size in seconds; and of `s3`, where a server shares the
+#: processors.
+SMALLER_NBYTES = 300_000_000
 PLAN, DELTA, MANY = "plan", "delta", "tensors"  # those whose size isn't that of a state
 
 
@@ -39,7 +42,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure ckptfmt beside its peers.")
     parser.add_argument("command", choices=[*MEASURE, PLAN, DELTA, MANY], help="what to measure")
-    sizes_text = f"about how large the state is ({NBYTES}; frameworks {FRAMEWORKS_NBYTES})"
+    sizes_text = f"about how large the state is ({NBYTES}; frameworks, s3 {SMALLER_NBYTES})"
     parser.add_argument("--nbytes", type=_count, help=sizes_text)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="stall (cpu), gpu_digest (cuda): of the state")
     parser.add_argument("--ranks", type=_count, default=RANKS, help="plan: how many, a power of two (%(default)s)")
@@ -53,7 +56,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds",
         type=_count,
-        help="of each experiment (11; lost seconds 7; first saves, plan, frameworks 5; delta 3; tensors 1)",
+        help="of each experiment (11; lost seconds, s3 7; first saves, plan, frameworks 5; delta 3; tensors 1)",
     )
     parser.add_argument("--directory", type=Path, default=Path("out"), help="where to write and delete (%(default)s)")
     parser.add_argument("--out", type=Path, help="file of the record (below out/benchmarks)")
@@ -66,7 +69,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     if options.nbytes is None:
-        options.nbytes = FRAMEWORKS_NBYTES if options.command == "frameworks" else NBYTES
+        options.nbytes = SMALLER_NBYTES if options.command in ("frameworks", "s3") else NBYTES
     return options
 
 

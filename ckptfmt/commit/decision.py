@@ -10,7 +10,7 @@ import collections
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from ckptfmt import limits
@@ -36,7 +36,7 @@ from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError, err
 from ckptfmt.features import is_of_delta
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
-from ckptfmt.store.protocol import Buffer, Store, call_each
+from ckptfmt.store.protocol import CALLS_AT_ONCE, Buffer, Store, call_each
 
 Register: TypeAlias = Manifest | Abort | Tombstone
 
@@ -229,9 +229,7 @@ def finalize(
     Spec: REQ-CMT-005 to REQ-CMT-009.
     """
     known = known or Known()
-    paths = [part_path(origin.attempt, writer) for writer in range(origin.writer_count)]
-    contents = call_each(store, functools.partial(store.read, limit_nbytes=limits.MSGPACK_NBYTES), paths)
-    entries = [_parse_part(origin, writer, content, known.tables) for writer, content in enumerate(contents)]
+    entries = list(_iter_parts(store, origin, known.tables))
     known.limit_tables()
     for entry, told in zip(entries, part_digests or (), strict=part_digests is not None):
         if digest_text(entry.digest) != told:
@@ -468,6 +466,16 @@ def _read_equal_index(store: Store, path: str, content: bytes) -> tuple[int, byt
     if said != open_packed_document(content, where=path)[0]:
         raise err(Code.COMMIT_CONFLICT, "an index is there with other contents", where=path, requirement="REQ-CMT-006")
     return len(found), digest
+
+
+def _iter_parts(store: Store, origin: Origin, known: dict[bytes, TensorTable]) -> Iterator[PartFileEntry]:
+    """Read and check the parts of an attempt, a few of them at once in memory."""
+    read = functools.partial(store.read, limit_nbytes=limits.MSGPACK_NBYTES)
+    for first in range(0, origin.writer_count, CALLS_AT_ONCE):
+        writers = range(first, min(first + CALLS_AT_ONCE, origin.writer_count))
+        contents = call_each(store, read, [part_path(origin.attempt, writer) for writer in writers])
+        for writer, content in zip(writers, contents, strict=True):
+            yield _parse_part(origin, writer, content, known)
 
 
 def _parse_part(origin: Origin, writer: int, content: bytes, known: dict[bytes, TensorTable]) -> PartFileEntry:
