@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import pytest
 
+from ckptfmt.demo.servers import Endpoint
 from ckptfmt.store import LocalStore, MemoryStore, ObjectStore
 from ckptfmt.store.protocol import Store, call_each
 from tests.s3 import fixtures
-from tests.s3.servers import Endpoint
 
 KINDS: Final = ("memory", "local", "s3")
 

@@ -34,8 +34,6 @@ CEPH_PROGRAMS: Final = ("monmaptool", "ceph-mon", "ceph-osd", "ceph", "radosgw",
 CEPH_REMEDY: Final = "On Debian: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
 #: How long a server may take until it answers: generous, since other work may leave it a tenth of a processor.
 START_S: Final = 240
-#: How often Ceph is started: on a busy machine its OSD may ask the monitor before it knows the cluster, and end.
-_CEPH_STARTS: Final = 3
 _USER: Final = {"access_key_id": "test", "secret_access_key": "testsecret", "region": "us-east-1"}
 
 
@@ -297,20 +295,13 @@ rgw_frontends = beast endpoint=127.0.0.1:{self._port}
 @contextlib.contextmanager
 def run_ceph(port: int) -> Iterator[Endpoint]:
     """Run Ceph below a directory of its own, which is removed afterwards. Raises: ServerError."""
-    for starts_left in reversed(range(_CEPH_STARTS)):
-        with tempfile.TemporaryDirectory(prefix="ckptfmt-ceph-") as directory:
-            ceph = Ceph(pathlib.Path(directory), port or free_port())
-            try:
-                try:
-                    ceph.start()
-                except ServerError:
-                    if not starts_left:
-                        raise
-                    continue
-                yield ceph.endpoint
-                return
-            finally:
-                ceph.stop()
+    with tempfile.TemporaryDirectory(prefix="ckptfmt-ceph-") as directory:
+        ceph = Ceph(pathlib.Path(directory), port or free_port())
+        try:
+            ceph.start()
+            yield ceph.endpoint
+        finally:
+            ceph.stop()
 
 
 def main(arguments: list[str]) -> int:

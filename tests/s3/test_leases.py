@@ -17,13 +17,13 @@ import pytest
 
 import ckptfmt
 from ckptfmt.commit.waiting import poll
+from ckptfmt.demo.servers import Endpoint
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.run import SAVERS
 from ckptfmt.store import ObjectStore
 from ckptfmt.store.leases import FOLDER, Leases, _name_of, boot_s
 from tests.s3.fixtures import Bucket
 from tests.s3.proxy import Fault, Proxy, Rule
-from tests.s3.servers import Endpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 300
