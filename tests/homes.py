@@ -89,9 +89,9 @@ def home(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: py
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Ask either moto and the other kinds, but not what is marked `long_on_s3`; or Ceph, all, and no other kind."""
+    """Ask either moto and the other kinds, but not what is marked `long_on_s3`; or Ceph, all, and nothing else."""
     if fixtures.KIND == "ceph":
-        left_out = [item for item in items if kind_of(item) in ("memory", "local")]
+        left_out = [item for item in items if not _asks_s3(item)]
     else:
         left_out = [item for item in items if kind_of(item) == "s3" and item.get_closest_marker("long_on_s3")]
     if left_out:
@@ -101,6 +101,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 #: For tests that hand the name of a place to somebody else: a store in memory has none.
 named_homes: Final = pytest.mark.parametrize("home", ["local", "s3"], indirect=True)
+
+
+def _asks_s3(item: pytest.Item) -> bool:
+    parameters = getattr(item, "callspec", None)
+    asked = set() if parameters is None else {one for one in parameters.params.values() if isinstance(one, str)}
+    return "s3" in asked or "s3_server" in getattr(item, "fixturenames", ()) or item.path.parent.name == "s3"
 
 
 def kind_of(item: pytest.Item) -> str | None:

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pytest
 
 from ckptfmt.errors import Code
 from ckptfmt.read.report import Report
@@ -84,7 +83,6 @@ def test_damaged_trees_are_all_named(home):
     assert [str(violation.where).rpartition("/")[2] for violation in violations] == ["a", "b"]
 
 
-@pytest.mark.long_on_s3
 def test_an_error_of_the_store_is_raised_and_says_nothing_of_the_checkpoint(home):
     """REQ-OPN-009: it may be whole."""
     kept = home.store(small_files())
