@@ -428,8 +428,11 @@ def check_surroundings(path: str | os.PathLike[str], manifest: Manifest) -> None
 def check_records(store: Store, entries: list[RunEntry]) -> None:
     """Raise if a checkpoint is of a launch that has no record: what the run goes on from can't be known then.
 
-    Raises: IntegrityError(FILE_MISSING). Spec: REQ-RUN-015.
+    Raises: IntegrityError(FILE_MISSING); StoreError(STORE_NO_ANSWER). Spec: REQ-RUN-015.
     """
+    if not entries and store.is_remote and RUN_NAME not in store.list_names(""):
+        # obstore takes an error in the body of a listing's answer for a listing of nothing.
+        raise err(Code.STORE_NO_ANSWER, "the store lists nothing where the run is", where=store.name)
     # After the entries: a launch creates its record before its first directory.
     numbers = set(list_launch_numbers(store))
     for entry in entries:
@@ -462,10 +465,7 @@ def _choose_by_lineage(
     *,
     doubted: frozenset[str] = frozenset(),
 ) -> tuple[Checkpoint | None, str]:
-    """Return the best valid candidate, open, and how it was chosen.
-
-    Args:
-        doubted: names of those that weren't valid when they were read before.
+    """Return the best valid candidate, open, and how it was chosen; `doubted` weren't valid at a first reading.
 
     Raises: IntegrityError(NO_VALID_CHECKPOINT); StoreError; FormatError. Spec: REQ-RUN-006, REQ-RUN-007.
     """

@@ -165,7 +165,9 @@ class ObjectStore:
         """Create an object exclusively and whole; see `Store.create`.
 
         What is larger than a part, in `SizedChunks`, is only looked for before it is sent: no server takes a condition
-        for a put in parts through obstore. Such files have names of one attempt.
+        for a put in parts through obstore. Such files have names of one attempt. An upload that fails is aborted; of a
+        killed process, or where the abort is lost too, the parts stay unlisted until the bucket's own rule removes
+        them: ``AbortIncompleteMultipartUpload`` of S3 and Google Cloud Storage; Azure does so after a week.
         """
         key = self._key_to_change(path)
         if isinstance(chunks, SizedChunks) and chunks.nbytes > _PART_NBYTES:
@@ -174,7 +176,11 @@ class ObjectStore:
             self._create_at_once(path, key, b"".join(chunks))
 
     def replace(self, path: str, data: bytes) -> None:
-        """Put `data` in the place of an object; see `Store.replace`."""
+        """Put `data` in the place of an object; see `Store.replace`.
+
+        A request whose answer was lost may arrive later, and the put has no condition: page 70 of the specification
+        says why that does no harm to what is replaced.
+        """
         key = self._key_to_change(path)
         with self._named_errors(path, missing=Code.STORE_IO):
             self._client.put(key, bytes(data), use_multipart=False)

@@ -21,6 +21,7 @@ from ckptfmt.run.lineage import (
     open_run,
     read_run,
 )
+from ckptfmt.run.retention import Retention, clean_up
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import Loss, MemoryStore
 from ckptfmt.write.writer import write_part
@@ -181,6 +182,33 @@ def test_a_run_does_not_go_back_for_an_answer_that_was_damaged_on_its_way(part):
     with pytest.raises(IntegrityError, match="NO_VALID_CHECKPOINT"):
         begin_launch(noisy, made.run, on_passed_over=passed_over.append)
     assert len(passed_over) == 2
+
+
+class Blind(Noisy):
+    """Objects behind a network, whose listing of the run is empty."""
+
+    def list_names(self, prefix):
+        return super().list_names(prefix) if prefix else []
+
+
+def test_a_run_does_not_begin_anew_because_a_listing_is_empty():
+    made = RunOfSteps()
+    made.begin()
+    made.save(1)
+    blind: Any = Blind(made.store, "", 0)
+    assert code_of(lambda: begin_launch(blind, made.run)) == Code.STORE_NO_ANSWER
+
+
+def test_a_manifest_that_a_late_repair_puts_back_is_retired_again():
+    """What page 70 says of requests that come late."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2)
+    content = made.place(1).read("manifest.json", limit_nbytes=1 << 16)
+    for _ in range(2):
+        assert clean_up(made.store, made.run, launch=1, retention=Retention(keep=1)) == [checkpoint_name(1, 1)]
+        made.place(1).replace("manifest.json", content)
+    assert made.head() == checkpoint_name(2, 1)
 
 
 def test_labels_are_not_lost_for_an_answer_that_was_damaged_on_its_way():

@@ -34,6 +34,7 @@ import obstore
 import ckptfmt
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import commit, decide, read_register
+from ckptfmt.commit.lone import remove_alone
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Tombstone, checkpoint_name
 from ckptfmt.documents.run import LABELS_FOLDER, LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError
@@ -47,6 +48,7 @@ from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import begin_launch, list_checkpoints, open_run, read_run
 from ckptfmt.run.mirror import mirror_run
 from ckptfmt.run.retention import Retention, clean_up
+from ckptfmt.run.scrub import scrub_run
 from ckptfmt.store import leases, objects
 from ckptfmt.store.leases import Leases
 from ckptfmt.store.memory import MemoryStore
@@ -88,6 +90,7 @@ KINDS: Final = {
     "condemnation": "*/condemned-*",
     "mirror directory": "*/other/",
     "run directory": "*/home/",
+    "lone directory": "*/lone/",
     "checkpoint directory": "*/",
 }
 READS: Final = frozenset({"GetObject", "HeadObject", "ListObjectsV2"})
@@ -158,7 +161,10 @@ def faults_of(operation: str, kind: str) -> list[str]:
         found = ["DROP_REQUEST", "CUT_DOWNLOAD", "DELAY", *(f"STATUS {status}" for status in (429, 500, 503))]
         if operation != "HeadObject":
             # A listing has no digest: what changes it in transit is TLS's to find.
-            found += ["TRUNCATE", "ERROR_IN_200", *(["CORRUPT"] if operation == "GetObject" else [])]
+            found += ["TRUNCATE", *(["CORRUPT"] if operation == "GetObject" else [])]
+        if operation == "GetObject" or kind == "run directory":
+            # obstore takes such a listing for one of nothing, and who isn't seen to hold a file isn't waited for.
+            found.append("ERROR_IN_200")
         return found
     found = ["DROP_REQUEST", "DROP_ANSWER", "LATE", "DUPLICATE", "DELAY", "STATUS_AFTER 500", "STATUS_AFTER 503"]
     found += [f"STATUS {status}" for status in _STATUSES]
@@ -285,6 +291,15 @@ class Stage:
             self.acknowledged["home"][checkpoint_name(step, checkpointer.launch.launch)] = step
         finally:
             handle.wait_over(GUARD_S)  # with what is cleaned up behind it
+
+    def check_lone(self, *, must: bool) -> None:
+        """Check that a checkpoint outside of a run is whole, if there is one; whether there must be one."""
+        _, found = self.look("lone")
+        is_there = isinstance(read_register(found), Manifest)
+        if is_there:
+            self.wrongs += [f"the lone checkpoint: {one}" for one in _problems(found, 1)]
+        elif must:
+            self.wrongs.append("the lone checkpoint was acknowledged, and isn't there")
 
     @contextlib.contextmanager
     def calm(self) -> Iterator[None]:
@@ -558,6 +573,57 @@ def _mirror(stage: Stage) -> Iterator[None]:
             stage.acknowledged["other"] = dict(stage.acknowledged["home"])
 
 
+@_scenario(_two_full)
+def _scrub(stage: Stage) -> Iterator[None]:
+    """A shard and a register that are damaged at home are mended from the mirror."""
+    whole = stage.look("home")[1].snapshot()
+    stage.put_template("other", whole)
+    stage.acknowledged["other"] = dict(stage.acknowledged["home"])
+    shard = next(path for path in whole if "step-00000001" in path and path.endswith(".safetensors"))
+    damaged = {
+        path: whole[path][:-9] + b"?" + whole[path][-8:] for path in (shard, "step-00000002-l0001/manifest.json")
+    }
+    stage.put_template("home", damaged)
+    home, other = stage.home, stage.other
+    yield
+    try:
+        scrub_run([home, other])
+    finally:
+        with stage.calm():
+            scrub_run([home, other])
+
+
+@_scenario(_two_full)
+def _load(stage: Stage) -> Iterator[None]:
+    """Load what the run goes on from: all of it as it was saved, or an error."""
+    training = Training()
+    yield
+    ckptfmt.load(stage.home, training.state)
+    if not training.is_at(2):
+        stage.wrongs.append(f"it loaded something else: {training.data}")
+
+
+@_scenario()
+def _lone(stage: Stage) -> Iterator[None]:
+    """A checkpoint outside of a run, saved and removed."""
+    training = Training()
+    training.go_to(1)
+    store = stage.open("lone", stage.proxy)
+    yield
+    saved = False
+    try:
+        ckptfmt.save(store, training.state, step=1, deadline_s=WAIT_S)
+        saved = True
+        stage.check_lone(must=True)
+        remove_alone(store, deadline_s=WAIT_S)
+    finally:
+        with stage.calm():
+            stage.check_lone(must=False)
+            if saved or isinstance(read_register(store), Manifest):
+                remove_alone(stage.open("lone", term_s=0.0), deadline_s=WAIT_S)
+                stage.check_lone(must=False)
+
+
 @_scenario()
 def _lease(stage: Stage) -> Iterator[None]:
     """Hold a file for some renewals, and look from elsewhere whether it is held."""
@@ -628,6 +694,8 @@ class Campaign:
                 for fault, when in itertools.product(faults_of(operation, kind), whens):
                     if kind == "labels record" and when == "all" and fault in DAMAGE:
                         continue  # that record is lost, and the next one is made without it (REQ-RUN-024)
+                    if (name, operation, fault) == ("scrub", "DeleteObjects", "LATE"):
+                        continue  # it removes what was written anew: the next scrub finds that (page 20)
                     lands = ("soon", "late") if fault == "LATE" else ("soon",)
                     found += [Combination(name, operation, kind, fault, when, one) for one in lands]
         return found
@@ -728,6 +796,8 @@ class Campaign:
         left = len(uploads.get("Uploads", ()))
         if left and one is not None:
             self.uploads[one] = left
+            if one.operation != "CreateMultipartUpload":  # else nobody knows its id
+                stage.wrongs.append("an upload is left that nobody ended")
 
 
 def _check(stage: Stage, place: str) -> None:
