@@ -398,7 +398,9 @@ class _Mirroring:
                 self._bury(entry)  # it was retired while it was copied
 
     def _create_run(self) -> None:
-        self._create_record(RUN_NAME, self._home.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES))
+        content = self._home.read(RUN_NAME, limit_nbytes=limits.JSON_NBYTES)
+        RunRecord.parse(content)  # what was damaged on its way here would stay at the mirror for ever
+        self._create_record(RUN_NAME, content)
         self._mirror.sync("")
 
     def _create_record(self, path: str, content: bytes) -> None:
