@@ -209,9 +209,8 @@ def _outcome(case: ET.Element) -> str:
         found = case.find(kind)
         if found is not None:
             lines = [line.strip() for line in (found.text or found.get("message") or "").splitlines() if line.strip()]
-            # The first one that a rank raised, else the last that the test itself did.
             raised = [line for line in lines if re.match(r"(E +)?[\w.]*(Error|Exception|Skip)\w*: (?!Process )", line)]
-            return f"{kind}: {(raised or lines or [''])[0][:200]}"
+            return f"{kind}: {(raised or lines or [''])[-1][:200]}"
     return "passed"
 
 
