@@ -16,6 +16,8 @@ from tests.s3.proxy import Proxy
 
 #: How many combinations of each scenario the long campaign plays, drawn by chance.
 COUNT = 60
+#: What the short one plays.
+SHORT = ("save", "delta", "two writers", "save that retires", "resume", "mirror")
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +44,11 @@ def play(campaign, combinations):
 
 
 def test_faults_drawn_by_chance_break_no_promise(campaign):
-    combinations = campaign.sample(0, 16)
+    combinations = campaign.sample(0, 12, SHORT)
 
     assert play(campaign, combinations) == []
 
-    assert len(campaign.met & set(combinations)) >= 12
+    assert len(campaign.met & set(combinations)) >= 10
 
 
 @pytest.mark.exhaustive
