@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -18,11 +21,14 @@ from ckptfmt.errors import Code, err
 from ckptfmt.read.cached import CachedStore
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import list_checkpoints
-from ckptfmt.store import LocalStore
+from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from tests.builders import code_of
+from tests.explorer.telling import tell
+from tests.s3.proxy import Fault, Proxy, Rule
 from tests.saver.test_saver import WAIT_S
+from tests.store.helpers import ROOT
 from tests.stores.hooked import HookedStore, Operation
 from tests.test_group import Allgather, run_writers
 from tests.test_saves import Run, is_whole
@@ -446,3 +452,75 @@ def test_a_cache_that_goes_while_it_is_read_costs_nothing(tmp_path: pathlib.Path
         shutil.rmtree(cache)
         assert all((checkpoint.read(*item.key) == 3).all() for item in checkpoint.index.tensors)
     assert reports == []
+
+
+# --- kills, and a server ----------------------------------------------------------------------------------------------
+
+
+def killed(*, kills: int, seed: int, writers: int, forget: bool = False) -> dict[str, Any]:
+    """Return the report of `tests.crash.cached`."""
+    command = [sys.executable, "-m", "tests.crash.cached", "--kills", str(kills), "--seed", str(seed)]
+    command += ["--writers", str(writers), *["--forget"] * forget]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    tell(f"seed {seed}: {report}")
+    assert report["violations"] == []
+    assert report["written_count"] >= 1
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writers", [1, 2])
+def test_kills_at_random_moments_lose_nothing_that_was_written(writers: int) -> None:
+    """REQ-RUN-036: trainer, saver and uploader die at once; the processes have other numbers each time."""
+    report = killed(kills=20, seed=20261123, writers=writers)
+    assert report["lost"] == []
+    assert report["finished_count"] >= 1, "no launch finished anything"
+
+
+@pytest.mark.slow
+def test_kills_lose_what_was_written_where_caches_go() -> None:
+    """The control of the test above: whoever loses a written save is found."""
+    assert killed(kills=20, seed=20261123, writers=1, forget=True)["lost"] != []
+
+
+def test_saves_reach_a_bucket_by_way_of_a_cache(
+    s3_bucket: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """From a saver's own process; and the next launch reads no shard of the bucket."""
+    for name, value in s3_bucket.endpoint.environment.items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{s3_bucket.name}/run"
+    with Run(url, saver="process", cache=tmp_path) as run:
+        for step in (1, 2, 3):
+            run.save(step)
+    assert committed(open_store(url, writable=False)) == [1, 2, 3]
+    home = Asked(open_store(url, writable=True))
+    with Run(home, cache=tmp_path, resume="auto") as run:
+        assert run.checkpointer.step == 3
+        assert (run.weights["w"] == 3).all()
+    assert home.stored() == []
+
+
+def test_training_goes_on_while_a_server_cannot_be_reached(
+    s3_bucket: Any, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Connections break for as long as four saves take that are behind each other; all get home, in order."""
+    for name, value in s3_bucket.through(s3_proxy).endpoint.environment.items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{s3_bucket.name}/run"
+    order: list[int] = []
+    with Run(url, saver="process", cache=tmp_path, slots=2, deadline_s=300) as run:
+        run.save(1).wait(timeout_s=WAIT_S)
+        s3_proxy.script(Rule(fault=Fault.DROP_REQUEST, count=None))
+        handles = [run.save(step) for step in range(2, 6)]
+        for handle in handles:
+            handle.on_committed(lambda report: order.append(report.step))
+            handle.wait("WRITTEN", timeout_s=300)
+        assert {handle.state for handle in handles} == {"WRITTEN"}
+        s3_proxy.script()
+        for handle in handles:
+            handle.wait(timeout_s=300)
+    assert order == [2, 3, 4, 5]
+    assert committed(open_store(url, writable=False)) == [1, 2, 3, 4, 5]

@@ -37,6 +37,7 @@ from ckptfmt.run.lineage import list_launch_numbers
 from ckptfmt.store import LocalStore, is_url
 from ckptfmt.store.protocol import SizedChunks, Store
 
+_RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 _SETTLED_SUFFIX: Final = ".settled"
 _PART_SUFFIX: Final = ".msgpack"
 _PATH: Final = re.compile(
@@ -164,45 +165,46 @@ class NodeCache:
             raise err(Code.DOC_MISMATCH, "the cached part isn't the one of its name", where=part.path)
         return found, content
 
-    def upload(self, part: CachedPart, home: Store, stop: threading.Event) -> Part:
-        """Copy a save's files to home, each byte compared with its digest, and the part last; return it.
+    def upload(self, part: CachedPart, home: Store) -> None:
+        """Copy a save's files to home, each byte compared with its digest, and the part last.
 
-        What is there already stays as it is. After an error of the cache nothing is left there.
+        What is there already stays as it is. Where home is full, what was copied now is removed again; after other
+        errors it stays, for the next try, or until somebody commits in this directory or gives it up.
 
         Args:
             home: rooted at the checkpoint's directory.
-            stop: ends it soon, once it is set.
 
-        Raises: IntegrityError, FormatError of what the cache has; StoreError of home; StoppedError.
+        Raises: IntegrityError, FormatError of what the cache has; StoreError of home.
         Spec: REQ-RUN-035, REQ-CMT-005.
         """
         found, content = self.read_part(part)
         files = stored_files_of(found)
         place, failed = self.at(part.name), threading.Event()
-        present = set(home.list_names(""))
+        present, created = set(home.list_names("")), []
 
         def copy_file(file: VerifiedFile) -> None:
             if file.path not in present:
-                chunks = functools.partial(_iter_cached, file, place, (failed, stop))
+                chunks = functools.partial(_iter_cached, file, place, failed)
                 try:
                     create_once(home, file.path, lambda: SizedChunks(chunks(), file.nbytes), nbytes=file.nbytes)
                 except CkptError as error:
                     if error.code != Code.STORE_EXISTS:  # another process finishes the same save
                         raise
+                else:
+                    created.append(file.path)
             check_nbytes(home, file.path, file.nbytes)
 
         try:
             for_each_file(copy_file, files, failed)
         except CkptError as error:
-            for file in () if isinstance(error, StoreError) and error.code != Code.NO_SPACE else files:
+            for path in created if error.code == Code.NO_SPACE else ():
                 with contextlib.suppress(CkptError):
-                    home.delete(file.path)
+                    home.delete(path)
             raise
         if files:
             home.sync("")
         create_once(home, part.path, content=content)
         home.sync("parts")
-        return found
 
     def settle(self, part: CachedPart) -> None:
         """Take note that a save is decided for its writer: its files may go. Spec: REQ-RUN-037."""
@@ -261,7 +263,7 @@ class NodeCache:
     # --- files --------------------------------------------------------------------------------------------------------
 
     def _list_runs(self) -> list[str]:
-        return [name[:-1] for name in self._root.list_names("") if name.endswith("/")]
+        return [name[:-1] for name in self._root.list_names("") if _RUN_ID.fullmatch(name[:-1])]
 
     def _scan(self, run_id: str | None = None) -> dict[CachedPart, _Found]:
         """Return the files of all saves of a run; this one if None."""
@@ -319,10 +321,10 @@ def _as_damage() -> Iterator[None]:
         ) from error
 
 
-def _iter_cached(file: VerifiedFile, place: Store, events: Sequence[threading.Event]) -> Iterator[bytes]:
+def _iter_cached(file: VerifiedFile, place: Store, failed: threading.Event) -> Iterator[bytes]:
     with _as_damage():
         for chunk in file.iter_chunks(place):
-            if any(event.is_set() for event in events):
+            if failed.is_set():
                 raise StoppedError
             yield chunk
 

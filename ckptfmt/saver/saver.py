@@ -32,7 +32,7 @@ from ckptfmt.delta.coders import Coders
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.manifest import Manifest, checkpoint_name
 from ckptfmt.documents.run import SAVERS, RunRecord
-from ckptfmt.errors import CkptError, Code, StoreError, encodable, err
+from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StoreError, encodable, err
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
 from ckptfmt.run.retention import tidy_up
@@ -114,7 +114,8 @@ class _Work:
     def write_to_cache(self, cache: NodeCache, uploads: Uploads, snapped: Snapped, chain: Chain) -> str:
         """Save into the cache what is, or will be, in a slot, and tell WRITTEN; return why so, or as a delta.
 
-        Raises: StoreError where the cache takes nothing, or has no room for this; what waiting for the slot raises.
+        Raises: StoreError, IntegrityError, FormatError where the cache takes nothing, or has no room for this; what
+            waiting for the slot raises.
         """
         request, nbytes = self.request, snapped.image.nbytes
         while not cache.make_room(nbytes):
@@ -353,7 +354,7 @@ class Saver:
         try:
             cache = self._open_cache(work.request, uploads)
             reason = work.write_to_cache(cache, uploads, snapped, self._chain)
-        except StoreError as error:
+        except (StoreError, IntegrityError, FormatError) as error:
             self._cache = None
             self._note(f"CACHE_FAILED: a save is written to the run's home at once: {error}")
             uploads.wait_idle()

@@ -57,7 +57,7 @@ def bring_home(
 
     try:
         uploads.until_home_answers(check)
-        uploads.until_home_answers(lambda: cache.upload(part, home, uploads.stop))
+        uploads.until_home_answers(lambda: cache.upload(part, home))
         manifest = uploads.until_home_answers(
             lambda: decide(home, origin, writer=part.writer, deadline_s=deadline_s, known=known), passing=passing
         )
@@ -89,8 +89,6 @@ class Uploads:
         self._end_s: float | None = None
         #: Whether home answered the last time.
         self.is_well = True
-        #: Ends what is under way soon, once it is set.
-        self.stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="ckptfmt-upload", daemon=True)
         self._thread.start()
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ckptfmt.commit.waiting import describe_savers, wait_for_savers
 from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
-from ckptfmt.errors import Code, StoreError, err
+from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import LABELS
 from ckptfmt.group import Group, attempt
 from ckptfmt.read.cached import CachedStore
@@ -161,7 +161,7 @@ class _Finish:
         self._cache: NodeCache | None = None
         try:
             self._cache = NodeCache(options, run_id)
-        except StoreError as error:
+        except CkptError as error:
             self._report(f"CACHE_FAILED: {error}")
 
     def run(self) -> list[str]:
@@ -202,7 +202,7 @@ class _Finish:
                 else:
                     table.append([part.name, part.attempt, part.writer, found[0].origin.writer_count])
             return table, cache.list_names()
-        except StoreError as error:
+        except CkptError as error:
             self._report(f"CACHE_FAILED: {error}")
             return [], []
 
@@ -212,12 +212,15 @@ class _Finish:
                 continue
             part = CachedPart(name, attempt_id, writer)
             _LOG.info("finishing the save of writer %d to %s from the cache", writer, name)
-            try:
-                self._cache.upload(part, self._store.at(name), threading.Event())
-            except StoreError:
-                raise
-            except Exception as error:  # noqa: BLE001 - what can't be finished is passed over, and named
-                self._report(f"CACHE_UNFINISHED: {name}: {as_ckpt_error(error)}")
+            with contextlib.ExitStack() as held:
+                with contextlib.suppress(CkptError):  # a cache that is gone says so below
+                    held.enter_context(self._cache.hold(part))
+                try:
+                    self._cache.upload(part, self._store.at(name))
+                except StoreError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - what can't be finished is passed over, and named
+                    self._report(f"CACHE_UNFINISHED: {name}: {as_ckpt_error(error)}")
 
     def _report(self, sentence: str) -> None:
         _LOG.warning("%s", sentence)
