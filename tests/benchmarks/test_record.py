@@ -110,7 +110,9 @@ def finish(tmp_path_factory):
 def test_prints_the_record_and_nothing_else(finish, command):
     done, folder = finish(command)
 
-    assert (done.returncode, done.stderr) == (0, "")
+    # On a busy machine torch says that DCP's own process is slow to end.
+    said = [line for line in done.stderr.splitlines() if not line.startswith("Checkpoint background process is still")]
+    assert (done.returncode, said) == (0, [])
     assert json.loads(done.stdout) == json.loads((folder / "records" / "record.json").read_text("utf-8"))
 
 
