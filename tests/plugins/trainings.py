@@ -191,6 +191,7 @@ def _run_script(command: list[str], variables: dict[str, str], output: str) -> N
     with Path(output).open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
     os.environ.clear()
     os.environ.update(variables)
     if "torch" in sys.modules:
