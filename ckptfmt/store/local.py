@@ -329,10 +329,10 @@ class LocalStore:
                 if error.errno not in _REFUSALS:
                     raise
                 raise err(Code.STORE_UNSUPPORTED, "the file system can't fsync directories", where=self.name) from error
-            if self._is_exclusive(directory, self._calls.link):
-                return True
-            if self._is_exclusive(directory, self._calls.rename_noreplace):
-                return False
+            # Thrice, since whoever cleans up behind another save may delete what it is tried out with.
+            for publish, is_link in ((self._calls.link, True), (self._calls.rename_noreplace, False)):
+                if any(self._is_exclusive(directory, publish) for _ in range(3)):
+                    return is_link
         raise err(Code.STORE_UNSUPPORTED, "neither link nor renameat2 refuses a taken name", where=self.name)
 
     @contextlib.contextmanager
@@ -354,7 +354,7 @@ class LocalStore:
                 publish(first, target, directory)
                 publish(second, target, directory)
             except OSError as error:
-                if error.errno not in _REFUSALS | {errno.EEXIST}:
+                if error.errno not in _REFUSALS | {errno.EEXIST, errno.ENOENT}:
                     raise
                 return error.errno == errno.EEXIST
             return False

@@ -259,6 +259,28 @@ class FailingCalls(PosixCalls):
         return refuse
 
 
+@pytest.mark.parametrize("moment", [1, 2], ids=["before the first link", "between the links"])
+def test_a_store_opens_while_somebody_cleans_up_there(fast_path, moment):
+    """As a saver does behind one save to a path while it takes the next one to the same path."""
+
+    class BesideCleanUp(PosixCalls):
+        count = 0
+
+        def link(self, name, new_name, directory_fd):
+            self.count += 1
+            if self.count == moment:
+                cleaner.delete_leftovers("")
+            super().link(name, new_name, directory_fd)
+
+    cleaner = LocalStore(fast_path, writable=True)
+    calls = BesideCleanUp()
+    store = LocalStore(fast_path, writable=True, calls=calls)
+    store.create("a", [b"1"])
+
+    assert calls.count > moment
+    assert [path.name for path in fast_path.iterdir()] == ["a"]
+
+
 class OverwritingLinkCalls(NoLinkCalls):
     """A file system that ignores RENAME_NOREPLACE."""
 
