@@ -60,6 +60,8 @@ def take(batches, count):
     return [[sample.tolist() for sample in next(batches)] for _ in range(count)]
 
 
+# Another test of this process may have imported JAX, which warns of forks.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.parametrize("kind", ["stateful", "wrapped", "sampler"])
 @pytest.mark.parametrize("worker_count", [0, 2])
 def test_what_worker_processes_draw_is_drawn_anew_and_the_rest_is_the_same(tmp_path, kind, worker_count):
