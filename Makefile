@@ -5,6 +5,10 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 JOBS ?= 2
+# Files in the order of tests/conftest.py, slow ones first.
+DIST := --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of interpreters: each would compile the package anew where Python is told to keep no byte code.
+export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
@@ -32,15 +36,15 @@ demo: venv  ## the whole story on this machine, in about a minute
 
 .PHONY: test
 test: venv  ## the suite, the slow tests and the examples in docstrings too
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	@$(BIN)/python -m pytest -n $(JOBS) $(DIST)
 
 .PHONY: test-fast
 test-fast: venv  ## the suite without what is marked slow
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow and not exhaustive'
+	@$(BIN)/python -m pytest -n $(JOBS) $(DIST) -m 'not slow and not exhaustive'
 
 .PHONY: test-exhaustive
 test-exhaustive: venv  ## what `make test` leaves out: minutes of what other tests sample
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m exhaustive
+	@$(BIN)/python -m pytest -n $(JOBS) $(DIST) -m exhaustive
 
 # The tests that need an S3 server run on moto in `make test`. Here they run on Ceph's gateway, with those that take long.
 S3_TESTS := tests/s3 tests/store tests/commit/test_commit.py tests/delta/test_delta.py tests/read/test_verify.py \
@@ -58,7 +62,8 @@ TORCH_TESTS := tests/adapters tests/regressions tests/convert/test_round_trips.p
 	tests/resharding/test_sharded.py tests/resharding/test_data_parallel.py tests/resharding/test_plain.py \
 	tests/resharding/test_deltas.py tests/resharding/test_sharing.py tests/overlap/test_compiled.py \
 	tests/overlap/test_guard.py tests/overlap/test_trainings.py tests/test_api.py tests/test_checkpointer.py \
-	tests/test_deltas.py tests/test_device_deltas.py tests/test_own_loops.py tests/test_saves.py
+	tests/test_deltas.py tests/test_device_deltas.py tests/test_own_loops.py tests/test_peers.py \
+	tests/test_saves.py
 
 .PHONY: test-torch
 test-torch: $(TORCH_VERSIONS:%=test-torch-%)  ## a subset on the oldest and the newest torch; installs up to 11 GB
@@ -72,7 +77,7 @@ test-torch-%:
 		hatchling editables build types-jsonschema
 	@.venv-torch/$*/bin/python -m pip --disable-pip-version-check --quiet install \
 		--constraint .venv-torch/$*/constraints.txt --no-build-isolation --editable '.[torch]'
-	@.venv-torch/$*/bin/python -m pytest -n $(JOBS) --dist loadfile $(TORCH_TESTS)
+	@.venv-torch/$*/bin/python -m pytest -n $(JOBS) $(DIST) $(TORCH_TESTS)
 
 # The frameworks themselves, pinned, in an environment of their own: 2.5 GB beside torch.
 PLUGINS := .venv-plugins
@@ -92,7 +97,20 @@ $(PLUGINS)/.stamp: pyproject.toml constraints.txt constraints-plugins.txt
 
 .PHONY: test-plugins
 test-plugins: venv-plugins  ## the plug-ins with the real frameworks, in minutes
-	@$(PLUGINS)/bin/python -m pytest -n $(JOBS) --dist loadfile -p no:cacheprovider tests/plugins
+	@$(PLUGINS)/bin/python -m pytest -n $(JOBS) $(DIST) -p no:cacheprovider tests/plugins
+
+# One tree of README, docs/, spec/ and what they link to, so that a link or an anchor that leads nowhere is a warning.
+DOCS_OUT ?= out/docs
+
+.PHONY: docs
+docs: venv  ## build the pages into out/docs; fails on a warning, such as a link that leads nowhere; no network
+	@$(BIN)/python -m sphinx -q -E -W --keep-going -c docs -d $(DOCS_OUT)/.doctrees . $(DOCS_OUT)
+	@echo "$(DOCS_OUT)/docs/index.html"
+
+.PHONY: docs-links
+docs-links: venv  ## list the links that lead out of the repository, and fetch each
+	@$(BIN)/python -m sphinx -q -E -b linkcheck -c docs -d $(DOCS_OUT)/.doctrees . $(DOCS_OUT)-links; \
+		cat $(DOCS_OUT)-links/output.txt
 
 .PHONY: conformance
 conformance: venv  ## the conformance suite against this implementation, trajectories and all, in five minutes

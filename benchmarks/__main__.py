@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the record."""
     options = parse_arguments(arguments)
     began = dt.datetime.now(dt.UTC)
+    logging.basicConfig(level=logging.WARNING)  # a run would say what it saves, while it is timed
     with workplace(options.directory) as place:
         outcome = _measure(options, place)
         record = build_record(_repeat(options), outcome, directory=place.directory, began=began)

@@ -75,7 +75,7 @@ class Ours:
     name = "ckptfmt"
     verifies = "every byte"
 
-    def __init__(self, bucket: str, trainer: Trainer, *, key: str, delta: str = "off") -> None:
+    def __init__(self, bucket: str, trainer: Trainer, *, key: str, delta: Any = "off") -> None:  # noqa: ANN401 - as for Checkpointer
         self._trainer = trainer
         self._run = f"{bucket}/{key}"
         self._checkpointer = ckptfmt.Checkpointer(

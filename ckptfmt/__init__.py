@@ -12,8 +12,8 @@ A public name is imported from its module when it is first used.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as of typing, whose import takes longer than all of this
 if TYPE_CHECKING:
     from ckptfmt.adapters.pieces import sink_of, source_of
     from ckptfmt.adapters.rng_streams import capture_rng
@@ -23,9 +23,14 @@ if TYPE_CHECKING:
     from ckptfmt.checkpointer import Checkpointer
     from ckptfmt.data.sampler import Sampler
     from ckptfmt.errors import CkptError
-    from ckptfmt.run.catalog import Run
+    from ckptfmt.read.reader import Checkpoint
+    from ckptfmt.read.report import Report
+    from ckptfmt.run.catalog import Run, RunCheckpoint
     from ckptfmt.state import FirstWorker, Parts, PerWorker, State
+    from ckptfmt.trainer.handle import SaveHandle, SaveReport
+    from ckptfmt.trainer.initial import InitFrom
     from ckptfmt.trainer.path_saver import Saver
+    from ckptfmt.trainer.restore import LoadReport
     from ckptfmt.trainer.save_attempt import SaveAttempt
     from ckptfmt.write.snapshot import TensorSink, TensorSource
 
@@ -33,14 +38,21 @@ __version__ = "0.9.0"
 
 __all__ = [
     "Box",
+    "Checkpoint",
     "Checkpointer",
     "CkptError",
     "FirstWorker",
+    "InitFrom",
+    "LoadReport",
     "Parts",
     "PerWorker",
+    "Report",
     "Run",
+    "RunCheckpoint",
     "Sampler",
     "SaveAttempt",
+    "SaveHandle",
+    "SaveReport",
     "Saver",
     "State",
     "TensorSink",
@@ -57,14 +69,21 @@ __all__ = [
 #: The modules of those public names that are not in `api`.
 _HOMES = {
     "Box": "box",
+    "Checkpoint": "read.reader",
     "Checkpointer": "checkpointer",
     "CkptError": "errors",
     "FirstWorker": "state",
+    "InitFrom": "trainer.initial",
+    "LoadReport": "trainer.restore",
     "Parts": "state",
     "PerWorker": "state",
+    "Report": "read.report",
     "Run": "run.catalog",
+    "RunCheckpoint": "run.catalog",
     "Sampler": "data.sampler",
     "SaveAttempt": "trainer.save_attempt",
+    "SaveHandle": "trainer.handle",
+    "SaveReport": "trainer.handle",
     "Saver": "trainer.path_saver",
     "State": "state",
     "TensorSink": "write.snapshot",

@@ -7,24 +7,25 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, SupportsFloat
+from typing import Any, Final, Literal, SupportsFloat, overload
 
 from ckptfmt import limits
 from ckptfmt.adapters.live import list_numbered
-from ckptfmt.adapters.load_plan import Patterns, Rename
+from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
 from ckptfmt.adapters.placing import load_trees
 from ckptfmt.commit.waiting import describe_savers, list_held_attempts, wait_for_attempts, wait_for_savers
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, err
 from ckptfmt.group import DEADLINE_S, EXCHANGE, Agree, make_group
+from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import check_no_run, check_surroundings, is_run, open_head, own_place
-from ckptfmt.state import State
-from ckptfmt.store import open_store, split_path
+from ckptfmt.state import State, check_state
+from ckptfmt.store import is_url, open_store, split_path
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveReport
 from ckptfmt.trainer.one_save import Ownership, save_once
@@ -36,6 +37,11 @@ PathOrStore = str | os.PathLike[str] | Store
 _LOG: Final = logging.getLogger("ckptfmt")
 #: How often a checkpoint outside of a run is opened again that may have been replaced while it was opened.
 _REPLACED_TRIES: Final = 2
+#: What other directories are, by the kind that a conversion finds.
+_KINDS: Final = {
+    "dcp": "a directory of torch.distributed.checkpoint",
+    "hf": "a Hugging Face directory of safetensors files",
+}
 #: Why a compacted checkpoint is full: what a `SaveReport` says of it.
 COMPACTED = "made from a delta"
 FULL_ALREADY = "it is full already"
@@ -86,6 +92,7 @@ def save(
     ...     ckptfmt.save(directory, ckptfmt.State(data={"position": 24}), step=3).step
     3
     """
+    check_state(state)
     check_block_nbytes(block_nbytes)
     store = meeting = open_store(path, writable=True)
     group = make_group(writer, agree, meeting, deadline_s=deadline_s)
@@ -112,15 +119,55 @@ def save(
     return SaveReport.of(manifest, path=store.name)
 
 
+@overload
+def load(
+    path: PathOrStore,
+    state: State,
+    *,
+    only: Patterns = ...,
+    rename: Rename = ...,
+    allow: Allow = ...,
+    strict: bool = ...,
+    framework: Literal["torch", "numpy"] | None = ...,
+    writer: tuple[int, int] | None = ...,
+    agree: Agree = ...,
+    share: bool = ...,
+    bases: Iterable[PathOrStore] = ...,
+    deadline_s: float = ...,
+    wait_s: float = ...,
+    digest: str | None = ...,
+) -> LoadReport: ...
+
+
+@overload
+def load(
+    path: PathOrStore,
+    state: None = ...,
+    *,
+    only: Patterns = ...,
+    rename: Rename = ...,
+    allow: Allow = ...,
+    strict: bool = ...,
+    framework: Literal["torch", "numpy"] | None = ...,
+    writer: tuple[int, int] | None = ...,
+    agree: Agree = ...,
+    share: bool = ...,
+    bases: Iterable[PathOrStore] = ...,
+    deadline_s: float = ...,
+    wait_s: float = ...,
+    digest: str | None = ...,
+) -> dict[str, Any]: ...
+
+
 def load(
     path: PathOrStore,
     state: State | None = None,
     *,
     only: Patterns = None,
     rename: Rename = None,
-    allow: Iterable[str] = (),
+    allow: Allow = (),
     strict: bool = False,
-    framework: str | None = None,
+    framework: Literal["torch", "numpy"] | None = None,
     writer: tuple[int, int] | None = None,
     agree: Agree = None,
     share: bool = False,
@@ -128,7 +175,7 @@ def load(
     deadline_s: float = DEADLINE_S,
     wait_s: float = 0.0,
     digest: str | None = None,
-) -> LoadReport | dict[str, object]:
+) -> LoadReport | dict[str, Any]:
     """Load a checkpoint into a state, in place; or return what it holds as trees.
 
     With several processes every one of them calls it: a saved tensor that none of them takes is an error on all. To
@@ -138,8 +185,8 @@ def load(
         path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
         state: what to load into; None to return a mapping from field to tree.
         only: patterns of names in the checkpoint, to be loaded: ``"encoder"`` with everything beneath it,
-            ``"layers.*.bias"``, ``"weights:*"`` for a field; optimizer state goes by the name of its parameter. A
-            tensor that fits none stays as it is, and is neither missing nor unexpected. None for everything.
+            ``"layers.*.bias"``, ``"weights:*"`` for a field, ``"extra:n"``; optimizer state goes by the name of its
+            parameter. A tensor that fits none stays as it is, and is neither missing nor unexpected. None for all.
         rename: what the live names were called: a mapping from live to saved names, or to what they begin with, as in
             ``{"backbone": "encoder"}``; or a function of the live name. Optimizer state goes along. Several live names
             may take the same saved one.
@@ -177,6 +224,7 @@ def load(
             raise err(Code.ARGUMENT, "there is no live name without a state", where="rename=")
         with open_checkpoint(path, digest=digest, bases=bases, wait_s=wait_s) as checkpoint:
             return load_trees(checkpoint, framework, only=only)
+    check_state(state)
     store = open_store(path, writable=isinstance(agree, str))
     # Not where a save by the same token meets: its writer 0 removes that when others may be here already.
     group = make_group(writer, agree, store.at("loading"), deadline_s=deadline_s)
@@ -302,8 +350,11 @@ def _open(
     held = wait_for_savers(store, deadline_s=wait_s) if is_in_run else _wait_for_attempts(store, wait_s)
     try:
         checkpoint = (open_head if is_in_run else _open_alone)(store, digest=digest, bases=bases)
+        check_at_home(checkpoint)
     except IntegrityError as error:
-        if not held or error.code != Code.NOT_COMMITTED:
+        if error.code == Code.NOT_COMMITTED and not held:
+            raise _say_what_is_there(error, path) from error
+        if error.code != Code.NOT_COMMITTED:
             raise
         detail = f"{error.detail}; {describe_savers(held)} hasn't finished a save yet"
         raise err(error.code, detail, where=error.where, remedy="Wait for that save: pass wait_s=.") from error
@@ -311,6 +362,25 @@ def _open(
         check_surroundings(path, checkpoint.manifest)
     checkpoint.pending = tuple(held)
     return checkpoint
+
+
+def _say_what_is_there(error: CkptError, path: PathOrStore) -> CkptError:
+    """Return the error for a local path without a checkpoint, with what to do about what is there instead."""
+    if not isinstance(path, str | os.PathLike) or is_url(path):
+        return error
+    if not os.path.lexists(path):
+        return err(error.code, "nothing is at this path", where=os.fsdecode(path), requirement=error.requirement)
+    from ckptfmt.convert.converting import source_kind
+
+    try:
+        kind = _KINDS.get(source_kind(os.fsdecode(path)))
+    except CkptError:
+        kind = None
+    if kind is None:
+        return error
+    remedy = f"Make a checkpoint of it: python -m ckptfmt convert {os.fsdecode(path)} imported --to ckptfmt"
+    detail = f"this is {kind}, and no checkpoint of ckptfmt"
+    return err(error.code, detail, where=os.fsdecode(path), requirement=error.requirement, remedy=remedy)
 
 
 def _wait_for_attempts(store: Store, wait_s: float) -> list[str]:

@@ -7,10 +7,12 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Self, SupportsFloat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, Literal, Self, SupportsFloat
 
+from ckptfmt.adapters.load_plan import Allow
 from ckptfmt.delta.policy import DeltaOptions
+from ckptfmt.documents.durability import asks_for_home
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, Code, err
@@ -19,21 +21,22 @@ from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.node_cache import CacheOptions
 from ckptfmt.run.retention import Retention
-from ckptfmt.state import State
+from ckptfmt.state import State, check_state
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle
+from ckptfmt.trainer.initial import InitFrom
 from ckptfmt.trainer.launching import take_launch
 from ckptfmt.trainer.loop import StepCount, StopSignals, Timer, parse_every
+from ckptfmt.trainer.peers import PeerOptions
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target
+from ckptfmt.trainer.talking import Talk
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: How often the processes ask each other whether one of them got a signal, in seconds.
 _ASK_S: Final = 1.0
-#: How many sentences of a load are logged one by one.
-_TOLD: Final = 20
 
 
 class Checkpointer:
@@ -69,12 +72,20 @@ class Checkpointer:
             `reports`, and raised by `close`. The directory is never relied on: it may be deleted at any time.
         cache_nbytes: how large it may become, in bytes; None to leave a tenth of its file system free. What `run` has
             goes first, the oldest of it; then the saver waits for an upload.
+        upload_every: of so many saves one goes to `run` in full, the first of a start and its last among them. The
+            others are committed there by their documents, and a start brings home the newest that caches have.
+        peers: 1 to copy what is WRITTEN to the cache of a process of another node, through torch.distributed, beside
+            the training: after the loss of a node, a start finishes from other caches what had a replica. Where a
+            partner is gone, hangs for `deadline_s` or has no room, `reports` says so, and each save goes to `run`.
+        node: the name of this node, by which `peers` tells nodes apart; the host's name by default.
         resume: "auto" to follow the run's lineage; "fresh" to start anew; else name or manifest digest of a checkpoint,
             which rolls the run back to it.
+        init_from: what a run begins from that has no checkpoint yet: path of a checkpoint or of another run, of which
+            the weights are taken; or an `InitFrom`, which says what is taken.
         allow, strict: as for `ckptfmt.load`.
         override: live values that are kept, though others were saved; the claim falls, and the log has both values.
             Names as in the checkpoint, or patterns of them: ``"optimizer:group/lr"`` for an option of an optimizer's
-            parameter groups, ``"optimizer:extra/scheduler"`` for a value. By default the saved one is taken.
+            parameter groups, ``"extra:scheduler"`` for a value of `State.extra`. By default the saved one is taken.
         writer, agree: as for `ckptfmt.save`.
         share: as for `ckptfmt.load`.
         deadline_s: how long the processes wait for each other, for a free slot, and for saves at the end, in seconds.
@@ -98,8 +109,8 @@ class Checkpointer:
     Attributes:
         step: training steps done. To assign it says so, as `end_step` does, and saves nothing.
         launch: this start's record; None before `choose` or `restore`.
-        load_report: what restoring found; None after a fresh start. It claims T1 once the RNG streams are put
-            back, at the earliest.
+        load_report: what restoring found, or loading what the run begins from; None if there was neither. It claims T1
+            once the RNG streams are put back, at the earliest.
         passed_over: why newer ones than the restored checkpoint weren't taken, a sentence each: checkpoints that aren't
             valid, and saves that a living saver hadn't committed by the deadline.
         stopped: whether the run is saved and ends because of a signal.
@@ -107,10 +118,15 @@ class Checkpointer:
     Raises: StateError(ARGUMENT).
     """
 
-    #: What returns the labels of the save that a body asked for; None where none did.
-    _requested: Callable[[], Labels] | None = None
+    #: What returns the labels of the save that a body asked for, and whether it goes home; None where none did.
+    _requested: tuple[Callable[[], Labels], bool] | None = None
     _handle: SaveHandle | None = None
     _saved_step: int | None = None
+    _run: RunRecord | None = None
+    #: The checkpoint that this launch resumes from; open until the RNG streams are put back.
+    _checkpoint: Checkpoint | None = None
+    launch: Launch | None = None
+    load_report: LoadReport | None = None
 
     def __init__(
         self,
@@ -120,29 +136,33 @@ class Checkpointer:
         every: int | str | None = None,
         keep: int | None = None,
         keep_every: int | None = None,
-        keep_best: tuple[str, str, int] | None = None,
+        keep_best: tuple[str, Literal["min", "max"], int] | None = None,
         mirrors: Iterable[str | os.PathLike[str] | Store] = (),
         cache: str | os.PathLike[str] | None = None,
         cache_nbytes: int | None = None,
+        peers: int = 0,
+        node: str | None = None,
+        upload_every: int = 1,
         resume: str = "auto",
-        allow: Iterable[str] = (),
+        init_from: str | os.PathLike[str] | Store | InitFrom | None = None,
+        allow: Allow = (),
         strict: bool = False,
         override: Iterable[str] = (),
         writer: tuple[int, int] | None = None,
         agree: Agree = None,
         share: bool = False,
         deadline_s: float = DEADLINE_S,
-        saver: str = "process",
+        saver: Literal["process", "thread", "inline"] = "process",
         overlap: bool = True,
         slots: int = 2,
-        when_busy: str = "wait",
+        when_busy: Literal["wait", "skip"] = "wait",
         nice: int = 0,
-        delta: str | Mapping[str, Any] = "off",
+        delta: Literal["off", "auto", "smallest"] | Mapping[str, Any] = "off",
         check_replicas: bool = False,
         stop_on: Iterable[int] = (),
         stop_deadline_s: float = 30.0,
     ) -> None:
-        self._cadence, self._resume = parse_every(every), resume
+        self._cadence, self._resume, self._init = parse_every(every), resume, InitFrom.of(init_from)
         options = SaveOptions(
             saver=saver,
             overlap=overlap,
@@ -152,7 +172,8 @@ class Checkpointer:
             check_replicas=check_replicas,
             deadline_s=deadline_s,
             delta=DeltaOptions.of(delta),
-            cache=CacheOptions.of(cache, cache_nbytes),
+            cache=CacheOptions.of(cache, cache_nbytes, upload_every),
+            peers=PeerOptions.of(peers, node, has_cache=cache is not None),
         )
         self._retention = Retention.of(keep, keep_every, keep_best)
         self._writer_features = () if options.delta.mode == "off" else (REFERENCED,)
@@ -161,16 +182,11 @@ class Checkpointer:
         allow = frozenset((allow,) if isinstance(allow, str) else allow)
         self._choices: dict[str, Any] = {"allow": allow, "strict": strict, "override": override}
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
-        self._deadline_s, self._cache, self._share = deadline_s, options.cache, share
+        self._deadline_s, self._cache, self._peers, self._share = deadline_s, options.cache, options.peers, share
         self._saves = Saves(self._store, self._group, options, mirrors)
-        self._run: RunRecord | None = None
-        #: The checkpoint that this launch resumes from; open until the RNG streams are put back.
-        self._checkpoint: Checkpoint | None = None
-        self._clock, self._timer, self._stop_s = time.monotonic, Timer(), 0.0
-        self._restored = self._is_touched = self._has_begun = self._is_prepared = self.stopped = False
-        self._count = StepCount(state or State())
-        self.launch: Launch | None = None
-        self.load_report: LoadReport | None = None
+        self._clock, self._timer, self._stop_s, self._talk = time.monotonic, Timer(), 0.0, Talk(self._group.writer)
+        self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = self.stopped = False
+        self._count = StepCount(State() if state is None else state)
         self.passed_over: list[str] = []
 
     @property
@@ -182,6 +198,10 @@ class Checkpointer:
     def staging_threads(self) -> int:
         """How many threads copy a snapshot."""
         return staging_thread_count()
+
+    def __repr__(self) -> str:
+        launch = "no launch yet" if self.launch is None else f"launch={self.launch.launch}"
+        return f"Checkpointer({self._store.name!r}, step={self.step}, {launch})"
 
     def __enter__(self) -> Self:
         if self._state is not None:
@@ -204,7 +224,10 @@ class Checkpointer:
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
-        self._saves.close(deadline_s=self._rest_s(self._deadline_s), quietly=quietly)
+        try:
+            self._saves.close(deadline_s=self._rest_s(self._deadline_s), quietly=quietly)
+        finally:
+            self._talk.close()
 
     def choose(self) -> Checkpoint | None:
         """Take the next launch of the run, and return the checkpoint that it resumes from; nothing live is changed.
@@ -224,7 +247,7 @@ class Checkpointer:
         elif self._checkpoint is None and self.launch.resume_from is not None:
             remedy = "Call choose() before restore_rng() and the first step; launch.resume_from names the checkpoint."
             raise err(Code.ARGUMENT, "the run has gone on already", where="choose()", remedy=remedy)
-        return self._checkpoint
+        return self._checkpoint if self.launch is not None and self.launch.resume_from is not None else None
 
     def restore(self, state: State | None = None) -> LoadReport | None:
         """Load what this launch resumes from; entering the context does it, unless no state was given yet.
@@ -256,11 +279,17 @@ class Checkpointer:
         if checkpoint is not None:
             self._is_touched = True
             self._load(checkpoint, self._state)
+        elif self._init is not None:
+            self._is_touched = True
+            self._begin_from(self._init, self._state)
+        elif self.launch is not None:
+            self._talk.tell_begun(self.launch, None, self.step)
         self._timer = Timer(last_s=self._clock())
         self._restored = True
         return self.load_report
 
     def _take_state(self, state: State) -> None:
+        check_state(state)
         if self._state is not None:
             remedy = "Pass it once; fields of a State may be assigned until restore()."
             raise err(Code.ARGUMENT, "another state was given before", where="restore(state)", remedy=remedy)
@@ -290,7 +319,7 @@ class Checkpointer:
         if self._has_begun:
             return
         # What a fresh optimizer will hold isn't known before its first step: its slots are made then.
-        self._is_prepared = self.load_report is not None
+        self._is_prepared = self._is_whole
         self._saves.prepare(self._count.state) if self._is_prepared else self._saves.check(self._count.state)
         if self._checkpoint is not None:
             assert self._state is not None  # noqa: S101 - restore() refuses to go on without
@@ -307,6 +336,8 @@ class Checkpointer:
         Raises: as `restore` and `save`.
         """
         self.restore_rng()
+        if self.step >= total:
+            self._talk.say("nothing is left to do: %d of %d steps are done", self.step, total)
         while self.step < total and not self.stopped:
             with self._count.body():
                 yield self.step
@@ -369,6 +400,7 @@ class Checkpointer:
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
         tags: Iterable[str] = (),
+        durability: str | None = None,
     ) -> SaveHandle | None:
         """Begin a save; every process calls it at the same step. None if this step is saved already.
 
@@ -386,6 +418,7 @@ class Checkpointer:
             metrics: finite numbers by name, such as ``{"eval_loss": 2.31}``, by which `Run.best` and ``keep_best=``
                 choose; those of process 0 count. What is known later goes to `Run.set_metrics`.
             tags: short strings; likewise.
+            durability: "home" for a save whose files go home, whatever `upload_every` says; likewise.
 
         Raises: StateError(ARGUMENT) for a step before those that are done; without a step, where nobody counts them or
             the last one was left half-way; and after a resume whose RNG streams weren't put back;
@@ -394,16 +427,15 @@ class Checkpointer:
             others as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
         """
-        label = functools.partial(Labels.of, metrics, tags)
+        label, to_home = functools.partial(Labels.of, metrics, tags), asks_for_home(durability)
         if self._count.is_under_way and step is None:
-            self._requested = label
+            self._requested = label, to_home
             return None
         self.restore()
-        handle = self._save(step=step, must=False, label=label)
+        handle = self._save(step=step, must=False, label=label, to_home=to_home)
         if handle is None and (metrics or tags) and self._group.writer == 0:
-            _LOG.warning(
-                "step %d is saved already, without these metrics and tags: pass them to ckptfmt.Run", self.step
-            )
+            told = "step %d is saved already, without these metrics and tags: pass them to ckptfmt.Run"
+            _LOG.warning(told, self.step)
         return handle
 
     def _end_step(
@@ -417,11 +449,11 @@ class Checkpointer:
         # Who goes on after a stop has a checkpoint of it, and asks for any other.
         is_due = not is_over and self._is_due(more)
         requested, self._requested = self._requested, None
-        label = requested or label
+        label, to_home = requested or (label, False)
         if self.stopped and not is_over:
             self._save_and_stop(label)
             return self._handle
-        return self._save(must=is_last, label=label) if is_due or requested or is_last else None
+        return self._save(must=is_last, label=label, to_home=to_home) if is_due or requested or is_last else None
 
     def _agree(self, step: int | None) -> bool:
         """Count on all processes alike, and return whether the step is still to be saved.
@@ -446,14 +478,14 @@ class Checkpointer:
         step: int | None = None,
         deadline_s: float | None = None,
         label: Callable[[], Labels] | None = None,
+        to_home: bool = False,
     ) -> SaveHandle | None:
-        assert self.launch is not None  # noqa: S101 - restore() sets both
-        assert self._run is not None  # noqa: S101
+        assert self.launch is not None and self._run is not None  # noqa: S101, PT018 - restore() sets both
         if not self._agree(step):
             return None
         target = Target.in_run(self._store, self._run, self.launch, step=self.step, retention=self._retention)
         handle = self._saves.save(
-            self._count.state, target, step=self.step, must=must, deadline_s=deadline_s, label=label
+            self._count.state, target, step=self.step, must=must, deadline_s=deadline_s, label=label, to_home=to_home
         )
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
@@ -478,6 +510,8 @@ class Checkpointer:
         return max(0.0, min(deadline_s, self._stop_s + self._signals.deadline_s - time.monotonic()))
 
     def _take_launch(self) -> None:
+        nodes = None if self._peers is None else self._peers.meet(self._group)
+        self._talk.open()
         taken = take_launch(
             self._store,
             self._group,
@@ -489,15 +523,26 @@ class Checkpointer:
         self.launch, self._run, self._checkpoint = taken.launch, taken.run, taken.checkpoint
         self.passed_over = taken.passed_over
         self._saves.take_reports(taken.reports)
+        if nodes is not None:
+            self._saves.begin_replicas(taken.launch, nodes)
 
     def _load(self, checkpoint: Checkpoint, state: State) -> None:
         self.load_report = load_once(state, checkpoint, self._group, **self._choices, streams=False, share=self._share)
-        self._count.is_streamless = True
+        self._count.is_streamless = self._is_whole = True
         self._count.step = self._saved_step = checkpoint.step
-        _LOG.info("step %d restored from %s; random-number streams come last", self.step, checkpoint.title)
-        if self._group.writer == 0:
-            _tell("lowers the claim", self.load_report.with_streams().lowered_by)
-            _tell("changed by the load", self.load_report.notes)
+        _LOG.debug("step %d restored from %s; random-number streams come last", self.step, checkpoint.title)
+        self._talk.tell_changed(self.load_report)
+
+    def _begin_from(self, init: InitFrom, state: State) -> None:
+        checkpoint, self.load_report = init.load(state, self._group, share=self._share)
+        if init.is_whole:
+            self._checkpoint, self._is_whole = checkpoint, True
+            self._count.is_streamless, self._count.step = True, checkpoint.step
+        else:
+            checkpoint.close()
+        assert self.launch is not None  # noqa: S101 - restore() chooses first
+        if not init.is_whole:
+            self._talk.tell_begun(self.launch, checkpoint.store.name, self.step)
 
     def _restore_streams(self, checkpoint: Checkpoint, state: State) -> None:
         found = self._group.together(
@@ -513,11 +558,11 @@ class Checkpointer:
         self._checkpoint = None
         self._count.is_streamless = False
         assert self.load_report is not None  # noqa: S101 - what has RNG streams to put back was loaded
-        known = self.load_report.lowered_by
-        self.load_report = report = claim_of_all(self.load_report.with_streams(found), self._group)
-        if self._group.writer == 0:
-            _tell("lowers the claim", [reason for reason in report.lowered_by if reason not in known])
-        _LOG.info("step %d: random-number streams put back: claim %s, of what is looked at", self.step, report.claim)
+        self.load_report = claim_of_all(self.load_report.with_streams(found), self._group)
+        assert self.launch is not None  # noqa: S101 - restore() chooses first
+        name = checkpoint.store.name
+        source = f"launch {checkpoint.manifest.origin.launch} ({name})" if self.launch.resume_from else name
+        self._talk.tell_resumed(self.launch, source, self.load_report, harmless=state.harmless)
 
     def _is_due(self, more: int) -> bool:
         """Tell whether to save now, `more` steps after the last question, and find out whether to stop."""
@@ -553,10 +598,3 @@ class Checkpointer:
         # From the signal on; for who got none, from now.
         self._stop_s = time.monotonic() if self._signals.first_s is None else self._signals.first_s
         return bool(told[0]["due"])
-
-
-def _tell(what: str, sentences: Sequence[str]) -> None:
-    for sentence in sentences[:_TOLD]:
-        _LOG.warning("%s: %s", what, sentence)
-    if len(sentences) > _TOLD:
-        _LOG.warning("%s: %d more, in load_report", what, len(sentences) - _TOLD)

@@ -245,7 +245,7 @@ class Code(StrEnum):
     NO_VALID_CHECKPOINT = (
         "NO_VALID_CHECKPOINT",
         IntegrityError,
-        "Run `python -m ckptfmt validate` on the run; resume by hand from another checkpoint, or start afresh.",
+        "Run `ckptfmt validate` on the run; resume by hand from another checkpoint, or start afresh.",
     )
     #: a checkpoint that this one reads from isn't there
     BASE_MISSING = (
@@ -258,6 +258,12 @@ class Code(StrEnum):
         "BASE_MISMATCH",
         IntegrityError,
         "Put the base back under its name, say with bases= where it lies, or load another checkpoint.",
+    )
+    #: files of this checkpoint are in caches of nodes, and not at home
+    FILES_IN_CACHES = (
+        "FILES_IN_CACHES",
+        IntegrityError,
+        "Resume the run with cache= on the nodes that saved it, which brings it home; or take an older checkpoint.",
     )
     # unsupported
     #: the document has another version of the format
@@ -319,7 +325,11 @@ class Code(StrEnum):
         "Call module.to_empty(device=...) before load; what isn't loaded must be initialised by you.",
     )
     #: the checkpoint lacks a tensor that the state wants
-    TENSOR_MISSING = ("TENSOR_MISSING", StateError, "Fix the model, or pass allow=('missing',) to keep the live value.")
+    TENSOR_MISSING = (
+        "TENSOR_MISSING",
+        StateError,
+        "Fix the model; or pass allow=('missing',), which leaves the live tensor as it was made.",
+    )
     #: the checkpoint has a tensor that the state doesn't want
     TENSOR_UNEXPECTED = (
         "TENSOR_UNEXPECTED",
@@ -436,7 +446,7 @@ class Code(StrEnum):
     COMMIT_UNKNOWN = (
         "COMMIT_UNKNOWN",
         CommitError,
-        "Nothing was deleted. When the store answers again, `python -m ckptfmt validate` says which it is.",
+        "Nothing was deleted. When the store answers again, `ckptfmt validate` says which it is.",
     )
     #: not every writer's part arrived in time
     WRITERS_MISSING = ("WRITERS_MISSING", CommitError, "Find out why the named writers stopped, then save again.")
@@ -454,7 +464,7 @@ class Code(StrEnum):
     SAVER_LOST = (
         "SAVER_LOST",
         CommitError,
-        "The next save starts a new saver process; `python -m ckptfmt log` says whether this step was committed.",
+        "The next save starts a new saver process; `ckptfmt log` says whether this step was committed.",
     )
     #: the training process ended before its snapshot was complete
     TRAINER_LOST = ("TRAINER_LOST", CommitError, "Resume from an older checkpoint.")

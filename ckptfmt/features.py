@@ -18,8 +18,12 @@ GROUP_KINDS: Final = ("adam", "cast", "sgd")
 #: The feature of a manifest, and of a part, with metrics or tags; and the writer feature of a run whose checkpoints may
 #: be pinned.
 LABELS: Final = "labels"
+#: The feature of a manifest, and of a part, whose files needn't be at home.
+CACHES: Final = "caches"
+#: Features that any checkpoint may have, a full one too.
+OF_ANY_PROFILE: Final = frozenset({CACHES, LABELS})
 #: Everything that a reader may have to know.
-READER_FEATURES: Final = frozenset({DELTAS, LABELS, *ENCODINGS, *GROUP_KINDS}) - PLAIN
+READER_FEATURES: Final = frozenset({*OF_ANY_PROFILE, DELTAS, *ENCODINGS, *GROUP_KINDS}) - PLAIN
 #: The writer feature of a run whose checkpoints may read from each other.
 REFERENCED: Final = "references"
 #: Everything that who writes into a run, or deletes in it, may have to know.
@@ -27,9 +31,9 @@ WRITER_FEATURES: Final = frozenset({REFERENCED, LABELS})
 
 
 def is_of_delta(features: Iterable[str]) -> bool:
-    """Return whether reader features are those of a delta: any but that of labels. Spec: REQ-MAN-005.
+    """Return whether reader features are those of a delta: any but those of `OF_ANY_PROFILE`. Spec: REQ-MAN-005.
 
-    >>> is_of_delta(["labels"]), is_of_delta(["deltas", "labels"])
+    >>> is_of_delta(["caches", "labels"]), is_of_delta(["deltas", "labels"])
     (False, True)
     """
-    return any(feature != LABELS for feature in features)
+    return not OF_ANY_PROFILE.issuperset(features)

@@ -5,7 +5,9 @@ A reader refuses what exceeds a limit before it reads, allocates or descends (RE
 
 from __future__ import annotations
 
-from typing import Final
+TYPE_CHECKING = False  # as of typing: `ckptfmt --version` says the format's, and nothing else should take its time
+if TYPE_CHECKING:
+    from typing import Final
 
 FORMAT_VERSION: Final = "0.10"
 

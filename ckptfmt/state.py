@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol
 
@@ -12,11 +13,32 @@ from ckptfmt.errors import Code, err
 #: Why a field is absent that the caller left out.
 NOT_GIVEN: Final = "not given to State"
 
+#: What the reason begins with why a field is absent that another format lacks.
+IMPORTED: Final = "imported from "
+
 #: Why the field rng is absent if the caller doesn't say it in other words.
 NO_RNG: Final = "State(rng=False)"
 
 #: Fields that every checkpoint has; provenance collects what the caller didn't give.
 _COLLECTED: Final = ("topology", "provenance")
+
+
+#: How many keys of a mapping the representation of a State has.
+_KEYS_SHOWN: Final = 8
+
+#: What the names of values of ``State(extra=...)`` begin with, in the field that has them.
+_EXTRA: Final = "extra/"
+
+
+def place_of(field: str, name: str) -> str:
+    """Return how a message names a part of a `State`, given its field and name in a checkpoint: in the caller's words.
+
+    >>> place_of("weights", "head.bias"), place_of("optimizer", "extra/scheduler"), place_of("data", "")
+    ('weights:head.bias', 'extra:scheduler', 'data')
+    """
+    if field == "optimizer" and name.startswith(_EXTRA):
+        field, name = "extra", name.removeprefix(_EXTRA)
+    return f"{field}:{name}" if name else field
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -146,6 +168,12 @@ class State:
             if not self._is_left_out(field):
                 raise err(Code.ARGUMENT, f"{field!r} is said to be absent, but is given", where="State(absent=...)")
 
+    def __repr__(self) -> str:
+        """Return the kinds of what it holds: a model prints a page."""
+        given = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        texts = [f"{name}={_summary(value)}" for name, value in given if value not in (None, (), {})]
+        return f"State({', '.join(texts)})"
+
     def absent_reasons(self) -> dict[str, str]:
         """Return the fields that are left out, each with its reason."""
         fields = [field for field in FIELDS if field not in _COLLECTED and self._is_left_out(field)]
@@ -155,3 +183,24 @@ class State:
         if field == "rng":
             return self.rng is False
         return getattr(self, field) is None and not (field == "optimizer" and self.extra)
+
+
+def _summary(value: object) -> str:
+    """Return a word for an object of a State: its class, or the keys of a mapping."""
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return f"{{{', '.join(value)}}}" if len(value) <= _KEYS_SHOWN else f"{{{len(value)} keys}}"
+    return repr(value) if isinstance(value, bool | int | float | str | tuple) else type(value).__name__
+
+
+def check_state(value: object) -> None:
+    """Refuse anything but a `State`, and say what to write instead. Raises: StateError(ARGUMENT)."""
+    if not isinstance(value, State):
+        is_path = isinstance(value, str | os.PathLike)
+        raise err(
+            Code.ARGUMENT,
+            f"a {type(value).__qualname__} where a ckptfmt.State is wanted",
+            where="state",
+            remedy="Give the path first, then the State."
+            if is_path
+            else "Say which part of the run it is: ckptfmt.State(weights=model, optimizer=optimizer, data=sampler).",
+        )

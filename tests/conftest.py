@@ -33,12 +33,29 @@ hypothesis.settings.load_profile("house")
 pytest_plugins = ["tests.plugins_stranger", "tests.s3.fixtures", "tests.homes"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `cuda` where there is no such device. `python -m benchmarks.gpu` runs it where there is."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what is marked `cuda` where there is no such device. `python -m benchmarks.gpu` runs it where there is.
+
+    Workers of xdist begin with files that have slow tests: begun last, one would be waited for.
+    """
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("dist")}
+        items.sort(key=lambda item: item.path not in slow)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked and not sys.modules["torch"].cuda.is_available():  # whoever needs a device has imported torch
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected out of later garbage collections: some tests ask for many, full ones.
+
+    Once in a process: the nested runs of tests/mutants collect anew, and what they leave is to be found.
+    """
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -107,9 +107,9 @@ def test_configurations_become_plain_values():
 @pytest.mark.parametrize(
     ("value", "code", "where"),
     [
-        (object(), "STATE_UNSUPPORTED", "config:/a/b"),
-        (torch.ones(1), "STATE_UNSUPPORTED", "config:/a/b"),
-        (print, "STATE_UNSUPPORTED", "config:/a/b"),
+        (object(), "STATE_UNSUPPORTED", "config/a/b"),
+        (torch.ones(1), "STATE_UNSUPPORTED", "config/a/b"),
+        (print, "STATE_UNSUPPORTED", "config/a/b"),
     ],
 )
 def test_a_configuration_without_a_form_is_refused_by_name(value, code, where):

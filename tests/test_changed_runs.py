@@ -56,8 +56,8 @@ def test_another_global_batch_is_another_training(caplog: pytest.LogCaptureFixtu
     """It claimed T1."""
     report, is_same = go_on({"global_batch": 8})
     assert not is_same
-    assert (report.claim, report.lowered_by) == ("S1", ("data:: plan/global_batch: saved 4, here 8",))
-    assert "lowers the claim: data:: plan/global_batch: saved 4, here 8" in caplog.text
+    assert (report.claim, report.lowered_by) == ("S1", ("data: plan/global_batch: saved 4, here 8",))
+    assert "claim S1, lowered by: data: plan/global_batch: saved 4, here 8" in caplog.text
 
 
 def test_config_that_differs_lowers_the_claim_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -65,7 +65,7 @@ def test_config_that_differs_lowers_the_claim_and_is_logged(caplog: pytest.LogCa
     report, _ = go_on({"config": {"accumulate": 2, "out": "b"}}, before={"config": {"accumulate": 1, "out": "a"}})
     assert report.claim == "S1"
     assert report.lowered_by == ("config:accumulate: saved 1, here 2", "config:out: saved 'a', here 'b'")
-    assert "config:accumulate: saved 1, here 2" in caplog.text
+    assert "claim S1; config: accumulate 1 -> 2; out 'a' -> 'b'" in caplog.text
 
 
 def test_config_that_the_caller_calls_harmless_lowers_nothing() -> None:
@@ -115,9 +115,9 @@ def test_learning_rate_that_is_overridden_stays_and_lowers_the_claim(
 
 def test_scheduler_that_is_overridden_stays() -> None:
     same = {"scheduler": True}
-    report, is_same = go_on(same, before=same, override=["optimizer:extra/scheduler", "group/lr", "group/initial_lr"])
+    report, is_same = go_on(same, before=same, override=["extra:scheduler", "group/lr", "group/initial_lr"])
     assert (report.claim, is_same) == ("S1", False)
-    assert "optimizer:extra/scheduler stays as it is here: override=" in report.lowered_by
+    assert "extra:scheduler stays as it is here: override=" in report.lowered_by
 
 
 def test_streams_that_are_overridden_stay_and_lower_the_claim() -> None:

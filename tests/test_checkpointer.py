@@ -105,7 +105,7 @@ def labels_of(store: Any) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("saver", ["inline", "thread", "process"])
-def test_metrics_and_tags_go_with_the_save_that_they_were_given_to(home: Home, saver: str) -> None:
+def test_metrics_and_tags_go_with_the_save_that_they_were_given_to(home: Home, saver: Any) -> None:
     """REQ-MAN-010: at once, at the end of the step whose body asked for it, or with the save that is due."""
     trainer, place = Trainer(), home.path()
     with Checkpointer(place, trainer.state, every=4, saver=saver) as checkpointer:
@@ -125,7 +125,7 @@ def test_metrics_and_tags_go_with_the_save_that_they_were_given_to(home: Home, s
 
 
 @pytest.mark.parametrize("saver", ["inline", "thread", "process"])
-def test_the_best_checkpoints_and_the_pinned_outlive_the_newest(home: Home, saver: str) -> None:
+def test_the_best_checkpoints_and_the_pinned_outlive_the_newest(home: Home, saver: Any) -> None:
     """REQ-CMT-040: the rule travels to whoever cleans up."""
     place = home.path()
     losses = {1: 5.0, 2: 1.0, 3: 4.0, 4: 2.0, 5: 3.0, 6: None, 7: 6.0}

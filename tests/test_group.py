@@ -18,9 +18,9 @@ from ckptfmt.store.memory import MemoryStore
 class Allgather:
     """What mpi4py's comm.allgather does, for threads."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, timeout_s: float = 20) -> None:
         self._values: list[bytes] = [b""] * count
-        self._barrier = threading.Barrier(count, timeout=20)
+        self._barrier = threading.Barrier(count, timeout=timeout_s)
 
     def of(self, writer: int) -> Callable[[bytes], list[bytes]]:
         def gather(value: bytes) -> list[bytes]:

@@ -35,6 +35,7 @@ from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.state import place_of
 
 #: What typed keys are saved as: numbers under this name, and how they are used.
 _KEY_DATA: Final = "key_data"
@@ -143,7 +144,7 @@ def _on_host(shard: jax.Array) -> NDArray[Any]:
 
 def source_of(array: jax.Array, *, field: str, name: str, scope: str) -> ShardSource:
     """Return the source of an array. Raises: StateError(STATE_UNSUPPORTED), also for one that was donated."""
-    where = f"{field}:{name}"
+    where = place_of(field, name)
     if isinstance(array, jax.core.Tracer):
         raise _unsupported("a tracer has no elements", where, "Save outside of jit, grad and vmap.")
     if _is_key(array):
@@ -225,7 +226,7 @@ class _TreePlan:
             return self._plan_key(path, live, name)
         if not is_array_like and not isinstance(live, np.ndarray):
             return self._plan_value(path, live, name)
-        saved = self._find(name)
+        saved = self._find(name, tuple(live.shape))
         if saved is None:
             return lambda: live
         if is_array_like:
@@ -233,17 +234,17 @@ class _TreePlan:
         fill(self._plan, live, saved, name=name)
         return lambda: live
 
-    def _find(self, name: str) -> IndexTensor | None:
-        """Return the saved tensor of a live name, None if it isn't to be loaded, or isn't there."""
+    def _find(self, name: str, shape: tuple[int, ...]) -> IndexTensor | None:
+        """Return the saved tensor of a live one, None if it isn't to be loaded, or isn't there."""
         chosen = self._plan.choose(self._unit.field, [name])
         saved = self._plan.tensor(self._unit.field, chosen, self._unit.scope) if chosen else None
         if chosen and saved is None:
             renamed = "" if chosen[0] == name else f" as {chosen[0]}"
-            self._plan.problem(Code.TENSOR_MISSING, f"{self._unit.field}:{name}", f"not saved{renamed}")
+            self._plan.miss(self._unit.field, name, f"not saved{renamed}", shape=shape)
         return saved
 
     def _plan_key(self, path: tuple[object, ...], live: Any, name: str) -> Callable[[], object]:  # noqa: ANN401
-        where = f"{self._unit.field}:{name}"
+        where = place_of(self._unit.field, name)
         if _is_abstract(live):
             detail = "a key's place can't be held by its shape"
             self._plan.problem(Code.STATE_UNSUPPORTED, where, f"{detail}: give a key, such as jax.random.key(0)")
@@ -253,17 +254,18 @@ class _TreePlan:
         if found is not None and found != _kind_of_key(live):
             self._plan.problem(Code.STATE_UNSUPPORTED, where, f"saved as {found}, here {_kind_of_key(live)}")
             return lambda: live
-        saved = self._find(child_name(name, _KEY_DATA))
+        data = jax.random.key_data(live)
+        saved = self._find(child_name(name, _KEY_DATA), tuple(data.shape))
         if saved is None:
             return lambda: live
-        make = _plan_array(self._plan, jax.random.key_data(live), saved, name)
+        make = _plan_array(self._plan, data, saved, name)
         return lambda: jax.random.wrap_key_data(make(), impl=jax.random.key_impl(live))
 
     def _plan_value(self, path: tuple[object, ...], live: object, name: str) -> Callable[[], object]:
         saved = _find_at(self._saved, path)
         if saved is MISSING:
             if self._plan.only.fits(self._unit.field, name):
-                self._plan.problem(Code.LEAF_MISSING, f"{self._unit.field}:{name}", "not saved")
+                self._plan.problem(Code.LEAF_MISSING, place_of(self._unit.field, name), "not saved")
             return lambda: live
         placed = Placer(self._plan, field=self._unit.field, scope=self._scope).place(live, saved, name)
         return lambda: placed
@@ -273,7 +275,9 @@ class _TreePlan:
         for path, value in _iter_paths(self._saved, self._met):
             name = join_name((self._name, *path)) if self._name else join_name(path)
             if value is not None and not isinstance(value, TensorRef) and self._plan.only.fits(self._unit.field, name):
-                self._plan.problem(Code.LEAF_UNEXPECTED, f"{self._unit.field}:{name}", "the live tree has no such leaf")
+                self._plan.problem(
+                    Code.LEAF_UNEXPECTED, place_of(self._unit.field, name), "the live tree has no such leaf"
+                )
 
 
 def _find_at(tree: object, path: tuple[object, ...]) -> Any:  # noqa: ANN401 - any value of a tree
@@ -306,7 +310,7 @@ def _items(tree: object) -> dict[object, object] | None:
 
 def _plan_array(plan: LoadPlan, live: Any, saved: IndexTensor, name: str) -> Callable[[], jax.Array]:  # noqa: ANN401
     """Plan to read what this process's devices need of an array, and return what makes it."""
-    where = f"{saved.field}:{name}"
+    where = place_of(saved.field, name)
     dtype = np.dtype(live.dtype)
     if not may_fill(plan, saved, shape=live.shape, dtype=lambda: dtype_name(dtype, where=where), where=where):
         return lambda: live

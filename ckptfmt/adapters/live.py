@@ -17,7 +17,7 @@ from ckptfmt.adapters.live_trees import GLOBAL, join_name, prefix_of, too_deep, 
 from ckptfmt.box import Box
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
-from ckptfmt.state import FirstWorker, Parts, PerWorker, State
+from ckptfmt.state import FirstWorker, Parts, PerWorker, State, check_state, place_of
 from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 
@@ -101,7 +101,7 @@ class _Walker:
             raise err(
                 Code.ARGUMENT,
                 f"FirstWorker holds {what}; worker 0's is taken of plain values and of objects with a state_dict",
-                where=f"{unit.field}:{unit.name}",
+                where=place_of(unit.field, unit.name),
                 remedy="Give modules, optimizers and tensor sources as they are, and PerWorker outside of FirstWorker.",
             )
         return self.own_scope == worker_scope(0)
@@ -122,12 +122,12 @@ class _Walker:
             yield from self._parts(field, path, scope, value)
             return
         if len(path) > limits.MSGPACK_DEPTH:
-            raise too_deep(f"{field}:{join_name(path[:4])}")
+            raise too_deep(place_of(field, join_name(path[:4])))
         side: Any = torch_side()
         value = value if side is None else side.unwrap_optimizer(value)
         kind = _kind_of(value)
         if _is_loader(value):
-            raise side.loader_error(value, where=f"{field}:{join_name(path)}")
+            raise side.loader_error(value, where=place_of(field, join_name(path)))
         if kind is Kind.TREE and type(value) in _WALKED and not _is_plain(value):
             for key, item in _items(value):
                 yield from self.units(field, (*path, key), scope, item, _putter(value, key))
@@ -139,7 +139,7 @@ class _Walker:
         for part in value.modules:
             if _kind_of(part) is not Kind.MODULE:
                 detail = f"Parts holds a {type(part).__qualname__}, which isn't a module"
-                raise err(Code.ARGUMENT, detail, where=f"{field}:{join_name(path)}")
+                raise err(Code.ARGUMENT, detail, where=place_of(field, join_name(path)))
             yield Unit(field=field, path=path, scope=scope, kind=Kind.MODULE, value=part, put=None)
 
 
@@ -209,11 +209,7 @@ class Live:
     @classmethod
     def of(cls, state: State, *, worker: int, worker_count: int) -> Live:
         """Look at a state. Raises: StateError(ARGUMENT, STATE_UNSUPPORTED, STATE_NAME)."""
-        given: object = state
-        if not isinstance(given, State):
-            kind = type(given).__qualname__
-            remedy = "Pass State(weights=model, optimizer=optimizer, ...)."
-            raise err(Code.ARGUMENT, f"a {kind} where a ckptfmt.State is wanted", where="state", remedy=remedy)
+        check_state(state)
         if not 0 <= worker < worker_count:
             raise err(Code.ARGUMENT, f"there is no worker {worker} of {worker_count}", where="writer")
         units = tuple(walk(state, worker=worker))

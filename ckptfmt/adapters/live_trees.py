@@ -16,6 +16,7 @@ from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tree import InlineArray, TensorRef, dump_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.state import place_of
 from ckptfmt.write.snapshot import TensorSource
 
 #: The scope of what is the same on all workers, or in pieces on them.
@@ -86,7 +87,9 @@ def check_unique(keys: Iterable[tuple[str, str, str]], what: str) -> None:
 
 def _name_error(key: tuple[str, str, str], what: str) -> CkptError:
     field, name, scope = key
-    return err(Code.STATE_NAME, f"two {what} of {field} are called {name!r} in scope {scope}", where=f"{field}:{name}")
+    return err(
+        Code.STATE_NAME, f"two {what} of {field} are called {name!r} in scope {scope}", where=place_of(field, name)
+    )
 
 
 #: Marks the tree of a tensor that is made of several: a dict from this to its class, and from attributes to the parts.
@@ -124,7 +127,7 @@ class Encoder:
 
     def leaf_of(self, name: str, tree: object) -> Leaf:
         """Return the leaf of what `encode` returned."""
-        content = dump_tree(tree, where=f"{self.field}:{name}")
+        content = dump_tree(tree, where=place_of(self.field, name))
         return Leaf(field=self.field, name=name, scope=self.scope, value=content)
 
     def encode(self, value: object, name: str) -> object:
@@ -142,7 +145,7 @@ class Encoder:
         if encode is not None:
             return self._encode_container(encode, value, name)
         if isinstance(value, np.generic) or (self.inline and isinstance(value, np.ndarray)):
-            return inline_array(value, where=f"{self.field}:{name}")
+            return inline_array(value, where=place_of(self.field, name))
         if isinstance(value, np.ndarray):
             self.sources.append(ArraySource.of(value, field=self.field, name=name, scope=self.scope))
             return TensorRef(name, "numpy")
@@ -152,7 +155,7 @@ class Encoder:
 
     def _encode_container(self, encode: Callable[[Encoder, Any, str], object], value: object, name: str) -> object:
         if self._depth > limits.MSGPACK_DEPTH:
-            raise too_deep(f"{self.field}:{name[:64]}")
+            raise too_deep(place_of(self.field, name[:64]))
         self._depth += 1
         try:
             return encode(self, value, name)

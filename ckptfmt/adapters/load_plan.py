@@ -9,7 +9,7 @@ import dataclasses
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from ckptfmt.adapters.live_trees import GLOBAL, worker_scope
 from ckptfmt.documents.index import IndexTensor
@@ -17,6 +17,7 @@ from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import Code, err
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.state import IMPORTED, place_of
 from ckptfmt.write.snapshot import TensorSink
 
 #: Names to load, as patterns; None for everything.
@@ -24,6 +25,10 @@ Patterns: TypeAlias = "str | Iterable[str] | None"
 
 #: What live names were called when saved: a mapping of names or of what names begin with, or a function.
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str] | None"
+
+#: Differences that a load reports instead of refusing them.
+Allowed: TypeAlias = Literal["missing", "unexpected", "dtype", "streams", "loader"]
+Allow: TypeAlias = "Allowed | Iterable[Allowed]"
 
 #: Where a name may end and go on with what lies beneath it: in a module, or in a container.
 _JOINTS: Final = "./"
@@ -36,7 +41,8 @@ class Only:
 
     A pattern fits a name as `fnmatch.fnmatchcase` has it, and everything beneath it: ``encoder`` and ``enc*`` fit
     ``encoder.0.weight``, and ``layers.1`` doesn't fit ``layers.10.weight``. Begun with a field, as in ``weights:enc*``,
-    it is about that field alone. The state of a parameter in an optimizer goes by the parameter's name.
+    it is about that field alone; ``extra:`` begins those of ``State(extra=...)``. The state of a parameter in an
+    optimizer goes by the parameter's name.
 
     Args:
         patterns: one, or several of which one has to fit; None for everything.
@@ -179,6 +185,8 @@ def _compile(patterns: Iterable[str], field: str) -> re.Pattern[str]:
     expressions = []
     for text in patterns:
         head, colon, tail = text.partition(":")
+        if colon and head == "extra":  # as in messages
+            head, tail = "optimizer", f"extra/{tail}"
         pattern = tail if colon and head in FIELDS else text
         if pattern is text or head == field:
             expressions += [fnmatch.translate(pattern), fnmatch.translate(f"{pattern}[{_JOINTS}]*")]
@@ -205,11 +213,12 @@ _SHOWN: Final = 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """Something for which a load is refused."""
+    """Something for which a load is refused; with a remedy where there is a better one than the code's."""
 
     code: Code
     where: str
     detail: str
+    remedy: str | None = None
 
 
 class LoadPlan:
@@ -237,6 +246,8 @@ class LoadPlan:
         values: values that could not be put back into an immutable place, by name.
         renamed: field and live name, and the saved name where that is another.
         left_count: how many live tensors and values stay as they are because of `only`.
+        missing: live tensors that weren't saved, with their shapes, by field and name.
+        unused: saved tensors of mappings in which nothing has their keys.
     """
 
     def __init__(
@@ -270,7 +281,11 @@ class LoadPlan:
         self.renaming = Renaming(rename)
         self.renamed: dict[tuple[str, str], str] = {}
         self.left_count = 0
+        self.missing: dict[tuple[str, str], tuple[int, ...]] = {}
+        self.unused: list[IndexTensor] = []
         self.only = Only(only, override=override)
+        #: Of what belongs to one worker and was taken from another: where that is said, and of what.
+        self._elsewhere: dict[tuple[str, str], tuple[int, list[str]]] = {}
         #: By saved tensor, the live name and the saved one that it was first taken for.
         self._destinations: dict[TensorKey, tuple[str, str]] = {}
         for pattern in self.only.iter_idle(checkpoint):
@@ -278,6 +293,19 @@ class LoadPlan:
             self.problem(Code.TENSOR_MISSING, f"only={pattern!r}", f"nothing of this name was saved{hint}")
         for pattern in self.only.iter_idle_overrides(checkpoint):
             self.problem(Code.LEAF_MISSING, f"override={pattern!r}", "nothing of this name was saved")
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether this was converted from another format, which lacks whole fields."""
+        return any((field.reason or "").startswith(IMPORTED) for field in self.checkpoint.manifest.fields.values())
+
+    def has(self, field: str, name: str) -> bool:
+        """Tell whether anything was saved of a unit of a State, by its name; of a whole field, which has none, too."""
+        saved = self.renaming.saved_name(name)
+        keys = (key for keys in (self.checkpoint.leaves, self.checkpoint.tensors) for key in keys if key[0] == field)
+        if not place_of(field, saved).startswith("extra:"):
+            return any(not place_of(*key[:2]).startswith("extra:") for key in keys)
+        return any(key[1] == saved or key[1].startswith((f"{saved}/", f"{saved}.")) for key in keys)
 
     # --- choose -------------------------------------------------------------------------------------------------------
 
@@ -298,7 +326,7 @@ class LoadPlan:
         if not any(self.only.fits(field, prefix + name) for name in saved):
             self.left_count += 1
             if self.only.is_overridden(field, prefix + saved[0]):
-                self.downgrades.append(f"{field}:{names[0]} stays as it is here: override=")
+                self.downgrades.append(f"{place_of(field, names[0])} stays as it is here: override=")
             return ()
         pairs = zip(names, saved, strict=True)
         self.renamed |= {(field, name): other for name, other in pairs if name != other}
@@ -349,18 +377,36 @@ class LoadPlan:
         return (GLOBAL, own, worker_scope(0)) if scope == GLOBAL else (scope, GLOBAL, worker_scope(0))
 
     def _report_scope(self, field: str, name: str, wanted: str, found: str) -> None:
-        if wanted != found:
-            self.downgrades.append(f"{field}:{name} of scope {wanted} is taken from scope {found}")
+        if wanted == found:
+            return
+        at, names = self._elsewhere.setdefault((wanted, found), (len(self.downgrades), []))
+        if not names:
+            self.downgrades.append("")
+        names.append(place_of(field, name))
+        shown = f"{', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+        count = self.checkpoint.manifest.origin.writer_count
+        if found == GLOBAL:
+            said = "saved once for all processes, and each has its own here"
+        elif wanted == GLOBAL:
+            said = f"each of {count} processes saved its own, and {_process(found)}'s is taken for all"
+        else:
+            said = f"{_process(wanted)} saved none, as one of {count} processes, and takes {_process(found)}'s"
+        self.downgrades[at] = f"{shown}: {said}"
 
     # --- problems -----------------------------------------------------------------------------------------------------
 
-    def problem(self, code: Code, where: str, detail: str) -> bool:
+    def problem(self, code: Code, where: str, detail: str, *, remedy: str | None = None) -> bool:
         """Take note of a problem; return whether the caller allows it, and the load goes on without."""
         if _ALLOWED_BY.get(code) in self.allow:
             self.downgrades.append(f"{code} at {where}: {detail}")
             return True
-        self.problems.append(Problem(code, where, detail))
+        self.problems.append(Problem(code, where, detail, remedy))
         return False
+
+    def miss(self, field: str, name: str, detail: str, *, shape: tuple[int, ...]) -> None:
+        """Take note of a live tensor that wasn't saved."""
+        self.missing[field, name] = shape
+        self.problem(Code.TENSOR_MISSING, place_of(field, name), detail)
 
     def check(self) -> None:
         """Raise the first problem's error, with the places of all problems of its code."""
@@ -368,9 +414,9 @@ class LoadPlan:
             return
         code, first = self.problems[0].code, self.problems[0]
         same = [problem for problem in self.problems if problem.code is code]
-        shown = "; ".join(f"{problem.where}: {problem.detail}" for problem in same[:_SHOWN])
+        others = [f"; {problem.where}: {problem.detail}" for problem in same[1:_SHOWN]]
         more = f"; and {len(same) - _SHOWN} more" if len(same) > _SHOWN else ""
-        raise err(code, f"{shown}{more}" if len(same) > 1 else first.detail, where=first.where)
+        raise err(code, f"{first.detail}{''.join(others)}{more}", where=first.where, remedy=first.remedy)
 
     def leftover(self, fields: Iterable[str]) -> frozenset[tuple[str, TensorKey]]:
         """Return what of these fields nobody took here: ``tensor`` or ``leaf``, with the key.
@@ -396,6 +442,11 @@ class LoadPlan:
     def refuse_leftover(self, leftover: frozenset[tuple[str, TensorKey]]) -> None:
         """Make problems of what nobody takes; what belonged to workers that no longer are is only reported."""
         gone = 0
+        tensors = (self.checkpoint.tensors[key] for kind, key in sorted(leftover) if kind == "tensor")
+        unused = [*self.unused, *(one for one in tensors if one.storage == "persistent")]
+        renaming = guess_renaming(self.missing, unused)
+        if renaming is not None and {"missing", "unexpected"} <= self.allow:
+            self.downgrades.append(f"tensors that weren't saved may have had other names: {renaming}")
         for kind, (field, name, scope) in sorted(leftover):
             if scope != GLOBAL and scope != worker_scope(self.worker):
                 gone += 1
@@ -404,8 +455,86 @@ class LoadPlan:
             if tensor is not None and tensor.storage != "persistent":
                 self.downgrades.append(f"{field}:{name}: saved as a non-persistent buffer, and nothing here takes it")
                 continue
+            if self.is_imported and field != "weights":
+                self.downgrades.append(f"{place_of(field, name)} was imported, and nothing here takes it")
+                continue
             code = Code.TENSOR_UNEXPECTED if kind == "tensor" else Code.LEAF_UNEXPECTED
-            suffix = "" if scope == GLOBAL else f" of scope {scope}"
-            self.problem(code, f"{field}:{name}", f"saved{suffix}, and nothing here takes it")
+            suffix = "" if scope == GLOBAL else f" by {_process(scope)}"
+            self.problem(code, place_of(field, name), f"saved{suffix}, and nothing here takes it")
         if gone:
             self.downgrades.append(f"{gone} tensors and values of workers that no longer exist are left")
+        if renaming is not None:
+            self.problems = [_offer(renaming, problem) for problem in self.problems]
+
+
+def _process(scope: str) -> str:
+    return f"process {scope.removeprefix('lw/')}"
+
+
+#: What is wrong where names differ.
+_OF_NAMES: Final = (Code.TENSOR_MISSING, Code.TENSOR_UNEXPECTED, Code.LEAF_MISSING, Code.LEAF_UNEXPECTED)
+
+
+def _offer(renaming: str, problem: Problem) -> Problem:
+    """Return a problem of names, with a renaming as its remedy before any other."""
+    if problem.code not in _OF_NAMES or problem.where.partition(":")[0] not in ("weights", "optimizer"):
+        return problem
+    begin = f"If only the names differ, pass {renaming} to ckptfmt.load, or in init_from=InitFrom(...) to a new run."
+    remedy = f"{begin} {problem.remedy or problem.code.remedy}"
+    return dataclasses.replace(problem, remedy=remedy)
+
+
+def guess_renaming(missing: Mapping[tuple[str, str], tuple[int, ...]], unused: Sequence[IndexTensor]) -> str | None:
+    """Return how to write what live tensors may have been called: ``rename=`` and its value; None without a guess.
+
+    Names that end alike, with tensors of one shape, are taken for the same; what is left of them before that is the
+    renaming. Where that doesn't lead to just one saved name for each live one, names that weren't taken are listed.
+
+    Args:
+        missing: shapes of live tensors, by field and name.
+        unused: saved tensors that nothing takes.
+
+    Shapes: global.
+    """
+    by_field: dict[str, list[IndexTensor]] = {}
+    for tensor in unused:
+        by_field.setdefault(tensor.field, []).append(tensor)
+    pairs: dict[str, str] = {}
+    taken: set[tuple[str, str]] = set()
+    for (field, name), shape in missing.items():
+        fitting = [one.name for one in by_field.get(field, ()) if one.global_shape == shape]
+        fitting = [other for other in fitting if (field, other) not in taken]
+        if not fitting:
+            continue
+        lengths = {other: _common_end(name, other) for other in fitting}
+        best = max(lengths.values())
+        if list(lengths.values()).count(best) > 1:
+            continue
+        other = next(other for other in fitting if lengths[other] == best)
+        taken.add((field, other))
+        live, saved = (text[: len(text) - best] if best else text for text in (name, other))
+        pairs.setdefault(live, saved)
+    renaming = Renaming(pairs)
+    names = {(tensor.field, tensor.name) for tensor in unused}
+    if pairs and all((field, renaming.saved_name(name)) in names for field, name in missing):
+        shown = {live.rstrip(_JOINTS): saved.rstrip(_JOINTS) for live, saved in pairs.items()}
+        if all(live and saved for live, saved in shown.items()) and len(shown) == len(pairs):
+            pairs = shown
+        if len(pairs) <= _SHOWN:
+            return f"rename={pairs!r}"
+    if not missing or not any(tensor.field == field for field, _ in missing for tensor in unused):
+        return None
+    listed = sorted(place_of(*name) for name in names)
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return f"rename={{...}}, from live names to saved ones (nothing here takes {', '.join(listed[:_SHOWN])}{more}),"
+
+
+def _common_end(left: str, right: str) -> int:
+    """Return the length of the longest common end of two names that begins with a joint."""
+    length = 0
+    for at, (one, other) in enumerate(zip(reversed(left), reversed(right), strict=False), 1):
+        if one != other:
+            break
+        if one in _JOINTS:
+            length = at
+    return length

@@ -13,6 +13,7 @@ from ckptfmt.documents.tree import InlineArray
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
 from ckptfmt.read.reader import numpy_dtype
+from ckptfmt.state import place_of
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -67,7 +68,7 @@ class ArraySource:
         return cls(
             field=field,
             name=name,
-            dtype=saved_dtype(array, where=f"{field}:{name}"),
+            dtype=saved_dtype(array, where=place_of(field, name)),
             global_shape=array.shape,
             scope=scope,
             array=array,

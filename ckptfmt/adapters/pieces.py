@@ -14,6 +14,7 @@ from ckptfmt.adapters.live_trees import GLOBAL
 from ckptfmt.adapters.numpy import Array, ArraySink, ArraySource, saved_dtype
 from ckptfmt.box import Box
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.state import place_of
 from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 Tensor = TypeVar("Tensor", TensorSource, TensorSink)
@@ -44,7 +45,7 @@ def source_of(
     >>> source.dtype, source.boxes
     ('float32', (Box(begin=(2, 0), shape=(2, 3)),))
     """
-    where = f"{field}:{name}"
+    where = place_of(field, name)
     if not isinstance(pieces, Mapping):
         return _of_shape(_whole_source(pieces, field=field, name=name, scope=scope), global_shape, where)
     found = {box: _whole_source(piece, field=field, name=name, scope=scope) for box, piece in _boxes(pieces, where)}
@@ -75,7 +76,7 @@ def sink_of(
     Raises: StateError(STATE_UNSUPPORTED, META_DESTINATION, ARGUMENT); LayoutError(BOX_BOUNDS,
         TILING_OVERLAP).
     """
-    where = f"{field}:{name}"
+    where = place_of(field, name)
     if not isinstance(pieces, Mapping):
         return _of_shape(_whole_sink(pieces, field=field, name=name, scope=scope, dtype=dtype), global_shape, where)
     found = {
@@ -174,19 +175,19 @@ def _whole_source(value: Any, *, field: str, name: str, scope: str) -> TensorSou
         found: TensorSource = of_jax.source_of(value, field=field, name=name, scope=scope)
         return found
     if not isinstance(value, np.ndarray):
-        raise _no_tensor(value, f"{field}:{name}")
+        raise _no_tensor(value, place_of(field, name))
     return ArraySource.of(value, field=field, name=name, scope=scope)
 
 
 def _whole_sink(value: Any, *, field: str, name: str, scope: str, dtype: str | None) -> TensorSink:  # noqa: ANN401
     side = torch_side()
     if side is not None and side.is_tensor(value):
-        own = side.dtype_name(value.dtype, where=f"{field}:{name}")
+        own = side.dtype_name(value.dtype, where=place_of(field, name))
         sink: TensorSink = side.sink_of(value, field=field, name=name, scope=scope, dtype=dtype or own)
         return sink
     if not isinstance(value, np.ndarray):
-        raise _no_tensor(value, f"{field}:{name}")
-    own = saved_dtype(value, where=f"{field}:{name}")
+        raise _no_tensor(value, place_of(field, name))
+    own = saved_dtype(value, where=place_of(field, name))
     boxes = (Box.whole(value.shape),)
     return ArraySink(
         field=field, name=name, scope=scope, dtype=dtype or own, global_shape=value.shape, array=value, boxes=boxes

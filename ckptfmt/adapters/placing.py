@@ -25,6 +25,7 @@ from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, Ten
 from ckptfmt.errors import Code, err
 from ckptfmt.read.reader import Checkpoint, numpy_dtype
 from ckptfmt.read.reading import allocate
+from ckptfmt.state import place_of
 from ckptfmt.write.snapshot import TensorSink
 
 _DICTS: Final = (dict, OrderedDict)
@@ -92,11 +93,15 @@ class Placer:
         taken = {key: value for key, value in saved.items() if key in live or self._fits(child_name(name, key))}
         if live:
             for key in [key for key in taken if key not in live]:
-                where = f"{self.field}:{child_name(name, key)}"
+                where = place_of(self.field, child_name(name, key))
                 self.plan.problem(Code.LEAF_UNEXPECTED, where, "the live mapping has no such key")
+                if isinstance(taken[key], TensorRef):
+                    self.plan.unused.append(self.referred(taken[key]))
                 self.take(taken.pop(key))
             for key in [key for key in live if key not in saved and self._fits(child_name(name, key))]:
-                where = f"{self.field}:{child_name(name, key)}"
+                where = place_of(self.field, child_name(name, key))
+                if _is_tensor(live[key]):
+                    self.plan.missing[self.field, child_name(name, key)] = tuple(live[key].shape)
                 self.plan.problem(Code.LEAF_MISSING, where, "the saved mapping has no such key")
         placed = {
             key: self.place(live[key], value, child_name(name, key))
@@ -128,7 +133,7 @@ class Placer:
         references = {key: reference for key, reference in saved.items() if key != FLATTENED}
         if inner.keys() != references.keys():
             detail = f"made of {sorted(references)} when saved, here of {sorted(inner)}"
-            self.plan.problem(Code.SHAPE_MISMATCH, f"{self.field}:{next(iter(references.values())).name}", detail)
+            self.plan.problem(Code.SHAPE_MISMATCH, place_of(self.field, next(iter(references.values())).name), detail)
             return
         for key, part in inner.items():
             fill(self.plan, part, self.referred(references[key]))
@@ -157,7 +162,7 @@ class Placer:
             raise err(
                 Code.STATE_UNSUPPORTED,
                 f"a tensor of {saved[FLATTENED]} can only be filled in place",
-                where=f"{self.field}:{name}",
+                where=place_of(self.field, name),
                 remedy="Create it before the load, for an optimizer by one step.",
             )
         return type(saved)((key, self.fresh(item, child_name(name, key), like.get(key))) for key, item in saved.items())
@@ -211,7 +216,7 @@ def fill(plan: LoadPlan, live: Any, saved: IndexTensor, *, name: str | None = No
         values, META_DESTINATION.
     Raises: StateError(STATE_UNSUPPORTED).
     """
-    where = f"{saved.field}:{saved.name if name is None else name}"
+    where = place_of(saved.field, saved.name if name is None else name)
     if not may_fill(plan, saved, shape=tuple(live.shape), dtype=lambda: _dtype_name(live, where), where=where):
         return
     if isinstance(live, np.ndarray):
@@ -336,7 +341,7 @@ def plan_named_tensors(plan: LoadPlan, unit: Unit) -> bool:
             fill(plan, value, saved, name=name)
         elif chosen:
             renamed = "" if chosen[0] == name else f" as {chosen[0]}"
-            plan.problem(Code.TENSOR_MISSING, f"{unit.field}:{name}", f"not saved{renamed}")
+            plan.miss(unit.field, name, f"not saved{renamed}", shape=tuple(value.shape))
     take_named_leaf(plan, unit)
     return True
 

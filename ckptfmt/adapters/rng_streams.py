@@ -129,7 +129,7 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
     plan.downgrades += [f"rng:{name} stays as it is here: override=" for name in left]
     streams = [stream for stream in streams if plan.only.fits("rng", stream.name)]
     saved_streams = {key: stream for key, stream in plan.checkpoint.streams.items() if plan.only.fits("rng", key[0])}
-    if plan.is_partial and not streams and not saved_streams:
+    if not saved_streams and (plan.is_imported or (plan.is_partial and not streams)):
         return []
     saved_count = plan.checkpoint.manifest.origin.writer_count
     elastic = saved_count != plan.worker_count

@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 
 from ckptfmt import limits
-from ckptfmt.cli.console import Console, clean, labels_text, print_json
+from ckptfmt.cli.console import Console, clean, labels_text, print_errors, print_json
 from ckptfmt.cli.places import open_run_place
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, CommitError, err
 from ckptfmt.run.catalog import Run
 
 
@@ -19,26 +19,58 @@ def run(arguments: argparse.Namespace) -> int:
     """
     open_run_place(arguments.path)
     found = Run(arguments.path)
-    text = arguments.checkpoint
-    which = int(text) if text.isdecimal() and len(text) <= len(str(limits.JSON_INTEGER)) else text
     action = arguments.command
-    name = found.find(which).name
+    if action == "rm":
+        return _delete(arguments, found)
+    name = found.find(_which(arguments.checkpoint)).name
     if action == "tag":
         found.add_labels(name, metrics=dict(map(_parse_metric, arguments.metric)), tags=arguments.tags)
     elif action == "untag":
         found.untag(name, *arguments.tags)
     else:
-        {"pin": found.pin, "unpin": found.unpin, "rm": found.delete}[action](name)
+        {"pin": found.pin, "unpin": found.unpin}[action](name)
     now = found.find(name)
     if arguments.json:
         print_json({"target": arguments.path, "checked": "registers", **dataclasses.asdict(now)})
         return 0
-    console = Console()
-    if action == "rm":
-        console.line(("deleted", "green bold"), f"  {clean(name)}: its name stays taken, and says so")
-    else:
-        console.line((clean(name), "bold"), "  ", labels_text(now.metrics, now.tags, pinned=now.pinned) or "no labels")
+    labels = labels_text(now.metrics, now.tags, pinned=now.pinned) or "no labels"
+    Console().line((clean(name), "bold"), "  ", labels)
     return 0
+
+
+def _which(text: str) -> int | str:
+    """Return a step as a number; a name or a digest as it is."""
+    return int(text) if text.isdecimal() and len(text) <= len(str(limits.JSON_INTEGER)) else text
+
+
+def _delete(arguments: argparse.Namespace, found: Run) -> int:
+    """Delete checkpoints, the newest first: what reads goes before what it reads from. Returns: the exit code.
+
+    Raises: CommitError(CHECKPOINT_NEEDED) where one is named and something needs it; of several the others go.
+    """
+    named = {one.name: one for one in (found.find(_which(text)) for text in arguments.checkpoints)}
+    refused: dict[str, CkptError] = {}
+    for name in sorted(named, key=lambda name: (named[name].step, named[name].launch), reverse=True):
+        try:
+            found.delete(name)
+        except CommitError as error:
+            if len(named) == 1:
+                raise
+            refused[name] = error
+    if arguments.json:
+        if len(named) == 1:
+            members = dataclasses.asdict(found.find(next(iter(named))))
+        else:
+            members = {"deleted": [name for name in named if name not in refused]}
+            members["refused"] = [error.as_json() for error in refused.values()]
+        print_json({"target": arguments.path, "checked": "registers", **members})
+    else:
+        console = Console()
+        for name in named:
+            if name not in refused:
+                console.line(("deleted", "green bold"), f"  {clean(name)}: its name stays taken, and says so")
+        print_errors(console, refused.values(), "red bold")
+    return 2 if refused else 0
 
 
 def _parse_metric(text: str) -> tuple[str, float]:

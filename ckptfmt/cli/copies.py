@@ -1,4 +1,4 @@
-"""``mirror``, ``promote`` and ``scrub``: the copies of a run in several stores."""
+"""``mirror``, ``promote``, ``scrub`` and ``repair``: the copies of a run in several stores."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 
 from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_errors, print_json
 from ckptfmt.cli.places import open_run_place
-from ckptfmt.errors import Code, StoreError, err
+from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.run.catalog import Run
+from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launches
 from ckptfmt.run.mirror import MirrorReport, follow_run
+from ckptfmt.run.scrub import ScrubReport
 from ckptfmt.store import open_store
 
 
@@ -28,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         "mirror": _mirror,
         "promote": _promote,
         "scrub": _scrub,
+        "repair": _scrub,
     }
     return commands[arguments.command](arguments)
 
@@ -50,6 +53,8 @@ def _print_mirror(console: Console, report: MirrorReport) -> None:
     print_errors(console, report.problems, "red bold")
     for name in report.retired:
         console.line(("retired", "yellow"), f"  {clean(name)}")
+    for name in report.in_caches:
+        console.line(("in caches", "yellow"), f"  {clean(name)}: not copied, its files are in caches of nodes")
     what = f"{count_text(len(report.copied), 'checkpoint')}, {count_text(len(report.launches), 'launch record')}"
     head = "no checkpoint yet" if report.head is None else report.head
     state = "has" if report.current else "lacks"
@@ -137,7 +142,15 @@ def _scrub(arguments: argparse.Namespace) -> int:
         report = Run(arguments.path).scrub(arguments.others, dry_run=arguments.dry_run, on_progress=progress.advance)
     elapsed_s = time.perf_counter() - begin_s
     if arguments.json:
-        print_json({"target": arguments.path, "checked": "bytes", **report.as_json(), "elapsed_s": round(elapsed_s, 6)})
+        print_json(
+            {
+                "target": arguments.path,
+                "checked": "bytes",
+                **report.as_json(),
+                "head": _find_sound_head(arguments.path, report),
+                "elapsed_s": round(elapsed_s, 6),
+            }
+        )
         return 0 if report.whole else 1
     console = Console()
     for damage in report.damages:
@@ -148,9 +161,41 @@ def _scrub(arguments: argparse.Namespace) -> int:
         source = "" if damage.repaired_from is None else f", from {clean(damage.repaired_from)}"
         where = f"{damage.copy}/{damage.path}"
         console.line(state, "  ", (clean(where), "bold"), f"  {damage.error.code}{source}")
+    for name in report.in_caches:
+        console.line(("in caches", "yellow"), f"  {clean(name)}: files of it are in caches of nodes, and in no copy")
     what = f"{count_text(len(report.checkpoints), 'checkpoint')} in {count_text(len(report.copies), 'place')}"
     read = f"{bytes_text(report.nbytes)} compared in {elapsed_s:.2f} s"
     damaged = f", {count_text(len(report.damages), 'damaged file')}" if report.damages else ""
     verdict = ("whole", "green bold") if report.whole else ("damaged", "red bold")
     console.line(verdict, f"  {clean(arguments.path)}: {what}{damaged}, {read}")
+    if not report.whole:
+        _print_outlook(console, arguments, report)
     return 0 if report.whole else 1
+
+
+def _print_outlook(console: Console, arguments: argparse.Namespace, report: ScrubReport) -> None:
+    """Print what damage that stays means for the run, and what can be done."""
+    head = _find_sound_head(arguments.path, report)
+    if head is None:
+        console.line(("  No checkpoint on the lineage is whole: the next launch would refuse to start.", "red"))
+    else:
+        console.line((f"  The next launch goes on from {head}, and passes over what is newer and damaged.", "yellow"))
+    if len(report.copies) == 1:
+        console.line(("  Another copy of the run can mend it: --with DEST.", "dim"))
+    elif arguments.dry_run:
+        console.line(("  Nothing was changed: `ckptfmt repair` without --dry-run rewrites what can be.", "dim"))
+
+
+def _find_sound_head(path: str, report: ScrubReport) -> str | None:
+    """Return the newest checkpoint on the lineage of the run at `path` in which no damage stays, if there is one."""
+    store = open_store(path, writable=False)
+    stays = {one.path.partition("/")[0] for one in report.damages if one.copy == store.name and not one.repaired}
+    try:
+        launches, entries = list_launches(store), list_checkpoints(store, with_labels=False)
+    except StoreError:
+        raise
+    except CkptError:
+        return None  # a launch record is among the damages
+    lineage = (entry for entry in iter_lineage(launches, entries) if entry.manifest is not None)
+    broken = stays | {entry.name for entry in entries if any(one.name in stays for one in entry.references)}
+    return next((entry.name for entry in lineage if entry.name not in broken), None)

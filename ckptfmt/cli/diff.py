@@ -13,6 +13,7 @@ import math
 import time
 from typing import Any, Final
 
+from ckptfmt.adapters.context import ABSENT, find_differences
 from ckptfmt.api import open_checkpoint
 from ckptfmt.cli.console import (
     Cell,
@@ -26,13 +27,18 @@ from ckptfmt.cli.console import (
     share_text,
 )
 from ckptfmt.cli.places import check_field
+from ckptfmt.cli.views import dump_view, value_text
 from ckptfmt.documents.manifest import FIELDS
-from ckptfmt.read.comparison import Comparison, TensorDifference, ValueDifference, compare
+from ckptfmt.read.comparison import Change, Comparison, TensorDifference, ValueDifference, compare
 from ckptfmt.read.reader import Checkpoint
 
 #: How many lines are shown of each kind; ``--json`` has them all.
 _SHOWN: Final = 60
 _DIGITS: Final = ".3g"
+#: Up to how many ULPs they are told: a few are rounding, and of more nobody knows how far that is.
+_MOST_ULPS: Final = 64
+#: How many places of one plain value are shown, and compared.
+_SHOWN_PLACES, _MOST_PLACES = 12, 10_000
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,7 +85,7 @@ def _print_json(
                 for side, errors in zip(("a", "b"), found.damages, strict=True)
             },
             "tensors": [_tensor_members(tensor) for tensor in found.tensors],
-            "values": [{**dataclasses.asdict(value), "only_in": _side(value.only_in)} for value in found.values],
+            "values": [_value_members(sides, value) for value in found.values],
             "counts": dataclasses.asdict(found.counts),
             "elapsed_s": round(elapsed_s, 6),
         }
@@ -91,9 +97,34 @@ def _tensor_members(tensor: TensorDifference) -> dict[str, Any]:
     if tensor.distance is not None:
         distance = dataclasses.asdict(tensor.distance)
         distance["median_ulps"] = tensor.distance.median_ulps
-        if distance["max_abs"] == math.inf:
-            distance["max_abs"] = "inf"  # JSON has no number for it
+        for name in ("max_abs", "max_rel"):
+            distance[name] = _number(distance[name])
+        distance["largest"] = [
+            {"index": one.index, "values": [dump_view(value) for value in one.values], "gap": _number(one.gap)}
+            for one in tensor.distance.largest
+        ]
     return {**dataclasses.asdict(tensor), "only_in": _side(tensor.only_in), "distance": distance}
+
+
+def _number(value: float | None) -> float | str | None:
+    """Return a number as JSON has it, which has none for infinity."""
+    return "inf" if value == math.inf else value
+
+
+def _value_members(sides: tuple[Checkpoint, Checkpoint], value: ValueDifference) -> dict[str, Any]:
+    changes = [
+        {"place": place, "values": [dump_view(one), dump_view(other)]}
+        for place, one, other in _list_changes(sides, value)[:_MOST_PLACES]
+    ]
+    return {**dataclasses.asdict(value), "only_in": _side(value.only_in), "changes": changes}
+
+
+def _list_changes(sides: tuple[Checkpoint, Checkpoint], value: ValueDifference) -> list[tuple[str, Any, Any]]:
+    """Return where in a plain value the two differ, and what either has there; nothing of an RNG stream."""
+    if value.only_in is not None or value.field == "rng":
+        return []
+    one, other = (side.leaf(value.field, value.name, value.scope) for side in sides)
+    return find_differences(one, other)
 
 
 def _side(only_in: int | None) -> str | None:
@@ -112,10 +143,10 @@ def _print_text(
         return
     for field, of_field in itertools.groupby(found.tensors[:_SHOWN], key=lambda tensor: tensor.field):
         console.title(f"{field} tensors")
-        console.table([_tensor_cells(tensor) for tensor in of_field], right=(3,))
+        console.table([cells for tensor in of_field for cells in _tensor_rows(tensor)], right=(3,))
     if found.values:
         console.title("values")
-        console.table([_value_cells(value) for value in found.values[:_SHOWN]])
+        console.table([cells for value in found.values[:_SHOWN] for cells in _value_rows(sides, value)])
     rest = max(0, len(found.tensors) - _SHOWN) + max(0, len(found.values) - _SHOWN)
     if rest:
         console.line((f"  ... and {count_text(rest, 'difference')} more: --json shows all", "dim"))
@@ -153,6 +184,18 @@ def _print_damages(console: Console, paths: tuple[str, str], found: Comparison) 
     console.line(("damaged", "red bold"), f"  {counts}: nothing was compared")
 
 
+def _tensor_rows(tensor: TensorDifference) -> list[list[Cell | str]]:
+    """Return a row of a tensor, and one for each of the elements that differ the most."""
+    changes = () if tensor.distance is None else tensor.distance.largest
+    elements: list[list[Cell | str]] = [["", "", "", "", _change_text(change), ""] for change in changes]
+    return [_tensor_cells(tensor), *elements]
+
+
+def _change_text(change: Change) -> Cell:
+    one, other = (format(value, ".6g") for value in change.values)
+    return f"{list(change.index)}  {one} -> {other}", "cyan"
+
+
 def _tensor_cells(tensor: TensorDifference) -> list[Cell | str]:
     scope = f" ({tensor.scope})" if tensor.scope != "global" else ""
     cells: list[Cell | str] = [
@@ -166,7 +209,9 @@ def _tensor_cells(tensor: TensorDifference) -> list[Cell | str]:
         return [*cells, "", "", ("; ".join(remarks), "yellow")]
     changed = f"{distance.changed_count} ({share_text(distance.changed_count, distance.element_count)})"
     sizes = [] if distance.max_abs is None else [f"by at most {format(distance.max_abs, _DIGITS)}"]
-    if distance.max_ulps is not None:
+    if distance.max_rel is not None:
+        sizes.append(f"relative {format(distance.max_rel, _DIGITS)}")
+    if distance.max_ulps is not None and distance.max_ulps <= _MOST_ULPS:
         sizes += [f"half within {distance.median_ulps} ULP", f"all within {distance.max_ulps}"]
     sizes += [f"{distance.nan_count} NaN"] if distance.nan_count else []
     return [*cells, changed, ", ".join(sizes), ("; ".join(remarks), "yellow")]
@@ -176,7 +221,22 @@ def _said(value: object) -> str:
     return clean(", ".join(map(str, value)) or "none") if isinstance(value, tuple) else clean(str(value))
 
 
-def _value_cells(value: ValueDifference) -> list[Cell | str]:
+def _shown(value: object) -> str:
+    return "nothing" if value is ABSENT else value_text(value)
+
+
+def _value_rows(sides: tuple[Checkpoint, Checkpoint], value: ValueDifference) -> list[list[Cell | str]]:
+    """Return rows of a plain value: what it was and what it is, wherever it differs."""
     scope = f" ({value.scope})" if value.scope != "global" else ""
-    where = f"only in {'AB'[value.only_in]}" if value.only_in is not None else f"at {clean(value.place)}"
-    return [(value.field, "dim"), (f"{clean(value.name)}{scope}", "bold"), (where, "yellow" if value.only_in else "")]
+    title: list[Cell | str] = [(value.field, "dim"), (f"{clean(value.name)}{scope}", "bold")]
+    changes = _list_changes(sides, value)
+    if not changes:
+        where = f"only in {'AB'[value.only_in]}" if value.only_in is not None else f"at {clean(value.place)}"
+        return [[*title, (where, "yellow" if value.only_in is not None else ""), ""]]
+    rows: list[list[Cell | str]] = [
+        [*title, clean(place), (f"{_shown(one)} -> {_shown(other)}", "cyan")]
+        for place, one, other in changes[:_SHOWN_PLACES]
+    ]
+    if len(changes) > _SHOWN_PLACES:
+        rows.append([*title, (f"and {count_text(len(changes) - _SHOWN_PLACES, 'place')} more", "dim"), ""])
+    return rows

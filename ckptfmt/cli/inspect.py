@@ -1,5 +1,6 @@
-"""``inspect``: what is in a checkpoint, for eyes or as JSON.
+"""``inspect``: what is in a checkpoint, or in a run and its newest checkpoint, for eyes or as JSON.
 
+Text fits a screen; with ``--all`` nothing is left out.
 Manifest and index are read, and of the parts only those that have a value which is shown; no tensor's bytes are. What
 can't be read is named in its place, and the exit code is 2.
 """
@@ -15,21 +16,40 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-from ckptfmt.cli.console import Cell, Console, bytes_text, clean, count_text, print_json, share_text, time_text
-from ckptfmt.cli.places import check_field, open_bases, open_place
+from ckptfmt.cli.commands import suggest
+from ckptfmt.cli.console import (
+    Cell,
+    Console,
+    bytes_text,
+    clean,
+    count_text,
+    labels_text,
+    print_json,
+    share_text,
+    time_text,
+)
+from ckptfmt.cli.places import Place, check_field, open_bases, open_place
 from ckptfmt.cli.views import TensorRow, dump_view, group_tensors, iter_lines, list_tensors
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.index import IndexTensor
-from ckptfmt.documents.manifest import FIELDS, FieldSummary, Reference
-from ckptfmt.errors import CkptError
+from ckptfmt.documents.labels import Labels
+from ckptfmt.documents.manifest import FIELDS, FieldSummary, Reference, parse_checkpoint_name
+from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import ENCODINGS
+from ckptfmt.read.in_caches import find_elsewhere
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.store import Store
+from ckptfmt.run.labelling import list_newest_labels, read_labels
+from ckptfmt.store import Store, open_store, split_path
 
 #: Fields whose values are small, and what people look for.
 _CONTEXT: Final = ("data", "config", "topology", "provenance")
 _LEAF_LINES: Final = 60
+#: How much of them is shown on one screen, and how many rows of tensors.
+_SCREEN_FIELDS: Final = ("config",)
+_SCREEN_LINES: Final = 10
+_SCREEN_TENSORS: Final = 8
 #: Up to how many lines that aren't shown are counted.
 _COUNTED_LINES: Final = 1000
 _FILE_LINES: Final = 24
@@ -47,16 +67,57 @@ def run(arguments: argparse.Namespace) -> int:
     check_field(arguments.field)
     place = open_place(arguments.path)
     if place.is_run:
-        from ckptfmt.cli.log import show_summary
-
-        return show_summary(place, as_json=arguments.json)
-    checkpoint = Checkpoint(place.store, bases=open_bases(arguments.bases))
-    view = _View(path=arguments.path, checkpoint=checkpoint, pattern=arguments.tensors, field=arguments.field)
+        return _show_run(place, arguments)
+    view = _open_view(place.store, arguments.path, arguments)
     if arguments.json:
-        _print_json(view)
+        print_json(_members(view))
     else:
-        _print_text(view, Console())
+        console = Console()
+        if view.shows_everything:
+            _print_header(view, console)
+        _print_text(view, console)
     return 2 if view.problems else 0
+
+
+def _open_view(store: Store, path: str, arguments: argparse.Namespace) -> _View:
+    return _View(
+        path=path,
+        checkpoint=Checkpoint(store, bases=open_bases(arguments.bases)),
+        pattern=arguments.tensors,
+        field=arguments.field,
+        is_whole=arguments.all,
+    )
+
+
+def _show_run(place: Place, arguments: argparse.Namespace) -> int:
+    """Show a run in a few lines, then the checkpoint that it goes on from. Returns: the exit code."""
+    from ckptfmt.cli.log import print_summary, read_history, run_members
+
+    history = read_history(place)
+    head = history.head
+    view, failure = None, None
+    if head is not None:
+        try:
+            view = _open_view(place.store.at(head.name), f"{place.path.rstrip('/')}/{head.name}", arguments)
+        except StoreError:
+            raise
+        except CkptError as error:
+            failure = error.below(head.name)
+    if arguments.json:
+        checkpoint = None if view is None else _members(view)
+        problem = None if failure is None else failure.as_json()
+        print_json({**run_members(place, history), "checkpoint": checkpoint, "checkpoint_error": problem})
+    else:
+        console = Console()
+        if arguments.tensors is None and arguments.field is None:
+            print_summary(console, place, history)
+        if view is not None:
+            _print_text(view, console)
+        if failure is not None:
+            console.line()
+            console.line(("unreadable", "red bold"), f"  {clean(str(failure))}")
+    is_damaged = history.problems or failure is not None or (view is not None and view.problems)
+    return 2 if is_damaged else 0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -67,13 +128,37 @@ class _View:
         path: of the checkpoint, as it was given.
         pattern: list each tensor whose name matches, as in a shell; None for rows of like ones.
         field: show only this field, and all of it.
+        is_whole: show everything, however long that is.
     """
 
     path: str
     checkpoint: Checkpoint
     pattern: str | None
     field: str | None
+    is_whole: bool = False
     problems: list[CkptError] = dataclasses.field(default_factory=list)
+
+    @property
+    def shows_everything(self) -> bool:
+        """Whether all fields are asked for."""
+        return self.pattern is None and self.field is None
+
+    @functools.cached_property
+    def labels(self) -> tuple[Labels, bool]:
+        """Metrics and tags as they were said last, and whether the checkpoint is pinned. Spec: REQ-RUN-025."""
+        manifest = self.checkpoint.manifest
+        parent, name = split_path(self.path)
+        if manifest.origin.run_id is None or parse_checkpoint_name(name) is None:
+            return manifest.labels, False
+        run = open_store(parent, writable=False)
+        number = self.attempt({}, list_newest_labels, run).get(name)
+        if number is None:
+            return manifest.labels, False
+        record = read_labels(run, name, number, manifest.origin.run_id)
+        if isinstance(record, CkptError):  # it counts as a pin (REQ-CMT-040)
+            self.problems.append(record)
+            return manifest.labels, True
+        return record.labels, record.pinned
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -161,10 +246,12 @@ class _View:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _print_json(view: _View) -> None:
+def _members(view: _View) -> dict[str, object]:
+    """Return what is shown as the members of an object."""
     checkpoint, manifest = view.checkpoint, view.checkpoint.manifest
     files = view.files()
     claim, lowered_by = view.claim()
+    labels, pinned = view.labels
     members: dict[str, object] = {
         "kind": "checkpoint",
         "target": view.path,
@@ -174,6 +261,10 @@ def _print_json(view: _View) -> None:
         "saved_unix_s": manifest.saved_unix_s,
         "saved": time_text(manifest.saved_unix_s),
         "profile": manifest.profile,
+        "metrics": labels.numbers(),
+        "tags": labels.tags,
+        "pinned": pinned,
+        "durability": manifest.durability,
         "references": [
             {**dataclasses.asdict(one), "path": path, "reason": why} for one, path, why in view.references()
         ],
@@ -199,7 +290,7 @@ def _print_json(view: _View) -> None:
             for key, leaf in checkpoint.leaves.items()
             if leaf.field in view.fields
         ]
-    print_json({**members, "problems": [problem.as_json() for problem in view.problems]})
+    return {**members, "problems": [problem.as_json() for problem in view.problems]}
 
 
 def _list_members(tensors: list[IndexTensor]) -> list[dict[str, object]]:
@@ -232,50 +323,74 @@ def _tensor_members(tensor: IndexTensor, *, with_boxes: bool) -> dict[str, objec
 def _print_text(view: _View, console: Console) -> None:
     if view.pattern is not None:
         tensors = view.tensors()
+        if not tensors and view.pattern != "*":
+            raise _no_tensor(view, view.pattern)
         _print_tensors(console, list_tensors(tensors))
         console.line((count_text(len(tensors), "tensor"), "dim"))
         return
-    if view.field is None:
-        files = view.files()
-        _print_header(view, console, sum(nbytes for _, nbytes in files))
+    if view.shows_everything:
         _print_fields(view, console)
         _print_references(view, console)
         _print_facts(view, console)
-        _print_files(console, files)
-    _print_tensors(console, group_tensors(view.tensors()), _TENSOR_LINES)
+        if view.is_whole:
+            _print_files(console, view.files())
+    is_screen = view.shows_everything and not view.is_whole
+    tensors = [one for one in view.tensors() if not is_screen or one.field == "weights"]
+    _print_tensors(console, group_tensors(tensors), _SCREEN_TENSORS if is_screen else _TENSOR_LINES)
     if view.field == "rng":
         _print_streams(view, console)
+    shown = _SCREEN_FIELDS if is_screen else _CONTEXT
     for key in view.checkpoint.leaves:
-        if key[0] == view.field or (view.field is None and key[0] in _CONTEXT):
-            _print_leaf(view, console, key)
-    if view.field is None:
+        if key[0] == view.field or (view.field is None and key[0] in shown):
+            _print_leaf(view, console, key, _SCREEN_LINES if is_screen else None if view.field else _LEAF_LINES)
+    if is_screen:
         console.line()
+        rest = "All tensors, files, data, topology and provenance: --all; one field and all of it: --field FIELD."
+        console.line((rest, "dim"))
+    if view.field is None:
+        if not is_screen:
+            console.line()
         console.line(("No tensor's bytes were read: validate checks them.", "dim"))
     for problem in view.problems:
         console.line()
         console.line(("unreadable", "red bold"), f"  {clean(str(problem))}")
 
 
-def _print_header(view: _View, console: Console, nbytes: int) -> None:
+def _no_tensor(view: _View, pattern: str) -> Exception:
+    """Return the error of a pattern that no name matches. A program finds an empty list instead."""
+    tensors = [tensor for tensor in view.checkpoint.index.tensors if tensor.field in view.fields]
+    near = suggest(pattern, [name for tensor in tensors for name in (tensor.name, *tensor.aliases)])
+    remedy = f"Did you mean {near}?" if near else "`--tensors` alone lists all; a * stands for any characters."
+    return err(Code.ARGUMENT, f"no tensor is called {pattern!r}", where="--tensors", remedy=remedy)
+
+
+def _print_header(view: _View, console: Console) -> None:
     manifest = view.checkpoint.manifest
     origin = manifest.origin
     launch = "outside of a run" if origin.launch is None else f"launch {origin.launch} of run {origin.run_id}"
-    references = count_text(len(manifest.references), "reference") if manifest.references else "no references"
+    nbytes = sum(nbytes for _, nbytes in view.files())
     size = f"{bytes_text(nbytes)} ({nbytes} bytes)"
+    absent = sum(map(len, view.attempt({}, find_elsewhere, view.checkpoint).values()))
+    durability = manifest.durability + (f", {count_text(absent, 'file')} in caches and not at home" if absent else "")
     if manifest.profile == "delta":
         stored, whole = manifest.stored_nbytes, manifest.nbytes
         size += f", {bytes_text(stored)} of tensors: {share_text(stored, whole)} of their {bytes_text(whole)}"
+    form = manifest.profile
+    form += f", {count_text(len(manifest.references), 'reference')}" if manifest.references else ""
+    writers = count_text(origin.writer_count, "writer")
+    labels, pinned = view.labels
     rows: list[tuple[Cell, Cell | str]] = [
         (("checkpoint", "dim"), (clean(view.path), "bold")),
         (("step", "dim"), (str(origin.step), "bold green")),
-        (("saved by", "dim"), f"{launch}, attempt {origin.attempt}"),
+        (("saved by", "dim"), f"{launch}, attempt {origin.attempt}, {writers}"),
         (("saved at", "dim"), f"{time_text(manifest.saved_unix_s)}, by the clock of writer 0"),
-        (("digest", "dim"), (_short_digest(manifest.digest), "yellow")),
-        (("", ""), (manifest.digest, "dim")),
-        (("writers", "dim"), str(origin.writer_count)),
+        (("digest", "dim"), (manifest.digest, "yellow")),
         (("size", "dim"), size),
-        (("profile", "dim"), f"{manifest.profile}, {references}, blocks of {bytes_text(origin.block_nbytes)}"),
+        (("profile", "dim"), f"{form}, blocks of {bytes_text(origin.block_nbytes)}"),
+        *([(("durability", "dim"), durability)] if manifest.durability != HOME else []),
     ]
+    if text := labels_text(labels.numbers(), labels.tags, pinned=pinned):
+        rows.append((("labels", "dim"), (text, "cyan")))
     console.table(rows, indent=0, cut=False)  # a digest is there to be copied
 
 
@@ -390,7 +505,7 @@ def _print_tensors(console: Console, rows: list[TensorRow], most: int | None = N
         console.title(f"{field} tensors")
         console.table([_tensor_cells(row) for row in listed[:most]], right=(1, 4))
         if most is not None and len(listed) > most:
-            console.line((f"  and {count_text(len(listed) - most, 'row')} more: see them with --tensors '*'", "dim"))
+            console.line((f"  and {count_text(len(listed) - most, 'row')} more: --tensors lists each", "dim"))
 
 
 def _tensor_cells(row: TensorRow) -> list[Cell | str]:
@@ -416,14 +531,13 @@ def _print_streams(view: _View, console: Console) -> None:
     console.table([[(clean(stream.name), "bold"), stream.scope, (clean(stream.kind), "cyan")] for stream in streams])
 
 
-def _print_leaf(view: _View, console: Console, key: tuple[str, str, str]) -> None:
+def _print_leaf(view: _View, console: Console, key: tuple[str, str, str], limit: int | None) -> None:
     field, name, scope = key
     readable, value = view.leaf(key)
     if not readable:
         return
     console.title(clean(" ".join(filter(None, (field, name, scope if scope != "global" else "")))))
     lines = iter_lines(value)
-    limit = _LEAF_LINES if view.field is None else None
     for depth, text, item in itertools.islice(lines, limit):
         console.line("  " * (depth + 1), (text, "cyan"), f"  {item}" if text else item)
     rest = sum(1 for _ in itertools.islice(lines, _COUNTED_LINES + 1))

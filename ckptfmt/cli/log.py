@@ -23,8 +23,10 @@ from ckptfmt.cli.console import (
     share_text,
     time_text,
 )
+from ckptfmt.cli.listing import entry_nbytes
 from ckptfmt.cli.places import Place, open_run_place
 from ckptfmt.commit.waiting import describe_savers, launches_of, list_held
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, StoreError
@@ -50,9 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError.
     """
     place = open_run_place(arguments.path)
-    history = _read_history(place)
+    history = read_history(place)
     if arguments.json:
-        _print_json(place, history)
+        print_json(run_members(place, history))
     else:
         console = Console()
         _print_header(console, place, history)
@@ -63,31 +65,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 2 if history.problems else 0
 
 
-def show_summary(place: Place, *, as_json: bool) -> int:
-    """Show a run in a few lines, as `inspect` does, and return the exit code.
-
-    Raises: StoreError.
-    """
-    history = _read_history(place)
-    if as_json:
-        _print_json(place, history)
-        return 2 if history.problems else 0
-    console = Console()
+def print_summary(console: Console, place: Place, history: History) -> None:
+    """Print a run in a few lines, as `inspect` does."""
     _print_header(console, place, history)
     head = history.head
     if head is not None and head.manifest is not None:
         saved = time_text(head.manifest.saved_unix_s)
-        console.line(("head", "dim"), "  ", (head.name, "bold green"), f"  {_short(head.manifest.digest)}  {saved}")
+        labels = labels_text(head.labels.numbers(), head.labels.tags, pinned=head.is_pinned)
+        cells = f"  {_short(head.manifest.digest)}  {saved}{f'  {labels}' if labels else ''}"
+        console.line(("head", "dim"), "  ", (head.name, "bold green"), cells)
     else:
         console.line(("head", "dim"), "  nothing to resume from")
+    for launch in history.launches[-1:]:
+        resume = "from nothing" if launch.resume_from is None else f"from {clean(launch.resume_from.name)}"
+        console.line(("newest", "dim"), f" launch {launch.launch}, {resume}, chosen by {launch.chosen_by}")
     _print_problems(console, history)
-    _print_checked(console)
-    console.line((f"All its checkpoints: python -m ckptfmt log {clean(place.path)}", "dim"))
-    return 2 if history.problems else 0
+    console.line()
+    console.line((f"All its checkpoints: ckptfmt log {clean(place.path)}", "dim"))
+    console.line(("Only registers were read: validate checks the bytes.", "dim"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _History:
+class History:
     """A run, as far as it can be read.
 
     Attributes:
@@ -132,7 +131,8 @@ class _History:
         return parents
 
 
-def _read_history(place: Place) -> _History:
+def read_history(place: Place) -> History:
+    """Return what a run's records and registers say. Raises: StoreError."""
     problems: list[CkptError] = []
     pending = list_held(place.store)
     run = _attempt(problems, read_run, place.store)
@@ -143,12 +143,12 @@ def _read_history(place: Place) -> _History:
     ]
     entries = list_checkpoints(place.store, run)
     entries.sort(key=lambda entry: (-entry.launch, -entry.step))
-    return _History(
+    return History(
         run=run,
         launches=launches,
         entries=entries,
         lineage=[entry.name for entry in iter_lineage(launches, entries)],
-        nbytes={entry.name: _nbytes(place, entry) for entry in entries},
+        nbytes={entry.name: entry_nbytes(place.store, entry) for entry in entries},
         pending=pending,
         problems=problems
         + [entry.register.below(entry.name) for entry in entries if isinstance(entry.register, CkptError)]
@@ -166,21 +166,6 @@ def _attempt(problems: list[CkptError], read: Callable[..., T], *arguments: obje
         return None
 
 
-def _nbytes(place: Place, entry: RunEntry) -> int:
-    if entry.manifest is not None:
-        return entry.manifest.index_nbytes + entry.manifest.stored_nbytes
-    store = place.store.at(entry.name)
-    total = 0
-    for path in store.list(""):
-        try:
-            total += store.nbytes(path)
-        except StoreError:
-            raise
-        except CkptError:
-            continue  # A link or a pipe, or gone in the meantime: nothing that counts.
-    return total
-
-
 def _short(digest: str) -> str:
     return digest.removeprefix("blake3:")[:12]
 
@@ -188,27 +173,26 @@ def _short(digest: str) -> str:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _print_json(place: Place, history: _History) -> None:
+def run_members(place: Place, history: History) -> dict[str, object]:
+    """Return what is known of a run as the members of an object."""
     head, parents = history.head, history.parents()
-    print_json(
-        {
-            "kind": "run",
-            "target": place.path,
-            "run_id": history.run.run_id if history.run is not None else None,
-            "checked": "registers",
-            "head": head.name if head is not None else None,
-            "pending": history.pending,
-            "lineage": history.lineage,
-            "checkpoints": [
-                _entry_members(
-                    entry, history.state(entry), history.nbytes[entry.name], parents[entry.name], history.lineage
-                )
-                for entry in history.entries
-            ],
-            "launches": [dataclasses.asdict(launch) for launch in reversed(history.launches)],
-            "problems": [problem.as_json() for problem in history.problems],
-        }
-    )
+    return {
+        "kind": "run",
+        "target": place.path,
+        "run_id": history.run.run_id if history.run is not None else None,
+        "checked": "registers",
+        "head": head.name if head is not None else None,
+        "pending": history.pending,
+        "lineage": history.lineage,
+        "checkpoints": [
+            _entry_members(
+                entry, history.state(entry), history.nbytes[entry.name], parents[entry.name], history.lineage
+            )
+            for entry in history.entries
+        ],
+        "launches": [dataclasses.asdict(launch) for launch in reversed(history.launches)],
+        "problems": [problem.as_json() for problem in history.problems],
+    }
 
 
 def _entry_members(
@@ -226,6 +210,7 @@ def _entry_members(
         "digest": register.manifest_digest if isinstance(register, Tombstone) else manifest and manifest.digest,
         "profile": manifest and manifest.profile,
         "stored_nbytes": manifest and manifest.stored_nbytes,
+        "durability": manifest and manifest.durability,
         "fields": manifest and _field_members(manifest),
         "metrics": entry.labels.numbers(),
         "tags": entry.labels.tags,
@@ -258,7 +243,7 @@ def _print_checked(console: Console) -> None:
     console.line(("Only registers were read: validate checks the bytes.", "dim"))
 
 
-def _print_header(console: Console, place: Place, history: _History) -> None:
+def _print_header(console: Console, place: Place, history: History) -> None:
     run_id = history.run.run_id if history.run is not None else "without a record"
     counts = Counter(map(history.state, history.entries))
     states = ", ".join(f"{counts[state]} {state}" for state in _STYLES if counts[state])
@@ -274,7 +259,7 @@ def _print_header(console: Console, place: Place, history: _History) -> None:
         console.line(("saving", "yellow"), f" {whose}: a newer checkpoint may be committed at any moment")
 
 
-def _print_checkpoints(console: Console, history: _History) -> None:
+def _print_checkpoints(console: Console, history: History) -> None:
     if not history.entries:
         return
     parents, lineage = history.parents(), set(history.lineage)
@@ -293,7 +278,7 @@ def _print_checkpoints(console: Console, history: _History) -> None:
     console.table(rows, right=(1, 2, 4), indent=0)
 
 
-def _entry_cells(entry: RunEntry, history: _History, head: RunEntry | None) -> list[Cell | str]:
+def _entry_cells(entry: RunEntry, history: History, head: RunEntry | None) -> list[Cell | str]:
     state, manifest, register = history.state(entry), entry.manifest, entry.register
     remark = (labels_text(entry.labels.numbers(), entry.labels.tags, pinned=entry.is_pinned), "cyan")
     if isinstance(register, CkptError):
@@ -316,12 +301,12 @@ def _entry_cells(entry: RunEntry, history: _History, head: RunEntry | None) -> l
 def _delta_text(manifest: Manifest) -> str:
     """Return what a delta stores of its bytes, and how many checkpoints it reads from; of a full one, that it is."""
     if manifest.profile == "full":
-        return "full"
+        return "full" if manifest.durability == HOME else f"full, in caches ({manifest.durability})"
     share = share_text(manifest.stored_nbytes, manifest.nbytes)
     return f"{share}, {count_text(len(manifest.references), 'reference')}"
 
 
-def _print_launches(console: Console, history: _History) -> None:
+def _print_launches(console: Console, history: History) -> None:
     if not history.launches:
         return
     rows: list[list[Cell | str]] = [[(text, "dim") for text in ("launch", "chosen by", "resumed from", "")]]
@@ -344,7 +329,7 @@ def _print_launches(console: Console, history: _History) -> None:
     console.table(rows, right=(0,), indent=0)
 
 
-def _print_problems(console: Console, history: _History) -> None:
+def _print_problems(console: Console, history: History) -> None:
     for problem in history.problems:
         console.line()
         console.line(("unreadable", "red bold"), f"  {clean(str(problem))}")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from ckptfmt.cli.commands import suggest
 from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, FormatError, StateError, err
 from ckptfmt.store import LocalStore, Store, open_store
 
 #: What lies in the directory of a checkpoint, before its commit too (specification, page 30).
 _OF_A_CHECKPOINT: Final = re.compile(r"manifest\.json|parts|[a-z_]+-[0-9a-f]{16}([-.].*)?")
+_FILE_REMEDY = "`ckptfmt convert` makes a checkpoint of a file of torch.save; a checkpoint or run is a directory."
 _REMEDY = "Give the directory of a checkpoint (it has a manifest.json) or of a run (it has a run.json)."
 
 
@@ -47,15 +51,45 @@ def open_place(path: str) -> Place:
     try:
         is_directory = stat.S_ISDIR(Path(store.name).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=_REMEDY) from None
+        raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=_suggest_path(path)) from None
     except ValueError:
         raise err(Code.ARGUMENT, "the path has a NUL character", where=path, remedy=_REMEDY) from None
     except OSError as error:
         code = Code.STORE_ACCESS if isinstance(error, PermissionError) else Code.STORE_IO
         raise err(code, error.strerror or str(error), where=path) from error
     if not is_directory:
-        raise err(Code.ARGUMENT, "the path is a file, not a directory", where=path, remedy=_REMEDY)
+        raise err(Code.ARGUMENT, "the path is a file, not a directory", where=path, remedy=_FILE_REMEDY)
     return _place(path, store)
+
+
+def find_places(path: str) -> list[Place] | None:
+    """Return the runs and checkpoints in a directory that is neither; None for a run or a checkpoint.
+
+    Raises: as `open_place`, also where nothing of the kind is in the directory.
+    """
+    try:
+        open_place(path)
+    except StateError:
+        found = []
+        with contextlib.suppress(CkptError):  # the path may be a file
+            store = open_store(path, writable=False)
+            for name in sorted(name for name in store.list_names("") if name.endswith("/")):
+                with contextlib.suppress(StateError, FormatError):  # something else, or a name of no file of ours
+                    found.append(_place(f"{path.rstrip('/')}/{name[:-1]}", store.at(name[:-1])))
+        if not found:
+            raise
+        return found
+    return None
+
+
+def _suggest_path(path: str) -> str:
+    """Return the remedy where nothing is at a path: the name beside it that was probably meant, if one was."""
+    parent, name = os.path.split(path.rstrip("/"))
+    with contextlib.suppress(OSError):
+        near = suggest(name, os.listdir(parent or "."))  # noqa: PTH208 - a path needn't be text for pathlib
+        if near is not None:
+            return f"Did you mean {os.path.join(parent, near)}?"  # noqa: PTH118 - as it was typed
+    return _REMEDY
 
 
 def _place(path: str, store: Store) -> Place:
@@ -85,7 +119,7 @@ def open_run_place(path: str) -> Place:
             Code.ARGUMENT,
             f"the directory isn't a run: it has neither {RUN_NAME} nor {LAUNCHES}/, or it has a {MANIFEST_NAME}",
             where=path,
-            remedy="Give the directory of a run; `python -m ckptfmt inspect` shows a checkpoint.",
+            remedy="Give the directory of a run; `ckptfmt inspect` shows a checkpoint.",
         )
     return place
 
@@ -93,4 +127,6 @@ def open_run_place(path: str) -> Place:
 def check_field(field: str | None) -> None:
     """Refuse a name that isn't that of a field. Raises: StateError(ARGUMENT)."""
     if field is not None and field not in FIELDS:
-        raise err(Code.ARGUMENT, f"there is no field {field!r}", where="--field", remedy=f"One of {', '.join(FIELDS)}.")
+        near = suggest(field, FIELDS)
+        remedy = f"Did you mean {near}?" if near else f"One of {', '.join(FIELDS)}."
+        raise err(Code.ARGUMENT, f"there is no field {field!r}", where="--field", remedy=remedy)

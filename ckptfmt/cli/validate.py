@@ -3,6 +3,9 @@
 What lies apart in the output: a checkpoint's *own* bytes; its *references*, that is, what it reads from and what that
 reads from, and whether that is there; and their *closure*, how each of these is by itself. A full checkpoint has
 neither. In a run each checkpoint is checked once, as own bytes; what of the closure lies elsewhere comes apart.
+
+With ``--split I/N`` a slice of the blocks is checked, and all documents; with ``--join`` the objects that the slices
+printed become one.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from ckptfmt.cli.console import Cell, Console, Progress, bytes_text, clean, coun
 from ckptfmt.cli.places import Place, open_bases, open_place
 from ckptfmt.commit.decision import read_register
 from ckptfmt.documents.manifest import Manifest
-from ckptfmt.errors import CkptError, StoreError
+from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
@@ -48,9 +51,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError where there is nothing to check.
     """
+    if (arguments.path is None) == (arguments.join is None):
+        remedy = "Write `ckptfmt validate PATH`, or `ckptfmt validate --join FILE ...`."
+        raise err(Code.ARGUMENT, "either a PATH is needed or the reports to join", remedy=remedy)
+    if arguments.join is not None:
+        from ckptfmt.cli.joining import join
+
+        return join(arguments)
+    share = parse_split(arguments.split)
     place, stores = open_place(arguments.path), open_bases(arguments.bases)
     with Progress(lambda: _total_nbytes(place, stores), quiet=arguments.quiet) as progress:
-        outcome = _check(place, stores, progress.advance)
+        outcome = _check(place, stores, share, progress.advance)
     if arguments.json:
         _print_json(outcome)
     elif not arguments.quiet:
@@ -58,9 +69,27 @@ def run(arguments: argparse.Namespace) -> int:
     return _EXIT_CODES[outcome.verdict]
 
 
-def _check(place: Place, bases: Sequence[Store], on_progress: Callable[[int], None]) -> _Outcome:
+def parse_split(text: str | None) -> tuple[int, int]:
+    """Return the number of a slice, from 0 on, and how many there are. Raises: StateError(ARGUMENT).
+
+    >>> parse_split("2/8"), parse_split(None)
+    ((1, 8), (0, 1))
+    """
+    if text is None:
+        return 0, 1
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and len(count) < 7 and 1 <= int(number) <= int(count)):
+        remedy = "Write the number of the slice and how many there are: 1/8, 2/8 and so on to 8/8."
+        raise err(Code.ARGUMENT, f"{text!r} is no slice", where="--split", remedy=remedy)
+    return int(number) - 1, int(count)
+
+
+def _check(
+    place: Place, bases: Sequence[Store], share: tuple[int, int], on_progress: Callable[[int], None]
+) -> _Outcome:
     begin_s = time.perf_counter()
-    report = Report(target=place.path, kind="run" if place.is_run else "checkpoint", on_progress=on_progress)
+    kind = "run" if place.is_run else "checkpoint"
+    report = Report(target=place.path, kind=kind, on_progress=on_progress, share=share)
     failure = None
     try:
         if place.is_run:
@@ -103,6 +132,7 @@ def _print_json(outcome: _Outcome) -> None:
             "valid": outcome.verdict == "valid",
             "verdict": outcome.verdict,
             "failure": outcome.failure.as_json() if outcome.failure is not None else None,
+            "split": {"slice": report.share[0] + 1, "count": report.share[1]},
             "own": own,
             "elapsed_s": round(outcome.elapsed_s, 6),
         }
@@ -147,6 +177,8 @@ def _verdict_cells(outcome: _Outcome) -> list[Cell]:
     counts = [count_text(len(report.checkpoints), "checkpoint")]
     counts += [count_text(count, noun) for count, noun in found if count]
     checked = f"{bytes_text(report.own_nbytes)} of own bytes checked in {outcome.elapsed_s:.2f} s"
+    if report.share[1] > 1:
+        checked += f", slice {report.share[0] + 1} of {report.share[1]} of the blocks"
     return [
         (outcome.verdict, style),
         (f"  {clean(report.target)}: {', '.join(counts)}, {checked}{_closure_text(report)}", ""),

@@ -112,6 +112,15 @@ def iter_lines(value: object, depth: int = 0) -> Iterator[tuple[int, str, str]]:
             yield depth, key.ljust(width), shorten(text, _SHOWN)
 
 
+def value_text(value: object) -> str:
+    """Return a value as one short line.
+
+    >>> value_text({"lr": 0.5})
+    '{"lr": 0.5}'
+    """
+    return shorten(_text(value), _TEXT_WIDTH)
+
+
 def _pairs(value: object) -> list[tuple[Any, Any]]:
     """Return the members of a container that may take several lines; nothing for any other value."""
     if isinstance(value, dict):

@@ -17,6 +17,7 @@ from ckptfmt import limits
 from ckptfmt.commit.waiting import list_held_attempts, poll
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.canonical import parse_document
+from ckptfmt.documents.durability import HOME, weakest
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
     PINS_SUFFIX,
@@ -238,9 +239,9 @@ def finalize(
     index = merge_parts(entries)
     content, digest = index.dump()
     index_nbytes, index_digest = _create_index(store, index_name(origin.attempt), content, digest)
-    files = [file for entry in entries for file in entry.part.files]
-    call_each(store, lambda file: _check_file(store, file.name, file.nbytes), files)
     parts = [entry.part for entry in entries]
+    files = [file for part in parts if part.durability == HOME for file in part.files]
+    call_each(store, lambda file: _check_file(store, file.name, file.nbytes), files)
     features, references = merge_deltas(parts)
     fields = summarise(index)
     manifest = Manifest(
@@ -252,6 +253,7 @@ def finalize(
         features=features,
         references=references,
         labels=parts[0].labels,
+        durability=weakest(part.durability for part in parts),
     )
     for reference in references:
         check_base(store, reference, known=known)
@@ -271,7 +273,7 @@ def check_base(store: Store, reference: Reference, *, known: Known | None = None
     Args:
         store: of the checkpoint that reads from it.
 
-    Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH). Spec: REQ-CMT-031, REQ-CMT-033.
+    Raises: IntegrityError(BASE_MISSING, BASE_MISMATCH). Spec: REQ-CMT-031, REQ-CMT-033, REQ-CMT-047.
     """
     base = store.beside(reference.name)
     # In this order: who retires it removes the condemnation last.
@@ -282,6 +284,9 @@ def check_base(store: Store, reference: Reference, *, known: Known | None = None
         raise err(Code.BASE_MISSING, detail, where=base.name, requirement="REQ-CMT-031")
     if not isinstance(register, Manifest) or register.digest != reference.digest:
         raise err(Code.BASE_MISMATCH, "another checkpoint is there", where=base.name, requirement="REQ-CMT-031")
+    if register.durability != HOME:
+        detail = "its files may be in caches of nodes only"
+        raise err(Code.BASE_MISSING, detail, where=base.name, requirement="REQ-CMT-047")
 
 
 def abort(store: Store, *, run_id: str | None, launch: int | None, step: int, reason: str) -> bool:
@@ -482,12 +487,8 @@ def _parse_part(origin: Origin, writer: int, content: bytes, known: dict[bytes, 
     path = part_path(origin.attempt, writer)
     part, digest = Part.parse(content, where=path, known=known)
     if part.origin != origin or part.writer != writer:
-        raise err(
-            Code.WRITERS_DIVERGED,
-            f"the part of writer {writer} isn't of this attempt",
-            where=path,
-            requirement="REQ-CMT-010",
-        )
+        detail = f"the part of writer {writer} isn't of this attempt"
+        raise err(Code.WRITERS_DIVERGED, detail, where=path, requirement="REQ-CMT-010")
     return PartFileEntry(part=part, digest=digest, nbytes=len(content))
 
 

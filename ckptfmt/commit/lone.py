@@ -49,7 +49,7 @@ def check_removable(store: Store, *, is_in_run: bool) -> None:
     register = read_register(store)
     if is_in_run or (register is not None and _run_of(register) is not None):
         what = "this directory is that of a run" if is_in_run else "the checkpoint belongs to a run"
-        remedy = "Call ckptfmt.Run(path).delete(checkpoint), or `python -m ckptfmt rm`."
+        remedy = "Call ckptfmt.Run(path).delete(checkpoint), or `ckptfmt rm`."
         raise err(Code.ARGUMENT, what, where=store.name, requirement="REQ-CMT-045", remedy=remedy)
     if register is None and not any(map(is_of_attempt, store.list(""))):
         remedy = "Give the directory of a checkpoint."

@@ -37,6 +37,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import carrier_of
+from ckptfmt.state import IMPORTED
 from ckptfmt.store import LocalStore
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import TEMPORARY_PREFIX, Store
@@ -127,7 +128,7 @@ def plan_conversion(
     if only is not None and only not in FIELDS:
         raise err(Code.ARGUMENT, f"{only!r} is none of the fields {', '.join(FIELDS)}", where="--only")
     if (from_kind, to_kind) == ("ckptfmt", "ckptfmt"):
-        remedy = "Copy the directory; of a delta, `python -m ckptfmt compact` makes a full one."
+        remedy = "Copy the directory; of a delta, `ckptfmt compact` makes a full one."
         raise err(Code.ARGUMENT, "source and target are both checkpoints of ckptfmt", where=target, remedy=remedy)
     rules = parse_rules(rules)
     if rules and from_kind not in _TORCH_FORMATS:
@@ -160,7 +161,7 @@ def plan_conversion(
 
 
 def _read_foreign(source: str, kind: str, rules: dict[str, str]) -> Content:
-    if kind == "hf":
+    if kind in ("hf", "safetensors"):
         return hf.read_directory(source)
     read, origin = _TORCH_FORMATS[kind]
     content = Content(origin=origin)
@@ -198,6 +199,16 @@ def _plan_hf(content: Content, only: str | None, max_shard_nbytes: int) -> _Targ
 
     def write(path: Path, on_progress: Callable[[int], None]) -> None:
         hf.write_directory(LocalStore(path, writable=True), layout, on_progress=on_progress)
+
+    return _Target(tensors=layout.tensors, left_out=layout.left_out, write=write)
+
+
+def _plan_safetensors(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
+    layout = hf.plan_layout(content, max_shard_nbytes=None, only=only)
+
+    def write(path: Path, on_progress: Callable[[int], None]) -> None:
+        (rows,) = layout.files.values()
+        hf.write_file(LocalStore(path.parent, writable=True), path.name, rows, on_progress=on_progress)
 
     return _Target(tensors=layout.tensors, left_out=layout.left_out, write=write)
 
@@ -244,10 +255,11 @@ _PLANS: dict[str, Callable[[Content, str | None, int], _Target]] = {
     "torch": _plan_torch,
     "dcp": _plan_dcp,
     "hf": _plan_hf,
+    "safetensors": _plan_safetensors,
 }
 
 
-KINDS: Final = ("ckptfmt", "torch", "dcp", "hf")
+KINDS: Final = ("ckptfmt", "torch", "dcp", "hf", "safetensors")
 
 _TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 _SAY: Final = f"Say which kind it is: {', '.join(KINDS)}."
@@ -280,6 +292,8 @@ def target_kind(path: str) -> str:
     """Return the kind of checkpoint that a name asks for. Raises: StateError(ARGUMENT) if it doesn't."""
     if path.endswith(_TORCH_SUFFIXES):
         return "torch"
+    if path.endswith(".safetensors"):
+        return "safetensors"
     raise err(Code.ARGUMENT, "the name doesn't say which kind to write", where=path, remedy=f"{_SAY} (--to)")
 
 
@@ -385,7 +399,7 @@ def snapshot_of(content: Content) -> Snapshot:
         tensors=tuple(content.tensors[key] for key in sorted(content.tensors, key=sort_key)),
         streams=(),
         leaves=tuple(sorted(leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))),
-        absent={field: f"imported from {content.origin}" for field in FIELDS if field not in given},
+        absent={field: f"{IMPORTED}{content.origin}" for field in FIELDS if field not in given},
     )
     check_snapshot(snapshot)
     return snapshot

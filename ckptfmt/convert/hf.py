@@ -1,4 +1,4 @@
-"""A Hugging Face directory of safetensors files, as the source or the target of a conversion. No torch here."""
+"""A Hugging Face directory of safetensors files, or one such file: source or target of a conversion. No torch here."""
 
 from __future__ import annotations
 
@@ -158,17 +158,21 @@ class Layout:
         return [tensor for rows in self.files.values() for _, tensor in rows]
 
 
-def plan_layout(content: Content, *, max_shard_nbytes: int, only: str | None) -> Layout:
+def plan_layout(content: Content, *, max_shard_nbytes: int | None, only: str | None) -> Layout:
     """Say where everything goes: weights alone, in the order of their names, a new file where the next doesn't fit.
+
+    Args:
+        max_shard_nbytes: size of a file; None for one file of any size.
 
     Raises: StateError(ARGUMENT) for another field than weights, or where there are none.
     """
+    holds = f"a {'safetensors file' if max_shard_nbytes is None else 'Hugging Face directory'} holds weights only"
     if only not in (None, "weights"):
-        raise err(Code.ARGUMENT, "a Hugging Face directory holds weights only", where="--only")
+        raise err(Code.ARGUMENT, holds, where="--only")
     root, left_out = assemble(content, "weights", lambda value: value)
     if only is None:
         keys = [key for key in (*content.tensors, *content.leaves) if key[0] != "weights"]
-        left_out += [LeftOut(text_of(key), "a Hugging Face directory holds weights only") for key in keys]
+        left_out += [LeftOut(text_of(key), holds) for key in keys]
     stored: dict[int, str] = {}
     shards: list[list[tuple[str, Tensor]]] = []
     room = 0
@@ -180,13 +184,13 @@ def plan_layout(content: Content, *, max_shard_nbytes: int, only: str | None) ->
             left_out.append(LeftOut(f"weights:{name}", reason))
             continue
         stored[id(tensor)] = name
-        if not shards or tensor.nbytes > room:
+        if not shards or (max_shard_nbytes is not None and tensor.nbytes > room):
             shards.append([])
-            room = max_shard_nbytes
+            room = max_shard_nbytes or 0
         shards[-1].append((name, tensor))
         room -= tensor.nbytes
     if not shards:
-        raise err(Code.ARGUMENT, "there are no weights that a Hugging Face directory could hold", where="weights")
+        raise err(Code.ARGUMENT, "there are no weights that a safetensors file could hold", where="weights")
     numbers = range(1, len(shards) + 1)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
     return Layout(files=dict(zip(names if len(shards) > 1 else [WEIGHTS_NAME], shards, strict=True)), left_out=left_out)
@@ -219,16 +223,20 @@ def _why_not(name: str, tensor: Tensor) -> str:
 def write_directory(store: Store, layout: Layout, *, on_progress: Callable[[int], None]) -> None:
     """Write the files, each created whole; the index last. Raises: StoreError; what reading the source raises."""
     for name, rows in layout.files.items():
-        types = [(key, DTYPES[tensor.dtype].safetensors or "", tensor.global_shape) for key, tensor in rows]
-        header, entries = plan_shard(types)
-        tensors = [tensor for _, tensor in rows]
-        nbytes = max(entry.byte_end for entry in entries)
-        store.create(name, SizedChunks(_iter_file(header, entries, tensors, on_progress), nbytes))
+        write_file(store, name, rows, on_progress=on_progress)
     if list(layout.files) != [WEIGHTS_NAME]:
         weight_map = {key: name for name, rows in layout.files.items() for key, _ in rows}
         index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in layout.tensors)}, "weight_map": weight_map}
         store.create(INDEX_NAME, [json.dumps(index, ensure_ascii=False, indent=2).encode()])
     store.sync("")
+
+
+def write_file(store: Store, name: str, rows: list[tuple[str, Tensor]], *, on_progress: Callable[[int], None]) -> None:
+    """Write one safetensors file, created whole. Raises: StoreError; what reading the source raises."""
+    types = [(key, DTYPES[tensor.dtype].safetensors or "", tensor.global_shape) for key, tensor in rows]
+    header, entries = plan_shard(types)
+    nbytes = max(entry.byte_end for entry in entries)
+    store.create(name, SizedChunks(_iter_file(header, entries, [tensor for _, tensor in rows], on_progress), nbytes))
 
 
 def _iter_file(

@@ -32,7 +32,7 @@ from ckptfmt.errors import CkptError, Code, err
 
 #: Positions after which `advance` brings the ledger up to date, so that a save never has to catch up with many.
 _LEDGER_LAG: Final = 1 << 16
-#: More batches than any loader fetches ahead: who fetched as many and never said that a step is done has forgotten to.
+#: More batches than any loader fetches ahead: who fetched as many and never counted a step has forgotten to.
 _AHEAD_MAX: Final = 512
 #: Where a wrong number of steps is said.
 _STEPS: Final = "Sampler"
@@ -76,9 +76,9 @@ class Sampler:
     **Skips.** `skip` leaves out samples, shards or positions, from a position on that no step has consumed. Past it, a
     batch may be shorter (``hole``) or have samples of weight zero (``mask``): see `weights` and `weight_sum`.
 
-    **Position.** What a loader has fetched is not what the run has consumed. The cursor moves only when the program
-    says that a step is done: `commit` with the number of steps done, or `advance` after each. Iterators start at
-    the cursor, and those from before a `load_state_dict` are refused, since what they prefetched is no longer due.
+    **Position.** A batch that was fetched isn't consumed. The cursor moves when a step is said to be done: by a
+    `Checkpointer` for the samplers of its `State` (don't call `advance` beside one), else by `commit` or `advance`.
+    Iterators start at the cursor; those from before a `load_state_dict` are refused: what they prefetched isn't due.
 
     Args:
         dataset: the data set, or its number of samples; with a mixture, a mapping from names to these.

@@ -2,8 +2,8 @@
 
 It is resumed twice, on as many processes as before and on one more; neither may change a bit.
 
-    python -m ckptfmt demo
-    python -m ckptfmt demo --store s3
+    ckptfmt demo
+    ckptfmt demo --store s3
 
 Start reading at `ckptfmt.demo.train`, the training script, which is what a user writes; `ckptfmt.demo.story` starts it
 several times and compares what it did.
@@ -135,7 +135,7 @@ def _ended_as_by_ctrl_c(number: signal.Signals) -> Iterator[None]:
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m ckptfmt demo",
+        prog="ckptfmt demo",
         description="Train a small GPT on two processes, kill one, resume, and compare every bit with a run left in"
         " peace; then resume on three processes, and compare every bit again. About a minute on two cores.",
     )

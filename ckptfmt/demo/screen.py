@@ -201,7 +201,7 @@ def _sentence(comparison: Comparison) -> str:
 def _iter_next(outcome: Outcome) -> Iterator[str]:
     yield "  The run is left behind to look at:"
     for command, path in (("log", outcome.run), ("inspect", outcome.last_checkpoint), ("validate", outcome.run)):
-        yield f"    python -m ckptfmt {command} {path}"
+        yield f"    ckptfmt {command} {path}"
 
 
 def as_json(outcome: Outcome, *, seconds: float) -> dict[str, object]:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.documents.canonical import dump_document, parse_document
+from ckptfmt.documents.durability import HOME, durability_members, parse_durability
 from ckptfmt.documents.labels import NO_LABELS, Labels, parse_labels
 from ckptfmt.errors import Code, err
 from ckptfmt.features import DELTAS, is_of_delta
@@ -186,6 +187,7 @@ class Manifest:
         saved_unix_s: when writer 0 took the state, in seconds since 1970, by its own clock; information only.
         features: the reader features that it needs.
         labels: its metrics and tags, as they were given with the save.
+        durability: where its files were at least when it was committed: "home", "peers" or "node".
         references: all checkpoints that it reads from, and those that they read from; none if it is full.
         fields: a summary for each of the seven.
         index_nbytes: size of the index file.
@@ -201,6 +203,7 @@ class Manifest:
     features: tuple[str, ...] = ()
     references: tuple[Reference, ...] = ()
     labels: Labels = NO_LABELS
+    durability: str = HOME
     digest: str = ""
 
     @property
@@ -236,6 +239,7 @@ class Manifest:
                 "profile": self.profile,
                 "references": [dataclasses.asdict(reference) for reference in self.references],
                 **(self.labels.members() if self.labels else {}),
+                **durability_members(self.durability),
                 "fields": {field: self.fields[field].as_dict() for field in FIELDS},
                 "index": {
                     "name": index_name(self.origin.attempt),
@@ -293,6 +297,7 @@ class Manifest:
             features=tuple(signed["features"]["reader"]),
             references=references,
             labels=parse_labels(signed, signed["features"]["reader"], f"{where}#/signed"),
+            durability=parse_durability(signed, signed["features"]["reader"], origin.run_id, f"{where}#/signed"),
             digest=digest,
         )
 

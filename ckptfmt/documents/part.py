@@ -14,6 +14,7 @@ from ckptfmt import limits
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents import extents, tables
 from ckptfmt.documents.canonical import check_version, dump_document, fit_string
+from ckptfmt.documents.durability import HOME, durability_members, parse_durability
 from ckptfmt.documents.extents import Files, PredictionGroup
 from ckptfmt.documents.holdings import Holdings, parse_holdings
 from ckptfmt.documents.labels import NO_LABELS, Labels, parse_labels
@@ -22,7 +23,7 @@ from ckptfmt.documents.msgpk import Weight, dump_mapless, dump_packed_document, 
 from ckptfmt.documents.packed import Budget, Columns, dump_packed, dump_strings, total_of
 from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.features import LABELS, is_of_delta
+from ckptfmt.features import CACHES, LABELS, OF_ANY_PROFILE, is_of_delta
 
 #: The kinds of files, each with what its names end in.
 FILE_KINDS: Final = {"safetensors": ".safetensors", "pack": ".pack"}
@@ -82,6 +83,7 @@ class Part:
         references: the checkpoints that it reads from, and those that they read from; none if it is full.
         groups: boxes whose blocks are predicted from each other's.
         labels: metrics and tags of the checkpoint; of writer 0 alone.
+        durability: where its files are at least when it is created at home: "home", "peers" or "node".
     """
 
     origin: Origin
@@ -95,6 +97,7 @@ class Part:
     references: tuple[Reference, ...] = ()
     groups: tuple[PredictionGroup, ...] = ()
     labels: Labels = NO_LABELS
+    durability: str = HOME
 
     def dump(self) -> tuple[bytes, bytes]:
         """Return the bytes of the part's file, and the digest that names them."""
@@ -113,7 +116,7 @@ class Part:
     def features(self) -> list[str]:
         """The reader features that it needs."""
         needed = extents.delta_features(self.holdings.encodings(), self.groups, self.references)
-        return sorted([*needed, LABELS]) if self.labels else needed
+        return sorted([*needed, *[LABELS] * bool(self.labels), *[CACHES] * (self.durability != HOME)])
 
     def _signed(self) -> dict[str, Any]:
         held = self.holdings
@@ -137,6 +140,7 @@ class Part:
             **held.box_columns(self.origin.block_nbytes, header_nbytes, encodings, is_delta=is_delta),
             **({"groups": extents.dump_groups(self.groups)} if is_delta else {}),
             **(self.labels.members() if self.labels else {}),
+            **durability_members(self.durability),
             "streams": {
                 **tables.stream_columns(self.streams, scopes),
                 "state": [stream.state for stream in self.streams],
@@ -213,7 +217,9 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     check_version(signed, where)
     features = signed["features"]["reader"]
     is_delta = is_of_delta(features)
-    keys = (*(_DELTA_KEYS if is_delta else _PART_KEYS), *(("metrics", "tags") if LABELS in features else ()))
+    behind = {LABELS: ("metrics", "tags"), CACHES: ("durability",)}
+    added = (key for feature, keys in behind.items() if feature in features for key in keys)
+    keys = (*(_DELTA_KEYS if is_delta else _PART_KEYS), *added)
     columns = Columns(signed, keys, where, budget=Budget(most))
     if columns.any("type") != "part":
         raise err(Code.DOC_SCHEMA, "not a part", where=columns.place("type"), requirement="REQ-DOC-011")
@@ -227,10 +233,14 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     origin = tables.parse_origin(columns)
     saved_unix_s = tables.parse_counter(columns, "saved_unix_s")
     writer = tables.parse_counter(columns, "writer", below=origin.writer_count)
+    if features != sorted(features):
+        detail = "the features aren't sorted"
+        raise err(Code.DOC_SCHEMA, detail, where=columns.place("features"), requirement="REQ-DEL-001")
     labels = parse_labels(signed, features, where)
     if labels and writer != 0:
         detail = "metrics and tags are those of writer 0"
         raise err(Code.DOC_SCHEMA, detail, where=columns.place("metrics"), requirement="REQ-PRT-014")
+    durability = parse_durability(signed, features, origin.run_id, where)
     scopes = tables.check_scopes(columns)
     files = _parse_files(columns, origin, writer, is_delta=is_delta)
     references = extents.parse_references(columns)
@@ -255,6 +265,7 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
         references=references,
         groups=groups,
         labels=labels,
+        durability=durability,
     )
 
 
@@ -276,7 +287,7 @@ def _parse_groups(columns: Columns, held: Holdings, reference_count: int) -> tup
         references=reference_count,
     )
     _check_predicted(table, held, groups)
-    features = [feature for feature in columns.any("features")["reader"] if feature != LABELS]
+    features = [feature for feature in columns.any("features")["reader"] if feature not in OF_ANY_PROFILE]
     needed = extents.delta_features(held.encodings(), groups, range(reference_count))
     if features != needed:
         raise err(

@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection
 from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.documents.canonical import dump_document, parse_document
 from ckptfmt.documents.labels import Labels, check_labels
-from ckptfmt.documents.manifest import Reference, check_references, parse_checkpoint_name, pins_path
+from ckptfmt.documents.manifest import (
+    MANIFEST_NAME,
+    Abort,
+    Manifest,
+    Reference,
+    Tombstone,
+    check_references,
+    parse_checkpoint_name,
+    pins_path,
+)
 from ckptfmt.errors import Code, err
 
 RUN_NAME: Final = "run.json"
@@ -258,3 +268,40 @@ class Pins:
         if pins_path(signed["attempt"], signed["writer"]) != where:
             raise err(Code.DOC_MISMATCH, "they belong to another writer", where=where, requirement="REQ-CMT-037")
         return cls(attempt=signed["attempt"], writer=signed["writer"], references=references)
+
+
+def check_record(name: str, launch: int, numbers: Collection[int | None]) -> None:
+    """Raise unless the launch of a checkpoint directory is among those that have a record.
+
+    Raises: IntegrityError(FILE_MISSING). Spec: REQ-RUN-015.
+    """
+    if launch not in numbers:
+        raise err(
+            Code.FILE_MISSING,
+            f"{name} is of launch {launch}, which has no record",
+            where=f"{LAUNCHES}/{launch_name(launch)}",
+            requirement="REQ-RUN-015",
+            remedy="Restore the record from a copy, or resume by hand from a checkpoint that you name.",
+        )
+
+
+def check_place(register: Manifest | Abort | Tombstone, step_and_launch: tuple[int, int], run_id: str | None) -> None:
+    """Raise unless a register is that of its directory's step, launch and run.
+
+    Raises: FormatError(STEP_MISMATCH, RUN_MISMATCH). Spec: REQ-MAN-002, REQ-RUN-003.
+    """
+    said = register.origin if isinstance(register, Manifest) else register
+    if (said.step, said.launch) != step_and_launch:
+        raise err(
+            Code.STEP_MISMATCH,
+            f"the register is that of step {said.step}, launch {said.launch}",
+            where=MANIFEST_NAME,
+            requirement="REQ-MAN-002",
+        )
+    check_run_id(run_id, said.run_id, MANIFEST_NAME)
+
+
+def check_run_id(run_id: str | None, said: str | None, where: str) -> None:
+    """Raise unless a record or register is of the run. Raises: FormatError(RUN_MISMATCH). Spec: REQ-RUN-003."""
+    if run_id is not None and said != run_id:
+        raise err(Code.RUN_MISMATCH, f"it belongs to run {said}", where=where, requirement="REQ-RUN-003")

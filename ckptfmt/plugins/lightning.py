@@ -33,7 +33,7 @@ Not bit for bit:
 ``save_last="link"`` links a checkpoint that is still being saved: after a crash the link may lead to none, which a load
 refuses by name. `LightningModule.load_from_checkpoint` calls torch.load, and can't read a checkpoint of ckptfmt: make
 the module, and call ``ckptfmt.load(path, ckptfmt.State(weights=module), only="weights:*")``; hyper-parameters are in
-``ckptfmt.load(path, only="optimizer:extra/hyper_parameters")``. What is no plain value, such as an object among the
+``ckptfmt.load(path, only="extra:hyper_parameters")``. What is no plain value, such as an object among the
 hyper-parameters, is refused by name: a checkpoint holds nothing that executes.
 """
 

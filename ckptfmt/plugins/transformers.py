@@ -29,7 +29,7 @@ mid-epoch there is no evaluation of the end of an epoch. A signal in a step that
 
 **What stays.** With ``save_total_limit=N`` the newest N stay. With ``metric_for_best_model`` these are the best one and
 the newest N - 1, at least one; of equals the newest counts as the best. ``load_best_model_at_end`` loads it from the
-run. Losses and metrics of evaluations stand in the manifests: ``python -m ckptfmt log`` shows them.
+run. Losses and metrics of evaluations stand in the manifests: ``ckptfmt log`` shows them.
 
 **Bit for bit** are weights, optimizer, learning rate, gradient scaler, RNG streams and the order of samples, in the
 middle of an epoch and between epochs, with gradient accumulation, on the same number of processes under

@@ -36,6 +36,8 @@ from ckptfmt.read.verify import verify_opened
 
 #: How many bytes of tensors that are cut otherwise are read at a time.
 _CHUNK_NBYTES: Final = 4 << 20
+#: How many elements that differ are kept of a tensor: those that are the farthest from each other.
+_LARGEST_COUNT: Final = 3
 #: What of a tensor must be alike for its elements to be compared; and what else is said of it.
 _KIND: Final = ("dtype", "global_shape")
 _REST: Final = ("storage", "aliases")
@@ -225,7 +227,9 @@ def _iter_alike(
         found, block = task
         read = [library.read_blocks(stored, [block]) for library, stored in zip(libraries, found, strict=True)]
         ((one,), _), ((other,), _) = read
-        return measure(one, other, pair[0].dtype), sum(fetched.read_nbytes for _, fetched in read)
+        first = block * sides[0].manifest.origin.block_nbytes // DTYPES[pair[0].dtype].nbytes
+        distance = measure(one, other, pair[0].dtype).within(found[0].box, first)
+        return distance, sum(fetched.read_nbytes for _, fetched in read)
 
     for distance, read_nbytes in iter_ahead(read, iter_blocks()):
         counts.read_nbytes += read_nbytes
@@ -245,7 +249,7 @@ def _iter_otherwise(
             array = np.empty(chunk.shape, carrier_of(element_nbytes))
             counts.read_nbytes += side.fill(tensor, chunk, array).read_nbytes
             contents.append(array.reshape(-1).view(np.uint8).data)
-        yield measure(contents[0], contents[1], one.dtype)
+        yield measure(contents[0], contents[1], one.dtype).within(chunk, 0)
 
 
 # --- plain values -----------------------------------------------------------------------------------------------------
@@ -297,6 +301,21 @@ _POWERS: Final = np.array([1 << digits for digits in range(64)], np.uint64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """An element that differs.
+
+    Attributes:
+        index: where it is in the tensor.
+        values: what it is on either side; of a dtype without numbers, its bits.
+        gap: how far these are from each other; infinite where one of them is no number.
+    """
+
+    index: tuple[int, ...]
+    values: tuple[float | complex, float | complex]
+    gap: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
     """How far elements are from each other.
 
@@ -305,10 +324,12 @@ class Distance:
         changed_count: how many have other bits; a complex one counts once.
         nan_count: how many of these are no number on one side at least, and so are nowhere.
         max_abs: the greatest difference of two numbers; None where no two were compared.
+        max_rel: the greatest ratio of such a difference to the larger of the two magnitudes; likewise.
         max_ulps: the greatest number of floats from one number to the other, both zeros being one; None of what isn't
             a float, and where no two were compared.
         ulp_counts: how many numbers are how many ULPs apart: at k those with k binary digits, so that at 0 are those
             that are equal but for the sign of a zero, at 1 those of one ULP, at 2 those of two or three.
+        largest: those that are the farthest from each other, the farthest first; what is no number is infinitely far.
     """
 
     element_count: int = 0
@@ -317,6 +338,8 @@ class Distance:
     max_abs: float | int | None = None
     max_ulps: int | None = None
     ulp_counts: tuple[int, ...] = ()
+    max_rel: float | None = None
+    largest: tuple[Change, ...] = ()
 
     @property
     def median_ulps(self) -> int | None:
@@ -337,33 +360,65 @@ class Distance:
             max_abs=_greater(self.max_abs, other.max_abs),
             max_ulps=_greater(self.max_ulps, other.max_ulps),
             ulp_counts=tuple(map(sum, itertools.zip_longest(self.ulp_counts, other.ulp_counts, fillvalue=0))),
+            max_rel=_greater(self.max_rel, other.max_rel),
+            largest=tuple(sorted((*self.largest, *other.largest), key=lambda one: -one.gap)[:_LARGEST_COUNT]),
+        )
+
+    def within(self, box: Box, first: int) -> Distance:
+        """Return this distance of elements of a box, its changes at their indices in the tensor.
+
+        Args:
+            first: number of the first of the elements in the box.
+        """
+        return dataclasses.replace(
+            self,
+            largest=tuple(dataclasses.replace(one, index=_index(box, first + one.index[0])) for one in self.largest),
         )
 
 
 def measure(one: memoryview, other: memoryview, dtype: str) -> Distance:
     """Return how far elements are from each other, given as bytes, as many of one as of the other.
 
+    The index of a change is its number among them.
+
     >>> one, other = (np.array(values, "<f4").data.cast("B") for values in ([1, 2, 0.0], [1, 2.5, -0.0]))
-    >>> measure(one, other, "float32")
-    Distance(element_count=3, changed_count=2, nan_count=0, max_abs=0.5, max_ulps=2097152, ulp_counts=(1, 0, ..., 1))
+    >>> found = measure(one, other, "float32")
+    >>> found.changed_count, found.max_abs, found.max_rel, found.max_ulps, found.largest[0]
+    (2, 0.5, 0.2, 2097152, Change(index=(1,), values=(2.0, 2.5), gap=0.5))
     """
     nbytes = DTYPES[dtype].nbytes
     count = one.nbytes // nbytes
     rows = [np.frombuffer(content, np.uint8).reshape(count, nbytes) for content in (one, other)]
     changed = np.flatnonzero((rows[0] != rows[1]).any(axis=1))
     found = Distance(element_count=count, changed_count=len(changed))
-    if not len(changed) or dtype in _NO_NUMBERS:
+    if not len(changed):
         return found
+    if dtype in _NO_NUMBERS:
+        bits = [row[changed].reshape(-1) for row in rows]
+        return dataclasses.replace(found, largest=_largest(changed, bits, np.ones(len(changed))))
     lane_nbytes = nbytes // 2 if dtype.startswith("complex") else nbytes
     words = [row[changed].reshape(-1).view(f"<u{lane_nbytes}") for row in rows]
     if not dtype.startswith(("float", "bfloat", "complex")):
-        gaps = _gaps(words[0], words[1], is_signed=dtype.startswith("int"))
-        return dataclasses.replace(found, max_abs=int(gaps.max()))
-    return found.add(_measure_floats(words[0], words[1], dtype, lanes=nbytes // lane_nbytes))
+        is_signed = dtype.startswith("int")
+        gaps = _gaps(words[0], words[1], is_signed=is_signed)
+        values = [lanes.view(f"<i{lane_nbytes}") if is_signed else lanes for lanes in words]
+        return dataclasses.replace(
+            found,
+            max_abs=int(gaps.max()),
+            max_rel=float(_ratios(gaps.astype(np.float64), *(lanes.astype(np.float64) for lanes in values)).max()),
+            largest=_largest(changed, values, gaps.astype(np.float64)),
+        )
+    return found.add(_measure_floats(words[0], words[1], dtype, changed, lanes=nbytes // lane_nbytes))
 
 
-def _measure_floats(one: NDArray[Any], other: NDArray[Any], dtype: str, *, lanes: int) -> Distance:
-    """Return what is to be said of floats of which some bits differ, in each element of so many lanes."""
+def _measure_floats(
+    one: NDArray[Any], other: NDArray[Any], dtype: str, changed: NDArray[Any], *, lanes: int
+) -> Distance:
+    """Return what is to be said of floats of which some bits differ, in each element of so many lanes.
+
+    Args:
+        changed: numbers of the elements.
+    """
     import ml_dtypes  # noqa: PLC0415 - a twentieth of a second that other commands needn't pay
 
     kind = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
@@ -374,14 +429,19 @@ def _measure_floats(one: NDArray[Any], other: NDArray[Any], dtype: str, *, lanes
     are_numbers = ~(np.isnan(values[0]) | np.isnan(values[1]))
     nan_count = int((~are_numbers.reshape(-1, lanes).all(axis=1)).sum())
     compared = are_numbers & (one != other)  # of a complex one, the other half may be as it was
+    far = np.where(compared, gaps, np.where(are_numbers, 0.0, np.inf)).reshape(-1, lanes).max(axis=1)
+    elements = [lane.view(np.complex128) if lanes > 1 else lane for lane in values]
+    largest = _largest(changed, elements, far)
     if not compared.any():
-        return Distance(nan_count=nan_count)
+        return Distance(nan_count=nan_count, largest=largest)
     is_signed = kind not in _UNSIGNED_FLOATS
     ordered = [_in_order(words[compared]) if is_signed else words[compared] for words in (one, other)]
     steps = _gaps(ordered[0], ordered[1], is_signed=is_signed).astype(np.uint64)
     return Distance(
         nan_count=nan_count,
         max_abs=float(gaps[compared].max()),
+        max_rel=float(_ratios(gaps[compared], *(lane[compared] for lane in values)).max()),
+        largest=largest,
         max_ulps=int(steps.max()),
         ulp_counts=tuple(np.bincount(np.searchsorted(_POWERS, steps, "right")).tolist()),
     )
@@ -404,6 +464,28 @@ def _gaps(one: NDArray[Any], other: NDArray[Any], *, is_signed: bool) -> NDArray
     low, high = np.minimum(one, other), np.maximum(one, other)
     gaps: NDArray[Any] = high.view(f"<u{width}") - low.view(f"<u{width}")
     return gaps
+
+
+def _ratios(gaps: NDArray[Any], one: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
+    """Return gaps as parts of the larger magnitude of each two; infinite where one is, 0 of two zeros."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios: NDArray[Any] = gaps / np.maximum(np.abs(one), np.abs(other))
+    return np.where(np.isinf(gaps), np.inf, np.nan_to_num(ratios, nan=0.0))
+
+
+def _largest(changed: NDArray[Any], values: list[NDArray[Any]], gaps: NDArray[Any]) -> tuple[Change, ...]:
+    """Return the elements that are the farthest from each other, the farthest first, of equals the first."""
+    order = np.argsort(-gaps, kind="stable")[:_LARGEST_COUNT].tolist()
+    return tuple(
+        Change(index=(int(changed[at]),), values=(values[0][at].item(), values[1][at].item()), gap=float(gaps[at]))
+        for at in order
+    )
+
+
+def _index(box: Box, number: int) -> tuple[int, ...]:
+    """Return the index in the tensor of an element of a box, counted through by rows."""
+    within = np.unravel_index(number, box.shape) if box.shape else ()
+    return tuple(begin + int(at) for begin, at in zip(box.begin, within, strict=True))
 
 
 def _greater(one: Any, other: Any) -> Any:  # noqa: ANN401 - numbers of one kind

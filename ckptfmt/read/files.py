@@ -19,6 +19,7 @@ from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import read_register
 from ckptfmt.digest import DIGEST_NBYTES, PREFIX, digest_at, digest_bytes, iter_blocks
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.extents import Extent, PredictionGroup
 from ckptfmt.documents.index import Index, IndexLeaf, IndexRngStream, IndexTensor
 from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, Reference, index_name, part_path
@@ -28,7 +29,7 @@ from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, UnsupportedError, err
 from ckptfmt.layout.merge import check_index_tiling, summarise
 from ckptfmt.layout.read_plan import BlockRange
-from ckptfmt.store.protocol import Store, call_each
+from ckptfmt.store.protocol import Source, Store, call_each
 
 
 class CheckpointFiles:
@@ -165,8 +166,21 @@ class CheckpointFiles:
         # Without the lock: two threads that ask for one file at once both look, which does no harm.
         file = next(file for file in part.files if file.name == name)
         with self._placed():
-            check_nbytes(self.store, name, file.nbytes)
+            self.check_nbytes(part, file)
             self.read_header(file)
+
+    def check_nbytes(self, part: Part, file: PartFile) -> None:
+        """Raise unless a file has the size that its part says.
+
+        Raises: IntegrityError(FILE_NBYTES, FILE_MISSING; FILES_IN_CACHES where it needn't be at home).
+        Spec: REQ-CKP-003, REQ-CKP-004, REQ-OPN-012.
+        """
+        try:
+            check_nbytes(self.store, file.name, file.nbytes)
+        except CkptError as error:
+            if error.code != Code.FILE_MISSING or part.durability == HOME:
+                raise
+            raise in_caches(part.durability, [file.name]) from None
 
     def read_header(self, file: PartFile) -> bytes:
         """Return a file's header, and count the file as checked; its size was compared before. Raises: as the function.
@@ -525,7 +539,14 @@ def read_index(store: Store, manifest: Manifest) -> Index:
     return index
 
 
-def check_nbytes(store: Store, path: str, nbytes: int) -> None:
+def in_caches(durability: str, names: Sequence[str]) -> CkptError:
+    """Return the error of files that aren't at home, and needn't be."""
+    others = f", and {len(names) - 1} more files of the checkpoint aren't at home either" if len(names) > 1 else ""
+    detail = f"the file isn't at home: it was written to a cache of its node (durability {durability}){others}"
+    return err(Code.FILES_IN_CACHES, detail, where=names[0], requirement="REQ-OPN-012")
+
+
+def check_nbytes(store: Source, path: str, nbytes: int) -> None:
     """Raise unless a file has the size that is declared. Raises: IntegrityError(FILE_NBYTES, FILE_MISSING)."""
     actual = store.nbytes(path)
     if actual != nbytes:

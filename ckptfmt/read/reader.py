@@ -6,7 +6,7 @@ Spec: REQ-OPN-001 to REQ-OPN-008.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -15,15 +15,23 @@ from numpy.typing import NDArray
 from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import part_path
-from ckptfmt.documents.tree import parse_tree
+from ckptfmt.documents.tree import TensorRef, parse_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import Code, StateError, err
 from ckptfmt.layout.read_plan import iter_chunks
 from ckptfmt.read.files import CheckpointFiles
 from ckptfmt.read.reading import ArrayTarget, Reading, allocate, carrier_of, plan_reading
 from ckptfmt.read.streaming import Borrow, ReadReport
 from ckptfmt.write.snapshot import TensorSink
 
+#: What the names of values of ``State(extra=...)`` begin with, in the field optimizer.
+_EXTRA: Final = "extra/"
+#: The members of a checkpoint that `dir` lists.
+_SHOWN: Final = (
+    "close", "config", "data", "digest", "extra", "field", "leaf", "leaves", "manifest", "metrics", "optimizer", "path",
+    "pending", "provenance", "read", "read_into", "rng", "step", "store", "stream", "streams", "tags", "tensors",
+    "topology", "weights",
+)  # fmt: skip
 #: How many bytes of a tensor `Checkpoint.iter_content` holds at a time.
 CHUNK_NBYTES: Final = 32 << 20
 
@@ -54,6 +62,9 @@ class Checkpoint(CheckpointFiles):
 
     What it holds is known once it is open; elements and values are read when they are asked for, and verified first.
 
+    `weights`, `optimizer`, `extra`, `data`, `config`, `rng`, `topology` and `provenance` are mappings of what it holds;
+    `tensors`, `leaves` and `streams` are what the index says of it, for programs.
+
     Attributes:
         tensors: by field, name and scope; of each its ``dtype``, ``global_shape`` (in elements), ``nbytes``,
             ``aliases`` (other names that it was tied to) and ``sharding``: a sequence of pairs, the box of each stored
@@ -82,14 +93,69 @@ class Checkpoint(CheckpointFiles):
         return self.manifest.origin.step
 
     @property
+    def path(self) -> str:
+        """Where it is."""
+        return self.store.name
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics that were saved with it; `Run.list` knows those that were given since."""
+        return self.manifest.labels.numbers()
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags that were saved with it; as `metrics`."""
+        return self.manifest.labels.tags
+
+    @property
     def weights(self) -> TensorView:
         """The weights by name, as numpy arrays, read when they are indexed."""
         return TensorView(self, "weights")
 
     @property
     def optimizer(self) -> TensorView:
-        """The optimizer's tensors by name, as numpy arrays, read when they are indexed."""
-        return TensorView(self, "optimizer")
+        """The optimizer's tensors by name, as numpy arrays, read when they are indexed; without those of `extra`."""
+        return TensorView(self, "optimizer", without=_EXTRA)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The configuration; empty where none was saved."""
+        return ValueView(self, "config")
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """The position in the data: the members of the value that was saved, or several values by their names."""
+        return ValueView(self, "data")
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """The values of ``State(extra=...)`` by their keys; of a module or mapping of tensors, a `TensorView`."""
+        return ExtraView(self)
+
+    @property
+    def rng(self) -> Mapping[str, Mapping[str, tuple[str, Any]]]:
+        """The RNG streams: by worker (``lw/0``) and name, each with its kind and state."""
+        scopes = sorted({scope for _, scope in self.streams})
+        return {scope: StreamView(self, scope) for scope in scopes}
+
+    @property
+    def topology(self) -> Mapping[str, Any]:
+        """What the run ran on: processes, flags, versions; under ``local``, what process 0 said of its machine."""
+        return ValueView(self, "topology")
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """Where the run comes from: commit, command, host, and what the caller gave."""
+        return ValueView(self, "provenance")
+
+    def __repr__(self) -> str:
+        fields = [name for name, field in self.manifest.fields.items() if field.reason is None]
+        kind = "" if self.manifest.profile == "full" else f", {self.manifest.profile}"
+        return f"Checkpoint({self.path!r}, step={self.step}, nbytes={self.manifest.nbytes}{kind}, {' '.join(fields)})"
+
+    def __dir__(self) -> list[str]:
+        """Return the names for those who read a checkpoint; what engines need beside is left out."""
+        return sorted(_SHOWN)
 
     def field(self, field: str) -> TensorView:
         """Return the tensors of a field by name."""
@@ -202,52 +268,192 @@ def _check_within(tensor: IndexTensor, box: Box) -> None:
         raise err(Code.ARGUMENT, f"{box} leaves the tensor's {tensor.global_shape}", where=tensor.name)
 
 
-class TensorView:
+class MissingNameError(StateError, KeyError):
+    """A name that a checkpoint doesn't have, where it is looked up as in a mapping: a `KeyError`, too."""
+
+
+def _missing(code: Code, detail: str, name: object) -> MissingNameError:
+    return MissingNameError(code, detail, where=str(name), remedy="List the names: they are the keys of this mapping.")
+
+
+class TensorView(Mapping[str, "TensorHandle"]):
     """The tensors of one field by name; indexing returns a `TensorHandle`, which reads when it is sliced.
 
     A tensor that only has per-worker copies is found under the name of its first worker's.
+
+    Raises: MissingNameError(TENSOR_MISSING), which is a `KeyError`, for a name that isn't there.
     """
 
-    def __init__(self, checkpoint: Checkpoint, field: str, scope: str | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, field: str, scope: str | None = None, *, under: str = "", without: str = ""
+    ) -> None:
         self._checkpoint = checkpoint
         self._field = field
         self._scope = scope
+        #: What the names in the checkpoint begin with, and don't begin with here; and what is left out.
+        self._under, self._without = under, without
 
     def __repr__(self) -> str:
-        return f"TensorView({self._field}: {len(self)} names)"
+        return f"TensorView({place_of_view(self._field, self._under)}: {len(self)} names)"
 
     def scoped(self, scope: str) -> TensorView:
         """Return the view of one scope only, such as ``lw/0``."""
-        return TensorView(self._checkpoint, self._field, scope)
+        return TensorView(self._checkpoint, self._field, scope, under=self._under, without=self._without)
 
     def __getitem__(self, name: str) -> TensorHandle:
-        for scope in (self._scope,) if self._scope else ("global", "lw/0"):
-            tensor = self._checkpoint.find(self._field, name, scope)
-            if tensor is not None:
-                return TensorHandle(self._checkpoint, tensor)
-        raise err(Code.TENSOR_MISSING, f"{self._field} has no tensor {name!r}", where=name)
+        found = self._find(name)
+        if found is None:
+            raise _missing(Code.TENSOR_MISSING, f"{self._field} has no tensor {name!r}", name)
+        return TensorHandle(self._checkpoint, found)
 
-    def items(self) -> Iterator[tuple[str, TensorHandle]]:
-        """Yield each name, aliases included, with its tensor."""
-        for name in self:
-            yield name, self[name]
+    def _find(self, name: object) -> IndexTensor | None:
+        if not isinstance(name, str) or not self._shows(f"{self._under}{name}"):
+            return None
+        for scope in self._scopes:
+            tensor = self._checkpoint.find(self._field, f"{self._under}{name}", scope)
+            if tensor is not None:
+                return tensor
+        return None
+
+    @property
+    def _scopes(self) -> tuple[str, ...]:
+        return (self._scope,) if self._scope else ("global", "lw/0")
+
+    def _shows(self, name: str) -> bool:
+        return name.startswith(self._under) and not (self._without and name.startswith(self._without))
 
     def __contains__(self, name: object) -> bool:
-        return name in set(self)
+        return self._find(name) is not None
 
     def __iter__(self) -> Iterator[str]:
+        """Yield each name, aliases included."""
         names: dict[str, None] = {}
         for tensor in self._checkpoint.index.tensors:
-            if tensor.field == self._field and tensor.scope in ((self._scope,) if self._scope else ("global", "lw/0")):
+            if tensor.field == self._field and tensor.scope in self._scopes:
                 names.update(dict.fromkeys((tensor.name, *tensor.aliases)))
-        return iter(names)
+        return (name.removeprefix(self._under) for name in names if self._shows(name))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def keys(self) -> list[str]:
-        """Return the names, aliases included."""
-        return list(self)
+
+class ValueView(Mapping[str, Any]):
+    """The plain values of one field: the members of the value that it is, and others by their names.
+
+    They are read when they are asked for; tensors within are `TensorHandle`.
+
+    Raises: MissingNameError(LEAF_MISSING), which is a `KeyError`, for a name that isn't there.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, field: str) -> None:
+        self._checkpoint = checkpoint
+        self._field = field
+
+    @functools.cached_property
+    def _values(self) -> dict[str, Any]:
+        names = [name for field, name, scope in self._checkpoint.leaves if (field, scope) == (self._field, "global")]
+        values = {name: _with_handles(self._checkpoint, self._field, name) for name in names}
+        whole = values.pop("", None)
+        # A value that is no mapping has no members: it stands under the empty name.
+        members = whole if isinstance(whole, dict) else {"": whole} if "" in names else {}
+        return {**members, **values}
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - any plain value
+        if name not in self._values:
+            raise _missing(Code.LEAF_MISSING, f"{self._field} has no value {name!r}", name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+class ExtraView(Mapping[str, Any]):
+    """The values of ``State(extra=...)``, by their keys.
+
+    Raises: MissingNameError(LEAF_MISSING), which is a `KeyError`, for a key that isn't there.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, None]:
+        checkpoint = self._checkpoint
+        keys = (key for keys in (checkpoint.leaves, checkpoint.tensors) for key in keys)
+        names = (
+            name.removeprefix(_EXTRA) for field, name, _ in keys if field == "optimizer" and name.startswith(_EXTRA)
+        )
+        return dict.fromkeys(sorted(name.partition("/")[0] for name in names))
+
+    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 - any plain value, or a view
+        if key not in self._keys:
+            raise _missing(Code.LEAF_MISSING, f"extra has no value {key!r}", key)
+        if ("optimizer", f"{_EXTRA}{key}", "global") in self._checkpoint.leaves:
+            return _with_handles(self._checkpoint, "optimizer", f"{_EXTRA}{key}")
+        return TensorView(self._checkpoint, "optimizer", under=f"{_EXTRA}{key}/")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        return f"ExtraView({', '.join(self._keys)})"
+
+
+class StreamView(Mapping[str, tuple[str, Any]]):
+    """The RNG streams of one worker by name: of each its kind, and its state, read when it is asked for.
+
+    Raises: MissingNameError(STREAM_MISSING), which is a `KeyError`, for a name that isn't there.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, scope: str) -> None:
+        self._checkpoint = checkpoint
+        self._scope = scope
+
+    def __getitem__(self, name: str) -> tuple[str, Any]:
+        if (name, self._scope) not in self._checkpoint.streams:
+            raise _missing(Code.STREAM_MISSING, f"{self._scope} has no RNG stream {name!r}", name)
+        return self._checkpoint.stream(name, self._scope)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, scope in self._checkpoint.streams if scope == self._scope)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"StreamView({self._scope}: {', '.join(self)})"
+
+
+def _with_handles(checkpoint: Checkpoint, field: str, name: str) -> Any:  # noqa: ANN401 - any plain value
+    """Return a saved value; what refers to a tensor is its handle."""
+
+    def replace(value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, TensorRef):
+            tensor = checkpoint.find(field, value.name)
+            return value if tensor is None else TensorHandle(checkpoint, tensor)
+        if isinstance(value, dict):
+            return type(value)((key, replace(item)) for key, item in value.items())
+        return type(value)(map(replace, value)) if type(value) in (list, tuple) else value
+
+    return replace(checkpoint.leaf(field, name))
+
+
+def place_of_view(field: str, under: str) -> str:
+    """Return how a view of tensors is called: by its field, and what its names begin with.
+
+    >>> place_of_view("weights", ""), place_of_view("optimizer", "extra/ema/")
+    ('weights', 'extra:ema')
+    """
+    return f"extra:{under.removeprefix(_EXTRA).rstrip('/')}" if under.startswith(_EXTRA) else field
 
 
 class TensorHandle:

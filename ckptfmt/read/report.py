@@ -75,10 +75,13 @@ class Report:
         closure: the checkpoints that were checked for their sake.
         nbytes: how many bytes were read and compared with a digest, the closure's among them.
         on_progress: called with the number of bytes just checked.
+        share: which slice of the blocks of each part is checked, from 0 on, and of how many slices; documents and
+            headers are checked whatever the slice.
     """
 
     target: str
     kind: str
+    share: tuple[int, int] = (0, 1)
     violations: list[CkptError] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
     checkpoints: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -123,6 +126,10 @@ class Report:
 
     def __bool__(self) -> bool:
         return self.valid
+
+    def __repr__(self) -> str:
+        found = "valid" if self.valid else f"{len(self.violations)} violations, first {self.violations[0]}"
+        return f"Report({self.target!r}, {self.kind}, nbytes={self.nbytes}, {found})"
 
     @property
     def valid(self) -> bool:

@@ -21,7 +21,7 @@ from ckptfmt.errors import Code, err
 from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox, check_nbytes
 from ckptfmt.read.streaming import iter_ahead
-from ckptfmt.store.protocol import Store
+from ckptfmt.store.protocol import Source
 
 #: How many bytes are read and compared at a time, if no block is larger.
 CHUNK_NBYTES: Final = 4 << 20
@@ -54,7 +54,7 @@ class VerifiedFile:
     spans: Sequence[Span]
     is_document: bool = False
 
-    def iter_chunks(self, store: Store) -> Iterator[bytes]:
+    def iter_chunks(self, store: Source) -> Iterator[bytes]:
         """Yield the contents of the file in a store, each byte compared before.
 
         Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST, HEADER_DIGEST, BLOCK_DIGEST); FormatError.
@@ -73,7 +73,7 @@ class VerifiedFile:
             chunk.append(span)
         yield chunk
 
-    def _read(self, store: Store, chunk: list[Span]) -> bytes:
+    def _read(self, store: Source, chunk: list[Span]) -> bytes:
         begin = chunk[0][0]
         content = store.read_range(self.path, begin, chunk[-1][0] + chunk[-1][1] - begin)
         view = memoryview(content)

@@ -15,20 +15,28 @@ from ckptfmt.commit.decision import read_register
 from ckptfmt.commit.waiting import describe_savers, list_held
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import is_foreign, parse_cursor, parse_foreign
+from ckptfmt.documents.durability import weakest
 from ckptfmt.documents.extents import Extent
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
-    Abort,
     Manifest,
     Reference,
-    Tombstone,
     index_name,
     parse_checkpoint_name,
     part_path,
 )
 from ckptfmt.documents.packed import Integers
 from ckptfmt.documents.part import Part, PartFile
-from ckptfmt.documents.run import LAUNCHES, RUN_NAME, Launch, RunRecord, launch_name, parse_launch_name
+from ckptfmt.documents.run import (
+    LAUNCHES,
+    RUN_NAME,
+    Launch,
+    RunRecord,
+    check_place,
+    check_record,
+    check_run_id,
+    parse_launch_name,
+)
 from ckptfmt.documents.shard import ShardEntry, parse_shard_header
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
@@ -38,7 +46,8 @@ from ckptfmt.features import is_of_delta
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.read.decoding import Decoder, iter_spans
-from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox, check_nbytes
+from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox
+from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Bundle, Reading, WantedBox
 from ckptfmt.read.report import ClosureMember, FoundReference, Report, is_violation, without_frames
@@ -84,7 +93,14 @@ def verify_loadable(store: Store, report: Report, *, digest: str | None = None) 
     Raises: StoreError where the store itself fails; StateError(FLOAT_ENVIRONMENT).
     Spec: REQ-RUN-012.
     """
-    return _Verification((), with_bases=True).check(store, report, digest=digest)
+    verification = _Verification((), with_bases=True)
+    checkpoint = verification.open(store, report, digest=digest)
+    if checkpoint is not None:
+        with report.collect():
+            check_at_home(checkpoint)  # first: the rest of one that is passed over needn't be read
+        if not report.violations:
+            verification.check_opened(checkpoint, report)
+    return checkpoint
 
 
 def verify_opened(checkpoint: Checkpoint, report: Report) -> None:
@@ -116,10 +132,13 @@ def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> 
             with report.collect():
                 path = f"{LAUNCHES}/{name}"
                 launch = Launch.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
-                _check_run_id(run_id, launch.run_id, path)
+                check_run_id(run_id, launch.run_id, path)
     names = [name[:-1] for name in store.list_names("") if name.endswith("/")]
     places = {name: place for name in names if (place := parse_checkpoint_name(name)) is not None}
-    found = {name: Report(target=name, kind="checkpoint", on_progress=report.on_progress) for name in places}
+    found = {
+        name: Report(target=name, kind="checkpoint", on_progress=report.on_progress, share=report.share)
+        for name in places
+    }
     try:
         digests: dict[str, str] = {}
         for name, place in places.items():
@@ -158,12 +177,18 @@ class _Verification:
         self, store: Store, report: Report, directory: str = "", *, digest: str | None = None
     ) -> Checkpoint | None:
         """Check one checkpoint, but for its closure; return it, where manifest and index are sound."""
-        checkpoint = None
-        with report.collect(directory):
-            checkpoint = Checkpoint(store, digest=digest, bases=self._bases)
+        checkpoint = self.open(store, report, directory, digest=digest)
         if checkpoint is not None:
             self.check_opened(checkpoint, report, directory)
         return checkpoint
+
+    def open(
+        self, store: Store, report: Report, directory: str = "", *, digest: str | None = None
+    ) -> Checkpoint | None:
+        """Return a checkpoint, where manifest and index are sound."""
+        with report.collect(directory):
+            return Checkpoint(store, digest=digest, bases=self._bases)
+        return None
 
     def check_opened(self, checkpoint: Checkpoint, report: Report, directory: str = "") -> None:
         """Check one checkpoint whose manifest and index are sound, but for its closure."""
@@ -173,10 +198,21 @@ class _Verification:
 
     def check_in_run(self, store: Store, report: Report, directory: str) -> None:
         """Check one checkpoint of a run, and of its closure what lies elsewhere."""
-        checkpoint = self.check(store, report, directory)
-        if checkpoint is not None:
-            self.check_closure(checkpoint, report)
-            checkpoint.close()  # its parts needn't stay while others are checked
+        checkpoint = self.open(store, report, directory)
+        if checkpoint is None:
+            return
+        try:
+            check_at_home(checkpoint)
+        except CkptError as error:
+            if error.code == Code.FILES_IN_CACHES:
+                report.warnings.append(f"{directory} can't be checked: {error}")
+                checkpoint.close()
+                return
+            if not is_violation(error):
+                raise  # else it is found again, one by one
+        self.check_opened(checkpoint, report, directory)
+        self.check_closure(checkpoint, report)
+        checkpoint.close()  # its parts needn't stay while others are checked
 
     def check_closure(self, checkpoint: Checkpoint, report: Report) -> None:
         """Check all that a checkpoint reads from and that isn't known yet, each by itself, the newest first."""
@@ -210,7 +246,7 @@ class _Verification:
 
     def _check_member(self, checkpoint: Checkpoint, reference: Reference, report: Report) -> None:
         """Check a checkpoint of the closure by itself."""
-        found = Report(target=reference.name, kind="checkpoint", on_progress=report.on_progress)
+        found = Report(target=reference.name, kind="checkpoint", on_progress=report.on_progress, share=report.share)
         before = len(report.violations)
         try:
             base = None
@@ -268,14 +304,15 @@ class _Verification:
         readable, sound = set(), set()
         for number, file in enumerate(part.files):
             with report.collect(directory):
-                check_nbytes(opened.files.store, file.name, file.nbytes)
+                opened.files.check_nbytes(part, file)
                 readable.add(number)  # What the header says doesn't matter to the blocks.
                 with report.collect(directory):
                     _verify_header(opened.files, file, shards[number])
                     sound.add(number)
                 report.count(file.header_nbytes)
         # What can't be decoded is at least what was stored.
-        check.plan(readable, as_stored=readable - sound if can_decode else readable, can_decode=can_decode)
+        as_stored = readable - sound if can_decode else readable
+        check.plan(readable, as_stored=as_stored, can_decode=can_decode, share=report.share)
         for damage in check.find_damages():
             report.add(damage.below(directory) if directory else damage)
         _verify_values(opened.files, part, report, directory)
@@ -303,20 +340,29 @@ class _BlockCheck(Reading):
         self._damages: list[tuple[tuple[int, str, int, int], CkptError]] = []
         self._lock = threading.Lock()
 
-    def plan(self, readable: Collection[int], *, as_stored: Collection[int], can_decode: bool) -> None:
+    def plan(
+        self, readable: Collection[int], *, as_stored: Collection[int], can_decode: bool, share: tuple[int, int]
+    ) -> None:
         """Find out what to read.
 
         Args:
             readable: numbers of the files whose blocks are read.
             as_stored: numbers of those whose encoded blocks are compared with the digests of what they are stored as.
             can_decode: whether encoded blocks are decoded.
+            share: which slice of the part's blocks; see `Report`.
         """
+        count = int(self._opened.part.holdings.extents.block_count.sum())
+        begin, end = (count * number // share[1] for number in (share[0], share[0] + 1))
         for stored in self._opened.iter_boxes():
             number = self.add_box(WantedBox(stored=stored))
             for extent in stored.extents:
-                first, last = extent.block_begin, extent.block_begin + extent.block_count
+                first = extent.block_begin + max(0, begin)
+                last = extent.block_begin + min(extent.block_count, end)
+                begin, end = begin - extent.block_count, end - extent.block_count
+                if first >= last:
+                    continue
                 if extent.encoding == "raw":
-                    if extent.file in readable and first < last:
+                    if extent.file in readable:
                         self.ranges.append(self.library.range_of(stored, first, last, number))
                     continue
                 if extent.file in as_stored:
@@ -409,21 +455,6 @@ def _can_open(checkpoint: CheckpointFiles, reference: Reference) -> bool:
     return True
 
 
-def check_record(name: str, launch: int, numbers: Collection[int | None]) -> None:
-    """Raise unless the launch of a checkpoint directory is among those that have a record.
-
-    Raises: IntegrityError(FILE_MISSING). Spec: REQ-RUN-015.
-    """
-    if launch not in numbers:
-        raise err(
-            Code.FILE_MISSING,
-            f"{name} is of launch {launch}, which has no record",
-            where=f"{LAUNCHES}/{launch_name(launch)}",
-            requirement="REQ-RUN-015",
-            remedy="Restore the record from a copy, or resume by hand from a checkpoint that you name.",
-        )
-
-
 def _read_digest(
     store: Store, step_and_launch: tuple[int, int], run_id: str | None, report: Report, name: str
 ) -> dict[str, str]:
@@ -434,27 +465,6 @@ def _read_digest(
         return {}
     check_place(register, step_and_launch, run_id)
     return {name: register.digest} if isinstance(register, Manifest) else {}
-
-
-def check_place(register: Manifest | Abort | Tombstone, step_and_launch: tuple[int, int], run_id: str | None) -> None:
-    """Raise unless a register is that of its directory's step, launch and run.
-
-    Raises: FormatError(STEP_MISMATCH, RUN_MISMATCH). Spec: REQ-MAN-002, REQ-RUN-003.
-    """
-    said = register.origin if isinstance(register, Manifest) else register
-    if (said.step, said.launch) != step_and_launch:
-        raise err(
-            Code.STEP_MISMATCH,
-            f"the register is that of step {said.step}, launch {said.launch}",
-            where=MANIFEST_NAME,
-            requirement="REQ-MAN-002",
-        )
-    _check_run_id(run_id, said.run_id, MANIFEST_NAME)
-
-
-def _check_run_id(run_id: str | None, said: str | None, where: str) -> None:
-    if run_id is not None and said != run_id:
-        raise err(Code.RUN_MISMATCH, f"it belongs to run {said}", where=where, requirement="REQ-RUN-003")
 
 
 def _verify_values(checkpoint: CheckpointFiles, part: Part, report: Report, directory: str) -> None:
@@ -522,38 +532,25 @@ def _check_merge(checkpoint: CheckpointFiles, entries: list[PartFileEntry]) -> N
     """
     manifest, parts = checkpoint.manifest, [entry.part for entry in entries]
     if merge_parts(entries) != checkpoint.index:
-        raise err(
-            Code.DOC_MISMATCH,
-            "the index isn't the one that follows from the parts",
-            where=index_name(manifest.origin.attempt),
-            requirement="REQ-IDX-001",
-        )
+        detail, where = "the index isn't the one that follows from the parts", index_name(manifest.origin.attempt)
+        raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-IDX-001")
     features, references = merge_deltas(parts)
     for what, said, merged in (
         ("features", manifest.features, features),
         ("references", manifest.references, references),
     ):
         if said != merged:
-            raise err(
-                Code.DOC_MISMATCH,
-                f"the {what} aren't those that follow from the parts",
-                where=f"{MANIFEST_NAME}#/signed/{what}",
-                requirement="REQ-DEL-021",
-            )
+            detail, where = f"the {what} aren't those that follow from the parts", f"{MANIFEST_NAME}#/signed/{what}"
+            raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-DEL-021")
     if manifest.labels != parts[0].labels:
-        raise err(
-            Code.DOC_MISMATCH,
-            "metrics and tags aren't those of part 0",
-            where=f"{MANIFEST_NAME}#/signed/metrics",
-            requirement="REQ-CMT-039",
-        )
+        detail, where = "metrics and tags aren't those of part 0", f"{MANIFEST_NAME}#/signed/metrics"
+        raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-CMT-039")
+    if manifest.durability != weakest(part.durability for part in parts):
+        detail, where = "the durability isn't the weakest of the parts", f"{MANIFEST_NAME}#/signed/durability"
+        raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-CMT-046")
     if is_of_delta(features) and add_stored(summarise(checkpoint.index), parts) != manifest.fields:
-        raise err(
-            Code.MANIFEST_SUMMARY,
-            "stored_nbytes isn't what the parts store",
-            where=f"{MANIFEST_NAME}#/signed/fields",
-            requirement="REQ-MAN-006",
-        )
+        detail, where = "stored_nbytes isn't what the parts store", f"{MANIFEST_NAME}#/signed/fields"
+        raise err(Code.MANIFEST_SUMMARY, detail, where=where, requirement="REQ-MAN-006")
 
 
 def _verify_holders(checkpoint: CheckpointFiles, sound: set[int], report: Report, directory: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, SupportsFloat, TypeAlias
+from typing import Final, Literal, SupportsFloat, TypeAlias
 
 from ckptfmt import limits
 from ckptfmt.commit.waiting import describe_savers, launches_of, list_held
@@ -14,6 +15,7 @@ from ckptfmt.documents.labels import Labels, check_name
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
 from ckptfmt.documents.run import LabelsRecord, RunRecord
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.labelling import change_labels, pin_checkpoint
 from ckptfmt.run.lineage import (
@@ -51,6 +53,8 @@ class RunCheckpoint:
         stored_nbytes: of what the checkpoint's own files have of them.
         metrics, tags: as they were said last.
         pinned: whether it stays until somebody unpins it.
+        durability: where its files were at least when it was committed: "home", or "node" or "peers", in caches of
+            nodes; None where there is no manifest.
     """
 
     name: str
@@ -64,6 +68,7 @@ class RunCheckpoint:
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     tags: tuple[str, ...] = ()
     pinned: bool = False
+    durability: str | None = None
 
 
 #: Which checkpoint: what a listing gave, its name, its digest, or its step.
@@ -94,6 +99,9 @@ class Run:
         self._path = path
         self._store = open_store(path, writable=False)
 
+    def __repr__(self) -> str:
+        return f"Run({self._store.name!r})"
+
     @property
     def pending(self) -> tuple[str, ...]:
         """Names of what living savers hold: a newer checkpoint may be committed at any moment if there are any."""
@@ -103,13 +111,13 @@ class Run:
         """Return all checkpoint directories by step, then launch: those that aren't committed, too."""
         # Before the registers: a save that is decided in between is seen there.
         held = launches_of(list_held(self._store))
-        return tuple(_describe(entry, held) for entry in self._entries())
+        return tuple(describe_entry(entry, held) for entry in self._entries())
 
     def newest(self) -> RunCheckpoint:
         """Return the checkpoint that the run goes on from, as far as its records say. Raises: as `ckptfmt.open`."""
-        return _describe(find_head_entry(self._store))
+        return describe_entry(find_head_entry(self._store))
 
-    def best(self, metric: str, mode: str = "min") -> RunCheckpoint:
+    def best(self, metric: str, mode: Literal["min", "max"] = "min") -> RunCheckpoint:
         """Return the committed checkpoint that is best by a metric; of equals the newest.
 
         Args:
@@ -130,7 +138,7 @@ class Run:
                 where=self._store.name,
                 remedy="Pass metrics= to save, or give them to Run.set_metrics.",
             )
-        return _describe(found[0])
+        return describe_entry(found[0])
 
     def open(self, which: Which | None = None) -> Checkpoint:
         """Open a checkpoint, or the newest, for reading, as `ckptfmt.open` does.
@@ -143,6 +151,7 @@ class Run:
         else:
             found = self.find(which)
             checkpoint = Checkpoint(self._store.at(found.name), digest=found.digest)
+        check_at_home(checkpoint)
         checkpoint.pending = held
         return checkpoint
 
@@ -306,9 +315,16 @@ class Run:
                 Code.NOT_COMMITTED,
                 f"{'several checkpoints are' if found else 'no checkpoint is'} {str(wanted)[:100]!r}{saving}",
                 where=self._store.name,
-                remedy="Give a name, a digest or a step; `python -m ckptfmt log` lists the checkpoints of a run.",
+                remedy=_suggest(str(wanted), entries),
             )
-        return _describe(found[0])
+        return describe_entry(found[0])
+
+
+def _suggest(wanted: str, entries: Iterable[RunEntry]) -> str:
+    """Return the remedy where no checkpoint is meant, or several are: the name that comes nearest, if one does."""
+    near = difflib.get_close_matches(wanted, [entry.name for entry in entries], n=1)
+    meant = f"Did you mean {near[0]}? " if near else "Give a name, a digest or a step; "
+    return f"{meant}`ckptfmt log` lists the checkpoints of a run."
 
 
 def _check_wanted(which: object) -> str | int:
@@ -339,7 +355,12 @@ def state_of(entry: RunEntry, held: Iterable[int] = ()) -> str:
     return next((state for kind, state in _STATES if isinstance(entry.register, kind)), undecided)
 
 
-def _describe(entry: RunEntry, held: Iterable[int] = ()) -> RunCheckpoint:
+def describe_entry(entry: RunEntry, held: Iterable[int] = ()) -> RunCheckpoint:
+    """Return what a listing says of a directory.
+
+    Args:
+        held: as for `state_of`.
+    """
     found = RunCheckpoint(
         name=entry.name,
         step=entry.step,
@@ -359,4 +380,5 @@ def _describe(entry: RunEntry, held: Iterable[int] = ()) -> RunCheckpoint:
         saved_unix_s=manifest.saved_unix_s,
         nbytes=manifest.nbytes,
         stored_nbytes=manifest.stored_nbytes,
+        durability=manifest.durability,
     )

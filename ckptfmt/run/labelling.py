@@ -12,10 +12,13 @@ from collections.abc import Callable
 from ckptfmt import limits
 from ckptfmt.commit.decision import CONDEMNED, create_once, read_register, refusal_of
 from ckptfmt.commit.waiting import poll
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.documents.run import LABELS_FOLDER, LabelsRecord, RunRecord, labels_name, parse_labels_name
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import LABELS
+from ckptfmt.read.files import CheckpointFiles
+from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.store.protocol import Store
 
 #: How many records of others a change may find in its way, one after the other.
@@ -122,7 +125,8 @@ def _read_newest(store: Store, run: RunRecord, manifest: Manifest, checkpoint: s
 def pin_checkpoint(store: Store, run: RunRecord, checkpoint: str) -> LabelsRecord:
     """Pin a checkpoint: no cleaner retires it until somebody unpins it.
 
-    Raises: as `change_labels`; StateError(ARGUMENT) for a run without the writer feature; CommitError(
+    Raises: as `change_labels`; StateError(ARGUMENT) for a run without the writer feature; IntegrityError(
+        FILES_IN_CACHES) for one whose files aren't at home; CommitError(
         CHECKPOINT_CONDEMNED) where a cleaner is about to retire it, or died before it did. Spec: REQ-CMT-041.
     """
     if LABELS not in run.writer_features:
@@ -133,6 +137,9 @@ def pin_checkpoint(store: Store, run: RunRecord, checkpoint: str) -> LabelsRecor
             requirement="REQ-CMT-041",
             remedy="Copy the checkpoint out of the run, or train on in a new one.",
         )
+    if _read_manifest(store, checkpoint).durability != HOME:
+        with CheckpointFiles(store.at(checkpoint)) as files:
+            check_at_home(files)  # else the pin would promise what may go with its node
     made = change_labels(store, run, checkpoint, lambda known: dataclasses.replace(known, pinned=True))
     wait_for_cleaners(store, checkpoint, requirement="REQ-CMT-041")
     return made

@@ -28,6 +28,8 @@ from ckptfmt.documents.run import (
     Launch,
     ResumeFrom,
     RunRecord,
+    check_place,
+    check_record,
     launch_name,
     parse_launch_name,
 )
@@ -35,7 +37,7 @@ from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import WRITER_FEATURES
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
-from ckptfmt.read.verify import check_place, check_record, verify_loadable
+from ckptfmt.read.verify import verify_loadable
 from ckptfmt.run.labelling import list_newest_labels, read_labels, wait_for_cleaners
 from ckptfmt.store import LocalStore, is_url, open_store, split_path
 from ckptfmt.store.protocol import Store
@@ -452,7 +454,7 @@ def _choose_by_hand(
         Code.NOT_COMMITTED,
         f"the run has no committed checkpoint {choose!r}",
         where=store.name,
-        remedy="`python -m ckptfmt log` lists the checkpoints of a run; give a name or a digest.",
+        remedy="`ckptfmt log` lists the checkpoints of a run; give a name or a digest.",
     )
 
 

@@ -25,6 +25,7 @@ from ckptfmt.documents.run import (
 )
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.read.files import CheckpointFiles, OpenPart, check_nbytes
+from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.report import is_violation, without_frames
 from ckptfmt.read.verified_files import StoppedError, VerifiedFile, for_each_file, index_file, part_files, stored_files
 from ckptfmt.run.lineage import (
@@ -57,11 +58,12 @@ class MirrorReport:
 
     Attributes:
         home, mirror: names of the stores.
-        head: name of the checkpoint that the run goes on from at home; None where there is none.
+        head: name of the checkpoint that the run goes on from at home, with its files there; None where there is none.
         current: whether the mirror has that one.
         copied: names of the checkpoints that were committed at the mirror.
         launches: numbers of the launches whose records were created there.
         retired: names of the checkpoints that were retired there.
+        in_caches: names of the checkpoints that aren't copied, since their files are in caches of nodes.
         problems: why a checkpoint of the home can't be copied, each as an error.
         nbytes: how many bytes were compared with a digest and written.
         stopped: whether it was stopped before its end.
@@ -74,6 +76,7 @@ class MirrorReport:
     copied: tuple[str, ...]
     launches: tuple[int, ...]
     retired: tuple[str, ...]
+    in_caches: tuple[str, ...]
     problems: tuple[CkptError, ...]
     nbytes: int
     stopped: bool
@@ -286,6 +289,7 @@ class _Mirroring:
         self._tried: dict[str, bool] = {}
         self._copied: list[str] = []
         self._launches: list[int] = []
+        self._in_caches: list[str] = []
         self._problems: list[CkptError] = []
 
     def run(self, *, retire: bool) -> MirrorReport:
@@ -300,16 +304,17 @@ class _Mirroring:
         ]
         is_new, there = self._meet(run, launches, entries)
         lineage = list(iter_lineage(launches, entries))
-        head = next((entry for entry in lineage if entry.manifest is not None), None)
         retired: list[str] = []
         try:
             self._bring_launches(launches, {launch.launch for launch in there})
             self._bring_checkpoints(lineage, is_new=is_new)
             self._bring_labels(run)
+            head = self._find_head(lineage)
             if head is not None and self._has(head):
                 retired = self._retire(run, launches, entries, everything=retire)
         except StoppedError:
             pass
+        head = self._find_head(lineage)
         return MirrorReport(
             home=self._home.name,
             mirror=self._mirror.name,
@@ -318,6 +323,7 @@ class _Mirroring:
             copied=tuple(self._copied),
             launches=tuple(self._launches),
             retired=tuple(retired),
+            in_caches=tuple(sorted(self._in_caches)),
             problems=tuple(self._problems),
             nbytes=self._nbytes,
             stopped=self._stop.is_set(),
@@ -336,6 +342,10 @@ class _Mirroring:
         check_same_history((launches, entries), (there, there_entries), (self._home.name, self._mirror.name))
         self._there = {entry.name: entry for entry in there_entries}
         return record is None, there
+
+    def _find_head(self, lineage: list[RunEntry]) -> RunEntry | None:
+        """Return what the run goes on from at home, of what isn't known to be in caches of nodes."""
+        return next((one for one in lineage if one.manifest is not None and one.name not in self._in_caches), None)
 
     def _has(self, entry: RunEntry) -> bool:
         """Return whether the mirror has the checkpoint, committed."""
@@ -481,7 +491,9 @@ class _Mirroring:
         except CkptError as error:
             if not is_violation(error):
                 raise
-            if not isinstance(self._look_again(entry).register, Tombstone):  # else it was retired meanwhile
+            if error.code == Code.FILES_IN_CACHES:
+                self._in_caches.append(entry.name)
+            elif not isinstance(self._look_again(entry).register, Tombstone):  # else it was retired meanwhile
                 self._problems.append(without_frames(error.below(entry.name)))
             return False
         self._copied.append(entry.name)
@@ -503,6 +515,7 @@ class _Mirroring:
         home, mirror = self._home.at(name), self._mirror.at(name)
         present = set(mirror.list(""))
         with CheckpointFiles(home, digest=manifest.digest) as files:
+            check_at_home(files)
             self._copy_files(home, mirror, present, _iter_files(files))
             content = home.read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
         register = parse_register(content)

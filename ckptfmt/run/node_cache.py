@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import create_once, finalize, read_register
+from ckptfmt.documents.durability import HOME, PEERS
 from ckptfmt.documents.manifest import (
     Manifest,
     Origin,
@@ -31,11 +32,13 @@ from ckptfmt.documents.manifest import (
 )
 from ckptfmt.documents.part import Part
 from ckptfmt.errors import CkptError, Code, StoreError, err
-from ckptfmt.read.files import check_nbytes
+from ckptfmt.read.files import CheckpointFiles, check_nbytes
+from ckptfmt.read.in_caches import find_elsewhere
+from ckptfmt.read.report import is_violation
 from ckptfmt.read.verified_files import StoppedError, VerifiedFile, for_each_file, stored_files_of
-from ckptfmt.run.lineage import list_launch_numbers
+from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launch_numbers, list_launches
 from ckptfmt.store import LocalStore, is_url
-from ckptfmt.store.protocol import SizedChunks, Store
+from ckptfmt.store.protocol import SizedChunks, Source, Store
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 _SETTLED_SUFFIX: Final = ".settled"
@@ -50,17 +53,31 @@ _FREE_SHARE: Final = 10
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """What a caller chooses: the directory, and how many bytes it may hold; None to leave a tenth of the disk free."""
+    """What a caller chooses.
+
+    Attributes:
+        path: of the directory.
+        limit_nbytes: how many bytes it may hold; None to leave a tenth of the disk free.
+        upload_every: of how many saves one is brought home with its files.
+    """
 
     path: str
     limit_nbytes: int | None = None
+    upload_every: int = 1
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str] | None, limit_nbytes: int | None) -> CacheOptions | None:
+    def of(
+        cls, path: str | os.PathLike[str] | None, limit_nbytes: int | None, upload_every: int = 1
+    ) -> CacheOptions | None:
         """Return what a caller chose; None for no cache. Raises: StateError(ARGUMENT)."""
+        if type(upload_every) is not int or upload_every < 1:
+            raise err(Code.ARGUMENT, f"upload_every={upload_every!r} isn't a positive number", where="upload_every=")
         if path is None:
             if limit_nbytes is not None:
                 raise err(Code.ARGUMENT, "there is no cache to limit", where="cache_nbytes=")
+            if upload_every > 1:
+                remedy = "Pass cache=, a directory on a disk of this node."
+                raise err(Code.ARGUMENT, "without a cache all saves go home", where="upload_every=", remedy=remedy)
             return None
         if limit_nbytes is not None and (type(limit_nbytes) is not int or limit_nbytes < 1):
             detail = f"cache_nbytes={limit_nbytes!r} isn't a number of bytes"
@@ -68,7 +85,8 @@ class CacheOptions:
         if is_url(path):
             remedy = "Pass a directory on a disk of this node."
             raise err(Code.ARGUMENT, f"{path!r} isn't a directory", where="cache=", remedy=remedy)
-        return cls(path=os.path.abspath(path), limit_nbytes=limit_nbytes)  # noqa: PTH100 - a path needn't be text
+        path = os.path.abspath(path)  # noqa: PTH100 - a path needn't be text
+        return cls(path=path, limit_nbytes=limit_nbytes, upload_every=upload_every)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the choice as plain values."""
@@ -154,19 +172,46 @@ class NodeCache:
         found = (part for part, files in self._scan().items() if files.has_part and files.settled is None)
         return sorted((part for part in found if not self.is_held(part)), key=_order)
 
+    def is_unfinished(self, part: CachedPart) -> bool:
+        """Return whether a save was written here completely, and isn't settled. Raises: StoreError."""
+        names = {f"parts/{name}" for name in self.at(part.name).list_names("parts")}
+        return part.path in names and part.settled_path not in names
+
     def read_part(self, part: CachedPart) -> tuple[Part, bytes]:
         """Return a cached part, and its bytes. Raises: IntegrityError; FormatError. Spec: REQ-RUN-035."""
         with _as_damage():
             content = self.at(part.name).read(part.path, limit_nbytes=limits.MSGPACK_NBYTES)
+        return self._parse(part, content), content
+
+    def _parse(self, part: CachedPart, content: bytes) -> Part:
         found, _ = Part.parse(content, where=part.path)
         origin = found.origin
         name = None if origin.launch is None else checkpoint_name(origin.step, origin.launch)
         if (origin.run_id, name, origin.attempt, found.writer) != (self._run_id, part.name, part.attempt, part.writer):
             raise err(Code.DOC_MISMATCH, "the cached part isn't the one of its name", where=part.path)
-        return found, content
+        return found
 
-    def upload(self, part: CachedPart, home: Store) -> None:
-        """Copy a save's files to home, each byte compared with its digest, and the part last.
+    def list_parts(self) -> list[CachedPart]:
+        """Return the saves that were written here completely, settled or not; by step. Raises: StoreError."""
+        return sorted((part for part, files in self._scan().items() if files.has_part), key=_order)
+
+    def upload(self, part: CachedPart, home: Store, *, has_replica: bool = False) -> None:
+        """Copy a save to home: its files, unless they may stay here, then the part.
+
+        Args:
+            home: rooted at the checkpoint's directory.
+            has_replica: whether another node's cache has them for sure; else a save of durability "peers" goes home.
+
+        Raises: as `upload_files`. Spec: REQ-RUN-035, REQ-CMT-005, REQ-CMT-048.
+        """
+        found, content = self.read_part(part)
+        if found.durability == HOME or (found.durability == PEERS and not has_replica):
+            self.upload_files(part, home)
+        create_once(home, part.path, content=content)
+        home.sync("parts")
+
+    def upload_files(self, part: CachedPart, home: Store) -> None:
+        """Copy the files of a save to home, each byte compared with its digest.
 
         What is there already stays as it is. Where home is full, what was copied now is removed again; after other
         errors it stays, for the next try, or until somebody commits in this directory or gives it up.
@@ -175,10 +220,9 @@ class NodeCache:
             home: rooted at the checkpoint's directory.
 
         Raises: IntegrityError, FormatError of what the cache has; StoreError of home.
-        Spec: REQ-RUN-035, REQ-CMT-005.
+        Spec: REQ-RUN-035.
         """
-        found, content = self.read_part(part)
-        files = stored_files_of(found)
+        files = stored_files_of(self.read_part(part)[0])
         place, failed = self.at(part.name), threading.Event()
         present, created = set(home.list_names("")), []
 
@@ -203,13 +247,59 @@ class NodeCache:
             raise
         if files:
             home.sync("")
-        create_once(home, part.path, content=content)
-        home.sync("parts")
+
+    def take(self, part: CachedPart, source: Source) -> None:
+        """Copy another node's save to this cache, each byte compared with its digest, and the part last.
+
+        It is held meanwhile. What fails leaves nothing here.
+
+        Args:
+            source: where its files are.
+
+        Raises: StoreError; IntegrityError, FormatError of what the source has; what the source raises.
+        Spec: REQ-RUN-039, REQ-RUN-040.
+        """
+        content = source.read(part.path, limit_nbytes=limits.MSGPACK_NBYTES)
+        files = stored_files_of(self._parse(part, content))
+        place = self.at(part.name)
+        present = {*place.list_names(""), *(f"parts/{name}" for name in place.list_names("parts"))}
+        if present & {part.path, *(file.path for file in files)}:
+            remedy = "Pass cache= a directory that only the processes of one node share."
+            raise err(Code.STORE_EXISTS, "both nodes have one cache", where=place.name, remedy=remedy)
+        nbytes = sum(file.nbytes for file in files) + len(content)
+        if not self.make_room(nbytes):
+            detail = f"no room for a replica of {nbytes} bytes"
+            raise err(Code.NO_SPACE, detail, where=self.store.name, remedy="Raise cache_nbytes=, or free space.")
+        with self.hold(part):
+            try:
+                for file in files:  # one after the other: so few chunks are held at a time
+                    place.create(file.path, SizedChunks(file.iter_chunks(source), file.nbytes))
+                place.sync("")
+                place.create(part.path, [content])
+                place.sync("parts")
+            except BaseException:
+                self.drop(part)
+                raise
 
     def settle(self, part: CachedPart) -> None:
         """Take note that a save is decided for its writer: its files may go. Spec: REQ-RUN-037."""
         with contextlib.suppress(CkptError):  # then the next launch finds out
             self.at(part.name).create(part.settled_path, [str(time.time_ns()).encode()])
+
+    def settle_up_to(self, part: CachedPart) -> None:
+        """Take note that a save is committed at home, and with it that others here needn't get there any more.
+
+        These are what is here of the same launch or an older one and of the same step or an older one, and what nobody
+        is at work on: replicas of other nodes' saves. Each writer brings its saves home in their order.
+
+        Spec: REQ-RUN-037.
+        """
+        bound = _order(part)
+        for found, files in self._scan_safely().items():
+            with contextlib.suppress(CkptError):
+                is_older = all(ours <= theirs for ours, theirs in zip(_order(found), bound, strict=True))
+                if is_older and files.has_part and files.settled is None and not self.is_held(found):
+                    self.settle(found)
 
     def drop(self, part: CachedPart) -> None:
         """Remove what the cache has of a save, as far as that can be done."""
@@ -307,7 +397,7 @@ class NodeCache:
 
 
 def _order(part: CachedPart) -> tuple[int, ...]:
-    return parse_checkpoint_name(part.name) or ()
+    return _step_of(part.name)
 
 
 @contextlib.contextmanager
@@ -395,6 +485,61 @@ def commit_finished(home: Store, plan: Iterable[Sequence[Any]]) -> list[str]:
         except CkptError as error:
             problems.append(f"CACHE_UNFINISHED: {name}: {error}")
     return problems
+
+
+def list_in_caches(home: Store, by_hand: str | None = None) -> list[str]:
+    """Return the checkpoints that a launch may have to bring home before it chooses, the one that it prefers first.
+
+    Args:
+        home: rooted at the run.
+        by_hand: name or digest of the one that is chosen by hand; None for the candidates of the lineage.
+
+    Returns: names of committed checkpoints with a durability: those that come before the first one without.
+    Raises: StoreError; FormatError. Spec: REQ-RUN-041.
+    """
+    entries, found = list_checkpoints(home, with_labels=False), []
+    for entry in iter_lineage(list_launches(home), entries) if by_hand is None else entries:
+        manifest = entry.manifest
+        if manifest is None or by_hand not in (None, entry.name, manifest.digest):
+            continue
+        if manifest.durability == HOME:
+            break
+        found.append(entry.name)
+    return found
+
+
+def plan_fetch(
+    home: Store, name: str, tables: Sequence[Iterable[Sequence[Any]]], tried: Iterable[tuple[int, int]]
+) -> list[list[Any]] | None:
+    """Return who copies which files of a committed checkpoint to home; None if all are there.
+
+    Args:
+        home: rooted at the run.
+        tables: of each process, name, attempt and writer of what its cache has.
+        tried: writers, each with a process that couldn't copy its files.
+
+    Returns: name, attempt, writer and process of each part whose files aren't at home; nothing if nobody has those of
+        one of them.
+    Raises: StoreError. Spec: REQ-RUN-041.
+    """
+    try:
+        with CheckpointFiles(home.at(name)) as files:
+            attempt, elsewhere = files.manifest.origin.attempt, find_elsewhere(files)
+    except CkptError as error:
+        if not is_violation(error):
+            raise
+        return []  # whoever chooses says what is wrong with it
+    if not elsewhere:
+        return None
+    plan = []
+    for writer in elsewhere:
+        wanted = [name, attempt, writer]
+        holders = [process for process, table in enumerate(tables) if wanted in [list(row) for row in table]]
+        left = [process for process in holders if (writer, process) not in tried]
+        if not left:
+            return []
+        plan.append([*wanted, writer if writer in left else left[writer % len(left)]])
+    return plan
 
 
 def list_committed(home: Store, names: Iterable[str]) -> dict[str, str]:

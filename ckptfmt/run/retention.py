@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import CONDEMNED, Known, abort, refusal_of, retire, sweep
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import PINS_SUFFIX, Abort, Tombstone, parse_checkpoint_name
 from ckptfmt.documents.run import LABELS_FOLDER, SAVERS, LabelsRecord, Launch, Pins, RunRecord
 from ckptfmt.errors import CkptError, Code, IntegrityError, err
@@ -84,40 +85,95 @@ def plan_retention(launches: list[Launch], entries: list[RunEntry], retention: R
 
     Those on the way that led to the newest launch are counted, and may go. Beside it, what a fenced launch committed
     late may go, too, once the newest launch has a commit of its own: no launch passed over it, and none goes on from
-    it. What a rollback left beside the lineage, or a launch that fell back to an older checkpoint, is somebody's to
-    look at. What the newest launch resumes from stays until that launch has a commit of its own.
+    it. What a launch passed over, since it was damaged, goes where it would have gone undamaged: once as many as are
+    kept have greater steps. What a rollback left beside the lineage is somebody's to look at. What the newest launch
+    resumes from stays until that launch has a commit of its own.
+
+    What may be in caches only isn't counted, and goes once a newer one is at home, whatever `retention` says.
 
     What is pinned stays. As long as none has the metric by which the best stay, all stay: perhaps it is misspelt, or is
     measured later.
 
-    Spec: REQ-CMT-026, REQ-CMT-040.
+    Spec: REQ-CMT-026, REQ-CMT-040, REQ-CMT-049.
     """
-    keep, keep_every = retention.keep, retention.keep_every
-    if keep is None:
-        return []
     lineage = [entry for entry in iter_lineage(launches, entries) if entry.manifest is not None]
-    own = [entry for entry in lineage if launches and entry.launch == launches[-1].launch]
-    protected = {entry.name for entry in lineage[: max(1, keep)]} | {entry.name for entry in entries if entry.is_pinned}
-    if retention.keep_best is not None:
-        metric, mode, count = retention.keep_best
-        best = sort_by_metric(lineage, metric, mode)[:count]
-        if not best:
-            return []
-        protected |= {entry.name for entry in best}
+    at_home = [entry for entry in lineage if is_at_home(entry)]
+    own = [entry for entry in at_home if launches and entry.launch == launches[-1].launch]
+    protected = {entry.name for entry in entries if entry.is_pinned}
     if not own and launches and launches[-1].resume_from is not None:
         protected.add(launches[-1].resume_from.name)
-    late = list(_iter_late(launches, entries, lineage)) if own else []
-    going = {
-        entry.name
-        for entry in (*lineage, *late)
-        if entry.name not in protected and not (keep_every and entry.step % keep_every == 0)
-    }
+    behind = [entry for entry in _iter_behind(entries, lineage, at_home, own) if entry.name not in protected]
+    ended = _list_ended(launches, entries, retention, at_home, has_own=bool(own), protected=protected)
+    going = {entry.name for entry in (*behind, *ended)}
     # What stays reads from these, wherever it lies: beside the lineage, too.
     going -= {one.name for entry in entries if entry.name not in going for one in entry.references}
     # What reads comes behind what it reads from, which is of its launch and of a smaller step.
     return sorted(
-        (entry for entry in (*lineage, *late) if entry.name in going), key=lambda entry: (entry.step, entry.launch)
+        (entry for entry in (*behind, *ended) if entry.name in going), key=lambda entry: (entry.step, entry.launch)
     )
+
+
+def is_at_home(entry: RunEntry) -> bool:
+    """Return whether a checkpoint is committed, and was at home then, with all of its files."""
+    return entry.manifest is not None and entry.manifest.durability == HOME
+
+
+def _list_ended(
+    launches: list[Launch],
+    entries: list[RunEntry],
+    retention: Retention,
+    at_home: list[RunEntry],
+    *,
+    has_own: bool,
+    protected: set[str],
+) -> list[RunEntry]:
+    """Return the checkpoints at home that retention lets go; `at_home` are those of the lineage, best first."""
+    keep, keep_every = retention.keep, retention.keep_every
+    if keep is None:
+        return []
+    staying = protected | {entry.name for entry in at_home[: max(1, keep)]}
+    if retention.keep_best is not None:
+        metric, mode, count = retention.keep_best
+        best = sort_by_metric(at_home, metric, mode)[:count]
+        if not best:
+            return []
+        staying |= {entry.name for entry in best}
+    if not has_own:
+        late, given_up = [], []
+    else:
+        late = [one for one in _iter_beside(launches, entries, at_home, chosen_by="lineage") if is_at_home(one)]
+        given_up = [
+            one
+            for one in _iter_beside(launches, entries, at_home, chosen_by="fallback")
+            if is_at_home(one) and sum(other.step > one.step for other in at_home) >= max(1, keep)
+        ]
+    return [
+        *(
+            one
+            for one in (*at_home, *late)
+            if one.name not in staying and not (keep_every and one.step % keep_every == 0)
+        ),
+        *(one for one in given_up if one.name not in staying),
+    ]
+
+
+def _iter_behind(
+    entries: list[RunEntry], lineage: list[RunEntry], at_home: list[RunEntry], own: list[RunEntry]
+) -> Iterator[RunEntry]:
+    """Yield the checkpoints whose files may be in caches only, and for which nobody will look there any more.
+
+    On the lineage these are the ones behind the first that is at home; beside it, those of older launches, once the
+    newest launch has a commit at home.
+
+    Spec: REQ-CMT-049.
+    """
+    names = {entry.name for entry in lineage}
+    first = lineage.index(at_home[0]) if at_home else len(lineage)
+    yield from (entry for entry in lineage[first:] if not is_at_home(entry))
+    for entry in entries:
+        is_beside = entry.manifest is not None and not is_at_home(entry) and entry.name not in names
+        if is_beside and own and entry.launch < own[0].launch:
+            yield entry
 
 
 def sort_by_metric(entries: Iterable[RunEntry], metric: str, mode: str) -> list[RunEntry]:
@@ -132,11 +188,16 @@ def sort_by_metric(entries: Iterable[RunEntry], metric: str, mode: str) -> list[
     return [entry for _, entry in known]
 
 
-def _iter_late(launches: list[Launch], entries: list[RunEntry], lineage: list[RunEntry]) -> Iterator[RunEntry]:
-    """Yield the checkpoints that were committed when the next launch had already chosen what to resume from.
+def _iter_beside(
+    launches: list[Launch], entries: list[RunEntry], lineage: list[RunEntry], *, chosen_by: str
+) -> Iterator[RunEntry]:
+    """Yield the checkpoints beside the lineage that the next launch would have come to before what it took.
 
-    That launch followed the lineage, on which the checkpoint would have come before what it took. Nobody gave it up by
-    hand or for damage, then; and nobody resumed from it by hand since.
+    If that launch followed the lineage, it didn't see them: they were committed late. If it fell back, it passed over
+    them as damaged, or they were committed late. Nobody gave them up by hand; and nobody resumed from them since.
+
+    Args:
+        chosen_by: how that launch chose: ``lineage`` or ``fallback``.
 
     Spec: REQ-CMT-026.
     """
@@ -144,7 +205,7 @@ def _iter_late(launches: list[Launch], entries: list[RunEntry], lineage: list[Ru
     standing = [launch for launch in launches if not is_overtaken(launch, entries)]
     for entry in entries:
         successor = next((launch for launch in standing if launch.launch > entry.launch), None)
-        if entry.manifest is None or entry.name in known or successor is None or successor.chosen_by != "lineage":
+        if entry.manifest is None or entry.name in known or successor is None or successor.chosen_by != chosen_by:
             continue
         between = [launch for launch in launches if entry.launch < launch.launch <= successor.launch]
         if len(between) < successor.launch - entry.launch:
@@ -181,20 +242,21 @@ def clean_up(
     check_not_fenced(store, launch)
     for folder in ("", SAVERS) if store.holds_expire else (SAVERS,):  # leases, and what tried out the server
         store.delete_leftovers(folder)
+    if not store.holds_expire:
+        _delete_ended_holds(store, launch)
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, known=known)
     going = plan_retention(launches, entries, retention)
-    if retention.keep_best is not None and not going and on_problem is not None:
-        problem = _find_missing_metric(launches, entries, retention, retention.keep_best[0])
+    if retention.keep_best is not None and not any(map(is_at_home, going)) and on_problem is not None:
+        problem = find_missing_metric(launches, entries, retention, retention.keep_best[0])
         if problem is not None:
             on_problem(problem)
     is_shared = not {REFERENCED, LABELS}.isdisjoint(run.writer_features)
     removed = _retire_unread(store, run, launches, going, known)[0] if is_shared else _retire(store, going)
-    named = {past.resume_from.name for past in launches if past.resume_from is not None}
+    abandoned = {entry.name for entry in list_abandoned(launches, entries, launch)}
     for entry in entries:
         place = store.at(entry.name)
-        # What a record names was committed once: if its register is gone, that is damage, and no unfinished save.
-        if entry.register is None and entry.launch < launch and entry.name not in named:
+        if entry.name in abandoned:
             reason = f"unfinished when launch {launch} cleaned up"
             if abort(place, run_id=run.run_id, launch=entry.launch, step=entry.step, reason=reason):
                 removed.append(entry.name)
@@ -203,13 +265,35 @@ def clean_up(
     return removed
 
 
-def _find_missing_metric(
+def list_abandoned(launches: list[Launch], entries: list[RunEntry], launch: int) -> list[RunEntry]:
+    """Return the directories without a decision that nobody will decide any more: those of older launches.
+
+    Args:
+        launch: the launch that cleans.
+
+    Spec: REQ-CMT-021.
+    """
+    # What a record names was committed once: if its register is gone, that is damage, and no unfinished save.
+    named = {past.resume_from.name for past in launches if past.resume_from is not None}
+    return [entry for entry in entries if entry.register is None and entry.launch < launch and entry.name not in named]
+
+
+def _delete_ended_holds(store: Store, launch: int) -> None:
+    """Remove the files of `SAVERS` that killed savers of older launches leave; theirs alone have these names."""
+    for name in store.list_names(SAVERS):
+        number = name.partition("-")[0]
+        if number.isdecimal() and int(number) < launch and not store.is_held(f"{SAVERS}/{name}"):
+            store.delete(f"{SAVERS}/{name}")
+
+
+def find_missing_metric(
     launches: list[Launch], entries: list[RunEntry], retention: Retention, metric: str
 ) -> str | None:
     """Return a sentence where checkpoints stay only because none has the metric by which the best stay."""
     lineage = [entry for entry in iter_lineage(launches, entries) if entry.manifest is not None]
     has_metric = any(entry.labels.number(metric) is not None for entry in lineage)
-    if has_metric or not plan_retention(launches, entries, dataclasses.replace(retention, keep_best=None)):
+    without = plan_retention(launches, entries, dataclasses.replace(retention, keep_best=None))
+    if has_metric or not any(map(is_at_home, without)):
         return None
     known = ", ".join(sorted({name for entry in lineage for name in entry.labels.metrics})[:8]) or "none"
     return f"keep_best= names the metric {metric!r}, which no checkpoint has, so all stay; their metrics: {known}"
@@ -333,14 +417,15 @@ def retire_as_elsewhere(store: Store, run: RunRecord, names: Iterable[str]) -> l
 
 def _find_need(launches: list[Launch], entries: list[RunEntry], entry: RunEntry) -> str | None:
     """Return what needs a committed checkpoint, if anything does."""
-    lineage = [one.name for one in iter_lineage(launches, entries) if one.manifest is not None]
-    if lineage[:1] == [entry.name]:
+    lineage = [one for one in iter_lineage(launches, entries) if one.manifest is not None]
+    at_home = [one for one in lineage if is_at_home(one)]
+    if entry.name in {one.name for one in (*lineage[:1], *at_home[:1])}:
         return "the run goes on from it"
     last = launches[-1] if launches else None
-    has_own = last is not None and any(one.launch == last.launch and one.manifest is not None for one in entries)
+    has_own = last is not None and any(one.launch == last.launch and is_at_home(one) for one in entries)
     if last is not None and not has_own and last.resume_from is not None and last.resume_from.name == entry.name:
         return f"launch {last.launch} resumes from it"
-    if all(one is entry for one in entries if one.manifest is not None):
+    if is_at_home(entry) and all(one is entry for one in entries if is_at_home(one)):
         return "it is the last committed checkpoint of the run"
     if entry.is_pinned:
         return f"it is pinned, or {LABELS_FOLDER}/ can't be read"

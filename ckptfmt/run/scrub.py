@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import create_once, read_register
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, index_name, parse_register
 from ckptfmt.documents.run import (
     LABELS_FOLDER,
@@ -64,12 +65,14 @@ class ScrubReport:
     Attributes:
         copies: names of the stores.
         checkpoints: names of the checkpoints that were read, each in all copies that have it.
+        in_caches: names of those among them of which files are in caches of nodes, and in no copy.
         nbytes: how many bytes were read and compared.
         damages: what was wrong, by copy and path.
     """
 
     copies: tuple[str, ...]
     checkpoints: tuple[str, ...]
+    in_caches: tuple[str, ...]
     nbytes: int
     damages: tuple[Damage, ...]
 
@@ -84,6 +87,7 @@ class ScrubReport:
             "whole": self.whole,
             "copies": self.copies,
             "checkpoints": self.checkpoints,
+            "in_caches": self.in_caches,
             "nbytes": self.nbytes,
             "damages": [damage.as_json() for damage in self.damages],
         }
@@ -118,6 +122,7 @@ class _Scrubbing:
         self._nbytes = 0
         self._damages: list[Damage] = []
         self._checkpoints: list[str] = []
+        self._in_caches: set[str] = set()
 
     def run(self) -> ScrubReport:
         """Do it. Raises: as `scrub_run`."""
@@ -134,6 +139,7 @@ class _Scrubbing:
         return ScrubReport(
             copies=tuple(store.name for store in self._copies),
             checkpoints=tuple(self._checkpoints),
+            in_caches=tuple(sorted(self._in_caches)),
             nbytes=self._nbytes,
             damages=tuple(damages),
         )
@@ -279,7 +285,8 @@ class _Scrubbing:
         for number in range(len(opened[0].index.parts)):
             part = next(self._iter_parts(opened, number), None)
             if part is not None:
-                self._scrub_files(name, manifest, stored_files(part), members)
+                is_at_home = part.part.durability == HOME
+                self._scrub_files(name, manifest, stored_files(part), members, is_at_home=is_at_home)
         for files in opened:
             files.close()
 
@@ -301,15 +308,33 @@ class _Scrubbing:
                 if not is_violation(error):
                     raise
 
-    def _scrub_files(self, name: str, manifest: Manifest, files: Sequence[VerifiedFile], members: list[int]) -> None:
-        """Mend some files, several at a time."""
-        work = functools.partial(self._scrub_file, name, manifest, members=members)
+    def _scrub_files(
+        self,
+        name: str,
+        manifest: Manifest,
+        files: Sequence[VerifiedFile],
+        members: list[int],
+        *,
+        is_at_home: bool = True,
+    ) -> None:
+        """Mend some files, several at a time.
+
+        Args:
+            is_at_home: whether the files must be somewhere; else all copies may be without them.
+        """
+        work = functools.partial(self._scrub_file, name, manifest, members=members, is_at_home=is_at_home)
         for_each_file(work, files, self._failed)
 
-    def _scrub_file(self, name: str, manifest: Manifest, file: VerifiedFile, *, members: list[int]) -> None:
+    def _scrub_file(
+        self, name: str, manifest: Manifest, file: VerifiedFile, *, members: list[int], is_at_home: bool
+    ) -> None:
         """Read a file in all copies, and rewrite it where it is damaged."""
         wrong = {at: error for at in members if (error := self._find_damage(name, file, at)) is not None}
         donor = next((at for at in members if at not in wrong), None)
+        if donor is None and not is_at_home and all(error.code == Code.FILE_MISSING for error in wrong.values()):
+            with self._lock:
+                self._in_caches.add(name)
+            return
         for at, error in wrong.items():
             place = self._copies[at].at(name)
             register = self._read_register(place)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckptfmt.delta.policy import DeltaOptions
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.part import Leaf, RngStream
@@ -30,6 +31,7 @@ class SaveRequest:
         delta: whether it may be a delta.
         place: of a checkpoint outside of a run: its address (see `ckptfmt.store`), or a store that is rooted there.
         replace: whether to take the place of a checkpoint that is there.
+        durability: where its files must be for the commit: "home"; "node" where a cache of this node will do.
     """
 
     origin: Origin
@@ -41,6 +43,7 @@ class SaveRequest:
     delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
     place: Address | Store | None = None
     replace: bool = False
+    durability: str = HOME
 
     def as_dict(self) -> dict[str, Any]:
         """Return the request as plain values, the many of a kind in columns."""
@@ -59,6 +62,7 @@ class SaveRequest:
             "delta": self.delta.as_dict(),
             "place": self.place,
             "replace": self.replace,
+            "durability": self.durability,
         }
 
     @classmethod
@@ -81,6 +85,7 @@ class SaveRequest:
             delta=DeltaOptions.from_dict(value["delta"]),
             place=value["place"],
             replace=value["replace"],
+            durability=value["durability"],
         )
 
 

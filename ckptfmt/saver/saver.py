@@ -15,6 +15,7 @@ save goes through these states, and each is reported:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import os
@@ -30,6 +31,7 @@ from ckptfmt.commit.waiting import hold_attempt, wait_for_attempts
 from ckptfmt.delta.chain import Chain
 from ckptfmt.delta.coders import Coders
 from ckptfmt.delta.policy import DeltaOptions
+from ckptfmt.documents.durability import HOME, PEERS
 from ckptfmt.documents.manifest import Manifest, checkpoint_name
 from ckptfmt.documents.run import SAVERS, RunRecord
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StoreError, encodable, err
@@ -66,6 +68,8 @@ class _Work:
         self.held = contextlib.ExitStack()
         #: Saves of others to the same place that were under way when this one began.
         self._earlier: list[str] = []
+        #: Why there is no replica, or nothing, once the trainer knows.
+        self.replicated: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._run_store = run_store
         origin, place = request.origin, request.place
         if place is None:
@@ -87,8 +91,10 @@ class _Work:
             hold_attempt(self.store, request.origin, request.writer, must=request.replace)
         )
 
-    def save(self, snapped: Snapped, chain: Chain, known: Known) -> None:
+    def save(self, snapped: Snapped, chain: Chain, known: Known) -> Manifest | None:
         """Save what is, or will be, in a slot; tell every state behind STAGED that is reached, FAILED included.
+
+        Returns: the manifest, if it is committed.
 
         Args:
             chain: the saves before this one.
@@ -105,11 +111,13 @@ class _Work:
             manifest = self._decide(known)
         except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
             self.fail(error)
-            return
+            return None
         # From here on there is a checkpoint, whatever comes.
         self._tell_committed(manifest, plan.reason)
-        chain.commit(manifest)
+        if manifest.durability == HOME:  # else it is no base: other writers' files may be in caches
+            chain.commit(manifest)
         self.report("DONE", self._tidy_up(known))
+        return manifest
 
     def write_to_cache(self, cache: NodeCache, uploads: Uploads, snapped: Snapped, chain: Chain) -> str:
         """Save into the cache what is, or will be, in a slot, and tell WRITTEN; return why so, or as a delta.
@@ -124,20 +132,23 @@ class _Work:
                 raise err(Code.NO_SPACE, detail, where=cache.store.name, remedy="Raise cache_nbytes=, or free space.")
         part = part_of(request.origin, request.writer)
         self.held.enter_context(cache.hold(part))
+        stays = request.durability != HOME
         try:
             plan = chain.write(
                 cache.at(part.name),
                 request.origin,
                 request.writer,
-                snapped,
-                options=request.delta if uploads.is_well else DeltaOptions(),
+                dataclasses.replace(
+                    snapped, context=dataclasses.replace(snapped.context, durability=request.durability)
+                ),
+                options=request.delta if uploads.is_well and not stays else DeltaOptions(),
                 home=self.store,
             )
         except Exception:
             cache.drop(part)
             raise
         self.report("WRITTEN", {})
-        return plan.reason
+        return "it stays in the cache of its node" if stays else plan.reason
 
     def bring_home(
         self, cache: NodeCache, uploads: Uploads, known: Known, reason: str, on_commit: Callable[[Manifest], object]
@@ -145,7 +156,7 @@ class _Work:
         """Bring home what `write_to_cache` wrote; tell COMMITTED and DONE, or FAILED.
 
         Args:
-            on_commit: called with the manifest.
+            on_commit: called with the manifest of what the next save may be a delta of.
         """
         request = self.request
         assert self._run_store is not None  # noqa: S101 - only saves of a run go through a cache
@@ -159,13 +170,21 @@ class _Work:
                 uploads=uploads,
                 known=known,
                 deadline_s=request.deadline_s,
+                has_replica=request.durability == PEERS and self._has_replica(),
             )
         except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
             self.fail(error)
             return
-        on_commit(manifest)
+        if manifest.durability == HOME:
+            on_commit(manifest)
         self._tell_committed(manifest, reason)
         self.report("DONE", self._tidy_up(known))
+
+    def _has_replica(self) -> bool:
+        """Wait until the trainer says whether another node has the save, no longer than the deadline."""
+        with contextlib.suppress(queue.Empty):
+            return not self.replicated.get(timeout=self.request.deadline_s)
+        return False
 
     def _decide(self, known: Known) -> Manifest:
         request = self.request
@@ -179,7 +198,9 @@ class _Work:
         )
 
     def _tell_committed(self, manifest: Manifest, reason: str) -> None:
-        told = {name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes")}
+        told = {
+            name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes", "durability")
+        }
         self.report("COMMITTED", {**told, "reason": reason})
 
     def fail(self, error: Exception) -> None:
@@ -254,6 +275,7 @@ class Saver:
         self._views: dict[int, memoryview] = {}
         self._image: Image | None = None
         self._pending: dict[int, Progress] = {}
+        self._works: dict[int, _Work] = {}
         self._coders = Coders()
         self._known = Known()
         self._upload_known = Known()  # of the other thread
@@ -285,11 +307,15 @@ class Saver:
             elif kind == "complete":
                 self._report(number, "STAGED", {})
                 progress.complete()
+            elif kind == "replicated" and (work := self._works.get(number)) is not None:  # else it is over just now
+                work.replicated.put(message["problem"])
             elif kind == "abandon":
                 progress.abandon(err(Code.STATE_CHANGED, message["detail"]))
 
     def lose_trainer(self) -> None:
         """Give up the saves whose snapshot isn't complete: the trainer is gone. Those in a cache are brought home."""
+        for work in list(self._works.values()):
+            work.replicated.put("the trainer is gone")
         self.give_up(err(Code.TRAINER_LOST, "the trainer ended while it copied", requirement="REQ-CMT-029"))
 
     def give_up(self, error: CkptError) -> None:
@@ -334,7 +360,9 @@ class Saver:
             try:
                 is_on_its_way = self._uploads is not None and self._save_by_cache(number, work, snapped, self._uploads)
                 if not is_on_its_way:
-                    work.save(snapped, self._chain, self._known)
+                    manifest = work.save(snapped, self._chain, self._known)
+                    if self._uploads is not None and manifest is not None and manifest.durability == HOME:
+                        self._settle_older(request)
             finally:
                 if not is_on_its_way:
                     self._release(number, work)
@@ -375,6 +403,13 @@ class Saver:
 
         uploads.add(upload)
         return True
+
+    def _settle_older(self, request: SaveRequest) -> None:
+        """Take note that what the cache has of earlier saves may go: this one went past it, and is at home."""
+        assert self._cache_options is not None  # noqa: S101 - there are uploads
+        with contextlib.suppress(CkptError):  # the cache may be gone
+            cache = NodeCache(self._cache_options, request.origin.run_id or "")
+            cache.settle_up_to(part_of(request.origin, request.writer))
 
     def _end_failed(self, number: int, work: _Work, error: Exception) -> None:
         """Tell the other writers of a save that failed before it was in the cache; the trainer knows."""
@@ -422,6 +457,7 @@ class Saver:
     def _hold(self, number: int, work: _Work, progress: Progress) -> None:
         """Hold the file by which others know that there is something to wait for."""
         with self._lock:
+            self._works[number] = work
             self._pending[number] = progress  # first: what is held stays so from here on
         try:
             self._hold_run(work.request) if work.is_in_run else work.hold()
@@ -446,7 +482,7 @@ class Saver:
 
     def _release(self, number: int, work: _Work) -> None:
         with self._lock, contextlib.suppress(CkptError):
-            del self._pending[number]
+            del self._pending[number], self._works[number]
             with work.held:
                 if not self._pending:
                     self._is_held = False

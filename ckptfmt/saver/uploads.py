@@ -9,6 +9,7 @@ from collections.abc import Callable, Container
 from typing import Final, TypeVar
 
 from ckptfmt.commit.decision import Known, check_vacant, decide, read_register
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import Manifest, Origin
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.run.lineage import check_not_fenced
@@ -32,17 +33,21 @@ def bring_home(
     uploads: Uploads,
     known: Known,
     deadline_s: float,
+    has_replica: bool = False,
 ) -> Manifest:
-    """Copy a writer's cached save to home, commit it as writer 0 or wait for that, and take note that it is settled.
+    """Copy a writer's cached save to home, commit it as writer 0 or wait for that, and take note of what is settled.
+
+    Of a save that may stay in caches the part alone is copied; a later one, whose files are at home, settles it.
 
     Args:
         run_store: rooted at the run, at home.
         origin: of the attempt.
         deadline_s: how long to wait for the other writers, in seconds.
+        has_replica: as for `NodeCache.upload`.
 
     Raises: as `NodeCache.upload` and `decide`; FencedError(FENCED); CommitError(CHECKPOINT_EXISTS). Unless it is that
         home doesn't answer, the save is settled: there is nothing to finish any more.
-    Spec: REQ-RUN-035, REQ-RUN-037, REQ-RUN-004.
+    Spec: REQ-RUN-035, REQ-RUN-037, REQ-RUN-004, REQ-CMT-048.
     """
     home, passing = run_store.at(part.name), PASSING
     if part.writer == 0:
@@ -57,7 +62,7 @@ def bring_home(
 
     try:
         uploads.until_home_answers(check)
-        uploads.until_home_answers(lambda: cache.upload(part, home))
+        uploads.until_home_answers(lambda: cache.upload(part, home, has_replica=has_replica))
         manifest = uploads.until_home_answers(
             lambda: decide(home, origin, writer=part.writer, deadline_s=deadline_s, known=known), passing=passing
         )
@@ -65,7 +70,9 @@ def bring_home(
         if not (isinstance(error, CkptError) and error.code in passing):
             cache.settle(part)
         raise
-    cache.settle(part)
+    if manifest.durability == HOME:
+        cache.settle(part)
+        cache.settle_up_to(part)
     return manifest
 
 

@@ -48,6 +48,9 @@ def open_store(path_or_store: str | os.PathLike[str] | Store, *, writable: bool)
             opening a `LocalStore` or an `ObjectStore`.
     """
     if not isinstance(path_or_store, str | os.PathLike):
+        if not callable(getattr(path_or_store, "list_names", None)):
+            detail = f"a {type(path_or_store).__qualname__} where a path, a URL or a store is wanted"
+            raise err(Code.ARGUMENT, detail, where="path", remedy="Give the path first, then the State.")
         return path_or_store
     path = os.fspath(path_or_store)
     if not path:
@@ -56,6 +59,7 @@ def open_store(path_or_store: str | os.PathLike[str] | Store, *, writable: bool)
         remedy = "Pass the URL as a str: a Path makes one slash of two."
         raise err(Code.ARGUMENT, "this was a URL", where=path, remedy=remedy)
     if not is_url(path):
+        _refuse_file(path, writable=writable)
         return LocalStore(path, writable=writable)
     parts = urlsplit(path)
     if parts.scheme == "file":
@@ -63,6 +67,19 @@ def open_store(path_or_store: str | os.PathLike[str] | Store, *, writable: bool)
             raise err(Code.ARGUMENT, f"a file on {parts.netloc!r}", where=path, remedy="Write file:///the/path.")
         return LocalStore(path.partition("://")[2].removeprefix("localhost"), writable=writable)
     return ObjectStore(path, writable=writable)
+
+
+def _refuse_file(path: str | bytes, *, writable: bool) -> None:
+    """Raise where a path is that of a file, as of torch.save. Raises: FormatError(UNSAFE_FILE)."""
+    if os.path.isfile(path):  # noqa: PTH113 - a path needn't be text
+        remedy = "Give a directory, or a path where nothing is."
+        if not writable:
+            remedy = (
+                "If it is a file of torch.save or of safetensors, make a checkpoint of it:"
+                f" python -m ckptfmt convert {os.fsdecode(path)} imported --to ckptfmt"
+            )
+        detail = "this is a file, and a checkpoint or a run is a directory"
+        raise err(Code.UNSAFE_FILE, detail, where=os.fsdecode(path), requirement="REQ-CKP-002", remedy=remedy)
 
 
 def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:

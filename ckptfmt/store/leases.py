@@ -26,7 +26,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
-from ckptfmt.store.protocol import TEMPORARY_PREFIX, Names, join_path
+from ckptfmt.errors import CkptError, Code
+from ckptfmt.store.protocol import TEMPORARY_PREFIX, Names, check_path, check_prefix, join_path
 
 _LOG: Final = logging.getLogger("ckptfmt")
 
@@ -36,6 +37,8 @@ TERM_S: Final = 60.0
 FOLDER: Final = f"{TEMPORARY_PREFIX}leases"
 #: A lease is renewed so many times in a term, and so much sooner again after an error.
 _RENEWALS, _REPEATS = 6, 30
+#: How often the first put of a lease is tried that a store doesn't answer.
+_TRIES: Final = 4
 #: For how many terms the difference of the clocks is believed that was measured once.
 _KNOWN_TERMS: Final = 10
 _NAME: Final = re.compile(r"(.*)-[0-9a-f]{16}", re.DOTALL)
@@ -112,11 +115,9 @@ class Leases:
     def hold(self, key: str) -> Iterator[None]:
         """Hold the file `key` while the context is open; see `Store.hold`. No object of that key is made."""
         directory, _, name = key.rpartition("/")
-        begun_s = self._local_s()
-        due_s = begun_s + self._term_s / _RENEWALS
-        lease = _Lease(_lease_key(directory, name), begun_s, due_s)
+        lease = _Lease(_lease_key(directory, name), renewed_s=0.0, due_s=0.0)
         try:
-            self._objects.put(lease.key)
+            self._put_first(lease)
             self._add(lease)
         except BaseException:
             self._delete(lease)  # the put may have been carried out
@@ -186,6 +187,19 @@ class Leases:
         self._thread: threading.Thread | None = None
         #: What each thread is writing at this moment: one thread, and those before it that a slow store still keeps.
         self._renewing: dict[threading.Thread, _Lease] = {}
+
+    def _put_first(self, lease: _Lease) -> None:
+        """Write a lease for the first time. A busy server may take a minute, which is no reason to fail a save."""
+        for attempt in range(_TRIES):
+            lease.renewed_s = self._local_s()
+            lease.due_s = lease.renewed_s + self._term_s / _RENEWALS
+            try:
+                self._objects.put(lease.key)
+            except CkptError as error:
+                if error.code != Code.STORE_NO_ANSWER or attempt + 1 == _TRIES:
+                    raise
+            else:
+                return
 
     def _add(self, lease: _Lease) -> None:
         _watch_forks()
@@ -277,6 +291,53 @@ def _name_of(key: str) -> str:
     """
     found = _NAME.fullmatch(key.rpartition("/")[2])
     return "" if found is None else found[1]
+
+
+class HeldByLeases:
+    """What a store of objects has alike with any other: no directories, and holds that are leases.
+
+    Attributes:
+        _leases: of the bucket.
+        _prefix: under which the store's keys begin.
+    """
+
+    #: See `Store`.
+    holds_expire = True
+    _leases: Leases
+    _prefix: str
+
+    def hold(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Hold a key by a lease while the context is open; see `Store.hold`."""
+        return self._leases.hold(self._key_to_change(path))
+
+    def is_held(self, path: str) -> bool:
+        """Say whether somebody holds a key; see `Store.is_held`."""
+        check_path(path)
+        directory, _, name = path.rpartition("/")
+        return name in self.list_held(directory)
+
+    def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
+        """Return the names below `prefix` that somebody holds; see `Store.list_held`."""
+        check_prefix(prefix)
+        return [name for name in self._leases.list_held(join_path(self._prefix, prefix)) if wanted(name)]
+
+    def delete_leftovers(self, prefix: str) -> None:
+        """Remove leases that have run out: a put that didn't end leaves nothing that is listed; see `Store`."""
+        check_prefix(prefix)
+        self._leases.delete_ended(join_path(self._prefix, prefix))
+
+    def remove_directory(self, path: str) -> None:
+        """Do nothing: there are no directories."""
+        check_prefix(path)
+
+    def sync(self, path: str) -> None:
+        """Do nothing: what was acknowledged is durable."""
+        check_prefix(path)
+
+    def _key_to_change(self, path: str) -> str:
+        """Return the key of a path that is about to be written. Raises: what an invalid path raises."""
+        check_path(path)
+        return join_path(self._prefix, path)
 
 
 _ALL: Final[weakref.WeakSet[Leases]] = weakref.WeakSet()

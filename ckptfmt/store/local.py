@@ -562,7 +562,8 @@ class LocalStore:
         """Return the error that a handler knows; `missing` is the code for ENOENT."""
         code = _CODES.get(error.errno or 0, Code.STORE_IO)
         code = missing if code is Code.FILE_MISSING else code
-        return err(code, f"{error.strerror or error} in {self.name}", where=path, requirement=_CLAUSES.get(code))
+        detail = f"{error.strerror or error}" + ("" if path == self.name else f" in {self.name}")
+        return err(code, detail, where=path, requirement=_CLAUSES.get(code))
 
 
 class _Ranges:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.leases import Leases, boot_s
+from ckptfmt.store.leases import HeldByLeases, Leases, boot_s
 from ckptfmt.store.protocol import Buffer, Names, RangeReader, check_path, check_prefix, join_path
 
 
@@ -67,7 +67,7 @@ class _Bucket:
         return None
 
 
-class MemoryStore:
+class MemoryStore(HeldByLeases):
     """Objects in memory as a `ckptfmt.store.Store`: atomic puts, and every read sees every put before it.
 
     >>> store = MemoryStore()
@@ -81,8 +81,6 @@ class MemoryStore:
 
     #: No network is between; see `Store`.
     is_remote = False
-    #: Holds are leases; see `Store`.
-    holds_expire = True
 
     def __init__(self, *, clock: Callable[[], float] | None = None) -> None:
         self._bucket = _Bucket({}, clock or time.time)
@@ -205,35 +203,6 @@ class MemoryStore:
         check_path(path)
         with self._bucket.lock:
             self._bucket.objects.pop(join_path(self._prefix, path), None)
-
-    def delete_leftovers(self, prefix: str) -> None:
-        """Remove leases that have run out: a put that didn't end leaves nothing; see `Store.delete_leftovers`."""
-        check_prefix(prefix)
-        self._leases.delete_ended(join_path(self._prefix, prefix))
-
-    def remove_directory(self, path: str) -> None:
-        """Do nothing: there are no directories."""
-        check_prefix(path)
-
-    def sync(self, path: str) -> None:
-        """Do nothing: what was acknowledged is durable."""
-        check_prefix(path)
-
-    def hold(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """Hold a key by a lease while the context is open; see `Store.hold`."""
-        check_path(path)
-        return self._leases.hold(join_path(self._prefix, path))
-
-    def is_held(self, path: str) -> bool:
-        """Say whether somebody holds a key; see `Store.is_held`."""
-        check_path(path)
-        directory, _, name = path.rpartition("/")
-        return name in self.list_held(directory)
-
-    def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
-        """Return the names below `prefix` that somebody holds; see `Store.list_held`."""
-        check_prefix(prefix)
-        return [name for name in self._leases.list_held(join_path(self._prefix, prefix)) if wanted(name)]
 
     def _put(self, path: str, data: bytes, *, exclusive: bool) -> bool:
         put = _Put(join_path(self._prefix, path), data, exclusive)

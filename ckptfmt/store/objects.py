@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.leases import Leases, free_key
+from ckptfmt.store.leases import HeldByLeases, Leases, free_key
 from ckptfmt.store.protocol import (
     TEMPORARY_PREFIX,
     Buffer,
@@ -69,7 +69,7 @@ _SECRETS: Final = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s\"']*")
 _PROVEN: Final[set[tuple[str, str]]] = set()
 
 
-class ObjectStore:
+class ObjectStore(HeldByLeases):
     """The prefix of a bucket that a URL names, as a `ckptfmt.store.Store`.
 
     Options and credentials are those of obstore, which also takes them from the environment (``AWS_ACCESS_KEY_ID``,
@@ -93,8 +93,6 @@ class ObjectStore:
 
     #: Each call is a request; see `Store`.
     is_remote = True
-    #: Holds are leases; see `Store`.
-    holds_expire = True
 
     def __init__(
         self,
@@ -190,34 +188,6 @@ class ObjectStore:
         key = self._key_to_change(path)
         with self._named_errors(path, missing=Code.STORE_IO), contextlib.suppress(FileNotFoundError):
             self._client.delete(key)
-
-    def delete_leftovers(self, prefix: str) -> None:
-        """Remove leases that have run out: a put that didn't end leaves nothing that is listed; see `Store`."""
-        check_prefix(prefix)
-        self._leases.delete_ended(join_path(self._prefix, prefix))
-
-    def remove_directory(self, path: str) -> None:
-        """Do nothing: there are no directories."""
-        check_prefix(path)
-
-    def sync(self, path: str) -> None:
-        """Do nothing: what was acknowledged is durable."""
-        check_prefix(path)
-
-    def hold(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """Hold a key by a lease while the context is open; see `Store.hold`."""
-        return self._leases.hold(self._key_to_change(path))
-
-    def is_held(self, path: str) -> bool:
-        """Say whether somebody holds a key; see `Store.is_held`."""
-        check_path(path)
-        directory, _, name = path.rpartition("/")
-        return name in self.list_held(directory)
-
-    def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
-        """Return the names below `prefix` that somebody holds; see `Store.list_held`."""
-        check_prefix(prefix)
-        return [name for name in self._leases.list_held(join_path(self._prefix, prefix)) if wanted(name)]
 
     # Reading
 

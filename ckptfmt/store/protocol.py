@@ -85,6 +85,19 @@ class RangeReader(Protocol):
         """
 
 
+class Source(Protocol):
+    """Whatever has files: a `Store`, or another process that reads from one. Its methods are those of `Store`."""
+
+    def nbytes(self, path: str) -> int:
+        """Return a file's size in bytes."""
+
+    def read(self, path: str, *, limit_nbytes: int) -> bytes:
+        """Return a whole small file."""
+
+    def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
+        """Return exactly the bytes of a range of a file."""
+
+
 class Store(Protocol):
     """Files under a root, created whole and at most once."""
 

@@ -19,7 +19,7 @@ from ckptfmt.saver.request import SaveRequest
 from ckptfmt.stage.slot import Slot, available_nbytes, is_shortage, plan_slots
 from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
-from ckptfmt.trainer.handle import SaveHandle, SaveReport, wait_until
+from ckptfmt.trainer.handle import OF_MANIFEST, SaveHandle, SaveReport, tell_committed, wait_until
 from ckptfmt.trainer.links import Link, Lost, ProcessLink, ThreadLink
 from ckptfmt.write.image import Image
 from ckptfmt.write.staging import Copy, Seen, Staging
@@ -87,6 +87,10 @@ class _Save:
     later: concurrent.futures.Future[None] | None = None
     is_complete: bool = False
 
+    def answer(self, problem: str) -> None:
+        """Tell the saver that the save is replicated, or why it isn't."""
+        self.link.send({"type": "replicated", "number": self.number, "problem": encodable(problem)})
+
     def is_left(self) -> bool:
         """Tell whether nobody copies any more what isn't copied yet."""
         if self.handle.is_copied:
@@ -109,6 +113,7 @@ class Background:
         deadline_s: how long to wait for the saver to be ready, in seconds.
         cache: through which saves of the run go; None for none.
         note: called with a sentence of the saver, from a thread.
+        on_written: called with the request of a save that is WRITTEN, and what tells the saver why it isn't replicated.
     """
 
     def __init__(
@@ -121,10 +126,11 @@ class Background:
         deadline_s: float,
         cache: CacheOptions | None = None,
         note: Callable[[str], None] = lambda _: None,
+        on_written: Callable[[SaveRequest, Callable[[str], None]], None] = lambda *_: None,
     ) -> None:
         self._store = store
         self._cache = cache
-        self._note = note
+        self._note, self._on_written = note, on_written
         self._name = None if store is None else store.name
         self._address = None if store is None else address_of(store)
         self._in_process = in_process
@@ -158,7 +164,7 @@ class Background:
     # --- getting ready ------------------------------------------------------------------------------------------------
 
     def prepare(
-        self, image: Image, *, shared_by: int, pin: Callable[[Slot], Callable[[], None]] = lambda _: _nothing
+        self, image: Image, *, shared_by: int, pin: Callable[[Slot], Callable[[], None]] = lambda _: lambda: None
     ) -> str:
         """Make and touch slots for an image, and start the saver; nothing to do if that was done.
 
@@ -414,12 +420,14 @@ class Background:
             handle.tell_over(tuple(message["removed"]))
         elif state == "COMMITTED":
             origin = save.request.origin
-            told = {name: message[name] for name in ("digest", "nbytes", "profile", "stored_nbytes", "reason")}
+            told = {name: message[name] for name in (*OF_MANIFEST, "reason")}
             report = SaveReport(path=handle.path, step=origin.step, writer_count=origin.writer_count, **told)
             handle.tell_state(state, report)
-            _LOG.info("step %d COMMITTED in %.2f s: %s", handle.step, handle.times.get(state, 0.0), handle.path)
+            tell_committed(save.request.writer, report, handle.times.get(state, 0.0))
         else:
             handle.tell_state(state)
+            if state == "WRITTEN":
+                self._on_written(save.request, save.answer)
         with self._lock:
             self._free_slots()
 
@@ -574,10 +582,6 @@ class Background:
             look=self.look,
             timeout_s=self._deadline_s if timeout_s is None else timeout_s,
         )
-
-
-def _nothing() -> None:
-    """Release what was never pinned."""
 
 
 def _at(save: _Save, error: CkptError) -> CkptError:

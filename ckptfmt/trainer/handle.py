@@ -13,12 +13,15 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Self
 
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.errors import CkptError, Code, err
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: The states of a save, in this order. FAILED and SKIPPED are the other ends.
 STATES: Final = ("STAGING", "STAGED", "WRITTEN", "COMMITTED")
+#: What a report has of the manifest.
+OF_MANIFEST: Final = ("digest", "nbytes", "profile", "stored_nbytes", "durability")
 #: After how many seconds of waiting a signal, or a thread that ended without a word, is noticed at the latest.
 _NAP_S: Final = 0.5
 
@@ -36,6 +39,7 @@ class SaveReport:
         profile: ``full``, or ``delta``.
         stored_nbytes: size of the tensor bytes that the checkpoint stores itself, its bases left out, in bytes.
         reason: why this process's share was written in full, or as a delta.
+        durability: where its files are at least: "home"; "node" where they may be in caches of nodes only.
         removed: checkpoints of the run that retention has removed so far.
     """
 
@@ -47,14 +51,37 @@ class SaveReport:
     profile: str = "full"
     stored_nbytes: int = 0
     reason: str = ""
+    durability: str = HOME
     removed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, manifest: Manifest, *, path: str, reason: str = "") -> SaveReport:
         """Return the report of a committed save."""
-        told = {name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes")}
+        told = {name: getattr(manifest, name) for name in OF_MANIFEST}
         origin = manifest.origin
         return cls(path=path, step=origin.step, writer_count=origin.writer_count, reason=reason, **told)
+
+
+def tell_committed(writer: int, report: SaveReport, seconds: float) -> None:
+    """Say that a checkpoint is committed: its step, size, the seconds that it took from the call on, and the rate."""
+    size = bytes_text(report.stored_nbytes)
+    if report.profile != "full":
+        size += f" of {bytes_text(report.nbytes)}"
+    rate = f" ({bytes_text(report.stored_nbytes / seconds)}/s)" if seconds > 0 else ""
+    level = logging.INFO if writer == 0 else logging.DEBUG
+    _LOG.log(level, "step %d COMMITTED: %s in %.2f s%s: %s", report.step, size, seconds, rate, report.path)
+
+
+def bytes_text(nbytes: float) -> str:
+    """Return a number of bytes for people.
+
+    >>> bytes_text(1_600_000_000), bytes_text(24_000), bytes_text(7)
+    ('1.60 GB', '24.0 kB', '7 B')
+    """
+    for unit, size, digits in (("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
+        if nbytes >= size:
+            return f"{nbytes / size:.{digits}f} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 class Callbacks:

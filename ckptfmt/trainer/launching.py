@@ -17,7 +17,16 @@ from ckptfmt.group import Group, attempt
 from ckptfmt.read.cached import CachedStore
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
-from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, commit_finished, list_committed, plan_finish
+from ckptfmt.run.node_cache import (
+    CachedPart,
+    CacheOptions,
+    NodeCache,
+    commit_finished,
+    list_committed,
+    list_in_caches,
+    plan_fetch,
+    plan_finish,
+)
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.writer import as_ckpt_error
 
@@ -73,6 +82,7 @@ def take_launch(
         waited = _run_on_first(group, wait)
         finish = _Finish(store, group, cache, waited["run_id"], reports)
         names = finish.run()
+        finish.fetch(None if resume == "auto" else resume)
         reading = finish.reading()
         told = _run_on_first(group, lambda: _begin(reading, waited, resume, names, opened))
         finish.tidy(told["committed"])
@@ -159,6 +169,8 @@ class _Finish:
         self._group = group
         self._reports = reports
         self._cache: NodeCache | None = None
+        #: Of each process, what its cache has: name, attempt and writer of each part.
+        self._parts: list[list[list[Any]]] = []
         try:
             self._cache = NodeCache(options, run_id)
         except CkptError as error:
@@ -171,15 +183,36 @@ class _Finish:
         """
         table: list[list[Any]] = []
         names: list[str] = []
+        parts: list[list[Any]] = []
         if self._cache is not None:
-            table, names = self._look(self._cache)
-        told = self._group.all_gather([table, names])
+            table, names, parts = self._look(self._cache)
+        told = self._group.all_gather([table, names, parts])
+        self._parts = [theirs[2] for theirs in told]
         plan = self._group.run_on_first(lambda: plan_finish(self._store, [theirs[0] for theirs in told]))
         if plan:
-            self._group.together(lambda: self._upload(plan))
+            rows = [[name, attempt_id, writer, process] for name, attempt_id, writer, _, process in plan]
+            self._group.together(lambda: self._copy(rows, NodeCache.upload))
             for problem in self._group.run_on_first(lambda: commit_finished(self._store, plan)):
                 self._report(problem)
         return sorted({name for theirs in told for name in theirs[1]})
+
+    def fetch(self, resume: str | None) -> None:
+        """Bring home the checkpoint that this launch would resume from, if its files are in the caches.
+
+        Where those of the newest can't be had, those of the next older one are looked for, up to one that is at home.
+
+        Args:
+            resume: name or digest of what is chosen by hand, or "fresh"; None for the lineage.
+
+        Raises: what home raises, on all processes. Spec: REQ-RUN-041.
+        """
+        for name in () if resume == "fresh" else self._group.run_on_first(lambda: list_in_caches(self._store, resume)):
+            tried: set[tuple[int, int]] = set()
+            while plan := self._group.run_on_first(lambda: plan_fetch(self._store, name, self._parts, tried)):  # noqa: B023 - called at once
+                self._group.together(lambda: self._copy(plan, NodeCache.upload_files))
+                tried |= {(row[2], row[3]) for row in plan}
+            if plan is None:
+                return
 
     def reading(self) -> Store:
         """Return the run's home, read from the cache of this node where that is whole. Spec: REQ-RUN-038."""
@@ -192,7 +225,7 @@ class _Finish:
         if self._cache is not None:
             self._cache.tidy(committed)
 
-    def _look(self, cache: NodeCache) -> tuple[list[list[Any]], list[str]]:
+    def _look(self, cache: NodeCache) -> tuple[list[list[Any]], list[str], list[list[Any]]]:
         table: list[list[Any]] = []
         try:
             for part in cache.list_unfinished():
@@ -201,22 +234,24 @@ class _Finish:
                     self._report(f"CACHE_UNFINISHED: {part.name}: {as_ckpt_error(error or Exception())}")
                 else:
                     table.append([part.name, part.attempt, part.writer, found[0].origin.writer_count])
-            return table, cache.list_names()
+            parts: list[list[Any]] = [[part.name, part.attempt, part.writer] for part in cache.list_parts()]
+            return table, cache.list_names(), parts
         except CkptError as error:
             self._report(f"CACHE_FAILED: {error}")
-            return [], []
+            return [], [], []
 
-    def _upload(self, plan: list[list[Any]]) -> None:
-        for name, attempt_id, writer, _, process in plan:
+    def _copy(self, rows: list[list[Any]], copy: Callable[[NodeCache, CachedPart, Store], None]) -> None:
+        """Copy what this process is to copy: of each row name, attempt, writer and process."""
+        for name, attempt_id, writer, process in rows:
             if process != self._group.writer or self._cache is None:
                 continue
             part = CachedPart(name, attempt_id, writer)
-            _LOG.info("finishing the save of writer %d to %s from the cache", writer, name)
+            _LOG.info("bringing the save of writer %d to %s home from the cache", writer, name)
             with contextlib.ExitStack() as held:
                 with contextlib.suppress(CkptError):  # a cache that is gone says so below
                     held.enter_context(self._cache.hold(part))
                 try:
-                    self._cache.upload(part, self._store.at(name))
+                    copy(self._cache, part, self._store.at(name))
                 except StoreError:
                     raise
                 except Exception as error:  # noqa: BLE001 - what can't be finished is passed over, and named

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.errors import Code, err
-from ckptfmt.state import FirstWorker, PerWorker, State
+from ckptfmt.state import FirstWorker, PerWorker, State, check_state
 from ckptfmt.trainer.one_save import check_step
 
 _LOG: Final = logging.getLogger("ckptfmt")
@@ -33,9 +33,12 @@ class StepCount:
         step: how many steps are done.
         is_under_way: whether a step's body is being run.
         is_streamless: whether the RNG streams of `step` are still to be put back.
+
+    Raises: StateError(ARGUMENT) for what is no state.
     """
 
     def __init__(self, state: State) -> None:
+        check_state(state)
         self.step = 0
         self.is_under_way = self.is_streamless = False
         self.state = state

@@ -28,7 +28,7 @@ from ckptfmt.documents.run import Launch
 from ckptfmt.documents.tables import TensorKey, sort_key
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import Group, attempt
-from ckptfmt.state import State
+from ckptfmt.state import State, place_of
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Image, assign_writers, plan_image
 from ckptfmt.write.snapshot import Snapshot, TensorSource
@@ -325,7 +325,7 @@ def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list
         case Kind.STATEFUL:
             leaves = [encoder.leaf(unit.name, unit.value.state_dict())]
         case Kind.PIECE:
-            encoder.sources.append(check_source(unit.value, field=unit.field, where=f"{unit.field}:{unit.name}"))
+            encoder.sources.append(check_source(unit.value, field=unit.field, where=place_of(unit.field, unit.name)))
         case Kind.TREE if live.worker_count > 1 and is_named_tensors(unit):
             encoder.encode(unit.value, unit.name)
         case Kind.TREE:

@@ -8,14 +8,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Self, SupportsFloat
+from typing import Literal, Self, SupportsFloat
 
 from ckptfmt.commit.lone import check_removable, remove_alone
 from ckptfmt.documents.labels import Labels
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
 from ckptfmt.run.lineage import is_run, own_place
-from ckptfmt.state import State
+from ckptfmt.state import State, check_state
 from ckptfmt.store import address_of, open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveHandle, SaveReport
@@ -53,10 +53,10 @@ class Saver:
     def __init__(
         self,
         *,
-        saver: str = "process",
+        saver: Literal["process", "thread", "inline"] = "process",
         overlap: bool = True,
         slots: int = 2,
-        when_busy: str = "wait",
+        when_busy: Literal["wait", "skip"] = "wait",
         nice: int = 0,
         writer: tuple[int, int] | None = None,
         agree: Agree = None,
@@ -86,6 +86,11 @@ class Saver:
     def reports(self) -> tuple[str, ...]:
         """Where saves do something else than was asked for, such as fewer slots for want of memory; a sentence each."""
         return () if self._saves is None else tuple(self._saves.reports)
+
+    def __repr__(self) -> str:
+        return (
+            f"Saver(saver={self._options.saver!r}, {len(self._in_hand())} saves in hand{', closed' * self._is_closed})"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -132,6 +137,7 @@ class Saver:
             earlier save failed with, if that wasn't raised yet; CommitError(SLOTS_BUSY); others as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009.
         """
+        check_state(state)
         group, saves = self._begin()
         if replace:
             group.run_on_first(lambda: own_place(path))

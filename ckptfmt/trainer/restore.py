@@ -14,7 +14,7 @@ from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.context import find_differences, local_facts, plain_config, topology
 from ckptfmt.adapters.data_loaders import may_load
 from ckptfmt.adapters.live import Kind, Live, Unit, optimizer_prefix
-from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint, prefix_of
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan, Patterns, Rename
 from ckptfmt.adapters.placing import Placer, plan_named_tensors, plan_sink, put_back, take_named_leaf
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
@@ -28,7 +28,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Reading
 from ckptfmt.read.sharing import Peers, refuse_sharing
 from ckptfmt.read.streaming import ReadReport
-from ckptfmt.state import State
+from ckptfmt.state import State, place_of
 from ckptfmt.trainer.one_save import LOCAL_TOPOLOGY
 
 #: The levels of claims, from the least on.
@@ -71,6 +71,10 @@ class LoadReport:
     reads: ReadReport
     renamed: tuple[tuple[str, str], ...]
     left_count: int
+
+    def __repr__(self) -> str:
+        lowered = f", lowered by {len(self.lowered_by)}: {self.lowered_by[0]}" if self.lowered_by else ""
+        return f"LoadReport(step={self.step}, claim={self.claim!r}{lowered})"
 
     def with_streams(self, found: Iterable[str] = ()) -> LoadReport:
         """Return the report once the RNG streams are put back, too, and what was found to differ then."""
@@ -211,12 +215,17 @@ def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Resto
     Raises: StateError.
     """
     live = Live.of(state, worker=plan.worker, worker_count=plan.worker_count)
+    lacking = [unit for unit in live.units if plan.is_imported and _lacks(plan, unit)]
+    plan.downgrades += [f"{place_of(unit.field, unit.name)} wasn't imported: it stays as it is" for unit in lacking]
     side: Any = torch_side()  # only torch has entries, modules and optimizers
     for field, entries in live.entries.items():
+        left = tuple(prefix_of(unit.path) for unit in lacking if unit.field == field)
         for entry in entries:
-            side.plan_entry(plan, entry, field)
+            if not entry.names[0].startswith(left):
+                side.plan_entry(plan, entry, field)
     for number, unit in enumerate(live.units):
-        _plan_unit(plan, unit, live, number)
+        if unit not in lacking:
+            _plan_unit(plan, unit, live, number)
     stream_actions = _plan_streams(plan, state, live, strict=strict)
     differences = _compare_config(plan, state)
     lowered_by = (
@@ -226,6 +235,14 @@ def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Resto
         *_find_limits(live),
     )
     return Restoration(plan, state, stream_actions, tuple(differences), lowered_by)
+
+
+def _lacks(plan: LoadPlan, unit: Unit) -> bool:
+    """Tell whether an imported checkpoint has nothing of a unit: other formats have no place for it, or it was new.
+
+    Of the weights everything is wanted: a parameter that isn't there is an error, wherever the checkpoint is from.
+    """
+    return unit.field != "weights" and not plan.has(unit.field, unit.name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -326,7 +343,7 @@ def _plan_unit(plan: LoadPlan, unit: Unit, live: Live, number: int) -> None:
         case Kind.STATEFUL:
             _plan_stateful(plan, unit)
         case Kind.PIECE:
-            plan_sink(plan, unit.value, field=unit.field, where=f"{unit.field}:{unit.name}")
+            plan_sink(plan, unit.value, field=unit.field, where=place_of(unit.field, unit.name))
         case Kind.TREE:
             _plan_tree(plan, unit)
 
@@ -336,7 +353,7 @@ def _plan_stateful(plan: LoadPlan, unit: Unit) -> None:
     if not chosen:
         return
     name, at, saved = plan.leaf(unit.field, chosen, unit.scope)
-    where = f"{unit.field}:{unit.name}"
+    where = place_of(unit.field, unit.name)
     if saved is MISSING:
         plan.problem(Code.LEAF_MISSING, where, "nothing was saved for this object")
         return
@@ -381,7 +398,7 @@ def _plan_tree(plan: LoadPlan, unit: Unit) -> None:
     if plan_named_tensors(plan, unit):
         return
     saved_name = plan.renaming.saved_name(unit.name)
-    where = f"{unit.field}:{unit.name}"
+    where = place_of(unit.field, unit.name)
     # Of a mapping that isn't chosen as a whole, what is in it may be.
     inside = type(unit.value) in (dict, OrderedDict) and not plan.only.fits(unit.field, saved_name)
     if not inside and not plan.choose(unit.field, [unit.name]):

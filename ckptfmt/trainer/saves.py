@@ -9,7 +9,7 @@ import logging
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ckptfmt import limits
@@ -17,6 +17,7 @@ from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live import list_numbered
 from ckptfmt.commit.decision import Known, check_vacant
 from ckptfmt.delta.policy import DeltaOptions
+from ckptfmt.documents.durability import HOME, NODE, PEERS
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.documents.part import Leaf
@@ -26,17 +27,18 @@ from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
 from ckptfmt.run.lineage import check_no_run, check_not_fenced
-from ckptfmt.run.node_cache import CacheOptions
+from ckptfmt.run.node_cache import CacheOptions, part_of
 from ckptfmt.run.retention import Retention, tidy_up
 from ckptfmt.saver.request import SaveRequest
 from ckptfmt.state import State
 from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import Background, Place
-from ckptfmt.trainer.handle import Callbacks, SaveHandle, SaveReport
+from ckptfmt.trainer.handle import Callbacks, SaveHandle, SaveReport, tell_committed
 from ckptfmt.trainer.mirrors import Mirrors
 from ckptfmt.trainer.mirrors import Place as MirrorPlace
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
+from ckptfmt.trainer.peers import PeerOptions, Replicas, connect_by_torch
 from ckptfmt.write.image import Context
 from ckptfmt.write.snapshot import Snapshot
 from ckptfmt.write.staging import Copy, Fillings, plan_copies
@@ -51,6 +53,8 @@ _POLICIES: Final = ("wait", "skip")
 _EXIT_S: Final = 60.0
 #: How long callbacks may take at least when the saves are ended, in seconds.
 _CALLBACKS_S: Final = 1.0
+#: How long the end of the saves waits for partners that still send replicas, in seconds.
+_PARTNERS_S: Final = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,7 @@ class SaveOptions:
     deadline_s: float
     delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
     cache: CacheOptions | None = None
+    peers: PeerOptions | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (("saver", self.saver, _SAVERS), ("when_busy", self.when_busy, _POLICIES)):
@@ -147,6 +152,8 @@ class Saves:
     def __init__(
         self, store: Store | None, group: Group, options: SaveOptions, mirrors: Iterable[MirrorPlace] = ()
     ) -> None:
+        if options.peers is not None:
+            options.peers.check(group)
         self.reports: list[str] = []
         self._mirrors = None if store is None or group.writer else Mirrors(store, mirrors, self.reports)
         self._near_limit: set[tuple[str, str]] = set()
@@ -163,10 +170,34 @@ class Saves:
         self._has_device_tensors = False
         self._fillings = Fillings()
         self._trainers_here = 1
+        #: Saves that were begun: of so many one is brought home in full, the first among them.
+        self._begun_count = 0
         self._background: Background | None = None
+        self._replicas: Replicas | None = None
         self._finalizer: weakref.finalize[[Background, dict[int, Any]], Any] | None = None
 
     # --- getting ready ------------------------------------------------------------------------------------------------
+
+    def begin_replicas(self, launch: Launch, nodes: Sequence[str]) -> None:
+        """Connect with the processes of other nodes whose caches take replicas of these saves. Every process calls it.
+
+        Args:
+            nodes: of all processes.
+        """
+        options, number = self._options, self._group.writer
+        assert options.cache is not None  # noqa: S101 - see PeerOptions
+        name = f"{launch.run_id}-{launch.launch}-{launch.nonce}"
+        self._replicas = Replicas(
+            options.cache,
+            launch.run_id,
+            rank=number,
+            nodes=nodes,
+            connect=connect_by_torch(number, name=name, deadline_s=options.deadline_s),
+            deadline_s=options.deadline_s,
+            note=functools.partial(_add_report, self.reports),
+        )
+        # At the interpreter's exit: its threads mustn't outlive what they call.
+        weakref.finalize(self, self._replicas.close, 0.0)
 
     def check(self, state: State) -> None:
         """Refuse now what a save would refuse, and report what it does badly.
@@ -216,6 +247,7 @@ class Saves:
             deadline_s=options.deadline_s,
             cache=options.cache,
             note=functools.partial(_add_report, self.reports),  # which doesn't keep this object alive
+            **({} if self._replicas is None else {"on_written": functools.partial(_replicate, self._replicas)}),
         )
         # At the interpreter's exit, or when nobody has the checkpointer any more: no staged save is lost by it.
         self._finalizer = weakref.finalize(self, _let_go, background, self._guards)
@@ -262,13 +294,15 @@ class Saves:
         must: bool = False,
         deadline_s: float | None = None,
         label: Callable[[], Labels] | None = None,
+        to_home: bool = False,
     ) -> SaveHandle:
         """Begin a save, or make one; every process calls it at the same step.
 
         Args:
-            must: whether to wait for a slot even where the policy is to skip.
+            must: whether to wait for a slot even where the policy is to skip, and to bring it home.
             deadline_s: how long at most, in seconds; None for that of the options.
             label: returns metrics and tags, on writer 0.
+            to_home: whether its files must go home, whichever save it is; what writer 0 says counts.
 
         Raises: the error of an earlier save that failed, once; what refuses this one.
         """
@@ -292,6 +326,9 @@ class Saves:
             say={
                 "failure": self._say_failure(),
                 "busy": problem is not None or (background is not None and background.is_busy()),
+                "durability": HOME
+                if must or to_home or self._is_homes_turn()
+                else (NODE if self._replicas is None else PEERS),
             },
         )
         self._raise_failure(agreed.told)
@@ -301,6 +338,7 @@ class Saves:
                 raise problem or err(Code.SLOTS_BUSY, "another writer has no free slot", where=path)
             _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
             return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
+        self._begun_count += 1
         handle = SaveHandle(step=step, path=path, begin_s=begin_s, callbacks=self._callbacks)
         if background is None or not self._save_beside(background, agreed, handle, state, target):
             self._save_inline(agreed, handle, target)
@@ -308,6 +346,11 @@ class Saves:
             self._mirrors.follow(handle)
         handle.blocked_s = time.monotonic() - begin_s
         return handle
+
+    def _is_homes_turn(self) -> bool:
+        """Return whether this save is the one of so many whose files go home."""
+        cache = self._options.cache
+        return cache is None or self._begun_count % cache.upload_every == 0
 
     def _wait_for_slot(self, background: Background | None, deadline_s: float | None) -> CkptError | None:
         """Return the error if no slot gets free in time: the others must hear of it first."""
@@ -331,7 +374,7 @@ class Saves:
         handle.tell_copied()
         report = SaveReport.of(manifest, path=handle.path, reason="saved inline")
         handle.tell_state("COMMITTED", report)
-        _LOG.info("step %d COMMITTED in %.2f s: %s", handle.step, handle.times["COMMITTED"], handle.path)
+        tell_committed(self._group.writer, report, handle.times["COMMITTED"])
         removed: list[str] = []
         if self._group.writer == 0:
             removed, problem = target.tidy_up(self._known)
@@ -349,6 +392,7 @@ class Saves:
             context=Context.of(agreed.snapshot),
             deadline_s=self._options.deadline_s,
             delta=self._options.delta,
+            durability=agreed.told[0]["durability"],
             **target.request,
         )
         try:
@@ -422,6 +466,8 @@ class Saves:
                 _LOG.warning("callbacks of saves aren't over when the saves are")
             if self._mirrors is not None:
                 self._mirrors.close(max(0.0, end_s - time.monotonic()))
+            if self._replicas is not None:
+                self._replicas.close(max(0.0, min(_PARTNERS_S, end_s - time.monotonic())))
 
     def _close_background(self, deadline_s: float, *, quietly: bool) -> None:
         background, self._background = self._background, None
@@ -450,6 +496,10 @@ def _add_report(reports: list[str], sentence: str) -> None:
     if sentence not in reports:
         _LOG.warning("%s", sentence)
         reports.append(sentence)
+
+
+def _replicate(replicas: Replicas, request: SaveRequest, answer: Callable[[str], None]) -> None:
+    replicas.replicate(part_of(request.origin, request.writer), answer)
 
 
 def _let_go(background: Background, guards: dict[int, Any]) -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ckptfmt import limits
 from ckptfmt.box import Box
 from ckptfmt.digest import digest_bytes
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.extents import Extents
 from ckptfmt.documents.holdings import BOXES_KEYS, Boxes, Holdings, parse_boxes
 from ckptfmt.documents.labels import NO_LABELS, Labels
@@ -76,6 +77,7 @@ class Context:
 
     Attributes:
         saved_unix_s: when it took the state, by its own clock; 0 if that is before 1970.
+        durability: where its files will be at least when its part is at home.
     """
 
     saved_unix_s: int
@@ -83,6 +85,7 @@ class Context:
     leaves: tuple[Leaf, ...]
     absent: dict[str, str]
     labels: Labels = NO_LABELS
+    durability: str = HOME
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Context:
@@ -168,6 +171,7 @@ class Image:
             leaves=tuple(sorted(context.leaves, key=lambda leaf: sort_key((leaf.field, leaf.name, leaf.scope)))),
             absent=context.absent,
             labels=context.labels,
+            durability=context.durability,
         )
 
     def as_dict(self) -> dict[str, Any]:

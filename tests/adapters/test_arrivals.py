@@ -118,6 +118,6 @@ def test_on_a_real_device(tmp_path):
     ckptfmt.save(tmp_path / "c", ckptfmt.State(weights=weights), step=1)
     live = {"w": torch.zeros(3000, 1000, device="cuda"), "t": torch.zeros(400, 500, device="cuda").T}
     report = ckptfmt.load(tmp_path / "c", ckptfmt.State(weights=live))
-    assert report.notes == ()  # type: ignore[union-attr]
+    assert report.notes == ()
     for name, tensor in live.items():
         assert np.array_equal(tensor.cpu().numpy(), weights[name].numpy())

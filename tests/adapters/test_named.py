@@ -42,7 +42,7 @@ def test_stages_add_up_and_load_whole_in_one_process() -> None:
     ckptfmt.load(store, ckptfmt.State(weights=whole, optimizer={"m": np.zeros(2)}))
     assert [tensor[0].item() for tensor in whole.values()] == [0, 1, 2, 3]
     trees = ckptfmt.load(store, framework="numpy")
-    assert sorted(trees["weights"]) == sorted(whole)  # type: ignore[index, arg-type]
+    assert sorted(trees["weights"]) == sorted(whole)
 
 
 def test_whole_loads_into_stages_and_nothing_is_left() -> None:

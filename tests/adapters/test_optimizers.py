@@ -478,7 +478,7 @@ def test_schedulers_go_on(name):
     net, optimizer, scheduler = make_all()
     rates(optimizer, scheduler, 3)
     if any(map(callable, scheduler.state_dict().values())):
-        with pytest.raises(StateError, match=r"STATE_UNSUPPORTED at optimizer:extra/scheduler/anneal_func"):
+        with pytest.raises(StateError, match=r"STATE_UNSUPPORTED at extra:scheduler/anneal_func"):
             save(State(weights=net, optimizer=optimizer, extra={"scheduler": scheduler}))
         pytest.skip("this torch's SWALR has a function in its state_dict: it is refused by name")
     checkpoint = save(State(weights=net, optimizer=optimizer, extra={"scheduler": scheduler}))

@@ -79,7 +79,15 @@ SIZES = {**dict.fromkeys(NAMES, "--nbytes 20000000"), "plan": "--ranks 16 --tens
 TENSORS = {"save": 198, "stall": 198, "load": 198, "reshard": 25, "plan": 64, "s3": 198}
 
 
-EACH = pytest.mark.parametrize("command", NAMES)
+#: What `make test` runs; the other commands, of which each takes half a minute of processor time, are exhaustive.
+SAMPLE = ("save", "plan")
+
+
+def param(command):
+    return command if command in SAMPLE else pytest.param(command, marks=pytest.mark.exhaustive)
+
+
+EACH = pytest.mark.parametrize("command", [param(command) for command in NAMES])
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +170,7 @@ def test_a_record_says_what_was_measured_where_and_how(finish, command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["save", "stall"])
+@pytest.mark.parametrize("command", [param("save"), param("stall")])
 def test_memory_of_trainer_and_saver_is_in_the_record(finish, command):
     memory = json.loads(finish(command)[0].stdout)["memory"]
 
@@ -172,6 +180,7 @@ def test_memory_of_trainer_and_saver_is_in_the_record(finish, command):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_a_load_took_of_memory_is_in_the_record_for_every_size(finish):
     record = json.loads(finish("load")[0].stdout)
 
@@ -182,6 +191,7 @@ def test_what_a_load_took_of_memory_is_in_the_record_for_every_size(finish):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_was_read_and_needed_is_in_the_record(finish):
     record = json.loads(finish("reshard")[0].stdout)
 

@@ -9,7 +9,7 @@ import ckptfmt
 from tests.campaign.states import digest_of
 
 
-def look_at(path: Any, ranges: dict[str, list[list[int]]], *, framework: str) -> dict[str, Any]:
+def look_at(path: Any, ranges: dict[str, list[list[int]]], *, framework: Any) -> dict[str, Any]:
     """Load a checkpoint; return dtype, shape and digests of each tensor, and the plain values.
 
     Args:

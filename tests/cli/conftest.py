@@ -18,6 +18,7 @@ from ckptfmt.commit.decision import abort, commit
 from ckptfmt.documents.manifest import Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf, RngStream
 from ckptfmt.documents.tree import dump_tree
+from ckptfmt.features import LABELS
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store import LocalStore
 from ckptfmt.write.snapshot import Snapshot
@@ -119,7 +120,7 @@ def save_in_run(store, launch, step, **options):
 def make_run(path):
     """Make a run with a rollback by hand, an attempt that was given up, and one that never finished."""
     store = LocalStore(path, writable=True)
-    run = open_run(store)
+    run = open_run(store, writer_features=(LABELS,))
     first, _ = begin_launch(store, run)
     for step in (10, 20, 30):
         save_in_run(store, first, step)

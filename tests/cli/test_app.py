@@ -34,7 +34,7 @@ def test_commands_run_in_a_process_of_their_own(command, run_path):
     assert ANSI not in done.stdout
 
 
-@pytest.mark.parametrize("command", ["validate", "inspect", "log"])
+@pytest.mark.parametrize("command", ["validate", "inspect", "log", "ls", "du", "gc", "repair", "doctor"])
 def test_no_command_but_the_demo_imports_torch(command, run_path):
     program = (
         "import sys; from ckptfmt.__main__ import main; code = main(sys.argv[1:]);"
@@ -96,16 +96,16 @@ def test_a_full_device_cannot_run(run_path):
 # Usage
 
 
-@pytest.mark.parametrize("argv", [[], ["validate"], ["validate", "--no-such-option", "x"], ["log"]])
+@pytest.mark.parametrize("argv", [[], ["inspect"], ["validate", "--no-such-option", "x"], ["log"]])
 def test_bad_usage_exits_with_two(call, argv):
     code, out, err_text = call(*argv)
 
     assert (code, out) == (2, "")
-    assert err_text.startswith("usage: python -m ckptfmt")
+    assert err_text.startswith("usage: ckptfmt ")
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"), [("valdate", "Did you mean `python -m ckptfmt validate`?"), ("no-such-command", "One of demo, ")]
+    ("typed", "said"), [("valdate", "Did you mean `ckptfmt validate`?"), ("no-such-command", "One of ls, inspect, ")]
 )
 def test_a_mistyped_command_gets_a_suggestion(call, typed, said):
     code, out, text = call(typed, "somewhere")
@@ -245,7 +245,7 @@ def test_tables_fit_the_terminal(command, run_path):
     _, shown = on_terminal(command, path, columns=60)
 
     table = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in shown.split("\r\n")]
-    end = table.index("data") if command == "inspect" else len(table)
+    end = table.index("config") if command == "inspect" else len(table)
     begin = table.index("fields") if command == "inspect" else 3
     assert max(map(len, table[begin:end])) <= 60
 
@@ -300,3 +300,57 @@ def test_a_bar_without_total_counts(monkeypatch, capsys):
         bar.advance(2048)
 
     assert "2.0 KiB  " in capsys.readouterr().err
+
+
+# Typos
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["inspect", "{run}/step-0000020-l0001"], "Did you mean {run}/step-00000020-l0001?"),
+        (["inspect", "{run}/step-00000020-l0001", "--tensors", "layer.1.w"], "Did you mean layers.1.w?"),
+        (["inspect", "{run}/step-00000020-l0001", "--tensors", "zzz"], "`--tensors` alone lists all"),
+        (["inspect", "{run}", "--field", "weigths"], "Did you mean weights?"),
+        (["rm", "{run}", "step-0000020-l0001"], "Did you mean step-00000020-l0001?"),
+        (["pin", "{run}", "7"], "`ckptfmt log` lists the checkpoints of a run."),
+        (["{run}"], "A command comes first: `ckptfmt inspect {run}` shows what is there."),
+    ],
+)
+def test_a_mistyped_name_gets_a_suggestion(call, run_path, typed, said):
+    code, out, text = call(*(word.format(run=run_path) for word in typed))
+
+    assert (code, out) == (2, "")
+    assert said.format(run=run_path) in text
+
+
+def test_a_mistyped_option_gets_a_suggestion(call, run_path):
+    code, out, text = call("validate", run_path, "--jsno", "--quite")
+
+    assert (code, out) == (2, "")
+    assert text.startswith("usage: ckptfmt validate ")
+    assert "(did you mean --json --quiet?)" in text
+
+
+@pytest.mark.parametrize("command", ["validate", "inspect", "log", "pin", "compact"])
+@pytest.mark.parametrize("what", ["nothing", "a file", "an empty directory", "another directory"])
+def test_a_path_that_is_no_checkpoint_is_no_damaged_one(call, tmp_path, command, what):
+    """Code 2, "cannot run", and no verdict: 1 says that a checkpoint is there and isn't valid."""
+    path = tmp_path / "model.pt"
+    if what == "a file":
+        path.write_bytes(b"PK")
+    elif what != "nothing":
+        path.mkdir()
+        (path / "weights.bin").write_text("") if what == "another directory" else None
+    code, out, text = call(
+        command,
+        path,
+        *(["1"] if command == "pin" else []),
+        *(["--out", tmp_path / "out"] if command == "compact" else []),
+    )
+
+    assert (code, out) == (2, "")
+    assert text.startswith("error: ")
+    assert str(path) in text
+    assert "bug" not in text
+    assert not (tmp_path / "out").exists()

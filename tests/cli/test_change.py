@@ -53,6 +53,15 @@ def test_a_checkpoint_is_deleted_unless_it_is_needed(run: str, capsys: pytest.Ca
     assert [one.state for one in ckptfmt.Run(run).list()] == ["retired", "retired", "committed"]
 
 
+def test_of_several_those_go_that_nothing_needs(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "rm", run, "1", "9", code=2)["error"]["code"] == "NOT_COMMITTED"
+    assert [one.state for one in ckptfmt.Run(run).list()] == ["committed"] * 3
+    found = said(capsys, "rm", run, "1", "2", "3", code=2)
+    assert found["deleted"] == [checkpoint_name(1, 1), checkpoint_name(2, 1)]
+    assert [(one["code"], one["where"]) for one in found["refused"]] == [("CHECKPOINT_NEEDED", checkpoint_name(3, 1))]
+    assert [one.state for one in ckptfmt.Run(run).list()] == ["retired", "retired", "committed"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

@@ -264,6 +264,27 @@ def test_diff_of_the_same_and_of_others(call, call_json, run, tmp_path):
     assert json.dumps(answer)
 
 
+def test_diff_shows_what_was_and_what_is(call, call_json, tmp_path):
+    for name, value, lr in (("one", 1.0, 0.1), ("other", 1.5, 0.3)):
+        array = np.ones((40, 30), np.float32)
+        array[17, 5] = value
+        config = {"lr": lr, "model": {"widths": [1, 2]}, **({} if name == "one" else {"seed": 7})}
+        ckptfmt.save(tmp_path / name, ckptfmt.State(weights={"w": array}, config=config), step=1)
+
+    code, out, _ = call("diff", tmp_path / "one", tmp_path / "other")
+
+    assert code == 1
+    lines = [line.split() for line in out.splitlines()]
+    assert ["w", "float32", "[40,", "30]", "1", "(<1", "%)", "by", "at", "most", "0.5,", "relative", "0.333"] in lines
+    assert ["[17,", "5]", "1", "->", "1.5"] in lines
+    assert ["config", "lr", "0.1", "->", "0.3"] in lines
+    assert ["config", "seed", "nothing", "->", "7"] in lines
+    assert "ULP" not in out
+    answer = call_json("diff", tmp_path / "one", tmp_path / "other")[1]
+    assert answer["tensors"][0]["distance"]["largest"] == [{"index": [17, 5], "values": [1.0, 1.5], "gap": 0.5}]
+    assert answer["values"][0]["changes"][0] == {"place": "lr", "values": [0.1, 0.3]}
+
+
 def test_diff_says_what_was_compared_and_reads_the_bytes_if_asked_to(call, call_json, checkpoint_path, tmp_path):
     """REQ-OPN-009: a damaged copy has the digests of the good one."""
     copy = pathlib.Path(shutil.copytree(checkpoint_path, tmp_path / "copy"))
@@ -317,6 +338,17 @@ def test_a_run_is_shown_with_the_saves_that_savers_have_in_hand(call, call_json,
         assert "launch 1 (writer 0) still has saves in hand" in answer["warnings"][0]
     assert call_json("log", run)[1]["pending"] == []
     assert "saving" not in call("log", run)[1]
+
+
+def test_what_a_delta_reads_from_stays_whatever_is_named(call, call_json, run):
+    saving = ckptfmt.Run(run)
+    code, _, text = call("rm", run, 1)
+    assert (code, "read from it" in text) == (2, True)
+    code, answer = call_json("rm", run, 1, 2)
+    assert (code, answer["deleted"]) == (2, [])
+    assert {one["where"] for one in answer["refused"]} == set(NAMES[:2])
+    assert "reads from it" in answer["refused"][0]["detail"]
+    assert {one.state for one in saving.list()} == {"committed"}
 
 
 def test_diff_of_one_field(call, call_json, run):

@@ -2,6 +2,7 @@
 
 import pytest
 
+import ckptfmt
 from ckptfmt.cli import inspect
 from ckptfmt.commit.decision import commit
 from ckptfmt.data.sampler import Sampler
@@ -14,14 +15,13 @@ from tests.cli.conftest import ATTEMPT, CURSOR, leaf_of, save, snapshot_of
 
 
 def test_the_text_has_what_one_looks_for(call, checkpoint_path):
-    code, out, err = call("inspect", checkpoint_path)
+    code, out, err = call("inspect", checkpoint_path, "--all")
 
     assert (code, err) == (0, "")
     for text in (
         "step        3",
-        f"attempt {ATTEMPT}",
+        f"attempt {ATTEMPT}, 2 writers",
         "blake3:",
-        "writers     2",
         "absent: not given to State",
         "S1 at most: each sample once",
         "12 samples consumed in 3 steps: epoch 1, 2 of 10",
@@ -73,12 +73,12 @@ def test_json_leaves_boxes_out_where_they_are_very_many(call_json, checkpoint_pa
 
 def test_very_many_rows_are_shown_to_whoever_asks_for_them(call, checkpoint_path, monkeypatch):
     monkeypatch.setattr(inspect, "_TENSOR_LINES", 1)
-    code, text, _ = call("inspect", checkpoint_path)
+    code, text, _ = call("inspect", checkpoint_path, "--all")
     _, asked, _ = call("inspect", checkpoint_path, "--tensors", "*")
 
     assert code == 0
     assert "scale" not in text
-    assert "and 1 row more: see them with --tensors '*'" in text
+    assert "and 1 row more: --tensors lists each" in text
     assert "scale" in asked
 
 
@@ -113,7 +113,8 @@ def test_one_field_is_shown_alone_and_whole(call, call_json, tmp_path):
     config = {f"key{number}": number for number in range(100)}
     save(LocalStore(tmp_path, writable=True), leaves=[leaf_of("config", config), leaf_of("data", {"position": 1})])
 
-    assert "and 40 lines more: --field config shows all" in call("inspect", tmp_path)[1]
+    assert "and 90 lines more: --field config shows all" in call("inspect", tmp_path)[1]
+    assert "and 40 lines more: --field config shows all" in call("inspect", tmp_path, "--all")[1]
     whole = call("inspect", tmp_path, "--field", "config")[1]
     assert "key99" in whole
     assert "position" not in whole
@@ -130,7 +131,7 @@ def test_streams_are_shown_on_demand(call, checkpoint_path):
 
 
 def test_an_unknown_field_is_bad_usage(call, checkpoint_path):
-    code, _, err = call("inspect", checkpoint_path, "--field", "wieghts")
+    code, _, err = call("inspect", checkpoint_path, "--field", "colour")
 
     assert code == 2
     assert "weights, optimizer" in err
@@ -157,13 +158,70 @@ def test_an_unreadable_manifest_is_an_error(call, checkpoint_path):
     assert err.startswith("error: DOC_SYNTAX at manifest.json")
 
 
+def test_one_screen_shows_what_matters_and_the_rest_is_asked_for(call, tmp_path):
+    config = {f"key{number}": number for number in range(100)}
+    names = [f"{letter * (number + 1)}.w" for letter in "abcdef" for number in range(5)]
+    save(LocalStore(tmp_path, writable=True), leaves=[leaf_of("config", config), leaf_of("data", CURSOR)], names=names)
+
+    _, out, _ = call("inspect", tmp_path)
+
+    assert len(out.splitlines()) <= 50
+    assert "and 23 rows more: --tensors lists each" in out
+    assert "key9" in out
+    assert "--all" in out.splitlines()[-2]
+    _, whole, _ = call("inspect", tmp_path, "--all")
+    assert {"fffff.w", "files", "data"} <= {word for line in whole.splitlines() for word in line.split()}
+    assert "key59" in whole
+
+
+def test_metrics_tags_and_pins_are_shown_as_they_were_said_last(call, call_json, run_path):
+    path = run_path / "step-00000050-l0002"
+    assert "labels" not in call("inspect", path)[1]
+    ckptfmt.Run(run_path).add_labels(path.name, metrics={"loss": 2.5}, tags=["best"])
+    ckptfmt.Run(run_path).pin(path.name)
+
+    assert "labels      pinned  loss=2.5  #best" in call("inspect", path)[1]
+    answer = call_json("inspect", path)[1]
+    assert (answer["metrics"], answer["tags"], answer["pinned"]) == ({"loss": 2.5}, ["best"], True)
+    (head,) = [line for line in call("inspect", run_path)[1].splitlines() if line.startswith("head")]
+    assert head.endswith("pinned  loss=2.5  #best")
+    (run_path / "labels" / f"{path.name}-0002.json").write_bytes(b"{}")
+    code, out, _ = call("inspect", path)
+    assert (code, "labels      pinned" in out, "DOC_SCHEMA" in out) == (2, True, True)
+
+
+def test_a_run_is_shown_with_the_checkpoint_that_it_goes_on_from(call, call_json, run_path):
+    code, out, _ = call("inspect", run_path)
+
+    assert code == 0
+    assert "newest launch 2, from step-00000020-l0001, chosen by hand" in out
+    for text in ("S1 at most: each sample once", "layers.{0..1}.w  x2", "bad    nan", "65.6 KiB"):
+        assert text in out, text
+    answer = call_json("inspect", run_path)[1]
+    assert answer["checkpoint"]["digest"] == call_json("inspect", run_path / "step-00000050-l0002")[1]["digest"]
+    assert call("inspect", run_path, "--tensors", "scale")[1].splitlines()[-1] == "1 tensor"
+    assert call("inspect", run_path, "--field", "config")[1].splitlines()[1] == "config"
+
+
+def test_a_run_whose_newest_checkpoint_cannot_be_opened_is_shown_all_the_same(call, call_json, run_path):
+    next((run_path / "step-00000050-l0002").glob("index-*")).unlink()
+
+    code, out, _ = call("inspect", run_path)
+
+    assert code == 2
+    assert "2 launches, 7 checkpoints" in out
+    assert "unreadable  FILE_MISSING at step-00000050-l0002/index-" in out
+    code, answer = call_json("inspect", run_path)
+    assert (code, answer["checkpoint"], answer["checkpoint_error"]["code"]) == (2, None, "FILE_MISSING")
+
+
 def test_a_run_is_summarised(call, call_json, run_path):
     code, out, _ = call("inspect", run_path)
 
     assert code == 0
     assert "2 launches, 7 checkpoints: 5 committed, 1 unfinished, 1 aborted" in out
     assert "step-00000050-l0002" in out
-    assert f"python -m ckptfmt log {run_path}" in out
+    assert f"ckptfmt log {run_path}" in out
     assert call_json("inspect", run_path)[1]["head"] == "step-00000050-l0002"
 
 

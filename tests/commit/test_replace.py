@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import pathlib
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -326,35 +329,50 @@ def test_no_crash_leaves_half_of_what_is_removed() -> None:
     assert seen == {"ok", Code.CHECKPOINT_RETIRED, Code.NOT_COMMITTED}
 
 
+#: Forks a process for each number that it reads, which replaces from there on until it is killed.
 SCRIPT = """
-    import sys
+    import os, sys, threading
     from tests.commit.test_replace import replace
-    print("ready", flush=True)
-    for number in range(int(sys.argv[2]), 1_000_000):
-        replace(sys.argv[1], number)
-        print(number, flush=True)
+    replace(f"{sys.argv[1]}-first", 0)  # what is imported at the first time is there in all of them
+    assert threading.active_count() == 1
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            print(os.getpid(), flush=True)
+            for number in range(int(line), 1_000_000):
+                replace(sys.argv[1], number)
+                print(number, flush=True)
+        os.waitpid(pid, 0)
+        print("ended", flush=True)
 """
 
 
 @pytest.mark.slow
-def test_kills_at_any_moment_leave_the_last_or_the_next(tmp_path: pathlib.Path) -> None:
-    rng, place, last = random.Random(SEED), tmp_path / "place", 0
-    replace(place, last)
-    for _ in range(12):
-        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(place), str(last + 1)]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        with process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(rng.uniform(0.0, 0.12))
-            process.kill()
-            told = [int(line) for line in process.stdout if line.endswith("\n")]
-        last = max([last, *told])
-        found = number_at(place)
-        assert found in (last, last + 1)
-        last = found
-    replace(place, last + 1)
-    assert_clean(place)
+def test_kills_at_any_moment_leave_the_last_or_the_next() -> None:
+    rng, last = random.Random(SEED), 0
+    with bench_directory() as root, contextlib.ExitStack() as stack:
+        place = root / "place"
+        replace(place, last)
+        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(place)]
+        server = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.enter_context(server)
+        assert server.stdin is not None
+        assert server.stdout is not None
+        for _ in range(12):
+            print(last + 1, file=server.stdin, flush=True)
+            pid = int(server.stdout.readline())
+            told = [int(server.stdout.readline()) for _ in range(rng.randrange(3))]
+            time.sleep(rng.uniform(0.0, 0.03))
+            os.kill(pid, signal.SIGKILL)
+            told += [int(line) for line in iter(server.stdout.readline, "ended\n")]
+            last = max([last, *told])
+            found = number_at(place)
+            assert found in (last, last + 1)
+            last = found
+        server.stdin.close()
+        assert last > 4
+        replace(place, last + 1)
+        assert_clean(place)
 
 
 # --- others in the same directory -------------------------------------------------------------------------------------

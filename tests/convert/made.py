@@ -82,7 +82,7 @@ def stored(path: Any) -> dict[str, Any]:
     return {"tensors": tensors, "leaves": {key: leaf for key, leaf in leaves.items() if key[0] not in context}}
 
 
-def trees(path: Any, framework: str = "torch") -> Any:
+def trees(path: Any, framework: Any = "torch") -> Any:
     """Return what a checkpoint holds, by field."""
     return ckptfmt.load(path, framework=framework)
 

@@ -44,7 +44,7 @@ def test_run_comes_back_into_live_objects(kind, run, tmp_path):
     done(tmp_path / "there", tmp_path / "back", "--to", "ckptfmt", "--step", "3")
 
     fresh = trained(seed=1)
-    allow = ("missing", "streams") if kind == "torch" else ("missing", "streams", "dtype")
+    allow: Any = ("missing", "streams") if kind == "torch" else ("missing", "streams", "dtype")
     report: Any = ckptfmt.load(tmp_path / "back", state_of(*fresh), allow=allow)
 
     assert report.step == 3

@@ -3,11 +3,17 @@
 A process of its own, with one thread, so that it may fork.
 
     python -m tests.crash.cached --kills 100 --seed 1 --writers 2
+    python -m tests.crash.cached --kills 100 --seed 1 --server ceph --saver process
+
+With ``--server`` the home is a bucket. With ``--saver process`` savers and trainers are killed one at a time; else
+saver and uploader are threads of the trainer, and die with it.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import random
@@ -17,15 +23,18 @@ import sys
 import tempfile
 import time
 import traceback
-from typing import Final
+from typing import Any, Final, TextIO
 
 import numpy as np
 
 import ckptfmt
-from ckptfmt.documents.manifest import Manifest
+from ckptfmt.demo.servers import KINDS, Server
+from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
+from ckptfmt.errors import CkptError, Code
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import list_checkpoints
-from ckptfmt.store.local import LocalStore
+from ckptfmt.store import LocalStore, is_url, leases, open_store
+from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveHandle
 from tests.store.helpers import FAST_DIRECTORY
 from tests.stores.hooked import HookedStore, Operation
@@ -35,9 +44,17 @@ _DEADLINE_S: Final = 60.0
 #: How long a killed trainer lives at most, in seconds, once it has told what was waited for.
 _LIFE_S: Final = 0.2
 #: What is waited for: nothing, so that it is killed while it finishes what another left; or that it has come so far.
-_TARGETS: Final = ("", "resumed", "written", "written", "committed")
+_TARGETS: Final[tuple[str, ...]] = ("", "resumed", "written", "written", "committed")
+#: And behind savers that were killed.
+_LATER_TARGETS: Final[tuple[str, ...]] = ("", "written", "committed")
+#: How many savers are killed before their trainer is, at most, where they are processes.
+_SAVER_KILLS: Final = 4
+#: How long a lease counts here, in seconds: each launch waits so long for a saver that was killed.
+_TERM_S: Final = 2.0
 #: How long the creation of a file at home takes at most, in seconds: longer than in a cache.
 _DELAY_S: Final = 0.02
+#: What of a checkpoint stays, beside its register.
+_STAYING: Final = (".safetensors", ".msgpack")
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,7 +62,7 @@ class Report:
     """What was done, and what was found.
 
     Attributes:
-        kill_count: trainers killed.
+        kill_count: trainers and savers killed.
         written_count: saves that all writers told to be written.
         finished_count: launches that resumed from a step that no killed trainer had told to be committed.
         lost: launches that resumed from an older step than all writers told to be written.
@@ -67,9 +84,9 @@ class _Slow(HookedStore):
             time.sleep(random.uniform(0, _DELAY_S))
 
 
-def train(root: pathlib.Path, caches: list[pathlib.Path], told_fd: int, *, save_count: int | None) -> None:
+def train(home: str, caches: list[pathlib.Path], told_fd: int, *, saver: Any, save_count: int | None) -> None:
     """Resume, then save step after step, until killed or so many times; each line that is told has a word first."""
-    gather = Allgather(len(caches))
+    gather = Allgather(len(caches), timeout_s=2 * _DEADLINE_S)
 
     def tell(*words: object) -> None:
         os.write(told_fd, (" ".join(map(str, words)) + "\n").encode())
@@ -77,11 +94,11 @@ def train(root: pathlib.Path, caches: list[pathlib.Path], told_fd: int, *, save_
     def body(writer: int) -> None:
         weights = {"w": np.zeros(20_000, np.int64), "v": np.zeros(10_000, np.int64)}
         with ckptfmt.Checkpointer(
-            _Slow(LocalStore(root, writable=True)),
+            home if saver == "process" or is_url(home) else _Slow(LocalStore(home, writable=True)),
             ckptfmt.State(weights=weights, rng=False),
             cache=caches[writer],
             keep=3,
-            saver="thread",
+            saver=saver,
             writer=(writer, len(caches)),
             agree=gather.of(writer),
             deadline_s=_DEADLINE_S,
@@ -90,30 +107,70 @@ def train(root: pathlib.Path, caches: list[pathlib.Path], told_fd: int, *, save_
             tell("resumed", writer, begin, all((array == begin).all() for array in weights.values()))
             checkpointer.restore_rng()
             handles: list[SaveHandle] = []
+            saver_pid = None
             for step in range(begin + 1, sys.maxsize if save_count is None else begin + 1 + save_count):
                 checkpointer.step = step
                 for array in weights.values():
                     array[...] = step
-                handle = checkpointer.save()
-                assert handle is not None
+                handle = _save(checkpointer)
                 handles.append(handle)
+                if saver == "process" and saver_pid != (saver_pid := _pid_of_saver(checkpointer)):
+                    tell("saver", writer, saver_pid)
                 for one in list(handles):
                     if one.state == "COMMITTED":
                         tell("committed", writer, one.step)
                         handles.remove(one)
                     elif one.state == "WRITTEN":
                         tell("written", writer, one.step)
+                    elif one.error is not None and one.error.code == Code.SAVER_LOST:
+                        one.on_failed(lambda _: None)  # it was killed: that is known
+                        handles.remove(one)
 
     for found in run_writers(len(caches), body):
         if found is not None:
             raise found
 
 
-class _Run:
-    """One run with its caches, and what its trainers told."""
+def _save(checkpointer: ckptfmt.Checkpointer) -> SaveHandle:
+    """Save, with another saver where one was killed."""
+    while True:
+        try:
+            handle = checkpointer.save()
+        except CkptError as error:
+            if error.code != Code.SAVER_LOST:
+                raise
+        else:
+            assert handle is not None
+            return handle
 
-    def __init__(self, root: pathlib.Path, report: Report, rng: random.Random, writers: int, *, forget: bool) -> None:
-        self._root, self._report, self._rng, self._forget = root / "home", report, rng, forget
+
+def _pid_of_saver(checkpointer: ckptfmt.Checkpointer) -> int:
+    background = checkpointer._saves._background
+    pid: int = background._link.pid  # type: ignore[union-attr]
+    return pid
+
+
+class _Run:
+    """One run with its caches, and what its trainers told.
+
+    Args:
+        home: path or URL of the run.
+        root: below which the caches lie.
+        forget: whether the caches are deleted behind each kill.
+    """
+
+    def __init__(
+        self,
+        home: str,
+        root: pathlib.Path,
+        report: Report,
+        rng: random.Random,
+        *,
+        writers: int,
+        saver: str,
+        forget: bool,
+    ) -> None:
+        self._home, self._report, self._rng, self._saver, self._forget = home, report, rng, saver, forget
         self._caches = [root / f"cache-{number}" for number in range(writers)]
         self._written = self._committed = 0
 
@@ -127,8 +184,9 @@ class _Run:
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, 0)
+            os.close(told_fd)  # so that who tells notices when nobody listens any more
             try:
-                train(self._root, self._caches, write_fd, save_count=save_count)
+                train(self._home, self._caches, write_fd, saver=self._saver, save_count=save_count)
             except BaseException:  # noqa: BLE001 - told to the oracle, whatever it is
                 os.write(write_fd, f"failed {json.dumps(traceback.format_exc())}\n".encode())
                 os._exit(1)
@@ -137,19 +195,32 @@ class _Run:
         lines: list[str] = []
         with os.fdopen(told_fd) as told:
             if save_count is None:
-                target = self._rng.choice(_TARGETS)
-                while target and (line := told.readline()):
-                    lines.append(line)
-                    if line.startswith((target, "failed")):
-                        break
-                time.sleep(self._rng.uniform(0, _LIFE_S))
-                os.kill(pid, signal.SIGKILL)
-                self._report.kill_count += 1
+                targets = _TARGETS
+                for _ in range(self._rng.randint(0, _SAVER_KILLS) if self._saver == "process" else 0):
+                    self._wait_for("saver", told, lines)
+                    if saver_pid := _last_saver(lines):
+                        self._kill(saver_pid)
+                    targets = _LATER_TARGETS
+                self._wait_for(self._rng.choice(targets), told, lines)
+                self._kill(pid)
             lines += told.readlines()
         _, status = os.waitpid(pid, 0)
         if save_count is not None and status:
             self._report.violations.append(f"the last trainer ended with status {status}")
         self._judge(lines)
+
+    def _wait_for(self, target: str, told: TextIO, lines: list[str]) -> None:
+        """Read what is told until there is a line of a kind; and wait for a moment."""
+        while target and (line := told.readline()):
+            lines.append(line)
+            if line.startswith((target, "failed")):
+                break
+        time.sleep(self._rng.uniform(0, _LIFE_S))
+
+    def _kill(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            self._report.kill_count += 1
 
     def _judge(self, lines: list[str]) -> None:
         written: dict[int, int] = {}
@@ -165,6 +236,8 @@ class _Run:
                     self._report.violations.append(f"step {self._committed} was committed: {line}")
                 self._report.finished_count += rest[0] == "0" and int(step) > self._committed
                 self._written = self._committed = int(step)
+            elif word == "saver":
+                pass
             elif word == "committed":
                 self._committed = max(self._committed, int(rest[1]))
             else:
@@ -176,35 +249,91 @@ class _Run:
 
     def judge_end(self) -> None:
         """Find what is left when the last trainer has ended: whole checkpoints, and nothing that waits in a cache."""
-        home = LocalStore(self._root, writable=False)
+        home = open_store(self._home, writable=False)
         for entry in list_checkpoints(home):
+            place = home.at(entry.name)
             if entry.register is None:
                 self._report.violations.append(f"{entry.name} is undecided")
+            attempt = ""
             if isinstance(entry.register, Manifest):
-                with Checkpoint(home.at(entry.name)) as checkpoint:
+                attempt = entry.register.origin.attempt
+                with Checkpoint(place) as checkpoint:
                     for item in checkpoint.index.tensors:
                         if not (checkpoint.read(*item.key) == entry.step).all():
                             self._report.violations.append(f"{entry.name} isn't of its step")
+            for path in _list_all(place):
+                if path != MANIFEST_NAME and not (attempt and attempt in path and path.endswith(_STAYING)):
+                    self._report.violations.append(f"{entry.name}/{path} is left")
+        self._report.violations += [f"{path} is left" for path in _list_all(home) if "savers/" in path]
         for cache in self._caches:
             parts = {path.with_suffix("") for path in cache.rglob("parts/*.msgpack")}
             settled = {path.with_suffix("") for path in cache.rglob("parts/*.settled")}
             self._report.violations += [f"{path} waits for nobody" for path in sorted(parts ^ settled)]
 
 
-def kill_many(kill_count: int, seed: int, writers: int, *, forget: bool = False) -> Report:
-    """Kill so many trainers of one run, then let one come to its end.
+def _last_saver(lines: list[str]) -> int:
+    """Return the process of a saver that was told last; 0 for none."""
+    return next((int(line.split()[2]) for line in reversed(lines) if line.startswith("saver")), 0)
+
+
+def _list_all(store: Store) -> list[str]:
+    """Return the paths of all files, those among them that are a store's own."""
+    if isinstance(store, LocalStore):
+        root = pathlib.Path(store.name)
+        return [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
+    client = store._client  # type: ignore[attr-defined]
+    prefix = f"{store._prefix}/"  # type: ignore[attr-defined]
+    return [entry["path"].removeprefix(prefix) for page in client.list(prefix) for entry in page]
+
+
+def kill_many(
+    kill_count: int,
+    seed: int,
+    writers: int,
+    *,
+    server: str | None = None,
+    saver: str = "thread",
+    forget: bool = False,
+    seconds: float = math.inf,
+) -> Report:
+    """Kill so many trainers, and savers, of one run, then let one come to its end.
 
     Args:
+        server: of the bucket in which the run is; None for a directory.
+        saver: ``thread``, or ``process``.
         forget: whether the caches are deleted behind each kill: then saves that were written are lost.
+        seconds: after how many no trainer is started any more but the last.
     """
     report, rng = Report(), random.Random(seed)
-    with tempfile.TemporaryDirectory(dir=FAST_DIRECTORY, prefix="ckptfmt-kill-") as directory:
-        run = _Run(pathlib.Path(directory), report, rng, writers, forget=forget)
-        while report.kill_count < kill_count and not report.violations:
+    with contextlib.ExitStack() as stack:
+        root = pathlib.Path(
+            stack.enter_context(tempfile.TemporaryDirectory(dir=FAST_DIRECTORY, prefix="ckptfmt-kill-"))
+        )
+        home = str(root / "home")
+        if server is not None:
+            endpoint = stack.enter_context(Server(server)).endpoint
+            os.environ.update(endpoint.environment)
+            home = f"s3://{endpoint.make_bucket()}/run"
+            _shorten_leases(root / "site")
+        run = _Run(home, root, report, rng, writers=writers, saver=saver, forget=forget)
+        end_s = time.monotonic() + seconds
+        while report.kill_count < kill_count and not report.violations and time.monotonic() < end_s:
             run.train()
+        time.sleep(_TERM_S if server else 0)  # the last launch cleans up behind all that died
         run.train(save_count=2)
         run.judge_end()
     return report
+
+
+def _shorten_leases(directory: pathlib.Path) -> None:
+    """Let leases run out soon, in this process and in those that it starts: a minute for each kill would be an hour."""
+    change = f"leases.Leases.__init__.__kwdefaults__['term_s'] = {_TERM_S}\n"
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text(f"from ckptfmt.store import leases\n{change}", "utf-8")
+    sys.path.insert(0, str(directory))
+    defaults = leases.Leases.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["term_s"] = _TERM_S
 
 
 def main() -> None:
@@ -213,9 +342,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--writers", type=int, default=1)
+    parser.add_argument("--server", choices=list(KINDS))
+    parser.add_argument("--saver", choices=("thread", "process"), default="thread")
     parser.add_argument("--forget", action="store_true")
+    parser.add_argument("--seconds", type=float, default=math.inf)
     given = parser.parse_args()
-    report = kill_many(given.kills, given.seed, given.writers, forget=given.forget)
+    options = {name: getattr(given, name) for name in ("server", "saver", "forget", "seconds")}
+    report = kill_many(given.kills, given.seed, given.writers, **options)
     json.dump(dataclasses.asdict(report), sys.stdout)
 
 

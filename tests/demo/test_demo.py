@@ -65,7 +65,7 @@ class TestAsItIsShown:
         lines = shown[0].stdout.strip().splitlines()
 
         assert len(lines) <= 36
-        assert max(len(line) for line in lines if "python -m" not in line) <= 80
+        assert max(len(line) for line in lines if "    ckptfmt " not in line) <= 80
 
     def test_a_process_was_killed_and_steps_were_done_twice(self, shown):
         _, directory = shown
@@ -85,6 +85,7 @@ class TestAsItIsShown:
         assert report.valid, report.violations
         assert report.checkpoints
 
+    @pytest.mark.exhaustive
     def test_in_an_object_store_it_is_the_same_screen(self, shown, tmp_path, s3_bucket):
         url, environment = f"s3://{s3_bucket.name}/demo", os.environ | s3_bucket.endpoint.environment
         done = run_demo("--run", str(tmp_path / "left"), "--store", url, env=environment)
@@ -122,7 +123,11 @@ def test_with_something_left_out_it_fails_and_says_what(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)],
+    ids=lambda number: number.name,
+)
 def test_interrupted_it_leaves_nothing_running(tmp_path, number):
     directory = tmp_path / "left"
     with subprocess.Popen(
@@ -138,6 +143,7 @@ def test_interrupted_it_leaves_nothing_running(tmp_path, number):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.dist
 def test_on_any_number_of_processes_it_is_the_same_run(tmp_path):
     """The demo goes from two to three; here three, of which one has twice as much to do, go to the fewest and most."""

@@ -23,7 +23,7 @@ from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.run import Pins
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError
-from ckptfmt.features import DELTAS, ENCODINGS, GROUP_KINDS, LABELS, NEEDS_BASE, PLAIN, READER_FEATURES
+from ckptfmt.features import DELTAS, ENCODINGS, GROUP_KINDS, NEEDS_BASE, OF_ANY_PROFILE, PLAIN, READER_FEATURES
 from ckptfmt.layout.merge import PartFileEntry, add_stored, merge_deltas, merge_parts, summarise
 from tests.builders import ATTEMPT, code_of, edit_strings, error_of, origin, parse_json, parse_signed, unpacked
 from tests.part_rows import RowBox, RowExtent, RowTensor, contents_of, holdings_of, rows_of
@@ -206,7 +206,7 @@ def test_features_follow_from_what_a_part_has(builder, features):
 
 def test_the_registries_are_those_of_the_features():
     """REQ-DEL-001, REQ-DEL-003."""
-    assert {DELTAS, LABELS, *ENCODED, *GROUP_KINDS} == READER_FEATURES
+    assert {DELTAS, *OF_ANY_PROFILE, *ENCODED, *GROUP_KINDS} == READER_FEATURES
     assert {"raw", "same"} == PLAIN
     assert set(ENCODINGS) - NEEDS_BASE == {"raw", "planes"}
     assert delta_features(["raw"], [], []) == []

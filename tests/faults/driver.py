@@ -31,10 +31,11 @@ MARK: Final = "CKPTFMT_FAULTS_MARK"
 PATIENCE_S: Final = 60.0
 #: What every script begins with.
 _PREAMBLE: Final = """
-import os, signal, sys, time
+import logging, os, signal, sys, time
 import ckptfmt
 from ckptfmt.checkpointer import Checkpointer
 from tests.faults.driver import *
+logging.basicConfig(level=logging.WARNING)  # what a run says of itself is no error
 
 run = sys.argv[1]
 

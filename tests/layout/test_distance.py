@@ -1,5 +1,6 @@
 """How far two blocks are from each other: against exact arithmetic, for every dtype."""
 
+import dataclasses
 import math
 import struct
 from fractions import Fraction
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.read.comparison import Distance, measure
+from ckptfmt.read.comparison import Change, Distance, measure
 
 FLOATS = [name for name in DTYPES if name.startswith(("float", "bfloat")) and name != "float4_e2m1fn_x2"]
 INTEGERS = [name for name in DTYPES if name.startswith(("int", "uint"))]
@@ -63,6 +64,9 @@ def test_every_number_against_exact_arithmetic(name, data):
     rows = [[content[at : at + nbytes] for at in range(0, len(content), nbytes)] for content in (one, other)]
     changed = [at for at in range(count) if rows[0][at] != rows[1][at]]
     assert (found.element_count, found.changed_count) == (count, len(changed))
+    assert len(found.largest) == min(3, len(changed))
+    assert {one.index[0] for one in found.largest} <= set(changed)
+    assert [one.gap for one in found.largest] == sorted((one.gap for one in found.largest), reverse=True)
     if name in INTEGERS:
         pairs = [tuple(int.from_bytes(row[at], "little", signed=name[0] == "i") for row in rows) for at in changed]
         assert (found.max_abs, found.max_ulps) == (max((abs(a - b) for a, b in pairs), default=None), None)
@@ -73,6 +77,13 @@ def test_every_number_against_exact_arithmetic(name, data):
     gaps = [math.inf if math.isinf(a) or math.isinf(b) else abs(a - b) for a, b in numbers]
     expected = max(gaps, default=None)
     assert found.max_abs == (None if expected is None else float(expected))
+    farthest = max((*gaps, *[math.inf] * found.nan_count), default=None)
+    assert [one.gap for one in found.largest[:1]] == ([] if farthest is None else [float(farthest)])
+    for one_change in found.largest:
+        at = one_change.index[0]
+        assert [struct.pack("<d", value) for value in one_change.values] == [
+            struct.pack("<d", float(values_of(name, row[at])[0])) for row in rows
+        ] or any(value != value for value in one_change.values)  # noqa: PLR0124 - a NaN
 
 
 def test_the_widest_numbers_do_not_overflow():
@@ -96,7 +107,10 @@ def test_signalling_nans_are_counted_without_a_warning(name):
 def test_both_zeros_are_one_number():
     one, other = (np.array([value], "<f4").data.cast("B") for value in (0.0, -0.0))
     found = measure(one, other, "float32")
-    assert found == Distance(element_count=1, changed_count=1, max_abs=0.0, max_ulps=0, ulp_counts=(1,))
+    largest = (Change(index=(0,), values=(0.0, -0.0), gap=0.0),)
+    assert found == Distance(
+        element_count=1, changed_count=1, max_abs=0.0, max_ulps=0, ulp_counts=(1,), max_rel=0.0, largest=largest
+    )
     assert found.median_ulps == 0
 
 
@@ -116,7 +130,8 @@ def test_a_complex_element_counts_once(name):
     found = measure(one.data.cast("B"), other.data.cast("B"), name)
     assert (found.element_count, found.changed_count, found.nan_count, found.max_abs) == (3, 2, 1, 3.0)
     found = measure(one[2:].data.cast("B"), other[2:].data.cast("B"), name)
-    assert found == Distance(element_count=1, changed_count=1, nan_count=1)
+    assert dataclasses.replace(found, largest=()) == Distance(element_count=1, changed_count=1, nan_count=1)
+    assert [change.gap for change in found.largest] == [math.inf]
 
 
 @pytest.mark.parametrize("name", ["bool", "float4_e2m1fn_x2", "complex32"])

@@ -30,10 +30,35 @@ MUTANTS = {
         patch=rewritten(commit.abort, *_NO_SYNC),
         tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-given up]",),
     ),
+    "caches_count_as_home": Mutant(
+        clauses=("REQ-CMT-049", "REQ-CMT-026"),
+        fault="counts what is in caches among what it keeps",
+        patch=replaced(retention, "is_at_home", lambda _right, entry: entry.manifest is not None),
+        tests=(
+            "test_upload_every.py::test_what_is_in_caches_does_not_count_and_goes_once_a_newer_one_is_at_home[1]",
+            "test_upload_every.py::test_the_last_at_home_cannot_be_deleted_for_one_in_caches",
+        ),
+    ),
+    "caches_kept_for_ever": Mutant(
+        clauses=("REQ-CMT-049",),
+        fault="never retires what is in caches",
+        patch=replaced(retention, "_iter_behind", lambda *_: []),
+        tests=(
+            "test_upload_every.py::test_what_is_in_caches_does_not_count_and_goes_once_a_newer_one_is_at_home[None]",
+            "test_upload_every.py::test_a_launch_goes_on_from_the_newest_in_its_cache",
+            "test_upload_every.py::test_without_its_cache_a_launch_goes_on_from_home",
+        ),
+    ),
+    "pinned_in_a_cache": Mutant(
+        clauses=("REQ-CMT-041",),
+        fault="promises to keep what isn't at home",
+        patch=replaced(labelling, "check_at_home", lambda *_: None),
+        tests=("test_upload_every.py::test_a_pin_is_refused_where_the_files_are_not_at_home",),
+    ),
     "own_saves_given_up": Mutant(
         clauses=("REQ-CMT-021",),
         fault="gives up what the newest launch is still saving",
-        patch=rewritten(retention.clean_up, "entry.launch < launch", "entry.launch <= launch"),
+        patch=rewritten(retention.list_abandoned, "entry.launch < launch", "entry.launch <= launch"),
         tests=("run/test_retention.py::test_only_what_older_launches_left_unfinished_is_aborted",),
     ),
     "files_before_the_tombstone": Mutant(
@@ -76,7 +101,7 @@ MUTANTS = {
     "the_last_one_retired": Mutant(
         clauses=("REQ-CMT-026",),
         fault="retires the first candidate when it is told to keep none",
-        patch=rewritten(retention.plan_retention, "lineage[: max(1, keep)]", "lineage[:keep]"),
+        patch=rewritten(retention._list_ended, "at_home[: max(1, keep)]", "at_home[:keep]"),
         tests=("run/test_retention.py::test_the_last_one_never_goes[memory-0]",),
     ),
     "what_was_resumed_from_retired": Mutant(
@@ -98,17 +123,25 @@ MUTANTS = {
     "late_retired_too_soon": Mutant(
         clauses=("REQ-CMT-026",),
         fault="retires what was committed late before the newest launch has a commit of its own",
-        patch=rewritten(retention.plan_retention, "if own else []", ""),
+        patch=rewritten(retention._list_ended, "if not has_own:", "if keep < 0:"),
         tests=("run/test_retention.py::test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved",),
     ),
     "given_up_taken_for_late": Mutant(
         clauses=("REQ-CMT-026",),
         fault="retires what a rollback left beside the lineage as if it had been committed late",
-        patch=rewritten(retention._iter_late, 'successor.chosen_by != "lineage"', "False"),
+        patch=rewritten(retention._iter_beside, "successor.chosen_by != chosen_by", "False"),
         tests=(
             "run/test_retention.py::test_what_a_rollback_left_beside_is_left_alone",
-            "run/test_retention.py::test_what_a_launch_fell_back_from_is_not_late",
+            "run/test_retention.py::test_what_a_launch_fell_back_from_goes_with_others_of_its_step",
         ),
+    ),
+    "passed_over_retired_too_soon": Mutant(
+        clauses=("REQ-CMT-026",),
+        fault="retires what was passed over as damaged before any candidate has a greater step",
+        patch=rewritten(
+            retention._list_ended, "sum(other.step > one.step for other in at_home) >= max(1, keep)", "True"
+        ),
+        tests=("run/test_retention.py::test_what_a_launch_fell_back_from_goes_with_others_of_its_step",),
     ),
     "unknown_files_swept": Mutant(
         clauses=("REQ-CMT-027",),

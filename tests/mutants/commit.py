@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from ckptfmt.commit import decision as commit
+from ckptfmt.delta import chain
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, parse_register
 from ckptfmt.group import Group
 from ckptfmt.store.protocol import Store
@@ -24,6 +25,12 @@ def _look_then_replace(_right: Any, store: Store, content: bytes) -> None:
     if found not in (None, content):
         raise commit.refusal_of(parse_register(found))
     store.replace(MANIFEST_NAME, content)
+
+
+def _say_node(right: Any, *arguments: Any, **options: Any) -> Any:
+    *others, snapped = arguments
+    context = dataclasses.replace(snapped.context, durability="node")
+    return right(*others, dataclasses.replace(snapped, context=context), **options)
 
 
 MUTANTS = {
@@ -63,6 +70,26 @@ MUTANTS = {
         fault="gives each try to save a step the same attempt",
         patch=rewritten(saving.agree_on_save, "secrets.token_hex(8)", 'f"{operator.index(step):016x}"'),
         tests=("test_api.py::test_each_try_has_an_attempt_of_its_own",),
+    ),
+    "relies_on_what_is_in_caches": Mutant(
+        clauses=("REQ-CMT-047",),
+        fault="takes a checkpoint for a base whose files may be in caches",
+        patch=rewritten(commit.check_base, "register.durability != HOME", "False"),
+        tests=("documents/test_durability.py::test_what_is_in_caches_is_no_base",),
+    ),
+    "cache_claimed_that_took_nothing": Mutant(
+        clauses=("REQ-CMT-048",),
+        fault="says of files that it writes to home that they are in a cache",
+        patch=replaced(chain.Chain, "write", _say_node),
+        tests=("test_upload_every.py::test_a_cache_that_goes_makes_saves_go_home",),
+    ),
+    "durability_of_part_0": Mutant(
+        clauses=("REQ-CMT-046",),
+        fault="says of a checkpoint what the part of writer 0 says",
+        patch=rewritten(commit.finalize, "weakest(part.durability for part in parts)", "parts[0].durability"),
+        tests=(
+            "documents/test_durability.py::test_a_checkpoint_is_as_durable_as_the_weakest_of_its_parts[levels2-node]",
+        ),
     ),
     "no_failure_record": Mutant(
         clauses=("REQ-CMT-004",),

@@ -20,10 +20,10 @@ from ckptfmt.read.report import Report
 from ckptfmt.read.verified_files import VerifiedFile
 from ckptfmt.run import compaction as compact
 from ckptfmt.run import lineage, mirror, node_cache, scrub
-from ckptfmt.saver import saver
+from ckptfmt.saver import saver, uploads
 from ckptfmt.saver.saver import Saver
 from ckptfmt.store.protocol import Store
-from ckptfmt.trainer import launching
+from ckptfmt.trainer import launching, peers
 from ckptfmt.trainer import one_save as saving
 from tests.mutants.mutant import Mutant, replaced, rewritten
 
@@ -275,10 +275,90 @@ MUTANTS = {
         patch=replaced(node_cache.NodeCache, "_scan", _all_settled),
         tests=("test_node_cache.py::test_what_home_lacks_stays_and_the_saver_waits",),
     ),
+    "settled_while_nothing_is_at_home": Mutant(
+        clauses=("REQ-RUN-037",),
+        fault="lets the files go of what is committed and in caches alone",
+        patch=rewritten(uploads.bring_home, "manifest.durability == HOME", "True"),
+        tests=(
+            "test_upload_every.py::test_what_nothing_at_home_replaces_stays_and_a_save_without_room_goes_home",
+            "test_upload_every.py::test_of_so_many_saves_one_goes_home",
+        ),
+    ),
+    "never_settled": Mutant(
+        clauses=("REQ-RUN-037",),
+        fault="keeps the files of what is in caches when a newer one is at home",
+        patch=replaced(node_cache.NodeCache, "settle_up_to", lambda *_: None),
+        tests=(
+            "test_upload_every.py::test_what_nothing_at_home_replaces_stays_and_a_save_without_room_goes_home",
+            "test_upload_every.py::test_once_a_newer_one_is_at_home_the_cache_may_let_all_older_ones_go",
+        ),
+    ),
+    "settled_for_an_older_one": Mutant(
+        clauses=("REQ-RUN-037",),
+        fault="takes a checkpoint at home for a reason to let newer ones go",
+        patch=rewritten(node_cache.NodeCache.settle_up_to, "ours <= theirs for", "True for"),
+        tests=("test_upload_every.py::test_once_a_newer_one_is_at_home_the_cache_may_let_all_older_ones_go",),
+    ),
+    "nothing_brought_home": Mutant(
+        clauses=("REQ-RUN-041",),
+        fault="chooses without a look for committed files in the caches",
+        patch=replaced(launching, "list_in_caches", lambda *_: []),
+        tests=(
+            "test_upload_every.py::test_a_launch_goes_on_from_the_newest_in_its_cache",
+            "test_upload_every.py::test_what_is_chosen_by_hand_is_brought_home",
+            "test_upload_every.py::test_each_writers_files_come_from_wherever_they_are[True]",
+        ),
+    ),
+    "newest_alone_brought_home": Mutant(
+        clauses=("REQ-RUN-041",),
+        fault="looks in the caches for the newest checkpoint, and for no older one",
+        patch=replaced(launching, "list_in_caches", lambda right, *arguments: right(*arguments)[:1]),
+        tests=("test_upload_every.py::test_where_the_newest_is_damaged_the_next_older_one_is_taken[damaged]",),
+    ),
+    "half_a_checkpoint_brought_home": Mutant(
+        clauses=("REQ-RUN-041",),
+        fault="brings home files of a checkpoint of which nobody has the others",
+        patch=rewritten(node_cache.plan_fetch, "return []\n        plan.append", "continue\n        plan.append"),
+        tests=("test_upload_every.py::test_without_one_of_two_nodes_all_go_on_from_home",),
+    ),
     "cached_files_believed": Mutant(
         clauses=("REQ-RUN-038",),
         fault="reads from the cache what isn't what was saved, and doesn't ask home",
         patch=replaced(CachedStore, "_verify", lambda *_: True),
         tests=("test_node_cache.py::test_what_is_not_whole_in_the_cache_is_read_from_home[damaged-off]",),
+    ),
+    "newer_replicas_settled": Mutant(
+        clauses=("REQ-RUN-037",),
+        fault="lets replicas go that are newer than what home has",
+        patch=rewritten(node_cache.NodeCache.settle_up_to, "ours <= theirs", "ours"),
+        tests=("test_peers.py::test_only_what_is_not_newer_is_settled_with_a_commit",),
+    ),
+    "peers_told_without_a_replica": Mutant(
+        clauses=("REQ-CMT-048",),
+        fault="commits a save as one that survives its node, whatever the partner says",
+        patch=replaced(saver._Work, "_has_replica", lambda *_: True),
+        tests=("test_peers.py::test_what_stays_in_caches_survives_a_node_with_replicas[problem]",),
+    ),
+    "replica_on_the_same_node": Mutant(
+        clauses=("REQ-RUN-039",),
+        fault="takes the next process for its partner, whichever node that is on",
+        patch=replaced(peers, "choose_partners", lambda _, nodes: [*range(1, len(nodes)), 0]),
+        tests=("test_peers.py::test_partners_are_on_another_node_and_share_the_work",),
+    ),
+    "replicated_bytes_not_compared": Mutant(
+        clauses=("REQ-RUN-040",),
+        fault="takes what another node sends without a look at its digests",
+        patch=rewritten(VerifiedFile._read, "check(view[first - begin : first - begin + nbytes])", "pass"),
+        tests=("test_peers.py::test_what_is_damaged_is_no_replica[damaged-.safetensors]",),
+    ),
+    "replicated_part_first": Mutant(
+        clauses=("REQ-RUN-040",),
+        fault="creates the part of a replica before its files",
+        patch=rewritten(
+            node_cache.NodeCache.take,
+            "for file in files:",
+            "place.create(part.path, [content])\n            for file in files:",
+        ),
+        tests=("test_peers.py::test_the_part_of_a_replica_comes_last",),
     ),
 }

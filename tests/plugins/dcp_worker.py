@@ -96,7 +96,7 @@ def fail_in_each_phase(path: str, mesh: Any) -> None:
         except CheckpointException as error:
             assert f"{method} failed here" in str(error), error
             assert list(error.failures) == [rank], error.failures
-            sys.stdout.write("refused\n")
+            sys.stdout.write(f"refused by {rank_of()}\n")
         assert not os.path.exists(f"{path}/manifest.json"), method  # noqa: PTH110
         dist.barrier()
     dcp_save.save(state, storage_writer=CkptfmtWriter(path))
@@ -151,7 +151,7 @@ def main(how: str, path: str, meeting: str) -> None:
             dcp_save.save(state, storage_writer=CkptfmtWriter(path))
         except CheckpointException as error:
             assert "mine is no plain value" in str(error), error
-            sys.stdout.write("refused\n")
+            sys.stdout.write(f"refused by {rank_of()}\n")
     else:
         dcp_save.save(state, storage_writer=CkptfmtWriter(path))
     dist.barrier()

@@ -14,11 +14,13 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_framework_is_measured_with_its_own_saving_and_with_the_plug_in(tmp_path, capsys):
-    command = ["frameworks", "--nbytes", "12e6", "--rounds", "1", "--json", "--directory", str(tmp_path)]
+    out = tmp_path / "record.json"
+    command = ["frameworks", "--nbytes", "12e6", "--rounds", "1", "--directory", str(tmp_path), "--out", str(out)]
     assert benchmarks.main(command) == 0
 
-    record = json.loads(capsys.readouterr().out)
+    record, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert record["command"] == "python -m benchmarks frameworks --nbytes 12000000 --rounds 1"
-    assert set(record["ratios"]) == set(record["goals"])
+    assert set(record["ratios"]) == {*record["goals"], "dcp_lost_vs_staging"}
+    assert all(name in printed for name in record["ratios"])
     for name, ways in HOW.items():
         assert {f"{name}_{how}_s" for how in ways} <= set(record["figures"])

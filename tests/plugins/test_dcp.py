@@ -1,6 +1,5 @@
 """torch.distributed.checkpoint through ckptfmt: real processes, DTensors, other numbers of ranks, async saves."""
 
-import os
 import random
 import shutil
 import subprocess
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import ckptfmt
 from ckptfmt.errors import CkptError
 from ckptfmt.plugins.dcp import CkptfmtReader, CkptfmtWriter, install
+from tests.plugins import trainings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -418,22 +418,8 @@ WORKER = Path(__file__).with_name("dcp_worker.py")
 
 
 def run_ranks(count, *arguments):
-    """Run the worker as so many ranks, and return what each printed."""
-    environment = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(WORKER), *map(str, arguments)]
-    ranks = [
-        subprocess.Popen(
-            command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(count)
-    ]
-    try:
-        told = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * count, "\n".join(told)
-    return told
+    """Run the worker as so many ranks, and return what they printed."""
+    return trainings.run(WORKER, *arguments, processes=count)
 
 
 @pytest.mark.parametrize("how", ["save", "async"])
@@ -453,7 +439,7 @@ def test_sharded_tensors_of_two_ranks_load_on_four_and_on_one(tmp_path, how):
 
 def test_a_rank_that_fails_fails_all_and_leaves_no_checkpoint(tmp_path):
     told = run_ranks(2, "fail", tmp_path / "c", tmp_path / "meet")
-    assert all("refused" in lines for lines in told)
+    assert all(f"refused by {rank}" in told for rank in range(2))
     with pytest.raises(CkptError) as caught:
         ckptfmt.open(tmp_path / "c")
     assert caught.value.code in ("NOT_COMMITTED", "FILE_MISSING")
@@ -471,7 +457,7 @@ def test_ranks_that_cache_plans_find_each_save(tmp_path):
 
 def test_whichever_phase_fails_on_one_rank_fails_on_all_and_is_in_nobodys_way(tmp_path):
     told = run_ranks(2, "phases", tmp_path / "c", tmp_path / "meet")
-    assert [lines.count("refused") for lines in told] == [5, 5]
+    assert [told.count(f"refused by {rank}") for rank in range(2)] == [5, 5]
     assert ckptfmt.validate(tmp_path / "c").valid
     assert len(list((tmp_path / "c" / "parts").iterdir())) == 2, "what the failed saves left is gone"
 

@@ -302,12 +302,13 @@ def test_sigterm_saves_and_ends_the_training(tmp_path, undisturbed):
             if state.global_step == 12:
                 os.kill(os.getpid(), signal.SIGTERM)
 
+    before = signal.getsignal(signal.SIGTERM)  # another framework's, if its tests ran in this process
     ours = make_trainer(tmp_path, callbacks=[Terminate()], ckptfmt={"stop_on": [signal.SIGTERM]})
     ours.train()
     assert ours.checkpointer.stopped
     assert ours.state.global_step == 12
     assert committed_steps(tmp_path)[-1] == (12, 1)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
     train_here(tmp_path, resume=True)
     assert differences(undisturbed, tmp_path) == []
 
@@ -449,7 +450,7 @@ def test_the_model_alone(tmp_path):
         assert not checkpoint.streams
     ours = train_here(tmp_path, stop_at=7, resume=True, args=args)
     assert ours.state.global_step == 7
-    with pytest.raises(CkptError, match="optimizer"):
+    with pytest.raises(CkptError, match="extra:scheduler: nothing was saved"):
         train_here(tmp_path, stop_at=8, resume=True)
 
 

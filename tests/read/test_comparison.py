@@ -57,6 +57,28 @@ def test_only_blocks_that_differ_are_read():
     assert (counts.read_nbytes, counts.content_nbytes) == (2 * 2 * BLOCK, 4 * one.nbytes)
 
 
+@pytest.mark.parametrize("cut_alike", [True, False])
+def test_the_largest_differences_are_found_at_their_indices(cut_alike):
+    array = some(6 * BLOCK).reshape(512, 48)
+    changed = array.copy()
+    changed[17, 5] += 9
+    changed[500, 47] -= 7
+    changed[2, 3] += 0.5
+    changed[3, 3] += 0.25
+    halves = [Box((at, 0), (256, 48)) for at in (0, 256)]
+    one, other = ([snapshot(tensor("w", whole, boxes=(box,))) for box in halves] for whole in (array, changed))
+    if not cut_alike:
+        other = [snapshot(tensor("w", changed))]
+
+    (difference,) = diff(saved(*one), saved(*other)).tensors
+
+    assert difference.distance is not None
+    assert [(change.index, change.values) for change in difference.distance.largest] == [
+        (index, (float(array[index]), float(changed[index]))) for index in ((17, 5), (500, 47), (2, 3))
+    ]
+    assert difference.distance.changed_count == 4
+
+
 def test_what_only_one_side_has():
     one = snapshot(tensor("a", some()), tensor("b", some()), leaves=[leaf("config", 1), leaf("data", 1)])
     other = snapshot(
@@ -121,7 +143,9 @@ def test_other_layouts_are_compared_by_reading():
 
     assert diff(one, cut[0]).is_same
     found = diff(one, cut[1])
-    assert found.tensors[0].distance == Distance(element_count=array.size, changed_count=1, nan_count=1)
+    distance = found.tensors[0].distance
+    assert distance is not None
+    assert dataclasses.replace(distance, largest=()) == Distance(element_count=array.size, changed_count=1, nan_count=1)
     assert (found.counts.block_count, found.counts.read_nbytes) == (0, 2 * array.nbytes)
     assert diff(*cut).counts.differing_count == 1
 
@@ -143,7 +167,7 @@ def test_a_delta_and_its_base():
     found = diff(saving.open(1), saving.open(2))
 
     (difference,) = found.tensors
-    assert dataclasses.replace(difference.distance, max_abs=None) == Distance(
+    assert dataclasses.replace(difference.distance, max_abs=None, max_rel=None, largest=()) == Distance(
         element_count=one.size, changed_count=3, max_ulps=1, ulp_counts=(0, 3)
     )
     assert found.counts.differing_count == 2

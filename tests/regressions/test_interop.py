@@ -57,7 +57,7 @@ def test_default_device_does_not_decide_where_a_load_puts_its_buffers() -> None:
         load(store, weights={"w": target})
         trees = ckptfmt.load(store, framework="torch")
     assert target.tolist() == [1.0] * 3
-    assert trees["weights"]["w"].device.type == "cpu"  # type: ignore[index]
+    assert trees["weights"]["w"].device.type == "cpu"
 
 
 def test_adam_is_not_turned_into_adamw() -> None:
@@ -76,7 +76,7 @@ def test_counter_of_numpy_scalars_comes_back_as_such() -> None:
     counts: Counter[str] = Counter()
     counts["a"] = np.float32(2)  # type: ignore[assignment]
     trees = ckptfmt.load(saved(extra={"c": counts}), framework="numpy")
-    found: Any = trees["optimizer"]["extra/c"]  # type: ignore[index]
+    found: Any = trees["optimizer"]["extra/c"]
     assert {type(found), *map(type, found.values())} == {Counter, np.float32}
 
 

@@ -55,7 +55,7 @@ class Node:
         return f"{self.layout}-{'x'.join(map(str, self.mesh_shape))}"
 
 
-#: Each layout once, each world size once: all ordered pairs of these are played in every run of the tests.
+#: Each layout once, each world size once.
 NODES = (
     Node("plain", (1,)),
     Node("ddp", (2,)),
@@ -82,13 +82,18 @@ MORE_NODES = (
     Node("mesh", (2, 3)),
     Node("mesh", (7,)),
 )
-#: Source and target.
-PAIRS: tuple[tuple[Node, Node], ...] = tuple(itertools.product(NODES, NODES))
+#: Source and target, in every run of the tests: each of the layouts is read by itself and by three of the others, among
+#: them larger and smaller worlds, and itself reads three.
+PAIRS: tuple[tuple[Node, Node], ...] = tuple(
+    (node, NODES[(number + ahead) % len(NODES)]) for number, node in enumerate(NODES) for ahead in (0, 2, 5, 7)
+)
 #: Each of more nodes with a third of those above, so that all of these occur; each way; and with itself.
 _PARTNERS: tuple[tuple[Node, Node], ...] = tuple(
     (node, NODES[(number + third) % len(NODES)]) for number, node in enumerate(MORE_NODES) for third in (0, 3, 6)
 )
+#: What is exhaustive: all other pairs of the first nodes too.
 MORE_PAIRS: tuple[tuple[Node, Node], ...] = (
+    *(pair for pair in itertools.product(NODES, NODES) if pair not in PAIRS),
     *((one, other) for other, one in _PARTNERS),
     *_PARTNERS,
     *zip(MORE_NODES, MORE_NODES, strict=True),

@@ -1,7 +1,8 @@
 """Start real processes, let them play scenes one after another, and collect what each of them says.
 
-A start of torch takes seconds, so one launch plays many scenes. Each process writes a line of JSON after each scene:
-what a scene said stays known even if a later one hangs or dies.
+An import of torch takes seconds, so the processes are forks of one that has imported it, and one launch plays many
+scenes. Each process writes a line of JSON after each scene: what a scene said stays known even if a later one hangs or
+dies.
 """
 
 from __future__ import annotations
@@ -9,16 +10,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+_FORKS = multiprocessing.get_context("forkserver")
+#: What the server of the forks imports, unless another test module has started it.
+_SLOW = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "ckptfmt.checkpointer",
+    "ckptfmt.adapters.torch",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,21 +76,16 @@ def launch(
     """
     here = scratch / f"launch-{time.monotonic_ns()}"
     here.mkdir(parents=True)
+    _FORKS.set_forkserver_preload(list(_SLOW))
+    (here / "stderr").touch()
     with _meeting(rendezvous, here) as meeting:
-        processes = []
-        with (here / "stderr").open("wb") as errors:
-            for rank in range(world_size):
-                env = {
-                    **os.environ,
-                    "PYTHONPATH": str(ROOT),
-                    "OMP_NUM_THREADS": "1",
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(world_size),
-                    **meeting,
-                }
-                command = [sys.executable, "-m", "tests.resharding.stage", module, str(scratch), str(here), *scenes]
-                processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=errors, stderr=errors))
-            exit_codes = _wait(processes, timeout_s)
+        processes: list[Any] = []
+        for rank in range(world_size):
+            own = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(world_size), **meeting}
+            told = own, str(here / "stderr"), [module, str(scratch), str(here), *scenes]
+            processes.append(_FORKS.Process(target=_play, args=told))
+            processes[-1].start()
+        exit_codes = _wait(processes, timeout_s)
     said: dict[str, dict[int, dict[str, Any]]] = {}
     for path in here.glob("rank-*.jsonl"):
         for line in path.read_text("utf-8").splitlines():
@@ -91,18 +94,30 @@ def launch(
     return Launch(said, exit_codes, (here / "stderr").read_text("utf-8", "replace")[-4000:])
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
-    end = time.monotonic() + timeout_s
-    exit_codes: list[int | None] = []
+def _play(variables: dict[str, str], errors: str, told: list[str]) -> None:
+    """Be one process of a launch, from a fork on."""
+    with Path(errors).open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(variables)
+    import torch  # noqa: PLC0415 - only the forks need it
+
+    from tests.resharding import stage  # noqa: PLC0415 - it imports torch
+
+    torch.set_num_threads(1)  # what OMP_NUM_THREADS says is read by the import
+    stage.main(*told)
+
+
+def _wait(processes: Sequence[Any], timeout_s: float) -> list[int | None]:
+    """Return the exit codes; None of what had to be killed."""
+    end_s = time.monotonic() + timeout_s
     for process in processes:
-        try:
-            exit_codes.append(process.wait(max(0.1, end - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            exit_codes.append(None)
+        process.join(max(0.1, end_s - time.monotonic()))
+    exit_codes = [process.exitcode for process in processes]
     for process in processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        process.kill()
+        process.join()
     return exit_codes
 
 

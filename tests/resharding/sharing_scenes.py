@@ -39,7 +39,6 @@ def shared(stage: Stage) -> dict[str, Any]:
     for share in (False, True):
         live = {name: distribute_tensor(torch.zeros(SHAPE), mesh, placements[name]) for name in saved}
         report = ckptfmt.load(stage.path("shared"), State(weights=live), share=share)
-        assert not isinstance(report, dict)
         said[str(share)] = {
             "same": {name: _local_bytes(live[name]) == expected[name] for name in live},
             "needed_nbytes": report.reads.needed_nbytes,

@@ -170,7 +170,3 @@ def main(module: str, scratch: str, here: str, *scenes: str) -> None:
         dist.barrier()
     sys.stdout.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -41,6 +41,9 @@ def test_each_layout_and_each_world_size_is_covered():
     layouts = {"plain", "ddp", "fsdp", "hsdp", "tensor", "fsdp_tensor", "pipeline", "expert", "mesh"}
     assert {node.layout for node in NODES} == layouts
     assert {node.layout for node in MORE_NODES} >= {"fsdp_columns", "expert_fsdp"}
+    for pairs in (PAIRS, [(target, source) for source, target in PAIRS]):
+        others = {source: {target for one, target in pairs if one == source} for source in NODES}
+        assert all(len(targets) >= 4 for targets in others.values())
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair_name(*pair))

@@ -290,12 +290,23 @@ def test_a_lost_record_makes_nothing_late(ten):
     assert planned(ten, keep=1) == [(10, 1), (20, 1), (30, 1)]
 
 
-def test_what_a_launch_fell_back_from_is_not_late(ten):
-    """REQ-CMT-026: it is damaged, perhaps not beyond repair."""
+def test_what_a_launch_fell_back_from_goes_with_others_of_its_step(ten):
+    """REQ-CMT-026: it is damaged, perhaps not beyond repair; it mustn't stay for ever either."""
     ten.damage(100, 1)
     assert ten.begin().chosen_by == "fallback"
+    assert (100, 1) not in planned(ten, keep=1)
     ten.save(95)
     assert (100, 1) not in planned(ten, keep=1)
+    ten.save(105)
+    assert (100, 1) not in planned(ten, keep=2)
+    assert (100, 1) in planned(ten, keep=1)
+    ten.save(115)
+    assert (100, 1) in planned(ten, keep=2)
+    assert (100, 1) in planned(ten, keep=1, keep_every=50)  # another one of this step is as good
+    clean_up(ten.store, ten.run, launch=2, retention=Retention(keep=1))
+    assert committed(ten) == [(115, 2)]
+    ten.begin(choose="step-00000115-l0002")
+    assert planned(ten, keep=1) == []
 
 
 def test_a_late_one_that_somebody_went_on_from_is_not_late_any_more(home):

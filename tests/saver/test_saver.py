@@ -58,8 +58,11 @@ def no_thread_stays():
     before = set(threading.enumerate())
     yield
     while TRAINERS:
-        saver = TRAINERS.pop().saver
+        trainer = TRAINERS.pop()
+        saver = trainer.saver
         saver.lose_trainer()  # a test that failed half way completes nothing any more
+        if isinstance(trainer.store, GateStore):
+            trainer.store.gate.set()  # nor does it let anything go on
         assert saver.finish(WAIT_S)
     new = set(threading.enumerate()) - before
     assert [thread.name for thread in new if thread.name.startswith("ckptfmt")] == []

@@ -15,11 +15,17 @@ from tests.spec.uncited import cited_labels, listed_labels, uncited_labels
 from tests.spec.views import load_schema
 
 PAGE_LINES = 400
+#: Tables that are made of other pages: nobody reads them from end to end.
+MADE = ("96-fields.md", "97-coverage.md")
 DECISION_LINES = 60
 
 LABELS = {clause.label for clause in clauses()}
 CODE_NAMES = {str(code) for code in Code}
-LIMITS = {name: value for name, value in vars(limits).items() if name.isupper() and name != "FORMAT_VERSION"}
+LIMITS = {
+    name: value
+    for name, value in vars(limits).items()
+    if name.isupper() and name not in ("FORMAT_VERSION", "TYPE_CHECKING")
+}
 SCHEMAS = sorted(path.name.removesuffix(".schema.json") for path in SCHEMA.glob("*.schema.json"))
 DECISIONS = sorted((SPEC / "decisions").glob("*.md"))
 
@@ -79,7 +85,7 @@ def test_a_page_is_short_and_has_one_sentence_on_a_line(one):
         if not line.startswith("|") and sentences.search(re.sub(r"`[^`]*`", "x", line))
     ]
 
-    assert len(one.lines) <= PAGE_LINES
+    assert len(one.lines) <= PAGE_LINES or one.name in MADE
     assert not crowded, "\n".join(crowded)
 
 
@@ -231,7 +237,7 @@ def test_objects_of_a_schema_are_closed(name):
         if schema.get("type") == "object" and "properties" in schema:
             assert schema["additionalProperties"] is False
             optional = set(schema["properties"]) - set(schema["required"])
-            assert optional <= {"metrics", "tags"}, "nothing is optional but what stands behind a feature"
+            assert optional <= {"durability", "metrics", "tags"}, "nothing is optional but what stands behind a feature"
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

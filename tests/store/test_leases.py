@@ -270,6 +270,23 @@ def test_a_hold_that_cannot_begin_holds_nothing(objects, applied):
     assert holder.leases._thread is None
 
 
+def test_a_store_that_does_not_answer_for_a_while_costs_no_hold_and_the_lease_counts_from_the_last_try(objects):
+    holder, asker = Process(objects), Process(objects)
+    right, lost = objects.put, iter(range(3))
+
+    def put(key):
+        if next(lost, None) is not None:
+            objects.clock.now_s += 16
+            raise err(Code.STORE_NO_ANSWER, "lost")
+        right(key)
+
+    objects.put = put
+    with holder.leases.hold("savers/a"):
+        assert asker.leases.list_held("savers") == ["a"]
+        pass_time(holder, seconds=120)
+        assert asker.leases.list_held("savers") == ["a"]
+
+
 def test_a_lease_that_cannot_be_deleted_is_no_error(objects):
     holder, asker = Process(objects), Process(objects)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -25,6 +25,7 @@ from ckptfmt.adapters.torch.optimizers import (
     plan_optimizer,
     unwrap_optimizer,
 )
+from ckptfmt.adapters.torch.pair import Pair, find_rank
 from ckptfmt.adapters.torch.runtime import (
     flags,
     generator_stream,
@@ -52,6 +53,7 @@ from ckptfmt.adapters.torch.tensors import (
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.state import place_of
 
 __all__ = ["register_flatten"]
 
@@ -66,21 +68,32 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+#: What batches come from, and doesn't say where it stands.
+_LOADERS: Final = (
+    torch.utils.data.DataLoader,
+    torch.utils.data.dataloader._BaseDataLoaderIter,  # noqa: SLF001 - torch has no public name for it
+    torch.utils.data.Sampler,
+    torch.utils.data.Dataset,
+)
+
+
 def is_plain_loader(value: object) -> bool:
-    """Tell whether this is a DataLoader that doesn't say where it stands, as torchdata's does."""
-    return isinstance(value, torch.utils.data.DataLoader) and not hasattr(value, "state_dict")
+    """Tell whether this is a part of torch's data loading that doesn't say where it stands, as torchdata's does."""
+    return isinstance(value, _LOADERS) and not hasattr(value, "state_dict")
 
 
-def loader_error(value: torch.utils.data.DataLoader[Any], *, where: str) -> CkptError:
-    """Return the error for a DataLoader, with what to write instead of it."""
-    if isinstance(value.batch_sampler, Sampler):
+def loader_error(value: Any, *, where: str) -> CkptError:  # noqa: ANN401 - one of _LOADERS
+    """Return the error for a DataLoader and its parts, with what to write instead of it."""
+    if isinstance(getattr(value, "batch_sampler", None), Sampler):
         remedy = "Give the sampler that it was made with: State(data=loader.batch_sampler)."
     else:
         remedy = (
             "Make it with batch_sampler=ckptfmt.Sampler(len(dataset), global_batch=..., seed=...), and give that"
             " sampler: State(data=sampler). Or make a StatefulDataLoader of torchdata: State(data=loader)."
         )
-    return err(Code.STATE_UNSUPPORTED, "a DataLoader doesn't say where it stands", where=where, remedy=remedy)
+    return err(
+        Code.STATE_UNSUPPORTED, f"a {type(value).__name__} doesn't say where it stands", where=where, remedy=remedy
+    )
 
 
 def encode(encoder: Encoder, value: object, name: str) -> object:
@@ -91,7 +104,7 @@ def encode(encoder: Encoder, value: object, name: str) -> object:
     if isinstance(value, torch.Tensor):
         return value if encoder.inline else _encode_tensor(encoder, value, name)
     if isinstance(value, torch.dtype):
-        return DtypeName(dtype_name(value, where=f"{encoder.field}:{name}"))
+        return DtypeName(dtype_name(value, where=place_of(encoder.field, name)))
     if isinstance(value, torch.device):
         return DeviceName(str(value))
     if isinstance(value, torch.Size):

@@ -30,6 +30,7 @@ from ckptfmt.adapters.torch.tensors import TorchSource, _as_integers, local_of
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.state import place_of
 from ckptfmt.write.image import Image, Piece, key_of
 from ckptfmt.write.snapshot import TensorSource
 from ckptfmt.write.staging import Copy, HostCopy, Seen
@@ -158,7 +159,7 @@ def _changed_error(source: TorchSource) -> CkptError:
     return err(
         Code.STATE_CHANGED,
         "the tensor was changed between the save and its optimizer's step",
-        where=f"{source.field}:{source.name}",
+        where=place_of(source.field, source.name),
         requirement="REQ-CMT-028",
     )
 
@@ -322,7 +323,7 @@ class Guard:
         self._refused |= keys
         report = self._report()
         if keys and report is not None:
-            names = sorted(f"{field}:{name}" for field, name, _ in keys)
+            names = sorted(place_of(field, name) for field, name, _ in keys)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             shown = ", ".join(names[:_SHOWN]) + more
             report(f"OVERLAP_REFUSED: changed between save and step, so copied before save returns: {shown}")

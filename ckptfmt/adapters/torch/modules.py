@@ -32,6 +32,7 @@ from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.tree import TensorRef
 from ckptfmt.errors import Code, err
+from ckptfmt.state import place_of
 
 #: Wrappers by module and class, each with the attribute that holds what it wraps.
 _WRAPPERS: Final = (
@@ -162,7 +163,7 @@ def view_module(
 
     Raises: StateError(STATE_UNSUPPORTED, STATE_NAME).
     """
-    _refuse_fsdp1(module, f"{field}:{prefix}")
+    _refuse_fsdp1(module, place_of(field, prefix))
     # First of all, and at each save: it also puts FSDP2's parameters back into shards after an evaluation.
     state_dict = _state_dict(module, f"{field}:{prefix}")
     # With each path to a module that has several: torch walks them all at each of its own questions.
@@ -337,7 +338,7 @@ def _refuse_fsdp1(root: torch.nn.Module, where: str) -> None:
 def _refuse_double_names(entries: list[Entry], field: str) -> None:
     for name, count in Counter(entry.names[0] for entry in entries).items():
         if count > 1:
-            raise err(Code.STATE_NAME, "two tensors of a module have this name", where=f"{field}:{name}")
+            raise err(Code.STATE_NAME, "two tensors of a module have this name", where=place_of(field, name))
 
 
 def capture_entries(entries: Iterable[Entry], field: str) -> list[TorchSource]:
@@ -383,7 +384,7 @@ def plan_entry(plan: LoadPlan, entry: Entry, field: str) -> None:
             plan.downgrades.append(f"{field}:{live}: non-persistent buffer left as it is, {found}")
             continue
         if saved is None:
-            plan.problem(Code.TENSOR_MISSING, f"{field}:{live}", _not_saved(live, names[0], tensor))
+            plan.miss(field, live, _not_saved(live, names[0], tensor), shape=tuple(tensor.shape))
             continue
         fill(plan, tensor, saved, name=live)
         plan.note_destination(saved, live, names[0])
@@ -399,7 +400,7 @@ def _plan_tied(plan: LoadPlan, names: list[str], taken: IndexTensor) -> None:
         plan.taken_tensors.add(other.key)
         same = (other.dtype, other.global_shape) == (taken.dtype, taken.global_shape)
         if not same or plan.checkpoint.read(*other.key).tobytes() != plan.checkpoint.read(*taken.key).tobytes():
-            where = f"{taken.field}:{name}"
+            where = place_of(taken.field, name)
             plan.problem(Code.TENSOR_UNEXPECTED, where, f"tied to {taken.name} here, but saved with other contents")
 
 
@@ -413,7 +414,7 @@ def plan_module(plan: LoadPlan, view: ModuleView, field: str) -> None:
     for name, (owner, live) in view.extra_states.items():
         value = _saved_value(plan, field, name, view.scope, live)
         if value is not MISSING:
-            _plan_extra_state(plan, owner, value, f"{field}:{name}")
+            _plan_extra_state(plan, owner, value, place_of(field, name))
     foreign = {}
     for name, (key, live) in view.foreign.items():
         value = _saved_value(plan, field, name, view.scope, live)
@@ -431,13 +432,13 @@ def _saved_value(plan: LoadPlan, field: str, name: str, scope: str, live: object
     if isinstance(live, torch.Tensor):
         tensor = plan.tensor(field, chosen, scope)
         if tensor is None:
-            plan.problem(Code.TENSOR_MISSING, f"{field}:{name}", _not_saved(name, chosen[0], live))
+            plan.miss(field, name, _not_saved(name, chosen[0], live), shape=tuple(live.shape))
             return MISSING
         reference = TensorRef(tensor.name, "torch")
         return Placer(plan, field=field, scope=tensor.scope).fresh(reference, tensor.name, live)
     found, at, saved = plan.leaf(field, chosen, scope)
     if saved is MISSING:
-        plan.problem(Code.LEAF_MISSING, f"{field}:{name}", "not saved")
+        plan.problem(Code.LEAF_MISSING, place_of(field, name), "not saved")
         return MISSING
     return Placer(plan, field=field, scope=at).fresh(saved, found, live)
 
@@ -458,7 +459,7 @@ def _load_foreign(module: torch.nn.Module, foreign: dict[str, Any], field: str) 
     with torch.no_grad():
         after = module.state_dict()
     for key, fingerprints in wanted.items():
-        _check_read_back(fingerprints, after.get(key), f"{field}:{key}")
+        _check_read_back(fingerprints, after.get(key), place_of(field, key))
 
 
 def _check_read_back(wanted: tuple[bytes, dict[str, bytes]], live: object, where: str) -> None:

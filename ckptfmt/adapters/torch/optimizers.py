@@ -21,8 +21,10 @@ from ckptfmt.adapters.torch.tensors import DTYPE_NAMES, allocate, dtype_name, is
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.part import Leaf
+from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef, dump_tree
 from ckptfmt.errors import Code, err
+from ckptfmt.state import place_of
 
 _NOT_OPTIONS: Final = ("params", "param_names")
 #: What tells AdamW from Adam, which share everything else.
@@ -30,8 +32,20 @@ _ALGORITHM: Final = "decoupled_weight_decay"
 #: What a scheduler leaves in a group, and what schedulers change there.
 _SCHEDULED_BY: Final = "initial_lr"
 _SCHEDULED: Final = ("lr", "momentum", "betas")
+#: What to do about state of another algorithm.
+_OTHER_KIND: Final = (
+    "Build the optimizer that was saved; or let this one begin afresh: ckptfmt.load(..., only='weights:*'), or"
+    " Checkpointer(..., init_from=...) in a new run."
+)
 #: Options that choose another kernel, and with it other bits.
 _FLAGS: Final = ("foreach", "fused", "capturable", "maximize", "differentiable")
+
+
+#: State that has an element for each one of the parameter, in torch's optimizers.
+_LIKE_PARAMETERS: Final = {
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
+    "sum", "prev", "step_size",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +65,7 @@ def plan_groups(
     prefix: str,
     field: str,
     scope: str,
+    defaults: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """Plan to give each live group the options that its parameters were saved with; return these, as trees.
 
@@ -63,9 +78,10 @@ def plan_groups(
         prefix: what the names of the leaves begin with.
         field: their field.
         scope: their scope.
+        defaults: options that the live optimizer's class has.
 
-    Problems: GROUP_MISMATCH for a parameter that no saved group has, or when a live group would need two groups'
-        options; LEAF_MISSING for an option that wasn't saved.
+    Problems: GROUP_MISMATCH for a parameter that no saved group has, when a live group would need two groups' options,
+        or for those of another kind of optimizer; LEAF_MISSING for an option that wasn't saved.
     """
     by_parameter = _saved_groups(plan, prefix=prefix, field=field, scope=scope)
     chosen = []
@@ -77,7 +93,7 @@ def plan_groups(
             chosen.append(group)
             continue
         keys: list[Iterable[str]] = [*members] or [[f"#{index}"]]
-        where = f"{field}:{prefix}group/{next(iter(keys[0]))}"
+        where = place_of(field, f"{prefix}group/{next(iter(keys[0]))}")
         found = _groups_of(plan, by_parameter, keys, where)
         for saved in found:
             plan.taken_leaves.add((field, saved.name, saved.scope))
@@ -85,12 +101,33 @@ def plan_groups(
         options = {**found[0].options} if found else {}
         if any(not _same_options(plan, field, found[0], other) for other in found[1:]):
             plan.problem(Code.GROUP_MISMATCH, where, "the group's parameters were saved with different options")
+        elif found and (apart := _tell_apart(group, found[0].options, defaults))[0]:
+            plan.problem(Code.GROUP_MISMATCH, where, _of_another_kind(*apart), remedy=_OTHER_KIND)
         elif found:
             kept = {key for key in group if plan.only.is_overridden(field, f"{prefix}group/{key}")}
             _plan_options(plan, group, found[0], field, where, kept)
             options |= {key: group[key] for key in kept}
         chosen.append(options)
     return chosen
+
+
+def _tell_apart(live: dict[str, Any], saved: dict[str, Any], defaults: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the options by which the algorithms of the live and the saved optimizer differ; nothing if they don't.
+
+    They do if each has some that the other lacks, as Adam and SGD have. With ``allow=("missing",)`` such a group would
+    keep options that mean nothing to it, and state that nobody reads.
+
+    Args:
+        defaults: options of the live one's class; others were added to its groups.
+    """
+    said_nothing = (*_NOT_OPTIONS, *_FLAGS, _SCHEDULED_BY, _ALGORITHM)
+    own = [key for key in live if key not in saved and key not in said_nothing and key in defaults]
+    theirs = [key for key in saved if key not in live and key not in said_nothing]
+    return (own, theirs) if own and theirs else ([], [])
+
+
+def _of_another_kind(own: list[str], theirs: list[str]) -> str:
+    return f"saved by another kind of optimizer: that one has {', '.join(theirs)}; the one here has {', '.join(own)}"
 
 
 def _is_chosen(plan: LoadPlan, field: str, prefix: str, members: Sequence[Iterable[str]]) -> bool:
@@ -170,7 +207,8 @@ def _plan_options(  # noqa: PLR0917 - all of it is what a group is
     for key, value in options.items():
         live = group.get(key)
         if key == _ALGORITHM and key in group and live != value:
-            plan.problem(Code.GROUP_MISMATCH, where, f"{key}={value!r} as saved, {live!r} here: Adam isn't AdamW")
+            detail = f"{key}={value!r} as saved, {live!r} here: Adam isn't AdamW"
+            plan.problem(Code.GROUP_MISMATCH, where, detail, remedy=_OTHER_KIND)
         # What a scheduler has change from step to step isn't worth a word.
         is_told = key in _FLAGS or not (is_scheduled and key in _SCHEDULED)
         if is_told and key in group and _differs(live, value):
@@ -261,7 +299,7 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Names, *, prefix:
 
     Raises: StateError(PARAMETER_UNNAMED, STATE_UNSUPPORTED).
     """
-    where = f"{encoder.field}:{prefix}"
+    where = place_of(encoder.field, prefix)
     _check_state_keys(optimizer, where)
     leaves = []
     for index, group in enumerate(optimizer.param_groups):
@@ -304,8 +342,9 @@ def plan_optimizer(
 
     Problems: GROUP_MISMATCH, LEAF_MISSING. Raises: StateError(PARAMETER_UNNAMED, STATE_UNSUPPORTED).
     """
-    where = f"{field}:{prefix}"
+    where = place_of(field, prefix)
     _check_state_keys(optimizer, where)
+    numbered = _find_numbered(plan, prefix=prefix, field=field, scope=scope)
     named = [
         [
             (parameter, _saved_names_of(plan, _names_of(parameter, names, index, where), scope))
@@ -313,9 +352,12 @@ def plan_optimizer(
         ]
         for index, group in enumerate(optimizer.param_groups)
     ]
+    if numbered is not None:
+        _plan_numbered(plan, optimizer, named, numbered, prefix=prefix)
+        return
     all_options = plan_groups(
         plan, optimizer.param_groups, [[found for _, found in group] for group in named],
-        prefix=prefix, field=field, scope=scope,
+        prefix=prefix, field=field, scope=scope, defaults=getattr(optimizer, "defaults", ()),
     )  # fmt: skip
     for group, options in zip(named, all_options, strict=True):
         for parameter, found in group:
@@ -323,6 +365,89 @@ def plan_optimizer(
                 optimizer, torch.optim.ASGD
             )
             _ParameterState(plan, optimizer, parameter, field=field, on_device=on_device).restore(found, prefix, scope)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Numbered:
+    """The state_dict of an optimizer, whose parameters have positions and no names."""
+
+    key: TensorKey
+    state: dict[Any, Any]
+    groups: list[dict[str, Any]]
+
+
+def _find_numbered(plan: LoadPlan, *, prefix: str, field: str, scope: str) -> _Numbered | None:
+    """Return what was saved of an optimizer as its state_dict, as files of torch.save have it; None for none."""
+    for at in dict.fromkeys((GLOBAL, scope)):
+        key = (field, prefix.rstrip("/"), at)
+        tree = plan.checkpoint.leaf(*key) if key in plan.checkpoint.leaves else None
+        if isinstance(tree, list) and len(tree) == 1:  # as Lightning has it
+            tree = tree[0]
+        if isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys():
+            return _Numbered(key, tree["state"], tree["param_groups"])
+    return None
+
+
+def _plan_numbered(
+    plan: LoadPlan,
+    optimizer: torch.optim.Optimizer,
+    named: Sequence[Sequence[tuple[torch.Tensor, tuple[str, ...]]]],
+    saved: _Numbered,
+    *,
+    prefix: str,
+) -> None:
+    """Plan to put back state by the positions of parameters, as `Optimizer.load_state_dict` does, in the saved dtype.
+
+    Args:
+        named: for each group, the live parameters with their saved names, by which `only` and `override` go.
+
+    Problems: GROUP_MISMATCH where the groups have other numbers of parameters, or are of another kind of optimizer;
+        SHAPE_MISMATCH where a position has another parameter's state.
+    """
+    field, name, at = saved.key
+    where = place_of(field, name)
+    plan.taken_leaves.add(saved.key)
+    everything = Placer(plan, field=field, scope=at)
+    sizes = [[len(members) for members in named], [len(group["params"]) for group in saved.groups]]
+    if sizes[0] != sizes[1]:
+        everything.take([saved.state, saved.groups])
+        detail = f"saved by position, in groups of {sizes[1]} parameters; here they are {sizes[0]}"
+        plan.problem(Code.GROUP_MISMATCH, where, detail)
+        return
+    for live, members, group in zip(optimizer.param_groups, named, saved.groups, strict=True):
+        states = [saved.state.get(number, saved.state.get(str(number), {})) for number in group["params"]]
+        options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+        everything.take([states, options])
+        if not _is_chosen(plan, field, prefix, [names for _, names in members]):
+            plan.left_count += 1
+            continue
+        if (apart := _tell_apart(live, options, getattr(optimizer, "defaults", ())))[0]:
+            plan.problem(Code.GROUP_MISMATCH, where, _of_another_kind(*apart), remedy=_OTHER_KIND)
+            continue
+        # An older torch knew fewer of those that name no algorithm, or the one that tells two of them apart.
+        kept: set[str] = {key for key in (*_FLAGS, _ALGORITHM) if key in live and key not in options}
+        kept |= {key for key in live if plan.only.is_overridden(field, f"{prefix}group/{key}")}
+        _plan_options(plan, live, _Saved(name, at, options), field, where, kept)
+        on_device = bool(options.get("capturable") or options.get("fused"))
+        for (parameter, names), state in zip(members, states, strict=True):
+            if not any(plan.only.fits(field, prefix + other) for other in names):
+                plan.left_count += 1
+            elif _has_its_shapes(plan, state, parameter, field=field, name=names[0], scope=at):
+                part = _ParameterState(plan, optimizer, parameter, field=field, on_device=on_device)
+                part.saved_dtype = _saved_dtype(plan, names, at)
+                part.plan_state(f"{prefix}{names[0]}", state, at)
+
+
+def _has_its_shapes(
+    plan: LoadPlan, state: dict[Any, Any], parameter: torch.Tensor, *, field: str, name: str, scope: str
+) -> bool:
+    """Tell whether what has an element for each one of a parameter has its shape. Problems: SHAPE_MISMATCH."""
+    for key in _LIKE_PARAMETERS & state.keys():
+        tensor = plan.checkpoint.find(field, state[key].name, scope) if isinstance(state[key], TensorRef) else None
+        if tensor is not None and tensor.global_shape != tuple(parameter.shape):
+            detail = f"at its position is state of shape {tensor.global_shape}, and it has {tuple(parameter.shape)}"
+            return plan.problem(Code.SHAPE_MISMATCH, place_of(field, f"{name}/{key}"), detail)
+    return True
 
 
 class _ParameterState:
@@ -345,14 +470,26 @@ class _ParameterState:
         name, at, saved = self.plan.leaf(self.field, [f"{prefix}state/{name}" for name in names], scope)
         if saved is MISSING:
             if self.live:
-                self.plan.problem(Code.LEAF_MISSING, f"{self.field}:{name}", "only the live optimizer has it")
+                self.plan.problem(Code.LEAF_MISSING, place_of(self.field, name), "only the live optimizer has it")
             return
         self._take_tied(name, saved, [f"{prefix}state/{other}" for other in names], at)
+        self.plan_state(name, saved, at)
+
+    def plan_state(self, name: str, saved: dict[Any, Any], at: str) -> None:
+        """Plan to put back what was saved.
+
+        Args:
+            name: that it goes by in messages and in patterns.
+            saved: its tree.
+            at: the scope that it was found in.
+        """
         placer = Placer(self.plan, field=self.field, scope=at, device=local_of(self.parameter).device, whole=True)
         state = {key: self._value(placer, key, value, name) for key, value in saved.items()}
         for key in self.live:
             if key not in saved:
-                self.plan.problem(Code.LEAF_MISSING, f"{self.field}:{name}/{key}", "only the live optimizer has it")
+                self.plan.problem(
+                    Code.LEAF_MISSING, place_of(self.field, f"{name}/{key}"), "only the live optimizer has it"
+                )
                 state[key] = self.live[key]
         self.plan.actions.append(lambda: self._put(state))
 
@@ -368,7 +505,7 @@ class _ParameterState:
             Placer(plan, field=field, scope=scope).take(value)
             if contents_of(plan, field, scope, value) != contents_of(plan, field, scope, saved):
                 detail = f"one parameter with that of {name} here, but saved with other contents"
-                plan.problem(Code.LEAF_UNEXPECTED, f"{field}:{other}", detail)
+                plan.problem(Code.LEAF_UNEXPECTED, place_of(field, other), detail)
 
     def _put(self, state: dict[Any, Any]) -> None:
         kept = self.optimizer.state[self.parameter]
@@ -393,7 +530,7 @@ class _ParameterState:
             raise err(
                 Code.STATE_UNSUPPORTED,
                 f"saved in {len(tensor.sharding)} pieces, of a shape that isn't its parameter's",
-                where=f"{self.field}:{tensor.name}",
+                where=place_of(self.field, tensor.name),
                 remedy="Let the optimizer create this state, by one step, before the load.",
             )
         like = None if alone else self.parameter
@@ -409,7 +546,7 @@ class _ParameterState:
         )
 
     def _converted(self, live: object, tensor: IndexTensor) -> torch.Tensor:
-        dtype = dtype_name(self.parameter.dtype, where=f"{self.field}:{tensor.name}")
+        dtype = dtype_name(self.parameter.dtype, where=place_of(self.field, tensor.name))
         kept = isinstance(live, torch.Tensor) and (live.dtype, live.shape) == (
             self.parameter.dtype,
             self.parameter.shape,

@@ -21,6 +21,7 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout import placements as layout
 from ckptfmt.layout.placements import LocalPiece
 from ckptfmt.layout.read_plan import find_stretch
+from ckptfmt.state import place_of
 
 #: Those dtypes of the format that this torch has.
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -321,7 +322,7 @@ def source_of(
     aliases: tuple[str, ...] = (),
 ) -> TorchSource:
     """Return the source of a tensor. Raises: StateError(STATE_UNSUPPORTED), also for one on meta."""
-    where = f"{field}:{name}"
+    where = place_of(field, name)
     check_tensor(tensor, where=where)
     global_shape = tuple(tensor.shape)
     if is_plain(tensor):
@@ -370,7 +371,7 @@ def sink_of(tensor: torch.Tensor, *, field: str, name: str, scope: str, dtype: s
 
     Raises: StateError(STATE_UNSUPPORTED).
     """
-    where = f"{field}:{name}"
+    where = place_of(field, name)
     check_tensor(tensor, where=where)
     local = local_of(tensor)
     torch_dtype(dtype, where=where)

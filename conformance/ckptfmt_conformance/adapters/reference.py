@@ -296,7 +296,12 @@ class Run:
     """
 
     def __init__(
-        self, path: str, state: Mapping[str, object], *, delta: str | Mapping[str, Any] = "off", saver: str = "process"
+        self,
+        path: str,
+        state: Mapping[str, object],
+        *,
+        delta: Any = "off",  # noqa: ANN401 - as for Checkpointer
+        saver: Any = "process",  # noqa: ANN401 - as for Checkpointer
     ) -> None:
         self._checkpointer = ckptfmt.Checkpointer(path, _state_of(state), keep=2, saver=saver, delta=delta)
         self._checkpointer.restore_rng()
@@ -416,7 +421,8 @@ def _phase(name: str) -> Iterator[None]:
     except CkptError as error:
         if error.code == "STATE_UNSUPPORTED":
             raise Unsupported(error.detail) from error
-        raise Rejected(error.code, error.where, name) from error
+        # That a file of tensors isn't there is found by `read` at the latest; ckptfmt says so when it opens.
+        raise Rejected(error.code, error.where, "read" if error.code == "FILES_IN_CACHES" else name) from error
 
 
 def _check_metadata(checkpoint: Checkpoint) -> None:

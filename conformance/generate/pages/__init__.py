@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from conformance.generate.cases import Case, Page
 from conformance.generate.pages import (
+    caches,
     context,
     deltas,
     documents,
@@ -28,6 +29,7 @@ from conformance.generate.pages import (
 __all__ = ["all_cases"]
 
 _PAGES: tuple[Callable[[], Page], ...] = (
+    caches.page,
     context.page,
     deltas.page,
     documents.page,

@@ -44,10 +44,7 @@ class IgnoredLength(Reference):
     """It doesn't compare the size of a file with what its part says: what was appended goes unseen."""
 
     convicted_by = ("shards/invalid/a-byte-long",)
-    replacements = (
-        ("ckptfmt.read.files:check_nbytes", _check_nothing),
-        ("ckptfmt.read.verify:check_nbytes", _check_nothing),
-    )
+    replacements = (("ckptfmt.read.files:check_nbytes", _check_nothing),)
 
 
 class _Json:

@@ -47,7 +47,6 @@ class Ckptfmt:
     def load(self, path: Path, state: Mapping[str, object]) -> Loaded:
         """Load in place, a checkpoint or the newest of a run."""
         report = ckptfmt.load(path, _state(state))
-        assert not isinstance(report, dict)
         return Loaded(state, report.step)
 
     def save_async(self, path: Path, state: Mapping[str, object], step: int) -> _Waiting:

@@ -1,0 +1,283 @@
+"""What may be typed behind each command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from ckptfmt.cli.commands import COMMANDS, PROGRAM, suggest
+
+TYPE_CHECKING = False  # as of typing, whose import takes as long as argparse's
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Final, NoReturn
+
+#: Narrower than this, the columns of a help text are no columns any more.
+_WIDTH_MIN: Final = 40
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose usage fits the terminal, and which suggests the option that may have been meant."""
+
+    def __init__(self, *, prog: str, description: str | None = None, add_help: bool = True) -> None:
+        super().__init__(prog=prog, description=description, add_help=add_help, formatter_class=_formatter)
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit with 2; of an option that there isn't, which one comes nearest."""
+        _, unknown, typed = message.partition("unrecognized arguments: ")
+        if unknown:
+            meant = [near for word in typed.split() if (near := suggest(word.partition("=")[0], self.options()))]
+            message += f" (did you mean {' '.join(meant)}?)" if meant else ""
+        super().error(message)
+
+    def options(self) -> list[str]:
+        """Return the long options."""
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Return what lays out help texts. To be asked for the width of the terminal it would import shutil."""
+    try:
+        columns = int(os.environ.get("COLUMNS", "")) or os.get_terminal_size(sys.__stdout__.fileno()).columns  # type: ignore[union-attr]
+    except (AttributeError, ValueError, OSError):
+        columns = 80
+    return argparse.HelpFormatter(prog, width=max(_WIDTH_MIN, columns) - 2)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands, for completion."""
+    parser = Parser(prog=PROGRAM, description="Checkpoints: weights and the context they came from.")
+    parser.add_argument("--version", action="store_true", help="print the versions of library and format")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for name, (text, module) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, prog=f"{PROGRAM} {name}", add_help=bool(module))
+        if module:
+            add_arguments(name, command)
+    return parser
+
+
+def make_command_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of one command, for what stands behind its name."""
+    parser = Parser(prog=f"{PROGRAM} {name}")
+    add_arguments(name, parser)
+    return parser
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    """Give the parser of a command its arguments and its description."""
+    text = COMMANDS[name][0]
+    parser.description = _DESCRIPTIONS.get(name, f"{text[0].upper()}{text[1:]}.")
+    parser.set_defaults(command=name)
+    _ARGUMENTS[name](parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def _add_validate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", nargs="?", help="directory of a checkpoint or of a run")
+    _add_bases(parser)
+    parser.add_argument(
+        "--split", metavar="I/N", help="check slice I of N of the blocks, on one of N machines; join what --json prints"
+    )
+    parser.add_argument(
+        "--join", metavar="FILE", nargs="+", help="instead of PATH: what --json printed of each slice, as one report"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no text and no progress: only the exit code")
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    _add_path(parser)
+    _add_bases(parser)
+    parser.add_argument(
+        "--tensors",
+        metavar="PATTERN",
+        nargs="?",
+        const="*",
+        help="list each tensor, or those whose name matches",
+    )
+    parser.add_argument("--field", metavar="FIELD", help="show only this one of the seven fields, and all of it")
+    parser.add_argument("--all", action="store_true", help="show everything, and not what fits a screen")
+
+
+def _add_ls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", metavar="PATH", nargs="?", default=".", help="directory of a run, or of several (this one)"
+    )
+    parser.add_argument("--all", action="store_true", help="those that were retired or given up, too")
+
+
+def _add_gc(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--keep", metavar="N", type=int, help="how many of the newest checkpoints stay; without it all")
+    parser.add_argument("--keep-every", metavar="N", type=int, help="those of steps divisible by this stay, too")
+    parser.add_argument("--keep-best", metavar="METRIC:min|max:N", help="the best by a metric stay, too")
+    parser.add_argument("--verify", action="store_true", help="read what the run doesn't go on from: is it damaged?")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and change nothing")
+
+
+def _add_log(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--html", metavar="FILE", help="where the page is to be; a file that is there is replaced")
+
+
+def _add_change(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="its name, its digest or its step")
+
+
+def _add_rm(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help="its name, its digest or its step")
+
+
+def _add_tag(parser: argparse.ArgumentParser) -> None:
+    _add_untag(parser)
+    parser.add_argument(
+        "--metric", metavar="NAME=NUMBER", action="append", default=[], help="a metric; may be repeated"
+    )
+
+
+def _add_untag(parser: argparse.ArgumentParser) -> None:
+    _add_change(parser)
+    parser.add_argument("tags", metavar="TAG", nargs="*", help="a short text")
+
+
+def _add_mirror(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("mirror", metavar="DEST", help="where the copy is, or is to be")
+    parser.add_argument("--retire", action="store_true", help="retire at DEST what the run has retired")
+    parser.add_argument("--follow", action="store_true", help="go on copying what is committed, until interrupted")
+    parser.add_argument("--every", metavar="SECONDS", type=float, default=10.0, help="pause of --follow (10)")
+
+
+def _add_promote(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="MIRROR", help="the copy of the run that becomes its home")
+    parser.add_argument("--home", metavar="RUN", help="the old home, if it can be reached")
+
+
+def _add_scrub(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument(
+        "--with", metavar="DEST", dest="others", action="append", default=[], help="another copy; may be repeated"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="read and report, and change nothing")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", nargs="?", help="where checkpoints are, or are to be")
+    parser.add_argument(
+        "--processes", metavar="N", type=int, default=1, help="how many processes of this machine save at once (1)"
+    )
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
+
+
+def _add_compact(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="directory of a checkpoint, or of a run, for its newest")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", metavar="PATH", help="directory of the full one, which then belongs to no run")
+    where.add_argument(
+        "--take-over",
+        action="store_true",
+        help="write it into the run at PATH, which goes on from it; who still trains there is fenced off",
+    )
+    _add_bases(parser)
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("one", metavar="A", help="directory of a checkpoint, or of a run, for its newest")
+    parser.add_argument("other", metavar="B", help="what it is compared with")
+    parser.add_argument("--field", metavar="FIELD", help="compare only this one of the seven fields")
+    parser.add_argument("--verify", action="store_true", help="first read every byte of both, and name what is damaged")
+    _add_bases(parser)
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    kinds = ("ckptfmt", "torch", "dcp", "hf", "safetensors")
+    fields = "weights, optimizer, data, config or extra"
+    parser.add_argument("source", metavar="SOURCE", help="checkpoint of any of these kinds, or a run, for its newest")
+    parser.add_argument("target", metavar="TARGET", help="where nothing is yet")
+    parser.add_argument("--from", dest="from_kind", choices=kinds, help="what SOURCE is, if it isn't recognised")
+    parser.add_argument("--to", dest="to_kind", choices=kinds, help="what TARGET shall be; .pt and .safetensors say it")
+    parser.add_argument(
+        "--field",
+        metavar="KEY=FIELD",
+        action="append",
+        default=[],
+        help=f"where an entry of a torch or dcp SOURCE goes, or without KEY all of it: {fields}",
+    )
+    parser.add_argument("--only", metavar="FIELD", help="convert this field alone, such as weights")
+    parser.add_argument("--step", type=int, metavar="N", help="training steps done, if SOURCE doesn't say (else 0)")
+    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of each file of an hf TARGET (5GB)")
+    _add_bases(parser)
+    parser.add_argument("--strict", action="store_true", help="refuse to leave anything out")
+
+
+def _add_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="directory of a checkpoint or of a run")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="RUN", help="directory of a run")
+
+
+def _add_bases(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--base",
+        metavar="PATH",
+        dest="bases",
+        action="append",
+        default=[],
+        help="where else to look for what a delta reads from: a checkpoint, or a directory of them; may be repeated",
+    )
+
+
+_ARGUMENTS: Final[dict[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "inspect": _add_inspect,
+    "log": _add_log,
+    "report": _add_report,
+    "ls": _add_ls,
+    "du": _add_path,
+    "gc": _add_gc,
+    "diff": _add_diff,
+    "validate": _add_validate,
+    "pin": _add_change,
+    "unpin": _add_change,
+    "tag": _add_tag,
+    "untag": _add_untag,
+    "rm": _add_rm,
+    "mirror": _add_mirror,
+    "promote": _add_promote,
+    "scrub": _add_scrub,
+    "repair": _add_scrub,
+    "doctor": _add_doctor,
+    "completion": _add_completion,
+    "compact": _add_compact,
+    "convert": _add_convert,
+}
+#: Where more is to be said than `COMMANDS` says.
+_DESCRIPTIONS: Final = {
+    "repair": "Read every byte of a run and of its copies, rewrite each damaged file from a copy that has it whole, and"
+    " say what the run goes on from. Exit code 0: all is whole now; 1: damage stays; 2: it couldn't be done.",
+    "doctor": "Look at this machine, and try out what every save at PATH relies on; nothing is left behind. Exit code"
+    " 0: it will do; 1: something failed.",
+    "completion": "Print a script with which a shell completes what is typed. In bash: source <(ckptfmt completion"
+    " bash); in zsh, into a file _ckptfmt in a directory of $fpath.",
+    "report": "Make a picture of a run: launches, sizes, tensors, pieces, times, metrics and tags. The page stands by"
+    " itself and needs no network. Exit code 0: done; 2: it couldn't be, or something of the run can't be read.",
+    "gc": "Delete what retention lets go, and what saves of older launches left that were killed; say what else is"
+    " there that the run doesn't go on from. Exit code 0: done; 1: something is damaged or can't be read; 2: it"
+    " couldn't be done.",
+    "diff": "Compare two checkpoints, by recorded digests or, with --verify, after reading every byte of both."
+    " Exit code 0: the same; 1: they differ; 2: they couldn't be compared, or one of them is damaged.",
+    "validate": "Check every byte. Exit code 0: valid; 1: violations; 2: the check couldn't be made, or finished. With"
+    " --split, every machine checks its slice and all documents, and --join says what all of them found.",
+    "compact": "Make a full checkpoint of a delta, a few MiB in memory at a time: outside of a run, or in it.",
+    "convert": "Convert a checkpoint, a few MiB in memory at a time. What the target can't hold is listed.",
+}

@@ -1,0 +1,74 @@
+"""The commands of `ckptfmt` by name, and the text of ``ckptfmt --help``, which comes at once: nothing is imported."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # as of typing, whose import takes longer than the rest of this module
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Final
+
+#: The name of the program in its usage, however it was started.
+PROGRAM: Final = "ckptfmt"
+
+#: Commands by purpose: what each does, and the module of `ckptfmt.cli` that does it ("" for one with its own parser).
+GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
+    "look": {
+        "ls": ("the checkpoints of a run; the runs and checkpoints of a directory", "listing"),
+        "inspect": ("what is in a checkpoint, or in a run", "inspect"),
+        "log": ("the checkpoints of a run and their lineage, newest first", "log"),
+        "report": ("a picture of a run, as one page of HTML", "run_report"),
+        "diff": ("which tensors and values of two checkpoints differ, and by how much", "diff"),
+        "du": ("what takes how much space in a run or checkpoint", "listing"),
+    },
+    "check": {
+        "validate": ("check every byte of a checkpoint or of a run", "validate"),
+        "repair": ("rewrite what is damaged in a run from its mirrors, and say what can't be mended", "copies"),
+        "doctor": ("will this machine and this place do: versions, memory, what the store promises", "doctor"),
+    },
+    "keep and delete": {
+        "pin": ("keep a checkpoint of a run, whatever retention says", "change"),
+        "unpin": ("leave a checkpoint of a run to retention again", "change"),
+        "tag": ("give a checkpoint tags, or metrics that were known only after its save", "change"),
+        "untag": ("take tags of a checkpoint away", "change"),
+        "rm": ("delete a checkpoint of a run, unless something needs it", "change"),
+        "gc": ("delete what retention lets go, and what killed saves left; --dry-run says it", "garbage"),
+    },
+    "copy and convert": {
+        "mirror": ("copy a run to another place, every byte compared with its digest", "copies"),
+        "promote": ("let a run go on from its mirror", "copies"),
+        "scrub": ("read all copies of a run, and rewrite what is damaged from a good copy", "copies"),
+        "compact": ("make a full checkpoint of a delta", "compact"),
+        "convert": ("from and to torch.save files, DCP directories and Hugging Face directories", "convert"),
+    },
+    "try": {
+        "demo": ("the whole story on this machine, in about a minute", ""),
+        "completion": ("a script for bash, zsh or tcsh, which then complete what is typed", "completion"),
+        "conformance": ("judge a reader or writer, in any language", ""),
+    },
+}
+#: All of them.
+COMMANDS: Final = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+USAGE: Final = f"usage: {PROGRAM} COMMAND ... | {PROGRAM} COMMAND --help | {PROGRAM} --version"
+
+
+def help_text() -> str:
+    """Return what ``--help`` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [USAGE, "", "Checkpoints: weights and the context they came from."]
+    for title, group in GROUPS.items():
+        lines += ["", title, *(f"  {name.ljust(width)}  {text}" for name, (text, _) in group.items())]
+    lines += ["", "PATH, RUN and CHECKPOINT are directories, or URLs such as s3://bucket/run."]
+    lines += ["Exit codes: 0 done; 1 found (violations, differences, damage); 2 it couldn't be done."]
+    return "\n".join(lines)
+
+
+def suggest(typed: str, known: Iterable[str]) -> str | None:
+    """Return the name that was probably meant; None if none comes near.
+
+    >>> suggest("valdate", ["validate", "inspect"])
+    'validate'
+    """
+    import difflib
+
+    return next(iter(difflib.get_close_matches(typed, list(known), n=1)), None)

@@ -1,0 +1,33 @@
+"""``completion``: a script with which a shell completes commands, options and paths, made by shtab."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from ckptfmt.cli.arguments import make_parser
+from ckptfmt.errors import Code, err
+
+#: Arguments that are files, by destination; every other one that has a path for its metavar is a directory.
+_FILES: Final = frozenset({"join", "source", "target"})
+_PATHS: Final = frozenset({"PATH", "RUN", "DEST", "MIRROR", "SOURCE", "TARGET", "FILE", "A", "B"})
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the script for a shell, and return the exit code.
+
+    Raises: StateError(STATE_UNSUPPORTED) where shtab isn't installed.
+    """
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        remedy = 'Install it: pip install "ckptfmt[completion]".'
+        raise err(Code.STATE_UNSUPPORTED, "completion is made by shtab", where="shtab", remedy=remedy) from error
+    parser = make_parser()
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public way to look at a parser
+        for command in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
+            for argument in command._actions:  # noqa: SLF001
+                if argument.metavar in _PATHS:
+                    argument.complete = shtab.FILE if argument.dest in _FILES else shtab.DIRECTORY
+    print(shtab.complete(parser, shell=arguments.shell))
+    return 0

@@ -1,0 +1,196 @@
+"""``gc``: let go what a run needn't keep: by retention, and of what killed saves left; and say what else there is."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_json
+from ckptfmt.cli.listing import directory_nbytes, entry_nbytes
+from ckptfmt.cli.places import open_run_place
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.read.report import Report
+from ckptfmt.read.verify import verify_loadable
+from ckptfmt.run.lineage import RunEntry, read_known_run
+from ckptfmt.run.retention import KeepBest, Retention, clean_up
+from ckptfmt.run.survey import Survey, survey_run
+from ckptfmt.store import Store, open_store
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Item:
+    """A directory of the run, and what is done with it.
+
+    Attributes:
+        what: ``retired``, ``given_up`` and ``swept`` are done, or would be; ``needed``, ``unfinished``, ``saving``,
+            ``beside``, ``damaged`` and ``unreadable`` stay.
+        nbytes: size in bytes of its files; None where nobody looked.
+        reason: why it stays, or why it goes.
+    """
+
+    name: str
+    what: str
+    nbytes: int | None
+    reason: str
+
+
+#: What is done, with how it is called when it is done, and when it would be; and its style.
+_DONE = {
+    "retired": ("retired", "would retire", "yellow"),
+    "given_up": ("given up", "would give up", "yellow"),
+    "swept": ("swept", "would sweep", "yellow"),
+}
+_STAYS = {
+    "needed": "cyan", "unfinished": "cyan", "saving": "cyan", "beside": "cyan", "damaged": "red", "unreadable": "red"
+}  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Clean up, or say what a clean-up would do, and return the exit code.
+
+    It is 1 if something is left that a person should look at: what is damaged, or can't be read.
+
+    Raises: UnsupportedError(FEATURE_UNSUPPORTED); StateError(ARGUMENT); FencedError where a launch begins meanwhile;
+        IntegrityError, FormatError of the run's records; StoreError.
+    """
+    retention = Retention.of(arguments.keep, arguments.keep_every, parse_keep_best(arguments.keep_best))
+    if arguments.keep is None and arguments.keep_every is not None:
+        remedy = "Say with --keep how many of the newest stay beside them."
+        raise err(Code.ARGUMENT, "without --keep all checkpoints stay", where="--keep-every", remedy=remedy)
+    place = open_run_place(arguments.path)
+    record = read_known_run(place.store)
+    survey = survey_run(place.store, record, retention)
+    damages = _find_damages(place.store, survey) if arguments.verify else {}
+    items = _list_items(place.store, survey, damages, verified=arguments.verify)
+    if not arguments.dry_run:
+        store = open_store(arguments.path, writable=True)
+        removed = set(clean_up(store, record, launch=survey.launch, retention=retention))
+        items = [_as_done(item, removed) for item in items]
+    if arguments.json:
+        _print_json(arguments, survey, items)
+    else:
+        _print_text(arguments, survey, items)
+    return 1 if any(item.what in ("damaged", "unreadable") for item in items) else 0
+
+
+def parse_keep_best(text: str | None) -> KeepBest | None:
+    """Return metric, ``min`` or ``max``, and how many. Raises: StateError(ARGUMENT).
+
+    >>> parse_keep_best("eval_loss:min:3")
+    ('eval_loss', 'min', 3)
+    """
+    if text is None:
+        return None
+    metric, _, rest = text.rpartition(":")
+    metric, _, mode = metric.rpartition(":")
+    if not metric or mode not in ("min", "max") or not rest.isdecimal():
+        remedy = "Write a metric, min or max, and how many, as in eval_loss:min:3."
+        raise err(Code.ARGUMENT, f"{text!r} doesn't say what is best", where="--keep-best", remedy=remedy)
+    return metric, mode, int(rest)
+
+
+def _find_damages(store: Store, survey: Survey) -> dict[str, CkptError | None]:
+    """Read every byte of what lies beside the lineage; return the first thing that is wrong with each, or None."""
+    found: dict[str, CkptError | None] = {}
+    total_nbytes = sum(entry.manifest.stored_nbytes for entry, _ in survey.beside if entry.manifest is not None)
+    with Progress(lambda: total_nbytes, quiet=False) as progress:
+        for entry, _ in survey.beside:
+            assert entry.manifest is not None  # noqa: S101 - what lies beside is committed
+            report = Report(target=entry.name, kind="checkpoint", on_progress=progress.advance)
+            checkpoint = verify_loadable(store.at(entry.name), report, digest=entry.manifest.digest)
+            if checkpoint is not None:
+                checkpoint.close()
+            found[entry.name] = next(iter(report.violations), None)
+    return found
+
+
+def _list_items(store: Store, survey: Survey, damages: dict[str, CkptError | None], *, verified: bool) -> list[_Item]:
+    """Return what would be done, and what stays."""
+
+    def item(entry: RunEntry, what: str, reason: str) -> _Item:
+        return _Item(name=entry.name, what=what, nbytes=entry_nbytes(store, entry), reason=reason)
+
+    by_hand = "`ckptfmt rm` deletes it"
+    items = [item(entry, "retired", "retention doesn't keep it") for entry in survey.going]
+    left = f"left by a save that ended before launch {survey.launch}"
+    items += [item(entry, "given_up", left) for entry in survey.abandoned]
+    for name in survey.remains:
+        nbytes = directory_nbytes(store.at(name))
+        items.append(_Item(name=name, what="swept", nbytes=nbytes, reason="left by an interrupted clean-up"))
+    next_launch = "the next launch gives it up, or finishes it from a node's cache"
+    items += [item(entry, "unfinished", next_launch) for entry in survey.unfinished]
+    items += [item(entry, "saving", "a living saver has saves of its launch in hand") for entry in survey.in_hand]
+    for entry, reason in survey.beside:
+        damage = damages.get(entry.name)
+        pinned = "it is pinned" if entry.is_pinned else by_hand
+        if damage is not None:
+            items.append(item(entry, "damaged", f"{damage.code} at {damage.where}; {reason}; {pinned}"))
+        else:
+            items.append(item(entry, "beside", f"{'sound; ' * verified}{reason}; {pinned}"))
+    for entry, error in survey.unreadable:
+        mend = "`ckptfmt repair --with MIRROR` restores it; until then no delta and no base of one is retired"
+        items.append(item(entry, "unreadable", f"{error.code}; {mend}"))
+    return items
+
+
+def _as_done(item: _Item, removed: set[str]) -> _Item:
+    """Return what was done: what retention chose may have become needed, and a save may have been decided."""
+    if item.what not in ("retired", "given_up") or item.name in removed:
+        return item
+    reason = "something needs it, or may, or its register changed meanwhile: `ckptfmt rm` says what"
+    return dataclasses.replace(item, what="needed", reason=reason)
+
+
+def _print_json(arguments: argparse.Namespace, survey: Survey, items: list[_Item]) -> None:
+    print_json(
+        {
+            "kind": "run",
+            "target": arguments.path,
+            "checked": "bytes" if arguments.verify else "registers",
+            "dry_run": arguments.dry_run,
+            "items": [dataclasses.asdict(item) for item in items],
+            "freed_nbytes": _freed_nbytes(items),
+            "problem": survey.problem or None,
+        }
+    )
+
+
+def _freed_nbytes(items: list[_Item]) -> int:
+    return sum(item.nbytes or 0 for item in items if item.what in _DONE)
+
+
+def _print_text(arguments: argparse.Namespace, survey: Survey, items: list[_Item]) -> None:
+    console = Console()
+    tense = 1 if arguments.dry_run else 0
+    console.table(
+        [
+            [
+                (_DONE[item.what][tense], _DONE[item.what][2])
+                if item.what in _DONE
+                else (item.what, _STAYS[item.what]),
+                (clean(item.name), "bold"),
+                bytes_text(item.nbytes) if item.nbytes is not None else "",
+                (clean(item.reason), "dim"),
+            ]
+            for item in items
+        ],
+        right=(2,),
+        indent=0,
+        cut=False,
+    )
+    if items:
+        console.line()
+    done = [item for item in items if item.what in _DONE]
+    verb = "would be freed" if arguments.dry_run else "freed"
+    stays = count_text(len(items) - len(done), "other directory", "other directories")
+    console.line(
+        (verb, "green bold"),
+        f"  {bytes_text(_freed_nbytes(items))} in {count_text(len(done), 'directory', 'directories')}",
+        f"; {stays} to look at" if len(items) > len(done) else "",
+    )
+    if survey.problem:
+        console.line((clean(survey.problem), "yellow"))
+    if arguments.keep is None:
+        console.line(("  Retention wasn't asked for: --keep N says how many of the newest stay.", "dim"))
+    if survey.beside and not arguments.verify:
+        console.line(("  What lies beside the lineage was not read: --verify tells what of it is damaged.", "dim"))

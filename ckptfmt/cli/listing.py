@@ -1,0 +1,214 @@
+"""``ls`` and ``du``: the checkpoints of a run, the runs of a directory, and what takes how much space."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections import Counter
+
+from ckptfmt.cli.console import Cell, Console, bytes_text, clean, count_text, labels_text, print_json, time_text
+from ckptfmt.cli.places import Place, find_places, open_place, open_run_place
+from ckptfmt.commit.waiting import launches_of, list_held
+from ckptfmt.documents.durability import HOME
+from ckptfmt.documents.manifest import FIELDS
+from ckptfmt.errors import CkptError, StoreError
+from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.catalog import RunCheckpoint, describe_entry, state_of
+from ckptfmt.run.lineage import RunEntry, iter_lineage, list_checkpoints, list_launches, read_run
+from ckptfmt.store import Store
+
+#: What `ls` shows without ``--all``: what is or may become a checkpoint, and what can't be read.
+_SHOWN = frozenset({"committed", "saving", "unfinished", "unreadable"})
+_STYLES = {"committed": "green", "saving": "yellow", "unfinished": "yellow", "unreadable": "red"}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List or measure what is at a path, and return the exit code: 2 if something there can't be read.
+
+    Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING and others), FormatError, StoreError.
+    """
+    return _measure(arguments) if arguments.command == "du" else _list(arguments)
+
+
+# --- ls ---------------------------------------------------------------------------------------------------------------
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    places = find_places(arguments.path)
+    if places is not None:
+        return _list_places(arguments, places)
+    place = open_run_place(arguments.path)
+    found, head = _read_checkpoints(place.store)
+    shown = [one for one in found if arguments.all or one.state in _SHOWN]
+    if arguments.json:
+        members = [{**dataclasses.asdict(one), "is_head": one.name == head} for one in shown]
+        print_json({"kind": "run", "target": place.path, "checked": "registers", "checkpoints": members})
+    else:
+        _print_list(shown, head, hidden_count=len(found) - len(shown))
+    return 2 if any(one.state == "unreadable" for one in found) else 0
+
+
+def _read_checkpoints(store: Store) -> tuple[list[RunCheckpoint], str | None]:
+    """Return the checkpoints of a run, and the name of the one that it goes on from; each register is read once."""
+    held = launches_of(list_held(store))  # before the registers: a save that is decided in between is seen there
+    run = read_run(store)
+    entries = list_checkpoints(store, run)
+    try:
+        launches = list_launches(store, run)
+    except StoreError:
+        raise
+    except CkptError:
+        launches = []  # `log` says why
+    head = next((entry.name for entry in iter_lineage(launches, entries) if entry.manifest is not None), None)
+    return [describe_entry(entry, held) for entry in entries], head
+
+
+def _print_list(shown: list[RunCheckpoint], head: str | None, *, hidden_count: int) -> None:
+    console = Console()
+    rows: list[list[Cell | str]] = [
+        [
+            (one.name, "bold"),
+            (_state_text(one, is_head=one.name == head), _STYLES.get(one.state, "dim")),
+            bytes_text(one.stored_nbytes) if one.stored_nbytes is not None else "",
+            time_text(one.saved_unix_s) if one.saved_unix_s is not None else "",
+            (labels_text(one.metrics, one.tags, pinned=one.pinned), "cyan"),
+        ]
+        for one in shown
+    ]
+    console.table(rows, right=(2,), indent=0)
+    if not shown:
+        console.line(("no checkpoint yet", "dim"))
+    if hidden_count:
+        console.line((f"{count_text(hidden_count, 'retired or given-up checkpoint')} more: --all shows all", "dim"))
+
+
+def _state_text(one: RunCheckpoint, *, is_head: bool) -> str:
+    is_elsewhere = one.durability not in (None, HOME)
+    return ", ".join([one.state, *["head"] * is_head, *[f"durability {one.durability}"] * is_elsewhere])
+
+
+def _list_places(arguments: argparse.Namespace, places: list[Place]) -> int:
+    """List the runs and checkpoints in a directory that is neither."""
+    rows: list[dict[str, object]] = []
+    for place in places:
+        name = place.store.name.rstrip("/").rpartition("/")[2]
+        if place.is_run:
+            found, head = _read_checkpoints(place.store)
+            counts = Counter(one.state for one in found)
+            rows.append({"name": name, "kind": "run", "head": head, "states": dict(counts)})
+        else:
+            rows.append({"name": name, "kind": "checkpoint"})
+    if arguments.json:
+        print_json({"kind": "directory", "target": arguments.path, "checked": "registers", "entries": rows})
+        return 0
+    cells: list[list[Cell | str]] = []
+    for row in rows:
+        states = row.get("states")
+        text = ", ".join(f"{count} {state}" for state, count in states.items()) if isinstance(states, dict) else ""
+        head = f"head {row['head']}" if row.get("head") else ""
+        cells.append([(clean(str(row["name"])), "bold"), str(row["kind"]), text, (head, "green")])
+    Console().table(cells, indent=0)
+    return 0
+
+
+# --- du ---------------------------------------------------------------------------------------------------------------
+
+
+def entry_nbytes(store: Store, entry: RunEntry) -> int:
+    """Return the size of a checkpoint directory in bytes: what its manifest says, else of the files that are there."""
+    if entry.manifest is not None and entry.manifest.durability == HOME:
+        return entry.manifest.index_nbytes + entry.manifest.stored_nbytes
+    return directory_nbytes(store.at(entry.name))
+
+
+def directory_nbytes(store: Store) -> int:
+    """Return the size of all files below a directory in bytes. Raises: StoreError."""
+    total_nbytes = 0
+    for path in store.list(""):
+        try:
+            total_nbytes += store.nbytes(path)
+        except StoreError:
+            raise
+        except CkptError:
+            continue  # A link or a pipe, or gone in the meantime: nothing that counts.
+    return total_nbytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """How much space something takes.
+
+    Attributes:
+        name: of a directory of the run, or of a field and the first component of its tensors' names.
+        nbytes: of its files; of a field, of what they store of it.
+        content_nbytes: of its tensors as they are loaded; None where there are none.
+        note: what it is.
+    """
+
+    name: str
+    nbytes: int
+    content_nbytes: int | None
+    note: str
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    place = open_place(arguments.path)
+    total_nbytes = directory_nbytes(place.store)
+    uses = _uses_of_run(place) if place.is_run else _uses_of_checkpoint(place)
+    rest_nbytes = total_nbytes - sum(use.nbytes for use in uses)
+    rest = "records of the run" if place.is_run else "index, parts, headers, and what doesn't belong to it"
+    uses.append(_Use(name="", nbytes=rest_nbytes, content_nbytes=None, note=rest))
+    if arguments.json:
+        print_json(
+            {
+                "kind": "run" if place.is_run else "checkpoint",
+                "target": place.path,
+                "checked": "sizes",
+                "nbytes": total_nbytes,
+                "uses": [dataclasses.asdict(use) for use in uses],
+            }
+        )
+        return 0
+    console = Console()
+    rows: list[list[Cell | str]] = []
+    for use in uses:
+        is_less = use.content_nbytes is not None and use.nbytes < use.content_nbytes
+        whole = f"of {bytes_text(use.content_nbytes or 0)}" if is_less else ""
+        rows.append([bytes_text(use.nbytes), (whole, "dim"), (clean(use.name), "bold"), (clean(use.note), "dim")])
+    rows.append([(bytes_text(total_nbytes), "bold"), "", ("in all", "bold"), (clean(place.path), "dim")])
+    console.table(rows, right=(0,), indent=0)
+    return 0
+
+
+def _uses_of_run(place: Place) -> list[_Use]:
+    """Return what each directory of a run takes, by its files."""
+    held = launches_of(list_held(place.store))
+    entries = list_checkpoints(place.store, read_run(place.store))
+    readers = Counter(one.name for entry in entries for one in entry.references)
+    uses = []
+    for entry in entries:
+        state = state_of(entry, held)
+        notes = [] if state == "committed" else [state]
+        content_nbytes = None if entry.manifest is None else entry.manifest.nbytes
+        if entry.manifest is not None and entry.manifest.profile != "full":
+            notes.append("delta")
+        if readers[entry.name]:
+            count = readers[entry.name]
+            notes.append(f"{count_text(count, 'checkpoint')} read{'s' * (count == 1)} from it")
+        notes += ["pinned"] if entry.is_pinned else []
+        nbytes = directory_nbytes(place.store.at(entry.name))
+        uses.append(_Use(name=entry.name, nbytes=nbytes, content_nbytes=content_nbytes, note=", ".join(notes)))
+    return uses
+
+
+def _uses_of_checkpoint(place: Place) -> list[_Use]:
+    """Return what each field of a checkpoint takes, as its manifest says."""
+    manifest = Checkpoint(place.store).manifest
+    uses = []
+    for field in FIELDS:
+        summary = manifest.fields[field]
+        if summary.reason is None and summary.tensor_count:
+            stored_nbytes = summary.nbytes if summary.stored_nbytes is None else summary.stored_nbytes
+            note = count_text(summary.tensor_count, "tensor")
+            uses.append(_Use(name=field, nbytes=stored_nbytes, content_nbytes=summary.nbytes, note=note))
+    return uses

@@ -1,0 +1,499 @@
+"""What ``report`` shows of a run, as far as registers, records and the index of its newest checkpoint say.
+
+Nothing is guessed: what no record has, such as the way in which a launch ended, is no member here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from ckptfmt.box import Box
+from ckptfmt.cli.console import clean, shorten
+from ckptfmt.cli.log import History, read_history
+from ckptfmt.cli.places import Place
+from ckptfmt.documents.index import IndexTensor
+from ckptfmt.documents.manifest import Abort, parse_checkpoint_name
+from ckptfmt.documents.sharding import Sharding
+from ckptfmt.dtypes import DTYPES
+from ckptfmt.errors import CkptError, StoreError
+from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.lineage import RunEntry
+
+#: Durations of a save that no document of the format has.
+NOT_RECORDED: Final = ("staging", "writing", "committing")
+
+#: At most so many cells has a tree map, and so many a group of it; smaller tensors share a cell.
+_CELLS: Final = 300
+_CELLS_OF_GROUP: Final = 48
+#: Into how many ranges neighbours are joined that are many and small.
+_RANGES: Final = 24
+#: A tensor or group with less than this share of all bytes has no cell of its own.
+_SMALLEST_SHARE: Final = 1 / 1500
+#: How many of the largest tensors are shown by pieces, and up to how many pieces.
+_LARGEST: Final = 20
+_PIECES: Final = 64
+#: How long a name or a text of somebody's is at most, in characters.
+_NAME_LENGTH: Final = 120
+
+_COMPONENT: Final = re.compile(r"[^./]*[./]?")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFacts:
+    """A checkpoint directory of a run.
+
+    Attributes:
+        name, step, launch: as its directory says.
+        state: as `ckptfmt log` says it.
+        on_lineage: whether the newest launch may resume from it.
+        is_head: whether it is the first of these.
+        saved_unix_s: when writer 0 took the state; None where there is no manifest.
+        profile: "full" or "delta"; None where there is no manifest.
+        nbytes: of all tensors; None where there is no manifest.
+        stored_nbytes: of what it stores of them itself; None where there is no manifest.
+        durability: where its files were at least when it was committed; None where there is no manifest.
+        metrics, tags, pinned: as they were said last.
+        reason: why it was given up, if it was.
+        error: why its register can't be read, if so.
+    """
+
+    name: str
+    step: int
+    launch: int
+    state: str
+    on_lineage: bool
+    is_head: bool
+    saved_unix_s: int | None
+    profile: str | None
+    nbytes: int | None
+    stored_nbytes: int | None
+    durability: str | None
+    metrics: Mapping[str, float]
+    tags: tuple[str, ...]
+    pinned: bool
+    reason: str | None
+    error: str | None
+
+    @property
+    def was_committed(self) -> bool:
+        """Whether it is, or once was, a checkpoint."""
+        return self.state in {"committed", "retired"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchFacts:
+    """A launch of a run.
+
+    Attributes:
+        launch: its number.
+        chosen_by: "lineage", "fallback" or "hand"; None where its record can't be read.
+        resume_name, resume_step, resume_launch: of the checkpoint that it resumed from; None of a fresh start.
+        first_step, last_step: of what it has directories of; None where it has none.
+        reached_step: the greatest step that it committed, or that it began with.
+        back_from: the launch before, where that had reached a greater step than this one began with.
+        back_steps: how many steps greater.
+    """
+
+    launch: int
+    chosen_by: str | None
+    resume_name: str | None
+    resume_step: int | None
+    resume_launch: int | None
+    first_step: int | None
+    last_step: int | None
+    reached_step: int
+    back_from: int | None
+    back_steps: int
+
+    @property
+    def begin_step(self) -> int:
+        """The step that it began with."""
+        return self.resume_step or 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TreeCell:
+    """A tensor, or a group of tensors whose names begin alike.
+
+    Attributes:
+        name: of the tensor, or what the names begin with; a field at the top.
+        nbytes: of all of them.
+        tensor_count: how many they are.
+        cells: those that are within; none of a tensor, and of tensors too small to be shown apart.
+    """
+
+    name: str
+    nbytes: int
+    tensor_count: int
+    cells: tuple[TreeCell, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WriterFacts:
+    """What one writer stored: how many pieces, and how many bytes of each field."""
+
+    writer: int
+    piece_count: int
+    nbytes_by_field: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PieceFacts:
+    """A box of a tensor, and the writer that stored it."""
+
+    writer: int
+    begin: tuple[int, ...]
+    box_shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFacts:
+    """A large tensor, and its pieces; `pieces` is None where they are too many to be listed."""
+
+    field: str
+    name: str
+    scope: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    nbytes: int
+    piece_count: int
+    pieces: tuple[PieceFacts, ...] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NewestFacts:
+    """What the index of the newest checkpoint says.
+
+    Attributes:
+        name: of its directory.
+        tensor_count, nbytes: of all tensors.
+        cells: one for each field.
+        writers: what each of them stored.
+        largest: the largest tensors, largest first.
+    """
+
+    name: str
+    tensor_count: int
+    nbytes: int
+    cells: tuple[TreeCell, ...]
+    writers: tuple[WriterFacts, ...]
+    largest: tuple[TensorFacts, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunPicture:
+    """A run, as `report` shows it.
+
+    Attributes:
+        target: the path, as it was given.
+        run_id: None where the run's record can't be read.
+        pending: names of what savers have in hand.
+        saves: by launch, then step.
+        launches: by number.
+        newest: of the checkpoint that the run goes on from; None where there is none, or its index can't be read.
+        problems: why records or documents couldn't be read.
+    """
+
+    target: str
+    run_id: str | None
+    pending: tuple[str, ...]
+    saves: tuple[SaveFacts, ...]
+    launches: tuple[LaunchFacts, ...]
+    newest: NewestFacts | None
+    problems: tuple[CkptError, ...]
+
+    @property
+    def committed(self) -> list[SaveFacts]:
+        """The checkpoints that are there."""
+        return [save for save in self.saves if save.state == "committed"]
+
+
+def read_picture(place: Place) -> RunPicture:
+    """Return what a run's registers and records say, and the index of its newest checkpoint.
+
+    Raises: StoreError.
+    """
+    history = read_history(place)
+    problems = list(history.problems)
+    head = history.head
+    saves = _list_saves(history, head)
+    newest = None
+    if head is not None:
+        try:
+            newest = _read_newest(place, head)
+        except StoreError:
+            raise
+        except CkptError as error:
+            problems.append(error.below(head.name))
+    return RunPicture(
+        target=place.path,
+        run_id=None if history.run is None else history.run.run_id,
+        pending=tuple(history.pending),
+        saves=saves,
+        launches=_list_launches(history, saves),
+        newest=newest,
+        problems=tuple(problems),
+    )
+
+
+def _list_saves(history: History, head: RunEntry | None) -> tuple[SaveFacts, ...]:
+    lineage = set(history.lineage)
+    saves = []
+    for entry in reversed(history.entries):
+        manifest, register = entry.manifest, entry.register
+        saves.append(
+            SaveFacts(
+                name=entry.name,
+                step=entry.step,
+                launch=entry.launch,
+                state=history.state(entry),
+                on_lineage=entry.name in lineage,
+                is_head=entry is head,
+                saved_unix_s=None if manifest is None else manifest.saved_unix_s,
+                profile=None if manifest is None else manifest.profile,
+                nbytes=None if manifest is None else manifest.nbytes,
+                stored_nbytes=None if manifest is None else manifest.stored_nbytes,
+                durability=None if manifest is None else manifest.durability,
+                metrics=entry.labels.numbers(),
+                tags=entry.labels.tags,
+                pinned=entry.is_pinned,
+                reason=register.reason if isinstance(register, Abort) else None,
+                error=str(register.code) if isinstance(register, CkptError) else None,
+            )
+        )
+    return tuple(saves)
+
+
+def _list_launches(history: History, saves: Iterable[SaveFacts]) -> tuple[LaunchFacts, ...]:
+    records = {launch.launch: launch for launch in history.launches}
+    of_launch = {number: list(group) for number, group in itertools.groupby(saves, key=lambda save: save.launch)}
+    launches: list[LaunchFacts] = []
+    for number in sorted(records.keys() | of_launch.keys()):
+        record, own = records.get(number), of_launch.get(number, [])
+        resume = None if record is None else record.resume_from
+        place = None if resume is None else parse_checkpoint_name(resume.name)
+        begin_step = 0 if place is None else place[0]
+        before = launches[-1] if launches else None
+        back_steps = 0 if before is None or record is None else max(0, before.reached_step - begin_step)
+        launches.append(
+            LaunchFacts(
+                launch=number,
+                chosen_by=None if record is None else record.chosen_by,
+                resume_name=None if resume is None else resume.name,
+                resume_step=None if place is None else place[0],
+                resume_launch=None if place is None else place[1],
+                first_step=own[0].step if own else None,
+                last_step=own[-1].step if own else None,
+                reached_step=max([begin_step, *(save.step for save in own if save.was_committed)]),
+                back_from=before.launch if before is not None and back_steps else None,
+                back_steps=back_steps,
+            )
+        )
+    return tuple(launches)
+
+
+# --- the newest checkpoint --------------------------------------------------------------------------------------------
+
+
+def _read_newest(place: Place, head: RunEntry) -> NewestFacts:
+    manifest = head.manifest
+    checkpoint = Checkpoint(place.store.at(head.name), digest=None if manifest is None else manifest.digest)
+    tensors = checkpoint.index.tensors
+    by_size = sorted(tensors, key=lambda tensor: -tensor.nbytes)
+    return NewestFacts(
+        name=head.name,
+        tensor_count=len(tensors),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+        cells=group_by_size([(tensor.field, tensor.name, tensor.nbytes) for tensor in tensors]),
+        writers=_list_writers(tensors, checkpoint.manifest.origin.writer_count),
+        largest=tuple(map(_tensor_facts, by_size[:_LARGEST])),
+    )
+
+
+def _list_writers(tensors: Iterable[IndexTensor], writer_count: int) -> tuple[WriterFacts, ...]:
+    counted: dict[Sharding, tuple[list[int], list[int]]] = {}
+    pieces = [0] * writer_count
+    nbytes: list[dict[str, int]] = [{} for _ in range(writer_count)]
+    for tensor in tensors:
+        if tensor.sharding not in counted:
+            counted[tensor.sharding] = _count_elements(tensor.sharding, writer_count)
+        counts, elements = counted[tensor.sharding]
+        element_nbytes = DTYPES[tensor.dtype].nbytes
+        for writer, count in enumerate(counts):
+            if count:
+                pieces[writer] += count
+                of_field = nbytes[writer]
+                of_field[tensor.field] = of_field.get(tensor.field, 0) + elements[writer] * element_nbytes
+    return tuple(
+        WriterFacts(writer=writer, piece_count=count, nbytes_by_field=nbytes[writer])
+        for writer, count in enumerate(pieces)
+    )
+
+
+def _count_elements(sharding: Sharding, writer_count: int) -> tuple[list[int], list[int]]:
+    """Return how many boxes each writer stored of a sharding, and how many elements."""
+    elements = np.zeros(writer_count, np.int64)
+    np.add.at(elements, sharding.part, sharding.box_shape.prod(axis=1, dtype=np.int64))
+    return np.bincount(sharding.part, minlength=writer_count).tolist(), elements.tolist()
+
+
+def _tensor_facts(tensor: IndexTensor) -> TensorFacts:
+    element_nbytes = DTYPES[tensor.dtype].nbytes
+    listed: Iterable[tuple[Box, int]] | None = tensor.sharding if len(tensor.sharding) <= _PIECES else None
+    return TensorFacts(
+        field=tensor.field,
+        name=_short_name(tensor.name),
+        scope=tensor.scope,
+        dtype=tensor.dtype,
+        global_shape=tensor.global_shape,
+        nbytes=tensor.nbytes,
+        piece_count=len(tensor.sharding),
+        pieces=None
+        if listed is None
+        else tuple(
+            PieceFacts(writer=part, begin=box.begin, box_shape=box.shape, nbytes=box.element_count * element_nbytes)
+            for box, part in listed
+        ),
+    )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Node:
+    """Tensors whose names begin alike, while they are counted and cut into cells."""
+
+    name: str
+    nbytes: int = 0
+    tensor_count: int = 0
+    children: dict[str, _Node] = dataclasses.field(default_factory=dict)
+    shown: list[_Node] = dataclasses.field(default_factory=list)
+
+    def add(self, nbytes: int) -> None:
+        """Count one more tensor."""
+        self.nbytes += nbytes
+        self.tensor_count += 1
+
+    def cell(self) -> TreeCell:
+        """Return what is shown."""
+        return TreeCell(
+            name=_short_name(self.name),
+            nbytes=self.nbytes,
+            tensor_count=self.tensor_count,
+            cells=tuple(node.cell() for node in sorted(self.shown, key=lambda node: -node.nbytes)),
+        )
+
+
+def group_by_size(tensors: Iterable[tuple[str, str, int]]) -> tuple[TreeCell, ...]:
+    """Return tensors as nested cells: the large ones apart, small ones together under what their names begin with.
+
+    Args:
+        tensors: field, name and size in bytes of each.
+
+    Returns: a cell for each field, largest first; at most `_CELLS` that have no cells within.
+
+    >>> [(cell.name, cell.tensor_count) for cell in group_by_size([("weights", "a.w", 8), ("weights", "a.b", 4)])]
+    [('weights', 2)]
+    """
+    fields: dict[str, _Node] = {}
+    for field, name, nbytes in tensors:
+        node = fields.setdefault(field, _Node(field))
+        node.add(nbytes)
+        prefix = ""
+        for component in _COMPONENT.findall(name)[:-1][:16] or [name]:
+            prefix += component
+            node = node.children.setdefault(component, _Node(prefix))
+            node.add(nbytes)
+    smallest_nbytes = sum(node.nbytes for node in fields.values()) * _SMALLEST_SHARE
+    numbers = itertools.count()
+    heap = [(-node.nbytes, next(numbers), node) for node in fields.values()]
+    heapq.heapify(heap)
+    cell_count = len(heap)
+    while heap:
+        node = within = heapq.heappop(heap)[2]
+        while len(within.children) == 1:  # a name that goes on in one way only
+            (within,) = within.children.values()
+        if within is not node and node.name in fields:
+            node.shown = [within]
+        else:
+            node.name = within.name
+            room = min(_CELLS_OF_GROUP, _CELLS - cell_count)
+            node.shown = _cut(within, room, smallest_nbytes) if within.children else []
+        cell_count += max(0, len(node.shown) - 1)
+        for child in node.shown:
+            heapq.heappush(heap, (-child.nbytes, next(numbers), child))
+    return tuple(node.cell() for node in sorted(fields.values(), key=lambda node: -node.nbytes))
+
+
+def _cut(node: _Node, room: int, smallest_nbytes: float) -> list[_Node]:
+    """Return up to `room` nodes in the place of one: its largest children, and the others together; none if too few."""
+    children = list(node.children.values())
+    large = sorted(
+        (one for one in children if one.nbytes >= smallest_nbytes and one.nbytes), key=lambda one: -one.nbytes
+    )
+    if len(large) == len(children) <= room:
+        return large
+    # Were the largest of many equals shown, the picture would be of a few of them.
+    large = large[: max(0, room - _RANGES)]
+    apart = {id(one) for one in large}
+    small = [one for one in children if id(one) not in apart]
+    small_nbytes = sum(one.nbytes for one in small)
+    range_count = min(_RANGES, len(small), room - len(large), int(small_nbytes / (8 * smallest_nbytes or 1)))
+    if range_count < 2:
+        return [*large, *_join_range(node, small, whole=True)] if large else []
+    ranges: list[list[_Node]] = [[] for _ in range(range_count)]
+    before_nbytes = 0
+    for one in small:  # as they stand in the index
+        ranges[min(range_count - 1, before_nbytes * range_count // small_nbytes)].append(one)
+        before_nbytes += one.nbytes
+    return [*large, *itertools.chain.from_iterable(_join_range(node, part, whole=False) for part in ranges)]
+
+
+def _join_range(parent: _Node, nodes: Sequence[_Node], *, whole: bool) -> list[_Node]:
+    """Return one node for some children of another: all that aren't shown apart, or neighbours. Of nothing, none."""
+    nbytes = sum(one.nbytes for one in nodes)
+    if not nbytes:
+        return []
+    if len(nodes) == 1:
+        return list(nodes)
+    name = (
+        f"{parent.name}*"
+        if whole
+        else f"{nodes[0].name.rstrip('./')} to {nodes[-1].name.removeprefix(parent.name).rstrip('./')}"
+    )
+    return [_Node(name, nbytes, sum(one.tensor_count for one in nodes))]
+
+
+def _short_name(name: str) -> str:
+    return shorten(clean(name), _NAME_LENGTH)
+
+
+def picture_members(picture: RunPicture) -> dict[str, object]:
+    """Return a picture for JSON, with what no record has as null."""
+    members = {
+        field.name: getattr(picture, field.name) for field in dataclasses.fields(picture) if field.name != "problems"
+    }
+    return {
+        "kind": "report",
+        "checked": "registers",
+        **{name: _plain(member) for name, member in members.items()},
+        "durations": dict.fromkeys(NOT_RECORDED),
+        "problems": [problem.as_json() for problem in picture.problems],
+    }
+
+
+def _plain(value: object) -> object:
+    """Return dataclasses as mappings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value

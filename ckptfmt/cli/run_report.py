@@ -1,0 +1,34 @@
+"""``report``: a picture of a run, as one page of HTML that stands by itself, or the same as JSON."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_json
+from ckptfmt.cli.places import open_run_place
+from ckptfmt.cli.run_picture import picture_members, read_picture
+from ckptfmt.errors import Code, err
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the page of a run, or print its JSON, and return the exit code: 2 if some record can't be read.
+
+    Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError; OSError where the page can't be written.
+    """
+    if arguments.html is None and not arguments.json:
+        remedy = "Say where the page shall be: `--html run.html`; or print the same with --json."
+        raise err(Code.ARGUMENT, "nothing says what to make", where="--html", remedy=remedy)
+    place = open_run_place(arguments.path)
+    picture = read_picture(place)
+    if arguments.html is not None:
+        from ckptfmt.cli.report_page import make_page
+
+        content = make_page(picture).encode("utf-8", "backslashreplace")
+        Path(arguments.html).write_bytes(content)
+        if not arguments.json:
+            saves = count_text(len(picture.saves), "checkpoint")
+            Console().line((clean(arguments.html), "bold"), f"  {saves}, {bytes_text(len(content))}")
+    if arguments.json:
+        print_json(picture_members(picture))
+    return 2 if picture.problems else 0

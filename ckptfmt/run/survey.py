@@ -1,0 +1,107 @@
+"""What a clean-up of a run would do, and what it leaves to a person, as far as registers and records say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from ckptfmt.commit.waiting import launches_of, list_held
+from ckptfmt.documents.manifest import Abort, Tombstone
+from ckptfmt.documents.run import Launch, RunRecord
+from ckptfmt.errors import CkptError
+from ckptfmt.run.lineage import RunEntry, check_writer_features, iter_lineage, list_checkpoints, list_launches
+from ckptfmt.run.retention import Retention, find_missing_metric, is_at_home, list_abandoned, plan_retention
+from ckptfmt.store.protocol import Store
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What of a run may go, and what stays for a reason that a person may know better.
+
+    Attributes:
+        launch: the newest one; 0 of a run without any.
+        going: committed checkpoints that retention would retire, oldest first.
+        abandoned: directories without a decision that older launches left.
+        remains: names of directories with files beside an abort record or a tombstone: a clean-up was interrupted.
+        unfinished: directories without a decision of the newest launch, which no living saver has in hand. Only the
+            next launch gives them up, or finishes them from a node's cache (REQ-CMT-021).
+        in_hand: those of launches of which living savers have saves in hand.
+        beside: committed checkpoints that the run doesn't go on from, with why. Retention leaves them alone.
+        unreadable: directories whose register can't be read, with the error. As long as there is one in a run with
+            deltas, nothing is retired: nobody knows what it reads from (REQ-CMT-034).
+        problem: why retention lets nothing go for want of a metric, or an empty string.
+    """
+
+    launch: int
+    going: tuple[RunEntry, ...]
+    abandoned: tuple[RunEntry, ...]
+    remains: tuple[str, ...]
+    unfinished: tuple[RunEntry, ...]
+    in_hand: tuple[RunEntry, ...]
+    beside: tuple[tuple[RunEntry, str], ...]
+    unreadable: tuple[tuple[RunEntry, CkptError], ...]
+    problem: str
+
+
+def survey_run(store: Store, run: RunRecord, retention: Retention) -> Survey:
+    """Return what a clean-up would do now, and what it would leave.
+
+    Args:
+        store: rooted at the run.
+        retention: what stays of what is committed.
+
+    Raises: UnsupportedError(FEATURE_UNSUPPORTED) where the run has a feature that this cleaner doesn't know;
+        FormatError, IntegrityError of launch records; StoreError. Spec: REQ-CMT-020 to REQ-CMT-026.
+    """
+    check_writer_features(run, "REQ-CMT-025", doing="cleaning up", undone="nothing was looked at")
+    held = launches_of(list_held(store))  # before the registers: a save that is decided in between is seen there
+    launches, entries = list_launches(store, run), list_checkpoints(store, run)
+    launch = launches[-1].launch if launches else 0
+    going = plan_retention(launches, entries, retention)
+    undecided = [entry for entry in entries if entry.register is None and entry.launch >= launch]
+    names = {entry.name for entry in going}
+    problem = None
+    if retention.keep_best is not None and not going:
+        problem = find_missing_metric(launches, entries, retention, retention.keep_best[0])
+    return Survey(
+        launch=launch,
+        going=tuple(going),
+        abandoned=tuple(list_abandoned(launches, entries, launch)),
+        remains=tuple(
+            entry.name
+            for entry in entries
+            if isinstance(entry.register, Abort | Tombstone) and len(store.at(entry.name).list("")) > 1
+        ),
+        unfinished=tuple(entry for entry in undecided if entry.launch not in held),
+        in_hand=tuple(entry for entry in undecided if entry.launch in held),
+        beside=tuple(one for one in _iter_beside(launches, entries) if one[0].name not in names),
+        unreadable=tuple((entry, entry.register) for entry in entries if isinstance(entry.register, CkptError)),
+        problem=problem or "",
+    )
+
+
+def _iter_beside(launches: list[Launch], entries: list[RunEntry]) -> Iterator[tuple[RunEntry, str]]:
+    """Yield the committed checkpoints that the run doesn't go on from, and why."""
+    lineage = {entry.name for entry in iter_lineage(launches, entries)}
+    beside = {entry.name: entry for entry in entries if entry.manifest is not None and entry.name not in lineage}
+    before: set[str] = set()
+    for count, launch in enumerate(launches, 1) if beside else ():
+        own = [entry for entry in entries if entry.launch < launch.launch]
+        after = {entry.name for entry in iter_lineage(launches[:count], own)}
+        for name in sorted((before - after) & beside.keys()):
+            yield beside[name], _turn_text(launch, beside.pop(name))
+        # Of what this launch saved all counts, until the next launch has chosen.
+        before = after | {entry.name for entry in entries if entry.launch == launch.launch}
+    for entry in beside.values():
+        yield entry, "no launch went on from it"
+
+
+def _turn_text(launch: Launch, entry: RunEntry) -> str:
+    """Return how a launch left what the run would have gone on from."""
+    instead = "nothing" if launch.resume_from is None else launch.resume_from.name
+    if launch.chosen_by == "fallback":
+        found = "found it damaged" if is_at_home(entry) else "didn't find its files"
+        return f"launch {launch.launch} {found}, and went on from {instead}"
+    if launch.chosen_by == "hand":
+        return f"launch {launch.launch} went on from {instead}, by hand"
+    return f"it was committed when launch {launch.launch} had begun from {instead}"

@@ -1,0 +1,77 @@
+"""What a run without a checkpoint begins from: another checkpoint, all of it or a part."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
+from ckptfmt.group import Group
+from ckptfmt.read.in_caches import check_at_home
+from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.lineage import is_run, open_head
+from ckptfmt.state import State
+from ckptfmt.store import open_store
+from ckptfmt.store.protocol import Store
+from ckptfmt.trainer.restore import LoadReport, load_once
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InitFrom:
+    """What a run begins from, as long as it has no checkpoint of its own: another checkpoint, such as an imported one.
+
+    Attributes:
+        path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
+        only: what to take, as for `ckptfmt.load`. By default the weights: optimizer, position in the data, RNG streams
+            and the count of steps begin anew. None takes everything, and the run goes on from its step.
+        rename, allow: as for `ckptfmt.load`.
+        digest: the manifest digest that is expected, if one is.
+
+    >>> InitFrom(path="imported", rename={"encoder": "backbone"})
+    InitFrom(path='imported', only='weights:*', rename={'encoder': 'backbone'}, allow=(), digest=None)
+    """
+
+    path: str | os.PathLike[str] | Store
+    only: Patterns = "weights:*"
+    rename: Rename = None
+    allow: Allow = ()
+    digest: str | None = None
+
+    @classmethod
+    def of(cls, given: str | os.PathLike[str] | Store | InitFrom | None) -> InitFrom | None:
+        """Return what a caller chose; a path alone is the weights of what is there."""
+        return given if given is None or isinstance(given, InitFrom) else cls(path=given)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is taken, so that the run goes on from the step."""
+        return self.only is None
+
+    def load(self, state: State, group: Group, **choices: Any) -> tuple[Checkpoint, LoadReport]:  # noqa: ANN401
+        """Load it, without RNG streams, on all processes, which call it. Raises: as `ckptfmt.load`.
+
+        Args:
+            choices: other arguments of `load_once`.
+
+        Returns: the checkpoint, open for the caller to close; and the report.
+        """
+        checkpoint = group.together(self._open)
+        report = load_once(
+            state,
+            checkpoint,
+            group,
+            allow=self.allow or (),
+            only=self.only,
+            rename=self.rename,
+            strict=False,
+            streams=False,
+            **choices,
+        )
+        return checkpoint, report
+
+    def _open(self) -> Checkpoint:
+        store = open_store(self.path, writable=False)
+        checkpoint = (open_head if is_run(store) else Checkpoint)(store, digest=self.digest)
+        check_at_home(checkpoint)
+        return checkpoint

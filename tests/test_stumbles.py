@@ -1,0 +1,294 @@
+"""What a newcomer gets wrong, and what comes back: each case is what is typed, and the words of the answer."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import ckptfmt
+from ckptfmt.errors import CkptError
+from ckptfmt.store.memory import MemoryStore
+from tests.test_group import run_writers
+
+
+def told(call: Any, *args: Any, **kwargs: Any) -> str:
+    """Return the whole text of the error that a call raises."""
+    with pytest.raises(CkptError) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+class Net(torch.nn.Module):
+    """Two layers of one shape under a name, and a head."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+        self.head = torch.nn.Linear(4, 2)
+
+
+def trained(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that has made a step."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+# --- a State is wanted ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), {"model": torch.zeros(2)}, {}])
+def test_what_is_no_state_is_named_with_what_to_write(given: Any, tmp_path: Path) -> None:
+    """`save("x", model, step=1)`, and the same to whatever takes a State: before anything is written or trained."""
+    saved = tmp_path / "saved"
+    ckptfmt.save(saved, ckptfmt.State(data=1), step=1)
+    calls = {
+        "save": lambda: ckptfmt.save(tmp_path / "x", given, step=1),
+        "load": lambda: ckptfmt.load(saved, given),
+        "Checkpointer": lambda: ckptfmt.Checkpointer(tmp_path / "run", given),
+        "restore": lambda: ckptfmt.Checkpointer(tmp_path / "run", saver="inline").restore(given),
+        "Saver": lambda: ckptfmt.Saver(saver="thread").save(tmp_path / "y", given, step=1),
+    }
+    for name, call in calls.items():
+        text = told(call)
+        assert f"a {type(given).__name__} where a ckptfmt.State is wanted" in text, name
+        assert "ckptfmt.State(weights=model, optimizer=optimizer, data=sampler)" in text, name
+    assert not (tmp_path / "x").exists()
+
+
+def test_path_and_state_in_the_wrong_order() -> None:
+    """`save(state, "x", step=1)`, and the same of `load` and `open`."""
+    state, path = cast("Any", ckptfmt.State(data=1)), cast("Any", "x")
+    calls: Any = (
+        lambda: ckptfmt.save(state, path, step=1),
+        lambda: ckptfmt.load(state, path),
+        lambda: ckptfmt.open(state),
+    )
+    for call in calls:
+        text = told(call)
+        assert "is wanted Remedy: Give the path first, then the State." in text
+        assert "a str where a ckptfmt.State" in text or "a State where a path, a URL or a store" in text
+
+
+# --- a position in the data is wanted ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["loader", "iterator", "sampler", "batch sampler", "dataset"])
+def test_a_part_of_a_dataloader_names_the_sampler(part: Any, tmp_path: Path) -> None:
+    """`State(data=DataLoader(...))`, and what belongs to one."""
+    dataset = torch.utils.data.TensorDataset(torch.zeros(8))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2, shuffle=True)
+    parts = {
+        "loader": loader,
+        "iterator": iter(loader),
+        "sampler": loader.sampler,
+        "batch sampler": loader.batch_sampler,
+        "dataset": dataset,
+    }
+    text = told(ckptfmt.save, tmp_path / "x", ckptfmt.State(data=parts[part]), step=1)
+    assert f"STATE_UNSUPPORTED at data: a {type(parts[part]).__name__} doesn't say where it stands" in text
+    assert "batch_sampler=ckptfmt.Sampler(len(dataset), global_batch=..., seed=...)" in text
+    assert "State(data=sampler)" in text
+
+
+def test_a_loop_with_a_checkpointer_needs_no_advance(tmp_path: Path) -> None:
+    """The docstring of `Sampler` says who moves the cursor; a `Checkpointer` does."""
+    assert "don't call `advance` beside one" in (ckptfmt.Sampler.__doc__ or "")
+    sampler = ckptfmt.Sampler(10, global_batch=2)
+    with ckptfmt.Checkpointer(tmp_path / "run", ckptfmt.State(data=sampler), saver="inline") as checkpointer:
+        batches = iter(sampler)
+        for _ in checkpointer.steps(3):
+            next(batches)
+    assert sampler.steps_done == 3
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_renamed_layer_is_found_under_its_old_name(tmp_path: Path) -> None:
+    """`load` after `self.backbone` became `self.encoder`: the remedy is the call that works."""
+    old, new = Net("backbone"), Net("encoder")
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=old, optimizer=trained(old)), step=1)
+    state = ckptfmt.State(weights=new, optimizer=torch.optim.AdamW(new.parameters()))
+    for allow in ((), ("missing",), ("unexpected",)):
+        text = told(ckptfmt.load, tmp_path / "x", state, allow=allow)
+        assert ("UNEXPECTED at" if "missing" in allow else "TENSOR_MISSING at") in text
+        assert "pass rename={'encoder': 'backbone'} to ckptfmt.load" in text
+    assert "which leaves the live tensor as it was made" in told(ckptfmt.load, tmp_path / "x", state)
+    ckptfmt.load(tmp_path / "x", state, rename={"encoder": "backbone"})
+    assert torch.equal(new.get_parameter("encoder.1.weight"), old.get_parameter("backbone.1.weight"))
+
+
+def test_both_allowed_a_rename_is_still_offered(tmp_path: Path) -> None:
+    """`allow=("missing", "unexpected")` leaves random weights: the report says which names may belong together."""
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=Net("backbone")), step=1)
+    report: Any = ckptfmt.load(tmp_path / "x", ckptfmt.State(weights=Net("encoder")), allow=("missing", "unexpected"))
+    assert any("rename={'encoder': 'backbone'}" in reason for reason in report.lowered_by)
+
+
+def test_names_that_cannot_be_matched_are_listed(tmp_path: Path) -> None:
+    """Two tensors of one shape became others: which is which, only the author knows."""
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(3), "b": torch.zeros(3)}), step=1)
+    text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights={"c": torch.zeros(3), "d": torch.zeros(3)}))
+    assert "nothing here takes weights:a, weights:b" in text
+    assert "rename={...}" in text
+
+
+def test_a_model_inside_of_another_is_found_without_its_prefix(tmp_path: Path) -> None:
+    """`State(weights={"model": model})`, saved from `State(weights=model)`."""
+    model = torch.nn.Linear(3, 2)
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=model), step=1)
+    inner = torch.nn.Linear(3, 2)
+    state = ckptfmt.State(weights={"model": inner})
+    found = re.search(r"rename=(\{[^}]*\})", told(ckptfmt.load, tmp_path / "x", state))
+    assert found is not None
+    ckptfmt.load(tmp_path / "x", state, rename=ast.literal_eval(found[1]))
+    assert torch.equal(inner.weight, model.weight)
+
+
+def test_nothing_of_that_shape_was_saved_offers_no_rename(tmp_path: Path) -> None:
+    """A new layer is no renamed one."""
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(3)}), step=1)
+    text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(3), "b": torch.zeros(5)}))
+    assert "rename" not in text
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_place_is_printed_once(tmp_path: Path) -> None:
+    """Not `at weights:a: weights:a: not saved; ...`."""
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=torch.nn.Linear(7, 7)), step=1)
+    text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=Net("net")))
+    assert text.startswith(
+        "TENSOR_MISSING at weights:net.0.weight: not saved (shape here (4, 4)); weights:net.0.bias: "
+    )
+    assert text.count("weights:net.0.weight") == 1
+    (tmp_path / "file").write_bytes(b"")
+    path = str(tmp_path / "file" / "below")
+    assert told(ckptfmt.save, path, ckptfmt.State(data=1), step=1).count(path) == 1
+
+
+def test_a_whole_field_is_named_without_a_colon(tmp_path: Path) -> None:
+    """Not `at data:: ...`."""
+    assert "STATE_UNSUPPORTED at data: a value" in told(
+        ckptfmt.save, tmp_path / "x", ckptfmt.State(data=object()), step=1
+    )
+
+
+def test_values_of_extra_are_called_as_they_were_given(tmp_path: Path) -> None:
+    """`State(extra={"scheduler": ...})` is `extra:scheduler`, in errors and in what `only` and `override` take."""
+    text = told(ckptfmt.save, tmp_path / "x", ckptfmt.State(extra={"scheduler": object()}), step=1)
+    assert "STATE_UNSUPPORTED at extra:scheduler: a value" in text
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(extra={"count": 3, "other": 4}), step=1)
+    assert "LEAF_MISSING at extra:counter" in told(ckptfmt.load, tmp_path / "x", ckptfmt.State(extra={"counter": 1}))
+    assert ckptfmt.load(tmp_path / "x", only="extra:count") == {"optimizer": {"extra/count": 3}}
+    for name in ("extra:cuont", "optimizer:extra/cuont"):
+        assert "nothing of this name was saved" in told(ckptfmt.load, tmp_path / "x", only=name)
+
+
+# --- another optimizer ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "has"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "momentum"),
+        (torch.optim.RMSprop, {"lr": 0.1}, "alpha"),
+        (torch.optim.Adagrad, {"lr": 0.1}, "lr_decay"),
+    ],
+)
+def test_state_of_another_optimizer_is_refused_whatever_is_allowed(
+    kind: Any, options: Any, has: str, tmp_path: Path
+) -> None:
+    """AdamW's state into SGD: both are named, and SGD doesn't get Adam's options."""
+    model = torch.nn.Linear(3, 2)
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=model, optimizer=trained(model)), step=1)
+    optimizer = kind(model.parameters(), **options)
+    state, before = ckptfmt.State(weights=model, optimizer=optimizer), dict(optimizer.param_groups[0])
+    for allow in ((), ("missing", "unexpected")):
+        text = told(ckptfmt.load, tmp_path / "x", state, allow=allow)
+        assert re.search(rf"saved by another kind of optimizer: that one has .*betas.*; the one here has .*{has}", text)
+        assert "only='weights:*'" in text
+    assert optimizer.param_groups[0].keys() == before.keys()
+    ckptfmt.load(tmp_path / "x", state, only="weights:*")
+
+
+def test_an_option_of_the_users_own_is_no_other_optimizer(tmp_path: Path) -> None:
+    """Groups may have more keys than their optimizer's class knows, and other ones than before."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = trained(model)
+    optimizer.param_groups[0]["layer"] = 1
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=model, optimizer=optimizer), step=1)
+    other = torch.optim.AdamW([{"params": list(model.parameters()), "depth": 2}])
+    state = ckptfmt.State(weights=model, optimizer=other)
+    assert "LEAF_MISSING" in told(ckptfmt.load, tmp_path / "x", state)
+    ckptfmt.load(tmp_path / "x", state, allow=("missing",))
+
+
+# --- files of others --------------------------------------------------------------------------------------------------
+
+
+def test_what_another_format_wrote_names_the_conversion(tmp_path: Path) -> None:
+    """`load("model.pt")`, a safetensors file, a Hugging Face directory, one of torch.distributed.checkpoint."""
+    state = {"w": torch.ones(3)}
+    torch.save(state, tmp_path / "model.pt")
+    (tmp_path / "hf").mkdir()
+    safetensors.torch.save_file(state, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"")
+    for name in ("model.pt", "hf/model.safetensors", "hf", "dcp"):
+        path = str(tmp_path / name)
+        said = f"python -m ckptfmt convert {path} imported --to ckptfmt"
+        assert said in told(ckptfmt.load, path)
+        assert said in told(ckptfmt.load, path, ckptfmt.State(weights=state))
+        assert said in told(ckptfmt.open, path)
+
+
+def test_a_run_in_the_place_of_a_file_asks_for_another_path(tmp_path: Path) -> None:
+    """`Checkpointer("model.pt", state)` is no import."""
+    torch.save({}, tmp_path / "model.pt")
+    text = told(ckptfmt.Checkpointer, tmp_path / "model.pt", ckptfmt.State(data=1))
+    assert "this is a file" in text
+    assert "Give a directory" in text
+
+
+def test_a_path_where_nothing_is_says_so(tmp_path: Path) -> None:
+    """Not that a manifest isn't there."""
+    assert "nothing is at this path" in told(ckptfmt.load, tmp_path / "typo")
+    (tmp_path / "empty").mkdir()
+    assert "has no manifest.json" in told(ckptfmt.load, tmp_path / "empty")
+
+
+# --- other numbers of processes ---------------------------------------------------------------------------------------
+
+
+def test_values_of_one_process_are_told_in_one_sentence() -> None:
+    """From 2 to 3 processes: who has none of its own, whose it takes, and of what."""
+    store = MemoryStore()
+
+    def state(value: int) -> ckptfmt.State:
+        return ckptfmt.State(
+            weights={"w": np.zeros(2)}, data=ckptfmt.PerWorker(value), extra={"a": ckptfmt.PerWorker({"n": value})}
+        )
+
+    def save(writer: int) -> object:
+        return ckptfmt.save(store, state(writer), step=1, writer=(writer, 2), agree="save")
+
+    def load(writer: int) -> Any:
+        return ckptfmt.load(store, state(7), writer=(writer, 3), agree="load")
+
+    assert not [found for found in run_writers(2, save) if isinstance(found, Exception)]
+    reports = run_writers(3, load)
+    found = [reason for reason in reports[2].lowered_by if "process 2 saved none" in reason]
+    assert found == ["extra:a, data: process 2 saved none, as one of 2 processes, and takes process 0's"]
+    assert not any("scope" in reason for report in reports for reason in report.lowered_by)
