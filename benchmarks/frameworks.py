@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,20 +25,25 @@ from torch import nn
 from benchmarks.figures import Figure, floor_all, median_of, paired_ratio, summarize
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round, remove
+from ckptfmt.digest import digest_bytes
 
 #: What is measured of each framework: its own ways of saving, what bounds them, and the plug-in's.
 HOW: Final = {
     "transformers": ("own", "ckptfmt"),
     "lightning": ("own", "own_async", "ckptfmt"),
-    "dcp": ("own", "own_async", "own_process", "staging", "ckptfmt", "ckptfmt_process"),
+    "dcp": ("own", "own_async", "own_process", "staging", "hashing", "ckptfmt", "ckptfmt_process"),
 }
-#: Ways that aren't somebody's saves: the copy alone with which every asynchronous save of DCP begins.
-_BOUNDS: Final = ("staging",)
+#: Ways that aren't somebody's saves: the copy alone with which every asynchronous save of DCP begins, and that copy
+#: with its digests, without which ckptfmt saves nothing.
+_BOUNDS: Final = ("staging", "hashing")
 _NEVER: Final = "never"
-_STEPS: Final = 41
-#: Every so many steps there is a save; the first one starts processes and makes memory, and isn't counted.
+_STEPS: Final = 48
+#: Every so many steps there is a save; the first one starts processes and makes memory, and isn't counted. Nor is the
+#: last one, which no step follows.
 _EVERY: Final = 8
-_COUNTED: Final = _STEPS // _EVERY - 1
+_COUNTED: Final = _STEPS // _EVERY - 2
+#: How many steps before each save, but the first, are taken for undisturbed.
+_CALM: Final = 3
 _WIDTH: Final = 1024
 #: A parameter under AdamW: itself and both moments, in fp32.
 _NBYTES_OF_LAYER: Final = 12 * _WIDTH * _WIDTH
@@ -73,7 +79,7 @@ def measure_frameworks(nbytes: int, *, rounds: int | None, place: Workplace, pro
             rows[name].append({"order": order, "seconds": seconds})
     progress.say("")
     lost = {
-        f"{name}_{how}": [_lost_s(row["seconds"], how) for row in found]
+        f"{name}_{how}": [row["seconds"][how]["lost_s"] for row in found]
         for name, found in rows.items()
         for how in HOW[name]
     }
@@ -90,8 +96,12 @@ def measure_frameworks(nbytes: int, *, rounds: int | None, place: Workplace, pro
             "model": f"{_layer_count(nbytes)} layers of {_WIDTH} x {_WIDTH} under AdamW, fp32, one thread",
             "steps": _STEPS,
             "saves_counted": _COUNTED,
-            "step_s": {
-                name: median_of([row["seconds"][_NEVER]["step_s"] for row in found]) for name, found in rows.items()
+            "calm_step_s": {
+                name: {
+                    how: median_of([row["seconds"][how]["calm_step_s"] for row in found])
+                    for how in (_NEVER, *HOW[name])
+                }
+                for name, found in rows.items()
             },
         },
         settings={name: {"version": _version_of("torch" if name == "dcp" else name)} for name in HOW},
@@ -102,8 +112,8 @@ def measure_frameworks(nbytes: int, *, rounds: int | None, place: Workplace, pro
         goals={name: "<= 0.2" for name in ratios if not name.endswith(_BOUNDS)},
         memory={},
         notes={
-            "lost": "the training's seconds behind its first save, less those of one that never saves, for each save",
-            "blocked": "seconds that the call of a save takes, the median of a training's",
+            "lost": f"a save's {_EVERY} steps, less {_EVERY} times the median of the last {_CALM} before each save",
+            "blocked": "seconds that the call of a save takes, with the wait for its copy; the median of a training's",
             "processes": "each training in one of its own; it computes with one thread, so that a core is left",
         },
     )
@@ -128,11 +138,6 @@ def _version_of(name: str) -> str | None:
         return None
 
 
-def _lost_s(seconds: dict[str, Any], how: str) -> float:
-    lost: float = (seconds[how]["total_s"] - seconds[_NEVER]["total_s"]) / _COUNTED
-    return lost
-
-
 def _run_child(name: str, how: str, place: Workplace, nbytes: int) -> dict[str, Any]:
     directory = place.fresh(f"{name}-{how}")
     directory.mkdir()
@@ -147,11 +152,14 @@ def _run_child(name: str, how: str, place: Workplace, nbytes: int) -> dict[str, 
     stamps = told["stamps"]
     assert len(stamps) == _STEPS, f"{name}, {how}: {len(stamps)} steps"
     assert how == _NEVER or len(told["blocked_s"]) > _COUNTED, f"{name}, {how}: {told['blocked_s']}"
+    steps_s = [end - begin for begin, end in itertools.pairwise(stamps)]
+    # Each begins with the step at whose end there is a save.
+    windows = [steps_s[at : at + _EVERY] for at in range(_EVERY - 1, len(steps_s), _EVERY)]
+    calm_s = median_of([step for window in windows for step in window[-_CALM:]])
     return {
-        # From the second step behind the first save to the last step.
-        "total_s": stamps[-1] - stamps[_EVERY + 1],
-        "step_s": median_of([end - begin for begin, end in itertools.pairwise(stamps)]),
-        "blocked_s": told["blocked_s"][1:] or [0.0],
+        "lost_s": sum(sum(window) - _EVERY * calm_s for window in windows[1:]) / _COUNTED,
+        "calm_step_s": calm_s,
+        "blocked_s": told["blocked_s"][1 : 1 + _COUNTED] or [0.0],
     }
 
 
@@ -205,6 +213,15 @@ class _Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"inputs": row, "labels": row}
 
 
+def _hash(staged: Future[Any]) -> None:
+    """Make the digest of every tensor, as a save of ckptfmt does, and nothing else."""
+    leaves, _ = torch.utils._pytree.tree_flatten(staged.result())  # noqa: SLF001 - torch's own savers use it
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
+            digest_bytes(memoryview(local.contiguous().reshape(-1).numpy()).cast("B"))
+
+
 def _train_dcp(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
     import torch.distributed as dist  # noqa: PLC0415 - of one framework, as below
     from torch.distributed.checkpoint import state_dict_saver as dcp  # noqa: PLC0415
@@ -220,40 +237,53 @@ def _train_dcp(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    rows, pending = torch.ones(_ROWS, _WIDTH), None
+    rows = torch.ones(_ROWS, _WIDTH)
+    staged: Future[Any] | None = None
+    saved: Future[Any] | None = None
     is_process = how.endswith("_process")
     kind = dcp.AsyncCheckpointerType.PROCESS if is_process else dcp.AsyncCheckpointerType.THREAD
+    # One stager for all saves keeps its memory, and copies beside the training. Its other options are for accelerators.
     stager = DefaultStager(
         StagingOptions(
-            use_pinned_memory=False, use_shared_memory=is_process, use_async_staging=False, use_non_blocking_copy=False
+            use_pinned_memory=False, use_shared_memory=is_process, use_async_staging=True, use_non_blocking_copy=False
         )
     )
 
-    def save(step: int) -> Any:  # noqa: ANN401 - of DCP
-        weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments}
-        if how == "own":
-            return dcp.save(state, checkpoint_id=directory / str(step))
-        if pending is not None:
-            pending.result()
-        if how == "staging":
-            stager.stage(state)
-            return None
-        path = directory / str(step)
-        storage = {"checkpoint_id": path} if how.startswith("own") else {"storage_writer": CkptfmtWriter(path)}
-        # One stager for all saves keeps its memory. Its other options are for accelerators.
-        return dcp.async_save(state, async_checkpointer_type=kind, async_stager=stager, **storage)
+    hasher = ThreadPoolExecutor(1)
 
-    save = clock.timed(save)
+    def save(step: int) -> None:
+        nonlocal staged, saved
+        weights, moments = get_state_dict(model, optimizer)
+        state, path = {"model": weights, "optimizer": moments}, directory / str(step)
+        if how == "own":
+            dcp.save(state, checkpoint_id=path)
+            return
+        if saved is not None:
+            saved.result()
+        if how in _BOUNDS:
+            staged = stager.stage(state)
+            saved = hasher.submit(_hash, staged) if how == "hashing" else None
+            return
+        storage = {"checkpoint_id": path} if how.startswith("own") else {"storage_writer": CkptfmtWriter(path)}
+        begun = dcp.async_save(state, async_checkpointer_type=kind, async_stager=stager, **storage)
+        staged, saved = begun.staging_completion, begun.upload_completion
+
+    save, wait = clock.timed(save), clock.timed(lambda: staged and staged.result())
     for step in range(1, _STEPS + 1):
         clock.note()
         model(rows, rows)["loss"].backward()
+        if staged is not None:  # nothing may change before it is copied
+            wait()
+            staged = None
+            clock.blocked_s[-2:] = [sum(clock.blocked_s[-2:])]
         optimizer.step()
         optimizer.zero_grad()
         if how != _NEVER and step % _EVERY == 0:
-            pending = save(step)
-    if hasattr(pending, "result"):
-        pending.result()
+            save(step)
+    if saved is not None:
+        saved.result()
+    stager.close()
+    hasher.shutdown()
     dist.destroy_process_group()
 
 
