@@ -174,6 +174,31 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_interval(parser: argparse.ArgumentParser) -> None:
+    for name, text, is_required in (
+        ("commit", "from the begin of a save until the level has all of it", True),
+        ("restore", "from a failure until training goes on from the level", True),
+        ("lost", "seconds of training that a save to the level costs (0)", False),
+        ("mtbf", "mean time between failures for which the level is the nearest that survives (inf)", False),
+    ):
+        parser.add_argument(f"--{name}", metavar="TIME", nargs="+", required=is_required, help=text)
+    parser.add_argument("--share", metavar="N", nargs="+", help="of N saves one goes to the level (the best)")
+    parser.add_argument("--nodes", metavar="N", type=int, default=1, help="how many nodes there are (1)")
+    parser.add_argument("--node-mtbf", metavar="TIME", help="mean time between failures of one node (inf)")
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    _add_interval(parser)
+    parser.add_argument("--every", metavar="TIME", help="from save to save (the best)")
+    parser.add_argument("--duration", metavar="TIME", default="30d", help="of each run (30d)")
+    parser.add_argument("--runs", metavar="N", type=int, default=32, help="how many runs are played (32)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="equal seeds give equal outcomes (0)")
+    parser.add_argument(
+        "--shape", metavar="K", type=float, default=1.0, help="of Weibull times between failures; below 1: clusters (1)"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="failures to play: lines SECONDS LEVEL, or SECONDS node NUMBER")
+
+
 def _add_completion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
 
@@ -257,12 +282,19 @@ _ARGUMENTS: Final[dict[str, Callable[[argparse.ArgumentParser], None]]] = {
     "scrub": _add_scrub,
     "repair": _add_scrub,
     "doctor": _add_doctor,
+    "interval": _add_interval,
+    "simulate": _add_simulate,
     "completion": _add_completion,
     "compact": _add_compact,
     "convert": _add_convert,
 }
 #: Where more is to be said than `COMMANDS` says.
 _DESCRIPTIONS: Final = {
+    "interval": "Print the expected waste of a run by the interval of its saves. A level is a place that saves go to;"
+    " each option has one value for each level, nearest first (cache, peers, home). Times are seconds, or have a unit:"
+    " 90, 5min, 1.5h, 30d.",
+    "simulate": "Play runs that fail, save and restore, and print their goodput. Levels and times are those of"
+    " `interval`.",
     "repair": "Read every byte of a run and of its copies, rewrite each damaged file from a copy that has it whole, and"
     " say what the run goes on from. Exit code 0: all is whole now; 1: damage stays; 2: it couldn't be done.",
     "doctor": "Look at this machine, and try out what every save at PATH relies on; nothing is left behind. Exit code"

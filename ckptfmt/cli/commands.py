@@ -40,6 +40,10 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "compact": ("make a full checkpoint of a delta", "compact"),
         "convert": ("from and to torch.save files, DCP directories and Hugging Face directories", "convert"),
     },
+    "plan": {
+        "interval": ("how often to save: the expected waste by interval, from what saves and failures cost", "waste"),
+        "simulate": ("play runs that fail, save and restore, on 8 to 100,000 nodes: their goodput", "waste"),
+    },
     "try": {
         "demo": ("the whole story on this machine, in about a minute", ""),
         "completion": ("a script for bash, zsh or tcsh, which then complete what is typed", "completion"),
