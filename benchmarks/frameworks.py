@@ -222,10 +222,21 @@ def _hash(staged: Future[Any]) -> None:
             digest_bytes(memoryview(local.contiguous().reshape(-1).numpy()).cast("B"))
 
 
+def _make_stager(*, is_process: bool) -> Any:  # noqa: ANN401 - DCP is imported by its trainings alone
+    """Return one stager for all saves: it keeps its memory, and copies beside the training."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: PLC0415
+
+    # The other options are for accelerators.
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False, use_shared_memory=is_process, use_async_staging=True, use_non_blocking_copy=False
+        )
+    )
+
+
 def _train_dcp(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
     import torch.distributed as dist  # noqa: PLC0415 - of one framework, as below
     from torch.distributed.checkpoint import state_dict_saver as dcp  # noqa: PLC0415
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: PLC0415
     from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: PLC0415
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
@@ -242,13 +253,7 @@ def _train_dcp(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
     saved: Future[Any] | None = None
     is_process = how.endswith("_process")
     kind = dcp.AsyncCheckpointerType.PROCESS if is_process else dcp.AsyncCheckpointerType.THREAD
-    # One stager for all saves keeps its memory, and copies beside the training. Its other options are for accelerators.
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False, use_shared_memory=is_process, use_async_staging=True, use_non_blocking_copy=False
-        )
-    )
-
+    stager = _make_stager(is_process=is_process)
     hasher = ThreadPoolExecutor(1)
 
     def save(step: int) -> None:
