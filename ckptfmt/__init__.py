@@ -17,7 +17,7 @@ TYPE_CHECKING = False  # as of typing, whose import takes longer than all of thi
 if TYPE_CHECKING:
     from ckptfmt.adapters.pieces import sink_of, source_of
     from ckptfmt.adapters.rng_streams import capture_rng
-    from ckptfmt.api import load, save, validate
+    from ckptfmt.api import load, optimizer_state_dict, save, validate
     from ckptfmt.api import open_checkpoint as open
     from ckptfmt.box import Box
     from ckptfmt.checkpointer import Checkpointer
@@ -60,6 +60,7 @@ __all__ = [
     "capture_rng",
     "load",
     "open",
+    "optimizer_state_dict",
     "save",
     "sink_of",
     "source_of",

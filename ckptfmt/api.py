@@ -11,9 +11,11 @@ from typing import Any, Final, Literal, SupportsFloat, overload
 
 from ckptfmt import limits
 from ckptfmt.adapters.live import list_numbered
+from ckptfmt.adapters.live_trees import find_below
 from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
 from ckptfmt.adapters.placing import load_trees
 from ckptfmt.commit.waiting import describe_savers, list_held_attempts, wait_for_attempts, wait_for_savers
+from ckptfmt.convert.numbering import nest, take_optimizers
 from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, err
@@ -24,7 +26,7 @@ from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import check_no_run, check_surroundings, is_run, open_head, own_place
-from ckptfmt.state import State, check_state
+from ckptfmt.state import State, check_state, place_of
 from ckptfmt.store import is_url, open_store, split_path
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveReport
@@ -233,6 +235,43 @@ def load(
         if group.writer == 0:
             _warn_of_pending(checkpoint)
         return load_once(state, checkpoint, group, allow=allow, strict=strict, only=only, rename=rename, share=share)
+
+
+def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[PathOrStore] = ()) -> dict[str, Any]:
+    """Return what `torch.optim.Optimizer.load_state_dict` takes, for a loop without ckptfmt.
+
+    A checkpoint has the state by the names of parameters; a state_dict has it by their positions in the groups of the
+    optimizer that was saved. The optimizer that takes it has the same groups, with the same parameters in that order.
+
+    Args:
+        path: directory of a checkpoint or of a run, or a store rooted there.
+        keys: where the optimizer was in the `State`, if it wasn't the whole of ``optimizer=``: ``"gen"`` for that of
+            ``State(optimizer={"gen": ..., "dis": ...})``.
+        bases: as for `load`.
+
+    Raises: StateError(GROUP_MISMATCH) where the order of the parameters isn't known, because an older ckptfmt saved it,
+        or processes with different parameters did; StateError(LEAF_MISSING); what `load` raises.
+    """
+    with open_checkpoint(path, bases=bases) as checkpoint:
+        names = [name for field, name, scope in checkpoint.leaves if field == "optimizer" and scope == "global"]
+        is_whole = "" in names
+        kinds = {f"optimizer:{name.partition('/')[0]}" for name in names if name.startswith(("group/", "state/"))}
+        only = ["optimizer:*"] if is_whole else sorted(kinds)
+        values = load_trees(checkpoint, "torch", only=only).get("optimizer", {}) if only else {}
+    found, errors = ({}, []) if is_whole else take_optimizers(values, where="optimizer")
+    tree = find_below(values if is_whole else nest(found) if found else None, keys)
+    if isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys():
+        return tree
+    if errors:
+        raise errors[0]
+    there = ", ".join(repr(place) for place in found) or "none"
+    remedy = f"Give the keys of one that is there: {there}."
+    raise err(
+        Code.LEAF_MISSING,
+        "there is no optimizer of torch",
+        where=place_of("optimizer", "/".join(map(str, keys))),
+        remedy=remedy,
+    )
 
 
 def open_checkpoint(

@@ -78,6 +78,19 @@ def prefix_of(path: Iterable[object]) -> str:
     return f"{name}/" if name else ""
 
 
+def find_below(tree: object, path: Iterable[object]) -> Any:  # noqa: ANN401 - part of a tree
+    """Return what keys and positions lead to in a tree; None where nothing is.
+
+    >>> find_below({"optimizers": [1, 2]}, ["optimizers", 1]), find_below([1], ["a"]), find_below({}, [])
+    (2, None, {})
+    """
+    for key in path:
+        if isinstance(tree, list):
+            tree = dict(enumerate(tree))
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
 def check_unique(keys: Iterable[tuple[str, str, str]], what: str) -> None:
     """Check that nothing has the same field, name and scope. Raises: StateError(STATE_NAME)."""
     keys = list(keys)

@@ -215,7 +215,7 @@ def _plan_safetensors(content: Content, only: str | None, _max_shard_nbytes: int
 
 def _plan_torch(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
     side = _torch_side()
-    root, left_out = _fitting(content, only, side)
+    root, left_out = _fitting(content, only, side, numbered=True)
     tensors = list({id(tensor): tensor for tensor in side.iter_tensors(root)}.values())
 
     def write(path: Path, on_progress: Callable[[int], None]) -> None:
@@ -226,7 +226,7 @@ def _plan_torch(content: Content, only: str | None, _max_shard_nbytes: int) -> _
 
 def _plan_dcp(content: Content, only: str | None, _max_shard_nbytes: int) -> _Target:
     side = _torch_side()
-    root, left_out = _fitting(content, only, side)
+    root, left_out = _fitting(content, only, side, numbered=False)
     flat = side.plan_flat(root)
 
     # Torch's writer makes an archive of each tensor, half a millisecond each: 28,000 tensors in a megabyte take 15 s. A
@@ -237,9 +237,11 @@ def _plan_dcp(content: Content, only: str | None, _max_shard_nbytes: int) -> _Ta
     return _Target(tensors=list(flat.tensors.values()), left_out=left_out + flat.left_out, write=write)
 
 
-def _fitting(content: Content, only: str | None, side: ModuleType) -> tuple[dict[str, Any], list[LeftOut]]:
+def _fitting(
+    content: Content, only: str | None, side: ModuleType, *, numbered: bool
+) -> tuple[dict[str, Any], list[LeftOut]]:
     """Return a checkpoint as a nested mapping of what torch can hold, and what it can't."""
-    root, left_out = assemble(content, only, side.fit)
+    root, left_out = assemble(content, only, side.fit, numbered=numbered)
 
     def check(value: object, _: str) -> object:
         if isinstance(value, Tensor):

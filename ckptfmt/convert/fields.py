@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ckptfmt.adapters.live_trees import GLOBAL, key_text
 from ckptfmt.convert.content import Array, Content, LeftOut, Tensor, Unfit, map_tree, text_of
+from ckptfmt.convert.numbering import nest, take_optimizers
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef, iter_values
 from ckptfmt.errors import Code, err
@@ -181,16 +182,19 @@ def _is_native_optimizer(value: Any) -> bool:  # noqa: ANN401 - anything
 # --- to a foreign file ------------------------------------------------------------------------------------------------
 
 
-def assemble(content: Content, only: str | None, fit: Callable[[Any], Any]) -> tuple[dict[str, Any], list[LeftOut]]:
+def assemble(
+    content: Content, only: str | None, fit: Callable[[Any], Any], *, numbered: bool
+) -> tuple[dict[str, Any], list[LeftOut]]:
     """Return a checkpoint's fields as one nested mapping, tensors in it as `Tensor`, and what has no place there.
 
     Args:
         only: return just this field's own tree.
         fit: returns the target's form of a value that is neither tensor nor dict, list or tuple, or raises `Unfit`.
+        numbered: whether optimizers become what their load_state_dict takes, where the order of parameters is known.
 
     Raises: StateError(ARGUMENT) for a field that isn't there, or that is no mapping.
     """
-    builder = _Builder(content, fit)
+    builder = _Builder(content, fit, numbered=numbered)
     root: dict[str, Any] = {}
     for field in ("weights", "optimizer", "data", "config"):
         if only is None or field == only:
@@ -223,7 +227,8 @@ def _why_not(tensor: Tensor, content: Content) -> str:
 class _Builder:
     """Builds the trees of fields, and takes note of what has no place in them."""
 
-    def __init__(self, content: Content, fit: Callable[[Any], Any]) -> None:
+    def __init__(self, content: Content, fit: Callable[[Any], Any], *, numbered: bool) -> None:
+        self._numbered = numbered
         self._content = content
         self._fit = fit
         self._by_name: dict[TensorKey, Tensor] = {}
@@ -251,9 +256,22 @@ class _Builder:
                 whole = False
         extra = self._extra(values) if field == "optimizer" else {}
         made: dict[str, Any] = {}
+        if field == "optimizer" and self._numbered:
+            values = self._with_state_dicts(values, field)
+            extra = {
+                key: self._with_state_dicts(value, f"extra:{key}") if type(value) is dict else value
+                for key, value in extra.items()
+            }
         if values:
             made[field] = values[""] if whole and len(values) == 1 else values
         return {**made, "extra": extra} if extra else made
+
+    def _with_state_dicts(self, values: dict[str, Any], where: str) -> Any:  # noqa: ANN401 - a tree
+        """Return values with the state_dict of each optimizer in the place of its leaves."""
+        found, errors = take_optimizers(values, where=where)
+        self.left_out += [LeftOut(error.where or where, f"{error.detail}; it stays by names") for error in errors]
+        trees = nest(found) if found else {}
+        return {**trees, **values} if isinstance(trees, dict) else trees
 
     def _extra(self, values: dict[str, Any]) -> dict[str, Any]:
         """Take what lies under ``extra/`` out of the values of the field optimizer."""

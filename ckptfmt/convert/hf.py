@@ -169,7 +169,7 @@ def plan_layout(content: Content, *, max_shard_nbytes: int | None, only: str | N
     holds = f"a {'safetensors file' if max_shard_nbytes is None else 'Hugging Face directory'} holds weights only"
     if only not in (None, "weights"):
         raise err(Code.ARGUMENT, holds, where="--only")
-    root, left_out = assemble(content, "weights", lambda value: value)
+    root, left_out = assemble(content, "weights", lambda value: value, numbered=False)
     if only is None:
         keys = [key for key in (*content.tensors, *content.leaves) if key[0] != "weights"]
         left_out += [LeftOut(text_of(key), holds) for key in keys]

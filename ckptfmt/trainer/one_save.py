@@ -321,7 +321,9 @@ def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list
         case Kind.MODULE:
             leaves = side.capture_module(live.views[number], encoder)
         case Kind.OPTIMIZER:
-            leaves = side.capture_optimizer(unit.value, live.names, prefix=optimizer_prefix(unit), encoder=encoder)
+            prefix = optimizer_prefix(unit)
+            path = () if prefix else unit.path
+            leaves = side.capture_optimizer(unit.value, live.names, prefix=prefix, path=path, encoder=encoder)
         case Kind.STATEFUL:
             leaves = [encoder.leaf(unit.name, unit.value.state_dict())]
         case Kind.PIECE:

@@ -339,7 +339,10 @@ def _plan_unit(plan: LoadPlan, unit: Unit, live: Live, number: int) -> None:
             take_named_leaf(plan, unit)
         case Kind.OPTIMIZER:
             prefix = f"{plan.renaming.saved_name(unit.name)}/" if optimizer_prefix(unit) else ""
-            side.plan_optimizer(plan, unit.value, live.names, prefix=prefix, field=unit.field, scope=unit.scope)
+            side.plan_optimizer(
+                plan, unit.value, live.names,
+                prefix=prefix, path=() if prefix else unit.path, field=unit.field, scope=unit.scope,
+            )  # fmt: skip
         case Kind.STATEFUL:
             _plan_stateful(plan, unit)
         case Kind.PIECE:

@@ -105,8 +105,8 @@ def test_masters_in_a_module_of_their_own(tmp_path):
     )
     found = members_of(tmp_path / "run", state)
 
-    assert [members.tensors["copy"][1] for members in found] == ["model/bias", "model/weight"]
-    assert [members.tensors["weight"][1] for members in found] == ["masters/bias", "masters/weight"]
+    assert [members.tensors["copy"][1] for members in found] == ["model/weight", "model/bias"]
+    assert [members.tensors["weight"][1] for members in found] == ["masters/weight", "masters/bias"]
 
 
 def test_masters_without_an_optimizer(tmp_path):

@@ -18,13 +18,8 @@ from ckptfmt.adapters.torch.modules import (
     plan_module,
     view_module,
 )
-from ckptfmt.adapters.torch.optimizers import (
-    capture_optimizer,
-    is_numbered,
-    is_plain_optimizer,
-    plan_optimizer,
-    unwrap_optimizer,
-)
+from ckptfmt.adapters.torch.optimizer_kinds import is_numbered, is_plain_optimizer, unwrap_optimizer
+from ckptfmt.adapters.torch.optimizers import capture_optimizer, plan_optimizer
 from ckptfmt.adapters.torch.pair import Pair, find_rank
 from ckptfmt.adapters.torch.runtime import (
     flags,

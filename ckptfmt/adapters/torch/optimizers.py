@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from ckptfmt.adapters.live_trees import GLOBAL, Encoder
+from ckptfmt.adapters.live_trees import GLOBAL, Encoder, find_below
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan
 from ckptfmt.adapters.placing import Placer, fill, refuses
 from ckptfmt.adapters.torch.tensors import DTYPE_NAMES, allocate, dtype_name, is_distributed, is_registered, local_of
@@ -233,69 +233,21 @@ def _fill(live: torch.Tensor, value: float) -> None:
 #: All names of each parameter, by its id; the first is the one to save under.
 Names = Mapping[int, tuple[str, ...]]
 
-#: Where torch keeps what changes a state_dict on its way; absent on optimizers that were unpickled.
-_HOOKS: Final = tuple(
-    f"_optimizer_{verb}_{order}_hooks" for verb in ("state_dict", "load_state_dict") for order in ("pre", "post")
-)
 #: State that torch keeps on the host unless the group says capturable or fused.
 _HOST_KEYS: Final = ("step", "mu_product")
 
 
-def is_plain_optimizer(value: object) -> bool:
-    """Tell whether all there is to an optimizer is in `state` and `param_groups`.
-
-    One with its own state_dict or load_state_dict, or with hooks on them, goes by its own protocol instead.
-    """
-    if not isinstance(value, torch.optim.Optimizer):
-        return False
-    own = type(value).state_dict is not torch.optim.Optimizer.state_dict
-    own = own or type(value).load_state_dict is not torch.optim.Optimizer.load_state_dict
-    return not own and not any(getattr(value, hooks, None) for hooks in _HOOKS)
-
-
-def unwrap_optimizer(value: Any) -> Any:  # noqa: ANN401 - anything
-    """Return the optimizer that a wrapper stands for, such as accelerate's or torchft's; anything else as it is.
-
-    A wrapper holds an optimizer in an attribute, shows that one's groups and state as its own, and has nothing else in
-    its state_dict. Saved by its own protocol, its state would be numbered, where parameters have names. Going by what
-    it does, and not by types, finds each framework's, and those that are made at run time, as Fabric's are.
-    """
-    if isinstance(value, torch.nn.Module | type):
-        return value
-    for inner in list(getattr(value, "__dict__", {}).values()):
-        if isinstance(inner, torch.optim.Optimizer) and inner is not value and _is_shown_by(value, inner):
-            return unwrap_optimizer(inner)
-    return value
-
-
-def is_numbered(value: Any) -> bool:  # noqa: ANN401 - has a state_dict
-    """Tell whether a state_dict numbers parameters; asked of optimizers that go by a protocol of their own."""
-    if not isinstance(getattr(value, "param_groups", None), list):
-        return False
-    state_dict = value.state_dict()
-    groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
-    members = [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    return any(isinstance(one, int) for some in members if isinstance(some, list) for one in some)
-
-
-def _is_shown_by(wrapper: Any, inner: torch.optim.Optimizer) -> bool:  # noqa: ANN401 - has perhaps groups and state
-    same = all(getattr(wrapper, name, None) is getattr(inner, name) for name in ("param_groups", "state"))
-    return same and _adds_nothing(wrapper, inner)
-
-
-def _adds_nothing(wrapper: Any, inner: torch.optim.Optimizer) -> bool:  # noqa: ANN401 - has groups and state
-    """Tell whether a wrapper's state_dict is that of its optimizer: the same entries, the same state."""
-    if not callable(getattr(wrapper, "state_dict", None)):
-        return False
-    own, held = wrapper.state_dict(), inner.state_dict()
-    if not isinstance(own, dict) or own.keys() != held.keys() or held.keys() != {"state", "param_groups"}:
-        return False
-    own_state, held_state = own["state"], held["state"]
-    return own_state.keys() == held_state.keys() and all(own_state[key] is held_state[key] for key in held_state)
-
-
-def capture_optimizer(optimizer: torch.optim.Optimizer, names: Names, *, prefix: str, encoder: Encoder) -> list[Leaf]:
+def capture_optimizer(
+    optimizer: torch.optim.Optimizer, names: Names, *, prefix: str, path: Sequence[object], encoder: Encoder
+) -> list[Leaf]:
     """Return a leaf for each group and for each parameter with state; tensors become sources of the encoder.
+
+    Args:
+        optimizer: the live one.
+        names: live names of parameters.
+        prefix: what the names of its leaves begin with.
+        path: the keys that lead to it where the prefix doesn't say so.
+        encoder: of its field.
 
     Raises: StateError(PARAMETER_UNNAMED, STATE_UNSUPPORTED).
     """
@@ -304,10 +256,10 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Names, *, prefix:
     leaves = []
     for index, group in enumerate(optimizer.param_groups):
         members = [(_names_of(parameter, names, index, where)[0], parameter) for parameter in group["params"]]
-        ordered = sorted(name for name, _ in members)
-        name = f"{prefix}group/{_group_name(ordered) if ordered else f'#{index}'}"
+        ordered = [name for name, _ in members]
+        name = f"{prefix}group/{_group_name(index, ordered) if ordered else f'#{index}'}"
         options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-        tree = {"params": ordered, "options": encoder.encode(options, name)}
+        tree = {"params": ordered, "number": index, "path": [*path], "options": encoder.encode(options, name)}
         leaves.append(encoder.leaf_of(name, tree))
         for member, parameter in members:
             state = optimizer.state.get(parameter)
@@ -316,16 +268,23 @@ def capture_optimizer(optimizer: torch.optim.Optimizer, names: Names, *, prefix:
     return leaves
 
 
-def _group_name(members: list[str]) -> str:
-    """Return a name that is the same wherever a group has the same parameters, and nowhere else.
+def _group_name(number: int, members: list[str]) -> str:
+    """Return a name that is the same wherever a group has its place and the same parameters in order, and nowhere else.
 
     The first parameter alone wouldn't do: ranks that share some and have experts of their own make other groups of it.
     """
-    return f"{members[0]}/{digest_bytes(json.dumps(members).encode()).hex()[:16]}"
+    return f"{members[0]}/{digest_bytes(json.dumps([number, members]).encode()).hex()[:16]}"
 
 
 def plan_optimizer(
-    plan: LoadPlan, optimizer: torch.optim.Optimizer, names: Names, *, prefix: str, field: str, scope: str
+    plan: LoadPlan,
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    *,
+    prefix: str,
+    path: Sequence[object],
+    field: str,
+    scope: str,
 ) -> None:
     """Plan to put back groups and state; state that doesn't exist yet is made, without a step.
 
@@ -337,6 +296,7 @@ def plan_optimizer(
         optimizer: the live one.
         names: live names of parameters.
         prefix: what the saved names of its leaves begin with.
+        path: the keys that lead to it where the prefix doesn't say so.
         field: their field.
         scope: their scope.
 
@@ -344,7 +304,7 @@ def plan_optimizer(
     """
     where = place_of(field, prefix)
     _check_state_keys(optimizer, where)
-    numbered = _find_numbered(plan, prefix=prefix, field=field, scope=scope)
+    numbered = _find_numbered(plan, prefix=prefix, path=path, field=field, scope=scope)
     named = [
         [
             (parameter, _saved_names_of(plan, _names_of(parameter, names, index, where), scope))
@@ -376,11 +336,11 @@ class _Numbered:
     groups: list[dict[str, Any]]
 
 
-def _find_numbered(plan: LoadPlan, *, prefix: str, field: str, scope: str) -> _Numbered | None:
+def _find_numbered(plan: LoadPlan, *, prefix: str, path: Sequence[object], field: str, scope: str) -> _Numbered | None:
     """Return what was saved of an optimizer as its state_dict, as files of torch.save have it; None for none."""
     for at in dict.fromkeys((GLOBAL, scope)):
         key = (field, prefix.rstrip("/"), at)
-        tree = plan.checkpoint.leaf(*key) if key in plan.checkpoint.leaves else None
+        tree = find_below(plan.checkpoint.leaf(*key), path) if key in plan.checkpoint.leaves else None
         if isinstance(tree, list) and len(tree) == 1:  # as Lightning has it
             tree = tree[0]
         if isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys():

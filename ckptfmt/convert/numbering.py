@@ -1,0 +1,102 @@
+"""The state_dict of a torch optimizer from what a checkpoint has of it, which goes by the names of parameters.
+
+A state_dict numbers parameters as they come in the live groups. The leaf of a group says which group of which optimizer
+it was, and in which order its parameters came. Spec: page 60, names in the reference writer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ckptfmt.errors import CkptError, Code, err
+
+_GROUP: Final = re.compile(r"(?:^|(?<=/))group/")
+_REMEDY: Final = (
+    "Load the checkpoint into a State with the live model and optimizer, and save the optimizer.state_dict() of these."
+)
+
+
+def take_optimizers(values: dict[str, Any], *, where: str) -> tuple[dict[tuple[Any, ...], Any], list[CkptError]]:
+    """Take the leaves of torch's optimizers out of a field's, and return their state_dicts.
+
+    Args:
+        values: trees by the names of leaves; what belongs to a returned state_dict is removed.
+        where: of the field, for messages.
+
+    Returns: state_dicts by the keys that lead to each optimizer in the field; and an error GROUP_MISMATCH for each one
+        whose parameters have no known order, and whose leaves stay.
+    """
+    groups: dict[tuple[str, tuple[Any, ...]], dict[str, Any]] = {}
+    for name, tree in values.items():
+        prefix = _prefix_of(name, tree)
+        if prefix is not None:
+            groups.setdefault((prefix, tuple(tree.get("path", ()))), {})[name] = tree
+    found: dict[tuple[Any, ...], Any] = {}
+    errors = []
+    for (prefix, path), members in groups.items():
+        place = (*(prefix.rstrip("/").split("/") if prefix else ()), *path)
+        try:
+            found[place] = _state_dict(
+                values, prefix, list(members.values()), where="/".join(map(str, (where, *place)))
+            )
+        except CkptError as error:
+            errors.append(error)
+            continue
+        names = {f"{prefix}state/{name}" for tree in members.values() for name in tree["params"]}
+        for name in (*members, *(names & values.keys())):
+            del values[name]
+    return found, errors
+
+
+def nest(found: Mapping[tuple[Any, ...], Any]) -> Any:  # noqa: ANN401 - a tree
+    """Return values under the keys that lead to them: dicts, and lists where the keys are all positions.
+
+    >>> nest({("d",): 1, ("g", 0): 2, ("g", 1): 3}), nest({(): 1})
+    ({'d': 1, 'g': [2, 3]}, 1)
+    """
+    if () in found:
+        return found[()]
+    below: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for (key, *path), value in found.items():
+        below.setdefault(key, {})[tuple(path)] = value
+    made = {key: nest(values) for key, values in below.items()}
+    return [made[number] for number in range(len(made))] if made.keys() == set(range(len(made))) else made
+
+
+def _prefix_of(name: str, tree: object) -> str | None:
+    """Return what the names of an optimizer's leaves begin with, if this one is of a group."""
+    if not (isinstance(tree, dict) and isinstance(tree.get("params"), list) and isinstance(tree.get("options"), dict)):
+        return None
+    for found in _GROUP.finditer(name):
+        member = name[found.end() :].rpartition("/")[0]
+        if member in tree["params"] or (not tree["params"] and name.startswith("#", found.end())):
+            return name[: found.start()]
+    return None
+
+
+def _state_dict(values: Mapping[str, Any], prefix: str, groups: list[dict[str, Any]], *, where: str) -> dict[str, Any]:
+    """Return what `torch.optim.Optimizer.load_state_dict` takes. Raises: StateError(GROUP_MISMATCH)."""
+    if any(type(group.get("number")) is not int for group in groups):
+        raise _unknown("a ckptfmt saved it that sorted their names", where)
+    groups.sort(key=lambda group: group["number"])
+    members = [name for group in groups for name in group["params"]]
+    if [group["number"] for group in groups] != list(range(len(groups))) or len({*members}) < len(members):
+        raise _unknown("processes had optimizers of different parameters, which were never in one list", where)
+    number_of = {name: number for number, name in enumerate(members)}
+    return {
+        "state": {
+            number: values[f"{prefix}state/{name}"]
+            for name, number in number_of.items()
+            if f"{prefix}state/{name}" in values
+        },
+        "param_groups": [
+            {**group["options"], "params": [number_of[name] for name in group["params"]]} for group in groups
+        ],
+    }
+
+
+def _unknown(why: str, where: str) -> CkptError:
+    detail = f"the order of the optimizer's parameters isn't in the checkpoint: {why}"
+    return err(Code.GROUP_MISMATCH, detail, where=where, remedy=_REMEDY)
