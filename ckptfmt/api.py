@@ -14,6 +14,7 @@ from ckptfmt.adapters.live import list_numbered
 from ckptfmt.adapters.live_trees import find_below
 from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
 from ckptfmt.adapters.placing import load_trees
+from ckptfmt.commit.lone import check_no_run, is_run, own_place
 from ckptfmt.commit.waiting import describe_savers, list_held_attempts, wait_for_attempts, wait_for_savers
 from ckptfmt.convert.numbering import nest, take_optimizers
 from ckptfmt.documents.labels import Labels
@@ -25,7 +26,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
-from ckptfmt.run.lineage import check_no_run, check_surroundings, is_run, open_head, own_place
+from ckptfmt.run.lineage import check_surroundings, open_head
 from ckptfmt.state import State, check_state, place_of
 from ckptfmt.store import is_url, open_store, split_path
 from ckptfmt.store.protocol import Store

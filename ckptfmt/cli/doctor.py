@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Final
 
 from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_json, version_members
+from ckptfmt.commit.lone import is_run
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.catalog import Run
-from ckptfmt.run.lineage import is_run
 from ckptfmt.stage.slot import Slot, available_nbytes, plan_slots
 from ckptfmt.store import Store, is_url, open_store
 from ckptfmt.store.posix import PosixCalls

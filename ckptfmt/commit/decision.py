@@ -80,13 +80,12 @@ class Known:
 
     def parse_register(self, content: bytes) -> Register:
         """Return what a decision register holds. Raises: as the function of that name, each time."""
-        known = self._registers
-        if content not in known:
-            known[content] = parse_register(content)
-            if len(known) > _COUNT:
-                known.popitem(last=False)
-        known.move_to_end(content)
-        return known[content]
+        # Each line is one step, so that threads of `call_each` may meet here.
+        register = self._registers.pop(content, None) or parse_register(content)
+        self._registers[content] = register
+        if len(self._registers) > _COUNT:
+            self._registers.popitem(last=False)
+        return register
 
     def limit_tables(self) -> None:
         """Forget the tables if they are too many."""
@@ -114,9 +113,10 @@ def check_vacant(store: Store) -> None:
     """Raise if a checkpoint directory is decided already. Raises: CommitError(CHECKPOINT_EXISTS)."""
     register = read_register(store)
     if register is not None:
-        what = "a checkpoint" if isinstance(register, Manifest) else "a given-up attempt"
-        what = what if isinstance(register, Manifest | Abort) else "a retired checkpoint"
-        raise err(Code.CHECKPOINT_EXISTS, f"{what} is here already", where=store.name, requirement="REQ-CMT-008")
+        what = "" if isinstance(register, Manifest) else ", as an attempt that was given up"
+        what = what if isinstance(register, Manifest | Abort) else ", and is retired"
+        detail = f"Checkpoint already exists{what}"
+        raise err(Code.CHECKPOINT_EXISTS, detail, where=store.name, requirement="REQ-CMT-008")
 
 
 def create_once(

@@ -5,13 +5,17 @@ Spec: REQ-CMT-042, REQ-CMT-045.
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
-from ckptfmt.commit.decision import Register, create_once, is_of_attempt, read_register
+from ckptfmt.commit.decision import Register, check_vacant, create_once, is_of_attempt, read_register
 from ckptfmt.commit.waiting import wait_for_attempts
 from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, Tombstone
+from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store import LocalStore, is_url
 from ckptfmt.store.protocol import Store
+from ckptfmt.store.symlinks import detach_link
 
 #: Where writers meet that know each other by a token: `ckptfmt.group.EXCHANGE`.
 _MET: Final = "exchange/"
@@ -36,6 +40,43 @@ def check_replaceable(store: Store) -> None:
             remedy = "Save to a directory of its own, or through a Checkpointer."
     if problem:
         raise err(Code.CHECKPOINT_EXISTS, problem, where=store.name, requirement="REQ-CMT-042", remedy=remedy)
+
+
+def is_run(store: Store) -> bool:
+    """Tell whether a store is rooted at a run."""
+    return not {RUN_NAME, f"{LAUNCHES}/"}.isdisjoint(store.list_names(""))
+
+
+def check_no_run(store: Store, *, replace: bool = False) -> None:
+    """Raise where a lone checkpoint can't be saved.
+
+    Args:
+        replace: whether it may take the place of another one.
+
+    Raises: CommitError(CHECKPOINT_EXISTS). Spec: REQ-RUN-016, REQ-CMT-042.
+    """
+    if is_run(store):
+        raise err(
+            Code.CHECKPOINT_EXISTS,
+            "this directory is that of a run",
+            where=store.name,
+            requirement="REQ-RUN-016",
+            remedy="Save to a directory of its own, or through a Checkpointer.",
+        )
+    check_replaceable(store) if replace else check_vacant(store)
+
+
+def own_place(path: str | os.PathLike[str] | Store) -> None:
+    """Make a path that is a symbolic link to a checkpoint, which is to be replaced, a checkpoint by itself.
+
+    What the link leads to is another checkpoint, and stays as it is.
+
+    Raises: as `check_no_run`; StoreError(STORE_UNSUPPORTED).
+    """
+    if isinstance(path, str | os.PathLike) and not is_url(path):
+        if os.path.islink(path):  # noqa: PTH114 - a path needn't be text
+            check_no_run(LocalStore(path, writable=False), replace=True)
+        detach_link(path)
 
 
 def check_removable(store: Store, *, is_in_run: bool) -> None:

@@ -18,6 +18,7 @@ import io
 import os
 import pickle
 import re
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
@@ -84,6 +85,8 @@ class CkptfmtWriter(_AtPath, StorageWriter):
 
     step: int | None = None
     overwrite: bool = False
+    #: The digest of what was committed last, on the coordinator.
+    save_id: str = field(default="", init=False)
     _attempt: Any = field(default=None, init=False)  # the coordinator's
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002, FBT001
@@ -157,7 +160,7 @@ class CkptfmtWriter(_AtPath, StorageWriter):
         if lacking := metadata.state_dict_metadata.keys() - {result.index.fqn for result in written}:
             raise RuntimeError(f"{min(lacking)!r} wasn't written: the planner's cached plan is of another state_dict")
         with self._held:
-            self._attempt.commit(self.path, {result.storage_data for result in written})
+            self.save_id = self._attempt.commit(self.path, {result.storage_data for result in written}).digest
 
 
 class CkptfmtReader(_AtPath, StorageReader):
@@ -192,7 +195,9 @@ class CkptfmtReader(_AtPath, StorageReader):
         }
         found: dict[str, Any] = {fqn: _describe(*form) for fqn, (_, _, *form) in self._tensors.items()}
         found |= {fqn: meta.BytesStorageMetadata() for fqn in self._values}
-        described = meta.Metadata(state_dict_metadata=found, planner_data=paths, storage_data={})
+        self.load_id = uuid.uuid4().hex
+        what = meta.StorageMeta(os.fspath(self.path), save_id=self._digest, load_id=self.load_id)
+        described = meta.Metadata(state_dict_metadata=found, planner_data=paths, storage_data={}, storage_meta=what)
         # A planner is told of what there is as this torch's own reader tells it; older versions of torch say no number.
         described.version = getattr(torch_files, "CURRENT_DCP_VERSION", None)
         return described
@@ -211,8 +216,7 @@ class CkptfmtReader(_AtPath, StorageReader):
         """
         if plan.storage_data != self._digest:
             raise RuntimeError("a checkpoint was committed meanwhile, so that ranks opened different ones: load again")
-        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        pairs = [(item, planner.resolve_tensor(item).detach()) for item in tensors]
+        pairs = [(one, planner.resolve_tensor(one).detach()) for one in plan.items if one.type == LoadItemType.TENSOR]
         others = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         with ckptfmt.open(self._path, digest=self._digest) as checkpoint:
             checkpoint.read_into([self._sink(item, target) for item, target in pairs])
@@ -244,11 +248,9 @@ class CkptfmtReader(_AtPath, StorageReader):
 
 def _paths_of(plans: Iterable[SavePlan]) -> dict[str, tuple[Any, ...]]:
     """Return where in the state_dict each entry of plans was: that is its name, but where a planner flattens."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for plan in plans:
-        paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-        found |= {item.index.fqn: tuple(paths.get(item.index.fqn, (item.index.fqn,))) for item in plan.items}
-    return found
+    known = [(plan, plan.planner_data if isinstance(plan.planner_data, Mapping) else {}) for plan in plans]
+    named = [(item.index.fqn, paths) for plan, paths in known for item in plan.items]
+    return {fqn: tuple(paths.get(fqn, (fqn,))) for fqn, paths in named}
 
 
 def _heads_alone(plans: Iterable[SavePlan]) -> dict[str, str]:
@@ -285,9 +287,8 @@ def _join(keys: Iterable[object]) -> str:
 
 def _describe(dtype: str, shape: tuple[int, ...]) -> meta.TensorStorageMetadata:
     """Return what a planner is told of a tensor: one chunk, so that offsets into it are offsets into the tensor."""
-    size = torch.Size(shape)
-    whole = meta.ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-    return meta.TensorStorageMetadata(meta.TensorProperties(dtype=getattr(torch, dtype)), size, [whole])
+    whole = meta.ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=torch.Size(shape))
+    return meta.TensorStorageMetadata(meta.TensorProperties(dtype=getattr(torch, dtype)), whole.sizes, [whole])
 
 
 def install(*, allow_pickle: bool = False) -> contextlib.ExitStack:

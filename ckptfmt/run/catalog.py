@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Literal, SupportsFloat, TypeAlias
 
 from ckptfmt import limits
+from ckptfmt.commit.lone import is_run
 from ckptfmt.commit.waiting import describe_savers, launches_of, list_held
 from ckptfmt.documents.labels import Labels, check_name
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
@@ -22,7 +23,6 @@ from ckptfmt.run.lineage import (
     RunEntry,
     check_writer_features,
     find_head_entry,
-    is_run,
     iter_lineage,
     list_checkpoints,
     list_launches,

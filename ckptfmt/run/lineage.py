@@ -9,8 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ckptfmt import limits
-from ckptfmt.commit.decision import Known, check_vacant, create_once, read_register
-from ckptfmt.commit.lone import check_replaceable
+from ckptfmt.commit.decision import Known, create_once, read_register
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
@@ -39,9 +38,8 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_loadable
 from ckptfmt.run.labelling import list_newest_labels, read_labels, wait_for_cleaners
-from ckptfmt.store import LocalStore, is_url, open_store, split_path
-from ckptfmt.store.protocol import Store
-from ckptfmt.store.symlinks import detach_link
+from ckptfmt.store import open_store, split_path
+from ckptfmt.store.protocol import Store, call_each
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +183,7 @@ def list_launches(store: Store, run: RunRecord | None = None) -> list[Launch]:
 
     Raises: FormatError(RUN_MISMATCH and those of parsing), IntegrityError. Spec: REQ-RUN-003, REQ-RUN-005.
     """
-    launches = [read_launch(store, number, run) for number in list_launch_numbers(store)]
-    return sorted(launches, key=lambda launch: launch.launch)
+    return call_each(store, functools.partial(read_launch, store, run=run), list_launch_numbers(store))
 
 
 def list_launch_numbers(store: Store) -> list[int]:
@@ -210,8 +207,8 @@ def list_checkpoints(
     """Return every checkpoint directory of a run by step, then launch, compared as numbers.
 
     A register that can't be read becomes an entry with its error: nobody decides for it. What is retired while this
-    looks is only seen together with the newer checkpoint for whose sake it went: registers are read oldest first, and
-    all again if there are more of them by then.
+    looks is only seen together with the newer checkpoint for whose sake it went: no register counts as undecided that
+    was read before those of smaller steps, and all are read again if there are more of them by then.
 
     Args:
         with_labels: whether to read the records of labels, too. What to resume from doesn't depend on them.
@@ -221,7 +218,11 @@ def list_checkpoints(
     run_id = run.run_id if run is not None else None
     while True:
         places, newest = _list_places(store), list_newest_labels(store) if with_labels else {}
-        entries = [_read_entry(store, place, run_id, known, newest) for place in places]
+        read = functools.partial(_read_entry, store, run_id=run_id, known=known, newest=newest)
+        entries = call_each(store, read, places)
+        if store.is_remote:  # several were under way at once
+            found = zip(places, entries, strict=True)
+            entries = [read(place) if entry.register is None else entry for place, entry in found]
         if _list_places(store) == places:
             return entries
 
@@ -336,7 +337,7 @@ def begin_launch(
             checkpoint, chosen_by = _choose_by_hand(store, entries, choose, on_progress), "hand"
         else:
             check_records(store, entries)
-            checkpoint, chosen_by = _choose_by_lineage(store, run, launches, on_passed_over, on_progress)
+            checkpoint, chosen_by = _choose_by_lineage(store, run, (launches, entries), on_passed_over, on_progress)
         resume = None if checkpoint is None else _name_in_run(checkpoint.manifest)
         taken = {launch.launch for launch in launches} | {entry.launch for entry in entries}
         number = max(taken, default=0) + 1
@@ -461,7 +462,7 @@ def _choose_by_hand(
 def _choose_by_lineage(
     store: Store,
     run: RunRecord,
-    launches: list[Launch],
+    seen: tuple[list[Launch], list[RunEntry]],
     on_passed_over: Callable[[str], None] | None,
     on_progress: Callable[[int], None] | None,
     *,
@@ -471,26 +472,30 @@ def _choose_by_lineage(
 
     Raises: IntegrityError(NO_VALID_CHECKPOINT); StoreError; FormatError. Spec: REQ-RUN-006, REQ-RUN-007.
     """
-    choose = functools.partial(_choose_by_lineage, on_passed_over=on_passed_over, on_progress=on_progress)
+
+    def choose_again(doubted: frozenset[str] = frozenset()) -> tuple[Checkpoint | None, str]:
+        anew = list_launches(store, run), list_checkpoints(store, run, with_labels=False)
+        return _choose_by_lineage(store, run, anew, on_passed_over, on_progress, doubted=doubted)
+
     passed_over: dict[str, str] = {}
     chosen: Checkpoint | None = None
-    for entry in iter_lineage(launches, list_checkpoints(store, run, with_labels=False)):
+    for entry in iter_lineage(*seen):
         found = _open_valid(store, entry, on_progress)
         if not isinstance(found, CkptError):
             chosen = found
             break
         if _is_retired(store, run, entry):  # while we looked: there is a newer one now
-            return choose(store, run, list_launches(store, run))
+            return choose_again()
         if store.is_remote and entry.name not in doubted:
             # An answer may be damaged on its way: the run doesn't go back for what another reading doesn't find.
-            return choose(store, run, launches, doubted=doubted | {entry.name})
+            return choose_again(doubted | {entry.name})
         passed_over[entry.name] = f"{entry.name} isn't valid: {found}"
     if on_passed_over is not None:
         for sentence in passed_over.values():
             on_passed_over(sentence)
     if chosen is not None:
         return chosen, "fallback" if passed_over else "lineage"
-    head = launches[-1].resume_from if launches else None
+    head = seen[0][-1].resume_from if seen[0] else None
     if passed_over or head is not None:
         named = ", ".join(passed_over) or (head.name if head else "")
         raise err(
@@ -519,43 +524,6 @@ def _name_in_run(manifest: Manifest) -> ResumeFrom:
     origin = manifest.origin
     assert origin.launch is not None  # noqa: S101 - the manifest was compared with the directory's name
     return ResumeFrom(name=checkpoint_name(origin.step, origin.launch), digest=manifest.digest)
-
-
-def is_run(store: Store) -> bool:
-    """Tell whether a store is rooted at a run."""
-    return not {RUN_NAME, f"{LAUNCHES}/"}.isdisjoint(store.list_names(""))
-
-
-def check_no_run(store: Store, *, replace: bool = False) -> None:
-    """Raise where a lone checkpoint can't be saved.
-
-    Args:
-        replace: whether it may take the place of another one.
-
-    Raises: CommitError(CHECKPOINT_EXISTS). Spec: REQ-RUN-016, REQ-CMT-042.
-    """
-    if is_run(store):
-        raise err(
-            Code.CHECKPOINT_EXISTS,
-            "this directory is that of a run",
-            where=store.name,
-            requirement="REQ-RUN-016",
-            remedy="Save to a directory of its own, or through a Checkpointer.",
-        )
-    check_replaceable(store) if replace else check_vacant(store)
-
-
-def own_place(path: str | os.PathLike[str] | Store) -> None:
-    """Make a path that is a symbolic link to a checkpoint, which is to be replaced, a checkpoint by itself.
-
-    What the link leads to is another checkpoint, and stays as it is.
-
-    Raises: as `check_no_run`; StoreError(STORE_UNSUPPORTED).
-    """
-    if isinstance(path, str | os.PathLike) and not is_url(path):
-        if os.path.islink(path):  # noqa: PTH114 - a path needn't be text
-            check_no_run(LocalStore(path, writable=False), replace=True)
-        detach_link(path)
 
 
 def _is_committed(store: Store, name: str) -> bool:

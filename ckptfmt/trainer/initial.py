@@ -7,10 +7,11 @@ import os
 from typing import Any
 
 from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
+from ckptfmt.commit.lone import is_run
 from ckptfmt.group import Group
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.run.lineage import is_run, open_head
+from ckptfmt.run.lineage import open_head
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store

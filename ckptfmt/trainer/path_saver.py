@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Self, SupportsFloat
 
-from ckptfmt.commit.lone import check_removable, remove_alone
+from ckptfmt.commit.lone import check_removable, is_run, own_place, remove_alone
 from ckptfmt.documents.labels import Labels
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import DEADLINE_S, Agree, Group, make_group
-from ckptfmt.run.lineage import is_run, own_place
 from ckptfmt.state import State, check_state
 from ckptfmt.store import address_of, open_store
 from ckptfmt.store.protocol import Store

@@ -15,13 +15,13 @@ from typing import Any, Final, Self, SupportsFloat
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import finalize, sweep_attempts
+from ckptfmt.commit.lone import check_no_run, own_place
 from ckptfmt.commit.waiting import hold_attempt, list_held_attempts, wait_for_attempts
 from ckptfmt.digest import digest_text
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import DEADLINE_S, EXCHANGE
-from ckptfmt.run.lineage import check_no_run, own_place
 from ckptfmt.state import State
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store

@@ -16,6 +16,7 @@ from ckptfmt import limits
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live import list_numbered
 from ckptfmt.commit.decision import Known, check_vacant
+from ckptfmt.commit.lone import check_no_run
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import HOME, NODE, PEERS
 from ckptfmt.documents.labels import Labels
@@ -26,7 +27,7 @@ from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
-from ckptfmt.run.lineage import check_no_run, check_not_fenced
+from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.node_cache import CacheOptions, part_of
 from ckptfmt.run.retention import Retention, tidy_up
 from ckptfmt.saver.request import SaveRequest

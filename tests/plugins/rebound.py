@@ -61,12 +61,8 @@ FILES = (
 )
 #: Tests that ask for more than a storage promises, and the test of test_dcp.py that asks ours for the same thing.
 ELSEWHERE = {
-    # It looks for the words of torch's error; ours says CHECKPOINT_EXISTS.
-    "TestE2ESaveAndLoad.test_overwrite": "test_a_directory_with_a_checkpoint_is_refused_and_stays",
     # It converts model.pt into the directory in which model.pt is: ours does so, unless it is to overwrite, as here.
     "TestFormatUtilsNoDist.test_torch_save_to_dcp": "test_files_of_torch_save_are_converted_where_they_are",
-    # It reads the attributes save_id and load_id of torch's classes. A checkpoint of ours is known by its digest.
-    "TestDCPCompatbility.test_storage_meta": "test_a_load_from_a_run_is_of_one_checkpoint",
 }
 #: How long a file may take, in seconds.
 _TIMEOUT_S = 900

@@ -296,7 +296,20 @@ def test_a_directory_with_a_checkpoint_is_refused_and_stays(tmp_path):
     with pytest.raises(CheckpointException) as caught:
         save({"model": {"w": torch.zeros(2)}}, tmp_path / "c")
     assert "CHECKPOINT_EXISTS" in str(caught.value)
+    assert "Checkpoint already exists" in str(caught.value), "as torch's storage says"
     assert load({"model": {"w": torch.zeros(2)}}, tmp_path / "c")["model"]["w"].tolist() == [1, 1]
+
+
+def test_planners_are_told_which_checkpoint_it_is(tmp_path):
+    writer, reader = CkptfmtWriter(tmp_path / "c"), CkptfmtReader(tmp_path / "c")
+    dcp_save.save({"model": {"w": torch.ones(2)}}, storage_writer=writer)
+    told: Any = reader.read_metadata().storage_meta
+    assert (told.checkpoint_id, told.save_id) == (str(tmp_path / "c"), writer.save_id)
+    with ckptfmt.open(tmp_path / "c") as checkpoint:
+        assert told.save_id == checkpoint.digest
+    assert told.load_id == reader.load_id
+    reader.read_metadata()
+    assert told.load_id != reader.load_id
 
 
 def test_overwrite_takes_the_place_of_a_checkpoint_and_of_nothing_else(tmp_path):

@@ -469,6 +469,44 @@ def test_what_is_retired_meanwhile_is_seen_with_what_came_instead(home, is_begun
     assert find_head(looking)[0] == "step-00000020-l0001"
 
 
+class Overtaken(HookedStore):
+    """A store behind a network: while the answer for an older register is on its way, a job gets on with its work."""
+
+    is_remote = True
+
+    def __init__(self, inner, older, work):
+        super().__init__(inner)
+        self._older, self._work = older, work
+        self._asked, self._done = threading.Event(), threading.Event()
+
+    def before(self, operation):
+        if operation.op == "read" and operation.path == f"{self._older}/manifest.json":
+            assert self._done.wait(60)
+
+    def after(self, operation):
+        if operation.op == "read" and operation.path.endswith("manifest.json") and self._older not in operation.path:
+            if not self._asked.is_set():
+                self._asked.set()
+                self._work()
+            self._done.set()
+
+
+def test_registers_that_are_read_at_once_hide_no_newer_checkpoint():
+    """REQ-RUN-014: the newer one was undecided when it was read, and the older one retired for its sake behind that."""
+    made = RunOfSteps(MemoryStore())
+    made.begin()
+    made.save(10)
+    manifest = manifests(made)[0]
+    named = origin(step=20, launch=1, run_id=made.run.run_id)
+    write_part(made.place(20, 1), snapshot(tensor("w", np.ones(2))), named, writer=0)
+
+    def work():
+        made.save(20)
+        retire(made.place(10), manifest)
+
+    assert find_head(Overtaken(made.store, "step-00000010-l0001", work))[0] == "step-00000020-l0001"
+
+
 def test_a_directory_under_another_name_is_refused(home):
     """Row 33; REQ-MAN-002, REQ-RUN-003."""
     made = RunOfSteps(home.store())
