@@ -485,10 +485,11 @@ def killed(*options: str, kills: int, seed: int, writers: int) -> dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("writers", [1, 2])
-def test_kills_at_random_moments_lose_nothing_that_was_written(writers: int) -> None:
+@pytest.mark.parametrize(("writers", "every"), [(1, 1), (2, 1), (2, 3)])
+def test_kills_at_random_moments_lose_nothing_that_was_written(writers: int, every: int) -> None:
     """REQ-RUN-036: trainer, saver and uploader die at once; the processes have other numbers each time."""
-    report = killed(kills=20, seed=20261123, writers=writers)
+    report = killed("--every", str(every), kills=20, seed=20261123, writers=writers)
+    assert (report["staying_count"] >= 1) == (every > 1)
     assert report["lost"] == []
     assert report["finished_count"] >= 1, "no launch finished anything"
 

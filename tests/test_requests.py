@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ckptfmt
 from ckptfmt.box import Box
-from ckptfmt.commit.decision import commit, retire
+from ckptfmt.commit.decision import commit, decide, retire, sweep_attempts
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read import decoding, streaming
 from ckptfmt.read.reader import Checkpoint
@@ -256,3 +256,15 @@ def test_without_threads_calls_are_made_by_this_one(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert call_each(Distant(), lambda item: item + 1, range(5)) == [1, 2, 3, 4, 5]
+
+
+def test_the_only_writer_of_a_run_commits_without_a_listing():
+    """It knows that its part is there; what others left is listed once, behind the commit, by who isn't waited for."""
+    store, made = Distant(), origin(run_id="ab" * 16, launch=1)
+    write_part(store, snapshot(tensor("w", np.zeros(2048, np.float32))), made, writer=0)
+    store.forget()
+    decide(store, made, writer=0, deadline_s=1, sweeps=False)
+    assert store.counts["LIST"] == 0
+    store.forget()
+    sweep_attempts(store, made)
+    assert store.counts == {"LIST": 1, "GET": 1}

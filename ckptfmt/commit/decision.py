@@ -193,20 +193,24 @@ def decide(
     deadline_s: float,
     known: Known | None = None,
     replace: bool = False,
+    sweeps: bool = True,
 ) -> Manifest:
     """Commit as writer 0, or wait for it as another; the part of `writer` is written.
 
     Args:
         replace: as for `finalize`.
+        sweeps: whether to remove what other attempts left before this returns; else the caller does (`sweep_attempts`).
 
     Raises: as `commit` and `wait_for_decision`. Spec: REQ-CMT-005 to REQ-CMT-009, REQ-CMT-027, REQ-CMT-042.
     """
     if writer != 0:
         return wait_for_decision(store, origin, deadline_s=deadline_s, replace=replace)
-    manifest = commit(store, origin, deadline_s=deadline_s, known=known, replace=replace)
+    if origin.writer_count > 1:  # else the only part there is was just written
+        _wait_for_parts(store, origin, deadline_s)
+    manifest = finalize(store, origin, known=known, replace=replace)
     # The save is done. What a killed attempt left takes space, and isn't worth an error.
     with contextlib.suppress(CkptError):
-        sweep_attempts(store, origin, known=known)
+        sweep_attempts(store, origin, known=known) if sweeps else None
     return manifest
 
 
@@ -347,8 +351,11 @@ def sweep_attempts(store: Store, origin: Origin, *, known: Known | None = None) 
 
     Spec: REQ-CMT-027, REQ-CMT-044.
     """
-    paths = [prefix + name for prefix in ("", "parts/") for name in store.list_names(prefix.rstrip("/"))]
-    held = list_held_attempts(store, but=origin.attempt)
+    if origin.launch is None:
+        paths = [prefix + name for prefix in ("", "parts/") for name in store.list_names(prefix.rstrip("/"))]
+        held = list_held_attempts(store, but=origin.attempt)
+    else:  # the directory is the attempts' alone, and savers are held in the run's own
+        paths, held = store.list(""), []
     register = read_register(store, known=known)
     if not isinstance(register, Manifest):
         return
@@ -358,7 +365,7 @@ def sweep_attempts(store: Store, origin: Origin, *, known: Known | None = None) 
     # Pins have done their work: the manifest says what it reads from.
     going = [path for path, of in named if of not in kept or (of == committed and path.endswith(PINS_SUFFIX))]
     call_each(store, store.delete, going)
-    for prefix in () if held else ("", "parts"):
+    for prefix in () if held or (store.holds_expire and origin.launch is not None) else ("", "parts"):
         store.delete_leftovers(prefix)
 
 
@@ -402,12 +409,8 @@ def _wait_for_parts(store: Store, origin: Origin, deadline_s: float) -> None:
         if not missing:
             return
         _raise_failures(store, origin, present)
-    raise err(
-        Code.WRITERS_MISSING,
-        f"no part of the writers {', '.join(map(str, missing[:16]))} within {deadline_s:g} s",
-        where="parts/",
-        requirement="REQ-CMT-005",
-    )
+    detail = f"no part of the writers {', '.join(map(str, missing[:16]))} within {deadline_s:g} s"
+    raise err(Code.WRITERS_MISSING, detail, where="parts/", requirement="REQ-CMT-005")
 
 
 def _list_missing(origin: Origin, present: set[str]) -> list[int]:
@@ -433,13 +436,9 @@ def _error_of_record(record: Mapping[str, Any], path: str) -> CkptError:
     if code in _VERDICTS or (code in Code.__members__ and issubclass(Code[code].error, LayoutError)):
         return err(Code[code], detail, where=record["where"], requirement=record["requirement"], remedy=remedy)
     place = f" at {record['where']}" if record["where"] else ""
-    return err(
-        Code.WRITER_FAILED,
-        f"writer {writer}: {code}{place}: {detail}",
-        where=path,
-        requirement="REQ-CMT-004",
-        remedy=f"On writer {writer}: {remedy}" if remedy else None,
-    )
+    remedy = f"On writer {writer}: {remedy}" if remedy else None
+    told = f"writer {writer}: {code}{place}: {detail}"
+    return err(Code.WRITER_FAILED, told, where=path, requirement="REQ-CMT-004", remedy=remedy)
 
 
 # --- deciding -------------------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ admin_socket = {place}/run/$name.asok
 mon_data = {place}/mon
 osd_data = {place}/osd
 [client.rgw.x]
-rgw_frontends = beast endpoint=127.0.0.1:{self._port}
+rgw_frontends = beast endpoint=127.0.0.1:{self._port} tcp_nodelay=1
 """
 
     def _call(self, *command: str | pathlib.Path) -> None:

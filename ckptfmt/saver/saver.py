@@ -116,6 +116,9 @@ class _Work:
         self._tell_committed(manifest, plan.reason)
         if manifest.durability == HOME:  # else it is no base: other writers' files may be in caches
             chain.commit(manifest)
+        if request.writer == 0 and self.is_in_run:
+            with contextlib.suppress(CkptError):  # what a killed attempt left takes space, and isn't worth an error
+                sweep_attempts(self.store, request.origin, known=known)
         self.report("DONE", self._tidy_up(known))
         return manifest
 
@@ -195,6 +198,7 @@ class _Work:
             deadline_s=request.deadline_s,
             known=known,
             replace=request.replace,
+            sweeps=not self.is_in_run,  # there it is part of what is done behind the commit
         )
 
     def _tell_committed(self, manifest: Manifest, reason: str) -> None:

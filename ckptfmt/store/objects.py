@@ -446,9 +446,9 @@ class _Ranges:
         self._path = path
 
     def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """Read exactly a range; see `RangeReader.read_into`."""
-        buffer[:nbytes] = self._store._get_range(self._path, byte_begin, nbytes)  # noqa: SLF001 - our own
-        return buffer[:nbytes]
+        """Return exactly a range, in memory of the answer's own; see `RangeReader.read_into`."""
+        del buffer
+        return memoryview(self._store._get_range(self._path, byte_begin, nbytes))  # noqa: SLF001 - our own
 
 
 class _Drawn:

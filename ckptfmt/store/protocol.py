@@ -70,10 +70,11 @@ class RangeReader(Protocol):
     """An open file, to read ranges of it."""
 
     def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
-        """Read exactly ``[byte_begin, byte_begin + nbytes)`` into `buffer`, and return where in it these bytes are.
+        """Read exactly ``[byte_begin, byte_begin + nbytes)``, and return where these bytes are: in `buffer` as a rule.
 
         What else is in `buffer` afterwards means nothing: a file system may read whole pages past its cache, of a file
-        that isn't in it.
+        that isn't in it. A store whose client has put them into memory of their own returns that; it is let go of
+        before `buffer` is used again.
 
         Args:
             buffer: writable, from a page's begin on, and two pages (`PAGE_NBYTES`) larger than `nbytes` at least.

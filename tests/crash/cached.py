@@ -26,13 +26,15 @@ import traceback
 from typing import Any, Final, TextIO
 
 import numpy as np
+from safetensors.numpy import load_file
 
 import ckptfmt
 from ckptfmt.demo.servers import KINDS, Server
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
 from ckptfmt.errors import CkptError, Code
+from ckptfmt.read.in_caches import find_elsewhere
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.run.lineage import list_checkpoints
+from ckptfmt.run.lineage import RunEntry, list_checkpoints
 from ckptfmt.store import LocalStore, is_url, leases, open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveHandle
@@ -65,6 +67,7 @@ class Report:
         kill_count: trainers and savers killed.
         written_count: saves that all writers told to be written.
         finished_count: launches that resumed from a step that no killed trainer had told to be committed.
+        staying_count: files of committed checkpoints that are in caches alone in the end.
         lost: launches that resumed from an older step than all writers told to be written.
         violations: what else was found.
     """
@@ -72,6 +75,7 @@ class Report:
     kill_count: int = 0
     written_count: int = 0
     finished_count: int = 0
+    staying_count: int = 0
     lost: list[str] = dataclasses.field(default_factory=list)
     violations: list[str] = dataclasses.field(default_factory=list)
 
@@ -84,7 +88,9 @@ class _Slow(HookedStore):
             time.sleep(random.uniform(0, _DELAY_S))
 
 
-def train(home: str, caches: list[pathlib.Path], told_fd: int, *, saver: Any, save_count: int | None) -> None:
+def train(
+    home: str, caches: list[pathlib.Path], told_fd: int, *, saver: Any, every: int, save_count: int | None
+) -> None:
     """Resume, then save step after step, until killed or so many times; each line that is told has a word first."""
     gather = Allgather(len(caches), timeout_s=2 * _DEADLINE_S)
 
@@ -97,6 +103,7 @@ def train(home: str, caches: list[pathlib.Path], told_fd: int, *, saver: Any, sa
             home if saver == "process" or is_url(home) else _Slow(LocalStore(home, writable=True)),
             ckptfmt.State(weights=weights, rng=False),
             cache=caches[writer],
+            upload_every=every,
             keep=3,
             saver=saver,
             writer=(writer, len(caches)),
@@ -157,6 +164,7 @@ class _Run:
         home: path or URL of the run.
         root: below which the caches lie.
         forget: whether the caches are deleted behind each kill.
+        every: of so many saves one goes home in full.
     """
 
     def __init__(
@@ -169,7 +177,9 @@ class _Run:
         writers: int,
         saver: str,
         forget: bool,
+        every: int,
     ) -> None:
+        self._every = every
         self._home, self._report, self._rng, self._saver, self._forget = home, report, rng, saver, forget
         self._caches = [root / f"cache-{number}" for number in range(writers)]
         self._written = self._committed = 0
@@ -186,7 +196,7 @@ class _Run:
             os.setpgid(0, 0)
             os.close(told_fd)  # so that who tells notices when nobody listens any more
             try:
-                train(self._home, self._caches, write_fd, saver=self._saver, save_count=save_count)
+                train(self._home, self._caches, write_fd, saver=self._saver, every=self._every, save_count=save_count)
             except BaseException:  # noqa: BLE001 - told to the oracle, whatever it is
                 os.write(write_fd, f"failed {json.dumps(traceback.format_exc())}\n".encode())
                 os._exit(1)
@@ -250,6 +260,7 @@ class _Run:
     def judge_end(self) -> None:
         """Find what is left when the last trainer has ended: whole checkpoints, and nothing that waits in a cache."""
         home = open_store(self._home, writable=False)
+        staying: set[str] = set()  # attempts whose files stay in caches
         for entry in list_checkpoints(home):
             place = home.at(entry.name)
             if entry.register is None:
@@ -258,7 +269,11 @@ class _Run:
             if isinstance(entry.register, Manifest):
                 attempt = entry.register.origin.attempt
                 with Checkpoint(place) as checkpoint:
-                    for item in checkpoint.index.tensors:
+                    elsewhere = [name for names in find_elsewhere(checkpoint).values() for name in names]
+                    if elsewhere:
+                        staying.add(attempt)
+                        self._judge_staying(entry, elsewhere)
+                    for item in () if elsewhere else checkpoint.index.tensors:
                         if not (checkpoint.read(*item.key) == entry.step).all():
                             self._report.violations.append(f"{entry.name} isn't of its step")
             for path in _list_all(place):
@@ -268,7 +283,21 @@ class _Run:
         for cache in self._caches:
             parts = {path.with_suffix("") for path in cache.rglob("parts/*.msgpack")}
             settled = {path.with_suffix("") for path in cache.rglob("parts/*.settled")}
-            self._report.violations += [f"{path} waits for nobody" for path in sorted(parts ^ settled)]
+            self._report.violations += [
+                f"{path} waits for nobody"
+                for path in sorted(parts ^ settled)
+                if not any(attempt in path.name for attempt in staying)
+            ]
+
+    def _judge_staying(self, entry: RunEntry, names: list[str]) -> None:
+        """Find what is wrong with the files of a checkpoint that are in caches alone."""
+        for name in names:
+            found = [path for cache in self._caches for path in cache.rglob(name)]
+            if not found:
+                self._report.violations.append(f"{entry.name}/{name} is nowhere")
+            if not all((array == entry.step).all() for path in found for array in load_file(path).values()):
+                self._report.violations.append(f"{entry.name}/{name} isn't of its step")
+            self._report.staying_count += 1
 
 
 def _last_saver(lines: list[str]) -> int:
@@ -294,6 +323,7 @@ def kill_many(
     server: str | None = None,
     saver: str = "thread",
     forget: bool = False,
+    every: int = 1,
     seconds: float = math.inf,
 ) -> Report:
     """Kill so many trainers, and savers, of one run, then let one come to its end.
@@ -302,6 +332,7 @@ def kill_many(
         server: of the bucket in which the run is; None for a directory.
         saver: ``thread``, or ``process``.
         forget: whether the caches are deleted behind each kill: then saves that were written are lost.
+        every: as ``upload_every`` of a `Checkpointer`.
         seconds: after how many no trainer is started any more but the last.
     """
     report, rng = Report(), random.Random(seed)
@@ -315,7 +346,7 @@ def kill_many(
             os.environ.update(endpoint.environment)
             home = f"s3://{endpoint.make_bucket()}/run"
             _shorten_leases(root / "site")
-        run = _Run(home, root, report, rng, writers=writers, saver=saver, forget=forget)
+        run = _Run(home, root, report, rng, writers=writers, saver=saver, forget=forget, every=every)
         end_s = time.monotonic() + seconds
         while report.kill_count < kill_count and not report.violations and time.monotonic() < end_s:
             run.train()
@@ -345,9 +376,10 @@ def main() -> None:
     parser.add_argument("--server", choices=list(KINDS))
     parser.add_argument("--saver", choices=("thread", "process"), default="thread")
     parser.add_argument("--forget", action="store_true")
+    parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf)
     given = parser.parse_args()
-    options = {name: getattr(given, name) for name in ("server", "saver", "forget", "seconds")}
+    options = {name: getattr(given, name) for name in ("server", "saver", "forget", "every", "seconds")}
     report = kill_many(given.kills, given.seed, given.writers, **options)
     json.dump(dataclasses.asdict(report), sys.stdout)
 

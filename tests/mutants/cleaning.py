@@ -160,10 +160,10 @@ MUTANTS = {
         fault="deletes the files of other attempts before its own is committed",
         patch=rewritten(
             commit.decide,
-            "    manifest = commit(",
+            "    if origin.writer_count > 1:",
             "    for path in filter(_ATTEMPT.fullmatch, store.list('')):\n"
             "        None if origin.attempt in path else store.delete(path)\n"
-            "    manifest = commit(",
+            "    if origin.writer_count > 1:",
         ),
         tests=("commit/test_commit.py::test_nothing_is_swept_before_the_decision",),
     ),
