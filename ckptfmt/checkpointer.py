@@ -28,15 +28,13 @@ from ckptfmt.trainer.background import staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.trainer.initial import InitFrom
 from ckptfmt.trainer.launching import take_launch
-from ckptfmt.trainer.loop import StepCount, StopSignals, Timer, parse_every
+from ckptfmt.trainer.loop import StepCount, StopSignals, Timer, make_auto, parse_every
 from ckptfmt.trainer.peers import PeerOptions
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target
 from ckptfmt.trainer.talking import Talk
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: How often the processes ask each other whether one of them got a signal, in seconds.
-_ASK_S: Final = 1.0
 
 
 class Checkpointer:
@@ -57,7 +55,9 @@ class Checkpointer:
         run: directory of the run, made if missing; or a store rooted there.
         state: what to save and restore; left out where it is given to `restore`, because its objects are built later.
         every: save after so many steps (an int), or after so much time ("90s", "5min", "1h"); None to save only at
-            the end of `steps` and when `save` is called.
+            the end of `steps` and when `save` is called; "auto" for the interval that wastes the least, as process 0
+            measures what saves cost and how often launches failed; the log says what is chosen.
+        mtbf: the time between failures that "auto" expects at first ("3h"), by default 50,700 h for each process.
         keep: how many of the newest checkpoints stay; None for all.
         keep_every: checkpoints of steps divisible by this stay as well.
         keep_best: a metric, "min" or "max", and a number: so many of those that are best by that metric stay as well.
@@ -127,6 +127,7 @@ class Checkpointer:
     _checkpoint: Checkpoint | None = None
     launch: Launch | None = None
     load_report: LoadReport | None = None
+    passed_over: list[str]
 
     def __init__(
         self,
@@ -134,6 +135,7 @@ class Checkpointer:
         state: State | None = None,
         *,
         every: int | str | None = None,
+        mtbf: str | None = None,
         keep: int | None = None,
         keep_every: int | None = None,
         keep_best: tuple[str, Literal["min", "max"], int] | None = None,
@@ -183,11 +185,10 @@ class Checkpointer:
         self._choices: dict[str, Any] = {"allow": allow, "strict": strict, "override": override}
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
         self._deadline_s, self._cache, self._peers, self._share = deadline_s, options.cache, options.peers, share
-        self._saves = Saves(self._store, self._group, options, mirrors)
+        self._saves, self._auto = Saves(self._store, self._group, options, mirrors), make_auto(every, mtbf, self._group)
         self._clock, self._timer, self._stop_s, self._talk = time.monotonic, Timer(), 0.0, Talk(self._group.writer)
         self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = self.stopped = False
-        self._count = StepCount(State() if state is None else state)
-        self.passed_over: list[str] = []
+        self._count, self.passed_over = StepCount(State() if state is None else state), []
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -489,6 +490,8 @@ class Checkpointer:
         )
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
+            if self._auto is not None:
+                self._auto.note_save(handle)
         self._timer = Timer(last_s=self._clock(), next_step=self.step + 1)
         return handle
 
@@ -522,6 +525,8 @@ class Checkpointer:
         )
         self.launch, self._run, self._checkpoint = taken.launch, taken.run, taken.checkpoint
         self.passed_over = taken.passed_over
+        if self._auto is not None:
+            self._auto.note_launches(self._store, taken.run, taken.launch)
         self._saves.take_reports(taken.reports)
         if nodes is not None:
             self._saves.begin_replicas(taken.launch, nodes)
@@ -568,6 +573,8 @@ class Checkpointer:
         """Tell whether to save now, `more` steps after the last question, and find out whether to stop."""
         # At which step a loop began isn't known before its first count: it may go on from another run's.
         self._timer.steps_since += more if self.step > more else 1
+        if self._auto is not None:
+            self._auto.note_steps(self._clock(), max(1, more))
         cadence = self._cadence
         by_step = isinstance(cadence, int) and self.step // cadence > (self.step - more) // cadence
         if (isinstance(cadence, float) or self._signals) and self.step >= self._timer.next_step:
@@ -575,23 +582,13 @@ class Checkpointer:
         return by_step
 
     def _ask(self) -> bool:
-        """Ask the others whether the time has come; writer 0 alone looks at its clock, anyone may have got a signal.
-
-        The processes ask each other only at steps that all know beforehand: each answer says at which step to ask
-        again: half of the remaining time ahead, or a second where a signal may come.
-        """
-        elapsed_s = self._clock() - self._timer.last_s
-        per_step_s = max(elapsed_s / self._timer.steps_since, 1e-9)
+        """Ask whether the time has come, at steps that all know: writer 0 has the clock, anyone may get a signal."""
+        if self._auto is not None:
+            self._cadence = self._auto.interval_s()
         every_s = self._cadence if isinstance(self._cadence, float) else float("inf")
-        ahead = min((every_s - elapsed_s) / 2 / per_step_s, 1e6)
-        if self._signals:
-            ahead = min(ahead, _ASK_S / per_step_s) if self._group.writer_count > 1 else 1
-        answer = {
-            "step": self.step,
-            "due": elapsed_s >= every_s,
-            "next_step": self.step + max(1, int(ahead)),
-            "stop": self._signals.first_s is not None,
-        }
+        alone = self._group.writer_count == 1
+        answer = self._timer.answer(self.step, self._clock(), every_s, asks=bool(self._signals), is_alone=alone)
+        answer["stop"] = self._signals.first_s is not None
         told = self._group.agree(None, answer)
         self._timer.next_step = told[0]["next_step"]
         self.stopped = any(theirs["stop"] for theirs in told)

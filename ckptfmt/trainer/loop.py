@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import operator
 import re
 import signal
@@ -12,16 +13,22 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptfmt.data.sampler import Sampler
 from ckptfmt.errors import Code, err
+from ckptfmt.group import Group
 from ckptfmt.state import FirstWorker, PerWorker, State, check_state
 from ckptfmt.trainer.one_save import check_step
+
+if TYPE_CHECKING:
+    from ckptfmt.trainer.auto_every import AutoEvery
 
 _LOG: Final = logging.getLogger("ckptfmt")
 _WHERE: Final = "step="
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")
+#: How often the processes ask each other whether one of them got a signal, in seconds.
+_ASK_S: Final = 1.0
 _UNIT_S: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -191,14 +198,52 @@ class Timer:
     steps_since: int = 0
     next_step: int = 0
 
+    def answer(self, step: int, now_s: float, every_s: float, *, asks: bool, is_alone: bool) -> dict[str, Any]:
+        """Return whether a save is due, and at which step to ask again: half of the remaining time ahead.
+
+        Args:
+            step: how many steps are done.
+            now_s: by this process's clock.
+            every_s: time from save to save.
+            asks: whether a signal may come: then within a second.
+            is_alone: whether nobody else has to be asked: then at each step.
+        """
+        elapsed_s = now_s - self.last_s
+        per_step_s = max(elapsed_s / self.steps_since, 1e-9)
+        ahead = min((every_s - elapsed_s) / 2 / per_step_s, 1e6)
+        if asks:
+            ahead = 1 if is_alone else min(ahead, _ASK_S / per_step_s)
+        return {"step": step, "due": elapsed_s >= every_s, "next_step": step + max(1, int(ahead))}
+
 
 def parse_every(every: int | str | None) -> int | float | None:
-    """Return a number of steps as an int, a time in seconds as a float. Raises: StateError(ARGUMENT)."""
+    """Return a number of steps as an int, a time in seconds as a float: infinity for "auto", which is to be measured.
+
+    Raises: StateError(ARGUMENT).
+    """
     if every is None:
         return None
+    if every == "auto":
+        return math.inf
     if hasattr(every, "__index__") and not isinstance(every, bool) and operator.index(every) > 0:
         return operator.index(every)
-    found = _DURATION.fullmatch(every) if isinstance(every, str) else None
+    return _parse_time(every, f"every={every!r} isn't a number of steps, 'auto', or a time such as '5min'", "every=")
+
+
+def _parse_time(time_text: object, detail: str, where: str) -> float:
+    found = _DURATION.fullmatch(time_text) if isinstance(time_text, str) else None
     if found is None or float(found[1]) <= 0:
-        raise err(Code.ARGUMENT, f"every={every!r} isn't a number of steps or a time such as '5min'", where="every=")
+        raise err(Code.ARGUMENT, detail, where=where)
     return float(found[1]) * _UNIT_S[found[2]]
+
+
+def make_auto(every: int | str | None, mtbf: str | None, group: Group) -> AutoEvery | None:
+    """Return what measures the interval, on process 0 and for "auto" alone. Raises: StateError(ARGUMENT)."""
+    mtbf_s = None if mtbf is None else _parse_time(mtbf, f"mtbf={mtbf!r} isn't a time such as '3h'", "mtbf=")
+    if every != "auto":
+        if mtbf is not None:
+            raise err(Code.ARGUMENT, "mtbf= says nothing without every='auto'", where="mtbf=")
+        return None
+    from ckptfmt.trainer.auto_every import AutoEvery  # noqa: PLC0415 - nobody else is to wait for it
+
+    return AutoEvery(mtbf_s, group.writer_count) if group.writer == 0 else None

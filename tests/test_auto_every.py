@@ -1,0 +1,154 @@
+"""`every="auto"` of a run: what it measures, whom it asks, what it says."""
+
+import itertools
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptfmt
+from ckptfmt.checkpointer import Checkpointer
+from ckptfmt.errors import CkptError
+from ckptfmt.store.memory import MemoryStore
+from ckptfmt.trainer.auto_every import AutoEvery
+from tests.test_checkpointer import Trainer, committed
+from tests.test_group import Allgather, run_writers
+
+
+class Clock:
+    """A clock that steps and saves move on."""
+
+    def __init__(self, checkpointer: Checkpointer, save_s: float) -> None:
+        self.now_s = 1000.0
+        checkpointer._clock = lambda: self.now_s
+        save = checkpointer._saves.save
+
+        def slowly(*arguments: Any, **options: Any) -> Any:
+            self.now_s += save_s
+            return save(*arguments, **options)
+
+        checkpointer._saves.save = slowly  # type: ignore[method-assign]
+
+
+def train(store: Any, steps: int, *, save_s: float = 2.0, mtbf: str | None = "1h") -> Checkpointer:
+    """Train so many steps of a second each, with saves that cost `save_s`."""
+    trainer = Trainer()
+    checkpointer = Checkpointer(store, trainer.state, every="auto", mtbf=mtbf, saver="inline")
+    clock = Clock(checkpointer, save_s)
+    with checkpointer:
+        first = checkpointer.step
+        for number in checkpointer.steps(10**6):
+            clock.now_s += 1
+            trainer.step(number)
+            if number == first + steps:
+                break
+    return checkpointer
+
+
+def gaps(store: Any) -> list[int]:
+    steps = [step for step, _ in committed(store)]
+    return [after - before for before, after in itertools.pairwise(steps)]
+
+
+def test_the_interval_is_that_of_the_measured_cost(caplog: Any) -> None:
+    """Saves of 2 s and a failure in an hour: at first sqrt(2 * 2 * 3600) = 120 s, then longer, as nothing fails."""
+    caplog.set_level(logging.INFO, "ckptfmt")
+    store = MemoryStore()
+    train(store, 2000)
+    assert committed(store)[0][0] == pytest.approx(60, abs=1)
+    assert all(110 < gap < 180 for gap in gaps(store))
+    told = [line for line in caplog.messages if line.startswith("every='auto'")]
+    assert "a save costs 2 s of training" in told[0]
+    assert len(told) <= 2
+
+
+def test_dearer_saves_are_rarer() -> None:
+    cheap, dear = MemoryStore(), MemoryStore()
+    train(cheap, 1000, save_s=0.5)
+    train(dear, 1000, save_s=8)
+    assert 50 < np.mean(gaps(cheap)) < 90
+    assert 200 < np.mean(gaps(dear)) < 350
+
+
+def test_launches_that_failed_make_saves_more_frequent() -> None:
+    store = MemoryStore()
+    for _ in range(6):
+        train(store, 150)
+    before = len(committed(store))
+    last = train(store, 1000)
+    assert last._auto is not None
+    assert last._auto._auto.failures == 6
+    assert 50 < last._auto._auto.mtbf_s < 700
+    assert np.mean(gaps(store)[before + 1 :]) < 60
+
+
+def test_records_that_can_not_be_read_are_no_obstacle() -> None:
+    store = MemoryStore()
+    for _ in range(3):
+        train(store, 150)
+    last = train(store, 5)
+    assert last.launch is not None
+    assert last._run is not None
+    store.delete("launches/0001.json")
+    auto = AutoEvery(None, 8)
+    auto.note_launches(store, last._run, last.launch)
+    assert len(auto._launch_steps) == 2
+
+
+def test_all_save_at_the_steps_that_process_0_chooses() -> None:
+    store, allgather, saved = MemoryStore(), Allgather(3), {}
+
+    def body(writer: int) -> None:
+        weights = {"w": np.zeros(3)}
+        checkpointer = Checkpointer(
+            store,
+            ckptfmt.State(weights=weights),
+            every="auto",
+            mtbf="1h",
+            saver="inline",
+            writer=(writer, 3),
+            agree=allgather.of(writer),
+        )
+        assert (checkpointer._auto is not None) == (writer == 0)
+        clock = Clock(checkpointer, 2.0)
+        steps = []
+        with checkpointer:
+            for _ in checkpointer.steps(400):
+                clock.now_s += 1.0 + writer  # clocks of the others run faster
+                before = checkpointer._saved_step
+                if before is not None and before not in steps:
+                    steps.append(before)
+        saved[writer] = steps
+
+    run_writers(3, body)
+    assert saved[0] == saved[1] == saved[2]
+    assert len(saved[0]) >= 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every": 5, "mtbf": "1h"}, "mtbf= says nothing without every='auto'"),
+        ({"every": "auto", "mtbf": "soon"}, "mtbf='soon' isn't a time"),
+        ({"every": "automatic"}, "isn't a number of steps, 'auto', or a time"),
+    ],
+)
+def test_what_means_nothing_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(CkptError, match=said):
+        Checkpointer(MemoryStore(), Trainer().state, **options)
+
+
+def test_a_run_without_it_imports_nothing_of_it(tmp_path: Any) -> None:
+    program = """
+import sys, ckptfmt, numpy
+with ckptfmt.Checkpointer("run", ckptfmt.State(weights={"w": numpy.ones(3)}), every=%r, saver="inline") as one:
+    for _ in one.steps(3): pass
+print([name for name in sys.modules if "goodput" in name or "auto_every" in name])
+"""
+    for every, is_empty in ((2, True), ("5min", True), ("auto", False)):
+        argv = [sys.executable, "-c", program % (every,)]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert (done.stdout == "[]\n") == is_empty, done.stdout
