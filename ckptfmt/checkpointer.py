@@ -26,7 +26,7 @@ from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle
-from ckptfmt.trainer.initial import InitFrom
+from ckptfmt.trainer.initial import InitFrom, carry_init
 from ckptfmt.trainer.launching import take_launch
 from ckptfmt.trainer.loop import StepCount, StopSignals, Timer, make_auto, parse_every
 from ckptfmt.trainer.peers import PeerOptions
@@ -533,6 +533,7 @@ class Checkpointer:
 
     def _load(self, checkpoint: Checkpoint, state: State) -> None:
         self.load_report = load_once(state, checkpoint, self._group, **self._choices, streams=False, share=self._share)
+        carry_init(checkpoint, state, self._group)
         self._count.is_streamless = self._is_whole = True
         self._count.step = self._saved_step = checkpoint.step
         _LOG.debug("step %d restored from %s; random-number streams come last", self.step, checkpoint.title)
@@ -540,13 +541,12 @@ class Checkpointer:
 
     def _begin_from(self, init: InitFrom, state: State) -> None:
         checkpoint, self.load_report = init.load(state, self._group, share=self._share)
+        assert self.launch is not None  # noqa: S101 - restore() chooses first
         if init.is_whole:
             self._checkpoint, self._is_whole = checkpoint, True
             self._count.is_streamless, self._count.step = True, checkpoint.step
         else:
             checkpoint.close()
-        assert self.launch is not None  # noqa: S101 - restore() chooses first
-        if not init.is_whole:
             self._talk.tell_begun(self.launch, checkpoint.store.name, self.step)
 
     def _restore_streams(self, checkpoint: Checkpoint, state: State) -> None:

@@ -26,6 +26,9 @@ _COLLECTED: Final = ("topology", "provenance")
 #: How many keys of a mapping the representation of a State has.
 _KEYS_SHOWN: Final = 8
 
+#: Under which key provenance has the checkpoint that a run began from.
+INIT_FROM: Final = "init_from"
+
 #: What the names of values of ``State(extra=...)`` begin with, in the field that has them.
 _EXTRA: Final = "extra/"
 
@@ -46,10 +49,13 @@ class PerWorker:
     """A value that differs between workers: saved by each, and given back to the worker of the same number.
 
     >>> PerWorker({"batches": 3})
-    PerWorker(value={'batches': 3})
+    PerWorker({batches})
     """
 
     value: object
+
+    def __repr__(self) -> str:
+        return f"PerWorker({_summary(self.value)})"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -60,10 +66,13 @@ class FirstWorker:
     trainer state of a framework. Two workers that save different values of one name are an error otherwise.
 
     >>> FirstWorker({"best_metric": 0.5})
-    FirstWorker(value={'best_metric': 0.5})
+    FirstWorker({best_metric})
     """
 
     value: object
+
+    def __repr__(self) -> str:
+        return f"FirstWorker({_summary(self.value)})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +87,9 @@ class Parts:
     """
 
     modules: Sequence[object]
+
+    def __repr__(self) -> str:
+        return f"Parts([{', '.join(map(_summary, self.modules))}])"
 
 
 class _Stream(Protocol):
@@ -131,6 +143,8 @@ class State:
         harmless: keys of `config`, such as ``"out_dir"``, that don't decide what is trained: one that differs is
             reported, and lowers no claim.
         absent: reasons for fields that are left out on purpose.
+        init_from: what the state's run began from, if that was another checkpoint. A `Checkpointer` sets it; saves put
+            it into the provenance.
 
     Raises: StateError(ARGUMENT).
 
@@ -148,6 +162,7 @@ class State:
     identity: tuple[str, ...] = ()
     harmless: tuple[str, ...] = ()
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    init_from: Mapping[str, object] | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for name in ("identity", "harmless"):

@@ -156,6 +156,26 @@ def test_a_run_begins_from_imported_weights_and_resumes_from_its_own(tmp_path: P
     assert torch.all(again[0].weight == 7.0)  # type: ignore[index]
 
 
+def test_checkpoints_of_a_run_say_what_it_began_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Path, step, digest and what was taken are in the provenance, also behind a resume that names no `init_from`."""
+    path = imported(tmp_path, {"model": trained()[0].state_dict()})
+    with ckptfmt.open(path) as checkpoint:
+        begun = {"path": str(path), "step": checkpoint.step, "digest": checkpoint.digest, "only": ["weights:*"]}
+    run_of(tmp_path / "run", ckptfmt.State(weights=fresh()[0]), 1, init_from=path)
+    run_of(tmp_path / "run", ckptfmt.State(weights=fresh()[0], provenance={"ticket": "A-7"}), 2)
+    run = ckptfmt.Run(tmp_path / "run")
+    for one in run.list():
+        with run.open(one.name) as checkpoint:
+            assert checkpoint.provenance["init_from"] == begun, one
+    run_of(tmp_path / "other", ckptfmt.State(weights=fresh()[0]), 1)
+    with ckptfmt.open(tmp_path / "other") as checkpoint:
+        assert "init_from" not in checkpoint.provenance
+
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert f"{path}: step {begun['step']}, {begun['digest']}, only ['weights:*']" in " ".join(said.split())
+
+
 def test_a_run_begins_from_all_of_another_run_and_goes_on_from_its_step(tmp_path: Path) -> None:
     """`InitFrom(path=..., only=None)`: optimizer, position, step and RNG streams too; the same as to go on there."""
     position = {"sample": 0}

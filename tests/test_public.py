@@ -97,6 +97,11 @@ def test_representations_say_what_it_is_in_a_line(tmp_path: Path) -> None:
         assert repr(handle).startswith("SaveHandle(step=2, state='COMMITTED'")
     path = handle.path
     assert repr(ckptfmt.Run(run)) == f"Run({run!r})"
+    sampler = ckptfmt.Sampler({"books": 10, "code": 5}, mixture={"books": 3, "code": 1}, global_batch=4, worker=(0, 1))
+    assert repr(sampler) == "Sampler(books: 10, code: 5, global_batch=4, seed=0, steps_done=0)"
+    assert repr(ckptfmt.PerWorker(sampler)) == "PerWorker(Sampler)"
+    assert repr(ckptfmt.FirstWorker({"best": np.zeros(3)})) == "FirstWorker({best})"
+    assert repr(ckptfmt.Parts([sampler, {"w": np.zeros(9)}])) == "Parts([Sampler, {w}])"
     assert repr(ckptfmt.Saver(saver="thread")) == "Saver(saver='thread', 0 saves in hand)"
     with ckptfmt.open(run) as checkpoint:
         assert repr(checkpoint) == (

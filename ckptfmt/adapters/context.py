@@ -19,6 +19,7 @@ import numpy as np
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
 from ckptfmt.errors import Code, err
+from ckptfmt.state import INIT_FROM
 
 #: Stands in a difference for a value that isn't on this side.
 ABSENT: Final = "<absent>"
@@ -123,14 +124,20 @@ def local_facts(*, devices: frozenset[str], meshes: list[Any], jax_facts: Mappin
     }
 
 
-def provenance(given: Mapping[str, object] | None) -> dict[str, object]:
-    """Return where the run comes from, as far as program and environment say; the caller's word stands above."""
+def provenance(given: Mapping[str, object] | None, init_from: Mapping[str, object] | None) -> dict[str, object]:
+    """Return where the run comes from, as far as program and environment say; the caller's word stands above.
+
+    Args:
+        given: what the caller says.
+        init_from: the checkpoint that the run began from, if it did.
+    """
     commit = next((os.environ[name] for name in _COMMIT_VARIABLES if os.environ.get(name)), None)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": dict(_packages()),
         **({} if commit is None else {"git_commit": commit}),
+        **({} if init_from is None else {INIT_FROM: init_from}),
         **plain_config(dict(given or {}), where="provenance"),
     }
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from ckptfmt.adapters.load_plan import LoadPlan
-from ckptfmt.data.sampler import distributed_worker
+from ckptfmt.data.workers import distributed_worker
 from ckptfmt.documents.cursor import Foreign, Per, dump_foreign, is_foreign, parse_foreign
 from ckptfmt.errors import Code, err
 

@@ -41,6 +41,7 @@ from ckptfmt.features import ENCODINGS
 from ckptfmt.read.in_caches import find_elsewhere
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.labelling import list_newest_labels, read_labels
+from ckptfmt.state import INIT_FROM
 from ckptfmt.store import Store, open_store, split_path
 
 #: Fields whose values are small, and what people look for.
@@ -466,6 +467,11 @@ def _print_facts(view: _View, console: Console) -> None:
     if workers:
         rows.append([("workers", "dim"), f"{count_text(len(workers), 'logical worker')} with state of its own"])
     console.table(rows)
+    begun: Any = view.attempt(None, view.checkpoint.provenance.get, INIT_FROM)
+    if isinstance(begun, dict):
+        only = "" if begun.get("only") is None else f", only {begun['only']}"
+        text = f"{begun.get('path')}: step {begun.get('step')}, {begun.get('digest')}{only}"
+        console.line(("  the run began from ", "dim"), clean(text))
 
 
 def _cursor_text(tree: dict[Any, Any]) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.data.course import COUNTS, EMPTY, HOLE, Course, Stretch, add_ledgers
 from ckptfmt.data.shuffle import sample_indices
+from ckptfmt.data.workers import check_worker, distributed_worker
 from ckptfmt.documents.cursor import (
     BatchPlan,
     Commit,
@@ -26,7 +25,7 @@ from ckptfmt.documents.cursor import (
     dump_cursor,
     parse_cursor,
     parse_mixture,
-)
+)  # fmt: skip
 from ckptfmt.documents.cursor_map import CursorMap, Policy, PosSkip, SampleSkip, ShardSkip, Skip
 from ckptfmt.errors import CkptError, Code, err
 
@@ -126,7 +125,7 @@ class Sampler:
         for name, number in (("global_batch", global_batch), ("micro_batches", micro_batches)):
             if not 1 <= number <= limits.DIM:
                 raise err(Code.ARGUMENT, f"{name}={number} isn't from 1 to {limits.DIM}")
-        _check_worker(worker or (0, 1), global_batch // micro_batches)
+        check_worker(worker or (0, 1), global_batch // micro_batches)
         self._sources = _sources(dataset, fingerprint, source, is_mixed=mixture is not None)
         for one in self._sources:
             sample_indices(one.n, seed=seed, begin=0, end=1)  # refuses a length or a seed out of range
@@ -181,6 +180,12 @@ class Sampler:
         They are as many samples, unless some were skipped or filled up a batch.
         """
         return self._position_of(self.steps_done)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{source.id}: {source.n}" for source in self._sources)
+        return (
+            f"Sampler({sizes}, global_batch={self._plan.global_batch}, seed={self._seed}, steps_done={self.steps_done})"
+        )
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield this worker's samples of each step that isn't done yet, or of its micro-batches, without end.
@@ -414,7 +419,7 @@ class Sampler:
         """Return what this worker's positions of a step have."""
         position, size = self._first_position(step), self._plan.global_batch
         number, count = self._worker or distributed_worker()
-        _check_worker((number, count), size // self._micro_batches)
+        check_worker((number, count), size // self._micro_batches)
         return self._course.stretch(position + number * size // count, position + (number + 1) * size // count)
 
     def _count(self) -> None:
@@ -578,23 +583,3 @@ def _as_argument() -> Iterator[None]:
         yield
     except CkptError as error:
         raise err(Code.ARGUMENT, error.detail, where=error.where) from error
-
-
-def _check_worker(worker: tuple[int, int], size: int) -> None:
-    number, count = worker
-    if not 0 <= number < count:
-        raise err(Code.ARGUMENT, f"there is no worker {number} of {count}")
-    if count > size:
-        raise err(Code.ARGUMENT, f"a batch, or micro-batch, of {size} samples can't be spread over {count} workers")
-
-
-def distributed_worker() -> tuple[int, int]:
-    """Return rank and world size of torch.distributed; who didn't import it is alone."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    # Every rank of a launcher would read the same samples, and nothing would say so.
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        detail = f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, and torch.distributed isn't initialised"
-        raise err(Code.WRITERS_UNKNOWN, detail, remedy="Initialise torch.distributed first, or pass worker=(i, n).")
-    return 0, 1

@@ -12,7 +12,7 @@ from ckptfmt.group import Group
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import open_head
-from ckptfmt.state import State
+from ckptfmt.state import INIT_FROM, State
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.restore import LoadReport, load_once
@@ -55,7 +55,7 @@ class InitFrom:
         Args:
             choices: other arguments of `load_once`.
 
-        Returns: the checkpoint, open for the caller to close; and the report.
+        Returns: the checkpoint, open for the caller to close; and the report. The state then says what it began from.
         """
         checkpoint = group.together(self._open)
         report = load_once(
@@ -69,6 +69,12 @@ class InitFrom:
             streams=False,
             **choices,
         )
+        state.init_from = {
+            "path": checkpoint.store.name,
+            "step": checkpoint.step,
+            "digest": checkpoint.digest,
+            "only": [self.only] if isinstance(self.only, str) else None if self.only is None else [*self.only],
+        }
         return checkpoint, report
 
     def _open(self) -> Checkpoint:
@@ -76,3 +82,10 @@ class InitFrom:
         checkpoint = (open_head if is_run(store) else Checkpoint)(store, digest=self.digest)
         check_at_home(checkpoint)
         return checkpoint
+
+
+def carry_init(checkpoint: Checkpoint, state: State, group: Group) -> None:
+    """Have a state say what its run began from, as a checkpoint of the run says it: of process 0, which records it."""
+    if group.writer == 0:
+        recorded = checkpoint.provenance.get(INIT_FROM)
+        state.init_from = recorded if isinstance(recorded, dict) else None

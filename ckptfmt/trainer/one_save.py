@@ -347,7 +347,7 @@ def _context_leaves(state: State, live: Live, *, worker: int, worker_count: int)
                 local_facts(devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts),
             )
         )
-        values.append(("provenance", "", provenance(state.provenance)))
+        values.append(("provenance", "", provenance(state.provenance, state.init_from)))
     return [
         Encoder(field=field, scope=GLOBAL, inline=True).leaf(name, value, tensors_under=name)
         for field, name, value in values
