@@ -132,6 +132,7 @@ def _add_change(parser: argparse.ArgumentParser) -> None:
 def _add_rm(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     parser.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help="its name, its digest or its step")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be deleted, and change nothing")
 
 
 def _add_tag(parser: argparse.ArgumentParser) -> None:

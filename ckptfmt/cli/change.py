@@ -50,9 +50,11 @@ def _delete(arguments: argparse.Namespace, found: Run) -> int:
     """
     named = {one.name: one for one in (found.find(_which(text)) for text in arguments.checkpoints)}
     refused: dict[str, CkptError] = {}
+    gone: list[str] = []
     for name in sorted(named, key=lambda name: (named[name].step, named[name].launch), reverse=True):
         try:
-            found.delete(name)
+            found.delete(name, dry_run=arguments.dry_run, gone=gone)
+            gone.append(name)
         except CommitError as error:
             if len(named) == 1:
                 raise
@@ -61,14 +63,15 @@ def _delete(arguments: argparse.Namespace, found: Run) -> int:
         if len(named) == 1:
             members = dataclasses.asdict(found.find(next(iter(named))))
         else:
-            members = {"deleted": [name for name in named if name not in refused]}
+            members = {"deleted": [name for name in named if name in gone]}
             members["refused"] = [error.as_json() for error in refused.values()]
-        print_json({"target": arguments.path, "checked": "registers", **members})
+        print_json({"target": arguments.path, "checked": "registers", "dry_run": arguments.dry_run, **members})
     else:
         console = Console()
+        done = "would be deleted" if arguments.dry_run else "deleted"
         for name in named:
-            if name not in refused:
-                console.line(("deleted", "green bold"), f"  {clean(name)}: its name stays taken, and says so")
+            if name in gone:
+                console.line((done, "green bold"), f"  {clean(name)}: its name stays taken, and says so")
         print_errors(console, refused.values(), "red bold")
     return 2 if refused else 0
 

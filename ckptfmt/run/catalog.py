@@ -200,14 +200,19 @@ class Run:
         store, run = self._writable()
         change_labels(store, run, self.find(which).name, lambda record: dataclasses.replace(record, pinned=False))
 
-    def delete(self, which: Which) -> None:
+    def delete(self, which: Which, *, dry_run: bool = False, gone: Iterable[str] = ()) -> None:
         """Delete a committed checkpoint: from a moment on it is none any more, then its files go.
+
+        Args:
+            which: checkpoint.
+            dry_run: whether to raise what would be raised, and change nothing.
+            gone: names of others that count as deleted, for a dry run of several.
 
         Raises: CommitError(CHECKPOINT_NEEDED) for what is pinned, what the run goes on from, what its newest launch
             resumes from, the last committed one, and what a delta reads from. Spec: REQ-CMT-022, REQ-CMT-026.
         """
-        store, run = self._writable()
-        delete_checkpoint(store, run, self.find(which).name)
+        store, run = (self._store, read_known_run(self._store)) if dry_run else self._writable()
+        delete_checkpoint(store, run, self.find(which).name, dry_run=dry_run, gone=gone)
 
     def mirror(
         self,

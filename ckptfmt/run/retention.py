@@ -373,11 +373,20 @@ def _find_labelled(store: Store, going: list[RunEntry]) -> dict[str, str]:
     return found
 
 
-def delete_checkpoint(store: Store, run: RunRecord, name: str) -> None:
+def delete_checkpoint(
+    store: Store, run: RunRecord, name: str, *, dry_run: bool = False, gone: Iterable[str] = ()
+) -> None:
     """Retire a checkpoint that somebody names, unless something needs it.
 
     The run's next checkpoint to go on from stays, and what its newest launch resumes from until that has a checkpoint
     of its own, the last committed checkpoint, what is pinned, and what others read from.
+
+    Args:
+        store: rooted at the run.
+        run: what its record says.
+        name: of the checkpoint.
+        dry_run: whether to raise what would be raised, and change nothing.
+        gone: names of others that count as deleted, for a dry run of several.
 
     Raises: CommitError(CHECKPOINT_NEEDED); IntegrityError(NOT_COMMITTED, CHECKPOINT_ABORTED, CHECKPOINT_RETIRED);
         UnsupportedError(FEATURE_UNSUPPORTED); StoreError.
@@ -391,8 +400,11 @@ def delete_checkpoint(store: Store, run: RunRecord, name: str) -> None:
     if entry.manifest is None:
         assert entry.register is not None  # noqa: S101
         raise entry.register if isinstance(entry.register, CkptError) else refusal_of(entry.register)
-    needed = _find_need(launches, entries, entry)
-    if needed is None:
+    gone = {*gone}
+    needed = _find_need(launches, [one for one in entries if one.name not in gone], entry)
+    if needed is None and dry_run:
+        needed = "a save in hand reads from it" if entry.manifest.digest in _find_pinned(store, entries) else None
+    elif needed is None:
         needed = _retire_unread(store, run, launches, [entry], None)[1].get(entry.manifest.digest)
     if needed is not None:
         raise err(Code.CHECKPOINT_NEEDED, needed, where=name, requirement="REQ-CMT-026")

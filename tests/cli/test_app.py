@@ -1,5 +1,6 @@
 """The guard around the commands: exit codes, streams, terminals, interrupts, start-up."""
 
+import ast
 import contextlib
 import os
 import pathlib
@@ -15,6 +16,7 @@ import pytest
 
 from ckptfmt.__main__ import EXIT_PIPE, main
 from ckptfmt.cli import console
+from ckptfmt.cli.commands import COMMANDS
 from ckptfmt.errors import Code, err
 from tests.cli.conftest import ROOT, spawn
 
@@ -46,6 +48,28 @@ def test_no_command_but_the_demo_imports_torch(command, run_path):
     )
 
     assert (done.returncode, done.stderr.strip()) == (0, "[]")
+
+
+@pytest.mark.parametrize("command", [name for name, (_, module) in COMMANDS.items() if module])
+def test_the_help_of_a_command_imports_the_parser_alone(command):
+    """So it takes no longer than to import argparse, and a little."""
+    program = (
+        "import argparse, importlib, sys; before = set(sys.modules);"
+        "from ckptfmt.__main__ import main; code = main(sys.argv[1:]);"
+        "print(sorted(set(sys.modules) - before), file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    imported = set(ast.literal_eval(done.stderr))
+
+    assert done.returncode == 0
+    assert {name for name in imported if name.startswith("ckptfmt")} == {
+        "ckptfmt", "ckptfmt.__main__", "ckptfmt.cli", "ckptfmt.cli.arguments", "ckptfmt.cli.commands"
+    }  # fmt: skip
+    assert {name for name in imported if not name.startswith("ckptfmt")} <= {
+        "__future__", "_locale", "errno", "locale", "textwrap"
+    }  # fmt: skip
 
 
 def test_a_small_checkpoint_is_valid_in_a_fraction_of_a_second_of_the_processor(checkpoint_path):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ckptfmt
@@ -60,6 +61,39 @@ def test_of_several_those_go_that_nothing_needs(run: str, capsys: pytest.Capture
     assert found["deleted"] == [checkpoint_name(1, 1), checkpoint_name(2, 1)]
     assert [(one["code"], one["where"]) for one in found["refused"]] == [("CHECKPOINT_NEEDED", checkpoint_name(3, 1))]
     assert [one.state for one in ckptfmt.Run(run).list()] == ["retired", "retired", "committed"]
+
+
+def test_a_dry_run_says_what_would_go_and_changes_nothing(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.read_bytes() for path in Path(run).rglob("*") if path.is_file()}
+
+    assert said(capsys, "rm", run, "3", "--dry-run", code=2)["error"]["code"] == "CHECKPOINT_NEEDED"
+    assert said(capsys, "rm", run, "2", "--dry-run")["state"] == "committed"
+    found = said(capsys, "rm", run, "1", "2", "3", "--dry-run", code=2)
+    assert (found["dry_run"], found["deleted"]) == (True, [checkpoint_name(1, 1), checkpoint_name(2, 1)])
+    assert main(["rm", run, "1", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith(f"would be deleted  {checkpoint_name(1, 1)}")
+
+    assert {path: path.read_bytes() for path in Path(run).rglob("*") if path.is_file()} == before
+
+
+def test_a_dry_run_of_a_delta_and_its_base_takes_the_delta_as_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {"w": np.zeros(70_000, np.float32)}
+    deltas = ckptfmt.Checkpointer(tmp_path, ckptfmt.State(weights=weights), saver="thread", delta="smallest")
+    with deltas as checkpointer:
+        for step in (1, 2):
+            weights["w"][step] = 1
+            checkpointer.save(step=step)
+    with ckptfmt.Checkpointer(tmp_path, ckptfmt.State(weights=weights), saver="inline") as checkpointer:
+        checkpointer.restore_rng()
+        checkpointer.save(step=3)
+    path = str(tmp_path)
+
+    assert "reads from it" in said(capsys, "rm", path, "1", "--dry-run", code=2)["error"]["detail"]
+    dry = said(capsys, "rm", path, "1", "2", "--dry-run")
+    wet = said(capsys, "rm", path, "1", "2")
+    assert dry["deleted"] == wet["deleted"] == [checkpoint_name(1, 1), checkpoint_name(2, 1)]
 
 
 @pytest.mark.parametrize(
