@@ -21,13 +21,23 @@ help:  ## list the targets
 .PHONY: venv
 venv: $(STAMP)  ## make .venv, with this checkout and all its tools in it
 
+# PyTorch's CPU build is enough for everything but `make gpu`. pip takes it before a CUDA build of the same version,
+# wherever it finds it: in the indexes that it is configured with, and in the one that TORCH_INDEX names.
+TORCH_INDEX ?=
+TORCH_FROM = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+TORCH_NOTE := 0.2 GB if pip finds a CPU build; 3 GB if it finds only one with CUDA: TORCH_INDEX=URL, see CONTRIBUTING.md
+# What pip says of downloads, with their sizes, and nothing else of it.
+DOWNLOADS = { grep --line-buffered -E '^ *(Downloading|Using cached|Processing) .*(torch|nvidia|triton)' || true; }
+
 # The build backend goes in first and builds without isolation, so that it is held to the pins as everything else is.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml conformance/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptfmt needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
-	@echo "setting up $(VENV) (torch is the most of it)"
+	@echo "setting up $(VENV); torch is the most of it: $(TORCH_NOTE)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install --constraint constraints.txt hatchling editables
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@$(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --constraint constraints.txt \
+		$(TORCH_FROM) torch | $(DOWNLOADS)
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable ./conformance --editable '.[dev]'
 	@touch $@
 
 .PHONY: demo
@@ -73,11 +83,32 @@ test-torch-%:
 	@test -x .venv-torch/$*/bin/python || $(PYTHON) -m venv .venv-torch/$*
 	@grep -vE '^(torch|sympy|networkx|fsspec|mypy|ruff)==' constraints.txt > .venv-torch/$*/constraints.txt
 	@.venv-torch/$*/bin/python -m pip --disable-pip-version-check --quiet install \
-		--constraint .venv-torch/$*/constraints.txt torch==$* numpy hypothesis pytest pytest-timeout pytest-xdist \
-		hatchling editables build types-jsonschema
+		--constraint .venv-torch/$*/constraints.txt $(TORCH_FROM) torch==$* numpy hypothesis pytest \
+		pytest-timeout pytest-xdist hatchling editables build types-jsonschema
 	@.venv-torch/$*/bin/python -m pip --disable-pip-version-check --quiet install \
-		--constraint .venv-torch/$*/constraints.txt --no-build-isolation --editable '.[torch]'
+		--constraint .venv-torch/$*/constraints.txt --no-build-isolation \
+		--editable ./conformance --editable '.[torch]'
 	@.venv-torch/$*/bin/python -m pytest -n $(JOBS) $(DIST) $(TORCH_TESTS)
+
+# What needs no torch, on the other supported versions of Python.
+PYTHONS := 3.12 3.13
+PYTHON_TESTS := tests/documents tests/layout tests/codecs tests/read tests/run tests/cli tests/commit tests/write \
+	tests/store tests/data tests/hostile tests/test_public.py tests/test_errors.py
+
+.PHONY: test-pythons
+test-pythons: $(PYTHONS:%=test-python-%)  ## what needs no torch, on the other supported versions of Python
+
+test-python-%:
+	@echo "setting up .venv-pythons/$* (the first time: 0.3 GB, without torch)"
+	@test -x .venv-pythons/$*/bin/python || python$* -m venv .venv-pythons/$*
+	@grep -vE '^(torch|mypy|ruff)==' constraints.txt > .venv-pythons/$*/constraints.txt
+	@.venv-pythons/$*/bin/python -m pip --disable-pip-version-check --quiet install \
+		--constraint .venv-pythons/$*/constraints.txt hatchling editables hypothesis 'moto[s3]' flask flask-cors \
+		pytest pytest-timeout pytest-xdist
+	@.venv-pythons/$*/bin/python -m pip --disable-pip-version-check --quiet install \
+		--constraint .venv-pythons/$*/constraints.txt --no-build-isolation \
+		--editable ./conformance --editable '.[cloud,completion]'
+	@.venv-pythons/$*/bin/python -m pytest -n $(JOBS) $(DIST) $(PYTHON_TESTS)
 
 # The frameworks themselves, pinned, in an environment of their own: 2.5 GB beside torch.
 PLUGINS := .venv-plugins
@@ -85,13 +116,13 @@ PLUGINS := .venv-plugins
 .PHONY: venv-plugins
 venv-plugins: $(PLUGINS)/.stamp  ## make .venv-plugins, with the frameworks that the plug-ins are tested with
 
-$(PLUGINS)/.stamp: pyproject.toml constraints.txt constraints-plugins.txt
+$(PLUGINS)/.stamp: pyproject.toml conformance/pyproject.toml constraints.txt constraints-plugins.txt
 	@echo "setting up $(PLUGINS) (the frameworks are the most of it)"
 	@test -x $(PLUGINS)/bin/python || $(PYTHON) -m venv $(PLUGINS)
 	@$(PLUGINS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-plugins.txt \
 		hatchling editables
 	@$(PLUGINS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints-plugins.txt \
-		--no-build-isolation --editable '.[accelerate,jax,lightning,ray,torchdata,transformers]' \
+		--no-build-isolation --editable ./conformance --editable '.[accelerate,jax,lightning,ray,torchdata,transformers]' \
 		flax optax hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
@@ -161,5 +192,5 @@ format: venv  ## put the code into the house's format
 
 .PHONY: clean
 clean:  ## remove .venv, the caches of the tools and what builds leave
-	@rm -rf $(VENV) $(PLUGINS) .venv-torch build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) $(PLUGINS) .venv-pythons .venv-torch build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -114,7 +114,7 @@ def _run_conformance(argv: list[str]) -> int:
             Code.STATE_UNSUPPORTED,
             "the conformance suite isn't installed",
             where="ckptfmt_conformance",
-            remedy="Install the wheel of ckptfmt again; in a checkout, run `make venv`.",
+            remedy='Install it: pip install "ckptfmt[conformance]"; in a checkout, `make venv`.',
         ) from error
     return conformance.main(argv, program=f"{PROGRAM} conformance")
 

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 Code.STATE_UNSUPPORTED,
                 f"the demo trains a small model with {module}",
                 where="demo",
-                remedy='Install it: pip install "ckptfmt[torch]"; in a checkout, `make venv`.',
+                remedy='Install it: pip install "ckptfmt[conformance,torch]"; in a checkout, `make venv`.',
             )
     try:
         with _ended_as_by_ctrl_c(signal.SIGTERM):

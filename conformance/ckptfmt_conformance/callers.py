@@ -106,6 +106,9 @@ def find_target(text: str) -> Target:
     name = BUILTIN.get(text, text)
     if _BROKEN.fullmatch(text):
         name = f"ckptfmt_conformance.adapters.{text.replace('/', ':')}"
+    if name != text and importlib.util.find_spec("ckptfmt") is None:
+        remedy = 'Install it: pip install "ckptfmt[conformance]".'
+        raise SuiteError(f"the adapter {text} is one of ckptfmt, which isn't installed", remedy=remedy)
     if _CLASS.fullmatch(name):
         return Target(text, class_name=name, xfails=_xfails_of_class(name.partition(":")[0]))
     try:

@@ -121,7 +121,9 @@ def vectors_root() -> Path:
     for root in (package / "vectors", package.parent / "vectors"):
         if root.is_dir():
             return root
-    raise SuiteError("there are no vectors in this installation", remedy="Install the wheel of ckptfmt again.")
+    raise SuiteError(
+        "there are no vectors in this installation", remedy="Install the wheel of ckptfmt-conformance again."
+    )
 
 
 def load_cases(root: Path) -> tuple[Case, ...]:

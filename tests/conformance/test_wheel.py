@@ -1,10 +1,9 @@
-"""From the built wheel, in an empty directory outside of this checkout, the suite runs: by its command, by pytest."""
+"""From the built wheels, in an empty directory outside of this checkout, the suite runs: by its command, by pytest."""
 
 import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 import zipfile
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.vectors import VECTORS
+from tests.distributions import build, pip, run
 from tests.house.sources import ROOT
 
 pytestmark = pytest.mark.slow
@@ -20,34 +20,21 @@ pytestmark = pytest.mark.slow
 HANDFUL = ["--filter", "manifest/valid/*", "--filter", "documents/invalid/e*", "--filter", "trees/valid/*"]
 
 
-def run(*command, cwd, path=None, code=0):
-    """Run a command with nothing of the checkout in sight, and only `path` in front of what is installed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "CKPTFMT"))}
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheels")
+    return [build(folder, name)[1] for name in ("ckptfmt-conformance", "ckptfmt")]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT), cwd=folder)
-    (path,) = folder.glob("*.whl")
-    return path
-
-
-@pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
+def installed(wheels, tmp_path_factory):
     folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-deps", "--no-index"]
-    run(*pip, "--target", str(folder), str(wheel), cwd=folder)
+    run(*pip(sys.executable, "--no-deps", "--target", folder, *wheels), cwd=folder)
     return folder
 
 
-def test_the_wheel_carries_all_vectors_as_they_are(wheel):
-    with zipfile.ZipFile(wheel) as archive:
+def test_the_wheel_carries_all_vectors_as_they_are(wheels):
+    with zipfile.ZipFile(wheels[0]) as archive:
         carried = {
             name.removeprefix("ckptfmt_conformance/vectors/"): archive.read(name)
             for name in archive.namelist()

@@ -11,10 +11,14 @@ from tests.house.sources import ROOT
 
 
 def test_package_changelog_and_suite_say_one_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    project, suite = (
+        tomllib.loads((ROOT / path).read_text("utf-8"))["project"]
+        for path in ("pyproject.toml", "conformance/pyproject.toml")
+    )
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
 
-    assert project["version"] == ckptfmt.__version__ == ckptfmt_conformance.__version__
+    assert project["version"] == ckptfmt.__version__ == ckptfmt_conformance.__version__ == suite["version"]
+    assert project["optional-dependencies"]["conformance"] == [f"{suite['name']}=={suite['version']}"]
     assert headings[:2] == ["Unreleased", ckptfmt.__version__]
 
 
