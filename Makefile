@@ -27,7 +27,7 @@ TORCH_INDEX ?=
 TORCH_FROM = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 TORCH_NOTE := 0.2 GB if pip finds a CPU build; 3 GB if it finds only one with CUDA: TORCH_INDEX=URL, see CONTRIBUTING.md
 # What pip says of downloads, with their sizes, and nothing else of it.
-DOWNLOADS = { grep --line-buffered -E '^ *(Downloading|Using cached|Processing) .*(torch|nvidia|triton)' || true; }
+DOWNLOADS = { grep --line-buffered -E '^ *(Downloading|Using cached|Processing) [^ ]*(torch|nvidia|cuda|triton)' || true; }
 
 # The build backend goes in first and builds without isolation, so that it is held to the pins as everything else is.
 $(STAMP): pyproject.toml conformance/pyproject.toml constraints.txt
