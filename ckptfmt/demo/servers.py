@@ -34,6 +34,8 @@ CEPH_PROGRAMS: Final = ("monmaptool", "ceph-mon", "ceph-osd", "ceph", "radosgw",
 CEPH_REMEDY: Final = "On Debian: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
 #: How long a server may take until it answers: generous, since other work may leave it a tenth of a processor.
 START_S: Final = 240
+#: How often a monitor is asked before its refusal counts.
+_ASK_COUNT: Final = 10
 _USER: Final = {"access_key_id": "test", "secret_access_key": "testsecret", "region": "us-east-1"}
 
 
@@ -197,12 +199,11 @@ class Ceph:
         self._call("monmaptool", "--create", "--addv", "a", address, "--fsid", cluster, monmap)
         self._call("ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap, *self._common)
         self._launch("ceph-mon", "-i", "a", *self._common)
-        self._call("ceph", "-c", self._configuration, "osd", "create")  # waits for the monitor
+        self._ask("osd", "create")  # waits for the monitor
         with (self._directory / "osd" / "block").open("wb") as block:
             block.truncate(10 << 30)  # a sparse file
         self._call("ceph-osd", "-i", "0", "--mkfs", *self._common)
-        place = ("osd", "crush", "add", "0", "1.0", "root=default", "host=local")
-        self._call("ceph", "-c", self._configuration, *place)
+        self._ask("osd", "crush", "add", "0", "1.0", "root=default", "host=local")
         self._launch("ceph-osd", "-i", "0", *self._common)
         self._launch("radosgw", "-n", "client.rgw.x", *self._common)
         self._wait()
@@ -266,6 +267,18 @@ rgw_frontends = beast endpoint=127.0.0.1:{self._port} tcp_nodelay=1
                 code = -1
         if code:
             raise self._error(f"`{' '.join(map(str, command))}` ended with {code}")
+
+    def _ask(self, *command: str) -> None:
+        """Ask the monitor; again after a refusal: on a busy machine one that has just begun answers with EPERM."""
+        for left in reversed(range(_ASK_COUNT)):
+            try:
+                self._call("ceph", "-c", self._configuration, *command)
+            except ServerError:
+                if not left:
+                    raise
+                time.sleep(1)
+            else:
+                return
 
     def _launch(self, *command: str | pathlib.Path) -> None:
         # In the foreground, a child of this process. Ctrl-C at the terminal is for this process alone.
