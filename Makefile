@@ -93,7 +93,7 @@ test-torch-%:
 # What needs no torch, on the other supported versions of Python.
 PYTHONS := 3.12 3.13
 PYTHON_TESTS := tests/documents tests/layout tests/codecs tests/read tests/run tests/cli tests/commit tests/write \
-	tests/store tests/stage tests/data tests/test_public.py tests/test_errors.py
+	tests/store tests/stage tests/data tests/test_errors.py
 # Files of these folders that import torch.
 PYTHON_LEAVES_OUT := tests/cli/test_doctor.py tests/cli/test_listing.py tests/codecs/test_prediction_members.py \
 	tests/codecs/test_prediction_training.py tests/read/test_oracle.py
