@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, SupportsFloat, overload
 
 from ckptfmt import limits
-from ckptfmt.adapters.live import list_numbered
+from ckptfmt.adapters.live import list_doubts
 from ckptfmt.adapters.live_trees import find_below
 from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
 from ckptfmt.adapters.placing import load_trees
@@ -114,7 +114,7 @@ def save(
         label=functools.partial(Labels.of, metrics, tags),
         replace=replace,
     )
-    for sentence in list_numbered(state, worker=group.writer):
+    for sentence in list_doubts(state, worker=group.writer):
         _LOG.warning("%s", sentence)
     if isinstance(agree, str) and group.writer == 0:
         with contextlib.suppress(CkptError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -292,3 +293,46 @@ def test_values_of_one_process_are_told_in_one_sentence() -> None:
     found = [reason for reason in reports[2].lowered_by if "process 2 saved none" in reason]
     assert found == ["extra:a, data: process 2 saved none, as one of 2 processes, and takes process 0's"]
     assert not any("scope" in reason for report in reports for reason in report.lowered_by)
+
+
+# --- what was forgotten -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["nothing", "scheduler", "state_dict"])
+def test_a_scheduler_that_is_in_no_state_is_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    """It was T1, and another trajectory."""
+
+    def train(steps: int) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+        sampler = ckptfmt.Sampler(64, global_batch=4, seed=0)
+        options: dict[str, Any] = {"scheduler": {"extra": {"s": scheduler}}, "nothing": {}}
+        kept: Any = options.get(given, {"extra": {"s": scheduler.state_dict()}})
+        state = ckptfmt.State(weights=model, optimizer=optimizer, data=sampler, config={}, **kept)
+        rows: Any = torch.randn(64, 4)
+        rates = []
+        with ckptfmt.Checkpointer(tmp_path, state, every=1, saver="inline") as checkpointer:
+            batches = iter(torch.utils.data.DataLoader(rows, batch_sampler=sampler))
+            if given == "state_dict" and checkpointer.step:
+                scheduler.load_state_dict(kept["extra"]["s"])
+            for _ in checkpointer.steps(steps):
+                model(next(batches)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                if given == "state_dict":
+                    kept["extra"]["s"].update(scheduler.state_dict())
+                rates.append(optimizer.param_groups[0]["lr"])
+            return rates, checkpointer.load_report
+
+    first, _ = train(2)
+    assert any("SCHEDULER_NOT_SAVED" in line for line in caplog.messages) == (given == "nothing")
+    rest, report = train(4)
+    shutil.rmtree(tmp_path)
+    undisturbed, _ = train(4)
+    assert ([*first, *rest] == undisturbed) == (report.claim == "T1") == (given != "nothing")
+    assert any("initial_lr" in reason for reason in report.lowered_by) == (given == "nothing")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from types import ModuleType
 from typing import Any, Final, TypeGuard
@@ -59,6 +59,12 @@ class Unit:
         return join_name(self.path)
 
 
+#: What is told where an optimizer has a schedule of learning rates, and nothing else tells of a scheduler.
+NO_SCHEDULE: Final = (
+    "the optimizer's groups have initial_lr, as schedulers of learning rates set it, and no scheduler's state is saved:"
+    ' give State(extra={"scheduler": scheduler})'
+)
+
 #: Containers that are walked through; what derives from them is an object of its own.
 _WALKED: Final = (dict, OrderedDict, list, tuple, deque)
 
@@ -78,16 +84,34 @@ def walk(state: State, *, worker: int) -> Iterator[Unit]:
     yield from field("data")
 
 
-def list_numbered(state: State, *, worker: int) -> list[str]:
-    """Return a sentence for each optimizer whose state is saved by the positions of its parameters, not their names."""
-    side = torch_side()
-    return [
+def list_doubts(state: State, *, worker: int) -> list[str]:
+    """Return a sentence for each thing that is saved in another way than its user may mean, or isn't saved.
+
+    These are optimizers whose state is saved by the positions of their parameters, not their names; and the schedule of
+    learning rates that an optimizer follows, where nothing in the state may be its scheduler.
+    """
+    side, units = torch_side(), list(walk(state, worker=worker))
+    groups = [group for unit in units if unit.kind is Kind.OPTIMIZER for group in unit.value.param_groups]
+    has_schedule = any("initial_lr" in group for group in groups)
+    if has_schedule and not any(may_be_schedule(unit.name, unit.value) for unit in units):
+        unsaved = [f"SCHEDULER_NOT_SAVED: {NO_SCHEDULE}"]
+    else:
+        unsaved = []
+    return unsaved + [
         f"SAVED_BY_POSITION: {unit.field}:{unit.name} is a {type(unit.value).__qualname__}, whose own state_dict"
         " numbers its parameters: it loads only where they stand in this order, in this layout; to save by names, give"
         " the optimizer that it wraps"
-        for unit in walk(state, worker=worker)
+        for unit in units
         if side is not None and unit.kind is Kind.STATEFUL and side.is_numbered(unit.value)
     ]
+
+
+def may_be_schedule(name: str, value: object) -> bool:
+    """Return whether a value may be the state of a scheduler of learning rates, or the scheduler itself."""
+    if "sched" in name.lower() or "last_epoch" in name or hasattr(value, "last_epoch"):
+        return True
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return (isinstance(value, Mapping) and "last_epoch" in value) or any(may_be_schedule("", one) for one in inner)
 
 
 class _Walker:

@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.context import find_differences, local_facts, plain_config, topology
 from ckptfmt.adapters.data_loaders import may_load
-from ckptfmt.adapters.live import Kind, Live, Unit, optimizer_prefix
+from ckptfmt.adapters.live import NO_SCHEDULE, Kind, Live, Unit, may_be_schedule, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint, prefix_of
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan, Patterns, Rename
 from ckptfmt.adapters.placing import Placer, plan_named_tensors, plan_sink, put_back, take_named_leaf
@@ -233,6 +233,7 @@ def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Resto
         *_list_decisive(plan, state, differences),
         *_compare_topology(plan, live),
         *_find_limits(live),
+        *_find_lost_schedule(plan),
     )
     return Restoration(plan, state, stream_actions, tuple(differences), lowered_by)
 
@@ -477,6 +478,17 @@ def _find_limits(live: Live) -> list[str]:
     """Return what no checkpoint can bring back, and what therefore lowers the claim."""
     side: Any = torch_side()
     return [limit for view in live.views.values() for limit in side.find_claim_limits(view.module)]
+
+
+def _find_lost_schedule(plan: LoadPlan) -> list[str]:
+    """Return that nothing is saved of the scheduler that the optimizer's learning rates follow, where that is so."""
+    if plan.is_partial:
+        return []
+    leaves = {key: plan.checkpoint.leaf(*key) for key in plan.checkpoint.leaves if key[0] in ("optimizer", "data")}
+    groups = [leaf for (_, name, _), leaf in leaves.items() if "group" in name.split("/") and isinstance(leaf, Mapping)]
+    has_schedule = any("initial_lr" in group.get("options", ()) for group in groups)
+    found = any(may_be_schedule(name, leaf) for (_, name, _), leaf in leaves.items())
+    return [NO_SCHEDULE] if has_schedule and not found else []
 
 
 def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:

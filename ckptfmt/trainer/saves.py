@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
-from ckptfmt.adapters.live import list_numbered
+from ckptfmt.adapters.live import list_doubts
 from ckptfmt.commit.decision import Known, check_vacant
 from ckptfmt.commit.lone import check_no_run
 from ckptfmt.delta.policy import DeltaOptions
@@ -207,7 +207,7 @@ class Saves:
         """
         snapshot = prepare_once(self._group, state, self._ownership, block_nbytes=limits.BLOCK_NBYTES)
         self._look_for_devices(snapshot)
-        for sentence in list_numbered(state, worker=self._group.writer):
+        for sentence in list_doubts(state, worker=self._group.writer):
             self._report(sentence)
 
     def _look_for_devices(self, snapshot: Snapshot) -> None:
