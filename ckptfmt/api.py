@@ -259,6 +259,8 @@ def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[Pa
         kinds = {f"optimizer:{name.partition('/')[0]}" for name in names if name.startswith(("group/", "state/"))}
         only = ["optimizer:*"] if is_whole else sorted(kinds)
         values = load_trees(checkpoint, "torch", only=only).get("optimizer", {}) if only else {}
+    if is_whole and isinstance(values, dict):
+        values = values.get("", values)  # beside it may be what stands under extra/
     found, errors = ({}, []) if is_whole else take_optimizers(values, where="optimizer")
     tree = find_below(values if is_whole else nest(found) if found else None, keys)
     if isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys():

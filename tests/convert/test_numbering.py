@@ -170,3 +170,17 @@ def test_an_order_that_is_not_in_the_checkpoint_is_said(tmp_path: Any, monkeypat
     other, again = make("AdamW of two groups")
     ckptfmt.load(tmp_path / "old", ckptfmt.State(weights=other, optimizer=again))
     assert frozen(again.state_dict()) == frozen(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("keys", [(), (0,)], ids=["optimizer", "optimizer_states, as Lightning has it"])
+def test_an_imported_optimizer_has_one_beside_other_entries(keys: tuple[int, ...], tmp_path: Any) -> None:
+    net, optimizer = make("AdamW of two groups")
+    train(net, optimizer, range(2))
+    saved = {"optimizer_states": [optimizer.state_dict()]} if keys else {"optimizer": optimizer.state_dict()}
+    torch.save({"state_dict": net.state_dict(), "epoch": 3, **saved}, tmp_path / "a.pt")
+    done(tmp_path / "a.pt", tmp_path / "imported", "--to", "ckptfmt")
+
+    found = ckptfmt.optimizer_state_dict(tmp_path / "imported", *keys)
+
+    make("AdamW of two groups")[1].load_state_dict(found)
+    assert frozen(found) == frozen(optimizer.state_dict())
