@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import html
+import itertools
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from ckptfmt_conformance import __version__
 from ckptfmt_conformance.badge import badge_svg, claim_of
 from ckptfmt_conformance.judge import RED, Status
+from ckptfmt_conformance.reports import count_text, group_by_clause
 from ckptfmt_conformance.runner import Result, Run
 
 __all__ = ["dump_html"]
@@ -18,6 +21,7 @@ _STYLE: Final = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .6rem; border-top: 1px solid #8884; }
+tbody th { padding-top: 1.2rem; }
 td.s { font-weight: 600; white-space: nowrap; } td.n { text-align: right; font-variant-numeric: tabular-nums; }
 code { font: 13px ui-monospace, monospace; overflow-wrap: anywhere; } small { color: #888; }
 pre { margin: .2rem 0 0; white-space: pre-wrap; font: 13px ui-monospace, monospace; }
@@ -27,12 +31,16 @@ label { margin-right: 1rem; white-space: nowrap; } input[type=search] { font: in
 """
 
 _SCRIPT: Final = """
-const rows = [...document.querySelectorAll('tbody tr')];
+const groups = [...document.querySelectorAll('tbody')];
 function show() {
   const on = new Set([...document.querySelectorAll('input:checked')].map(box => box.value));
   const text = document.querySelector('input[type=search]').value.toLowerCase();
-  for (const row of rows)
-    row.hidden = !on.has(row.dataset.status) || !row.textContent.toLowerCase().includes(text);
+  for (const group of groups) {
+    const rows = [...group.querySelectorAll('[data-status]')];
+    for (const row of rows)
+      row.hidden = !on.has(row.dataset.status) || !row.textContent.toLowerCase().includes(text);
+    group.hidden = rows.every(row => row.hidden);
+  }
 }
 document.addEventListener('input', show);
 show();
@@ -40,10 +48,9 @@ show();
 
 
 def dump_html(run: Run) -> str:
-    """Return the page: claim, counts, and every case with what was said of it; what is red comes first."""
+    """Return the page: claim, counts, and by clause every case with what was said of it; what is red comes first."""
     described = run.description
     name = html.escape(f"{described.name} {described.version}")
-    results = sorted(run.results, key=lambda result: result.status not in RED)
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.unix_s))
     chosen = f"Only a selection was asked: {html.escape(', '.join(run.selection))}. " if run.selection else ""
     idle = "".join(
@@ -64,9 +71,14 @@ suite {__version__}, {len(run.results)} cases in {run.seconds:.1f} s, {when}.</p
 <p><small>Roles: {html.escape(", ".join(described.roles))}. Kinds: {html.escape(", ".join(described.kinds))}.
 Features: {html.escape(", ".join(described.features)) or "none"}.</small></p>{idle}
 <p>{boxes}<input type=search placeholder="id, clause, code, ..." aria-label=search></p>
-<table><thead><tr><th>Status<th>Case<th>Clauses<th>Seconds</tr></thead><tbody>
-{"".join(map(_row, results))}</tbody></table><script>{_SCRIPT}</script></html>
+<table><thead><tr><th>Status<th>Case<th>Clauses<th>Seconds</tr></thead>
+{"".join(itertools.starmap(_group, group_by_clause(run.results).items()))}</table><script>{_SCRIPT}</script></html>
 """
+
+
+def _group(clause: str, results: Sequence[Result]) -> str:
+    head = f"<tr><th colspan=4>{html.escape(clause)} <small>{count_text(results)}</small></tr>"
+    return f"<tbody>{head}\n{''.join(map(_row, results))}</tbody>"
 
 
 def _row(result: Result) -> str:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, Final
 from xml.sax.saxutils import escape, quoteattr
 
@@ -19,7 +19,7 @@ from ckptfmt_conformance.judge import RED, Status
 from ckptfmt_conformance.protocol import parse_description
 from ckptfmt_conformance.runner import Result, Run
 
-__all__ = ["Progress", "dump_json", "dump_junit", "parse_json", "text_of"]
+__all__ = ["Progress", "count_text", "dump_json", "dump_junit", "group_by_clause", "parse_json", "text_of"]
 
 _COLOURS: Final = {
     Status.PASS: "32",
@@ -75,8 +75,25 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+def group_by_clause(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Return results by the first clause that each case is about, red clauses first, and within each what is red first.
+
+    Cases about no clause of the specification, such as trajectories, stand under their kind.
+    """
+    groups: dict[str, list[Result]] = {}
+    for result in sorted(results, key=lambda result: result.status not in RED):
+        groups.setdefault(next(iter(result.case.requirements), result.case.kind), []).append(result)
+    return dict(sorted(groups.items(), key=lambda group: (group[1][0].status not in RED, group[0])))
+
+
+def count_text(results: Sequence[Result]) -> str:
+    """Return how many cases of each status there are."""
+    counts = ((status, sum(result.status is status for result in results)) for status in Status)
+    return ", ".join(f"{count} {status}" for status, count in counts if count)
+
+
 def text_of(run: Run, *, verbose: bool = False, stream: IO[str] | None = None) -> str:
-    """Return a report for eyes: what is red, what was left out and why, and the count of each status.
+    """Return a report for eyes: what is red by clause, what was left out and why, and the count of each status.
 
     Args:
         verbose: say how every case went.
@@ -89,8 +106,11 @@ def text_of(run: Run, *, verbose: bool = False, stream: IO[str] | None = None) -
         return f"\x1b[{_COLOURS[status]}m{text}\x1b[0m" if in_colour else text
 
     lines = []
-    for result in run.results:
-        if verbose or result.status in RED or result.status is Status.XFAIL:
+    for clause, results in group_by_clause(run.results).items():
+        shown = [one for one in results if verbose or one.status in RED or one.status is Status.XFAIL]
+        if shown:
+            lines.append(f"{clause}: {count_text(results)}")
+        for result in shown:
             lines.append(f"{paint(result.status, f'{result.status:11}')} {result.case.id}")
             if result.message:
                 lines += [f"            {line}" for line in clean(result.message).splitlines()]

@@ -704,6 +704,28 @@ def test_the_page_is_whole_and_nothing_in_it_is_markup_of_an_adapter():
         assert text not in page.replace("http://www.w3.org/2000/svg", "")
 
 
+def test_reports_group_by_clause_and_show_red_clauses_first():
+    def of(case_id, status, *clauses):
+        made = result(case_id, status)
+        return dataclasses.replace(made, case=dataclasses.replace(made.case, requirements=clauses))
+
+    run = a_run(
+        of("p/fine", "PASS", "REQ-A-001", "REQ-B-001"),
+        of("p/good", "PASS", "REQ-B-001", "REQ-A-001"),
+        of("p/bad", "FAIL", "REQ-B-001"),
+        of("p/none", "PASS"),
+    )
+
+    page = dump_html(run)
+    heads = [page.index(f"<th colspan=4>{head}") for head in ("REQ-B-001 <small>1 PASS, 1 FAIL", "REQ-A-001", "open")]
+    assert heads == sorted(heads)
+    assert page.count("<tbody>") == 3
+    assert heads[0] < page.index("p/bad") < page.index("p/good") < heads[1] < page.index("p/fine") < heads[2]
+    told = text_of(run, stream=io.StringIO()).splitlines()
+    assert told[:2] == ["REQ-B-001: 1 PASS, 1 FAIL", "FAIL        p/bad"]
+    assert not any(line.startswith("REQ-A-001:") for line in told)
+
+
 def test_text_shows_no_control_characters_and_colours_only_a_terminal():
     class Terminal(io.StringIO):
         def isatty(self):
