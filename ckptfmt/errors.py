@@ -375,7 +375,11 @@ class Code(StrEnum):
         "Its load_state_dict changes values: give its tensors to State as a mapping instead.",
     )
     #: an argument is out of range
-    ARGUMENT = ("ARGUMENT", StateError, "The docstring of the function or class says which values it takes.")
+    ARGUMENT = (
+        "ARGUMENT",
+        StateError,
+        "Give another value: the documentation of this function, class or command says which.",
+    )
     #: there are several workers, and no way for them to agree
     WRITERS_UNKNOWN = (
         "WRITERS_UNKNOWN",

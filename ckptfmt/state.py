@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol
@@ -119,6 +120,26 @@ class CapturedRng:
             stream.write(stream.read())
 
 
+def _refusing_positions(cls: type[State]) -> type[State]:
+    """Return the class, which names what to write where its objects are given without saying what they are."""
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def init(self: State, *given: object, **named: Any) -> None:  # noqa: ANN401 - as the dataclass has them
+        if given:
+            raise err(
+                Code.ARGUMENT,
+                f"a {type(given[0]).__qualname__} that isn't said to be weights, optimizer, data or config",
+                where="State(...)",
+                remedy="Say which part of the run each is: State(weights=model, optimizer=optimizer, data=sampler).",
+            )
+        make(self, **named)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+@_refusing_positions
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class State:
     """The live objects of a run that a checkpoint is made of and loaded into.

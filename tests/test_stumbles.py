@@ -336,3 +336,61 @@ def test_a_scheduler_that_is_in_no_state_is_missed(
     undisturbed, _ = train(4)
     assert ([*first, *rest] == undisturbed) == (report.claim == "T1") == (given != "nothing")
     assert any("initial_lr" in reason for reason in report.lowered_by) == (given == "nothing")
+
+
+# --- values of arguments ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "example"),
+    [
+        ({"every": 0}, "every=100 for each hundredth step, every='5min' or every='auto'"),
+        ({"every": "10 steps"}, "every=100 for each hundredth step"),
+        ({"every": "auto", "mtbf": "often"}, "such as mtbf='3h'"),
+        ({"keep": 0}, "such as keep=3 for the newest three"),
+        ({"keep": "3"}, "such as keep=3 for the newest three"),
+        ({"keep": 1, "keep_every": 0}, "such as keep_every=1000"),
+    ],
+)
+def test_a_value_that_cannot_be_names_one_that_can(given: dict[str, Any], example: str, tmp_path: Path) -> None:
+    """`Checkpointer(every=0)`, `every="10 steps"`, `keep=0`, `keep="3"`: the remedy is an example."""
+    text = told(ckptfmt.Checkpointer, tmp_path / "run", ckptfmt.State(data=1), saver="inline", **given)
+    assert f"ARGUMENT at {[*given][-1]}=:" in text
+    assert example in text
+
+
+def test_a_step_as_text_and_an_unknown_word_of_allow(tmp_path: Path) -> None:
+    """`save(..., step="3")` and `load(..., allow=("shape",))`."""
+    state = ckptfmt.State(data=1)
+    assert "such as step=100." in told(ckptfmt.save, tmp_path / "x", state, step=cast("Any", "3"))
+    ckptfmt.save(tmp_path / "x", state, step=3)
+    text = told(ckptfmt.load, tmp_path / "x", state, allow=("shape",))
+    assert "takes dtype, loader, missing, streams, unexpected, and not shape" in text
+    assert "such as allow=('missing',)." in text
+
+
+def test_a_second_save_to_a_path_is_told_of_replace(tmp_path: Path) -> None:
+    """`save("x", ...)` twice: the remedy is what makes the second call work; in a run it is none."""
+    state = ckptfmt.State(data=1)
+    ckptfmt.save(tmp_path / "x", state, step=1)
+    assert "save(..., replace=True) takes the place of the old one" in told(ckptfmt.save, tmp_path / "x", state, step=2)
+    ckptfmt.save(tmp_path / "x", state, step=2, replace=True)
+    with ckptfmt.Checkpointer(tmp_path / "run", state, saver="inline") as checkpointer:
+        checkpointer.save(step=1)
+    text = told(ckptfmt.save, next((tmp_path / "run").glob("step-*")), state, step=1)
+    assert "CHECKPOINT_EXISTS" in text
+    assert "replace" not in text
+
+
+def test_a_model_without_its_name_in_a_state() -> None:
+    """`State(model)`: the remedy says which part it may be. `InitFrom("imported")` needs no name."""
+    text = told(cast("Any", ckptfmt.State), torch.nn.Linear(2, 2))
+    assert "a Linear that isn't said to be weights" in text
+    assert "State(weights=model, optimizer=optimizer, data=sampler)" in text
+    assert ckptfmt.InitFrom("imported", only=None) == ckptfmt.InitFrom(path="imported", only=None)
+
+
+def test_dir_lists_what_is_public() -> None:
+    """`dir(ckptfmt)`, which completion in a shell shows too."""
+    ckptfmt.State(data=1)
+    assert [name for name in dir(ckptfmt) if not name.startswith("__")] == sorted(ckptfmt.__all__)

@@ -264,7 +264,9 @@ class LoadPlan:
         unknown = set(allow) - set(_ALLOWED_BY.values())
         if unknown:
             known = ", ".join(sorted(set(_ALLOWED_BY.values())))
-            raise err(Code.ARGUMENT, f"allow= takes {known}, and not {', '.join(sorted(unknown))}", where="allow")
+            detail = f"allow= takes {known}, and not {', '.join(sorted(map(str, unknown)))}"
+            remedy = "Pass a tuple of these words, such as allow=('missing',)."
+            raise err(Code.ARGUMENT, detail, where="allow=", remedy=remedy)
         self.checkpoint = checkpoint
         self.worker = worker
         self.worker_count = worker_count
@@ -479,7 +481,9 @@ def _offer(renaming: str, problem: Problem) -> Problem:
     """Return a problem of names, with a renaming as its remedy before any other."""
     if problem.code not in _OF_NAMES or problem.where.partition(":")[0] not in ("weights", "optimizer"):
         return problem
-    begin = f"If only the names differ, pass {renaming} to ckptfmt.load, or in init_from=InitFrom(...) to a new run."
+    begin = (
+        f"If only the names differ, pass {renaming} to ckptfmt.load, or in init_from=InitFrom(path, ...) to a new run."
+    )
     remedy = f"{begin} {problem.remedy or problem.code.remedy}"
     return dataclasses.replace(problem, remedy=remedy)
 

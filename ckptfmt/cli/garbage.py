@@ -53,10 +53,15 @@ def run(arguments: argparse.Namespace) -> int:
     Raises: UnsupportedError(FEATURE_UNSUPPORTED); StateError(ARGUMENT); FencedError where a launch begins meanwhile;
         IntegrityError, FormatError of the run's records; StoreError.
     """
+    for option, count in (("--keep", arguments.keep), ("--keep-every", arguments.keep_every)):
+        if count is not None and count < 1:
+            remedy = f"Give a whole number from 1 on, such as {option} 3."
+            raise err(Code.ARGUMENT, f"{count} isn't a positive number", where=option, remedy=remedy)
+    for option, given in (("--keep-every", arguments.keep_every), ("--keep-best", arguments.keep_best)):
+        if arguments.keep is None and given is not None:
+            remedy = "Say with --keep how many of the newest stay beside them."
+            raise err(Code.ARGUMENT, "without --keep all checkpoints stay", where=option, remedy=remedy)
     retention = Retention.of(arguments.keep, arguments.keep_every, parse_keep_best(arguments.keep_best))
-    if arguments.keep is None and arguments.keep_every is not None:
-        remedy = "Say with --keep how many of the newest stay beside them."
-        raise err(Code.ARGUMENT, "without --keep all checkpoints stay", where="--keep-every", remedy=remedy)
     place = open_run_place(arguments.path)
     record = read_known_run(place.store)
     survey = survey_run(place.store, record, retention)

@@ -58,6 +58,7 @@ _VERDICTS: Final = frozenset(
         Code.WRITERS_MISSING,
     }
 )  # fmt: skip
+_REPLACE: Final = "Save to another path; on a file system, save(..., replace=True) takes the place of the old one."
 #: What the names of condemnations begin with.
 CONDEMNED: Final = "condemned-"
 #: How often a call without an answer is repeated before the outcome is called unknown.
@@ -114,9 +115,9 @@ def check_vacant(store: Store) -> None:
     register = read_register(store)
     if register is not None:
         what = "" if isinstance(register, Manifest) else ", as an attempt that was given up"
-        what = what if isinstance(register, Manifest | Abort) else ", and is retired"
-        detail = f"Checkpoint already exists{what}"
-        raise err(Code.CHECKPOINT_EXISTS, detail, where=store.name, requirement="REQ-CMT-008")
+        what = f"Checkpoint already exists{what if isinstance(register, Manifest | Abort) else ', and is retired'}"
+        remedy = _REPLACE if isinstance(register, Manifest) and register.origin.run_id is None else None
+        raise err(Code.CHECKPOINT_EXISTS, what, where=store.name, requirement="REQ-CMT-008", remedy=remedy)
 
 
 def create_once(

@@ -49,7 +49,8 @@ class Retention:
         """Return what a caller chose. Raises: StateError(ARGUMENT)."""
         for name, count in (("keep", keep), ("keep_every", keep_every)):
             if count is not None and (type(count) is not int or count < 1):
-                raise err(Code.ARGUMENT, f"{name}={count!r} isn't a positive number", where=f"{name}=")
+                remedy = f"Pass a whole number from 1 on, such as {_COUNTS[name]}."
+                raise err(Code.ARGUMENT, f"{name}={count!r} isn't a positive number", where=f"{name}=", remedy=remedy)
         if keep_best is not None:
             _check_keep_best(keep_best, keep)
         return cls(keep, keep_every, keep_best)
@@ -64,6 +65,11 @@ class Retention:
         return cls(**{**value, "keep_best": value["keep_best"] and tuple(value["keep_best"])})
 
 
+#: For each count an example, and what leaving it out means.
+_COUNTS: Final = {
+    "keep": "keep=3 for the newest three; without it all stay",
+    "keep_every": "keep_every=1000 for those of steps that it divides; without it none stays for its step",
+}
 #: What lets nothing go that is committed.
 KEEP_ALL: Final = Retention()
 

@@ -29,11 +29,11 @@ class InitFrom:
         rename, allow: as for `ckptfmt.load`.
         digest: the manifest digest that is expected, if one is.
 
-    >>> InitFrom(path="imported", rename={"encoder": "backbone"})
+    >>> InitFrom("imported", rename={"encoder": "backbone"})
     InitFrom(path='imported', only='weights:*', rename={'encoder': 'backbone'}, allow=(), digest=None)
     """
 
-    path: str | os.PathLike[str] | Store
+    path: str | os.PathLike[str] | Store = dataclasses.field(kw_only=False)
     only: Patterns = "weights:*"
     rename: Rename = None
     allow: Allow = ()
@@ -42,7 +42,7 @@ class InitFrom:
     @classmethod
     def of(cls, given: str | os.PathLike[str] | Store | InitFrom | None) -> InitFrom | None:
         """Return what a caller chose; a path alone is the weights of what is there."""
-        return given if given is None or isinstance(given, InitFrom) else cls(path=given)
+        return given if given is None or isinstance(given, InitFrom) else cls(given)
 
     @property
     def is_whole(self) -> bool:

@@ -29,6 +29,9 @@ _WHERE: Final = "step="
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")
 #: How often the processes ask each other whether one of them got a signal, in seconds.
 _ASK_S: Final = 1.0
+#: The remedies of times that can't be read.
+_EVERY: Final = "Such as every=100 for each hundredth step, every='5min' or every='auto'; None leaves it to save()."
+_MTBF: Final = "Pass a number with a unit, s, min or h, such as mtbf='3h'."
 _UNIT_S: Final = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -227,19 +230,20 @@ def parse_every(every: int | str | None) -> int | float | None:
         return math.inf
     if hasattr(every, "__index__") and not isinstance(every, bool) and operator.index(every) > 0:
         return operator.index(every)
-    return _parse_time(every, f"every={every!r} isn't a number of steps, 'auto', or a time such as '5min'", "every=")
+    detail = f"every={every!r} isn't a number of steps from 1 on, 'auto', or a time such as '5min'"
+    return _parse_time(every, detail, "every=", _EVERY)
 
 
-def _parse_time(time_text: object, detail: str, where: str) -> float:
+def _parse_time(time_text: object, detail: str, where: str, remedy: str) -> float:
     found = _DURATION.fullmatch(time_text) if isinstance(time_text, str) else None
     if found is None or float(found[1]) <= 0:
-        raise err(Code.ARGUMENT, detail, where=where)
+        raise err(Code.ARGUMENT, detail, where=where, remedy=remedy)
     return float(found[1]) * _UNIT_S[found[2]]
 
 
 def make_auto(every: int | str | None, mtbf: str | None, group: Group) -> AutoEvery | None:
     """Return what measures the interval, on process 0 and for "auto" alone. Raises: StateError(ARGUMENT)."""
-    mtbf_s = None if mtbf is None else _parse_time(mtbf, f"mtbf={mtbf!r} isn't a time such as '3h'", "mtbf=")
+    mtbf_s = None if mtbf is None else _parse_time(mtbf, f"mtbf={mtbf!r} isn't a time", "mtbf=", _MTBF)
     if every != "auto":
         if mtbf is not None:
             raise err(Code.ARGUMENT, "mtbf= says nothing without every='auto'", where="mtbf=")

@@ -190,7 +190,8 @@ def _take(state: State, group: Group, ownership: Ownership) -> Snapshot:
 def check_step(step: object) -> None:
     """Refuse what isn't a number of steps. Raises: StateError(ARGUMENT)."""
     if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= operator.index(step) <= limits.JSON_INTEGER:
-        raise err(Code.ARGUMENT, f"step={step!r} isn't a number of steps", where="step=")
+        remedy = "Pass how many steps are done, a whole number from 0 on, such as step=100."
+        raise err(Code.ARGUMENT, f"step={step!r} isn't a number of steps", where="step=", remedy=remedy)
 
 
 def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:

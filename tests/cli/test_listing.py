@@ -200,7 +200,8 @@ def test_gc_refuses_what_says_nothing(call, run_path, options):
     code, out, err = call("gc", run_path, *options)
 
     assert (code, out) == (2, "")
-    assert err.startswith("error: ARGUMENT")
+    assert err.startswith(f"error: ARGUMENT at {options[-2]}: ")
+    assert options[-1] != "0" or "such as --keep 3." in err
     assert contents_of(run_path) == before
 
 
