@@ -17,6 +17,7 @@ A code is never renumbered, renamed or reused. ``spec/80-errors.md`` lists the s
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Self
@@ -489,6 +490,13 @@ class Code(StrEnum):
     STORE_ACCESS = ("STORE_ACCESS", StoreError, "Check owner and mode of the path.")
     #: no space is left
     NO_SPACE = ("NO_SPACE", StoreError, "Free space or lower keep=, then save again.")
+
+
+def remedy_of(error: OSError) -> str | None:
+    """Return the remedy of what the operating system refused, where another one than the code's helps."""
+    if error.errno == errno.EROFS:
+        return "The file system is mounted for reading only: give a path on another one, or mount it for writing."
+    return None
 
 
 def err(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +15,9 @@ import safetensors.torch
 import torch
 
 import ckptfmt
-from ckptfmt.errors import CkptError
+from ckptfmt.__main__ import main
+from ckptfmt.convert.converting import _store_error
+from ckptfmt.errors import CkptError, remedy_of
 from ckptfmt.store.memory import MemoryStore
 from tests.test_group import run_writers
 
@@ -394,3 +397,39 @@ def test_dir_lists_what_is_public() -> None:
     """`dir(ckptfmt)`, which completion in a shell shows too."""
     ckptfmt.State(data=1)
     assert [name for name in dir(ckptfmt) if not name.startswith("__")] == sorted(ckptfmt.__all__)
+
+
+# --- what the answer leaves open --------------------------------------------------------------------------------------
+
+
+def test_a_document_of_a_checkpoint_leads_to_its_directory(tmp_path: Path) -> None:
+    """`load("x/manifest.json")`: no word of torch."""
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(data=1), step=1)
+    text = told(ckptfmt.load, tmp_path / "x" / "manifest.json")
+    assert text.endswith(f"Give its directory, {tmp_path / 'x'}")
+
+
+def test_a_report_says_that_there_is_more_to_read(tmp_path: Path) -> None:
+    """`print(report)`, lowered by two: one is shown, and where the other is."""
+    weights = {"a": torch.zeros(2)}
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=weights), step=1)
+    report: Any = ckptfmt.load(tmp_path / "x", ckptfmt.State(weights=weights))
+    assert len(report.lowered_by) > 1
+    assert f"; and {len(report.lowered_by) - 1} more in lowered_by)" in str(report)
+
+
+def test_a_read_only_file_system_is_no_matter_of_owner_and_mode() -> None:
+    """STORE_ACCESS of EROFS: to look at owner and mode leads nowhere."""
+    assert "mounted for reading only" in (remedy_of(OSError(errno.EROFS, "Read-only file system")) or "")
+    assert remedy_of(OSError(errno.EACCES, "Permission denied")) is None
+    assert "mounted for reading only" in str(_store_error(OSError(errno.EROFS, "Read-only file system", "x"), "x"))
+
+
+def test_a_target_without_suffix_is_a_checkpoint(tmp_path: Path) -> None:
+    """`ckptfmt convert sd.pt imported`; from a checkpoint, the kind is still to be said."""
+    torch.save({"weight": torch.ones(2)}, tmp_path / "sd.pt")
+    assert main(["convert", str(tmp_path / "sd.pt"), str(tmp_path / "imported")]) == 0
+    weights = {"weight": torch.zeros(2)}
+    ckptfmt.load(tmp_path / "imported", ckptfmt.State(weights=weights))
+    assert torch.equal(weights["weight"], torch.ones(2))
+    assert main(["convert", str(tmp_path / "imported"), str(tmp_path / "other")]) == 2

@@ -87,6 +87,9 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     _add_path(parser)
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", nargs="?", help="of a run: its name, its digest or its step"
+    )
     _add_bases(parser)
     parser.add_argument(
         "--tensors",
@@ -219,6 +222,9 @@ def _add_compact(parser: argparse.ArgumentParser) -> None:
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("one", metavar="A", help="directory of a checkpoint, or of a run, for its newest")
     parser.add_argument("other", metavar="B", help="what it is compared with")
+    parser.add_argument(
+        "third", metavar="C", nargs="?", help="with it A is a run, and B and C are names, digests or steps in it"
+    )
     parser.add_argument("--field", metavar="FIELD", help="compare only this one of the seven fields")
     parser.add_argument("--verify", action="store_true", help="first read every byte of both, and name what is damaged")
     _add_bases(parser)
@@ -230,7 +236,12 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="checkpoint of any of these kinds, or a run, for its newest")
     parser.add_argument("target", metavar="TARGET", help="where nothing is yet")
     parser.add_argument("--from", dest="from_kind", choices=kinds, help="what SOURCE is, if it isn't recognised")
-    parser.add_argument("--to", dest="to_kind", choices=kinds, help="what TARGET shall be; .pt and .safetensors say it")
+    parser.add_argument(
+        "--to",
+        dest="to_kind",
+        choices=kinds,
+        help="what TARGET shall be; .pt and .safetensors say it (else ckptfmt, if SOURCE isn't)",
+    )
     parser.add_argument(
         "--field",
         metavar="KEY=FIELD",

@@ -26,7 +26,7 @@ from ckptfmt.cli.console import (
     print_json,
     share_text,
 )
-from ckptfmt.cli.places import check_field
+from ckptfmt.cli.places import check_field, checkpoint_path
 from ckptfmt.cli.views import dump_view, value_text
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.read.comparison import Change, Comparison, TensorDifference, ValueDifference, compare
@@ -50,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     check_field(arguments.field)
     bases, verify, paths = arguments.bases, arguments.verify, (arguments.one, arguments.other)
+    if arguments.third is not None:  # a run, and two checkpoints of it
+        paths = checkpoint_path(arguments.one, arguments.other), checkpoint_path(arguments.one, arguments.third)
     begin_s = time.perf_counter()
     with open_checkpoint(paths[0], bases=bases) as first, open_checkpoint(paths[1], bases=bases) as second:
         total_nbytes = (first.manifest.nbytes + second.manifest.nbytes) // 2

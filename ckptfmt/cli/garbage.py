@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_json
-from ckptfmt.cli.listing import directory_nbytes, entry_nbytes
+from ckptfmt.cli.listing import directory_nbytes
 from ckptfmt.cli.places import open_run_place
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.report import Report
@@ -113,7 +113,7 @@ def _list_items(store: Store, survey: Survey, damages: dict[str, CkptError | Non
     """Return what would be done, and what stays."""
 
     def item(entry: RunEntry, what: str, reason: str) -> _Item:
-        return _Item(name=entry.name, what=what, nbytes=entry_nbytes(store, entry), reason=reason)
+        return _Item(name=entry.name, what=what, nbytes=directory_nbytes(store.at(entry.name)), reason=reason)
 
     by_hand = "`ckptfmt rm` deletes it"
     items = [item(entry, "retired", "retention doesn't keep it") for entry in survey.going]

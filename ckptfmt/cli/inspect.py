@@ -28,7 +28,7 @@ from ckptfmt.cli.console import (
     share_text,
     time_text,
 )
-from ckptfmt.cli.places import Place, check_field, open_bases, open_place
+from ckptfmt.cli.places import Place, check_field, checkpoint_path, open_bases, open_place
 from ckptfmt.cli.views import TensorRow, dump_view, group_tensors, iter_lines, list_tensors
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.cursor import parse_cursor
@@ -66,10 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
     Raises: IntegrityError(NOT_COMMITTED and others), FormatError, StateError(ARGUMENT), StoreError.
     """
     check_field(arguments.field)
-    place = open_place(arguments.path)
+    path = arguments.path
+    if arguments.checkpoint is not None:
+        path = checkpoint_path(path, arguments.checkpoint)
+    place = open_place(path)
     if place.is_run:
         return _show_run(place, arguments)
-    view = _open_view(place.store, arguments.path, arguments)
+    view = _open_view(place.store, path, arguments)
     if arguments.json:
         print_json(_members(view))
     else:

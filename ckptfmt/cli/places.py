@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from ckptfmt import limits
 from ckptfmt.cli.commands import suggest
 from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
@@ -104,6 +105,18 @@ def _place(path: str, store: Store) -> Place:
     if not is_run and not any(map(_OF_A_CHECKPOINT.fullmatch, names)):
         raise err(Code.ARGUMENT, "the directory is neither a checkpoint nor a run", where=path, remedy=_REMEDY)
     return Place(path=path, store=store, is_run=is_run)
+
+
+def checkpoint_path(run_path: str, text: str) -> str:
+    """Return the path of a checkpoint of a run, given its name, digest or step.
+
+    Raises: as `open_run_place`; IntegrityError(NOT_COMMITTED) where no checkpoint is meant, or several are.
+    """
+    from ckptfmt.run.catalog import Run
+
+    open_run_place(run_path)
+    which = int(text) if text.isdecimal() and len(text) <= len(str(limits.JSON_INTEGER)) else text
+    return f"{run_path.rstrip('/')}/{Run(run_path).find(which).name}"
 
 
 def open_bases(paths: Sequence[str]) -> list[Store]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import errno
 from pathlib import Path
 
 from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_json
 from ckptfmt.cli.places import open_run_place
 from ckptfmt.cli.run_picture import picture_members, read_picture
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import Code, err, remedy_of
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page of a run, or print its JSON, and return the exit code: 2 if some record can't be read.
 
-    Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError; OSError where the page can't be written.
+    Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError, also where the page can't be written.
     """
     if arguments.html is None and not arguments.json:
         remedy = "Say where the page shall be: `--html run.html`; or print the same with --json."
@@ -25,7 +26,14 @@ def run(arguments: argparse.Namespace) -> int:
         from ckptfmt.cli.report_page import make_page
 
         content = make_page(picture).encode("utf-8", "backslashreplace")
-        Path(arguments.html).write_bytes(content)
+        try:
+            Path(arguments.html).write_bytes(content)
+        except OSError as error:
+            remedy = "Give a path in a directory that is there and may be written to."
+            code = Code.NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else Code.STORE_ACCESS
+            raise err(
+                code, error.strerror or str(error), where=arguments.html, remedy=remedy_of(error) or remedy
+            ) from error
         if not arguments.json:
             saves = count_text(len(picture.saves), "checkpoint")
             Console().line((clean(arguments.html), "bold"), f"  {saves}, {bytes_text(len(content))}")

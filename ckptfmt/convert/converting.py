@@ -34,7 +34,7 @@ from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.documents.tables import sort_key
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, err, remedy_of
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import carrier_of
 from ckptfmt.state import IMPORTED
@@ -124,7 +124,7 @@ def plan_conversion(
     """
     check_paths(source, target)
     from_kind = from_kind or source_kind(source)
-    to_kind = to_kind or target_kind(target)
+    to_kind = to_kind or target_kind(target, from_kind)
     if only is not None and only not in FIELDS:
         raise err(Code.ARGUMENT, f"{only!r} is none of the fields {', '.join(FIELDS)}", where="--only")
     if (from_kind, to_kind) == ("ckptfmt", "ckptfmt"):
@@ -290,12 +290,17 @@ def source_kind(path: str) -> str:
     raise err(Code.ARGUMENT, f"not a kind of checkpoint that is known: {detail}", where=path, remedy=f"{_SAY} (--from)")
 
 
-def target_kind(path: str) -> str:
-    """Return the kind of checkpoint that a name asks for. Raises: StateError(ARGUMENT) if it doesn't."""
+def target_kind(path: str, from_kind: str) -> str:
+    """Return the kind of checkpoint that a name asks for; of another format's source, else one of ckptfmt.
+
+    Raises: StateError(ARGUMENT) where the source is one of ckptfmt, and the name asks for nothing.
+    """
     if path.endswith(_TORCH_SUFFIXES):
         return "torch"
     if path.endswith(".safetensors"):
         return "safetensors"
+    if from_kind != "ckptfmt":
+        return "ckptfmt"
     raise err(Code.ARGUMENT, "the name doesn't say which kind to write", where=path, remedy=f"{_SAY} (--to)")
 
 
@@ -354,8 +359,10 @@ def _store_error(error: OSError, where: str) -> CkptError:
         errno.EDQUOT: Code.NO_SPACE,
         errno.EACCES: Code.STORE_ACCESS,
         errno.EPERM: Code.STORE_ACCESS,
+        errno.EROFS: Code.STORE_ACCESS,
     }
-    return err(codes.get(error.errno or 0, Code.STORE_IO), error.strerror or str(error), where=error.filename or where)
+    code = codes.get(error.errno or 0, Code.STORE_IO)
+    return err(code, error.strerror or str(error), where=error.filename or where, remedy=remedy_of(error))
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> Content:

@@ -78,6 +78,9 @@ def _refuse_file(path: str | bytes, *, writable: bool) -> None:
                 "If it is a file of torch.save or of safetensors, make a checkpoint of it:"
                 f" python -m ckptfmt convert {os.fsdecode(path)} imported --to ckptfmt"
             )
+        folder, name = os.path.split(os.fsdecode(path))
+        if name in ("manifest.json", "run.json"):
+            remedy = f"Give its directory, {folder or '.'}"
         detail = "this is a file, and a checkpoint or a run is a directory"
         raise err(Code.UNSAFE_FILE, detail, where=os.fsdecode(path), requirement="REQ-CKP-002", remedy=remedy)
 

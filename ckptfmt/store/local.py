@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
-from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, err
+from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, err, remedy_of
 from ckptfmt.store.direct import FileReader, FileWriter, is_cached
 from ckptfmt.store.posix import Hold, PosixCalls, is_held
 from ckptfmt.store.protocol import (
@@ -563,7 +563,7 @@ class LocalStore:
         code = _CODES.get(error.errno or 0, Code.STORE_IO)
         code = missing if code is Code.FILE_MISSING else code
         detail = f"{error.strerror or error}" + ("" if path == self.name else f" in {self.name}")
-        return err(code, detail, where=path, requirement=_CLAUSES.get(code))
+        return err(code, detail, where=path, requirement=_CLAUSES.get(code), remedy=remedy_of(error))
 
 
 class _Ranges:

@@ -74,6 +74,7 @@ class LoadReport:
 
     def __repr__(self) -> str:
         lowered = f", lowered by {len(self.lowered_by)}: {self.lowered_by[0]}" if self.lowered_by else ""
+        lowered += f"; and {len(self.lowered_by) - 1} more in lowered_by" if len(self.lowered_by) > 1 else ""
         return f"LoadReport(step={self.step}, claim={self.claim!r}{lowered})"
 
     def with_streams(self, found: Iterable[str] = ()) -> LoadReport:

@@ -225,3 +225,25 @@ def test_what_lies_in_caches_is_named_and_counts_no_bytes(call, call_json, tmp_p
     assert rows[checkpoint_name(2, 1)] == ["committed,", "head,", "durability"]
     nbytes = {one["name"]: one["nbytes"] for one in call_json("du", tmp_path / "run")[1]["uses"]}
     assert nbytes[checkpoint_name(2, 1)] < nbytes[checkpoint_name(1, 1)]
+
+
+def test_a_checkpoint_of_a_run_is_named_by_its_step(call, run_path):
+    """`inspect RUN 30` and `diff RUN 20 30`, as `rm`, `pin` and `tag` take it."""
+    name = checkpoint_name(20, 1)
+    assert call("inspect", run_path, "20") == call("inspect", run_path / name)
+    assert call("inspect", run_path, name) == call("inspect", run_path / name)
+    code, out, _ = call("diff", run_path, "20", name)
+    assert code == 0
+    assert "the same" in out
+    code, out, err = call("inspect", run_path, "21")
+    assert (code, out) == (2, "")
+    assert "no checkpoint is '21'" in err
+
+
+def test_gc_counts_what_du_counts(call_json, run_path):
+    """`gc --keep 1 --dry-run`: what would be freed is the files, with their parts."""
+    planned = call_json("gc", run_path, "--keep", "1", "--dry-run")[1]
+    uses = {use["name"]: use["nbytes"] for use in call_json("du", run_path)[1]["uses"]}
+    retired = [item for item in planned["items"] if item["what"] == "retired"]
+    assert retired
+    assert [item["nbytes"] for item in retired] == [uses[item["name"]] for item in retired]

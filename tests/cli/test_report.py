@@ -353,4 +353,6 @@ def test_where_no_page_can_be_written_it_is_an_error(call, run_path, tmp_path):
     code, out, err = call("report", run_path, "--html", tmp_path / "nowhere" / "run.html")
 
     assert (code, out) == (2, "")
+    assert err.startswith("error: STORE_ACCESS at ")
     assert "No such file or directory" in err
+    assert "Give a path in a directory that is there" in err
