@@ -46,7 +46,7 @@ def fences_of(page):
 def steady(text, place):
     """The text without what differs from machine to machine."""
     text = text.replace(f"{place}/", "")
-    text = re.sub(r"[0-9.]+ [kMG]?B in [0-9.]+ m?s \([0-9.]+ [kMG]?B/s\)", "SIZE in TIME (RATE)", text)
+    text = re.sub(r"[0-9.]+ (?:[KMG]i)?B in [0-9.]+ m?s \([0-9.]+ (?:[KMG]i)?B/s\)", "SIZE in TIME (RATE)", text)
     return re.sub(r"-?0x[01]\.[0-9a-f]+p[+-][0-9]+", "FLOAT", text).strip()
 
 
@@ -131,9 +131,9 @@ def test_examples_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, 
 
 def test_another_output_is_noticed(tmp_path):
     """The negative control of the comparisons above."""
-    said = "goes on from step 20\n...\nstep 40 COMMITTED: 1.0 kB in 2 s (0.5 kB/s): x\n"
-    assert same("goes on from step 20\nmore\nstep 40 COMMITTED: 9 MB in 0.1 s (90 MB/s): x\n", said, tmp_path)
-    assert not same("goes on from step 10\nmore\nstep 40 COMMITTED: 9 MB in 0.1 s (90 MB/s): x", said, tmp_path)
+    said = "goes on from step 20\n...\nstep 40 COMMITTED: 1.0 KiB in 2 s (0.5 KiB/s): x\n"
+    assert same("goes on from step 20\nmore\nstep 40 COMMITTED: 9 MiB in 0.1 s (90 MiB/s): x\n", said, tmp_path)
+    assert not same("goes on from step 10\nmore\nstep 40 COMMITTED: 9 MiB in 0.1 s (90 MiB/s): x", said, tmp_path)
     assert not same("goes on from step 20\nmore\n", said, tmp_path)
     assert not same("00 ..x", "00 ...", tmp_path)
 

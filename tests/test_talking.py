@@ -58,7 +58,7 @@ def test_a_program_that_configures_no_logging_sees_a_line_for_each_event(tmp_pat
     begun, committed = lines_of(run, 0.1, 3, "plain")
     assert begun == "ckptfmt: launch 1 begins from nothing, at step 0"
     at = re.escape(str(run / "step-00000003-l0001"))
-    assert re.fullmatch(rf"ckptfmt: step 3 COMMITTED: 1\.0 MB in \d+\.\d\d s \(\S+ .B/s\): {at}", committed)
+    assert re.fullmatch(rf"ckptfmt: step 3 COMMITTED: 976\.\d KiB in \d+\.\d\d s \(\S+ [KM]iB/s\): {at}", committed)
     resumed, again = lines_of(run, 0.2, 4, "plain")
     assert resumed == (
         f"ckptfmt: launch 2 goes on from step 3 of launch 1 ({run / 'step-00000003-l0001'}): claim S1; config:"

@@ -73,14 +73,14 @@ def tell_committed(writer: int, report: SaveReport, seconds: float) -> None:
 
 
 def bytes_text(nbytes: float) -> str:
-    """Return a number of bytes for people.
+    """Return a number of bytes for people, in the units of the commands.
 
     >>> bytes_text(1_600_000_000), bytes_text(24_000), bytes_text(7)
-    ('1.60 GB', '24.0 kB', '7 B')
+    ('1.5 GiB', '23.4 KiB', '7 B')
     """
-    for unit, size, digits in (("GB", 1e9, 2), ("MB", 1e6, 1), ("kB", 1e3, 1)):
-        if nbytes >= size:
-            return f"{nbytes / size:.{digits}f} {unit}"
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):.1f} {unit}"
     return f"{nbytes:.0f} B"
 
 
