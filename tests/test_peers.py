@@ -467,6 +467,7 @@ class Slow(HookedStore):
 def test_replicas_of_what_is_home_are_settled(tmp_path: pathlib.Path) -> None:
     """REQ-RUN-037: by the node that has them, so that they go when there is no room."""
     home, caches, gather = Slow(), [tmp_path / "a", tmp_path / "b"], Allgather(2)
+    both = threading.Barrier(2)
 
     def body(writer: int) -> list[CachedPart]:
         with Run(home, writer=writer, allgather=gather, cache=caches[writer], peers=1, node=f"node {writer}") as run:
@@ -482,6 +483,7 @@ def test_replicas_of_what_is_home_are_settled(tmp_path: pathlib.Path) -> None:
             for step, handle in zip((1, 2), handles, strict=True):
                 handle.wait("WRITTEN", timeout_s=WAIT_S)
                 assert wait_for(lambda step=step: is_there(step))
+            both.wait(WAIT_S)  # what one of them settles would be looked for in vain by the other
             home.go_on.set()
             for handle in handles:
                 handle.wait(timeout_s=WAIT_S)

@@ -268,3 +268,17 @@ def test_the_only_writer_of_a_run_commits_without_a_listing():
     store.forget()
     sweep_attempts(store, made)
     assert store.counts == {"LIST": 1, "GET": 1}
+
+
+def test_a_save_asks_as_much_however_many_checkpoints_were_retired():
+    """What is aborted or retired stays so: it is read once by a saver, and looked for leftovers once."""
+    store = Distant()
+    with ckptfmt.Checkpointer(store, ckptfmt.State(weights={"w": np.zeros(8)}), saver="inline", keep=2) as checkpointer:
+        checkpointer.restore_rng()
+        counts = []
+        for step in range(1, 13):
+            store.forget()
+            checkpointer.save(step=step)
+            counts.append(dict(store.counts))
+    assert counts[5] == counts[8] == counts[11]
+    assert counts[11]["GET"] < 20

@@ -73,11 +73,14 @@ class Known:
 
     Attributes:
         tables: the tables of tensors that parts had, for `Part.parse` to take from and to add to.
+        ended: of one run, what was aborted or retired, by name; and `swept`, of these, where nothing else is left.
     """
 
     def __init__(self) -> None:
         self._registers: collections.OrderedDict[bytes, Register] = collections.OrderedDict()
         self.tables: dict[bytes, TensorTable] = {}
+        self.ended: dict[str, Register] = {}
+        self.swept: set[str] = set()
 
     def parse_register(self, content: bytes) -> Register:
         """Return what a decision register holds. Raises: as the function of that name, each time."""
@@ -90,8 +93,7 @@ class Known:
 
     def limit_tables(self) -> None:
         """Forget the tables if they are too many."""
-        if len(self.tables) > _TABLE_COUNT:
-            self.tables = {}
+        self.tables = self.tables if len(self.tables) <= _TABLE_COUNT else {}
 
 
 def read_register(store: Store, *, known: Known | None = None) -> Register | None:
@@ -114,10 +116,9 @@ def check_vacant(store: Store) -> None:
     """Raise if a checkpoint directory is decided already. Raises: CommitError(CHECKPOINT_EXISTS)."""
     register = read_register(store)
     if register is not None:
-        what = "" if isinstance(register, Manifest) else ", as an attempt that was given up"
-        what = f"Checkpoint already exists{what if isinstance(register, Manifest | Abort) else ', and is retired'}"
+        told = "Checkpoint already exists" + {Manifest: "", Abort: ", given up"}.get(type(register), ", and is retired")
         remedy = _REPLACE if isinstance(register, Manifest) and register.origin.run_id is None else None
-        raise err(Code.CHECKPOINT_EXISTS, what, where=store.name, requirement="REQ-CMT-008", remedy=remedy)
+        raise err(Code.CHECKPOINT_EXISTS, told, where=store.name, requirement="REQ-CMT-008", remedy=remedy)
 
 
 def create_once(
@@ -493,8 +494,7 @@ def _parse_part(origin: Origin, writer: int, content: bytes, known: dict[bytes, 
 
 
 def _check_file(store: Store, path: str, nbytes: int) -> None:
-    actual = store.nbytes(path)
-    if actual != nbytes:
+    if (actual := store.nbytes(path)) != nbytes:
         raise err(Code.FILE_NBYTES, f"the file has {actual} bytes, not {nbytes}", where=path, requirement="REQ-CMT-007")
 
 

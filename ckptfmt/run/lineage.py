@@ -211,6 +211,7 @@ def list_checkpoints(
     was read before those of smaller steps, and all are read again if there are more of them by then.
 
     Args:
+        known: what the caller has parsed of this run before; what was aborted or retired by then isn't read again.
         with_labels: whether to read the records of labels, too. What to resume from doesn't depend on them.
 
     Spec: REQ-RUN-014, REQ-RUN-026.
@@ -554,11 +555,14 @@ def _read_entry(
         newest: numbers of the newest records of labels; None not to look at these.
     """
     name = checkpoint_name(*place)
+    known = known or Known()
     register: Manifest | Abort | Tombstone | CkptError | None
     try:
-        register = read_register(store.at(name), known=known)
-        if register is not None:
-            check_place(register, place, run_id)
+        register = found = known.ended.get(name) or read_register(store.at(name), known=known)
+        if found is not None:
+            check_place(found, place, run_id)
+        if isinstance(register, Abort | Tombstone):
+            known.ended[name] = register
     except StoreError:
         raise
     except CkptError as error:

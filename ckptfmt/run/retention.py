@@ -24,7 +24,7 @@ from ckptfmt.run.lineage import (
     list_checkpoints,
     list_launches,
 )
-from ckptfmt.store.protocol import Store
+from ckptfmt.store.protocol import Store, call_each
 
 #: A metric, ``min`` or ``max``, and how many of the best by it are kept.
 KeepBest: TypeAlias = tuple[str, str, int]
@@ -261,14 +261,24 @@ def clean_up(
     removed = _retire_unread(store, run, launches, going, known)[0] if is_shared else _retire(store, going)
     abandoned = {entry.name for entry in list_abandoned(launches, entries, launch)}
     for entry in entries:
-        place = store.at(entry.name)
         if entry.name in abandoned:
             reason = f"unfinished when launch {launch} cleaned up"
+            place = store.at(entry.name)
             if abort(place, run_id=run.run_id, launch=entry.launch, step=entry.step, reason=reason):
                 removed.append(entry.name)
-        elif isinstance(entry.register, Abort | Tombstone) and len(place.list("")) > 1:
-            sweep(place)
+    _finish_clean_ups(store, entries, known or Known())
     return removed
+
+
+def _finish_clean_ups(store: Store, entries: list[RunEntry], known: Known) -> None:
+    """Sweep what was aborted or retired; of what had nothing left over once, that isn't asked again."""
+    ended = [entry.name for entry in entries if isinstance(entry.register, Abort | Tombstone)]
+    ended = [name for name in ended if name not in known.swept]
+    for name, paths in zip(ended, call_each(store, lambda name: store.at(name).list(""), ended), strict=True):
+        if len(paths) > 1:
+            sweep(store.at(name))
+        else:
+            known.swept.add(name)
 
 
 def list_abandoned(launches: list[Launch], entries: list[RunEntry], launch: int) -> list[RunEntry]:
