@@ -133,7 +133,7 @@ def test_all_save_at_the_steps_that_process_0_chooses() -> None:
     [
         ({"every": 5, "mtbf": "1h"}, "mtbf= says nothing without every='auto'"),
         ({"every": "auto", "mtbf": "soon"}, "mtbf='soon' isn't a time"),
-        ({"every": "automatic"}, "isn't a number of steps, 'auto', or a time"),
+        ({"every": "automatic"}, "isn't a number of steps from 1 on, 'auto', or a time"),
     ],
 )
 def test_what_means_nothing_is_refused(options: dict[str, Any], said: str) -> None:

@@ -114,15 +114,15 @@ def train(
             tell("resumed", writer, begin, all((array == begin).all() for array in weights.values()))
             checkpointer.restore_rng()
             handles: list[SaveHandle] = []
-            saver_pid = None
+            saver_pid: int | None = None
             for step in range(begin + 1, sys.maxsize if save_count is None else begin + 1 + save_count):
                 checkpointer.step = step
                 for array in weights.values():
                     array[...] = step
                 handle = _save(checkpointer)
                 handles.append(handle)
-                if saver == "process" and saver_pid != (saver_pid := _pid_of_saver(checkpointer)):
-                    tell("saver", writer, saver_pid)
+                if saver == "process" and (pid := _find_saver(checkpointer)) not in (None, saver_pid):
+                    tell("saver", writer, saver_pid := pid)
                 for one in list(handles):
                     if one.state == "COMMITTED":
                         tell("committed", writer, one.step)
@@ -151,10 +151,10 @@ def _save(checkpointer: ckptfmt.Checkpointer) -> SaveHandle:
             return handle
 
 
-def _pid_of_saver(checkpointer: ckptfmt.Checkpointer) -> int:
-    background = checkpointer._saves._background
-    pid: int = background._link.pid  # type: ignore[union-attr]
-    return pid
+def _find_saver(checkpointer: ckptfmt.Checkpointer) -> int | None:
+    """Return the process of the saver; None where it was killed just now."""
+    link: Any = checkpointer._saves._background._link  # type: ignore[union-attr]
+    return None if link is None else link.pid
 
 
 class _Run:
