@@ -167,7 +167,7 @@ def two_written(path: pathlib.Path) -> tuple[NodeCache, list[CachedPart]]:
         home.is_down[0] = True
         for step in (2, 3):
             run.save(step).wait("WRITTEN", timeout_s=WAIT_S)
-        shutil.copytree(path.with_name("living"), path)
+        shutil.copytree(path.with_name("living"), path, ignore=shutil.ignore_patterns("*.held"))
         home.is_down[0] = False
     cache = NodeCache(CacheOptions(path=str(path)), next(entry.name for entry in path.iterdir()))
     return cache, cache.list_unfinished()
@@ -431,7 +431,7 @@ def test_what_stays_in_caches_survives_a_node_with_replicas(tmp_path: pathlib.Pa
             reports = [run.save(step).wait(timeout_s=WAIT_S) for step in (1, 2)]
             meeting.wait()
             if writer == 0:
-                shutil.copytree(caches[0], tmp_path / "left")
+                shutil.copytree(caches[0], tmp_path / "left", ignore=shutil.ignore_patterns("*.held"))
                 left.append(home.snapshot())
             meeting.wait()
         return [report.durability for report in reports if report is not None]

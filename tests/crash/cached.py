@@ -350,7 +350,8 @@ def kill_many(
         end_s = time.monotonic() + seconds
         while report.kill_count < kill_count and not report.violations and time.monotonic() < end_s:
             run.train()
-        time.sleep(_TERM_S if server else 0)  # the last launch cleans up behind all that died
+        # The last launch cleans up behind all that died; the clocks of servers tell whole seconds.
+        time.sleep(_TERM_S + 2.0 if server else 0)
         run.train(save_count=2)
         run.judge_end()
     return report
