@@ -93,11 +93,8 @@ def list_doubts(state: State, *, worker: int) -> list[str]:
     side, units = torch_side(), list(walk(state, worker=worker))
     groups = [group for unit in units if unit.kind is Kind.OPTIMIZER for group in unit.value.param_groups]
     has_schedule = any("initial_lr" in group for group in groups)
-    if has_schedule and not any(may_be_schedule(unit.name, unit.value) for unit in units):
-        unsaved = [f"SCHEDULER_NOT_SAVED: {NO_SCHEDULE}"]
-    else:
-        unsaved = []
-    return unsaved + [
+    is_unsaved = has_schedule and not any(may_be_schedule(unit.name, unit.value) for unit in units)
+    return [f"SCHEDULER_NOT_SAVED: {NO_SCHEDULE}"] * is_unsaved + [
         f"SAVED_BY_POSITION: {unit.field}:{unit.name} is a {type(unit.value).__qualname__}, whose own state_dict"
         " numbers its parameters: it loads only where they stand in this order, in this layout; to save by names, give"
         " the optimizer that it wraps"

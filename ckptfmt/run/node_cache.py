@@ -206,11 +206,11 @@ class NodeCache:
         """
         found, content = self.read_part(part)
         if found.durability == HOME or (found.durability == PEERS and not has_replica):
-            self.upload_files(part, home)
+            self.upload_files(part, home, found)
         create_once(home, part.path, content=content)
         home.sync("parts")
 
-    def upload_files(self, part: CachedPart, home: Store) -> None:
+    def upload_files(self, part: CachedPart, home: Store, found: Part | None = None) -> None:
         """Copy the files of a save to home, each byte compared with its digest.
 
         What is there already stays as it is. Where home is full, what was copied now is removed again; after other
@@ -218,11 +218,12 @@ class NodeCache:
 
         Args:
             home: rooted at the checkpoint's directory.
+            found: the cached part, where it was read already.
 
         Raises: IntegrityError, FormatError of what the cache has; StoreError of home.
         Spec: REQ-RUN-035.
         """
-        files = stored_files_of(self.read_part(part)[0])
+        files = stored_files_of(found or self.read_part(part)[0])
         place, failed = self.at(part.name), threading.Event()
         present, created = set(home.list_names("")), []
 

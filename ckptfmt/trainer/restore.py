@@ -483,13 +483,14 @@ def _find_limits(live: Live) -> list[str]:
 
 def _find_lost_schedule(plan: LoadPlan) -> list[str]:
     """Return that nothing is saved of the scheduler that the optimizer's learning rates follow, where that is so."""
-    if plan.is_partial:
+    keys = [key for key in plan.checkpoint.leaves if key[0] in ("optimizer", "data")]
+    if plan.is_partial or any(may_be_schedule(name, None) for _, name, _ in keys):
         return []
-    leaves = {key: plan.checkpoint.leaf(*key) for key in plan.checkpoint.leaves if key[0] in ("optimizer", "data")}
-    groups = [leaf for (_, name, _), leaf in leaves.items() if "group" in name.split("/") and isinstance(leaf, Mapping)]
-    has_schedule = any("initial_lr" in group.get("options", ()) for group in groups)
-    found = any(may_be_schedule(name, leaf) for (_, name, _), leaf in leaves.items())
-    return [NO_SCHEDULE] if has_schedule and not found else []
+    # Values may lie in the parts of other processes: they are read only where names don't tell.
+    groups = (plan.checkpoint.leaf(*key) for key in keys if "group" in key[1].split("/"))
+    has_schedule = any(isinstance(group, Mapping) and "initial_lr" in group.get("options", ()) for group in groups)
+    is_lost = has_schedule and not any(may_be_schedule("", plan.checkpoint.leaf(*key)) for key in keys)
+    return [NO_SCHEDULE] * is_lost
 
 
 def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
