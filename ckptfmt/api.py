@@ -28,7 +28,7 @@ from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
 from ckptfmt.run.lineage import check_surroundings, open_head
 from ckptfmt.state import State, check_state, place_of
-from ckptfmt.store import is_url, open_store, split_path
+from ckptfmt.store import is_url, open_store, split_path, suggest_path
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveReport
 from ckptfmt.trainer.one_save import Ownership, save_once
@@ -411,7 +411,8 @@ def _say_what_is_there(error: CkptError, path: PathOrStore) -> CkptError:
     if not isinstance(path, str | os.PathLike) or is_url(path):
         return error
     if not os.path.lexists(path):
-        return err(error.code, "nothing is at this path", where=os.fsdecode(path), requirement=error.requirement)
+        detail, remedy = "nothing is at this path", suggest_path(os.fsdecode(path))
+        return err(error.code, detail, where=os.fsdecode(path), requirement=error.requirement, remedy=remedy)
     from ckptfmt.convert.converting import source_kind
 
     try:

@@ -5,6 +5,7 @@ The classes are grouped by what a handler would do:
     CkptError
     ├── FormatError         the bytes break the specification: use another checkpoint, report the writer
     ├── IntegrityError      bytes are damaged, missing or replaced: use another checkpoint or another copy
+    │   └── NotFoundError   no checkpoint is at this place: correct the path, or begin without one
     ├── UnsupportedError    a newer writer made it: upgrade the reader
     ├── LayoutError         what the writers hold doesn't fit together: mend the program that saves
     ├── StateError          a live object can't be saved or restored as asked: mend the call
@@ -85,6 +86,10 @@ class FormatError(CkptError):
 
 class IntegrityError(CkptError):
     """Bytes are damaged, missing or replaced."""
+
+
+class NotFoundError(IntegrityError):
+    """No committed checkpoint is at this place."""
 
 
 class UnsupportedError(CkptError):
@@ -235,7 +240,7 @@ class Code(StrEnum):
     #: there is no committed checkpoint here
     NOT_COMMITTED = (
         "NOT_COMMITTED",
-        IntegrityError,
+        NotFoundError,
         "Give the path of a checkpoint directory (it has a manifest.json) or of a run.",
     )
     #: this attempt was given up and cleaned away
@@ -344,7 +349,7 @@ class Code(StrEnum):
         "Create the destination with the saved dtype, or pass allow=('dtype',) to convert.",
     )
     #: a tensor was saved with another shape
-    SHAPE_MISMATCH = ("SHAPE_MISMATCH", StateError, "Fix the model's sizes.")
+    SHAPE_MISMATCH = ("SHAPE_MISMATCH", StateError, "Build the model with the sizes that were saved.")
     #: the checkpoint lacks a value that the state wants
     LEAF_MISSING = ("LEAF_MISSING", StateError, "Pass allow=('missing',) to keep the live value.")
     #: the checkpoint has a value that the state doesn't want

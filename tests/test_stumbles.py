@@ -17,7 +17,7 @@ import torch
 import ckptfmt
 from ckptfmt.__main__ import main
 from ckptfmt.convert.converting import _store_error
-from ckptfmt.errors import CkptError, remedy_of
+from ckptfmt.errors import CkptError, NotFoundError, remedy_of
 from ckptfmt.store.memory import MemoryStore
 from tests.test_group import run_writers
 
@@ -166,6 +166,35 @@ def test_nothing_of_that_shape_was_saved_offers_no_rename(tmp_path: Path) -> Non
     assert "rename" not in text
 
 
+def test_all_that_does_not_fit_is_in_one_message(tmp_path: Path) -> None:
+    """A layer that is missing, one of another width and a value that wasn't saved: each code, each place, bounded."""
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(3)}), step=1)
+    weights = {"a": torch.zeros(4), **{f"b{number}": torch.zeros(5) for number in range(12)}}
+    text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=weights, extra={"count": 1}))
+    assert "SHAPE_MISMATCH at weights:a: saved with shape (3,), here (4,)" in text
+    assert "TENSOR_MISSING at weights:b0: not saved" in text
+    assert "weights:b9" in text
+    assert "weights:b11" not in text
+    assert "; and 2 more" in text
+    assert "LEAF_MISSING at extra:count" in text
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "remedy"),
+    [
+        (None, None, "No configuration was saved: State(config={...}) is compared by a load"),
+        ({"width": 64}, {"width": 128}, "Build the model as it was saved: config:width was 64, and is 128 here."),
+        ({"width": 64}, None, "`ckptfmt inspect --field config` shows its configuration"),
+    ],
+)
+def test_another_width_is_told_with_what_decides_it(saved: Any, here: Any, remedy: str, tmp_path: Path) -> None:
+    """`nn.Linear(8, 128)` after `nn.Linear(8, 64)`."""
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=torch.nn.Linear(8, 64), config=saved), step=1)
+    text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=torch.nn.Linear(8, 128), config=here))
+    assert "weights:weight: saved with shape (64, 8), here (128, 8)" in text
+    assert remedy in text
+
+
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
@@ -258,12 +287,47 @@ def test_what_another_format_wrote_names_the_conversion(tmp_path: Path) -> None:
         assert said in told(ckptfmt.open, path)
 
 
+@pytest.mark.parametrize(
+    ("entries", "options", "said"),
+    [
+        ({"step": 1200}, [], "It is of step 1200, as 'step' says."),
+        ({"global_step": 7}, [], "It is of step 7, as 'global_step' says."),
+        ({"step": 1200}, ["--step", "5"], "It is of step 5."),
+        ({"step": "many"}, [], "It is of step 0: the source doesn't say how many training steps were done; --step N"),
+        ({}, [], "It is of step 0: the source"),
+    ],
+)
+def test_a_step_beside_the_weights_of_a_file_is_taken(
+    entries: dict[str, Any], options: list[str], said: str, tmp_path: Path, capsys: Any
+) -> None:
+    """`torch.save({"model": ..., "step": 1200})`, then `convert` without `--step`."""
+    torch.save({"model": {"w": torch.ones(3)}, **entries}, tmp_path / "model.pt")
+    assert main(["convert", str(tmp_path / "model.pt"), str(tmp_path / "imported"), *options]) == 0
+    assert said in capsys.readouterr().out
+    with ckptfmt.open(tmp_path / "imported") as checkpoint:
+        assert f"It is of step {checkpoint.step}" in said
+
+
 def test_a_run_in_the_place_of_a_file_asks_for_another_path(tmp_path: Path) -> None:
     """`Checkpointer("model.pt", state)` is no import."""
     torch.save({}, tmp_path / "model.pt")
     text = told(ckptfmt.Checkpointer, tmp_path / "model.pt", ckptfmt.State(data=1))
     assert "this is a file" in text
     assert "Give a directory" in text
+
+
+def test_a_path_where_nothing_is_names_the_nearest(tmp_path: Path) -> None:
+    """`load("nowhere")`, and a name with a typo: an error of its own, which a loop may take for a first start."""
+    ckptfmt.save(tmp_path / "runs" / "first", ckptfmt.State(data=1), step=1)
+    for call in (ckptfmt.load, ckptfmt.open):
+        with pytest.raises(NotFoundError, match=rf"Did you mean {tmp_path}/runs/first\?"):
+            call(tmp_path / "runs" / "frist")
+        with pytest.raises(NotFoundError, match=rf"Did you mean {tmp_path}/runs\?"):
+            call(tmp_path / "rusn" / "first")
+        with pytest.raises(NotFoundError, match=f"{tmp_path} has nothing called nowhere"):
+            call(tmp_path / "nowhere")
+    with pytest.raises(NotFoundError):
+        ckptfmt.load(tmp_path, ckptfmt.State(data=1))
 
 
 def test_a_path_where_nothing_is_says_so(tmp_path: Path) -> None:

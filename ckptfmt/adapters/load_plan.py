@@ -411,14 +411,21 @@ class LoadPlan:
         self.problem(Code.TENSOR_MISSING, place_of(field, name), detail)
 
     def check(self) -> None:
-        """Raise the first problem's error, with the places of all problems of its code."""
+        """Raise the first problem's error, with the places of all problems: those of its code, then the others.
+
+        Of each code at most ten are named, and the rest is counted.
+        """
         if not self.problems:
             return
-        code, first = self.problems[0].code, self.problems[0]
-        same = [problem for problem in self.problems if problem.code is code]
-        others = [f"; {problem.where}: {problem.detail}" for problem in same[1:_SHOWN]]
-        more = f"; and {len(same) - _SHOWN} more" if len(same) > _SHOWN else ""
-        raise err(code, f"{first.detail}{''.join(others)}{more}", where=first.where, remedy=first.remedy)
+        first, by_code = self.problems[0], dict[Code, list[Problem]]()
+        for problem in self.problems:
+            by_code.setdefault(problem.code, []).append(problem)
+        detail = first.detail
+        for code, same in by_code.items():
+            begin = "" if code is first.code else f"{code} at "
+            named = [f"; {begin}{problem.where}: {problem.detail}" for problem in same[:_SHOWN] if problem is not first]
+            detail += "".join(named) + (f"; and {len(same) - _SHOWN} more" if len(same) > _SHOWN else "")
+        raise err(first.code, detail, where=first.where, remedy=first.remedy)
 
     def leftover(self, fields: Iterable[str]) -> frozenset[tuple[str, TensorKey]]:
         """Return what of these fields nobody took here: ``tensor`` or ``leaf``, with the key.

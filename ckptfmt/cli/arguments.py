@@ -164,7 +164,7 @@ def _add_promote(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_scrub(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
+    _add_path(parser)
     parser.add_argument(
         "--with", metavar="DEST", dest="others", action="append", default=[], help="another copy; may be repeated"
     )
@@ -250,7 +250,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         help=f"where an entry of a torch or dcp SOURCE goes, or without KEY all of it: {fields}",
     )
     parser.add_argument("--only", metavar="FIELD", help="convert this field alone, such as weights")
-    parser.add_argument("--step", type=int, metavar="N", help="training steps done, if SOURCE doesn't say (else 0)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="training steps done (else what SOURCE has as step or global_step)"
+    )
     parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of each file of an hf TARGET (5GB)")
     _add_bases(parser)
     parser.add_argument("--strict", action="store_true", help="refuse to leave anything out")
@@ -307,8 +309,9 @@ _DESCRIPTIONS: Final = {
     " 90, 5min, 1.5h, 30d.",
     "simulate": "Play runs that fail, save and restore, and print their goodput. Levels and times are those of"
     " `interval`.",
-    "repair": "Read every byte of a run and of its copies, rewrite each damaged file from a copy that has it whole, and"
-    " say what the run goes on from. Exit code 0: all is whole now; 1: damage stays; 2: it couldn't be done.",
+    "repair": "Read every byte of a run, or of one checkpoint, and of its copies, rewrite each damaged file from a copy"
+    " that has it whole, and say what a run goes on from. Exit code 0: all is whole now; 1: damage stays; 2:"
+    " it couldn't be done.",
     "doctor": "Look at this machine, and try out what every save at PATH relies on; nothing is left behind. Exit code"
     " 0: it will do; 1: something failed.",
     "completion": "Print a script with which a shell completes what is typed. In bash: source <(ckptfmt completion"

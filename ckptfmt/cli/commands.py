@@ -22,7 +22,10 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     },
     "check": {
         "validate": ("check every byte of a checkpoint or of a run", "validate"),
-        "repair": ("rewrite what is damaged in a run from its mirrors, and say what can't be mended", "copies"),
+        "repair": (
+            "rewrite what is damaged in a run or checkpoint from its copies, and say what can't be mended",
+            "copies",
+        ),
         "doctor": ("will this machine and this place do: versions, memory, what the store promises", "doctor"),
     },
     "keep and delete": {

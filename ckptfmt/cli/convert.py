@@ -69,6 +69,7 @@ def _print_json(conversion: Conversion, elapsed_s: float) -> None:
             "target": {"path": conversion.target, "kind": conversion.target_kind},
             "checked": "bytes" if conversion.source_kind == "ckptfmt" else "nothing",
             "step": conversion.step,
+            "step_key": conversion.step_key,
             "tensor_count": conversion.tensor_count,
             "nbytes": conversion.nbytes,
             "left_out": [dataclasses.asdict(left_out) for left_out in conversion.left_out],
@@ -89,9 +90,17 @@ def _print_text(conversion: Conversion, elapsed_s: float) -> None:
     if conversion.source_kind == "ckptfmt":
         checked = "Every byte that was converted was compared with its digest first."
     console.line((f"  {checked}", "dim"))
+    if conversion.source_kind != "ckptfmt" and conversion.target_kind == "ckptfmt":
+        console.line((f"  {_step_text(conversion)}", "dim"))
     ordered = sorted(conversion.left_out, key=lambda left_out: left_out.reason)
     for reason, same in itertools.groupby(ordered, key=lambda left_out: left_out.reason):
         console.line(("left out", "yellow bold"), f"  {_names(list(same))}", (f"  {clean(reason)}", "dim"))
+
+
+def _step_text(conversion: Conversion) -> str:
+    if conversion.step is None:
+        return "It is of step 0: the source doesn't say how many training steps were done; --step N does."
+    return f"It is of step {conversion.step}{f', as {conversion.step_key!r} says' if conversion.step_key else ''}."
 
 
 def _names(same: list[LeftOut]) -> str:

@@ -1,4 +1,4 @@
-"""``mirror``, ``promote``, ``scrub`` and ``repair``: the copies of a run in several stores."""
+"""``mirror``, ``promote``, ``scrub`` and ``repair``: the copies of a run, or of a checkpoint, in several stores."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 
 from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_errors, print_json
-from ckptfmt.cli.places import open_run_place
+from ckptfmt.cli.places import open_checkpoint_place, open_place, open_run_place
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launches
 from ckptfmt.run.mirror import MirrorReport, follow_run
-from ckptfmt.run.scrub import ScrubReport
+from ckptfmt.run.scrub import ScrubReport, scrub_checkpoint
 from ckptfmt.store import open_store
 
 
@@ -25,7 +25,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises: CommitError(HOMES_DIVERGED); FormatError(RUN_MISMATCH); IntegrityError; StateError(ARGUMENT); StoreError.
     """
-    open_run_place(arguments.path)
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "mirror": _mirror,
         "promote": _promote,
@@ -36,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _mirror(arguments: argparse.Namespace) -> int:
+    open_run_place(arguments.path)
     if arguments.follow:
         return _follow(arguments)
     begin_s = time.perf_counter()
@@ -118,6 +118,7 @@ def _until_signal() -> Iterator[threading.Event]:
 
 
 def _promote(arguments: argparse.Namespace) -> int:
+    open_run_place(arguments.path)
     with Progress(lambda: None, quiet=False) as progress:
         report = Run(arguments.path).promote(arguments.home, on_progress=progress.advance)
     if arguments.json:
@@ -138,8 +139,15 @@ def _promote(arguments: argparse.Namespace) -> int:
 
 def _scrub(arguments: argparse.Namespace) -> int:
     begin_s = time.perf_counter()
+    is_run = open_place(arguments.path).is_run
     with Progress(lambda: None, quiet=False) as progress:
-        report = Run(arguments.path).scrub(arguments.others, dry_run=arguments.dry_run, on_progress=progress.advance)
+        dry_run, on_progress = arguments.dry_run, progress.advance
+        if is_run:
+            report = Run(arguments.path).scrub(arguments.others, dry_run=dry_run, on_progress=on_progress)
+        else:
+            paths = [open_checkpoint_place(path).path for path in (arguments.path, *arguments.others)]
+            stores = [open_store(path, writable=not dry_run) for path in paths]
+            report = scrub_checkpoint(stores, dry_run=dry_run, on_progress=on_progress)
     elapsed_s = time.perf_counter() - begin_s
     if arguments.json:
         print_json(
@@ -147,7 +155,7 @@ def _scrub(arguments: argparse.Namespace) -> int:
                 "target": arguments.path,
                 "checked": "bytes",
                 **report.as_json(),
-                "head": _find_sound_head(arguments.path, report),
+                "head": _find_sound_head(arguments.path, report) if is_run else None,
                 "elapsed_s": round(elapsed_s, 6),
             }
         )
@@ -169,19 +177,21 @@ def _scrub(arguments: argparse.Namespace) -> int:
     verdict = ("whole", "green bold") if report.whole else ("damaged", "red bold")
     console.line(verdict, f"  {clean(arguments.path)}: {what}{damaged}, {read}")
     if not report.whole:
-        _print_outlook(console, arguments, report)
+        _print_outlook(console, arguments, report, is_run=is_run)
     return 0 if report.whole else 1
 
 
-def _print_outlook(console: Console, arguments: argparse.Namespace, report: ScrubReport) -> None:
+def _print_outlook(console: Console, arguments: argparse.Namespace, report: ScrubReport, *, is_run: bool) -> None:
     """Print what damage that stays means for the run, and what can be done."""
-    head = _find_sound_head(arguments.path, report)
-    if head is None:
+    head = _find_sound_head(arguments.path, report) if is_run else None
+    if not is_run:
+        console.line((f"  Loads that need one of the damaged files are refused: {clean(arguments.path)}", "red"))
+    elif head is None:
         console.line(("  No checkpoint on the lineage is whole: the next launch would refuse to start.", "red"))
     else:
         console.line((f"  The next launch goes on from {head}, and passes over what is newer and damaged.", "yellow"))
     if len(report.copies) == 1:
-        console.line(("  Another copy of the run can mend it: --with DEST.", "dim"))
+        console.line(("  Another copy can mend it: --with DEST.", "dim"))
     elif arguments.dry_run:
         console.line(("  Nothing was changed: `ckptfmt repair` without --dry-run rewrites what can be.", "dim"))
 

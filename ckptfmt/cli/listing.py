@@ -15,6 +15,7 @@ from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.catalog import RunCheckpoint, describe_entry, state_of
 from ckptfmt.run.lineage import RunEntry, iter_lineage, list_checkpoints, list_launches, read_run
+from ckptfmt.run.survey import iter_beside
 from ckptfmt.store import Store
 
 #: What `ls` shows without ``--all``: what is or may become a checkpoint, and what can't be read.
@@ -38,18 +39,23 @@ def _list(arguments: argparse.Namespace) -> int:
     if places is not None:
         return _list_places(arguments, places)
     place = open_run_place(arguments.path)
-    found, head = _read_checkpoints(place.store)
+    found, head, beside = _read_checkpoints(place.store)
     shown = [one for one in found if arguments.all or one.state in _SHOWN]
     if arguments.json:
-        members = [{**dataclasses.asdict(one), "is_head": one.name == head} for one in shown]
+        members = [
+            {**dataclasses.asdict(one), "is_head": one.name == head, "beside": beside.get(one.name)} for one in shown
+        ]
         print_json({"kind": "run", "target": place.path, "checked": "registers", "checkpoints": members})
     else:
-        _print_list(shown, head, hidden_count=len(found) - len(shown))
+        _print_list(shown, head, beside, hidden_count=len(found) - len(shown))
     return 2 if any(one.state == "unreadable" for one in found) else 0
 
 
-def _read_checkpoints(store: Store) -> tuple[list[RunCheckpoint], str | None]:
-    """Return the checkpoints of a run, and the name of the one that it goes on from; each register is read once."""
+def _read_checkpoints(store: Store) -> tuple[list[RunCheckpoint], str | None, dict[str, str]]:
+    """Return the checkpoints of a run, which one it goes on from, and why not from others; each register is read once.
+
+    The others are committed, and beside the lineage: passed over as damaged, or left by a rollback.
+    """
     held = launches_of(list_held(store))  # before the registers: a save that is decided in between is seen there
     run = read_run(store)
     entries = list_checkpoints(store, run)
@@ -60,18 +66,22 @@ def _read_checkpoints(store: Store) -> tuple[list[RunCheckpoint], str | None]:
     except CkptError:
         launches = []  # `log` says why
     head = next((entry.name for entry in iter_lineage(launches, entries) if entry.manifest is not None), None)
-    return [describe_entry(entry, held) for entry in entries], head
+    beside = {entry.name: reason for entry, reason in iter_beside(launches, entries)} if launches else {}
+    return [describe_entry(entry, held) for entry in entries], head, beside
 
 
-def _print_list(shown: list[RunCheckpoint], head: str | None, *, hidden_count: int) -> None:
+def _print_list(shown: list[RunCheckpoint], head: str | None, beside: dict[str, str], *, hidden_count: int) -> None:
     console = Console()
-    rows: list[list[Cell | str]] = [
+    header = ("checkpoint", "state", "tensors", "saved", "labels", "")
+    rows: list[list[Cell | str]] = [[(text, "dim") for text in header]] if shown else []
+    rows += [
         [
             (one.name, "bold"),
-            (_state_text(one, is_head=one.name == head), _STYLES.get(one.state, "dim")),
+            _state_cell(one, is_head=one.name == head, is_beside=one.name in beside),
             bytes_text(one.stored_nbytes) if one.stored_nbytes is not None else "",
             time_text(one.saved_unix_s) if one.saved_unix_s is not None else "",
             (labels_text(one.metrics, one.tags, pinned=one.pinned), "cyan"),
+            (beside.get(one.name, ""), "dim"),
         ]
         for one in shown
     ]
@@ -82,9 +92,10 @@ def _print_list(shown: list[RunCheckpoint], head: str | None, *, hidden_count: i
         console.line((f"{count_text(hidden_count, 'retired or given-up checkpoint')} more: --all shows all", "dim"))
 
 
-def _state_text(one: RunCheckpoint, *, is_head: bool) -> str:
+def _state_cell(one: RunCheckpoint, *, is_head: bool, is_beside: bool) -> Cell:
     is_elsewhere = one.durability not in (None, HOME)
-    return ", ".join([one.state, *["head"] * is_head, *[f"durability {one.durability}"] * is_elsewhere])
+    words = ["head"] * is_head + ["beside"] * is_beside + [f"durability {one.durability}"] * is_elsewhere
+    return ", ".join([one.state, *words]), "yellow" if is_beside else _STYLES.get(one.state, "dim")
 
 
 def _list_places(arguments: argparse.Namespace, places: list[Place]) -> int:
@@ -93,7 +104,7 @@ def _list_places(arguments: argparse.Namespace, places: list[Place]) -> int:
     for place in places:
         name = place.store.name.rstrip("/").rpartition("/")[2]
         if place.is_run:
-            found, head = _read_checkpoints(place.store)
+            found, head, _ = _read_checkpoints(place.store)
             counts = Counter(one.state for one in found)
             rows.append({"name": name, "kind": "run", "head": head, "states": dict(counts)})
         else:

@@ -252,7 +252,7 @@ def _print_header(console: Console, place: Place, history: History) -> None:
         ("has", "dim"),
         f"   {count_text(len(history.launches), 'launch', 'launches')},"
         f" {count_text(len(history.entries), 'checkpoint')}{f': {states}' if states else ''},"
-        f" {bytes_text(sum(history.nbytes.values()))}",
+        f" {bytes_text(sum(entry.manifest.stored_nbytes for entry in history.entries if entry.manifest))} of tensors",
     )
     if history.pending:
         whose = clean(describe_savers(history.pending))
@@ -267,7 +267,7 @@ def _print_checkpoints(console: Console, history: History) -> None:
         (entry.name, parents[entry.name], "*" if entry.name in lineage else _MARKS[history.state(entry)])
         for entry in history.entries
     ]
-    header = ("", "step", "launch", "state", "size", "saved", "digest", "delta", "")
+    header = ("", "step", "launch", "state", "tensors", "saved", "digest", "delta", "")
     rows: list[list[Cell | str]] = [[(text, "dim") for text in header]]
     head = history.head
     for entry, lines in zip(history.entries, draw_graph(nodes), strict=True):
@@ -290,7 +290,7 @@ def _entry_cells(entry: RunEntry, history: History, head: RunEntry | None) -> li
         (str(entry.step), "bold"),
         str(entry.launch),
         (f"{state}, head" if entry is head else state, f"bold {_STYLES[state]}" if entry is head else _STYLES[state]),
-        bytes_text(history.nbytes[entry.name]),
+        bytes_text(manifest.stored_nbytes) if manifest is not None else "",
         time_text(manifest.saved_unix_s) if manifest is not None else "",
         (_short(digest), "yellow" if manifest is not None else "dim"),
         _delta_text(manifest) if manifest is not None else "",

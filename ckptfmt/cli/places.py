@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
 import stat
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from ckptfmt.cli.commands import suggest
 from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, FormatError, StateError, err
-from ckptfmt.store import LocalStore, Store, open_store
+from ckptfmt.store import LocalStore, Store, open_store, suggest_path
 
 #: What lies in the directory of a checkpoint, before its commit too (specification, page 30).
 _OF_A_CHECKPOINT: Final = re.compile(r"manifest\.json|parts|[a-z_]+-[0-9a-f]{16}([-.].*)?")
@@ -52,7 +51,7 @@ def open_place(path: str) -> Place:
     try:
         is_directory = stat.S_ISDIR(Path(store.name).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=_suggest_path(path)) from None
+        raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=suggest_path(path)) from None
     except ValueError:
         raise err(Code.ARGUMENT, "the path has a NUL character", where=path, remedy=_REMEDY) from None
     except OSError as error:
@@ -81,16 +80,6 @@ def find_places(path: str) -> list[Place] | None:
             raise
         return found
     return None
-
-
-def _suggest_path(path: str) -> str:
-    """Return the remedy where nothing is at a path: the name beside it that was probably meant, if one was."""
-    parent, name = os.path.split(path.rstrip("/"))
-    with contextlib.suppress(OSError):
-        near = suggest(name, os.listdir(parent or "."))  # noqa: PTH208 - a path needn't be text for pathlib
-        if near is not None:
-            return f"Did you mean {os.path.join(parent, near)}?"  # noqa: PTH118 - as it was typed
-    return _REMEDY
 
 
 def _place(path: str, store: Store) -> Place:
@@ -134,6 +123,15 @@ def open_run_place(path: str) -> Place:
             where=path,
             remedy="Give the directory of a run; `ckptfmt inspect` shows a checkpoint.",
         )
+    return place
+
+
+def open_checkpoint_place(path: str) -> Place:
+    """Return the checkpoint at `path`. Raises: as `open_place`; StateError(ARGUMENT) where a run is."""
+    place = open_place(path)
+    if place.is_run:
+        remedy = "Give the directory of a checkpoint in it, as for the other."
+        raise err(Code.ARGUMENT, "this is a run, and the other path is a checkpoint", where=path, remedy=remedy)
     return place
 
 

@@ -238,6 +238,7 @@ class Content:
         leaves: plain values as trees; tensors within are `ckptfmt.documents.tree.TensorRef`.
         left_out: what of the source has no place in a checkpoint.
         step: training steps done, where the source says so.
+        step_key: the key under which a foreign source says so.
         budget: of the bytes of tensors, where the source is foreign.
     """
 
@@ -246,6 +247,7 @@ class Content:
     leaves: dict[TensorKey, Any] = dataclasses.field(default_factory=dict)
     left_out: list[LeftOut] = dataclasses.field(default_factory=list)
     step: int | None = None
+    step_key: str | None = None
     budget: Budget | None = None
 
     def add(self, tensor: Tensor) -> None:

@@ -24,7 +24,7 @@ from ckptfmt.box import Box
 from ckptfmt.commit.decision import finalize
 from ckptfmt.convert import hf, torch_sources
 from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree
-from ckptfmt.convert.fields import assemble, parse_rules, sort_fields
+from ckptfmt.convert.fields import assemble, find_step, parse_rules, sort_fields
 from ckptfmt.convert.hf import INDEX_NAME
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.index import IndexTensor
@@ -38,7 +38,7 @@ from ckptfmt.errors import CkptError, Code, err, remedy_of
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import carrier_of
 from ckptfmt.state import IMPORTED
-from ckptfmt.store import LocalStore
+from ckptfmt.store import LocalStore, suggest_path
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import TEMPORARY_PREFIX, Store
 from ckptfmt.write.image import Context, Piece, plan_image
@@ -64,6 +64,7 @@ class Conversion:
     Attributes:
         source, source_kind, target, target_kind: from where to where.
         step: training steps done, where source or caller say so.
+        step_key: the key under which a foreign source says so; None where it doesn't, or the caller does.
         tensor_count: how many tensors are written.
         nbytes: how many bytes they have.
         left_out: what the target doesn't hold, or not as it was.
@@ -75,6 +76,7 @@ class Conversion:
     target: str
     target_kind: str
     step: int | None
+    step_key: str | None
     tensor_count: int
     nbytes: int
     left_out: list[LeftOut]
@@ -117,7 +119,7 @@ def plan_conversion(
         open_checkpoint: opens a checkpoint of ckptfmt, or the head of a run.
         rules: ``KEY=FIELD`` for entries of a torch or DCP source.
         only: convert this field alone.
-        step: training steps done, if the source doesn't know.
+        step: training steps done, whatever the source says.
         max_shard_nbytes: size of a file of a Hugging Face directory.
 
     Raises: CkptError of any kind, by name.
@@ -142,7 +144,8 @@ def plan_conversion(
             content = read_checkpoint(opened.enter_context(open_checkpoint(source)))
         else:
             content = _read_foreign(source, from_kind, rules)
-        content.step = content.step if step is None else step
+        if step is not None:
+            content.step, content.step_key = step, None
         plan = _PLANS[to_kind](content, only, max_shard_nbytes)
         kept = content.left_out if only is None or from_kind != "ckptfmt" else []
         if from_kind == "ckptfmt" and only is None:
@@ -153,6 +156,7 @@ def plan_conversion(
             target=target,
             target_kind=to_kind,
             step=content.step,
+            step_key=content.step_key,
             tensor_count=len(plan.tensors),
             nbytes=sum(tensor.nbytes for tensor in plan.tensors),
             left_out=kept + plan.left_out,
@@ -166,6 +170,7 @@ def _read_foreign(source: str, kind: str, rules: dict[str, str]) -> Content:
     read, origin = _TORCH_FORMATS[kind]
     content = Content(origin=origin)
     root = read(source, content)
+    content.step, content.step_key = find_step(root) or (None, None)
     sort_fields(root, rules, content, where=source)
     return content
 
@@ -275,7 +280,7 @@ def source_kind(path: str) -> str:
     try:
         names = {entry.name for entry in Path(path).iterdir()}
     except FileNotFoundError:
-        raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy="Correct the path.") from None
+        raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=suggest_path(path)) from None
     except NotADirectoryError:
         return "hf" if path.endswith(".safetensors") else "torch"
     except OSError as error:

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
+from ckptfmt import limits
 from ckptfmt.adapters.live_trees import GLOBAL, key_text
 from ckptfmt.convert.content import Array, Content, LeftOut, Tensor, Unfit, map_tree, text_of
 from ckptfmt.convert.numbering import nest, take_optimizers
@@ -25,6 +26,9 @@ _USUAL: Final = {
     "data": "data",
     "config": "config",
 }
+
+#: Keys at the top of a foreign file under which a training loop, and Lightning, say how many steps were done.
+STEP_KEYS: Final = ("step", "global_step")
 
 #: Containers that not every target has: `fit` is asked of them.
 _HASHED: Final = (set, frozenset, deque, Counter)
@@ -111,6 +115,21 @@ def _is_flat(value: Any) -> bool:  # noqa: ANN401 - anything
         )
         and any(isinstance(item, Array) for item in value.values())
     )
+
+
+def find_step(root: Any) -> tuple[int, str] | None:  # noqa: ANN401 - anything
+    """Return how many training steps a foreign file says were done, and the key under which it says so.
+
+    >>> find_step({"model": {}, "global_step": 1200}), find_step({"step": -1}), find_step([])
+    ((1200, 'global_step'), None, None)
+    """
+    if not isinstance(root, dict):
+        return None
+    for key in STEP_KEYS:
+        value = root.get(key)
+        if type(value) is int and 0 <= value <= limits.JSON_INTEGER:
+            return value, key
+    return None
 
 
 class _Namer:

@@ -1,4 +1,7 @@
-"""Read all copies of a run, and rewrite what is damaged in one of them from another. Spec: REQ-RUN-033, REQ-RUN-034."""
+"""Read all copies of a run or checkpoint, and rewrite what is damaged in one from another.
+
+Spec: REQ-RUN-033, REQ-RUN-034.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ckptfmt import limits
 from ckptfmt.commit.decision import create_once, read_register
 from ckptfmt.documents.durability import HOME
-from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, index_name, parse_register
+from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, Tombstone, index_name, parse_register
 from ckptfmt.documents.run import (
     LABELS_FOLDER,
     LAUNCHES,
@@ -21,7 +24,7 @@ from ckptfmt.documents.run import (
     parse_labels_name,
     parse_launch_name,
 )
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.read.files import CheckpointFiles, OpenPart
 from ckptfmt.read.report import is_violation, without_frames
 from ckptfmt.read.verified_files import StoppedError, VerifiedFile, for_each_file, index_file, part_files, stored_files
@@ -110,8 +113,23 @@ def scrub_run(
     return _Scrubbing(copies, on_progress, dry_run=dry_run).run()
 
 
+def scrub_checkpoint(
+    copies: Sequence[Store], *, dry_run: bool = False, on_progress: Callable[[int], None] | None = None
+) -> ScrubReport:
+    """Do for copies of one checkpoint, whether it belongs to a run or not, what `scrub_run` does for those of a run.
+
+    Args:
+        copies: each rooted at the checkpoint, or at a copy of it.
+        dry_run, on_progress: as for `scrub_run`.
+
+    Raises: CommitError(HOMES_DIVERGED) where they are different checkpoints; IntegrityError(NOT_COMMITTED) where none
+        has a manifest that can be read; StoreError. Spec: REQ-RUN-033, REQ-RUN-034.
+    """
+    return _Scrubbing(copies, on_progress, dry_run=dry_run).run_alone()
+
+
 class _Scrubbing:
-    """One scrub: the copies are called by their numbers."""
+    """One scrub: the copies are called by their numbers. A checkpoint of no run has the name ""."""
 
     def __init__(self, copies: Sequence[Store], on_progress: Callable[[int], None] | None, *, dry_run: bool) -> None:
         self._copies = copies
@@ -135,6 +153,20 @@ class _Scrubbing:
         self._scrub_records(run, entries)
         for name in sorted({name for found in entries for name in found}):
             self._scrub_checkpoint(name, [found.get(name) for found in entries])
+        return self._report()
+
+    def run_alone(self) -> ScrubReport:
+        """Do it for one checkpoint. Raises: as `scrub_checkpoint`."""
+        entries = [RunEntry(name="", step=0, launch=0, register=_read_any(store)) for store in self._copies]
+        if not any(entry.manifest for entry in entries):
+            detail = f"no copy has a {MANIFEST_NAME} that can be read"
+            raise err(
+                Code.NOT_COMMITTED, detail, where=self._copies[0].name, remedy="Name a copy that has it: --with COPY."
+            )
+        self._scrub_checkpoint("", list(entries))
+        return self._report()
+
+    def _report(self) -> ScrubReport:
         damages = sorted(self._damages, key=lambda one: (one.copy, one.path))
         return ScrubReport(
             copies=tuple(store.name for store in self._copies),
@@ -143,6 +175,10 @@ class _Scrubbing:
             nbytes=self._nbytes,
             damages=tuple(damages),
         )
+
+    def _place(self, at: int, name: str) -> Store:
+        """Return a copy, rooted at a checkpoint of it."""
+        return self._copies[at].at(name) if name else self._copies[at]
 
     # --- records ------------------------------------------------------------------------------------------------------
 
@@ -231,14 +267,14 @@ class _Scrubbing:
         """Mend one checkpoint in the copies that have it: its register last, so that what has one is whole."""
         manifests = {at: entry.manifest for at, entry in enumerate(entries) if entry is not None and entry.manifest}
         if len({manifest.digest for manifest in manifests.values()}) > 1:
-            detail = "copies of the run have different checkpoints of this name"
-            raise err(Code.HOMES_DIVERGED, detail, where=name, requirement="REQ-RUN-030")
+            detail = "the copies have different checkpoints of this name"
+            raise err(Code.HOMES_DIVERGED, detail, where=name or self._copies[0].name, requirement="REQ-RUN-030")
         lost = {at: error for at, entry in enumerate(entries) if (error := self._find_lost(at, entry, manifests))}
         if not manifests:
             for at, error in lost.items():
-                self._note(at, f"{name}/{MANIFEST_NAME}", error.below(name), None)
+                self._note(at, _path(name, MANIFEST_NAME), _below(error, name), None)
             return
-        self._checkpoints.append(name)
+        self._checkpoints.append(name or self._copies[0].name)
         donor, manifest = next(iter(manifests.items()))
         before = len(self._damages)
         # Without its index it may be what is left of one that was retired: nobody brings that back.
@@ -250,9 +286,9 @@ class _Scrubbing:
             store = self._copies[at]
             can_mend = at in candidates and store.name not in broken
             if can_mend and not self._dry_run:
-                content = self._copies[donor].at(name).read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
-                self._write_register(store.at(name), content, error)
-            self._note(at, f"{name}/{MANIFEST_NAME}", error.below(name), donor if can_mend else None)
+                content = self._place(donor, name).read(MANIFEST_NAME, limit_nbytes=limits.MANIFEST_NBYTES)
+                self._write_register(self._place(at, name), content, error)
+            self._note(at, _path(name, MANIFEST_NAME), _below(error, name), donor if can_mend else None)
 
     def _find_lost(self, at: int, entry: RunEntry | None, manifests: dict[int, Manifest]) -> CkptError | None:
         """Return what is wrong with a register that can't be read, or is gone from among the files of a checkpoint."""
@@ -294,7 +330,7 @@ class _Scrubbing:
         """Yield the checkpoint in each copy in which it can be opened."""
         for at in members:
             try:
-                yield CheckpointFiles(self._copies[at].at(name), digest=manifest.digest)
+                yield CheckpointFiles(self._place(at, name), digest=manifest.digest)
             except CkptError as error:
                 if not is_violation(error):
                     raise
@@ -333,22 +369,22 @@ class _Scrubbing:
         donor = next((at for at in members if at not in wrong), None)
         if donor is None and not is_at_home and all(error.code == Code.FILE_MISSING for error in wrong.values()):
             with self._lock:
-                self._in_caches.add(name)
+                self._in_caches.add(name or self._copies[0].name)
             return
         for at, error in wrong.items():
-            place = self._copies[at].at(name)
+            place = self._place(at, name)
             register = self._read_register(place)
             if register is not None and register != manifest:
                 continue  # it was retired while it was read
             repaired_from = donor
             if donor is not None and not self._dry_run:
                 try:
-                    self._rewrite(file, self._copies[donor].at(name), place, is_missing=error.code == Code.FILE_MISSING)
+                    self._rewrite(file, self._place(donor, name), place, is_missing=error.code == Code.FILE_MISSING)
                 except CkptError as failure:
                     if not is_violation(failure):
                         raise
                     repaired_from = None  # what was whole a moment ago isn't any more, or the name is a directory's
-            self._note(at, f"{name}/{file.path}", error.below(name), repaired_from)
+            self._note(at, _path(name, file.path), _below(error, name), repaired_from)
 
     def _read_register(self, place: Store) -> object:
         try:
@@ -363,7 +399,7 @@ class _Scrubbing:
         # An answer may be damaged on its way: nothing is written anew for what another reading doesn't find.
         for _ in range(2 if store.is_remote else 1):
             try:
-                for chunk in file.iter_chunks(store.at(name)):
+                for chunk in file.iter_chunks(self._place(at, name)):
                     if self._failed.is_set():
                         raise StoppedError
                     self._count(len(chunk))
@@ -415,3 +451,21 @@ class _Scrubbing:
             self._nbytes += nbytes
             if self._on_progress is not None:
                 self._on_progress(nbytes)
+
+
+def _read_any(place: Store) -> Manifest | Abort | Tombstone | CkptError | None:
+    """Return what a register holds, or what is wrong with it. Raises: StoreError."""
+    try:
+        return read_register(place)
+    except StoreError:
+        raise
+    except CkptError as error:
+        return error
+
+
+def _path(name: str, path: str) -> str:
+    return f"{name}/{path}" if name else path
+
+
+def _below(error: CkptError, name: str) -> CkptError:
+    return error.below(name) if name else error

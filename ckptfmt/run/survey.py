@@ -74,13 +74,13 @@ def survey_run(store: Store, run: RunRecord, retention: Retention) -> Survey:
         ),
         unfinished=tuple(entry for entry in undecided if entry.launch not in held),
         in_hand=tuple(entry for entry in undecided if entry.launch in held),
-        beside=tuple(one for one in _iter_beside(launches, entries) if one[0].name not in names),
+        beside=tuple(one for one in iter_beside(launches, entries) if one[0].name not in names),
         unreadable=tuple((entry, entry.register) for entry in entries if isinstance(entry.register, CkptError)),
         problem=problem or "",
     )
 
 
-def _iter_beside(launches: list[Launch], entries: list[RunEntry]) -> Iterator[tuple[RunEntry, str]]:
+def iter_beside(launches: list[Launch], entries: list[RunEntry]) -> Iterator[tuple[RunEntry, str]]:
     """Yield the committed checkpoints that the run doesn't go on from, and why."""
     lineage = {entry.name for entry in iter_lineage(launches, entries)}
     beside = {entry.name: entry for entry in entries if entry.manifest is not None and entry.name not in lineage}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import posixpath
 import re
@@ -27,6 +28,7 @@ __all__ = [
     "open_address",
     "open_store",
     "split_path",
+    "suggest_path",
 ]
 
 #: What another process opens the same store by, in a message: a path, which needn't be text, or a URL with options.
@@ -95,6 +97,22 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
         return posixpath.split(os.fspath(path).rstrip("/"))
     local = os.fspath(path).partition("://")[2] if is_url(path) else path
     return os.path.split(os.path.realpath(local))
+
+
+def suggest_path(path: str) -> str:
+    """Return the remedy where nothing is at a local path: what is there of it, and the name that was probably meant."""
+    parent, name = os.path.split(path.rstrip("/"))
+    while parent and not os.path.isdir(parent):  # noqa: PTH112 - a path needn't be text for pathlib
+        parent, name = os.path.split(parent)
+    try:
+        names = os.listdir(parent or ".")  # noqa: PTH208 - as above
+    except OSError:
+        names = []
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return f"Did you mean {os.path.join(parent, near[0])}?"  # noqa: PTH118 - as it was typed
+    remedy = "Give the directory of a checkpoint or of a run; `ckptfmt ls` lists both."
+    return f"{parent or 'The working directory'} has nothing called {name}. {remedy}"
 
 
 def address_of(store: Store) -> Address | None:

@@ -229,6 +229,7 @@ def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Resto
             _plan_unit(plan, unit, live, number)
     stream_actions = _plan_streams(plan, state, live, strict=strict)
     differences = _compare_config(plan, state)
+    _explain_shapes(plan, differences)
     lowered_by = (
         *_missing_fields(plan, state),
         *_list_decisive(plan, state, differences),
@@ -456,6 +457,24 @@ def _compare_config(plan: LoadPlan, state: State) -> list[tuple[str, object, obj
             if _lies_under(path, identity):
                 plan.problem(Code.CONFIG_IDENTITY, f"config:{path}", f"saved {before!r}, here {now!r}")
     return differences
+
+
+def _explain_shapes(plan: LoadPlan, differences: list[tuple[str, object, object]]) -> None:
+    """Give tensors of other shapes a remedy: what the configuration says of it, or that none was saved that could."""
+    if differences:
+        told = "; ".join(f"config:{path} was {before!r}, and is {now!r} here" for path, before, now in differences[:3])
+        remedy = f"Build the model as it was saved: {told}."
+    elif plan.checkpoint.manifest.fields["config"].reason is None:
+        remedy = "Build the model as it was saved: `ckptfmt inspect --field config` shows its configuration."
+    else:
+        remedy = (
+            "Build the model with the saved sizes. No configuration was saved: State(config={...}) is compared by a"
+            " load, which then names the value that differs."
+        )
+    plan.problems = [
+        dataclasses.replace(problem, remedy=remedy) if problem.code == Code.SHAPE_MISMATCH else problem
+        for problem in plan.problems
+    ]
 
 
 def _list_decisive(plan: LoadPlan, state: State, differences: list[tuple[str, object, object]]) -> list[str]:

@@ -11,7 +11,9 @@ import ckptfmt
 from ckptfmt.cli import doctor
 from ckptfmt.errors import Code, err
 from ckptfmt.stage.slot import Slot
+from ckptfmt.store import LocalStore
 from ckptfmt.store.posix import PosixCalls
+from tests.cli.conftest import save
 from tests.cli.test_listing import contents_of
 
 NAME = "step-00000050-l0002"
@@ -113,11 +115,37 @@ def test_repair_says_what_the_run_goes_on_from_where_damage_stays(call, call_jso
     assert code == 1
     assert f"beyond repair  {run_path}/{NAME}/{shard.name}" in out
     assert "The next launch goes on from step-00000030-l0002" in out
-    assert "Another copy of the run can mend it: --with DEST." in out
+    assert "Another copy can mend it: --with DEST." in out
     assert call_json("repair", run_path)[1]["head"] == "step-00000030-l0002"
     for other in run_path.glob("step-*/weights-*"):
         other.unlink()
     assert "the next launch would refuse to start" in call("repair", run_path)[1]
+
+
+def test_repair_mends_a_checkpoint_outside_of_a_run(call, checkpoint_path, tmp_path):
+    """`repair CHECKPOINT --with COPY`: register, index and shard; and another checkpoint is no copy."""
+    shutil.copytree(checkpoint_path, tmp_path / "copy")
+    before = contents_of(checkpoint_path)
+    shard = next(checkpoint_path.glob("weights-*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    next(checkpoint_path.glob("parts/*")).unlink()
+    (checkpoint_path / "manifest.json").write_bytes(b"{}")
+    assert call("repair", checkpoint_path)[0] == 2
+    assert "no copy has a manifest.json that can be read" in call("repair", checkpoint_path)[2]
+
+    code, out, _ = call("repair", checkpoint_path, "--with", tmp_path / "copy")
+
+    assert (code, out.count("rewritten")) == (0, 3)
+    assert contents_of(checkpoint_path) == before
+    shard.write_bytes(b"")
+    code, out, _ = call("repair", checkpoint_path)
+    assert code == 1
+    assert "Loads that need one of the damaged files are refused" in out
+    save(LocalStore(tmp_path / "other", writable=True), step=4)
+    code, out, err = call("repair", checkpoint_path, "--with", tmp_path / "other")
+    assert (code, out) == (2, "")
+    assert "HOMES_DIVERGED" in err
+    assert contents_of(tmp_path / "copy") == before
 
 
 # completion

@@ -38,7 +38,7 @@ def test_ls_shows_what_there_is_to_load(call, call_json, run_path):
     code, out, err = call("ls", run_path)
 
     assert (code, err) == (0, "")
-    rows = {words[0]: words[1:] for words in words_of(out)[:-1]}
+    rows = {words[0]: words[1:] for words in words_of(out)[1:-1]}
     assert [*rows] == [checkpoint_name(*at) for at in ((10, 1), (20, 1), (30, 1), (30, 2), (40, 1), (50, 2))]
     assert rows[checkpoint_name(50, 2)][:4] == ["committed,", "head", "65.6", "KiB"]
     assert rows[checkpoint_name(20, 1)][-3:] == ["pinned", "loss=2.5", "#best"]
@@ -146,6 +146,12 @@ def test_gc_names_what_was_passed_over_as_damaged_and_rm_deletes_it(call, call_j
     launch, _ = begin_launch(store, open_run(store))
     save_in_run(store, launch, 60)
 
+    row = next(line for line in call("ls", run_path)[1].splitlines() if line.startswith(damaged))
+    assert "committed, beside" in row
+    assert f"launch 3 found it damaged, and went on from {checkpoint_name(30, 2)}" in row
+    listed = {one["name"]: one["beside"] for one in call_json("ls", run_path)[1]["checkpoints"]}
+    assert listed[damaged].startswith("launch 3 found it damaged")
+    assert listed[checkpoint_name(60, 3)] is None
     code, answer = call_json("gc", run_path, "--dry-run")
     (item,) = [item for item in answer["items"] if item["name"] == damaged]
     assert (code, item["what"]) == (0, "beside")
