@@ -125,6 +125,9 @@ def _add_log(parser: argparse.ArgumentParser) -> None:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     parser.add_argument("--html", metavar="FILE", help="where the page is to be; a file that is there is replaced")
+    parser.add_argument(
+        "--against", metavar="RUN", help="a run that should be the same: show which tensors differ, from which step on"
+    )
 
 
 def _add_change(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from ckptfmt.cli.console import bytes_text, clean, count_text, shorten
+from ckptfmt.cli.divergence import Divergence
 from ckptfmt.cli.run_picture import LaunchFacts, RunPicture, SaveFacts, TensorFacts, TreeCell
 from ckptfmt.documents.durability import HOME
 
@@ -453,3 +454,35 @@ def draw_writers(rows: Sequence[tuple[str, dict[str, int], str]]) -> str:
             at += nbytes
         body.append(_text(x.at(at) + 6, y + 13, bytes_text(at), "tick"))
     return _svg(18 * len(rows), body, "bytes by writer")
+
+
+# --- divergence -------------------------------------------------------------------------------------------------------
+
+#: From which ratio of a difference to its element on a rectangle is darker.
+_FAR: Final = (1e-6, 1e-4, 1e-2, 1.0)
+_NAMES_WIDTH: Final = 330.0
+_ROW_HEIGHT: Final = 16.0
+
+
+def draw_divergence(divergence: Divergence) -> str:
+    """Return a map of what differs: a row for each tensor or value, a column for each step that differs."""
+    width = (WIDTH - _NAMES_WIDTH - _RIGHT) / max(len(divergence.steps), 1)
+    body = []
+    for row, one in enumerate(divergence.names):
+        y = row * _ROW_HEIGHT
+        name = shorten(f"{one.field}:{one.name}", int(_NAMES_WIDTH / _CHARACTER) - 2)
+        body.append(_text(_NAMES_WIDTH - 6, y + 12, name, "", "end"))
+        for column, (step, distance) in enumerate(zip(divergence.steps, one.distances, strict=True)):
+            style = "same" if distance is None else f"far far-{_far(one.ratios[column])}"
+            note = f"{one.field}:{one.name} at step {step.step}: {distance or 'the same'}"
+            body.append(_rectangle((_NAMES_WIDTH + column * width, y + 1, width - 1, _ROW_HEIGHT - 2), style, note))
+    end = len(divergence.names) * _ROW_HEIGHT
+    shown = max(1, math.ceil(len(str(divergence.steps[-1].step)) * _CHARACTER * 1.4 / width)) if divergence.steps else 1
+    for column, step in enumerate(divergence.steps):
+        if column % shown == 0:
+            body.append(_text(_NAMES_WIDTH + (column + 0.5) * width, end + 14, str(step.step), "tick", "middle"))
+    return _svg(end + 20, body, "what differs, by step")
+
+
+def _far(ratio: float | None) -> int:
+    return len(_FAR) if ratio is None else sum(ratio >= bound for bound in _FAR)

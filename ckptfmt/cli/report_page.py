@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from ckptfmt.cli.charts import (
+    draw_divergence,
     draw_lines,
     draw_pieces,
     draw_sizes,
@@ -74,6 +75,8 @@ svg .strong { font-weight: 600; }
 .writer-0 { fill: #a9c7ee; } .writer-1 { fill: #f6cf9c; } .writer-2 { fill: #b5e0c3; } .writer-3 { fill: #f2b8b5; }
 .writer-4 { fill: #d9c4ec; } .writer-5 { fill: #e6d8a2; } .writer-6 { fill: #b8dde6; } .writer-7 { fill: #f4c2dd; }
 .writer-8 { fill: #d4d9e0; } .writer-9 { fill: #cfe39b; }
+.same { fill: #eef1f4; } .far-0 { fill: #f7dfa5; } .far-1 { fill: #f0b56a; } .far-2 { fill: #dd7c45; }
+.far-3 { fill: #b9432f; } .far-4 { fill: #7a1621; }
 .key { display: inline-block; margin: 0 16px 4px 0; white-space: nowrap; font-size: 13px; }
 .key svg { display: inline-block; vertical-align: -3px; margin-right: 5px; }
 table { border-collapse: collapse; font-size: 13px; margin: 6px 0; }
@@ -125,8 +128,8 @@ def make_page(picture: RunPicture) -> str:
     """Return the whole page of a run."""
     policy = f"default-src 'none'; style-src {_source_of(_STYLE)}; script-src {_source_of(_SCRIPT)}"
     sections = (
-        _summary(picture), _problems(picture), _launches(picture), _sizes(picture), _tensors(picture),
-        _durations(picture), _metrics(picture), _checkpoints(picture),
+        _summary(picture), _problems(picture), _divergence(picture), _launches(picture), _sizes(picture),
+        _tensors(picture), _durations(picture), _metrics(picture), _checkpoints(picture),
     )  # fmt: skip
     return "".join(
         (
@@ -205,6 +208,38 @@ def _problems(picture: RunPicture) -> Iterator[str]:
             yield _paragraph(shorten(str(problem), 500), "bad")
         if len(picture.problems) > _MARKED_ROWS:
             yield _paragraph(f"And {len(picture.problems) - _MARKED_ROWS} more: ckptfmt log names them.", "bad")
+
+
+def _divergence(picture: RunPicture) -> Iterator[str]:
+    found = picture.divergence
+    if found is None:
+        return
+    yield '<h2 id="divergence">Divergence</h2>\n'
+    shared = f"{count_text(found.shared_count, 'step')} in common with {found.other}"
+    for problem in found.problems[:_MARKED_ROWS]:
+        yield _paragraph(shorten(str(problem), 500), "bad")
+    if not found.steps:
+        yield _paragraph(f"{shared}: weights, optimizer, RNG streams and data are the same at {found.compared_count}.")
+        return
+    first = found.steps[0]
+    before = "at none before" if found.last_same_step is None else f"the same up to step {found.last_same_step}"
+    yield _paragraph(f"{shared}: {before}, and different from step {first.step} on ({' and '.join(first.names)}).")
+    yield _keys(
+        ('<rect x="2" y="2" width="12" height="12" class="same"/>', "the same"),
+        *(
+            (_square(f"far far-{number}"), text)
+            for number, text in enumerate(("below 1e-6 relative", "1e-6", "1e-4", "1e-2", "1 and more, or no number"))
+        ),
+    )
+    yield draw_divergence(found)
+    rows = [(str(one.step), str(one.tensor_count), str(one.value_count)) for one in found.steps]
+    yield from _table(("step", "tensors", "values"), rows, numbers=(0, 1, 2))
+    if found.more_count:
+        yield _paragraph(
+            f"{count_text(found.more_count, 'tensor or value', 'tensors and values')} more differ.", "note"
+        )
+    if found.compared_count < found.shared_count:
+        yield _paragraph(f"Steps after {found.steps[-1].step} weren't compared.", "note")
 
 
 def _launches(picture: RunPicture) -> Iterator[str]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ckptfmt.box import Box
 from ckptfmt.cli.console import clean, shorten
+from ckptfmt.cli.divergence import Divergence
 from ckptfmt.cli.log import History, read_history
 from ckptfmt.cli.places import Place
 from ckptfmt.documents.index import IndexTensor
@@ -200,6 +201,7 @@ class RunPicture:
         launches: by number.
         newest: of the checkpoint that the run goes on from; None where there is none, or its index can't be read.
         problems: why records or documents couldn't be read.
+        divergence: from another run, where one was given.
     """
 
     target: str
@@ -209,6 +211,7 @@ class RunPicture:
     launches: tuple[LaunchFacts, ...]
     newest: NewestFacts | None
     problems: tuple[CkptError, ...]
+    divergence: Divergence | None = None
 
     @property
     def committed(self) -> list[SaveFacts]:
@@ -494,6 +497,8 @@ def _plain(value: object) -> object:
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, CkptError):
+        return value.as_json()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
 from pathlib import Path
 
 from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_json
+from ckptfmt.cli.divergence import find_divergence
 from ckptfmt.cli.places import open_run_place
 from ckptfmt.cli.run_picture import picture_members, read_picture
 from ckptfmt.errors import Code, err, remedy_of
@@ -21,7 +23,10 @@ def run(arguments: argparse.Namespace) -> int:
         remedy = "Say where the page shall be: `--html run.html`; or print the same with --json."
         raise err(Code.ARGUMENT, "nothing says what to make", where="--html", remedy=remedy)
     place = open_run_place(arguments.path)
+    against = None if arguments.against is None else open_run_place(arguments.against)
     picture = read_picture(place)
+    if against is not None:
+        picture = dataclasses.replace(picture, divergence=find_divergence(place, against))
     if arguments.html is not None:
         from ckptfmt.cli.report_page import make_page
 
@@ -39,4 +44,5 @@ def run(arguments: argparse.Namespace) -> int:
             Console().line((clean(arguments.html), "bold"), f"  {saves}, {bytes_text(len(content))}")
     if arguments.json:
         print_json(picture_members(picture))
-    return 2 if picture.problems else 0
+    unread = picture.divergence is not None and picture.divergence.problems
+    return 2 if picture.problems or unread else 0

@@ -10,8 +10,10 @@ import shutil
 import subprocess
 from collections import Counter
 
+import numpy as np
 import pytest
 
+import ckptfmt
 from ckptfmt.cli.charts import draw_lines, squarify
 from ckptfmt.cli.report_page import _SCRIPT
 from ckptfmt.cli.run_picture import TreeCell, group_by_size
@@ -168,6 +170,60 @@ def test_a_run_without_checkpoints_has_a_page(page_of, tmp_path):
 
     assert "No launch has begun." in page.text
     assert "No checkpoint is committed." in page.text
+
+
+# Against another run
+
+
+def trajectory(path, *, steps=6, part_at=None):
+    """Train a run without a framework; from a step on, one tensor takes another way, and a second one step later."""
+    weights = {"a.w": np.zeros(64, np.float32), "b.w": np.zeros(8, np.float32)}
+    values = {"count": 0}
+    state = ckptfmt.State(weights=weights, extra={"seen": values}, rng=False)
+    with ckptfmt.Checkpointer(path, state, every=1, saver="inline") as checkpointer:
+        for step in checkpointer.steps(steps):
+            weights["a.w"] += 1
+            weights["b.w"] += 1
+            if part_at is not None:
+                weights["a.w"][7] += 1e-3 * (step + 1 == part_at)
+                weights["b.w"][0] += 0.5 * (step + 1 == part_at + 1)
+                values["count"] += step + 1 == part_at
+
+
+def test_two_trajectories_part_at_a_step_tensor_by_tensor(page_of, call, call_json, tmp_path):
+    trajectory(tmp_path / "one")
+    trajectory(tmp_path / "same")
+    trajectory(tmp_path / "other", part_at=4)
+
+    code, answer = call_json("report", tmp_path / "one", "--against", tmp_path / "same")
+    assert (code, answer["divergence"]["steps"], answer["divergence"]["compared_count"]) == (0, [], 6)
+    code, answer = call_json("report", tmp_path / "one", "--against", tmp_path / "other")
+    found = answer["divergence"]
+    assert (code, found["last_same_step"]) == (0, 3)
+    assert [one["step"] for one in found["steps"]] == [4, 5, 6]
+    assert [(one["name"], one["first_step"]) for one in found["names"]] == [
+        ("a.w", 4),
+        ("extra/seen", 4),
+        ("b.w", 5),
+    ]
+    assert found["names"][2]["distances"][0] is None
+    assert found["names"][0]["distances"][0].startswith("1 of 64 elements differ, by at most 0.001")
+
+    path = tmp_path / "page.html"
+    assert call("report", tmp_path / "one", "--html", path, "--against", tmp_path / "other")[0] == 0
+    page = Page(path.read_text("utf-8"))
+    assert "divergence" in page.ids
+    assert "the same up to step 3, and different from step 4 on" in page.text
+    assert "weights:b.w at step 4: the same" in page.text
+    assert "weights:b.w at step 5: 1 of 8 elements differ, by at most 0.5" in page.text
+    assert "divergence" not in page_of(tmp_path / "one")[0].ids
+
+
+def test_runs_without_a_step_in_common_are_refused(call, run_path, tmp_path):
+    trajectory(tmp_path / "one", steps=1)
+    code, out, err = call("report", run_path, "--against", tmp_path / "one", "--json")
+    assert code == 2
+    assert "no step in common" in out + err
 
 
 # What it can't be made to do

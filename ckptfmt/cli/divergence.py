@@ -1,0 +1,196 @@
+"""Where two runs that should be one trajectory part: which tensors and values differ, by training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from ckptfmt.cli.console import clean, shorten
+from ckptfmt.cli.log import read_history
+from ckptfmt.cli.places import Place
+from ckptfmt.documents.manifest import FIELDS
+from ckptfmt.errors import CkptError, Code, StoreError, err
+from ckptfmt.read.comparison import Comparison, TensorDifference, compare
+from ckptfmt.read.reader import Checkpoint
+from ckptfmt.run.lineage import RunEntry, iter_lineage
+
+#: The fields that a trajectory consists of; configuration, topology and provenance may differ between equal ones.
+_FIELDS: Final = ("weights", "optimizer", "rng", "data")
+#: How many steps that differ are compared, from the first one on: blocks that differ are read.
+_STEPS: Final = 24
+#: How many tensors and values are kept, those that differ first before the others.
+_ROWS: Final = 40
+#: How long a name is at most, in characters.
+_NAME_LENGTH: Final = 120
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DivergedStep:
+    """A training step at which the runs have checkpoints that differ.
+
+    Attributes:
+        step: the training step.
+        names: of the checkpoints in the two runs.
+        tensor_count: how many tensors differ.
+        value_count: how many plain values and RNG streams differ.
+    """
+
+    step: int
+    names: tuple[str, str]
+    tensor_count: int
+    value_count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DivergedName:
+    """A tensor, a plain value or an RNG stream that differs.
+
+    Attributes:
+        field, name, scope: as in the index.
+        first_step: the first step at which it differs.
+        distances: for each step of `Divergence.steps`, how it differs, in words; None where it is the same.
+        ratios: likewise the greatest ratio of a difference to the larger of two elements; None where there is none.
+    """
+
+    field: str
+    name: str
+    scope: str
+    first_step: int
+    distances: tuple[str | None, ...]
+    ratios: tuple[float | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """How two runs differ at equal steps of their lineages.
+
+    Attributes:
+        other: the path of the other run.
+        shared_count: at how many steps both have a checkpoint.
+        compared_count: at how many of these they were compared, from the first on.
+        last_same_step: the last step before the first difference; None where there is none.
+        steps: those that differ, ascending.
+        names: what differs, what differs first before the others.
+        more_count: how many more tensors and values differ.
+        problems: why checkpoints couldn't be compared.
+    """
+
+    other: str
+    shared_count: int
+    compared_count: int
+    last_same_step: int | None
+    steps: tuple[DivergedStep, ...]
+    names: tuple[DivergedName, ...]
+    more_count: int
+    problems: tuple[CkptError, ...]
+
+
+def find_divergence(place: Place, other: Place) -> Divergence:
+    """Compare the checkpoints that two runs have at equal steps, in the order of steps.
+
+    Recorded digests are compared, and of blocks that differ the elements.
+
+    Raises: StateError(ARGUMENT) where the runs have no step in common; StoreError.
+    """
+    one_by_step, other_by_step = _by_step(place), _by_step(other)
+    shared = sorted(one_by_step.keys() & other_by_step.keys())
+    if not shared:
+        remedy = "Save both runs at equal steps: with the same every=."
+        raise err(Code.ARGUMENT, "the runs have no step in common", where=other.path, remedy=remedy)
+    found: list[tuple[int, Comparison]] = []
+    problems: list[CkptError] = []
+    compared_count, last_same_step = 0, None
+    for step in shared:
+        if len(found) == _STEPS:
+            break
+        compared_count += 1
+        try:
+            with _open(place, one_by_step[step]) as first, _open(other, other_by_step[step]) as second:
+                comparison = compare(first, second, fields=_FIELDS)
+        except StoreError:
+            raise
+        except CkptError as error:
+            problems.append(error.below(one_by_step[step].name))
+            continue
+        if not comparison.is_same:
+            found.append((step, comparison))
+        elif not found:
+            last_same_step = step
+    names = _list_names(found)
+    return Divergence(
+        other=other.path,
+        shared_count=len(shared),
+        compared_count=compared_count,
+        last_same_step=last_same_step,
+        steps=tuple(
+            DivergedStep(
+                step=step,
+                names=(one_by_step[step].name, other_by_step[step].name),
+                tensor_count=len(comparison.tensors),
+                value_count=len(comparison.values),
+            )
+            for step, comparison in found
+        ),
+        names=tuple(names[:_ROWS]),
+        more_count=max(0, len(names) - _ROWS),
+        problems=tuple(problems),
+    )
+
+
+def _by_step(place: Place) -> Mapping[int, RunEntry]:
+    """Return the committed checkpoints on the lineage of a run, by step."""
+    history = read_history(place)
+    lineage = iter_lineage(history.launches, history.entries)
+    return {entry.step: entry for entry in reversed([*lineage]) if entry.manifest is not None}
+
+
+def _open(place: Place, entry: RunEntry) -> Checkpoint:
+    return Checkpoint(place.store.at(entry.name))
+
+
+def _list_names(found: list[tuple[int, Comparison]]) -> list[DivergedName]:
+    """Return what differs at any step: by first step, then by field and name."""
+    rows: dict[tuple[str, str, str], dict[int, tuple[str, float | None]]] = {}
+    for step, comparison in found:
+        for key, told in _iter_told(comparison):
+            rows.setdefault(key, {})[step] = told
+    steps = [step for step, _ in found]
+    names = []
+    for (field, name, scope), by_step in rows.items():
+        told_by_step = [by_step.get(step) for step in steps]
+        names.append(
+            DivergedName(
+                field=field,
+                name=shorten(clean(name), _NAME_LENGTH),
+                scope=scope,
+                first_step=min(by_step),
+                distances=tuple(None if told is None else told[0] for told in told_by_step),
+                ratios=tuple(None if told is None else told[1] for told in told_by_step),
+            )
+        )
+    return sorted(names, key=lambda one: (one.first_step, FIELDS.index(one.field), one.name, one.scope))
+
+
+def _iter_told(comparison: Comparison) -> Iterator[tuple[tuple[str, str, str], tuple[str, float | None]]]:
+    for tensor in comparison.tensors:
+        yield (tensor.field, tensor.name, tensor.scope), _tell(tensor)
+    for value in comparison.values:
+        text = "another value" if value.only_in is None else "only in one of the runs"
+        yield (value.field, value.name, value.scope), (text, None)
+
+
+def _tell(tensor: TensorDifference) -> tuple[str, float | None]:
+    distance = tensor.distance
+    if tensor.only_in is not None:
+        return "only in one of the runs", None
+    if distance is None:
+        return f"another {' and '.join(tensor.described) or 'content'}", None
+    sizes = f"{distance.changed_count} of {distance.element_count} elements differ"
+    if distance.max_abs is not None:
+        sizes += f", by at most {distance.max_abs:.3g}"
+    if distance.max_rel is not None:
+        sizes += f", relative {distance.max_rel:.3g}"
+    is_number = distance.max_rel is not None and math.isfinite(distance.max_rel) and not distance.nan_count
+    return sizes, distance.max_rel if is_number else None
