@@ -395,7 +395,7 @@ def _open(
         check_at_home(checkpoint)
     except IntegrityError as error:
         if error.code == Code.NOT_COMMITTED and not held:
-            raise _say_what_is_there(error, path) from error
+            raise _say_what_is_there(error, path) from None
         if error.code != Code.NOT_COMMITTED:
             raise
         detail = f"{error.detail}; {describe_savers(held)} hasn't finished a save yet"

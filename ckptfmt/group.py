@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from ckptfmt.commit.waiting import poll
-from ckptfmt.errors import CkptError, Code, err, error_from_json
+from ckptfmt.errors import CkptError, Code, StateError, err, error_from_json
 from ckptfmt.store.protocol import Store
 
 #: Gather the bytes of all writers, in writer order; or a token, the same on all writers and new at each start.
@@ -117,7 +117,9 @@ class Group:
         except CkptError as failure:
             raise error or failure from None
         if error is not None:
-            raise error
+            # The place in ckptfmt where a mistake of the caller was found says nothing to the caller. The traceback of
+            # an object's own error, which is the cause, stays.
+            raise error.with_traceback(None) if isinstance(error, StateError) else error
         if any(type(theirs) is not dict or theirs.keys() != mine.keys() for theirs in told):
             raise err(
                 Code.WRITERS_DIVERGED,

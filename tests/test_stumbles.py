@@ -6,6 +6,7 @@ import ast
 import errno
 import re
 import shutil
+import traceback
 from pathlib import Path
 from typing import Any, cast
 
@@ -193,6 +194,22 @@ def test_another_width_is_told_with_what_decides_it(saved: Any, here: Any, remed
     text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=torch.nn.Linear(8, 128), config=here))
     assert "weights:weight: saved with shape (64, 8), here (128, 8)" in text
     assert remedy in text
+
+
+def test_the_traceback_of_a_mistake_is_short(tmp_path: Path) -> None:
+    """The caller's line, and few of ckptfmt's; no second error below, unless an object of the caller raised it."""
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(3)}), step=1)
+    calls = {
+        "shape": lambda: ckptfmt.load(tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(4)})),
+        "nowhere": lambda: ckptfmt.load(tmp_path / "y"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(CkptError) as caught:
+            call()
+        error = caught.value
+        assert len(traceback.extract_tb(error.__traceback__)) <= 6, name
+        assert error.__cause__ is None, name
+        assert error.__suppress_context__ or error.__context__ is None, name
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
