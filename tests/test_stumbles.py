@@ -169,9 +169,10 @@ def test_nothing_of_that_shape_was_saved_offers_no_rename(tmp_path: Path) -> Non
 
 def test_all_that_does_not_fit_is_in_one_message(tmp_path: Path) -> None:
     """A layer that is missing, one of another width and a value that wasn't saved: each code, each place, bounded."""
-    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(3)}), step=1)
-    weights = {"a": torch.zeros(4), **{f"b{number}": torch.zeros(5) for number in range(12)}}
-    text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=weights, extra={"count": 1}))
+    saved = torch.nn.ParameterDict({"a": torch.zeros(3)})
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=saved), step=1)
+    live = torch.nn.ParameterDict({"a": torch.zeros(4), **{f"b{number}": torch.zeros(5) for number in range(12)}})
+    text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=live, extra={"count": 1}))
     assert "SHAPE_MISMATCH at weights:a: saved with shape (3,), here (4,)" in text
     assert "TENSOR_MISSING at weights:b0: not saved" in text
     assert "weights:b9" in text

@@ -9,7 +9,7 @@ import pytest
 from ckptfmt.commit.decision import abort, retire
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, checkpoint_name
 from ckptfmt.documents.run import RUN_NAME, Launch, ResumeFrom, RunRecord, launch_name
-from ckptfmt.errors import Code, CommitError, FencedError, FormatError, IntegrityError, StoreError, UnsupportedError
+from ckptfmt.errors import Code, CommitError, FencedError, FormatError, IntegrityError, NotFoundError, StoreError, UnsupportedError
 from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import (
     begin_launch,
@@ -131,7 +131,7 @@ def test_a_choice_by_digest(home):
     digest = manifests(made)[0].digest
     assert made.begin(choose=digest).resume_from.name == "step-00000001-l0001"
     error = error_of(lambda: made.begin(choose="step-00000009-l0001"))
-    assert (error.code, type(error)) == (Code.NOT_COMMITTED, IntegrityError)
+    assert (error.code, type(error)) == (Code.NOT_COMMITTED, NotFoundError)
 
 
 def test_a_fresh_start_by_hand_is_one(home):
