@@ -9,7 +9,16 @@ import pytest
 from ckptfmt.commit.decision import abort, retire
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, checkpoint_name
 from ckptfmt.documents.run import RUN_NAME, Launch, ResumeFrom, RunRecord, launch_name
-from ckptfmt.errors import Code, CommitError, FencedError, FormatError, IntegrityError, NotFoundError, StoreError, UnsupportedError
+from ckptfmt.errors import (
+    Code,
+    CommitError,
+    FencedError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    StoreError,
+    UnsupportedError,
+)
 from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import (
     begin_launch,
