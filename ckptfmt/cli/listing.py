@@ -72,7 +72,8 @@ def _read_checkpoints(store: Store) -> tuple[list[RunCheckpoint], str | None, di
 
 def _print_list(shown: list[RunCheckpoint], head: str | None, beside: dict[str, str], *, hidden_count: int) -> None:
     console = Console()
-    header = ("checkpoint", "state", "tensors", "saved", "labels", "")
+    has_labels = any(one.metrics or one.tags or one.pinned for one in shown)
+    header = ("checkpoint", "state", "tensors", "saved", "labels" if has_labels else "", "")
     rows: list[list[Cell | str]] = [[(text, "dim") for text in header]] if shown else []
     rows += [
         [
