@@ -18,6 +18,7 @@ from ckptfmt.cli.console import bytes_text, clean, count_text, shorten
 from ckptfmt.cli.divergence import Divergence
 from ckptfmt.cli.run_picture import LaunchFacts, RunPicture, SaveFacts, TensorFacts, TreeCell
 from ckptfmt.documents.durability import HOME
+from ckptfmt.state import place_of
 
 WIDTH: Final = 960
 _LEFT: Final = 92
@@ -470,11 +471,11 @@ def draw_divergence(divergence: Divergence) -> str:
     body = []
     for row, one in enumerate(divergence.names):
         y = row * _ROW_HEIGHT
-        name = shorten(f"{one.field}:{one.name}", int(_NAMES_WIDTH / _CHARACTER) - 2)
+        name = shorten(place_of(one.field, one.name), int(_NAMES_WIDTH / _CHARACTER) - 2)
         body.append(_text(_NAMES_WIDTH - 6, y + 12, name, "", "end"))
         for column, (step, distance) in enumerate(zip(divergence.steps, one.distances, strict=True)):
             style = "same" if distance is None else f"far far-{_far(one.ratios[column])}"
-            note = f"{one.field}:{one.name} at step {step.step}: {distance or 'the same'}"
+            note = f"{place_of(one.field, one.name)} at step {step.step}: {distance or 'the same'}"
             body.append(_rectangle((_NAMES_WIDTH + column * width, y + 1, width - 1, _ROW_HEIGHT - 2), style, note))
     end = len(divergence.names) * _ROW_HEIGHT
     shown = max(1, math.ceil(len(str(divergence.steps[-1].step)) * _CHARACTER * 1.4 / width)) if divergence.steps else 1

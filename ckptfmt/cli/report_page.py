@@ -195,8 +195,10 @@ def _summary(picture: RunPicture) -> Iterator[str]:
     if picture.pending:
         savers = count_text(len(picture.pending), "saver")
         yield _paragraph(f"{savers} had a save in hand: a newer checkpoint may be committed at any moment.")
+    blocks = "" if picture.divergence is None else ", and the blocks in which the two runs differ,"
     yield _paragraph(
-        "Only registers, records and the index of the newest checkpoint were read: ckptfmt validate checks the bytes.",
+        f"Only registers, records and the index of the newest checkpoint{blocks} were read: ckptfmt validate checks the"
+        " bytes.",
         "note",
     )
 

@@ -215,6 +215,7 @@ def test_two_trajectories_part_at_a_step_tensor_by_tensor(page_of, call, call_js
     assert "divergence" in page.ids
     assert "the same up to step 3, and different from step 4 on" in page.text
     assert "weights:b.w at step 4: the same" in page.text
+    assert "extra:seen at step 4: another value" in page.text
     assert "weights:b.w at step 5: 1 of 8 elements differ, by at most 0.5" in page.text
     assert "divergence" not in page_of(tmp_path / "one")[0].ids
 
