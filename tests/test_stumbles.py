@@ -171,12 +171,12 @@ def test_all_that_does_not_fit_is_in_one_message(tmp_path: Path) -> None:
     """A layer that is missing, one of another width and a value that wasn't saved: each code, each place, bounded."""
     saved = torch.nn.ParameterDict({"a": torch.zeros(3)})
     ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=saved), step=1)
-    live = torch.nn.ParameterDict({"a": torch.zeros(4), **{f"b{number}": torch.zeros(5) for number in range(12)}})
+    live = torch.nn.ParameterDict({"a": torch.zeros(4), **{f"b{number:02}": torch.zeros(5) for number in range(12)}})
     text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=live, extra={"count": 1}))
     assert "SHAPE_MISMATCH at weights:a: saved with shape (3,), here (4,)" in text
-    assert "TENSOR_MISSING at weights:b0: not saved" in text
-    assert "weights:b9" in text
-    assert "weights:b11" not in text
+    assert "TENSOR_MISSING at weights:b00: not saved" in text
+    assert "weights:b09" in text
+    assert "weights:b10" not in text
     assert "; and 2 more" in text
     assert "LEAF_MISSING at extra:count" in text
 

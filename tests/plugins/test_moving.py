@@ -55,7 +55,8 @@ def test_a_checkpoint_of_lightning_goes_on_in_plain_torch_bit_for_bit(tmp_path):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     net = Net()
-    loader = torch.utils.data.DataLoader(torch.randn(12, 4), batch_size=2)
+    rows: torch.utils.data.Dataset[torch.Tensor] = torch.randn(12, 4)  # type: ignore[assignment]
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
     trainer = Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
