@@ -186,7 +186,7 @@ def test_all_that_does_not_fit_is_in_one_message(tmp_path: Path) -> None:
     [
         (None, None, "No configuration was saved: State(config={...}) is compared by a load"),
         ({"width": 64}, {"width": 128}, "Build the model as it was saved: config:width was 64, and is 128 here."),
-        ({"width": 64}, None, "`ckptfmt inspect --field config` shows its configuration"),
+        ({"width": 64}, None, "/x --field config` shows its configuration"),
     ],
 )
 def test_another_width_is_told_with_what_decides_it(saved: Any, here: Any, remedy: str, tmp_path: Path) -> None:

@@ -465,7 +465,8 @@ def _explain_shapes(plan: LoadPlan, differences: list[tuple[str, object, object]
         told = "; ".join(f"config:{path} was {before!r}, and is {now!r} here" for path, before, now in differences[:3])
         remedy = f"Build the model as it was saved: {told}."
     elif plan.checkpoint.manifest.fields["config"].reason is None:
-        remedy = "Build the model as it was saved: `ckptfmt inspect --field config` shows its configuration."
+        path = plan.checkpoint.store.name
+        remedy = f"Build the model as it was saved: `ckptfmt inspect {path} --field config` shows its configuration."
     else:
         remedy = (
             "Build the model with the saved sizes. No configuration was saved: State(config={...}) is compared by a"
