@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
@@ -21,12 +22,15 @@ from benchmarks.peers import process_group
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round
 from benchmarks.state import Bench, Trainer
+from ckptfmt import limits
 from ckptfmt.demo.servers import KINDS, Endpoint, Server, choose_kind
+from ckptfmt.digest import block_digests
 from tests.s3.proxy import Proxy
 
 _ROUNDS: Final = 7
 _TRIALS: Final = 2  # of each setting, to choose the best by median
 _BOUND: Final = "obstore"
+_HASHING: Final = "hashing"
 #: Parts of an upload and ranges of a download: bytes of each, and how many at once.
 _SETTINGS: Final = tuple((mib << 20, count) for mib in (8, 16, 32) for count in (4, 8, 16))
 #: How many bytes a second the link carries behind which deltas are timed.
@@ -36,6 +40,8 @@ _LINK_NBYTES_PER_S: Final = 20_000_000
 _RATIOS: Final = {
     "save_vs_obstore": ("save", _BOUND, ">= 0.9"),
     "load_vs_obstore": ("load", _BOUND, ">= 0.85"),
+    "save_vs_hashing": ("save", _HASHING, ""),
+    "load_vs_hashing": ("load", _HASHING, ""),
     "save_vs_s3torchconnector": ("save", "s3torchconnector", ""),
     "load_vs_s3torchconnector": ("load", "s3torchconnector", ""),
     "save_vs_s3fs": ("save", "s3fs", ""),
@@ -115,7 +121,11 @@ class Ours:
 
 
 class Bound:
-    """obstore alone: as many bytes from one buffer in parts, and ranges of it into nowhere."""
+    """obstore alone: as many bytes from one buffer in parts, and ranges of it into nowhere.
+
+    Attributes:
+        content: the bytes.
+    """
 
     name = _BOUND
     verifies = "nothing"
@@ -126,7 +136,7 @@ class Bound:
 
         self._obstore = obstore
         self._store = from_url(bucket, client_options={"timeout": "120s", "allow_http": True})
-        self._content = memoryview(content.numpy())
+        self.content = memoryview(content.numpy())
         self._part_nbytes, self._count = setting
 
     def describe(self) -> dict[str, object]:
@@ -138,7 +148,7 @@ class Bound:
         self._obstore.put(
             self._store,
             key,
-            self._content,
+            self.content,
             use_multipart=True,
             chunk_size=self._part_nbytes,
             max_concurrency=self._count,
@@ -146,13 +156,53 @@ class Bound:
 
     def load(self, key: str) -> None:
         """Get all ranges."""
+        self.load_each(key, lambda _begin, _found: None)
+
+    def load_each(self, key: str, take: Callable[[int, memoryview], object]) -> None:
+        """Get all ranges, and hand each over with its first byte's number."""
 
         def get(begin: int) -> None:
-            end = min(begin + self._part_nbytes, len(self._content))
-            self._obstore.get_range(self._store, key, start=begin, end=end)
+            end = min(begin + self._part_nbytes, len(self.content))
+            take(begin, memoryview(self._obstore.get_range(self._store, key, start=begin, end=end)))
 
         with ThreadPoolExecutor(self._count) as threads:
-            list(threads.map(get, range(0, len(self._content), self._part_nbytes)))
+            list(threads.map(get, range(0, len(self.content), self._part_nbytes)))
+
+
+class Hashing:
+    """obstore and the BLAKE3 digests of the same bytes, and nothing else: no save of ckptfmt is quicker, and no load.
+
+    A save's digests are made by a thread beside the upload, as the saver does; a load's by the threads that get ranges,
+    and what came is copied once, as it is into tensors.
+    """
+
+    name = _HASHING
+    verifies = "every byte, against nothing"
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+        self._target = memoryview(bytearray(len(bound.content)))
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings."""
+        return {**self._bound.describe(), "digests": "BLAKE3, by one thread; of a load by those that get ranges"}
+
+    def save(self, key: str) -> None:
+        """Put one object, and digest its bytes beside that."""
+        with ThreadPoolExecutor(1) as threads:
+            digests = threads.submit(block_digests, self._bound.content, limits.BLOCK_NBYTES)
+            self._bound.save(key)
+            digests.result()
+
+    def load(self, key: str) -> None:
+        """Get all ranges, digest each, and copy it."""
+        target = np.frombuffer(self._target, np.uint8)
+
+        def take(begin: int, found: memoryview) -> None:
+            block_digests(found, limits.BLOCK_NBYTES)
+            target[begin : begin + len(found)] = np.frombuffer(found, np.uint8)
+
+        self._bound.load_each(key, take)
 
 
 class Connector:
@@ -248,6 +298,7 @@ def measure_s3(nbytes: int, *, rounds: int | None, place: Workplace, progress: P
                 if settings[0].name == _BOUND:
                     raise
                 missing.append(f"{settings[0].name}: {str(error).strip().splitlines()[-1]}")
+        chosen.extend([Hashing(one) for one in chosen if isinstance(one, Bound)])
         rows = [races.run_round([ours, *chosen], number, rounds) for number in range(rounds)]
         requests = _count_requests(server.endpoint, bench)
         deltas = [_time_delta(server.endpoint, bench, number) for number in range(min(rounds, 3))]
@@ -309,7 +360,7 @@ class _Races:
         saved_s = time.perf_counter() - begin_s
         if isinstance(one, Ours):
             one.settle()
-        if not isinstance(one, Bound):
+        if not isinstance(one, Bound | Hashing):
             self._destination.spoil()
         begin_s = time.perf_counter()
         left = one.load(key)

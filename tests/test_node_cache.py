@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -24,6 +25,7 @@ from ckptfmt.errors import Code, err
 from ckptfmt.read.cached import CachedStore
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import list_checkpoints
+from ckptfmt.run.node_cache import CacheOptions, NodeCache
 from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
@@ -162,6 +164,31 @@ def test_without_its_cache_a_launch_goes_on_from_what_home_has(tmp_path: pathlib
     home, _ = one_that_died(Outage(), tmp_path / "cache")
     with Run(home, cache=tmp_path / "another", resume="auto") as run:
         assert run.checkpointer.step == 1
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_launch_waits_for_a_saver_of_its_node_that_home_does_not_know_of(
+    tmp_path: pathlib.Path, *, ends: bool
+) -> None:
+    """REQ-RUN-036: its lease ran out while home didn't answer; when it is dead, what it had is finished."""
+    home, cache = one_that_died(Outage(), tmp_path / "cache")
+    there = NodeCache(CacheOptions(path=str(cache)), next(entry.name for entry in cache.iterdir()))
+    *_, last = there.list_unfinished()
+    saver = contextlib.ExitStack()
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if ends and "for the saver that has" in record.getMessage():
+                saver.close()
+
+    watch = Watch()
+    logging.getLogger("ckptfmt").addHandler(watch)
+    saver.callback(logging.getLogger("ckptfmt").removeHandler, watch)
+    with saver:
+        saver.enter_context(there.hold(last))
+        with Run(home, cache=cache, resume="auto", deadline_s=60 if ends else 0.1) as run:
+            assert run.checkpointer.step == (3 if ends else 2)
+            assert any("a living saver has it in hand" in sentence for sentence in run.checkpointer.reports) != ends
 
 
 @pytest.mark.parametrize("what", [".safetensors", ".msgpack"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import ckptfmt
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import commit, decide, retire, sweep_attempts
+from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read import decoding, streaming
 from ckptfmt.read.reader import Checkpoint
@@ -282,3 +283,23 @@ def test_a_save_asks_as_much_however_many_checkpoints_were_retired():
             counts.append(dict(store.counts))
     assert counts[5] == counts[8] == counts[11]
     assert counts[11]["GET"] < 20
+
+
+def test_the_first_clean_up_of_a_launch_looks_into_many_retired_checkpoints_by_one_listing():
+    """It asks for the register of each, and not for the files of each; what was left in one of them is removed."""
+    store = Distant()
+    lists = []
+    for launch in (1, 2, 3):
+        with ckptfmt.Checkpointer(store, ckptfmt.State(weights={"w": np.zeros(8)}), saver="inline", keep=1) as run:
+            run.restore()
+            run.restore_rng()
+            if launch > 1:
+                left = f"{checkpoint_name(100, 1)}/shard"
+                store.create(left, [b"what a killed clean-up left"])
+            store.forget()
+            run.save(step=launch * 100)
+            lists.append(store.counts["LIST"])
+            assert launch == 1 or ("DELETE", left) in store.keys
+            for step in range(launch * 100 + 1, launch * 100 + 2 * CALLS_AT_ONCE):
+                run.save(step=step)
+    assert lists[1] == lists[2] <= lists[0] + 8

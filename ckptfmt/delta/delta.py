@@ -31,7 +31,7 @@ from ckptfmt.documents.tables import block_count
 from ckptfmt.errors import Code, err
 from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
 from ckptfmt.read.streaming import WAITING, iter_ahead, iter_batches, make_memory
-from ckptfmt.store.protocol import Buffer, Store
+from ckptfmt.store.protocol import Buffer, SizedChunks, Store
 from ckptfmt.write.image import Image
 from ckptfmt.write.slot_contents import Snapped
 from ckptfmt.write.writer import removed_after_error
@@ -176,8 +176,10 @@ class Delta:
             collections.deque(stream, maxlen=0)
             return self._pack_nbytes(blocks)
 
-        def chunks() -> Iterator[Buffer]:
-            return _iter_chunks(pieces())
+        most_nbytes = len(PACK_HEADER) + sum(map(self._nbytes_of, blocks))
+
+        def chunks() -> SizedChunks:
+            return SizedChunks(_iter_chunks(pieces()), None, most_nbytes=most_nbytes)
 
         create_once(store, name, chunks, nbytes=nbytes)
         return [

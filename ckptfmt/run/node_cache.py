@@ -169,8 +169,15 @@ class NodeCache:
 
     def list_unfinished(self) -> list[CachedPart]:
         """Return the saves that were written here completely, aren't settled, and are in nobody's hands; by step."""
-        found = (part for part, files in self._scan().items() if files.has_part and files.settled is None)
-        return sorted((part for part in found if not self.is_held(part)), key=_order)
+        return [part for part in self._list_unsettled() if not self.is_held(part)]
+
+    def list_held(self) -> list[CachedPart]:
+        """Return the saves that were written here completely, aren't settled, and are in somebody's hands; by step."""
+        return [part for part in self._list_unsettled() if self.is_held(part)]
+
+    def _list_unsettled(self) -> list[CachedPart]:
+        found = [part for part, files in self._scan().items() if files.has_part and files.settled is None]
+        return sorted(found, key=_order)
 
     def is_unfinished(self, part: CachedPart) -> bool:
         """Return whether a save was written here completely, and isn't settled. Raises: StoreError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
@@ -24,7 +25,7 @@ from ckptfmt.run.lineage import (
     list_checkpoints,
     list_launches,
 )
-from ckptfmt.store.protocol import Store, call_each
+from ckptfmt.store.protocol import CALLS_AT_ONCE, Store, call_each
 
 #: A metric, ``min`` or ``max``, and how many of the best by it are kept.
 KeepBest: TypeAlias = tuple[str, str, int]
@@ -274,11 +275,23 @@ def _finish_clean_ups(store: Store, entries: list[RunEntry], known: Known) -> No
     """Sweep what was aborted or retired; of what had nothing left over once, that isn't asked again."""
     ended = [entry.name for entry in entries if isinstance(entry.register, Abort | Tombstone)]
     ended = [name for name in ended if name not in known.swept]
-    for name, paths in zip(ended, call_each(store, lambda name: store.at(name).list(""), ended), strict=True):
-        if len(paths) > 1:
+    for name, file_count in zip(ended, _count_files(store, ended), strict=True):
+        if file_count > 1:
             sweep(store.at(name))
         else:
             known.swept.add(name)
+
+
+def _count_files(store: Store, names: list[str]) -> list[int]:
+    """Return how many files each directory of a run has.
+
+    Of many directories a remote store is asked by one listing of the whole run: a retired checkpoint has one file, and
+    a run has more of these than files of checkpoints that stay.
+    """
+    if store.is_remote and len(names) > CALLS_AT_ONCE:
+        counts = Counter(path.partition("/")[0] for path in store.list(""))
+        return [counts[name] for name in names]
+    return call_each(store, lambda name: len(store.at(name).list("")), names)
 
 
 def list_abandoned(launches: list[Launch], entries: list[RunEntry], launch: int) -> list[RunEntry]:

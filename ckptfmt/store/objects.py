@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import posixpath
 import random
 import re
@@ -168,10 +169,13 @@ class ObjectStore(HeldByLeases):
         them: ``AbortIncompleteMultipartUpload`` of S3 and Google Cloud Storage; Azure does so after a week.
         """
         key = self._key_to_change(path)
-        if isinstance(chunks, SizedChunks) and chunks.nbytes > _PART_NBYTES:
-            self._create_in_parts(path, key, chunks)
-        else:
-            self._create_at_once(path, key, b"".join(chunks))
+        if isinstance(chunks, SizedChunks) and chunks.most_nbytes > _PART_NBYTES:
+            first, rest = _draw_first(chunks)
+            if rest is not None:
+                self._create_in_parts(path, key, itertools.chain(first, rest), most_nbytes=chunks.most_nbytes)
+                return
+            chunks = first
+        self._create_at_once(path, key, b"".join(chunks))
 
     def replace(self, path: str, data: bytes) -> None:
         """Put `data` in the place of an object; see `Store.replace`.
@@ -291,13 +295,13 @@ class ObjectStore(HeldByLeases):
             unknown = named
         raise unknown or err(Code.STORE_NO_ANSWER, f"{self.name} answers with conflicts", where=path)
 
-    def _create_in_parts(self, path: str, key: str, chunks: SizedChunks) -> None:
+    def _create_in_parts(self, path: str, key: str, chunks: Iterable[Buffer], *, most_nbytes: int) -> None:
         """Create a large object from parts, several at a time; a part is sent again where an answer is missing."""
         with self._named_errors(path, missing=Code.STORE_IO):
             if self._owner_of(key) is not None:
                 raise self._taken(path)
         drawn = _Drawn(chunks)
-        part_nbytes = max(_PART_NBYTES, -(-chunks.nbytes // _MOST_PARTS))
+        part_nbytes = max(_PART_NBYTES, -(-most_nbytes // _MOST_PARTS))
         owner = secrets.token_hex(16)
         try:
             self._client.put(
@@ -471,6 +475,19 @@ class _Drawn:
         except BaseException as error:
             self.error = error
             raise
+
+
+def _draw_first(chunks: SizedChunks) -> tuple[list[Buffer], Iterator[Buffer] | None]:
+    """Return the chunks up to the one with which they are more than a part, and the rest; None if all are fewer."""
+    drawn: list[Buffer] = []
+    rest, nbytes = iter(chunks), chunks.nbytes or 0
+    while nbytes <= _PART_NBYTES:
+        chunk = next(rest, None)
+        if chunk is None:
+            return drawn, None
+        drawn.append(chunk)
+        nbytes += memoryview(chunk).nbytes
+    return drawn, rest
 
 
 def is_url(path: object) -> bool:

@@ -56,11 +56,17 @@ _FORBIDDEN: Final = {"\\", "\x7f", *map(chr, range(0x20))}
 
 
 class SizedChunks:
-    """Chunks whose size in all is known: a store may make room for them at once. It need not look."""
+    """Chunks of a file that may be large, and its size: a store may make room for all of it at once. It need not look.
 
-    def __init__(self, chunks: Iterable[Buffer], nbytes: int) -> None:
+    Args:
+        nbytes: the size in bytes; None where it shows only when the last chunk is drawn.
+        most_nbytes: what the size doesn't exceed, where `nbytes` is None.
+    """
+
+    def __init__(self, chunks: Iterable[Buffer], nbytes: int | None, *, most_nbytes: int = 0) -> None:
         self._chunks = chunks
         self.nbytes: Final = nbytes
+        self.most_nbytes: Final = most_nbytes if nbytes is None else nbytes
 
     def __iter__(self) -> Iterator[Buffer]:
         return iter(self._chunks)
@@ -123,7 +129,7 @@ class Store(Protocol):
 
         Args:
             path: where; see `check_path`.
-            chunks: the contents in order, `SizedChunks` where their size is known; drawn once, and not far ahead of
+            chunks: the contents in order, `SizedChunks` of what may be large; drawn once, and not far ahead of
                 what is written. A chunk stays unchanged until `create` returns.
 
         Raises:
@@ -346,18 +352,21 @@ def _unsafe(path: str, detail: str) -> CkptError:
     return err(Code.UNSAFE_PATH, detail, where=ascii(path[:200]), requirement="REQ-CKP-001")
 
 
-def call_each(store: Store, call: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
+def call_each(
+    store: Store, call: Callable[[Item], Answer], items: Iterable[Item], *, at_once: int = CALLS_AT_ONCE
+) -> list[Answer]:
     """Return what `call` returns for each item, in their order; several are under way at once if `store` is remote.
 
     Args:
         store: what `call` asks.
         call: is called by several threads at once if `store` is remote.
+        at_once: by how many.
 
     Raises: what `call` raises for the first item for which it does. No more calls are begun then, and those that were
         begun have ended.
     """
     items = list(items)
-    count = min(CALLS_AT_ONCE, len(items)) if store.is_remote else 1
+    count = min(at_once, len(items)) if store.is_remote else 1
     if count <= 1:
         return [call(item) for item in items]
     answers: dict[int, Answer] = {}

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ckptfmt.commit.waiting import describe_savers, wait_for_savers
+from ckptfmt.commit.waiting import describe_savers, poll, wait_for_savers
 from ckptfmt.documents.run import Launch, ResumeFrom, RunRecord
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.features import LABELS
@@ -81,7 +81,7 @@ def take_launch(
     else:
         waited = _run_on_first(group, wait)
         finish = _Finish(store, group, cache, waited["run_id"], reports)
-        names = finish.run()
+        names = finish.run(0 if waited["passed_over"] else deadline_s / 2)
         finish.fetch(None if resume == "auto" else resume)
         reading = finish.reading()
         told = _run_on_first(group, lambda: _begin(reading, waited, resume, names, opened))
@@ -176,8 +176,11 @@ class _Finish:
         except CkptError as error:
             self._report(f"CACHE_FAILED: {error}")
 
-    def run(self) -> list[str]:
+    def run(self, wait_s: float) -> list[str]:
         """Finish what can be finished; return the names of checkpoints that the caches have something of.
+
+        Args:
+            wait_s: how long to wait for living savers of this node, in seconds.
 
         Raises: what home raises, on all processes.
         """
@@ -185,6 +188,7 @@ class _Finish:
         names: list[str] = []
         parts: list[list[Any]] = []
         if self._cache is not None:
+            self._wait(self._cache, wait_s)
             table, names, parts = self._look(self._cache)
         told = self._group.all_gather([table, names, parts])
         self._parts = [theirs[2] for theirs in told]
@@ -224,6 +228,23 @@ class _Finish:
         """Remove what nobody needs. Where several processes share a cache, each may come first."""
         if self._cache is not None:
             self._cache.tidy(committed)
+
+    def _wait(self, cache: NodeCache, wait_s: float) -> None:
+        """Wait for the saves in this node's cache that a living saver has in hand.
+
+        Home says whom to wait for, and where it is an object store that says so by a lease, which runs out while home
+        doesn't answer the saver, or the saver gets no processor. The lock in the cache is there as long as the saver.
+        """
+        held: list[str] = []
+        with contextlib.suppress(CkptError):  # a cache that is gone says so below
+            for turn, _ in enumerate(poll(wait_s)):
+                held = sorted({part.name for part in cache.list_held()})
+                if not held:
+                    return
+                if turn == 0:
+                    _LOG.warning("waiting at most %g s for the saver that has %s in hand", wait_s, ", ".join(held))
+        if held:
+            self._report(f"CACHE_UNFINISHED: {', '.join(held)}: a living saver has it in hand, after {wait_s:g} s")
 
     def _look(self, cache: NodeCache) -> tuple[list[list[Any]], list[str], list[list[Any]]]:
         table: list[list[Any]] = []

@@ -130,6 +130,9 @@ class SlotContents:
         held: digests of what the slot had before it was filled this time, if they are known.
     """
 
+    #: While the last parts of a shard are sent, and its upload is completed, those of the next one keep the link busy.
+    shards_at_once = 2
+
     def __init__(self, snapped: Snapped, held: Sequence[bytes] | None = None) -> None:
         self._snapped = snapped
         self._image = image = snapped.image

@@ -16,7 +16,7 @@ from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_na
 from ckptfmt.documents.part import Part, dump_failure
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store.protocol import Buffer, SizedChunks, Store
+from ckptfmt.store.protocol import Buffer, SizedChunks, Store, call_each
 from ckptfmt.write.image import Context, Image, Piece, gather_boxes, key_of, plan_image, sort_sources
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 
@@ -138,7 +138,13 @@ def write_part(
 
 
 class Contents(Protocol):
-    """The bytes of an image, wherever they come from."""
+    """The bytes of an image, wherever they come from.
+
+    Attributes:
+        shards_at_once: how many shards may be drawn at once, by as many threads; a remote store takes so many.
+    """
+
+    shards_at_once: int
 
     def iter_chunks(self, shard: int) -> Iterator[Buffer]:
         """Yield the bytes of a shard, header and all, in order; anew at each call. Waits for what isn't there yet."""
@@ -209,9 +215,13 @@ def removed_after_error(store: Store, paths: Sequence[str]) -> Iterator[None]:
 
 def _write_shards(store: Store, image: Image, contents: Contents, names: list[str]) -> list[bytes]:
     """Write all shards, or leave none; return the digests of each piece's blocks."""
+
+    def write(number: int) -> None:
+        nbytes = image.shards[number].nbytes
+        create_once(store, names[number], functools.partial(_chunks_of, contents, number, nbytes), nbytes=nbytes)
+
     with removed_after_error(store, names):
-        for number, (shard, name) in enumerate(zip(image.shards, names, strict=True)):
-            create_once(store, name, functools.partial(_chunks_of, contents, number, shard.nbytes), nbytes=shard.nbytes)
+        call_each(store, write, range(len(names)), at_once=contents.shards_at_once)
         return contents.digests()
 
 
@@ -221,6 +231,8 @@ def _chunks_of(contents: Contents, shard: int, nbytes: int) -> SizedChunks:
 
 class LiveContents:
     """The bytes of live tensors, copied one box at a time, just when they are written."""
+
+    shards_at_once = 1  # a caller's objects, by the caller's thread
 
     def __init__(self, snapshot: Snapshot, image: Image, on_progress: Callable[[int], None] | None) -> None:
         self._sources = {key_of(source): source for source in snapshot.tensors}

@@ -15,6 +15,7 @@ from ckptfmt import api
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store import ObjectStore, address_of, objects, open_address, open_store, split_path
 from ckptfmt.store.protocol import SizedChunks
+from tests.s3.proxy import Proxy
 from tests.store.helpers import code_of, outcome_of
 
 
@@ -164,6 +165,34 @@ def test_an_upload_that_fails_leaves_nothing(bucket):
 
     assert store.list("") == []
     assert "Uploads" not in bucket.server.client().list_multipart_uploads(Bucket=bucket.url.removeprefix("s3://"))
+
+
+def test_a_file_whose_size_shows_in_the_end_goes_up_while_it_is_made(bucket, monkeypatch):
+    """A delta's pack: its first parts are sent before its last bytes are encoded, and it never lies in memory whole."""
+    monkeypatch.setattr(objects, "_PART_NBYTES", 5 << 20)
+    monkeypatch.setattr(objects, "_PART_COUNT", 1)
+    counts = []
+    with Proxy(bucket.server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint.url)
+        store = open_store(bucket.url, writable=True)
+
+        def chunks(count):
+            for number in range(count):
+                counts.append(proxy.counts["UploadPart"])
+                yield bytes([number]) * (1 << 20)
+
+        store.create("large", SizedChunks(chunks(22), None, most_nbytes=1 << 35))
+        assert counts[:6] == [0] * 6
+        assert counts[-1] >= 2
+        proxy.script()
+        store.create("small", SizedChunks(chunks(5), None, most_nbytes=1 << 35))
+        assert proxy.counts == {"PutObject": 1}
+        assert code_of(lambda: store.create("large", SizedChunks(chunks(22), None, most_nbytes=1 << 35))) == (
+            Code.STORE_EXISTS
+        )
+        assert store.read("large", limit_nbytes=1 << 30) == b"".join(
+            bytes([number]) * (1 << 20) for number in range(22)
+        )
 
 
 WEIGHTS = {"w": np.arange(12 * 2**20, dtype=np.float32)}
