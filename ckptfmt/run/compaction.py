@@ -122,6 +122,8 @@ def _write(checkpoint: Checkpoint, store: Store, origin: Origin, on_progress: Ca
 class _Decoded:
     """The bytes of a part's image, decoded when they are written; see `ckptfmt.write.writer.Contents`."""
 
+    shards_at_once = 1  # one stream of decoded blocks, in their order
+
     def __init__(self, opened: OpenPart, image: Image, on_progress: Callable[[int], None] | None) -> None:
         self._opened = opened
         self._library = Library(opened.files)
