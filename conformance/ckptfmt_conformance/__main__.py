@@ -1,4 +1,4 @@
-"""``python -m ckptfmt_conformance run|list|extract|badge``: the suite from a shell.
+"""``python -m ckptfmt_conformance run|list|extract|badge|chaos``: the suite from a shell.
 
 Exit codes of ``run``: 0 all is green · 1 something fails, or an expected failure doesn't · 2 it couldn't be run, or
 nothing was judged · 130 interrupted.
@@ -17,6 +17,7 @@ from ckptfmt_conformance import __version__, cells
 from ckptfmt_conformance.badge import badge_svg
 from ckptfmt_conformance.callers import Target, find_target
 from ckptfmt_conformance.cases import KINDS, Case, load_cases, select_cases, vectors_root
+from ckptfmt_conformance.chaos.command import add_parser as add_chaos
 from ckptfmt_conformance.errors import SuiteError
 from ckptfmt_conformance.page import dump_html
 from ckptfmt_conformance.protocol import Description
@@ -111,6 +112,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     badge.add_argument("--out", type=Path, metavar="FILE", help="where to; standard output if it isn't given")
     badge.add_argument("--html", type=Path, metavar="FILE", help="write the page as well")
     badge.set_defaults(command=_badge)
+    add_chaos(commands)
     return parser
 
 

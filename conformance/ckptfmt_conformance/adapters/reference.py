@@ -1,4 +1,4 @@
-"""The adapter of the reference implementation: the one module of the suite that imports ckptfmt.
+"""The adapter of the reference implementation: with `chaos_job` the one module that imports ckptfmt.
 
 It is an example, too: everything that it does, it does by what ckptfmt has for everybody who opens, loads and saves.
 """

@@ -1,0 +1,133 @@
+"""ckptfmt's own training job for campaigns of faults: ``python -m ckptfmt_conformance.adapters.chaos_job``.
+
+It trains a small model with `ckptfmt_conformance.elastic`, whose bits are the same on any number of processes, saves
+each step, and knows nothing of faults. What it does about them is what the page on elastic runs recommends: a time-out
+for collective calls, `stop_on`, `check_replicas`, an end for a launch that was taken over, and no step on numbers
+that aren't finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import blake3
+
+import ckptfmt
+from ckptfmt.errors import CkptError, FencedError
+
+#: Seconds after which a process that says nothing is taken for lost.
+_SILENCE_S = 15
+
+
+def train(run: Path, *, steps: int, progress: Path | None, pace_s: float) -> None:
+    """Train from wherever the run stands until `steps` are done, as one process of a job or alone."""
+    import torch  # noqa: PLC0415 - to look at a run takes no torch
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch import nn  # noqa: PLC0415
+
+    from ckptfmt_conformance.elastic import Plan, Trainer, pin_arithmetic  # noqa: PLC0415
+
+    pin_arithmetic()
+    rank = int(os.environ.get("RANK", "0"))
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=dt.timedelta(seconds=_SILENCE_S))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    inputs = torch.randn(999, 8, generator=torch.Generator().manual_seed(1))
+    sampler = ckptfmt.Sampler(len(inputs), global_batch=8, seed=0, worker=(0, 1))
+    batch: list[int] = []
+
+    def loss_of(_: nn.Module, positions: range) -> tuple[torch.Tensor, int]:
+        samples = [batch[position % len(batch)] for position in positions]
+        return (model(inputs[samples]) - inputs[samples].sum(1, keepdim=True)).square().sum(), len(samples)
+
+    trainer = Trainer(model, optimizer, Plan(workers=4, microbatch=2, seed=5), loss_of)
+    state = ckptfmt.State(weights=model, optimizer=optimizer, data=sampler, extra={"trainer": trainer})
+    with ckptfmt.Checkpointer(
+        run, state, every=1, check_replicas=True, stop_on=[signal.SIGTERM], deadline_s=2 * _SILENCE_S
+    ) as checkpointer:
+        batches = iter(sampler)
+        for step in checkpointer.steps(steps):
+            batch[:] = next(batches)
+            trainer.step()
+            if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
+                raise FloatingPointError(f"step {step}: the weights aren't finite")
+            if progress is not None and rank == 0:
+                with progress.open("a", encoding="utf-8") as file:
+                    file.write(f"{step} {time.monotonic():.3f} {os.environ.get('WORLD_SIZE', '1')}\n")
+            time.sleep(pace_s)
+
+
+def read_states(run: Path) -> dict[str, dict[str, str | int]]:
+    """Return of each committed checkpoint its step, and the digest of all of its bits, or why it can't be read."""
+    found: dict[str, dict[str, str | int]] = {}
+    for one in ckptfmt.Run(run).list():
+        if one.state == "unreadable":
+            found[one.name] = {"step": one.step, "problem": "its manifest can't be read"}
+        if one.state != "committed":
+            continue
+        try:
+            found[one.name] = {"step": one.step, "digest": _digest_of(run / one.name)}
+        except (CkptError, OSError) as error:
+            found[one.name] = {"step": one.step, "problem": f"{getattr(error, 'code', type(error).__name__)}"}
+    return found
+
+
+def _digest_of(path: Path) -> str:
+    """Return the digest of weights, optimizer, position in the data and trainer: what any number of processes share."""
+    report = ckptfmt.validate(path)
+    if report.violations:
+        raise report.violations[0]
+    digest = blake3.blake3()
+    with ckptfmt.open(path) as checkpoint:
+        for field in ("weights", "optimizer"):
+            view = checkpoint.field(field)
+            for name in sorted(view):
+                digest.update(f"{field}/{name}".encode())
+                digest.update(checkpoint.read(field, name).tobytes())
+        digest.update(repr((checkpoint.leaf("data"), checkpoint.extra["trainer"]["steps_done"])).encode())
+    return digest.hexdigest()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m ckptfmt_conformance.adapters.chaos_job")
+    commands = parser.add_subparsers(dest="command", required=True)
+    training = commands.add_parser("train")
+    training.add_argument("run", type=Path)
+    training.add_argument("--steps", type=int, required=True)
+    training.add_argument("--progress", type=Path)
+    training.add_argument("--pace", type=float, default=0.0)
+    for question in ("states", "newest"):
+        commands.add_parser(question).add_argument("run", type=Path)
+    arguments = parser.parse_args(argv)
+    if arguments.command == "states":
+        print(json.dumps(read_states(arguments.run)))
+        return 0
+    if arguments.command == "newest":
+        found = [one for one in ckptfmt.Run(arguments.run).list() if one.state == "committed"]
+        print(json.dumps(max(found, key=lambda one: (one.launch, one.step)).name))
+        return 0
+    try:
+        train(
+            arguments.run,
+            steps=arguments.steps,
+            progress=arguments.progress,
+            pace_s=arguments.pace,
+        )
+    except FencedError as error:
+        print(error, file=sys.stderr)  # a newer launch has the run: end, and let nobody start this one again
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

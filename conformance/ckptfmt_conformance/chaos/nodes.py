@@ -1,0 +1,237 @@
+"""Nodes on one machine: groups of processes, each in a network namespace of its own where the system allows that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Self
+
+__all__ = ["Cluster", "Node", "network_problem"]
+
+#: The variable by which all processes of a node are known, whoever started them.
+_MARK: Final = "CKPTFMT_CHAOS_NODE"
+#: How long torchrun waits for nodes, and for a node that says nothing: seconds, instead of minutes.
+_RENDEZVOUS: Final = (
+    "is_host=0,join_timeout=300,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,read_timeout=60"
+)
+
+
+def _ip(*words: str, check: bool = True) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+def network_problem() -> str:
+    """Return why no network namespaces can be made here; an empty text where they can."""
+    name = f"ck{secrets.token_hex(3)}"
+    try:
+        _ip("netns", "add", name)
+        try:
+            _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("link", "add", f"{name}b", "type", "bridge")
+        finally:
+            _ip("link", "del", f"{name}b", check=False)
+            _ip("netns", "del", name, check=False)
+    except OSError as error:
+        return f"network namespaces aren't allowed here, or iproute2 isn't installed: {error}"
+    return ""
+
+
+class Node:
+    """One node: an agent of torchrun, its ranks, and what those started.
+
+    Args:
+        name: names the node in logs, caches and the network.
+        mark: known to no other node of this machine.
+        namespace: its network namespace; None shares that of the caller.
+        address: what other nodes reach it by.
+
+    Attributes:
+        agent: its torchrun, if one was started.
+    """
+
+    def __init__(self, name: str, mark: str, namespace: str | None, address: str) -> None:
+        self.name, self.address = name, address
+        self.agent: subprocess.Popen[bytes] | None = None
+        self._mark, self._namespace = mark, namespace
+
+    def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a program on this node, in a session of its own; what it prints is appended to `log`."""
+        inside = ["ip", "netns", "exec", self._namespace] if self._namespace else []
+        interface = {"GLOO_SOCKET_IFNAME": "eth0" if self._namespace else "lo"}
+        with log.open("ab") as out:
+            return subprocess.Popen(
+                [*inside, *argv],
+                env={**os.environ, **interface, **environment, _MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def pids(self) -> list[int]:
+        """Return all processes of this node."""
+        mark = f"{_MARK}={self._mark}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+        return found
+
+    def ranks(self) -> list[int]:
+        """Return the processes that the agent started: those that train."""
+        agent = self.agent
+        return [pid for pid in self.pids() if agent is not None and _parent_of(pid) == agent.pid]
+
+    def helpers(self) -> list[int]:
+        """Return the processes that the ranks started and that aren't ranks: savers, loaders and the like."""
+        agent = self.agent
+        return [pid for pid in self.pids() if agent is None or agent.pid not in (pid, _parent_of(pid))]
+
+    def kill(self) -> None:
+        """Kill all processes of this node, also those that they start meanwhile."""
+        while pids := self.pids():
+            signal_all(pids, signal.SIGKILL)
+            if self.agent is not None:
+                self.agent.poll()
+            time.sleep(0.02)
+        if self.agent is not None:
+            self.agent.wait()
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """Send a signal to processes, some of which may be gone."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
+
+
+class Cluster:
+    """Nodes, the network between them, and a rendezvous store that no node's end takes along. A context manager.
+
+    Args:
+        count: how many nodes.
+        is_network: whether each node has a network namespace of its own.
+        logs: where each node's log goes.
+    """
+
+    def __init__(self, count: int, *, is_network: bool, logs: Path) -> None:
+        self._token = secrets.token_hex(3)
+        self._is_network, self._logs = is_network, logs
+        self._subnet = f"10.{101 + secrets.randbelow(100)}.{secrets.randbelow(256)}"
+        self.nodes = [self._make(index) for index in range(count)]
+        self._open = contextlib.ExitStack()
+        self.endpoint = ""
+
+    def _make(self, index: int) -> Node:
+        namespace = f"ck{self._token}{index}" if self._is_network else None
+        address = f"{self._subnet}.{index + 1}" if self._is_network else "127.0.0.1"
+        return Node(f"node{index}", f"{self._token}{index}", namespace, address)
+
+    def __enter__(self) -> Self:
+        """Make the network, and start the store."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - torch is for campaigns alone
+
+        with contextlib.ExitStack() as stack:
+            for node in self.nodes:
+                stack.callback(node.kill)
+            if self._is_network:
+                self._make_bridge(stack, f"ck{self._token}")
+                self._make_bridge(stack, f"ck{self._token}x")  # the other side of a partition
+                _ip("address", "add", f"{self._subnet}.254/24", "dev", f"ck{self._token}")
+                for index, node in enumerate(self.nodes):
+                    self._connect(stack, index, node)
+            host = f"{self._subnet}.254" if self._is_network else "127.0.0.1"
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self.endpoint = f"{host}:{self._store.port}"
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all processes of all nodes, and take the network away."""
+        self._open.close()
+
+    def _make_bridge(self, stack: contextlib.ExitStack, name: str) -> None:
+        _ip("link", "add", name, "type", "bridge")
+        stack.callback(_ip, "link", "del", name, check=False)
+        _ip("link", "set", name, "up")
+
+    def _connect(self, stack: contextlib.ExitStack, index: int, node: Node) -> None:
+        namespace, port = f"ck{self._token}{index}", self._port(index)
+        _ip("netns", "add", namespace)
+        stack.callback(_ip, "netns", "del", namespace, check=False)
+        _ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        stack.callback(_ip, "link", "del", port, check=False)
+        _ip("link", "set", port, "master", f"ck{self._token}", "up")
+        _ip("-n", namespace, "address", "add", f"{node.address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _ip("-n", namespace, "link", "set", device, "up")
+
+    def _port(self, index: int) -> str:
+        return f"ck{self._token}p{index}"
+
+    def cut(self, index: int) -> None:
+        """Take a node's link down: it reaches nobody, and nobody reaches it."""
+        _ip("link", "set", self._port(index), "down")
+
+    def split(self, indices: Iterable[int]) -> None:
+        """Move nodes to a network of their own: they reach each other, and neither the others nor the store."""
+        for index in indices:
+            _ip("link", "set", self._port(index), "master", f"ck{self._token}x")
+
+    def slow(self, index: int) -> None:
+        """Let a node send 256 kbit/s at most."""
+        argv = ["tc", "-n", f"ck{self._token}{index}", "qdisc", "add", "dev", "eth0", "root", "tbf"]
+        subprocess.run([*argv, "rate", "256kbit", "burst", "4kb", "latency", "500ms"], check=True)
+
+    def mend(self) -> None:
+        """Connect all nodes again, and let them send as fast as they can."""
+        for index in range(len(self.nodes)):
+            _ip("link", "set", self._port(index), "master", f"ck{self._token}", "up")
+            argv = ["tc", "-n", f"ck{self._token}{index}", "qdisc", "del", "dev", "eth0", "root"]
+            subprocess.run(argv, capture_output=True, check=False)  # there may be none
+
+    def start_agent(
+        self,
+        node: Node,
+        program: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        max_restarts: int = 1000,
+    ) -> subprocess.Popen[bytes]:
+        """Start a torchrun on a node, which may train with any number of the nodes.
+
+        Args:
+            node: one of this cluster's.
+            program: what each rank runs; begins with ``-m`` or a script, or with ``--no-python``.
+            environment: beside that of this process.
+            max_restarts: how often the agent restarts its ranks.
+        """
+        argv = [
+            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{len(self.nodes)}", "--nproc-per-node=1"),
+            *(f"--max-restarts={max_restarts}", "--monitor-interval=0.1", "--shutdown-timeout=5"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", "--rdzv-id=run"),
+            *(f"--rdzv-conf={_RENDEZVOUS}", f"--local-addr={node.address}"),
+            *program,
+        ]
+        # Each round has a store of its own: torchrun would keep the address of a leader that is gone.
+        environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", **environment}
+        node.agent = node.start(argv, environment, self._logs / f"{node.name}.log")
+        return node.agent
