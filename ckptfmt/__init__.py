@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckptfmt.trainer.path_saver import Saver
     from ckptfmt.trainer.restore import LoadReport
     from ckptfmt.trainer.save_attempt import SaveAttempt
+    from ckptfmt.trainer.triggers import Triggers
     from ckptfmt.write.snapshot import TensorSink, TensorSource
 
 __version__ = "0.9.0"
@@ -57,6 +58,7 @@ __all__ = [
     "State",
     "TensorSink",
     "TensorSource",
+    "Triggers",
     "capture_rng",
     "load",
     "open",
@@ -89,6 +91,7 @@ _HOMES = {
     "State": "state",
     "TensorSink": "write.snapshot",
     "TensorSource": "write.snapshot",
+    "Triggers": "trainer.triggers",
     "capture_rng": "adapters.rng_streams",
     "sink_of": "adapters.pieces",
     "source_of": "adapters.pieces",

@@ -6,9 +6,8 @@ import contextlib
 import functools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Literal, Self, SupportsFloat
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat
 
 from ckptfmt.adapters.load_plan import Allow
 from ckptfmt.delta.policy import DeltaOptions
@@ -28,11 +27,15 @@ from ckptfmt.trainer.background import staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.trainer.initial import InitFrom, carry_init
 from ckptfmt.trainer.launching import take_launch
-from ckptfmt.trainer.loop import StepCount, StopSignals, Timer, make_auto, parse_every
+from ckptfmt.trainer.loop import StepCount, StopSignals, make_auto, parse_every
+from ckptfmt.trainer.pace import Pace
 from ckptfmt.trainer.peers import PeerOptions
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target
 from ckptfmt.trainer.talking import Talk
+
+if TYPE_CHECKING:
+    from ckptfmt.trainer.triggers import Triggers
 
 _LOG: Final = logging.getLogger("ckptfmt")
 
@@ -105,6 +108,7 @@ class Checkpointer:
         stop_on: signals, such as ``signal.SIGTERM``, after which the run is saved at the end of the step, `steps` ends,
             and `stopped` is true.
         stop_deadline_s: how long that may take, in seconds.
+        triggers: what notices that the training goes wrong, and what then happens: `Triggers`.
 
     Attributes:
         step: training steps done. To assign it says so, as `end_step` does, and saves nothing.
@@ -113,7 +117,7 @@ class Checkpointer:
             once the RNG streams are put back, at the earliest.
         passed_over: why newer ones than the restored checkpoint weren't taken, a sentence each: checkpoints that aren't
             valid, and saves that a living saver hadn't committed by the deadline.
-        stopped: whether the run is saved and ends because of a signal.
+        stopped: whether the run ends because of a signal, and is saved; or because of an alarm.
 
     Raises: StateError(ARGUMENT).
     """
@@ -163,8 +167,10 @@ class Checkpointer:
         check_replicas: bool = False,
         stop_on: Iterable[int] = (),
         stop_deadline_s: float = 30.0,
+        triggers: Triggers | None = None,
     ) -> None:
-        self._cadence, self._resume, self._init = parse_every(every), resume, InitFrom.of(init_from)
+        cadence, signals, self._resume = parse_every(every), StopSignals(stop_on, deadline_s=stop_deadline_s), resume
+        self._init, self._retention = InitFrom.of(init_from), Retention.of(keep, keep_every, keep_best)
         options = SaveOptions(
             saver=saver,
             overlap=overlap,
@@ -177,16 +183,14 @@ class Checkpointer:
             cache=CacheOptions.of(cache, cache_nbytes, upload_every),
             peers=PeerOptions.of(peers, node, has_cache=cache is not None),
         )
-        self._retention = Retention.of(keep, keep_every, keep_best)
         self._writer_features = () if options.delta.mode == "off" else (REFERENCED,)
-        self._signals = StopSignals(stop_on, deadline_s=stop_deadline_s)
         self._store, self._state = open_store(run, writable=True), state
         allow = frozenset((allow,) if isinstance(allow, str) else allow)
         self._choices: dict[str, Any] = {"allow": allow, "strict": strict, "override": override}
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
         self._deadline_s, self._cache, self._peers, self._share = deadline_s, options.cache, options.peers, share
-        self._saves, self._auto = Saves(self._store, self._group, options, mirrors), make_auto(every, mtbf, self._group)
-        self._clock, self._timer, self._stop_s, self._talk = time.monotonic, Timer(), 0.0, Talk(self._group.writer)
+        self._pace = Pace(self._group, cadence, make_auto(every, mtbf, self._group), signals, triggers)
+        self._saves, self._talk = Saves(self._store, self._group, options, mirrors), Talk(self._group.writer)
         self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = self.stopped = False
         self._count, self.passed_over = StepCount(State() if state is None else state), []
 
@@ -194,6 +198,11 @@ class Checkpointer:
     def reports(self) -> tuple[str, ...]:
         """Where saves do something else than was asked for, such as fewer slots for want of memory; a sentence each."""
         return tuple(self._saves.reports)
+
+    @property
+    def alarm(self) -> str | None:
+        """Why `triggers` stopped the run; None if they didn't."""
+        return self._pace.alarm
 
     @property
     def staging_threads(self) -> int:
@@ -221,12 +230,12 @@ class Checkpointer:
         self._close(quietly=False)
 
     def _close(self, *, quietly: bool) -> None:
-        self._signals.remove()
+        self._pace.end()
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
         try:
-            self._saves.close(deadline_s=self._rest_s(self._deadline_s), quietly=quietly)
+            self._saves.close(deadline_s=self._pace.rest_s(self._deadline_s), quietly=quietly)
         finally:
             self._talk.close()
 
@@ -285,7 +294,7 @@ class Checkpointer:
             self._begin_from(self._init, self._state)
         elif self.launch is not None:
             self._talk.tell_begun(self.launch, None, self.step)
-        self._timer = Timer(last_s=self._clock())
+        self._pace.note_save()
         self._restored = True
         return self.load_report
 
@@ -325,7 +334,7 @@ class Checkpointer:
         if self._checkpoint is not None:
             assert self._state is not None  # noqa: S101 - restore() refuses to go on without
             self._restore_streams(self._checkpoint, self._state)
-        self._signals.install()
+        self._pace.begin()
         self._has_begun = True
 
     def steps(self, total: int) -> Iterator[int]:
@@ -343,7 +352,7 @@ class Checkpointer:
             with self._count.body():
                 yield self.step
             self._end_step(self.step + 1, total)
-        self._signals.remove()
+        self._pace.end()
 
     @contextlib.contextmanager
     def training_step(self) -> Iterator[int]:
@@ -401,6 +410,7 @@ class Checkpointer:
         *,
         metrics: Mapping[str, SupportsFloat] | None = None,
         tags: Iterable[str] = (),
+        suspect: str | None = None,
         durability: str | None = None,
     ) -> SaveHandle | None:
         """Begin a save; every process calls it at the same step. None if this step is saved already.
@@ -419,6 +429,7 @@ class Checkpointer:
             metrics: finite numbers by name, such as ``{"eval_loss": 2.31}``, by which `Run.best` and ``keep_best=``
                 choose; those of process 0 count. What is known later goes to `Run.set_metrics`.
             tags: short strings; likewise.
+            suspect: what is wrong, of a save that the run isn't to go on from unless it is chosen; likewise.
             durability: "home" for a save whose files go home, whatever `upload_every` says; likewise.
 
         Raises: StateError(ARGUMENT) for a step before those that are done; without a step, where nobody counts them or
@@ -428,14 +439,14 @@ class Checkpointer:
             others as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
         """
-        label, to_home = functools.partial(Labels.of, metrics, tags), asks_for_home(durability)
+        label, to_home = functools.partial(Labels.of, metrics, tags, suspect), asks_for_home(durability)
         if self._count.is_under_way and step is None:
             self._requested = label, to_home
             return None
         self.restore()
         handle = self._save(step=step, must=False, label=label, to_home=to_home)
-        if handle is None and (metrics or tags) and self._group.writer == 0:
-            told = "step %d is saved already, without these metrics and tags: pass them to ckptfmt.Run"
+        if handle is None and (metrics or tags or suspect) and self._group.writer == 0:
+            told = "step %d is saved already, without these metrics and tags (pass them to ckptfmt.Run) or reason"
             _LOG.warning(told, self.step)
         return handle
 
@@ -443,18 +454,23 @@ class Checkpointer:
         self, step: int, total: int | None = None, *, label: Callable[[], Labels] | None = None
     ) -> SaveHandle | None:
         more = self._count.tell(step)
+        self._pace.beat()
         if not self._is_prepared:
             self._saves.prepare(self._count.state)
             self._is_prepared = True
         is_over, is_last = self.stopped, self.step == total
         # Who goes on after a stop has a checkpoint of it, and asks for any other.
-        is_due = not is_over and self._is_due(more)
         requested, self._requested = self._requested, None
+        will_save = bool(requested) or is_last
+        is_due = not is_over and self._pace.is_due(self.step, more, will_save=will_save)
+        self.stopped |= self._pace.stopped
         label, to_home = requested or (label, False)
         if self.stopped and not is_over:
             self._save_and_stop(label)
             return self._handle
-        return self._save(must=is_last, label=label, to_home=to_home) if is_due or requested or is_last else None
+        handle = self._save(must=is_last, label=label, to_home=to_home) if is_due or will_save else None
+        self._pace.beat()
+        return handle
 
     def _agree(self, step: int | None) -> bool:
         """Count on all processes alike, and return whether the step is still to be saved.
@@ -467,8 +483,10 @@ class Checkpointer:
         except CkptError as caught:
             error = caught
         has_failed = self._handle is not None and self._handle.state == "FAILED"
-        answer = {"step": self.step, "done": self._saved_step == self.step, "failed": has_failed}
-        told = self._group.agree(error, answer)
+        alarm, failure = self._pace.look()
+        answer = {"step": self.step, "done": self._saved_step == self.step, "failed": has_failed, "alarm": alarm}
+        told = self._group.agree(error or failure, answer)
+        self._pace.hear(self.step, told)
         # A step whose save failed, on any process, may be saved again, by all.
         return any(theirs["failed"] or not theirs["done"] for theirs in told)
 
@@ -482,35 +500,37 @@ class Checkpointer:
         to_home: bool = False,
     ) -> SaveHandle | None:
         assert self.launch is not None and self._run is not None  # noqa: S101, PT018 - restore() sets both
-        if not self._agree(step):
+        is_new = self._agree(step)
+        self.stopped |= self.alarm is not None
+        if self._pace.gives_up() or not is_new:
             return None
         target = Target.in_run(self._store, self._run, self.launch, step=self.step, retention=self._retention)
         handle = self._saves.save(
-            self._count.state, target, step=self.step, must=must, deadline_s=deadline_s, label=label, to_home=to_home
+            self._count.state,
+            target,
+            step=self.step,
+            must=must,
+            deadline_s=deadline_s,
+            label=self._pace.doubt(label),
+            to_home=to_home,
         )
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
-            if self._auto is not None:
-                self._auto.note_save(handle)
-        self._timer = Timer(last_s=self._clock(), next_step=self.step + 1)
+            if self._pace.auto is not None:
+                self._pace.auto.note_save(handle)
+        self._pace.note_save(next_step=self.step + 1)
         return handle
 
     def _save_and_stop(self, label: Callable[[], Labels] | None) -> None:
         """Save within the deadline of a stop; what isn't committed by then is left to the saver."""
         try:
-            self._save(must=True, deadline_s=self._rest_s(self._deadline_s), label=label)
+            self._save(must=True, deadline_s=self._pace.rest_s(self._deadline_s), label=label)
             if self._handle is not None:
-                self._handle.wait(timeout_s=self._rest_s(self._deadline_s))
+                self._handle.wait(timeout_s=self._pace.rest_s(self._deadline_s))
         except CkptError as error:
             if error.code not in (Code.SLOTS_BUSY, Code.SAVE_PENDING):
                 raise
             _LOG.warning("stopping at step %d without its save: %s", self.step, error)
-
-    def _rest_s(self, deadline_s: float) -> float:
-        """Return how much of a deadline is left, in seconds, once the run is to stop."""
-        if not self.stopped:
-            return deadline_s
-        return max(0.0, min(deadline_s, self._stop_s + self._signals.deadline_s - time.monotonic()))
 
     def _take_launch(self) -> None:
         nodes = None if self._peers is None else self._peers.meet(self._group)
@@ -525,8 +545,8 @@ class Checkpointer:
         )
         self.launch, self._run, self._checkpoint = taken.launch, taken.run, taken.checkpoint
         self.passed_over = taken.passed_over
-        if self._auto is not None:
-            self._auto.note_launches(self._store, taken.run, taken.launch)
+        if self._pace.auto is not None:
+            self._pace.auto.note_launches(self._store, taken.run, taken.launch)
         self._saves.take_reports(taken.reports)
         if nodes is not None:
             self._saves.begin_replicas(taken.launch, nodes)
@@ -568,30 +588,3 @@ class Checkpointer:
         name = checkpoint.store.name
         source = f"launch {checkpoint.manifest.origin.launch} ({name})" if self.launch.resume_from else name
         self._talk.tell_resumed(self.launch, source, self.load_report, harmless=state.harmless)
-
-    def _is_due(self, more: int) -> bool:
-        """Tell whether to save now, `more` steps after the last question, and find out whether to stop."""
-        # At which step a loop began isn't known before its first count: it may go on from another run's.
-        self._timer.steps_since += more if self.step > more else 1
-        if self._auto is not None:
-            self._auto.note_steps(self._clock(), max(1, more))
-        cadence = self._cadence
-        by_step = isinstance(cadence, int) and self.step // cadence > (self.step - more) // cadence
-        if (isinstance(cadence, float) or self._signals) and self.step >= self._timer.next_step:
-            return self._ask() or by_step
-        return by_step
-
-    def _ask(self) -> bool:
-        """Ask whether the time has come, at steps that all know: writer 0 has the clock, anyone may get a signal."""
-        if self._auto is not None:
-            self._cadence = self._auto.interval_s()
-        every_s = self._cadence if isinstance(self._cadence, float) else float("inf")
-        alone = self._group.writer_count == 1
-        answer = self._timer.answer(self.step, self._clock(), every_s, asks=bool(self._signals), is_alone=alone)
-        answer["stop"] = self._signals.first_s is not None
-        told = self._group.agree(None, answer)
-        self._timer.next_step = told[0]["next_step"]
-        self.stopped = any(theirs["stop"] for theirs in told)
-        # From the signal on; for who got none, from now.
-        self._stop_s = time.monotonic() if self._signals.first_s is None else self._signals.first_s
-        return bool(told[0]["due"])

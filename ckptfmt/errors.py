@@ -420,6 +420,14 @@ class Code(StrEnum):
         StateError,
         "Load with as many workers as saved, or pass allow=('loader',); the claim is lowered.",
     )
+    #: something is wrong with the training, which is to go back to its last good checkpoint
+    ALARM = ("ALARM", StateError, "Start the program again: the run goes on from its last good checkpoint.")
+    #: no step began in time, and the process ends
+    STEP_OVERDUE = (
+        "STEP_OVERDUE",
+        StateError,
+        "See the stacks of all threads below for what the step waits for; start the program again.",
+    )
     # commit
     #: a newer launch has taken over the run
     FENCED = ("FENCED", FencedError, "Stop this process. The newer launch goes on with the run.")

@@ -20,8 +20,10 @@ GROUP_KINDS: Final = ("adam", "cast", "sgd")
 LABELS: Final = "labels"
 #: The feature of a manifest, and of a part, whose files needn't be at home.
 CACHES: Final = "caches"
+#: The feature of a manifest, and of a part, of a checkpoint that was saved because something was wrong.
+SUSPECT: Final = "suspect"
 #: Features that any checkpoint may have, a full one too.
-OF_ANY_PROFILE: Final = frozenset({CACHES, LABELS})
+OF_ANY_PROFILE: Final = frozenset({CACHES, LABELS, SUSPECT})
 #: Everything that a reader may have to know.
 READER_FEATURES: Final = frozenset({*OF_ANY_PROFILE, DELTAS, *ENCODINGS, *GROUP_KINDS}) - PLAIN
 #: The writer feature of a run whose checkpoints may read from each other.

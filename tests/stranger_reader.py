@@ -42,7 +42,7 @@ def read_file(path, nbytes):
 def check(signed, expected):
     for key, value in ({"format_version": "0.10"} | expected).items():
         require(signed.get(key) == value, f"not readable here: {key} is {signed.get(key)!r} instead of {value!r}")
-    require({"caches", "labels"} >= set(f := signed["features"]["reader"]), f"not readable here: needs features {f}")
+    require({"caches", "labels", "suspect"} >= set(f := signed["features"]["reader"]), f"needs features {f}")
     return signed
 
 

@@ -391,7 +391,7 @@ def test_writers_with_clocks_that_disagree_save_the_same_steps() -> None:
             store, ckptfmt.State(weights=weights), every="10s", writer=(writer, 3), agree=allgather.of(writer)
         )
         # A step takes a second. Writer 1's clock runs twenty times as fast, writer 2's stands still.
-        checkpointer._clock = lambda: checkpointer.step * (1.0, 20.0, 0.0)[writer]
+        checkpointer._pace.clock = lambda: checkpointer.step * (1.0, 20.0, 0.0)[writer]
         saves: list[int] = []
         checkpointer_save = checkpointer._save
 
@@ -418,7 +418,7 @@ def test_a_save_of_one_writer_alone_is_refused_on_all_of_them() -> None:
     def body(writer: int) -> Code:
         state = ckptfmt.State(weights={"w": np.zeros(2)})
         checkpointer = Checkpointer(store, state, every="10s", writer=(writer, 2), agree=allgather.of(writer))
-        checkpointer._clock = lambda: float(checkpointer.step)
+        checkpointer._pace.clock = lambda: float(checkpointer.step)
 
         def train() -> None:
             with checkpointer:
@@ -445,13 +445,13 @@ def test_time_is_asked_for_rarely_and_not_at_every_step() -> None:
     checkpointer._group._gather = gather
     checkpointer._group.writer_count = 1
     now = itertools.count()
-    checkpointer._clock = lambda: float(next(now))
+    checkpointer._pace.clock = lambda: float(next(now))
     checks = []
     checkpointer.restore()
     for step in range(1, 900):
         checkpointer.step = step
-        before = checkpointer._timer.next_step
-        assert not checkpointer._is_due(1)
+        before = checkpointer._pace.timer.next_step
+        assert not checkpointer._pace.is_due(checkpointer.step, 1, will_save=False)
         if step >= before:
             checks.append(step)
     assert len(checks) < 30
@@ -476,7 +476,7 @@ def test_save_within_the_body_is_taken_when_the_step_is_over(store: Any) -> None
 def test_save_by_hand_does_not_put_off_the_next_by_time(store: Any) -> None:
     trainer = Trainer()
     with Checkpointer(store, trainer.state, every="10s") as checkpointer:
-        checkpointer._clock = lambda: float(checkpointer.step)
+        checkpointer._pace.clock = lambda: float(checkpointer.step)
         for number in checkpointer.steps(40):
             trainer.step(number)
             if number == 8:

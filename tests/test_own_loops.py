@@ -234,8 +234,8 @@ def test_count_with_gaps_saves_where_it_passes_what_is_due() -> None:
 def test_loop_that_begins_at_a_step_above_0_has_not_done_those_before() -> None:
     """It took itself for a thousand times as fast as it was, and asked for the time, and for signals, hours later."""
     with Checkpointer(MemoryStore(), ckptfmt.State(weights={"w": 1}), saver="inline", every="10s") as checkpointer:
-        began_s = checkpointer._timer.last_s
-        checkpointer._clock = lambda: began_s + checkpointer.step - 1000  # a second for each step
+        began_s = checkpointer._pace.timer.last_s
+        checkpointer._pace.clock = lambda: began_s + checkpointer.step - 1000  # a second for each step
         saves = [checkpointer.end_step(step) for step in range(1001, 1101)]
     assert 1010 <= next(handle.step for handle in saves if handle is not None) <= 1012
 

@@ -216,7 +216,7 @@ def test_signals_are_caught_while_the_loop_runs_and_not_longer(before) -> None:
     with Checkpointer(MemoryStore(), trainer.state, stop_on=NUMBERS, saver="thread") as checkpointer:
         assert signal.getsignal(signal.SIGTERM) == before.handle
         for _ in checkpointer.steps(2):
-            assert signal.getsignal(signal.SIGTERM) == checkpointer._signals._note
+            assert signal.getsignal(signal.SIGTERM) == checkpointer._pace.signals._note
         assert signal.getsignal(signal.SIGTERM) == before.handle
 
 
@@ -292,7 +292,7 @@ def test_stop_without_a_free_slot_ends_without_its_save(caplog) -> None:
     inner = MemoryStore()
     store, trainer = GateStore(inner, step=1), Trainer()
     checkpointer = Checkpointer(store, trainer.state, every=1, slots=1, stop_on=NUMBERS, saver="thread")
-    checkpointer._signals.deadline_s = 0.2
+    checkpointer._pace.signals.deadline_s = 0.2
     train_until_signal(checkpointer, trainer)
     assert (checkpointer.stopped, checkpointer.step) == (True, 2)
     assert "stopping at step 2 without its save" in caplog.text
@@ -338,13 +338,13 @@ def test_all_stop_at_the_same_step_whoever_gets_the_signal(monkeypatch, per_step
             agree=allgather.of(writer),
             deadline_s=WAIT_S,
         )
-        checkpointer._clock = lambda: checkpointer.step * per_step_s
+        checkpointer._pace.clock = lambda: checkpointer.step * per_step_s
         with checkpointer:
             for step in checkpointer.steps(100):
                 trainer.step(step)
                 done.append(step)
                 if step == 10 and writer == who:
-                    checkpointer._signals.first_s = time.monotonic()
+                    checkpointer._pace.signals.first_s = time.monotonic()
         return done, checkpointer.stopped
 
     found = run_writers(3, body)

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"target": arguments.path, "checked": "registers", **dataclasses.asdict(now)})
         return 0
-    labels = labels_text(now.metrics, now.tags, pinned=now.pinned) or "no labels"
+    labels = labels_text(now.metrics, now.tags, pinned=now.pinned, suspect=now.suspect) or "no labels"
     Console().line((clean(name), "bold"), "  ", labels)
     return 0
 

@@ -218,7 +218,7 @@ def _mark_path(state: str, x: float, y: float) -> str:
 
 def save_text(save: SaveFacts) -> str:
     """Return a line on a checkpoint."""
-    facts = [save.state, *["head"] * save.is_head, *["pinned"] * save.pinned]
+    facts = [save.state, *["head"] * save.is_head, *["pinned"] * save.pinned, *["suspect"] * bool(save.suspect)]
     if save.nbytes is not None:
         facts.append(f"{save.profile}, {bytes_text(save.stored_nbytes or 0)} stored of {bytes_text(save.nbytes)}")
     if save.durability not in (None, HOME):

@@ -207,14 +207,17 @@ def print_errors(console: Console, errors: Iterable[CkptError], style: str) -> N
             console.line((f"  remedy: {clean(remedy)}", "dim"))
 
 
-def labels_text(metrics: Mapping[str, float], tags: Iterable[str], *, pinned: bool) -> str:
+def labels_text(metrics: Mapping[str, float], tags: Iterable[str], *, pinned: bool, suspect: str | None = None) -> str:
     """Return what is said of a checkpoint, on one line.
 
     >>> labels_text({"eval_loss": 2.5}, ["release"], pinned=True)
     'pinned  eval_loss=2.5  #release'
+    >>> labels_text({}, [], pinned=False, suspect="grad_norm is nan at step 12")
+    'suspect: grad_norm is nan at step 12'
     """
     numbers = [f"{clean(name)}={number:.6g}" for name, number in metrics.items()]
-    return "  ".join(["pinned"] * pinned + numbers + [f"#{clean(tag)}" for tag in tags])
+    doubt = [f"suspect: {clean(suspect)}"] if suspect else []
+    return "  ".join(["pinned"] * pinned + doubt + numbers + [f"#{clean(tag)}" for tag in tags])
 
 
 def version_members() -> dict[str, str]:

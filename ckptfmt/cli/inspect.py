@@ -149,7 +149,7 @@ class _View:
 
     @functools.cached_property
     def labels(self) -> tuple[Labels, bool]:
-        """Metrics and tags as they were said last, and whether the checkpoint is pinned. Spec: REQ-RUN-025."""
+        """Metrics and tags as they were said last, suspect, and whether it is pinned. Spec: REQ-RUN-025."""
         manifest = self.checkpoint.manifest
         parent, name = split_path(self.path)
         if manifest.origin.run_id is None or parse_checkpoint_name(name) is None:
@@ -162,7 +162,7 @@ class _View:
         if isinstance(record, CkptError):  # it counts as a pin (REQ-CMT-040)
             self.problems.append(record)
             return manifest.labels, True
-        return record.labels, record.pinned
+        return dataclasses.replace(record.labels, suspect=manifest.labels.suspect), record.pinned
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -267,6 +267,7 @@ def _members(view: _View) -> dict[str, object]:
         "profile": manifest.profile,
         "metrics": labels.numbers(),
         "tags": labels.tags,
+        "suspect": labels.suspect or None,
         "pinned": pinned,
         "durability": manifest.durability,
         "references": [
@@ -393,7 +394,7 @@ def _print_header(view: _View, console: Console) -> None:
         (("profile", "dim"), f"{form}, blocks of {bytes_text(origin.block_nbytes)}"),
         *([(("durability", "dim"), durability)] if manifest.durability != HOME else []),
     ]
-    if text := labels_text(labels.numbers(), labels.tags, pinned=pinned):
+    if text := labels_text(labels.numbers(), labels.tags, pinned=pinned, suspect=labels.suspect):
         rows.append((("labels", "dim"), (text, "cyan")))
     console.table(rows, indent=0, cut=False)  # a digest is there to be copied
 

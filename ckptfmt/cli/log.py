@@ -71,7 +71,8 @@ def print_summary(console: Console, place: Place, history: History) -> None:
     head = history.head
     if head is not None and head.manifest is not None:
         saved = time_text(head.manifest.saved_unix_s)
-        labels = labels_text(head.labels.numbers(), head.labels.tags, pinned=head.is_pinned)
+        said = head.labels
+        labels = labels_text(said.numbers(), said.tags, pinned=head.is_pinned, suspect=said.suspect)
         cells = f"  {_short(head.manifest.digest)}  {saved}{f'  {labels}' if labels else ''}"
         console.line(("head", "dim"), "  ", (head.name, "bold green"), cells)
     else:
@@ -214,6 +215,7 @@ def _entry_members(
         "fields": manifest and _field_members(manifest),
         "metrics": entry.labels.numbers(),
         "tags": entry.labels.tags,
+        "suspect": entry.labels.suspect or None,
         "pinned": entry.is_pinned,
         "references": [dataclasses.asdict(reference) for reference in entry.references],
         "reason": register.reason if isinstance(register, Abort) else None,
@@ -280,7 +282,9 @@ def _print_checkpoints(console: Console, history: History) -> None:
 
 def _entry_cells(entry: RunEntry, history: History, head: RunEntry | None) -> list[Cell | str]:
     state, manifest, register = history.state(entry), entry.manifest, entry.register
-    remark = (labels_text(entry.labels.numbers(), entry.labels.tags, pinned=entry.is_pinned), "cyan")
+    said = entry.labels
+    labels = labels_text(said.numbers(), said.tags, pinned=entry.is_pinned, suspect=said.suspect)
+    remark = (labels, "yellow" if said.suspect else "cyan")
     if isinstance(register, CkptError):
         remark = (str(register.code), "red")
     elif isinstance(register, Abort):

@@ -444,7 +444,9 @@ def _checkpoints(picture: RunPicture) -> Iterator[str]:
 
 
 def _is_marked(save: SaveFacts) -> bool:
-    return bool(save.tags or save.pinned or save.reason or save.error or save.durability not in (None, HOME))
+    return bool(
+        save.tags or save.pinned or save.suspect or save.reason or save.error or save.durability not in (None, HOME)
+    )
 
 
 def _save_table(saves: Iterable[SaveFacts]) -> Iterator[str]:
@@ -459,6 +461,7 @@ def _save_table(saves: Iterable[SaveFacts]) -> Iterator[str]:
                 [
                     *["pinned"] * save.pinned,
                     *(f"#{tag}" for tag in save.tags),
+                    *([f"suspect: {save.suspect}"] if save.suspect else []),
                     *(text for text in (save.reason, save.error) if text),
                 ]
             ),

@@ -61,6 +61,7 @@ class SaveFacts:
         stored_nbytes: of what it stores of them itself; None where there is no manifest.
         durability: where its files were at least when it was committed; None where there is no manifest.
         metrics, tags, pinned: as they were said last.
+        suspect: why the run doesn't go on from it by itself, if so.
         reason: why it was given up, if it was.
         error: why its register can't be read, if so.
     """
@@ -79,6 +80,7 @@ class SaveFacts:
     metrics: Mapping[str, float]
     tags: tuple[str, ...]
     pinned: bool
+    suspect: str | None
     reason: str | None
     error: str | None
 
@@ -268,6 +270,7 @@ def _list_saves(history: History, head: RunEntry | None) -> tuple[SaveFacts, ...
                 metrics=entry.labels.numbers(),
                 tags=entry.labels.tags,
                 pinned=entry.is_pinned,
+                suspect=entry.labels.suspect or None,
                 reason=register.reason if isinstance(register, Abort) else None,
                 error=str(register.code) if isinstance(register, CkptError) else None,
             )

@@ -312,7 +312,7 @@ class Sampler:
         """Leave something out, from a position on that no step has consumed. Each worker says the same.
 
         Iterators that have fetched beyond that position are refused from now on: call iter() on the loader again. What
-        was skipped stays so, and is part of the cursor.
+        was skipped stays so, and is part of the cursor; to skip it again changes nothing.
 
         Args:
             samples: numbers of samples of the source;
@@ -348,6 +348,8 @@ class Sampler:
         else:
             ids = tuple(sorted({int(sample) for sample in samples or ()}))
             skip = SampleSkip(policy=policy, from_pos=begin, reason=reason, source=name, ids=ids)
+        if any(_says_the_same(known, skip) for known in self._skips):
+            return
         if begin < self.position:
             detail = f"the skip begins at position {begin}, and {self.position} positions are consumed already"
             raise err(Code.ARGUMENT, detail, requirement="REQ-CUR-020")
@@ -485,6 +487,14 @@ class Sampler:
                     remedy="Make the sampler of the same data set and seed; to begin anew on other data, leave the"
                     " cursor out.",
                 )
+
+
+def _says_the_same(known: Skip, skip: Skip) -> bool:
+    """Return whether a skip leaves out what a known one does, from no earlier position on; for whatever reason."""
+    if isinstance(skip, PosSkip) or isinstance(known, PosSkip):
+        return known == dataclasses.replace(skip, reason=known.reason)
+    begins_earlier = known.from_pos <= skip.from_pos
+    return begins_earlier and known == dataclasses.replace(skip, reason=known.reason, from_pos=known.from_pos)
 
 
 def _each(sides: Iterable[list[Any]]) -> tuple[object, object]:

@@ -1,4 +1,4 @@
-"""Labels of a checkpoint: metrics, which are numbers with names, and tags. Spec: REQ-MAN-010, REQ-MAN-011."""
+"""Labels of a checkpoint: metrics, tags, and why it is suspect. Spec: REQ-MAN-010, REQ-MAN-011, REQ-MAN-013."""
 
 from __future__ import annotations
 
@@ -11,31 +11,45 @@ from typing import Any, Final, SupportsFloat
 from ckptfmt import limits
 from ckptfmt.documents.canonical import check_string
 from ckptfmt.errors import CkptError, Code, FormatError, err
-from ckptfmt.features import LABELS
+from ckptfmt.features import LABELS, SUSPECT
 
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?(e[+-]?[0-9]+)?")
 _NUMBER_LENGTH: Final = 32
 _NAME_LENGTH: Final = 100
+_REASON_LENGTH: Final = 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """Metrics and tags of a checkpoint; false if there are none.
+    """Metrics and tags of a checkpoint, and why it is suspect; false if there is none of these.
 
     Attributes:
         metrics: each number as decimal text, since the documents have no fractions.
         tags: sorted.
+        suspect: why nobody should go on from the checkpoint unless somebody chose it; empty if nothing was wrong.
+            Only the manifest says so: no record of labels adds it or takes it back.
     """
 
     metrics: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tags: tuple[str, ...] = ()
+    suspect: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.metrics or self.tags)
+        return bool(self.metrics or self.tags or self.suspect)
 
     def members(self) -> dict[str, Any]:
-        """Return the members of a document."""
+        """Return the members of a record of labels, which has metrics and tags, and no feature."""
         return {"metrics": dict(self.metrics), "tags": list(self.tags)}
+
+    @property
+    def features(self) -> list[str]:
+        """The features behind which a manifest or part has these."""
+        return [LABELS] * bool(self.metrics or self.tags) + [SUSPECT] * bool(self.suspect)
+
+    def featured_members(self) -> dict[str, Any]:
+        """Return the members of a manifest or part, which has what `features` says."""
+        found = self.members() if LABELS in self.features else {}
+        return {**found, **({"suspect": self.suspect} if self.suspect else {})}
 
     def number(self, metric: str) -> float | None:
         """Return the value of a metric, or None where the checkpoint doesn't have it."""
@@ -46,7 +60,9 @@ class Labels:
         return {name: float(text) for name, text in self.metrics.items()}
 
     @classmethod
-    def of(cls, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = ()) -> Labels:
+    def of(
+        cls, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = (), suspect: str | None = None
+    ) -> Labels:
         """Return the labels that a caller gives.
 
         Raises: StateError(ARGUMENT) for a value that isn't a finite number, and for what exceeds a limit.
@@ -59,7 +75,8 @@ class Labels:
         for count, limit, where in ((len(numbers), limits.METRICS, "metrics="), (len(names), limits.TAGS, "tags=")):
             if count > limit:
                 raise err(Code.ARGUMENT, f"{count} of them; at most {limit} are kept", where=where)
-        return cls(metrics=numbers, tags=names)
+        reason = "" if suspect is None else _check_text(suspect, "suspect=", _REASON_LENGTH)
+        return cls(metrics=numbers, tags=names, suspect=reason)
 
 
 #: Of a checkpoint that nobody gave any.
@@ -67,23 +84,30 @@ NO_LABELS: Final = Labels()
 
 
 def parse_labels(members: Mapping[str, Any], features: Iterable[str], where: str) -> Labels:
-    """Return the labels of a manifest or part, which has them behind a feature.
+    """Return the labels of a manifest or part, which has them behind features.
 
     Args:
         members: what the document has, its other members among them.
         features: the reader features that the document lists.
 
-    Raises: FormatError(DOC_SCHEMA). Spec: REQ-MAN-010, REQ-MAN-011.
+    Raises: FormatError(DOC_SCHEMA). Spec: REQ-MAN-010, REQ-MAN-011, REQ-MAN-013.
     """
-    has_labels = LABELS in features
-    if {"metrics" in members, "tags" in members} != {has_labels}:
+    features = tuple(features)
+    if {"metrics" in members, "tags" in members} != {LABELS in features}:
         raise _broken("metrics and tags go with the feature labels", where, "REQ-MAN-010")
-    if not has_labels:
-        return NO_LABELS
-    labels = check_labels(members["metrics"], members["tags"], where)
-    if not labels:
-        raise _broken("the feature labels, and no label", where, "REQ-MAN-010")
-    return labels
+    labels = NO_LABELS
+    if LABELS in features:
+        labels = check_labels(members["metrics"], members["tags"], where)
+        if not labels:
+            raise _broken("the feature labels, and no label", where, "REQ-MAN-010")
+    if ("suspect" in members) != (SUSPECT in features):
+        raise _broken("suspect goes with the feature suspect", f"{where}/suspect", "REQ-MAN-013")
+    if SUSPECT not in features:
+        return labels
+    if not _is_text(members["suspect"], _REASON_LENGTH):
+        detail = f"suspect isn't a reason of 1 to {_REASON_LENGTH} characters"
+        raise _broken(detail, f"{where}/suspect", "REQ-MAN-013")
+    return dataclasses.replace(labels, suspect=members["suspect"])
 
 
 def check_labels(metrics: object, tags: object, where: str) -> Labels:
@@ -109,10 +133,14 @@ def _is_number(text: object) -> bool:
 
 
 def _is_name(name: object) -> bool:
-    if not isinstance(name, str) or not 1 <= len(name) <= _NAME_LENGTH:
+    return _is_text(name, _NAME_LENGTH)
+
+
+def _is_text(text: object, length: int) -> bool:
+    if not isinstance(text, str) or not 1 <= len(text) <= length:
         return False
     try:
-        check_string(name, "")
+        check_string(text, "")
     except FormatError:
         return False
     return True
@@ -120,14 +148,18 @@ def _is_name(name: object) -> bool:
 
 def check_name(name: object, where: str) -> str:
     """Return the name of a metric, or a tag, that a caller gives. Raises: StateError(ARGUMENT)."""
-    if not isinstance(name, str) or not 1 <= len(name) <= _NAME_LENGTH:
-        detail = f"{str(name)[:64]!r} isn't a text of 1 to {_NAME_LENGTH} characters"
+    return _check_text(name, where, _NAME_LENGTH)
+
+
+def _check_text(text: object, where: str, length: int) -> str:
+    if not isinstance(text, str) or not 1 <= len(text) <= length:
+        detail = f"{str(text)[:64]!r} isn't a text of 1 to {length} characters"
         raise err(Code.ARGUMENT, detail, where=where)
     try:
-        check_string(name, where)
+        check_string(text, where)
     except FormatError as error:
-        raise err(Code.ARGUMENT, f"{name!r}: {error.detail}", where=where) from None
-    return name
+        raise err(Code.ARGUMENT, f"{text!r}: {error.detail}", where=where) from None
+    return text
 
 
 def _text_of(name: object, value: SupportsFloat) -> str:

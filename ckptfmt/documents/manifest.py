@@ -186,7 +186,7 @@ class Manifest:
         origin: run, launch, step and attempt.
         saved_unix_s: when writer 0 took the state, in seconds since 1970, by its own clock; information only.
         features: the reader features that it needs.
-        labels: its metrics and tags, as they were given with the save.
+        labels: its metrics and tags, as they were given with the save, and why it is suspect.
         durability: where its files were at least when it was committed: "home", "peers" or "node".
         references: all checkpoints that it reads from, and those that they read from; none if it is full.
         fields: a summary for each of the seven.
@@ -238,7 +238,7 @@ class Manifest:
                 "saved_unix_s": self.saved_unix_s,
                 "profile": self.profile,
                 "references": [dataclasses.asdict(reference) for reference in self.references],
-                **(self.labels.members() if self.labels else {}),
+                **self.labels.featured_members(),
                 **durability_members(self.durability),
                 "fields": {field: self.fields[field].as_dict() for field in FIELDS},
                 "index": {

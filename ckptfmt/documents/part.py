@@ -23,7 +23,7 @@ from ckptfmt.documents.msgpk import Weight, dump_mapless, dump_packed_document, 
 from ckptfmt.documents.packed import Budget, Columns, dump_packed, dump_strings, total_of
 from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.features import CACHES, LABELS, OF_ANY_PROFILE, is_of_delta
+from ckptfmt.features import CACHES, LABELS, OF_ANY_PROFILE, SUSPECT, is_of_delta
 
 #: The kinds of files, each with what its names end in.
 FILE_KINDS: Final = {"safetensors": ".safetensors", "pack": ".pack"}
@@ -82,7 +82,7 @@ class Part:
         absent: fields that it has nothing for, each with a reason.
         references: the checkpoints that it reads from, and those that they read from; none if it is full.
         groups: boxes whose blocks are predicted from each other's.
-        labels: metrics and tags of the checkpoint; of writer 0 alone.
+        labels: metrics and tags of the checkpoint, and why it is suspect; of writer 0 alone.
         durability: where its files are at least when it is created at home: "home", "peers" or "node".
     """
 
@@ -116,7 +116,7 @@ class Part:
     def features(self) -> list[str]:
         """The reader features that it needs."""
         needed = extents.delta_features(self.holdings.encodings(), self.groups, self.references)
-        return sorted([*needed, *[LABELS] * bool(self.labels), *[CACHES] * (self.durability != HOME)])
+        return sorted([*needed, *self.labels.features, *[CACHES] * (self.durability != HOME)])
 
     def _signed(self) -> dict[str, Any]:
         held = self.holdings
@@ -139,7 +139,7 @@ class Part:
             "aliases": tables.alias_columns(held.table),
             **held.box_columns(self.origin.block_nbytes, header_nbytes, encodings, is_delta=is_delta),
             **({"groups": extents.dump_groups(self.groups)} if is_delta else {}),
-            **(self.labels.members() if self.labels else {}),
+            **self.labels.featured_members(),
             **durability_members(self.durability),
             "streams": {
                 **tables.stream_columns(self.streams, scopes),
@@ -217,7 +217,7 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
     check_version(signed, where)
     features = signed["features"]["reader"]
     is_delta = is_of_delta(features)
-    behind = {LABELS: ("metrics", "tags"), CACHES: ("durability",)}
+    behind = {LABELS: ("metrics", "tags"), CACHES: ("durability",), SUSPECT: ("suspect",)}
     added = (key for feature, keys in behind.items() if feature in features for key in keys)
     keys = (*(_DELTA_KEYS if is_delta else _PART_KEYS), *added)
     columns = Columns(signed, keys, where, budget=Budget(most))
@@ -238,8 +238,11 @@ def _parse_part(signed: dict[str, Any], where: str, known: dict[bytes, TensorTab
         raise err(Code.DOC_SCHEMA, detail, where=columns.place("features"), requirement="REQ-DEL-001")
     labels = parse_labels(signed, features, where)
     if labels and writer != 0:
-        detail = "metrics and tags are those of writer 0"
-        raise err(Code.DOC_SCHEMA, detail, where=columns.place("metrics"), requirement="REQ-PRT-014")
+        detail, place = (
+            "metrics, tags and suspect are those of writer 0",
+            columns.place("suspect" if labels.suspect else "metrics"),
+        )
+        raise err(Code.DOC_SCHEMA, detail, where=place, requirement="REQ-PRT-014")
     durability = parse_durability(signed, features, origin.run_id, where)
     scopes = tables.check_scopes(columns)
     files = _parse_files(columns, origin, writer, is_delta=is_delta)

@@ -108,6 +108,11 @@ class Checkpoint(CheckpointFiles):
         return self.manifest.labels.tags
 
     @property
+    def suspect(self) -> str | None:
+        """Why it is suspect, so that its run doesn't go on from it by itself; None if it isn't. Spec: REQ-MAN-013."""
+        return self.manifest.labels.suspect or None
+
+    @property
     def weights(self) -> TensorView:
         """The weights by name, as numpy arrays, read when they are indexed."""
         return TensorView(self, "weights")

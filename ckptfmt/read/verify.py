@@ -543,7 +543,7 @@ def _check_merge(checkpoint: CheckpointFiles, entries: list[PartFileEntry]) -> N
             detail, where = f"the {what} aren't those that follow from the parts", f"{MANIFEST_NAME}#/signed/{what}"
             raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-DEL-021")
     if manifest.labels != parts[0].labels:
-        detail, where = "metrics and tags aren't those of part 0", f"{MANIFEST_NAME}#/signed/metrics"
+        detail, where = "metrics, tags and suspect aren't those of part 0", f"{MANIFEST_NAME}#/signed/metrics"
         raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-CMT-039")
     if manifest.durability != weakest(part.durability for part in parts):
         detail, where = "the durability isn't the weakest of the parts", f"{MANIFEST_NAME}#/signed/durability"

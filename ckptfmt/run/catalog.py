@@ -52,6 +52,7 @@ class RunCheckpoint:
         nbytes: of all tensors.
         stored_nbytes: of what the checkpoint's own files have of them.
         metrics, tags: as they were said last.
+        suspect: why it is suspect, so that the run doesn't go on from it unless somebody chooses it; None if it isn't.
         pinned: whether it stays until somebody unpins it.
         durability: where its files were at least when it was committed: "home", or "node" or "peers", in caches of
             nodes; None where there is no manifest.
@@ -67,6 +68,7 @@ class RunCheckpoint:
     stored_nbytes: int | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     tags: tuple[str, ...] = ()
+    suspect: str | None = None
     pinned: bool = False
     durability: str | None = None
 
@@ -118,7 +120,7 @@ class Run:
         return describe_entry(find_head_entry(self._store))
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> RunCheckpoint:
-        """Return the committed checkpoint that is best by a metric; of equals the newest.
+        """Return the committed checkpoint that is best by a metric and isn't suspect; of equals the newest.
 
         Args:
             mode: "min" where less is better, "max" where more is.
@@ -128,7 +130,7 @@ class Run:
         if mode not in ("min", "max"):
             raise err(Code.ARGUMENT, f"{mode!r}: min or max", where="mode=")
         check_name(metric, "metric=")
-        entries = self._entries()
+        entries = [entry for entry in self._entries() if not entry.is_suspect]
         found = sort_by_metric(entries, metric, mode)
         if not found:
             known = sorted({name for entry in entries for name in entry.labels.metrics})
@@ -374,6 +376,7 @@ def describe_entry(entry: RunEntry, held: Iterable[int] = ()) -> RunCheckpoint:
         digest=entry.register.manifest_digest if isinstance(entry.register, Tombstone) else None,
         metrics=entry.labels.numbers(),
         tags=entry.labels.tags,
+        suspect=entry.labels.suspect or None,
         pinned=entry.is_pinned,
     )
     manifest = entry.manifest

@@ -7,6 +7,7 @@ import functools
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import Known, create_once, read_register
@@ -41,6 +42,9 @@ from ckptfmt.run.labelling import list_newest_labels, read_labels, wait_for_clea
 from ckptfmt.store import open_store, split_path
 from ckptfmt.store.protocol import Store, call_each
 
+#: The remedy where nothing but suspect checkpoints is left.
+_SUSPECT: Final = "Begin with resume= and the name of one that you trust, or with resume='fresh'."
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunEntry:
@@ -62,10 +66,16 @@ class RunEntry:
 
     @property
     def labels(self) -> Labels:
-        """Metrics and tags: as they were said last, else as they were saved. Spec: REQ-RUN-025."""
+        """Metrics and tags: as they were said last, else as they were saved; and suspect. Spec: REQ-RUN-025."""
+        saved = NO_LABELS if self.manifest is None else self.manifest.labels
         if isinstance(self.record, LabelsRecord):
-            return self.record.labels
-        return NO_LABELS if self.manifest is None else self.manifest.labels
+            return dataclasses.replace(self.record.labels, suspect=saved.suspect)
+        return saved
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it was saved because something was wrong: nothing goes on from it by lineage. Spec: REQ-RUN-042."""
+        return self.manifest is not None and bool(self.manifest.labels.suspect)
 
     @property
     def is_pinned(self) -> bool:
@@ -228,27 +238,34 @@ def list_checkpoints(
             return entries
 
 
-def iter_lineage(launches: list[Launch], entries: list[RunEntry]) -> Iterator[RunEntry]:
+def iter_lineage(launches: list[Launch], entries: list[RunEntry], *, with_suspect: bool = False) -> Iterator[RunEntry]:
     """Yield the checkpoints that the newest launch may resume from, best first.
 
     The newest launch's own commits come first, greatest step first; then what it resumed from, and the older commits of
     the launch that saved that; and so on down. A rollback thereby stays rolled back. Entries whose register can't be
-    read are yielded too: whoever resumes must know what it passes over.
+    read are yielded too: whoever resumes must know what it passes over. What is suspect isn't, unless a launch on the
+    way resumed from it: somebody chose it by hand.
 
-    Spec: REQ-RUN-006.
+    Args:
+        with_suspect: whether to yield, in their places, those too that are passed over because they are suspect.
+
+    Spec: REQ-RUN-006, REQ-RUN-042.
     """
     by_number = {launch.launch: launch for launch in launches}
     registers = {entry.name: entry.register for entry in entries}
     number = max((launch.launch for launch in launches if not is_overtaken(launch, entries)), default=None)
     bound: int | None = None
+    named: str | None = None
     seen: set[int] = set()
     while number is not None and number not in seen:
         seen.add(number)
         own = [entry for entry in entries if entry.launch == number and (bound is None or entry.step <= bound)]
         for entry in sorted(own, key=lambda entry: -entry.step):
-            if entry.manifest is not None or isinstance(entry.register, CkptError):
+            is_candidate = not entry.is_suspect or with_suspect or entry.name == named
+            if is_candidate and (entry.manifest is not None or isinstance(entry.register, CkptError)):
                 yield entry
         resume = by_number[number].resume_from if number in by_number else None
+        named = None if resume is None else resume.name
         found = parse_checkpoint_name(resume.name) if resume is not None else None
         bound, number = found if found is not None else (None, None)
         if resume is not None and found is not None:
@@ -403,7 +420,10 @@ def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
         if entry.manifest is not None:
             return entry
     head = launches[-1].resume_from if launches else None
-    if head is not None or any(entry.manifest is not None for entry in entries):
+    if suspect := [entry.name for entry in iter_lineage(launches, entries, with_suspect=True)]:
+        detail = f"only suspect checkpoints are on the way that led to the newest launch: {', '.join(suspect[:8])}"
+        remedy = "`ckptfmt log` says why they are; open one by its name."
+    elif head is not None or any(entry.manifest is not None for entry in entries):
         detail = "no committed checkpoint is on the way that led to the newest launch"
         detail += "" if head is None else f", which began from {head.name}"
         remedy = "Open a checkpoint by its name, or begin a launch with resume= and a name, or with resume='fresh'."
@@ -479,8 +499,13 @@ def _choose_by_lineage(
         return _choose_by_lineage(store, run, anew, on_passed_over, on_progress, doubted=doubted)
 
     passed_over: dict[str, str] = {}
+    suspect = {entry.name for entry in iter_lineage(*seen, with_suspect=True)}
+    suspect -= {entry.name for entry in iter_lineage(*seen)}
     chosen: Checkpoint | None = None
-    for entry in iter_lineage(*seen):
+    for entry in iter_lineage(*seen, with_suspect=True):
+        if entry.name in suspect:
+            passed_over[entry.name] = f"{entry.name} is suspect: {entry.labels.suspect}"
+            continue
         found = _open_valid(store, entry, on_progress)
         if not isinstance(found, CkptError):
             chosen = found
@@ -495,16 +520,13 @@ def _choose_by_lineage(
         for sentence in passed_over.values():
             on_passed_over(sentence)
     if chosen is not None:
-        return chosen, "fallback" if passed_over else "lineage"
+        return chosen, "fallback" if passed_over.keys() - suspect else "lineage"
     head = seen[0][-1].resume_from if seen[0] else None
     if passed_over or head is not None:
         named = ", ".join(passed_over) or (head.name if head else "")
-        raise err(
-            Code.NO_VALID_CHECKPOINT,
-            f"the lineage leads to {named}; none of them is valid",
-            where=store.name,
-            requirement="REQ-RUN-006",
-        )
+        detail = f"the lineage leads to {named}; none of them is valid{' and not suspect' if suspect else ''}"
+        remedy = _SUSPECT if suspect else None
+        raise err(Code.NO_VALID_CHECKPOINT, detail, where=store.name, requirement="REQ-RUN-006", remedy=remedy)
     return None, "lineage"
 
 

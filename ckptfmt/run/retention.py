@@ -96,7 +96,8 @@ def plan_retention(launches: list[Launch], entries: list[RunEntry], retention: R
     kept have greater steps. What a rollback left beside the lineage is somebody's to look at. What the newest launch
     resumes from stays until that launch has a commit of its own.
 
-    What may be in caches only isn't counted, and goes once a newer one is at home, whatever `retention` says.
+    What may be in caches only isn't counted, and goes once a newer one is at home, whatever `retention` says. What is
+    suspect isn't counted either, and goes as what a launch passed over does.
 
     What is pinned stays. As long as none has the metric by which the best stay, all stay: perhaps it is misspelt, or is
     measured later.
@@ -145,14 +146,18 @@ def _list_ended(
         if not best:
             return []
         staying |= {entry.name for entry in best}
-    if not has_own:
-        late, given_up = [], []
-    else:
-        late = [one for one in _iter_beside(launches, entries, at_home, chosen_by="lineage") if is_at_home(one)]
+    late: list[RunEntry] = []
+    given_up: list[RunEntry] = []
+    if has_own:
+        beside = [one for one in _iter_beside(launches, entries, at_home, chosen_by="lineage") if is_at_home(one)]
+        late = [one for one in beside if not one.is_suspect]
+        names = {one.name for one in at_home}
+        suspect = [one for one in iter_lineage(launches, entries, with_suspect=True) if one.name not in names]
+        passed_over = [*suspect, *beside, *_iter_beside(launches, entries, at_home, chosen_by="fallback")]
         given_up = [
             one
-            for one in _iter_beside(launches, entries, at_home, chosen_by="fallback")
-            if is_at_home(one) and sum(other.step > one.step for other in at_home) >= max(1, keep)
+            for one in {one.name: one for one in passed_over}.values()
+            if is_at_home(one) and one not in late and sum(other.step > one.step for other in at_home) >= max(1, keep)
         ]
     return [
         *(
@@ -463,7 +468,7 @@ def _find_need(launches: list[Launch], entries: list[RunEntry], entry: RunEntry)
     if entry.name in {one.name for one in (*lineage[:1], *at_home[:1])}:
         return "the run goes on from it"
     last = launches[-1] if launches else None
-    has_own = last is not None and any(one.launch == last.launch and is_at_home(one) for one in entries)
+    has_own = last is not None and any(one.launch == last.launch for one in at_home)
     if last is not None and not has_own and last.resume_from is not None and last.resume_from.name == entry.name:
         return f"launch {last.launch} resumes from it"
     if is_at_home(entry) and all(one is entry for one in entries if is_at_home(one)):

@@ -89,11 +89,16 @@ def iter_beside(launches: list[Launch], entries: list[RunEntry]) -> Iterator[tup
         own = [entry for entry in entries if entry.launch < launch.launch]
         after = {entry.name for entry in iter_lineage(launches[:count], own)}
         for name in sorted((before - after) & beside.keys()):
-            yield beside[name], _turn_text(launch, beside.pop(name))
+            entry = beside.pop(name)
+            yield entry, _suspect_text(entry) or _turn_text(launch, entry)
         # Of what this launch saved all counts, until the next launch has chosen.
         before = after | {entry.name for entry in entries if entry.launch == launch.launch}
     for entry in beside.values():
-        yield entry, "no launch went on from it"
+        yield entry, _suspect_text(entry) or "no launch went on from it"
+
+
+def _suspect_text(entry: RunEntry) -> str:
+    return f"it is suspect: {entry.labels.suspect}" if entry.is_suspect else ""
 
 
 def _turn_text(launch: Launch, entry: RunEntry) -> str:

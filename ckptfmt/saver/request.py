@@ -55,7 +55,7 @@ class SaveRequest:
             "streams": _columns(context.streams, RngStream),
             "leaves": _columns(context.leaves, Leaf),
             "absent": context.absent,
-            "labels": context.labels.members(),
+            "labels": {**context.labels.members(), "suspect": context.labels.suspect},
             "deadline_s": str(self.deadline_s),
             "retention": self.retention.as_dict(),
             "writer_features": list(self.writer_features),
@@ -73,7 +73,7 @@ class SaveRequest:
             streams=tuple(RngStream(**row) for row in _rows(value["streams"])),
             leaves=tuple(Leaf(**row) for row in _rows(value["leaves"])),
             absent=value["absent"],
-            labels=Labels(metrics=value["labels"]["metrics"], tags=tuple(value["labels"]["tags"])),
+            labels=Labels(**{**value["labels"], "tags": tuple(value["labels"]["tags"])}),
         )
         return cls(
             origin=Origin(**value["origin"]),

@@ -165,6 +165,7 @@ class StopSignals:
                 raise err(Code.ARGUMENT, f"no process can catch {number.name}", where="stop_on=")
         self._previous: dict[signal.Signals, Any] = {}
         self.first_s: float | None = None
+        self.first_name = ""
 
     def __bool__(self) -> bool:
         return bool(self._numbers)
@@ -188,8 +189,8 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.first_s = time.monotonic()
-        _LOG.warning("%s: the run saves and stops", signal.Signals(number).name)
+        self.first_s, self.first_name = time.monotonic(), signal.Signals(number).name
+        _LOG.warning("%s: the run stops at the end of a step", self.first_name)
         self.remove()
 
 

@@ -123,7 +123,7 @@ class Snapshot:
         absent: each field that it has nothing for, with the reason.
         declared_by: for declared replicas, who declares them, such as a mesh. It speaks for its own holders only: what
             several declare is written once for each of them, and compared.
-        labels: metrics and tags of the checkpoint; of writer 0 alone.
+        labels: metrics and tags of the checkpoint, and why it is suspect; of writer 0 alone.
     """
 
     tensors: tuple[TensorSource, ...]

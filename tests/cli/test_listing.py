@@ -50,6 +50,25 @@ def test_ls_shows_what_there_is_to_load(call, call_json, run_path):
     assert [one["name"] for one in answer["checkpoints"] if one["is_head"]] == [checkpoint_name(50, 2)]
 
 
+def test_a_suspect_checkpoint_is_shown_and_why(call, call_json, tmp_path):
+    """REQ-RUN-042: `ls`, `log`, `inspect` and `report` say what the run doesn't go on from."""
+    with ckptfmt.Checkpointer(tmp_path / "run", ckptfmt.State(data={"at": 0}), saver="inline") as checkpointer:
+        checkpointer.save(step=1)
+        checkpointer.save(step=2, suspect="loss is nan")
+    for command in ("ls", "log"):
+        code, out, _ = call(command, tmp_path / "run")
+        lines = [line for line in out.splitlines() if "suspect: loss is nan" in line]
+        assert (code, len(lines)) == (0, 1)
+        assert [words[1:3] for words in words_of(out) if "head" in words] != []
+        checkpoints = call_json(command, tmp_path / "run")[1]["checkpoints"]
+        assert sorted(str(one["suspect"]) for one in checkpoints) == ["None", "loss is nan"]
+    name = checkpoint_name(2, 1)
+    assert "suspect: loss is nan" in call("inspect", tmp_path / "run" / name)[1]
+    assert call_json("inspect", tmp_path / "run" / name)[1]["suspect"] == "loss is nan"
+    call("report", tmp_path / "run", "--html", tmp_path / "page.html")
+    assert "suspect: loss is nan" in (tmp_path / "page.html").read_text()
+
+
 @pytest.mark.usefixtures("run_path", "checkpoint_path")
 def test_ls_of_a_directory_shows_the_runs_and_checkpoints_in_it(call, call_json, tmp_path, monkeypatch):
     (tmp_path / "else").mkdir()

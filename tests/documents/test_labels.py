@@ -89,11 +89,26 @@ def test_manifest_and_part_0_have_them_behind_a_feature_and_no_other_part() -> N
     assert not builders.verify(store).violations
 
 
+@pytest.mark.parametrize("metrics", [None, {"loss": 17.5}])
+def test_why_it_is_suspect_stands_behind_a_feature_of_its_own(metrics: Any) -> None:
+    """REQ-MAN-013, REQ-PRT-014, REQ-CMT-039, REQ-MAN-005"""
+    labels = Labels.of(metrics, suspect="loss is nan")
+    store, manifest = saved(labels)
+
+    features = ("suspect",) if metrics is None else ("labels", "suspect")
+    assert (manifest.labels, manifest.features, manifest.profile) == (labels, features, "full")
+    content = store.read("manifest.json", limit_nbytes=1 << 20)
+    assert parse_register(content) == manifest
+    assert b'"suspect":"loss is nan"' in content
+    assert not builders.verify(store).violations
+
+
 def test_without_them_no_feature_is_needed() -> None:
     """REQ-VER-006, REQ-VER-007"""
     store, manifest = saved(NO_LABELS)
 
     assert manifest.features == ()
+    assert b"suspect" not in store.read("manifest.json", limit_nbytes=1 << 20)
     assert b"metrics" not in store.read("manifest.json", limit_nbytes=1 << 20)
 
 

@@ -33,7 +33,7 @@ def _run_by_the_clock(stage: Stage, turn: int) -> Any:
     checkpointer = Checkpointer(
         stage.path(f"clock-{turn}"), State(weights={"w": torch.ones(3)}, data={}), every="0.3s", deadline_s=60
     )
-    checkpointer._clock = lambda: begin_s + (time.monotonic() - begin_s) * rate
+    checkpointer._pace.clock = lambda: begin_s + (time.monotonic() - begin_s) * rate
     save = checkpointer._save
 
     def note(**options: Any) -> Any:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ckptfmt.commit.decision import abort, retire
+from ckptfmt.documents.labels import NO_LABELS
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, checkpoint_name
 from ckptfmt.documents.run import RUN_NAME, Launch, ResumeFrom, RunRecord, launch_name
 from ckptfmt.errors import (
@@ -56,12 +57,12 @@ class RunOfSteps:
     def place(self, step, launch=None):
         return self.store.at(checkpoint_name(step, launch or self.launch.launch))
 
-    def save(self, *steps, launch=None, run_id=None):
+    def save(self, *steps, launch=None, run_id=None, labels=NO_LABELS):
         number = launch or self.launch.launch
         for step in steps:
             save(
                 self.place(step, number),
-                snapshot(tensor("w", np.full(3, step))),
+                snapshot(tensor("w", np.full(3, step)), labels=labels),
                 step=step,
                 launch=number,
                 run_id=run_id or self.run.run_id,

@@ -237,7 +237,9 @@ def test_objects_of_a_schema_are_closed(name):
         if schema.get("type") == "object" and "properties" in schema:
             assert schema["additionalProperties"] is False
             optional = set(schema["properties"]) - set(schema["required"])
-            assert optional <= {"durability", "metrics", "tags"}, "nothing is optional but what stands behind a feature"
+            assert optional <= {"durability", "metrics", "suspect", "tags"}, (
+                "nothing is optional but what stands behind a feature"
+            )
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

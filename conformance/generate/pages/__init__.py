@@ -22,6 +22,7 @@ from conformance.generate.pages import (
     prediction,
     run,
     shards,
+    suspect,
     tables,
     trees,
 )
@@ -44,6 +45,7 @@ _PAGES: tuple[Callable[[], Page], ...] = (
     prediction.page,
     run.page,
     shards.page,
+    suspect.page,
     tables.page,
     trees.page,
 )

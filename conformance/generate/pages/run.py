@@ -6,7 +6,7 @@ from typing import Any
 
 from conformance.generate.bases import RUN_ID, flip
 from conformance.generate.cases import FileMap, Page
-from conformance.generate.model import Checkpoint, build, checkpoint_name
+from conformance.generate.model import Checkpoint, Edit, build, checkpoint_name
 from conformance.generate.plans import Plan, Tensor
 from conformance.generate.wire import FORMAT_VERSION, json_document
 
@@ -34,8 +34,9 @@ class Run:
         return self
 
     def save(
-        self, step: int, launch: int, *, name: str = "", register: bytes | None = None, run_id: str = RUN_ID
-    ) -> Run:
+        self, step: int, launch: int, *, name: str = "", register: bytes | None = None, run_id: str = RUN_ID,
+        edit: Edit | None = None,
+    ) -> Run:  # fmt: skip
         """Add a checkpoint, whose one tensor holds its step."""
         name = name or checkpoint_name(step, launch)
         tensor = Tensor(name="w", dtype="int64", shape=(), content=step.to_bytes(8, "little"))
@@ -49,6 +50,7 @@ class Run:
                 nonce=f"{launch:032x}",
             )
         )
+        made = made if edit is None else made.edited(edit)
         self.made[name] = made
         files = made.seal() | ({} if register is None else {"manifest.json": register})
         self.files |= {f"{name}/{path}": content for path, content in files.items()}
