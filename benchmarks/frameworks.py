@@ -79,7 +79,7 @@ def measure_frameworks(nbytes: int, *, rounds: int | None, place: Workplace, pro
             rows[name].append({"order": order, "seconds": seconds})
     progress.say("")
     lost = {
-        f"{name}_{how}": [row["seconds"][how]["lost_s"] for row in found]
+        f"{name}_{how}": [row["seconds"][how]["lost_s"] - row["seconds"][_NEVER]["lost_s"] for row in found]
         for name, found in rows.items()
         for how in HOW[name]
     }
@@ -112,7 +112,8 @@ def measure_frameworks(nbytes: int, *, rounds: int | None, place: Workplace, pro
         goals={name: "<= 0.2" for name in ratios if not name.endswith(_BOUNDS)},
         memory={},
         notes={
-            "lost": f"a save's {_EVERY} steps, less {_EVERY} times the median of the last {_CALM} before each save",
+            "lost": f"a save's {_EVERY} steps, less {_EVERY} times the median of the last {_CALM} before each save; "
+            "less what the same difference is in the round's training that never saves",
             "blocked": "seconds that the call of a save takes, with the wait for its copy; the median of a training's",
             "processes": "each training in one of its own; it computes with one thread, so that a core is left",
         },

@@ -21,24 +21,15 @@ from ckptfmt.store.symlinks import detach_link
 _MET: Final = "exchange/"
 
 
-def check_replaceable(store: Store) -> None:
-    """Raise unless a directory is empty, or has a checkpoint that belongs to no run, or what is left of one.
+def _check_replaceable(store: Store) -> None:
+    """Raise if a directory has the checkpoint of a run.
 
     Raises: CommitError(CHECKPOINT_EXISTS); what is wrong with the register. Spec: REQ-CMT-042.
     """
     register = read_register(store)
-    problem = ""
-    if register is None:
-        foreign = [path for path in store.list("") if not _is_ours(path)]
-        if foreign:
-            problem = f"the directory holds no checkpoint, and other files, such as {foreign[0]!r}"
-            remedy = "Save to a directory of its own; or without replace=, which leaves other files alone."
-    else:
-        run_id = _run_of(register)
-        if run_id is not None:
-            problem = f"the checkpoint belongs to the run {run_id}"
-            remedy = "Save to a directory of its own, or through a Checkpointer."
-    if problem:
+    if register is not None and (run_id := _run_of(register)) is not None:
+        problem = f"the checkpoint belongs to the run {run_id}"
+        remedy = "Save to a directory of its own, or through a Checkpointer."
         raise err(Code.CHECKPOINT_EXISTS, problem, where=store.name, requirement="REQ-CMT-042", remedy=remedy)
 
 
@@ -63,19 +54,23 @@ def check_no_run(store: Store, *, replace: bool = False) -> None:
             requirement="REQ-RUN-016",
             remedy="Save to a directory of its own, or through a Checkpointer.",
         )
-    check_replaceable(store) if replace else check_vacant(store)
+    _check_replaceable(store) if replace else check_vacant(store)
 
 
 def own_place(path: str | os.PathLike[str] | Store) -> None:
     """Make a path that is a symbolic link to a checkpoint, which is to be replaced, a checkpoint by itself.
 
-    What the link leads to is another checkpoint, and stays as it is.
+    What the link leads to is another checkpoint, and stays as it is. A link to a directory of other files stays too.
 
     Raises: as `check_no_run`; StoreError(STORE_UNSUPPORTED).
     """
     if isinstance(path, str | os.PathLike) and not is_url(path):
         if os.path.islink(path):  # noqa: PTH114 - a path needn't be text
-            check_no_run(LocalStore(path, writable=False), replace=True)
+            leads_to = LocalStore(path, writable=False)
+            check_no_run(leads_to, replace=True)
+            found = [] if read_register(leads_to) else leads_to.list("")
+            if found and not any(map(_is_ours, found)):
+                return
         detach_link(path)
 
 

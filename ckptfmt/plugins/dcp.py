@@ -79,8 +79,7 @@ class CkptfmtWriter(_AtPath, StorageWriter):
         allow_pickle: whether objects that are no plain values are kept as pickles, which `CkptfmtReader` loads only
             with the same option. By default they are refused by name, before anything is written.
 
-    Raises: `ckptfmt.CkptError`; CHECKPOINT_EXISTS where the directory holds a checkpoint already, or with
-        `overwrite` other files.
+    Raises: `ckptfmt.CkptError`; CHECKPOINT_EXISTS where the directory holds a checkpoint already.
     """
 
     step: int | None = None
@@ -274,8 +273,7 @@ def _place_of(path: tuple[Any, ...], alone: Mapping[str, str]) -> tuple[str, str
     """Return field and name of a tensor."""
     if not alone and len(path) == 1:
         return "weights", _join(path)  # the state_dict of a module
-    field = _FIELDS.get(path[0]) if len(path) > 1 else None
-    if field is None:
+    if (field := _FIELDS.get(path[0]) if len(path) > 1 else None) is None:
         return "optimizer", _join(["extra", *path])
     return field, _join(path[1:] if alone.get(field) == path[0] and path[1] != "extra" else path)
 
@@ -295,7 +293,7 @@ def install(*, allow_pickle: bool = False) -> contextlib.ExitStack:
     """Make ckptfmt the storage of whoever passes ``checkpoint_id=`` alone: a path, no URL.
 
     As with torch's storage, a save takes the place of a checkpoint that is there. Checkpoints that torch wrote are
-    still read by torch, and aren't replaced.
+    still read by torch; a save to where one is raises FileExistsError.
 
     Args:
         allow_pickle: as for `CkptfmtWriter` and `CkptfmtReader`.
@@ -303,14 +301,15 @@ def install(*, allow_pickle: bool = False) -> contextlib.ExitStack:
     Returns: what takes that back: a context, with a method ``close``.
     Raises: RuntimeError where it is installed already.
     """
-    theirs = _storage_utils._storage_setup  # noqa: SLF001 - torch has no public name for its default
-    if theirs.__module__ == __name__:
+    if (theirs := _storage_utils._storage_setup).__module__ == __name__:  # noqa: SLF001 - torch has no public name
         raise RuntimeError("ckptfmt is installed already: close what the first install() returned")
     executor = _async_process_executor._ProcessBasedAsyncCheckpointExecutor  # noqa: SLF001
     execute_save = executor.execute_save
 
     def set_up(storage: Any, checkpoint_id: _Path | None, reader: bool = False) -> Any:  # noqa: ANN401, FBT001, FBT002
-        is_theirs = reader and checkpoint_id and os.path.exists(os.path.join(checkpoint_id, ".metadata"))  # noqa: PTH110, PTH118
+        is_theirs = checkpoint_id and os.path.exists(os.path.join(checkpoint_id, ".metadata"))  # noqa: PTH110, PTH118
+        if is_theirs and not (storage or reader):
+            raise FileExistsError(f"{checkpoint_id} has a checkpoint of torch's: remove it, or save to another path")
         if not (storage or is_theirs) and checkpoint_id and _AtPath.validate_checkpoint_id(checkpoint_id):
             storage = CkptfmtReader() if reader else CkptfmtWriter(overwrite=True)
             storage.allow_pickle = allow_pickle

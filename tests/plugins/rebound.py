@@ -10,8 +10,8 @@ bound to ckptfmt before the file's first line. Both times,
 - tests that ask for accelerators run on the processor instead, FSDP1 too;
 - the storages of `test_checkpoint`, which raise errors and keep nothing, stand before one that keeps what it is given.
 
-The table goes to standard output; the exit status is 1 if a test passes with torch's storage and fails with ours, but
-for those that `ELSEWHERE` names. PyTorch's tests need the package expecttest.
+The table goes to standard output; the exit status is 1 if a test passes with torch's storage and fails with ours.
+PyTorch's tests need the package expecttest.
 """
 
 from __future__ import annotations
@@ -59,11 +59,6 @@ FILES = (
     "e2e/test_e2e_save_and_load.py",
     "e2e/test_fine_tuning.py",
 )
-#: Tests that ask for more than a storage promises, and the test of test_dcp.py that asks ours for the same thing.
-ELSEWHERE = {
-    # It converts model.pt into the directory in which model.pt is: ours does so, unless it is to overwrite, as here.
-    "TestFormatUtilsNoDist.test_torch_save_to_dcp": "test_files_of_torch_save_are_converted_where_they_are",
-}
 #: How long a file may take, in seconds.
 _TIMEOUT_S = 900
 _HEADER = "import tests.plugins.rebound as _rebound; _rebound.bind({ours})\n"
@@ -222,9 +217,8 @@ def main(pytorch: str, files: Sequence[str]) -> int:
         theirs, ours = outcomes(file, ours=False), outcomes(file, ours=True)
         for test in [*theirs, *(ours.keys() - theirs.keys())]:
             left, right = theirs.get(test, "not run"), ours.get(test, "not run")
-            worse += left == "passed" != right and test not in ELSEWHERE
-            asked = f"; see {ELSEWHERE[test]}" if test in ELSEWHERE else ""
-            print(f"| {name}: {test} | {left} | {right}{asked} |", flush=True)  # noqa: T201
+            worse += left == "passed" != right
+            print(f"| {name}: {test} | {left} | {right} |", flush=True)  # noqa: T201
     return worse
 
 

@@ -1,5 +1,6 @@
 """torch.distributed.checkpoint through ckptfmt: real processes, DTensors, other numbers of ranks, async saves."""
 
+import functools
 import random
 import shutil
 import subprocess
@@ -330,9 +331,11 @@ def test_overwrite_takes_the_place_of_a_checkpoint_and_of_nothing_else(tmp_path)
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("ten years of work")
-    with pytest.raises(CheckpointException, match="CHECKPOINT_EXISTS"):
-        save({"w": torch.ones(2)}, tmp_path / "mine", overwrite=True)
-    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+    for number in (1.0, 2.0):
+        save({"model": {"w": torch.full((2,), number)}}, tmp_path / "mine", overwrite=True)
+        found = load({"model": {"w": torch.zeros(2)}}, tmp_path / "mine")
+        assert found["model"]["w"].tolist() == [number, number]
+        assert (tmp_path / "mine" / "thesis.txt").read_text() == "ten years of work"
 
 
 @pytest.fixture
@@ -401,8 +404,10 @@ def test_install_makes_ckptfmt_the_storage_of_paths_until_it_is_closed(tmp_path)
             assert_same(saved, found)
         dcp_save.save({"model": {"w": torch.full((2,), 2.0)}}, checkpoint_id=tmp_path / "ours", no_dist=True)
         assert load({"model": {"w": torch.zeros(2)}}, tmp_path / "ours")["model"]["w"].tolist() == [2, 2]
-        with pytest.raises(CheckpointException, match="CHECKPOINT_EXISTS"):
-            dcp_save.save(saved, checkpoint_id=tmp_path / "theirs", no_dist=True)
+        with pytest.raises(FileExistsError, match="a checkpoint of torch's: remove it"):
+            dcp_save.save({"model": {"w": torch.zeros(2)}}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+        dcp_load.load(found := {"model": {"w": torch.zeros(2)}}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+        assert_same(saved, found)
         writer = FileSystemWriter(tmp_path / "named")
         dcp_save.save(saved, storage_writer=writer, no_dist=True)
         with pytest.raises(RuntimeError, match="Cannot detect"):
@@ -416,8 +421,9 @@ def test_install_makes_ckptfmt_the_storage_of_paths_until_it_is_closed(tmp_path)
     assert ckptfmt.validate(tmp_path / "async").valid
 
 
-def test_files_of_torch_save_are_converted_where_they_are(tmp_path, monkeypatch):
-    monkeypatch.setattr(format_utils, "FileSystemWriter", CkptfmtWriter)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_of_torch_save_are_converted_where_they_are(tmp_path, monkeypatch, overwrite):
+    monkeypatch.setattr(format_utils, "FileSystemWriter", functools.partial(CkptfmtWriter, overwrite=overwrite))
     monkeypatch.setattr(format_utils, "FileSystemReader", CkptfmtReader)
     saved = {"model": dict(trained()[0].state_dict()), "epoch": 3}
     torch.save(saved, tmp_path / "model.pt")
