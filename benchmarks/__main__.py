@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.delta import measure_delta
 from benchmarks.frameworks import measure_frameworks
+from benchmarks.goodput import MINUTES, measure_goodput
 from benchmarks.gpu_digest import measure_gpu_digest
 from benchmarks.load import measure_load
 from benchmarks.plan import measure_plan
@@ -36,19 +37,20 @@ MEASURE = {
 #: Of `frameworks`, where one thread trains a state of this size in seconds; and of `s3`, where a server shares the
 #: processors.
 SMALLER_NBYTES = 300_000_000
-PLAN, DELTA, MANY = "plan", "delta", "tensors"  # those whose size isn't that of a state
+PLAN, DELTA, MANY, LIVE = "plan", "delta", "tensors", "goodput"  # those whose size isn't that of a state
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure ckptfmt beside its peers.")
-    parser.add_argument("command", choices=[*MEASURE, PLAN, DELTA, MANY], help="what to measure")
+    parser.add_argument("command", choices=[*MEASURE, PLAN, DELTA, MANY, LIVE], help="what to measure")
     sizes_text = f"about how large the state is ({NBYTES}; frameworks, s3 {SMALLER_NBYTES})"
     parser.add_argument("--nbytes", type=_count, help=sizes_text)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="stall (cpu), gpu_digest (cuda): of the state")
     parser.add_argument("--ranks", type=_count, default=RANKS, help="plan: how many, a power of two (%(default)s)")
     parser.add_argument("--tensors", type=_count, default=TENSORS, help="plan: how many (%(default)s)")
     parser.add_argument("--most", type=_count, default=MOST, help="tensors: how many at most (%(default)s)")
+    parser.add_argument("--minutes", type=_count, default=MINUTES, help="goodput: how long it runs (%(default)s)")
     sizes = Sizes()
     parser.add_argument("--width", type=_count, default=sizes.width, help="delta: of the model (%(default)s)")
     parser.add_argument("--steps", type=_count, default=sizes.steps, help="delta: of the first training (%(default)s)")
@@ -57,7 +59,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds",
         type=_count,
-        help="of each experiment (11; lost seconds, s3 7; first saves, plan, frameworks 5; delta 3; tensors 1)",
+        help="of each experiment (11; lost seconds, s3 7; first saves, plan, frameworks 5; delta 3; tensors and goodput"
+        " 1)",
     )
     parser.add_argument("--directory", type=Path, default=Path("out"), help="where to write and delete (%(default)s)")
     parser.add_argument("--out", type=Path, help="file of the record (below out/benchmarks)")
@@ -96,6 +99,8 @@ def _measure(options: argparse.Namespace, place: Workplace) -> Outcome:
     rounds, progress = options.rounds, Progress()
     if options.command == PLAN:
         return measure_plan(options.ranks, options.tensors, rounds=rounds, place=place, progress=progress)
+    if options.command == LIVE:
+        return measure_goodput(options.minutes, rounds=rounds, place=place, progress=progress)
     if options.command == MANY:
         return measure_tensors(options.most, rounds=rounds, place=place, progress=progress)
     if options.command == DELTA:
@@ -114,6 +119,7 @@ def _repeat(options: argparse.Namespace) -> str:
     sizes = {
         PLAN: f"--ranks {options.ranks} --tensors {options.tensors}",
         MANY: f"--most {options.most}",
+        LIVE: f"--minutes {options.minutes}",
         DELTA: f"--width {options.width} --steps {options.steps} --copies {options.copies}",
     }
     size = sizes.get(options.command, f"--nbytes {options.nbytes}")

@@ -27,7 +27,7 @@ from ckptfmt.trainer.background import staging_thread_count
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.trainer.initial import InitFrom, carry_init
 from ckptfmt.trainer.launching import take_launch
-from ckptfmt.trainer.loop import StepCount, StopSignals, make_auto, parse_every
+from ckptfmt.trainer.loop import StepCount, StopSignals, make_meters, parse_every
 from ckptfmt.trainer.pace import Pace
 from ckptfmt.trainer.peers import PeerOptions
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, restore_streams
@@ -105,6 +105,7 @@ class Checkpointer:
             ``restore_budget``: how much longer a restore may take than that of a full checkpoint, as a factor (1.5);
             ``fields``: those whose changes are encoded, where changes of others are written as they are.
         check_replicas: whether processes that hold the same tensor of a mesh compare it, by digest, at each save.
+        ledger: whether to record where the time goes, in the run, for `ckptfmt goodput` and `Run.goodput`.
         stop_on: signals, such as ``signal.SIGTERM``, after which the run is saved at the end of the step, `steps` ends,
             and `stopped` is true.
         stop_deadline_s: how long that may take, in seconds.
@@ -165,6 +166,7 @@ class Checkpointer:
         nice: int = 0,
         delta: Literal["off", "auto", "smallest"] | Mapping[str, Any] = "off",
         check_replicas: bool = False,
+        ledger: bool = False,
         stop_on: Iterable[int] = (),
         stop_deadline_s: float = 30.0,
         triggers: Triggers | None = None,
@@ -184,15 +186,15 @@ class Checkpointer:
             peers=PeerOptions.of(peers, node, has_cache=cache is not None),
         )
         self._writer_features = () if options.delta.mode == "off" else (REFERENCED,)
-        self._store, self._state = open_store(run, writable=True), state
-        allow = frozenset((allow,) if isinstance(allow, str) else allow)
-        self._choices: dict[str, Any] = {"allow": allow, "strict": strict, "override": override}
+        allowed = frozenset((allow,) if isinstance(allow, str) else allow)
+        self._choices: dict[str, Any] = {"allow": allowed, "strict": strict, "override": override}
+        self._store = open_store(run, writable=True)
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
         self._deadline_s, self._cache, self._peers, self._share = deadline_s, options.cache, options.peers, share
-        self._pace = Pace(self._group, cadence, make_auto(every, mtbf, self._group), signals, triggers)
+        self._pace = Pace(self._group, cadence, make_meters(every, mtbf, self._group, ledger=ledger), signals, triggers)
         self._saves, self._talk = Saves(self._store, self._group, options, mirrors), Talk(self._group.writer)
         self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = self.stopped = False
-        self._count, self.passed_over = StepCount(State() if state is None else state), []
+        self._state, self._count, self.passed_over = state, StepCount(state or State()), []
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -231,12 +233,14 @@ class Checkpointer:
 
     def _close(self, *, quietly: bool) -> None:
         self._pace.end()
+        self._pace.meters.note_closing()
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
         try:
             self._saves.close(deadline_s=self._pace.rest_s(self._deadline_s), quietly=quietly)
         finally:
+            self._pace.meters.close(self.step)
             self._talk.close()
 
     def choose(self) -> Checkpoint | None:
@@ -279,12 +283,9 @@ class Checkpointer:
             remedy = "Pass it to Checkpointer, or to restore() once its objects exist, before the first step."
             raise err(Code.ARGUMENT, "there is no state to restore and save", where="state=", remedy=remedy)
         if self._is_touched:
-            raise err(
-                Code.ARGUMENT,
-                "an earlier restore() failed: the live state is neither the checkpoint's nor a fresh one",
-                where="restore()",
-                remedy="Correct what the first error named, and start the process again.",
-            )
+            detail = "an earlier restore() failed: the live state is neither the checkpoint's nor a fresh one"
+            remedy = "Correct what the first error named, and start the process again."
+            raise err(Code.ARGUMENT, detail, where="restore()", remedy=remedy)
         checkpoint = self.choose()
         if checkpoint is not None:
             self._is_touched = True
@@ -295,6 +296,7 @@ class Checkpointer:
         elif self.launch is not None:
             self._talk.tell_begun(self.launch, None, self.step)
         self._pace.note_save()
+        self._pace.meters.note_restored()
         self._restored = True
         return self.load_report
 
@@ -335,6 +337,7 @@ class Checkpointer:
             assert self._state is not None  # noqa: S101 - restore() refuses to go on without
             self._restore_streams(self._checkpoint, self._state)
         self._pace.begin()
+        self._pace.meters.note_begun(self.step)
         self._has_begun = True
 
     def steps(self, total: int) -> Iterator[int]:
@@ -504,7 +507,8 @@ class Checkpointer:
         self.stopped |= self.alarm is not None
         if self._pace.gives_up() or not is_new:
             return None
-        target = Target.in_run(self._store, self._run, self.launch, step=self.step, retention=self._retention)
+        place, ledger = (self._store, self._run, self.launch), self._pace.meters.ledger(self.step)
+        target = Target.in_run(*place, step=self.step, retention=self._retention, ledger=ledger)
         handle = self._saves.save(
             self._count.state,
             target,
@@ -516,8 +520,7 @@ class Checkpointer:
         )
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
-            if self._pace.auto is not None:
-                self._pace.auto.note_save(handle)
+            self._pace.meters.note_save(handle)
         self._pace.note_save(next_step=self.step + 1)
         return handle
 
@@ -545,8 +548,7 @@ class Checkpointer:
         )
         self.launch, self._run, self._checkpoint = taken.launch, taken.run, taken.checkpoint
         self.passed_over = taken.passed_over
-        if self._pace.auto is not None:
-            self._pace.auto.note_launches(self._store, taken.run, taken.launch)
+        self._pace.meters.note_launch(self._store, taken)
         self._saves.take_reports(taken.reports)
         if nodes is not None:
             self._saves.begin_replicas(taken.launch, nodes)

@@ -79,9 +79,9 @@ def test_launches_that_failed_make_saves_more_frequent() -> None:
         train(store, 150)
     before = len(committed(store))
     last = train(store, 1000)
-    assert last._pace.auto is not None
-    assert last._pace.auto._auto.failures == 6
-    assert 50 < last._pace.auto._auto.mtbf_s < 700
+    assert last._pace.meters.auto is not None
+    assert last._pace.meters.auto._auto.failures == 6
+    assert 50 < last._pace.meters.auto._auto.mtbf_s < 700
     assert np.mean(gaps(store)[before + 1 :]) < 60
 
 
@@ -112,7 +112,7 @@ def test_all_save_at_the_steps_that_process_0_chooses() -> None:
             writer=(writer, 3),
             agree=allgather.of(writer),
         )
-        assert (checkpointer._pace.auto is not None) == (writer == 0)
+        assert (checkpointer._pace.meters.auto is not None) == (writer == 0)
         clock = Clock(checkpointer, 2.0)
         steps = []
         with checkpointer:

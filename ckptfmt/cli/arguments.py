@@ -284,6 +284,7 @@ _ARGUMENTS: Final[dict[str, Callable[[argparse.ArgumentParser], None]]] = {
     "inspect": _add_inspect,
     "log": _add_log,
     "report": _add_report,
+    "goodput": _add_run,
     "ls": _add_ls,
     "du": _add_path,
     "gc": _add_gc,
@@ -319,6 +320,9 @@ _DESCRIPTIONS: Final = {
     " 0: it will do; 1: something failed.",
     "completion": "Print a script with which a shell completes what is typed. In bash: source <(ckptfmt completion"
     " bash); in zsh, into a file _ckptfmt in a directory of $fpath.",
+    "goodput": "Say where the time of a run went: training that counts, saves, training that was thrown away, restarts."
+    " The times are those of the run's ledger, which Checkpointer(..., ledger=True) writes; of launches without it, as"
+    " far as the checkpoints that are left say it.",
     "report": "Make a picture of a run: launches, sizes, tensors, pieces, times, metrics and tags. The page stands by"
     " itself and needs no network. Exit code 0: done; 2: it couldn't be, or something of the run can't be read.",
     "gc": "Delete what retention lets go, and what saves of older launches left that were killed; say what else is"

@@ -16,6 +16,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "ls": ("the checkpoints of a run; the runs and checkpoints of a directory", "listing"),
         "inspect": ("what is in a checkpoint, or in a run", "inspect"),
         "log": ("the checkpoints of a run and their lineage, newest first", "log"),
+        "goodput": ("where the time of a run went, over all launches", "goodput_table"),
         "report": ("a picture of a run, as one page of HTML", "run_report"),
         "diff": ("which tensors and values of two checkpoints differ, and by how much", "diff"),
         "du": ("what takes how much space in a run or checkpoint", "listing"),

@@ -26,6 +26,7 @@ from ckptfmt.cli.charts import (
     text_of,
 )
 from ckptfmt.cli.console import bytes_text, count_text, share_text, shorten, time_text
+from ckptfmt.cli.goodput_table import time_rows
 from ckptfmt.cli.run_picture import NOT_RECORDED, NewestFacts, RunPicture, SaveFacts, WriterFacts
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import FIELDS
@@ -129,7 +130,7 @@ def make_page(picture: RunPicture) -> str:
     policy = f"default-src 'none'; style-src {_source_of(_STYLE)}; script-src {_source_of(_SCRIPT)}"
     sections = (
         _summary(picture), _problems(picture), _divergence(picture), _launches(picture), _sizes(picture),
-        _tensors(picture), _durations(picture), _metrics(picture), _checkpoints(picture),
+        _tensors(picture), _goodput(picture), _durations(picture), _metrics(picture), _checkpoints(picture),
     )  # fmt: skip
     return "".join(
         (
@@ -366,6 +367,18 @@ def _writer_rows(newest: NewestFacts) -> list[tuple[str, dict[str, int], str]]:
         pieces = count_text(sum(writer.piece_count for writer in group), "piece")
         rows.append((name, {field: count for field, count in nbytes.items() if count}, f"{name}: {pieces}"))
     return rows
+
+
+def _goodput(picture: RunPicture) -> Iterator[str]:
+    goodput = picture.goodput
+    if goodput is None:
+        return
+    yield '<h2 id="goodput">Where the time went</h2>\n'
+    if goodput.goodput is not None:
+        yield _paragraph(f"Goodput, the share of training that counts: {goodput.goodput:.1%}.")
+    yield from _table(("", "time", "share", ""), time_rows(goodput), numbers=(1, 2))
+    for doubt in goodput.doubts:
+        yield _paragraph(f"Not known: {doubt}.", "note")
 
 
 def _durations(picture: RunPicture) -> Iterator[str]:

@@ -24,8 +24,10 @@ from ckptfmt.documents.manifest import Abort, parse_checkpoint_name
 from ckptfmt.documents.sharding import Sharding
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, StoreError
+from ckptfmt.goodput.accounts import Goodput
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import RunEntry
+from ckptfmt.run.spent_time import read_goodput
 
 #: Durations of a save that no document of the format has.
 NOT_RECORDED: Final = ("staging", "writing", "committing")
@@ -202,6 +204,7 @@ class RunPicture:
         saves: by launch, then step.
         launches: by number.
         newest: of the checkpoint that the run goes on from; None where there is none, or its index can't be read.
+        goodput: where the time went; None where records can't be read.
         problems: why records or documents couldn't be read.
         divergence: from another run, where one was given.
     """
@@ -212,6 +215,7 @@ class RunPicture:
     saves: tuple[SaveFacts, ...]
     launches: tuple[LaunchFacts, ...]
     newest: NewestFacts | None
+    goodput: Goodput | None
     problems: tuple[CkptError, ...]
     divergence: Divergence | None = None
 
@@ -245,6 +249,7 @@ def read_picture(place: Place) -> RunPicture:
         saves=saves,
         launches=_list_launches(history, saves),
         newest=newest,
+        goodput=_read_goodput(place),
         problems=tuple(problems),
     )
 
@@ -304,6 +309,15 @@ def _list_launches(history: History, saves: Iterable[SaveFacts]) -> tuple[Launch
             )
         )
     return tuple(launches)
+
+
+def _read_goodput(place: Place) -> Goodput | None:
+    try:
+        return read_goodput(place.store)
+    except StoreError:
+        raise
+    except CkptError:  # which `problems` names
+        return None
 
 
 # --- the newest checkpoint --------------------------------------------------------------------------------------------
@@ -489,6 +503,7 @@ def picture_members(picture: RunPicture) -> dict[str, object]:
         "kind": "report",
         "checked": "registers",
         **{name: _plain(member) for name, member in members.items()},
+        "goodput": None if picture.goodput is None else picture.goodput.as_json(),
         "durations": dict.fromkeys(NOT_RECORDED),
         "problems": [problem.as_json() for problem in picture.problems],
     }

@@ -16,6 +16,7 @@ from ckptfmt.documents.labels import Labels, check_name
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
 from ckptfmt.documents.run import LabelsRecord, RunRecord
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.goodput.accounts import Goodput
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.labelling import change_labels, pin_checkpoint
@@ -32,6 +33,7 @@ from ckptfmt.run.lineage import (
 from ckptfmt.run.mirror import MirrorReport, PromoteReport, mirror_run, promote
 from ckptfmt.run.retention import delete_checkpoint, sort_by_metric
 from ckptfmt.run.scrub import ScrubReport, scrub_run
+from ckptfmt.run.spent_time import read_goodput
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 
@@ -118,6 +120,15 @@ class Run:
     def newest(self) -> RunCheckpoint:
         """Return the checkpoint that the run goes on from, as far as its records say. Raises: as `ckptfmt.open`."""
         return describe_entry(find_head_entry(self._store))
+
+    def goodput(self) -> Goodput:
+        """Return where the time of the run went, over all launches: `times_s`, in seconds by name, and `goodput`.
+
+        Launches with `Checkpointer(..., ledger=True)` have recorded it. Of others, `doubts` says what isn't known.
+
+        Raises: IntegrityError(FILE_MISSING) where no run is; what is wrong with a launch record.
+        """
+        return read_goodput(self._store)
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> RunCheckpoint:
         """Return the committed checkpoint that is best by a metric and isn't suspect; of equals the newest.

@@ -32,6 +32,7 @@ class SaveRequest:
         place: of a checkpoint outside of a run: its address (see `ckptfmt.store`), or a store that is rooted there.
         replace: whether to take the place of a checkpoint that is there.
         durability: where its files must be for the commit: "home"; "node" where a cache of this node will do.
+        ledger: the entry of the run's ledger as of the begin of the save; empty for none.
     """
 
     origin: Origin
@@ -44,6 +45,7 @@ class SaveRequest:
     place: Address | Store | None = None
     replace: bool = False
     durability: str = HOME
+    ledger: bytes = b""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the request as plain values, the many of a kind in columns."""
@@ -63,6 +65,7 @@ class SaveRequest:
             "place": self.place,
             "replace": self.replace,
             "durability": self.durability,
+            "ledger": self.ledger,
         }
 
     @classmethod
@@ -86,6 +89,7 @@ class SaveRequest:
             place=value["place"],
             replace=value["replace"],
             durability=value["durability"],
+            ledger=value["ledger"],
         )
 
 

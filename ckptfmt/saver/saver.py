@@ -23,6 +23,7 @@ import pathlib
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StoreEr
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
 from ckptfmt.run.retention import tidy_up
+from ckptfmt.saver.ledger_writer import end_entry, put_entry
 from ckptfmt.saver.request import SaveRequest
 from ckptfmt.saver.uploads import Uploads, bring_home
 from ckptfmt.stage.helper_process import Channel, be_helper, watch
@@ -206,6 +208,8 @@ class _Work:
             name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes", "durability")
         }
         self.report("COMMITTED", {**told, "reason": reason})
+        if self._run_store is not None:
+            put_entry(self._run_store, self.request.origin.launch, self.request.ledger)
 
     def fail(self, error: Exception) -> None:
         """Tell trainer and other writers that the save has failed. Spec: REQ-CMT-004."""
@@ -287,6 +291,9 @@ class Saver:
         self._held = contextlib.ExitStack()
         self._is_held = False
         self._deadline_s = 0.0
+        #: Of the launch whose ledger is kept: its number, and when its trainer was gone.
+        self._launch: int | None = None
+        self._ended_unix_ms: int | None = None
         self._lock = threading.Lock()  # guards what is pending, and what is held
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ckptfmt-saver", daemon=True)
@@ -318,6 +325,7 @@ class Saver:
 
     def lose_trainer(self) -> None:
         """Give up the saves whose snapshot isn't complete: the trainer is gone. Those in a cache are brought home."""
+        self._ended_unix_ms = time.time_ns() // 1_000_000
         for work in list(self._works.values()):
             work.replicated.put("the trainer is gone")
         self.give_up(err(Code.TRAINER_LOST, "the trainer ended while it copied", requirement="REQ-CMT-029"))
@@ -372,6 +380,8 @@ class Saver:
                     self._release(number, work)
 
         self._deadline_s = request.deadline_s
+        if request.ledger:
+            self._launch = request.origin.launch
         self._tasks.put(task)
 
     # --- by way of a cache --------------------------------------------------------------------------------------------
@@ -506,6 +516,8 @@ class Saver:
             self._coders.close()
             if self._uploads is not None:
                 self._uploads.end()
+            if self._store is not None and self._launch is not None and self._ended_unix_ms is not None:
+                end_entry(self._store, self._launch, self._ended_unix_ms)
             with contextlib.suppress(CkptError):
                 self._held.close()
 

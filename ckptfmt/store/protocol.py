@@ -143,7 +143,7 @@ class Store(Protocol):
     def replace(self, path: str, data: bytes) -> None:
         """Put `data` at `path` whole and at once, whatever was there.
 
-        Only the decision register may be replaced, and a damaged document by what it was.
+        Only the decision register may be replaced, an entry of the ledger, and a damaged document by what it was.
 
         A reader sees the old contents or the new ones. After an error it is one of the two. Durable when `create`
         is.

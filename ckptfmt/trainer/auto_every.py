@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import logging
 import math
@@ -16,10 +15,10 @@ from ckptfmt.goodput.auto_interval import DEVICE_MTBF_S, AutoInterval
 from ckptfmt.run.lineage import read_launch
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveHandle
+from ckptfmt.trainer.step_meter import Beside, StepMeter
 
 _LOG: Final = logging.getLogger("ckptfmt")
-#: How many steps without a save tell how long a step takes, and how many of them there must be.
-_STEPS: Final = 100
+#: How many steps without a save there must be to tell how long a step takes.
 _STEPS_LEAST: Final = 3
 #: How many launches before this one are looked at.
 _LAUNCHES: Final = 16
@@ -43,10 +42,7 @@ class AutoEvery:
     def __init__(self, mtbf_s: float | None, process_count: int) -> None:
         self._auto = AutoInterval(mtbf_s=DEVICE_MTBF_S / process_count if mtbf_s is None else mtbf_s)
         self._launch_steps: list[int] = []
-        self._last_s: float | None = None
-        self._alone_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
-        self._handle: SaveHandle | None = None
-        self._beside: list[float] = []
+        self._steps = StepMeter()
         self._told_s = 0.0
 
     def note_launches(self, store: Store, run: RunRecord, launch: Launch) -> None:
@@ -64,27 +60,15 @@ class AutoEvery:
 
     def note_steps(self, now_s: float, count: int) -> None:
         """Take note that so many steps are over."""
-        seconds = 0.0 if self._last_s is None else now_s - self._last_s
-        is_first, self._last_s = self._last_s is None, now_s
+        seconds, over = self._steps.note_steps(now_s, count)
         self._auto.note_time(seconds)
-        if is_first:  # it compiles, or waits for data
-            return
-        handle = self._handle
-        if handle is None:
-            self._alone_s.append(seconds / count)
-            return
-        self._beside += [seconds / count] * count
-        if handle.state in ("COMMITTED", "FAILED", "SKIPPED"):
-            self._handle = None
-            if handle.state == "COMMITTED":
-                self._note_committed(handle)
-            self._beside = []
+        if over is not None and over.handle.state == "COMMITTED":
+            self._note_committed(over)
 
     def note_save(self, handle: SaveHandle) -> None:
         """Take note that a save has begun; of those that begin while one is measured, nothing is measured."""
         self._auto.note_begun()
-        if self._handle is None:
-            self._handle = handle
+        self._steps.note_save(handle)
 
     def interval_s(self) -> float:
         """Return the seconds from one save to the next, and say in the log when they change."""
@@ -102,13 +86,13 @@ class AutoEvery:
             )
         return interval_s
 
-    def _note_committed(self, handle: SaveHandle) -> None:
+    def _note_committed(self, over: Beside) -> None:
         alone_s = math.inf
-        if len(self._alone_s) >= _STEPS_LEAST:
-            alone_s = statistics.median(self._alone_s)
+        if len(self._steps.alone_s) >= _STEPS_LEAST:
+            alone_s = statistics.median(self._steps.alone_s)
             self._count_launches(alone_s)
-        lost_s = sum(self._beside) - len(self._beside) * alone_s
-        self._auto.note_save(max(handle.blocked_s, lost_s), handle.times["COMMITTED"])
+        lost_s = sum(over.steps_s) - len(over.steps_s) * alone_s
+        self._auto.note_save(max(over.handle.blocked_s, lost_s), over.handle.times["COMMITTED"])
 
     def _count_launches(self, step_s: float) -> None:
         """Count the launches before this one, once it is known how long a step takes."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -43,6 +44,8 @@ class Taken:
         checkpoint: what it resumes from, open; None after a fresh start.
         passed_over: why newer ones weren't taken, a sentence each.
         reports: what the cache of this node had that couldn't be used, a sentence each.
+        seconds: how long this took.
+        waited_s: how much of that process 0 waited for savers; 0 elsewhere.
     """
 
     launch: Launch
@@ -50,6 +53,8 @@ class Taken:
     checkpoint: Checkpoint | None
     passed_over: list[str]
     reports: list[str]
+    seconds: float
+    waited_s: float
 
 
 def take_launch(
@@ -72,9 +77,11 @@ def take_launch(
 
     Raises: as `Checkpointer.choose`. Spec: REQ-RUN-002, REQ-RUN-018, REQ-RUN-036.
     """
+    begin_s = time.monotonic()
     reports: list[str] = []
     opened: list[Checkpoint] = []
-    wait = functools.partial(_open_and_wait, store, writer_features, deadline_s / 2)
+    waited_s: list[float] = []
+    wait = functools.partial(_open_and_wait, store, writer_features, deadline_s / 2, waited_s)
     reading: Store = store
     if cache is None:
         told = _run_on_first(group, lambda: _begin(store, wait(), resume, (), opened))
@@ -96,7 +103,15 @@ def take_launch(
         )
     launch = Launch(**told["launch"], resume_from=found)
     run = RunRecord(run_id=launch.run_id, writer_features=tuple(told["writer_features"]))
-    return Taken(launch=launch, run=run, checkpoint=checkpoint, passed_over=told["passed_over"], reports=reports)
+    return Taken(
+        launch=launch,
+        run=run,
+        checkpoint=checkpoint,
+        passed_over=told["passed_over"],
+        reports=reports,
+        seconds=time.monotonic() - begin_s,
+        waited_s=sum(waited_s),
+    )
 
 
 def _run_on_first(group: Group, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -107,7 +122,9 @@ def _run_on_first(group: Group, action: Callable[[], dict[str, Any]]) -> dict[st
     return told
 
 
-def _open_and_wait(store: Store, writer_features: Sequence[str], wait_s: float) -> dict[str, Any]:
+def _open_and_wait(
+    store: Store, writer_features: Sequence[str], wait_s: float, waited_s: list[float]
+) -> dict[str, Any]:
     """Open the run, and wait for the saves that living savers have in hand; on process 0 only."""
     run = open_run(store, writer_features=(LABELS, *writer_features))
     missing = sorted(set(writer_features) - set(run.writer_features))
@@ -121,9 +138,11 @@ def _open_and_wait(store: Store, writer_features: Sequence[str], wait_s: float) 
         )
     passed_over: list[str] = []
     # A saver that hangs mustn't keep the run from going on: what it commits later is beside the lineage.
+    begin_s = time.monotonic()
     if held := wait_for_savers(store, deadline_s=wait_s, on_wait=functools.partial(_say_waiting, wait_s)):
         passed_over.append(f"the saves of {describe_savers(held)} weren't committed within {wait_s:g} s")
         _LOG.warning("passed over: %s", passed_over[0])
+    waited_s.append(time.monotonic() - begin_s)
     return {"run_id": run.run_id, "writer_features": list(run.writer_features), "passed_over": passed_over}
 
 

@@ -22,7 +22,11 @@ from ckptfmt.state import FirstWorker, PerWorker, State, check_state
 from ckptfmt.trainer.one_save import check_step
 
 if TYPE_CHECKING:
+    from ckptfmt.store.protocol import Store
     from ckptfmt.trainer.auto_every import AutoEvery
+    from ckptfmt.trainer.handle import SaveHandle
+    from ckptfmt.trainer.launching import Taken
+    from ckptfmt.trainer.time_keeping import TimeKeeper
 
 _LOG: Final = logging.getLogger("ckptfmt")
 _WHERE: Final = "step="
@@ -242,13 +246,79 @@ def _parse_time(time_text: object, detail: str, where: str, remedy: str) -> floa
     return float(found[1]) * _UNIT_S[found[2]]
 
 
-def make_auto(every: int | str | None, mtbf: str | None, group: Group) -> AutoEvery | None:
-    """Return what measures the interval, on process 0 and for "auto" alone. Raises: StateError(ARGUMENT)."""
-    mtbf_s = None if mtbf is None else _parse_time(mtbf, f"mtbf={mtbf!r} isn't a time", "mtbf=", _MTBF)
-    if every != "auto":
-        if mtbf is not None:
-            raise err(Code.ARGUMENT, "mtbf= says nothing without every='auto'", where="mtbf=")
-        return None
-    from ckptfmt.trainer.auto_every import AutoEvery  # noqa: PLC0415 - nobody else is to wait for it
+class Meters:
+    """What measures a training, on process 0 and where it was asked for: without any, each call does nothing.
 
-    return AutoEvery(mtbf_s, group.writer_count) if group.writer == 0 else None
+    Attributes:
+        auto: for the interval of saves.
+        keeper: for the ledger.
+    """
+
+    def __init__(self, auto: AutoEvery | None, keeper: TimeKeeper | None) -> None:
+        self.auto, self.keeper = auto, keeper
+
+    def note_launch(self, store: Store, taken: Taken) -> None:
+        """Take note of the launch that was begun in the run at `store`."""
+        if self.auto is not None:
+            self.auto.note_launches(store, taken.run, taken.launch)
+        if self.keeper is not None:
+            self.keeper.note_launch(store, taken)
+
+    def note_restored(self) -> None:
+        """Take note that the state is loaded."""
+        if self.keeper is not None:
+            self.keeper.note_restored()
+
+    def note_begun(self, step: int) -> None:
+        """Take note that the first step begins, behind so many of the run."""
+        if self.keeper is not None:
+            self.keeper.note_begun(step)
+
+    def note_steps(self, now_s: float, count: int) -> None:
+        """Take note that so many steps are over."""
+        if self.auto is not None:
+            self.auto.note_steps(now_s, count)
+        if self.keeper is not None:
+            self.keeper.note_steps(now_s, count)
+
+    def note_save(self, handle: SaveHandle) -> None:
+        """Take note that a save has begun."""
+        if self.auto is not None:
+            self.auto.note_save(handle)
+        if self.keeper is not None:
+            self.keeper.note_save(handle)
+
+    def cadence(self, cadence: int | float | None) -> int | float | None:  # noqa: PYI041 - as `parse_every` has it
+        """Return when to save, as `parse_every` returns it: the time that is measured, or what there was."""
+        return cadence if self.auto is None else self.auto.interval_s()
+
+    def ledger(self, step: int) -> bytes:
+        """Return the ledger's entry for a save that begins now, after so many steps; empty where there is no ledger."""
+        return b"" if self.keeper is None else self.keeper.entry(step, is_save=True).dump()
+
+    def note_closing(self) -> None:
+        """Take note that no step follows."""
+        if self.keeper is not None:
+            self.keeper.note_closing()
+
+    def close(self, step: int) -> None:
+        """Take note that no save is under way any more."""
+        if self.keeper is not None:
+            self.keeper.close(step)
+
+
+def make_meters(every: int | str | None, mtbf: str | None, group: Group, *, ledger: bool) -> Meters:
+    """Return what measures this training. Raises: StateError(ARGUMENT)."""
+    mtbf_s = None if mtbf is None else _parse_time(mtbf, f"mtbf={mtbf!r} isn't a time", "mtbf=", _MTBF)
+    if every != "auto" and mtbf is not None:
+        raise err(Code.ARGUMENT, "mtbf= says nothing without every='auto'", where="mtbf=")
+    meters = Meters(None, None)
+    if group.writer == 0 and every == "auto":
+        from ckptfmt.trainer.auto_every import AutoEvery  # noqa: PLC0415 - nobody else is to wait for it
+
+        meters.auto = AutoEvery(mtbf_s, group.writer_count)
+    if group.writer == 0 and ledger:
+        from ckptfmt.trainer.time_keeping import TimeKeeper  # noqa: PLC0415 - the same
+
+        meters.keeper = TimeKeeper()
+    return meters

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.errors import Code, err
 from ckptfmt.group import Group, attempt
-from ckptfmt.trainer.loop import StopSignals, Timer
+from ckptfmt.trainer.loop import Meters, StopSignals, Timer
 
 if TYPE_CHECKING:
-    from ckptfmt.trainer.auto_every import AutoEvery
     from ckptfmt.trainer.triggers import Triggers
 
 _LOG: Final = logging.getLogger("ckptfmt")
@@ -26,12 +25,12 @@ class Pace:
     Args:
         group: the processes.
         cadence: steps from save to save as an int, seconds as a float; None for no saves.
-        auto: what measures the interval, on process 0 and for "auto" alone.
+        meters: what measures the training.
         signals: what stops the run, with a save.
         triggers: what notices that something is wrong; None if nothing does.
 
     Attributes:
-        auto: as given.
+        meters: as given.
         clock: the time of this process, in seconds.
         timer: when the last save was.
         stopped: whether the run is to stop.
@@ -42,11 +41,11 @@ class Pace:
         self,
         group: Group,
         cadence: int | float | None,  # noqa: PYI041 - steps are another thing than seconds
-        auto: AutoEvery | None,
+        meters: Meters,
         signals: StopSignals,
         triggers: Triggers | None,
     ) -> None:
-        self.auto = auto
+        self.meters = meters
         self.clock, self.timer = time.monotonic, Timer()
         self.stopped = False
         self.alarm: str | None = None
@@ -84,8 +83,7 @@ class Pace:
         """
         # At which step a loop began isn't known before its first count: it may go on from another run's.
         self.timer.steps_since += more if step > more else 1
-        if self.auto is not None:
-            self.auto.note_steps(self.clock(), max(1, more))
+        self.meters.note_steps(self.clock(), max(1, more))
         cadence, has_triggers = self._cadence, self._triggers is not None
         by_step = isinstance(cadence, int) and step // cadence > (step - more) // cadence
         asks = isinstance(cadence, float) or bool(self.signals) or has_triggers
@@ -95,8 +93,7 @@ class Pace:
 
     def _ask(self, step: int) -> bool:
         """Ask whether the time has come: writer 0 has the clock, anyone may get a signal or notice something."""
-        if self.auto is not None:
-            self._cadence = self.auto.interval_s()
+        self._cadence = self.meters.cadence(self._cadence)
         every_s = self._cadence if isinstance(self._cadence, float) else float("inf")
         asks, is_alone = bool(self.signals) or self._triggers is not None, self._group.writer_count == 1
         answer = self.timer.answer(step, self.clock(), every_s, asks=asks, is_alone=is_alone)

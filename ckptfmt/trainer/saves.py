@@ -30,6 +30,7 @@ from ckptfmt.group import Group
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.node_cache import CacheOptions, part_of
 from ckptfmt.run.retention import Retention, tidy_up
+from ckptfmt.saver.ledger_writer import put_entry
 from ckptfmt.saver.request import SaveRequest
 from ckptfmt.state import State
 from ckptfmt.store import address_of
@@ -113,8 +114,10 @@ class Target:
     tidy_up: Callable[[Known], tuple[list[str], str]] = lambda _: ([], "")
 
     @classmethod
-    def in_run(cls, store: Store, run: RunRecord, launch: Launch, *, step: int, retention: Retention) -> Target:
-        """Return the target of a step of a run, given the run's store."""
+    def in_run(
+        cls, store: Store, run: RunRecord, launch: Launch, *, step: int, retention: Retention, ledger: bytes = b""
+    ) -> Target:
+        """Return the target of a step of a run, given the run's store, and the ledger's entry as of now, if any."""
         place = store.at(checkpoint_name(step, launch.launch))
 
         def check() -> None:
@@ -122,9 +125,10 @@ class Target:
             check_vacant(place)
 
         def clean(known: Known) -> tuple[list[str], str]:
+            put_entry(store, launch.launch, ledger)
             return tidy_up(store, run, launch=launch.launch, retention=retention, known=known)
 
-        request = {"retention": retention, "writer_features": run.writer_features}
+        request = {"retention": retention, "writer_features": run.writer_features, "ledger": ledger}
         return cls(store=place, check=check, request=request, launch=launch, tidy_up=clean)
 
     @classmethod

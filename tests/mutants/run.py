@@ -19,7 +19,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verified_files import VerifiedFile
 from ckptfmt.run import compaction as compact
-from ckptfmt.run import lineage, mirror, node_cache, scrub
+from ckptfmt.run import lineage, mirror, node_cache, scrub, spent_time
 from ckptfmt.saver import saver, uploads
 from ckptfmt.saver.saver import Saver
 from ckptfmt.store.protocol import Store
@@ -338,6 +338,12 @@ MUTANTS = {
         fault="commits a save as one that survives its node, whatever the partner says",
         patch=replaced(saver._Work, "_has_replica", lambda *_: True),
         tests=("test_peers.py::test_what_stays_in_caches_survives_a_node_with_replicas[problem]",),
+    ),
+    "entries_of_the_ledger_needed": Mutant(
+        clauses=("REQ-RUN-044",),
+        fault="gives up where an entry of the ledger can't be read",
+        patch=rewritten(spent_time._read_entry, "return error", "raise error"),
+        tests=("test_ledger.py::test_an_entry_that_can_not_be_read_stops_nothing",),
     ),
     "replica_on_the_same_node": Mutant(
         clauses=("REQ-RUN-039",),

@@ -19,6 +19,7 @@ from ckptfmt.documents import msgpk, tree
 from ckptfmt.documents.canonical import dump_document, parse_document
 from ckptfmt.documents.cursor import dump_cursor, parse_cursor
 from ckptfmt.documents.index import Index
+from ckptfmt.documents.ledger import LedgerEntry
 from ckptfmt.documents.manifest import Manifest, parse_register
 from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, parse_packed
 from ckptfmt.documents.part import PACK_HEADER, Part
@@ -78,16 +79,13 @@ def example(name):
 
 
 def parse_json_document(content, where, kind):
-    if kind == "run":
-        return RunRecord.parse(content, where=where)
-    if kind == "launch":
-        return Launch.parse(content, where=where)
-    if kind == "failure":
-        return parse_document(content, where=where, types=("failure",))
-    if kind == "labels":
-        return LabelsRecord.parse(content, where=where)
+    kinds: dict[str, Any] = {"run": RunRecord, "launch": Launch, "ledger": LedgerEntry, "labels": LabelsRecord}
+    if kind in kinds:
+        return kinds[kind].parse(content, where=where)
     if kind == "pins":
         return Pins.parse(content, where=where)
+    if kind == "failure":
+        return parse_document(content, where=where, types=("failure",))
     return parse_register(content, where=where)
 
 

@@ -29,6 +29,7 @@ from ckptfmt.adapters.load_plan import LoadPlan
 from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.index import Index
+from ckptfmt.documents.ledger import LedgerEntry
 from ckptfmt.documents.manifest import parse_register
 from ckptfmt.documents.msgpk import open_packed_document, parse_msgpack
 from ckptfmt.documents.packed import Columns, parse_packed
@@ -533,6 +534,7 @@ _FORMS: dict[str, Callable[[bytes, str], Any]] = {
     "run": lambda content, where: RunRecord.parse(content, where=where),
     "launch": lambda content, where: Launch.parse(content, where=where),
     "labels": lambda content, where: LabelsRecord.parse(content, where=where),
+    "ledger": lambda content, where: LedgerEntry.parse(content, where=where),
     "pins": lambda content, where: Pins.parse(content, where=where),
     "failure": lambda content, where: parse_document(content, where=where, types=("failure",)),
     **dict.fromkeys(("manifest", "abort", "tombstone"), lambda content, where: parse_register(content, where=where)),

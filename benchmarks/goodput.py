@@ -1,0 +1,171 @@
+"""A live run that is killed again and again: its goodput by its ledger, beside what the simulator says of its costs."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import ckptfmt
+from benchmarks.figures import summarize
+from benchmarks.record import Outcome
+from benchmarks.rounds import Progress, Workplace
+from ckptfmt.goodput.accounts import Goodput
+from ckptfmt.goodput.interval import Level
+from ckptfmt.goodput.simulator import Failure, Scenario, simulate
+from ckptfmt.run.lineage import read_known_run
+from ckptfmt.run.spent_time import read_entries, read_goodput
+from ckptfmt.store import open_store
+
+MINUTES: Final = 60
+_MTBF_S: Final = 90.0
+_EVERY_S: Final = 10.0
+_STEP_S: Final = 0.1
+#: From a kill until the training is started again: for what notices a failure and finds another node.
+_NOTICE_S: Final = 3.0
+_SEED: Final = 22
+_RUNS: Final = 256
+#: How long the training may take to save and end when it is asked to, in seconds.
+_END_S: Final = 120.0
+
+
+def measure_goodput(minutes: float, *, rounds: int | None, place: Workplace, progress: Progress) -> Outcome:
+    """Run a training under a supervisor that kills it at times drawn at random, and compare with the simulator.
+
+    Args:
+        minutes: how long a run takes.
+        rounds: how many runs, each with other times; None for one.
+
+    Raises: RuntimeError where the training ends by itself.
+    """
+    rows = [
+        _measure_once(place.fresh("run"), minutes * 60, seed=_SEED + number, progress=progress)
+        for number in range(rounds or 1)
+    ]
+    ratios = {name: summarize([row[name] for row in rows]) for name in ("measured_vs_rates", "measured_vs_kills")}
+    shares = ("measured", "by_rates", "by_kills", "by_steps")
+    costs = ("lost_s", "commit_s", "restore_s", "interval_s")
+    figures = {f"goodput_{name}": [row["goodput"][name] for row in rows] for name in shares}
+    figures |= {name: [row["costs"][name] for row in rows] for name in costs}
+    return Outcome(
+        workload={
+            "minutes": minutes,
+            "step_s": _STEP_S,
+            "mtbf_s": _MTBF_S,
+            "state": "two linear layers, 512 wide, under AdamW",
+        },
+        settings={"ckptfmt": {"every": f"{_EVERY_S:g}s", "keep": 2, "ledger": True, "saver": "process"}},
+        repeats={"runs": len(rows)},
+        rounds={"runs": rows},
+        figures={name: summarize(values) for name, values in figures.items()},
+        ratios=ratios,
+        goals=dict.fromkeys(ratios, "0.95 to 1.05"),
+        memory={},
+        notes={
+            "kills": f"SIGKILL of the training, at a constant rate of one in {_MTBF_S:g} s, whatever it does then; the"
+            f" saver is left alone. It is started again {_NOTICE_S:g} s later",
+            "measured": "training that counts, of all time since the first step, by the ledger of the run",
+            "by_rates": f"the simulator's mean of {_RUNS} runs, with the costs of the ledger and the rate of kills",
+            "by_kills": "the simulator's, with the same costs, and a failure at each moment of a kill",
+            "by_steps": "the last step times step_s, of the same time: no clock of the ledger has a part in it",
+        },
+        cache="warm",
+    )
+
+
+def _measure_once(run: Path, duration_s: float, *, seed: int, progress: Progress) -> dict[str, Any]:
+    kills_s, step, elapsed_s = _supervise(run, duration_s, random.Random(seed), progress)
+    found = read_goodput(open_store(run, writable=False))
+    first_s = _first_step_after_s(run)
+    in_run_s = found.elapsed_s - first_s
+    measured = found.training_s / in_run_s
+    costs = _known_costs(found)
+    level = Level(name="home", **{name: costs[name] for name in ("lost_s", "commit_s", "restore_s")}, mtbf_s=_MTBF_S)
+    scenario = Scenario(levels=(level,), duration_s=in_run_s)
+    by_rates = simulate(scenario, costs["interval_s"], runs=_RUNS, seed=seed)
+    trace = [Failure(at_s=at_s - first_s, level=0) for at_s in kills_s if at_s > first_s]
+    by_kills = simulate(scenario, costs["interval_s"], runs=1, trace=trace)
+    return {
+        "measured_vs_rates": measured / by_rates.goodput,
+        "measured_vs_kills": measured / by_kills.goodput,
+        "goodput": {
+            "measured": measured,
+            "by_rates": by_rates.goodput,
+            "by_kills": by_kills.goodput,
+            "by_steps": step * _STEP_S / in_run_s,
+        },
+        "half_width_by_rates": by_rates.half_width,
+        "seed": seed,
+        "kills": len(kills_s),
+        "killed_at_s": kills_s,
+        "supervised_s": elapsed_s,
+        "steps": step,
+        "costs": costs,
+        "times_s": found.times_s,
+        "launches": found.launch_count,
+        "saves": found.save_count,
+    }
+
+
+def _supervise(
+    run: Path, duration_s: float, chance: random.Random, progress: Progress
+) -> tuple[list[float], int, float]:
+    """Start the training, kill it again and again, and end it properly.
+
+    Returns: the times of the kills since the beginning, the last step, and how long all of it took.
+    """
+    begin_s = time.monotonic()
+    kills_s: list[float] = []
+    next_kill_s = chance.expovariate(1 / _MTBF_S)
+    process = _start(run)
+    try:
+        while (now_s := time.monotonic() - begin_s) < duration_s:
+            progress.say(f"{now_s / 60:.0f} of {duration_s / 60:g} minutes, {len(kills_s)} kills")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, min(next_kill_s, duration_s) - now_s))
+                raise RuntimeError(f"the training ended by itself, with code {process.returncode}")
+            now_s = time.monotonic() - begin_s
+            if now_s < next_kill_s:
+                continue
+            process.kill()
+            process.wait()
+            kills_s.append(now_s)
+            # A failure while nothing runs changes nothing; the rate is that of the clock.
+            while next_kill_s < now_s + _NOTICE_S:
+                next_kill_s += chance.expovariate(1 / _MTBF_S)
+            time.sleep(_NOTICE_S)
+            process = _start(run)
+        process.send_signal(signal.SIGTERM)
+        process.wait(_END_S)
+    finally:
+        process.kill()
+        process.wait()
+    return kills_s, ckptfmt.Run(run).newest().step, time.monotonic() - begin_s
+
+
+def _start(run: Path) -> subprocess.Popen[bytes]:
+    options = ("--step-s", str(_STEP_S), "--every", f"{_EVERY_S:g}s")
+    command = (sys.executable, "-m", "benchmarks.live_training", str(run), *options)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _first_step_after_s(run: Path) -> float:
+    """Return how long the first launch took until its first step: the simulator's runs begin with that."""
+    store = open_store(run, writable=False)
+    entries, _ = read_entries(store, read_known_run(store))
+    times = entries[min(entries)].times
+    return (times.initialising + times.waiting + times.restoring) / 1000
+
+
+def _known_costs(found: Goodput) -> dict[str, float]:
+    """Return the costs of a run that was killed often enough to show them all. Raises: RuntimeError."""
+    costs = {name: getattr(found.costs, name) for name in ("lost_s", "commit_s", "restore_s", "interval_s", "mtbf_s")}
+    missing = [name for name, seconds in costs.items() if seconds is None]
+    if missing:
+        raise RuntimeError(f"the run was too short: its ledger doesn't show {', '.join(missing)}")
+    return {name: float(seconds) for name, seconds in costs.items() if seconds is not None}

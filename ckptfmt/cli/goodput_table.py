@@ -1,0 +1,70 @@
+"""``goodput``: where the time of a run went, over all launches."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Final
+
+from ckptfmt.cli.console import Console, clean, count_text, print_json
+from ckptfmt.cli.places import open_run_place
+from ckptfmt.cli.waste import seconds_text
+from ckptfmt.goodput.accounts import Goodput
+from ckptfmt.run.spent_time import read_goodput
+
+#: What the members of `Goodput.times_s` are.
+_MEANINGS: Final = {
+    "training": "training that counts",
+    "blocked": "training stood still for saves",
+    "lost": "steps beside saves were slower",
+    "redone": "training that was thrown away, with its saves",
+    "initialising": "from the start of the process to the first step",
+    "restoring": "choosing, verifying and loading a checkpoint",
+    "waiting": "for saves of earlier launches",
+    "down": "between launches",
+    "unknown": "thrown away or between launches: no record tells",
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print where the time went and return the exit code.
+
+    Raises: StateError(ARGUMENT), IntegrityError(FILE_MISSING), StoreError; what is wrong with a launch record.
+    """
+    place = open_run_place(arguments.path)
+    goodput = read_goodput(place.store)
+    if arguments.json:
+        print_json({"kind": "goodput", "target": place.path, **goodput.as_json()})
+        return 0
+    console = Console()
+    console.line((clean(place.path), "bold"), f"  {count_text(goodput.launch_count, 'launch', 'launches')}")
+    console.table(time_rows(goodput), right=(1, 2), indent=0)
+    if line := simulate_line(goodput):
+        console.line()
+        console.line((line, "dim"))
+    for doubt in goodput.doubts:
+        console.line()
+        console.line(("not known: ", "yellow"), clean(doubt))
+    return 0
+
+
+def time_rows(goodput: Goodput) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, time, share and meaning of what took time, and the sum."""
+    elapsed_s = goodput.elapsed_s
+    if not elapsed_s:
+        yield "", "", "", "no record says when the run trained"
+        return
+    for name, seconds in goodput.times_s.items():
+        if seconds or name == "training":
+            yield name, seconds_text(seconds), f"{seconds / elapsed_s:.2%}".replace("%", " %"), _MEANINGS[name]
+    yield "in all", seconds_text(elapsed_s), "", count_text(goodput.save_count, "save")
+
+
+def simulate_line(goodput: Goodput) -> str:
+    """Return the command that simulates a run with the costs of this one; empty where they aren't all known."""
+    costs = goodput.costs
+    named = (("lost", costs.lost_s), ("commit", costs.commit_s), ("restore", costs.restore_s), ("mtbf", costs.mtbf_s))
+    if costs.interval_s is None or any(seconds is None for _, seconds in named):
+        return ""
+    options = " ".join(f"--{name} {seconds:.4g}" for name, seconds in named)
+    return f"ckptfmt simulate {options} --every {costs.interval_s:.4g}"
