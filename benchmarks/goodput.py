@@ -26,6 +26,8 @@ MINUTES: Final = 60
 _MTBF_S: Final = 90.0
 _EVERY_S: Final = 10.0
 _STEP_S: Final = 0.1
+#: Of the training's four parameters, and both moments of each.
+_NBYTES: Final = 3 * 4 * (512 * 512 + 512 + 512 + 1)
 #: From a kill until the training is started again: for what notices a failure and finds another node.
 _NOTICE_S: Final = 3.0
 _SEED: Final = 22
@@ -54,6 +56,8 @@ def measure_goodput(minutes: float, *, rounds: int | None, place: Workplace, pro
     figures |= {name: [row["costs"][name] for row in rows] for name in costs}
     return Outcome(
         workload={
+            "nbytes": _NBYTES,
+            "tensors": 12,
             "minutes": minutes,
             "step_s": _STEP_S,
             "mtbf_s": _MTBF_S,
