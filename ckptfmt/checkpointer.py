@@ -185,16 +185,15 @@ class Checkpointer:
             cache=CacheOptions.of(cache, cache_nbytes, upload_every),
             peers=PeerOptions.of(peers, node, has_cache=cache is not None),
         )
-        self._writer_features = () if options.delta.mode == "off" else (REFERENCED,)
+        self._peers, self._writer_features = options.peers, () if options.delta.mode == "off" else (REFERENCED,)
         allowed = frozenset((allow,) if isinstance(allow, str) else allow)
         self._choices: dict[str, Any] = {"allow": allowed, "strict": strict, "override": override}
-        self._store = open_store(run, writable=True)
+        self._store, self._deadline_s, self._cache = open_store(run, writable=True), deadline_s, options.cache
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
-        self._deadline_s, self._cache, self._peers, self._share = deadline_s, options.cache, options.peers, share
         self._pace = Pace(self._group, cadence, make_meters(every, mtbf, self._group, ledger=ledger), signals, triggers)
         self._saves, self._talk = Saves(self._store, self._group, options, mirrors), Talk(self._group.writer)
         self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = self.stopped = False
-        self._state, self._count, self.passed_over = state, StepCount(state or State()), []
+        self._state, self._share, self._count, self.passed_over = state, share, StepCount(state or State()), []
 
     @property
     def reports(self) -> tuple[str, ...]:
