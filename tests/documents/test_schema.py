@@ -147,7 +147,8 @@ def test_no_object_of_the_documents_is_open():
         if isinstance(schema, dict):
             if schema.get("type") == "object" and "properties" in schema:
                 assert schema.get("additionalProperties") is False, where
-                assert set(schema["properties"]) - set(schema["required"]) <= {"durability", "metrics", "tags"}, where
+                optional = {"durability", "metrics", "suspect", "tags"}
+                assert set(schema["properties"]) - set(schema["required"]) <= optional, where
             for key, value in schema.items():
                 check(value, f"{where}/{key}")
         if isinstance(schema, list):
