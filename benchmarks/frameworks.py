@@ -7,6 +7,7 @@ prints when each step began, and how long each save stood in the way.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -23,6 +24,8 @@ import torch
 from torch import nn
 
 from benchmarks.figures import Figure, floor_all, median_of, paired_ratio, summarize
+from benchmarks.pages import Region
+from benchmarks.raw import RawSetting, RawWriter
 from benchmarks.record import Outcome
 from benchmarks.rounds import Progress, Workplace, check_room, order_of_round, remove
 from ckptfmt.digest import digest_bytes
@@ -31,11 +34,11 @@ from ckptfmt.digest import digest_bytes
 HOW: Final = {
     "transformers": ("own", "ckptfmt"),
     "lightning": ("own", "own_async", "ckptfmt"),
-    "dcp": ("own", "own_async", "own_process", "staging", "hashing", "ckptfmt", "ckptfmt_process"),
+    "dcp": ("own", "own_async", "own_process", "staging", "hashing", "writing", "ckptfmt", "ckptfmt_process"),
 }
-#: Ways that aren't somebody's saves: the copy alone with which every asynchronous save of DCP begins, and that copy
-#: with its digests, without which ckptfmt saves nothing.
-_BOUNDS: Final = ("staging", "hashing")
+#: Ways that aren't somebody's saves: the copy alone with which every asynchronous save of DCP begins; that copy with
+#: its digests, without which ckptfmt saves nothing; and both with a raw direct write of as many bytes.
+_BOUNDS: Final = ("staging", "hashing", "writing")
 _NEVER: Final = "never"
 _STEPS: Final = 48
 #: Every so many steps there is a save; the first one starts processes and makes memory, and isn't counted. Nor is the
@@ -214,13 +217,14 @@ class _Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"inputs": row, "labels": row}
 
 
-def _hash(staged: Future[Any]) -> None:
-    """Make the digest of every tensor, as a save of ckptfmt does, and nothing else."""
+def _hash(staged: Future[Any], then: Callable[[], object]) -> None:
+    """Make the digest of every tensor, as a save of ckptfmt does, and what is to be done then."""
     leaves, _ = torch.utils._pytree.tree_flatten(staged.result())  # noqa: SLF001 - torch's own savers use it
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
             digest_bytes(memoryview(local.contiguous().reshape(-1).numpy()).cast("B"))
+    then()
 
 
 def _make_stager(*, is_process: bool) -> Any:  # noqa: ANN401 - DCP is imported by its trainings alone
@@ -233,6 +237,12 @@ def _make_stager(*, is_process: bool) -> Any:  # noqa: ANN401 - DCP is imported 
             use_pinned_memory=False, use_shared_memory=is_process, use_async_staging=True, use_non_blocking_copy=False
         )
     )
+
+
+def _make_raw_writer(nbytes: int) -> RawWriter:
+    """Return what writes as many bytes as the state has, from memory of its own that is touched."""
+    region = Region([torch.zeros(_layer_count(nbytes) * _NBYTES_OF_LAYER, dtype=torch.uint8)], huge=False)
+    return RawWriter("raw", region, RawSetting(threads=1, request_nbytes=2**22))
 
 
 def _train_dcp(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
@@ -256,6 +266,7 @@ def _train_dcp(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
     kind = dcp.AsyncCheckpointerType.PROCESS if is_process else dcp.AsyncCheckpointerType.THREAD
     stager = _make_stager(is_process=is_process)
     hasher = ThreadPoolExecutor(1)
+    raw = _make_raw_writer(nbytes) if how == "writing" else None
 
     def save(step: int) -> None:
         nonlocal staged, saved
@@ -268,7 +279,8 @@ def _train_dcp(how: str, directory: Path, nbytes: int, clock: _Clock) -> None:
             saved.result()
         if how in _BOUNDS:
             staged = stager.stage(state)
-            saved = hasher.submit(_hash, staged) if how == "hashing" else None
+            if how != "staging":
+                saved = hasher.submit(_hash, staged, functools.partial(raw.save, path) if raw else lambda: None)
             return
         storage = {"checkpoint_id": path} if how.startswith("own") else {"storage_writer": CkptfmtWriter(path)}
         begun = dcp.async_save(state, async_checkpointer_type=kind, async_stager=stager, **storage)
