@@ -123,7 +123,7 @@ MUTANTS = {
     "late_retired_too_soon": Mutant(
         clauses=("REQ-CMT-026",),
         fault="retires what was committed late before the newest launch has a commit of its own",
-        patch=rewritten(retention._list_ended, "if not has_own:", "if keep < 0:"),
+        patch=rewritten(retention._list_ended, "if has_own:", "if keep >= 0:"),
         tests=("run/test_retention.py::test_what_a_fenced_launch_committed_late_goes_once_its_successor_saved",),
     ),
     "given_up_taken_for_late": Mutant(
