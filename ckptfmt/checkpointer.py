@@ -350,10 +350,13 @@ class Checkpointer:
         self.restore_rng()
         if self.step >= total:
             self._talk.say("nothing is left to do: %d of %d steps are done", self.step, total)
-        while self.step < total and not self.stopped:
-            with self._count.body():
-                yield self.step
-            self._end_step(self.step + 1, total)
+        try:
+            while self.step < total and not self.stopped:
+                with self._count.body():
+                    yield self.step
+                self._end_step(self.step + 1, total)
+        finally:
+            self._pace.rest()
         self._pace.end()
 
     @contextlib.contextmanager
@@ -441,7 +444,8 @@ class Checkpointer:
             others as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
         """
-        label, to_home = functools.partial(Labels.of, metrics, tags, suspect), asks_for_home(durability)
+        label = functools.partial(Labels.of, metrics, tags, suspect)
+        to_home = asks_for_home(durability) or suspect is not None
         if self._count.is_under_way and step is None:
             self._requested = label, to_home
             return None
@@ -512,10 +516,10 @@ class Checkpointer:
             self._count.state,
             target,
             step=self.step,
-            must=must,
+            must=must or self.alarm is not None,
             deadline_s=deadline_s,
             label=self._pace.doubt(label),
-            to_home=to_home,
+            to_home=to_home or self.alarm is not None,
         )
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step

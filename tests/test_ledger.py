@@ -1,5 +1,6 @@
 """The ledger of a run: what launches record of their time, and what `Run.goodput` and `ckptfmt goodput` say of it."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.cli.goodput_table import simulate_line
 from ckptfmt.commit.waiting import list_held
 from ckptfmt.documents.ledger import LedgerEntry
+from ckptfmt.saver.ledger_writer import put_entry
 from ckptfmt.store import open_store
 from ckptfmt.store.memory import MemoryStore
 from tests.homes import files_of
@@ -107,6 +109,22 @@ def test_goodput_of_a_run_that_went_on_twice() -> None:
     assert found.goodput is not None
     assert found.launch_count == 3
     assert found.save_count == 9
+
+
+def test_an_entry_of_before_does_not_take_the_place_of_a_later_one() -> None:
+    """A save that is committed behind the end of its trainer brings the entry of its begin."""
+    store = MemoryStore()
+    train(store, 36)
+    last = entry_of(store, 1)
+    assert last.ended_unix_ms is not None
+    earlier = dataclasses.replace(last, measured_unix_ms=last.measured_unix_ms - 1000, ended_unix_ms=None)
+    put_entry(store, 1, earlier.dump())
+    assert entry_of(store, 1) == last
+    later = dataclasses.replace(earlier, measured_unix_ms=last.measured_unix_ms + 1000)
+    put_entry(store, 1, later.dump())
+    assert entry_of(store, 1) == later
+    put_entry(store, 2, dataclasses.replace(later, launch=2).dump())
+    assert entry_of(store, 2).launch == 2
 
 
 def test_without_the_option_there_is_nothing() -> None:

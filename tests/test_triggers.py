@@ -295,6 +295,41 @@ def test_a_watchdog_is_there_only_while_it_is_asked_for() -> None:
             assert "ckptfmt-watchdog" not in names()
 
 
+def test_no_step_is_watched_behind_a_loop_that_was_left_nor_while_a_stopped_run_is_saved() -> None:
+    def is_watched() -> bool:
+        return any(thread.name == "ckptfmt-watchdog" for thread in threading.enumerate())
+
+    trainer, triggers = Trainer(), Triggers(timeout_s=600)
+    with Checkpointer(MemoryStore(), trainer.state, saver="inline", triggers=triggers) as checkpointer:
+        for step in checkpointer.steps(4):
+            trainer.step(step)
+            if step == 1:
+                break
+        assert not is_watched()  # an evaluation at the end may take as long as it takes
+        seen: list[bool] = []
+        save = checkpointer._saves.save
+
+        def look_and_save(*given: Any, **options: Any) -> Any:
+            seen.append(is_watched())
+            return save(*given, **options)
+
+        checkpointer._saves.save = look_and_save  # type: ignore[method-assign]
+        for step in checkpointer.steps(4):
+            trainer.step(step)
+            assert is_watched() == (step > 1)
+            triggers.feed(loss=math.nan if step == 2 else 1.0)
+        assert seen == [False]
+    assert checkpointer.stopped
+
+
+def test_a_file_that_can_not_be_looked_for_is_no_alarm(tmp_path: Any, caplog: Any) -> None:
+    """Such as one on storage that is away for a moment."""
+    triggers = Triggers(file=tmp_path)
+    train(MemoryStore(), triggers, {})
+    assert triggers.reason is None
+    assert caplog.text.count("can't look for") == 1
+
+
 def test_who_uses_no_triggers_imports_none() -> None:
     program = (
         "import sys, tempfile, ckptfmt\n"

@@ -69,7 +69,7 @@ class Divergence:
     Attributes:
         other: the path of the other run.
         shared_count: at how many steps both have a checkpoint.
-        compared_count: at how many of these they were compared, from the first on.
+        compared_count: at how many of these a comparison was tried, from the first on; those of `problems` failed.
         last_same_step: the last step before the first difference; None where there is none.
         steps: those that differ, ascending.
         names: what differs, what differs first before the others.

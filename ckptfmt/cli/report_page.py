@@ -222,7 +222,11 @@ def _divergence(picture: RunPicture) -> Iterator[str]:
     for problem in found.problems[:_MARKED_ROWS]:
         yield _paragraph(shorten(str(problem), 500), "bad")
     if not found.steps:
-        yield _paragraph(f"{shared}: weights, optimizer, RNG streams and data are the same at {found.compared_count}.")
+        same_count = found.compared_count - len(found.problems)
+        text = (
+            f"weights, optimizer, RNG streams and data are the same at {same_count}" if same_count else "none compared"
+        )
+        yield _paragraph(f"{shared}: {text}.")
         return
     first = found.steps[0]
     before = "at none before" if found.last_same_step is None else f"the same up to step {found.last_same_step}"

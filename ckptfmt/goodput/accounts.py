@@ -218,7 +218,8 @@ class _Account:
         if gap_s is not None:
             self._restores.append(gap_s + initialising_s + (times.waiting + times.restoring) / 1000)
         kept_step, steps = self._kept.get(number, one.first_step), one.step - one.first_step
-        share = 1.0 if kept_step >= one.step else max(0.0, (kept_step - one.first_step) / steps)
+        # Where no steps are known, since one save alone is left of the launch, nothing of it is kept.
+        share = 1.0 if kept_step >= one.step else max(0.0, (kept_step - one.first_step) / steps) if steps else 0.0
         sums.training_s += share * times.training / 1000
         sums.blocked_s += share * times.blocked / 1000
         sums.lost_s += share * times.lost / 1000

@@ -10,15 +10,24 @@ import dataclasses
 
 from ckptfmt import limits
 from ckptfmt.documents.ledger import LedgerEntry, ledger_path
-from ckptfmt.errors import CkptError
+from ckptfmt.errors import CkptError, FormatError, IntegrityError
 from ckptfmt.store.protocol import Store
 
 
 def put_entry(store: Store, launch: int | None, content: bytes) -> None:
-    """Put the entry of a launch into the run at `store`, in the place of an earlier one; nothing if it is empty."""
-    if content and launch is not None:
-        with contextlib.suppress(CkptError):
-            store.replace(ledger_path(launch), content)
+    """Put the entry of a launch into the run at `store`, in the place of an earlier one; nothing if it is empty.
+
+    A later one stays: a trainer that doesn't wait for its last saves has written its last entry before they commit.
+    """
+    if not content or launch is None:
+        return
+    path = ledger_path(launch)
+    with contextlib.suppress(CkptError):
+        with contextlib.suppress(FormatError, IntegrityError):  # none is there, or a damaged one
+            present = LedgerEntry.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
+            if present.measured_unix_ms > LedgerEntry.parse(content, where=path).measured_unix_ms:
+                return
+        store.replace(path, content)
 
 
 def end_entry(store: Store, launch: int, ended_unix_ms: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -50,7 +51,7 @@ class Pace:
         self.stopped = False
         self.alarm: str | None = None
         self.signals, self._triggers = signals, triggers
-        self._group, self._cadence, self._stop_s = group, cadence, 0.0
+        self._group, self._cadence, self._stop_s = group, cadence, math.inf
 
     def begin(self) -> None:
         """Catch signals, and watch the steps. Raises: StateError(ARGUMENT) for signals outside of the main thread."""
@@ -60,9 +61,14 @@ class Pace:
 
     def end(self) -> None:
         """Give the signals back, and watch no more."""
-        self.signals.remove()
-        if self._triggers is not None:
+        if self._triggers is not None:  # in the other order than `begin`: both may have caught one signal
             self._triggers.end()
+        self.signals.remove()
+
+    def rest(self) -> None:
+        """Watch no step until the next `beat`: none is under way."""
+        if self._triggers is not None:
+            self._triggers.rest()
 
     def beat(self) -> None:
         """Say that a step ended, or the next one begins."""
@@ -102,9 +108,12 @@ class Pace:
         told = self._group.agree(error, answer)
         self.timer.next_step = told[0]["next_step"]
         self.hear(step, told)
-        self.stopped = self.alarm is not None or any(theirs["stop"] for theirs in told)
-        # From the signal on; for who got none, from now.
-        self._stop_s = time.monotonic() if self.signals.first_s is None else self.signals.first_s
+        has_signal = any(theirs["stop"] for theirs in told)
+        self.stopped = self.alarm is not None or has_signal
+        if has_signal:  # a process that got none counts from now
+            self._stop_s = time.monotonic()
+        if self.stopped:  # the last save may take longer than a step
+            self.rest()
         return bool(told[0]["due"])
 
     def look(self) -> tuple[str | None, Exception | None]:
@@ -141,6 +150,7 @@ class Pace:
 
     def rest_s(self, deadline_s: float) -> float:
         """Return how much of a deadline is left, in seconds, once a signal asked the run to stop."""
-        if not self.stopped or self.alarm is not None:
+        if not self.stopped:
             return deadline_s
-        return max(0.0, min(deadline_s, self._stop_s + self.signals.deadline_s - time.monotonic()))
+        stop_s = min(self._stop_s, math.inf if self.signals.first_s is None else self.signals.first_s)
+        return max(0.0, min(deadline_s, stop_s + self.signals.deadline_s - time.monotonic()))

@@ -41,6 +41,8 @@ class TimeKeeper:
         self._first_step = 0
         self._steps = StepMeter()
         self._handles: list[SaveHandle] = []
+        # The save whose steps are measured, and those that began since: all of them block these steps.
+        self._beside: list[SaveHandle] = []
         self._save_count = self._commit_count = 0
         self._committing_s = self._blocked_s = self._extra_s = 0.0
         self._is_warned = False
@@ -65,13 +67,17 @@ class TimeKeeper:
         _, over = self._steps.note_steps(now_s, count)
         if over is not None and len(self._steps.alone_s) >= _STEPS_LEAST:
             alone_s = statistics.fmean(self._steps.alone_s)
-            self._extra_s += sum(over.steps_s) - len(over.steps_s) * alone_s - over.handle.blocked_s
+            blocked_s = sum(handle.blocked_s for handle in self._beside)
+            self._extra_s += sum(over.steps_s) - len(over.steps_s) * alone_s - blocked_s
+        if over is not None:
+            self._beside.clear()
 
     def note_save(self, handle: SaveHandle) -> None:
         """Take note that a save has begun."""
         self._save_count += 1
         self._steps.note_save(handle)
         self._handles.append(handle)
+        self._beside.append(handle)
 
     def note_closing(self) -> None:
         """Take note that no step follows: what the run waits for from now on are its saves."""

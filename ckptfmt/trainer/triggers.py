@@ -19,6 +19,8 @@ from ckptfmt.trainer.loop import StopSignals
 _LOG: Final = logging.getLogger("ckptfmt")
 #: How long a reason may be, in characters; what a manifest may hold is longer.
 _REASON_LENGTH: Final = 200
+#: How long the process of a step that hangs is given to say so, in seconds.
+_TELL_S: Final = 5.0
 #: How many norms there must be before one is compared with their average.
 _FEWEST_NORMS: Final = 10
 
@@ -42,9 +44,10 @@ class Triggers:
         norm_factor: a gradient norm above so many times the average of those before is an alarm; None for none.
         norm_count: of how many norms that average is; as long as there are fewer than ten, none is compared.
         rising: so many losses in a row, each above the one before, are an alarm; None for none.
-        alert: asked about once a second, and before each save, in the thread of the training: returns why the training
-            is to stop, or None.
-        file: a path that is looked for likewise: once a file is there, its first line is why.
+        alert: asked about once a second, and before each save, in the thread of the training; in a training of one
+            process, at the end of each step. It returns at once: why the training is to stop, or None.
+        file: a path that is looked for likewise: once a file is there, its first line is why. A path that can't be
+            looked at is named in the log once, and is no alarm.
         signals: such as ``signal.SIGUSR1``: one of these is an alarm; a second one does what it did before.
         timeout_s: how long a step may take, with the save at its end, and the first one with what comes before it, in
             seconds. A thread then writes the stacks of all threads to stderr and ends the process with `exit_code`;
@@ -94,7 +97,7 @@ class Triggers:
         self.reason: str | None = None
         self._norm_factor, self._norms = norm_factor, collections.deque[float](maxlen=norm_count)
         self._rising, self._rises, self._last_loss = rising, 0, math.inf
-        self._alert, self._file = alert, file
+        self._alert, self._file, self._has_warned = alert, file, False
         self._signals = StopSignals(signals)
         self._watchdog = None if timeout_s is None else _Watchdog(timeout_s, self.exit_code)
 
@@ -143,6 +146,10 @@ class Triggers:
     def end(self) -> None:
         """Give the signals back, and watch no more."""
         self._signals.remove()
+        self.rest()
+
+    def rest(self) -> None:
+        """Watch no step until the next `beat`."""
         if self._watchdog is not None:
             self._watchdog.end()
 
@@ -172,6 +179,10 @@ class Triggers:
                 self.alarm(file.readline(_REASON_LENGTH))
         except FileNotFoundError:
             pass
+        except OSError as error:  # the storage of the file is away for a while
+            if not self._has_warned:
+                _LOG.warning("Triggers(file=) can't look for %s: %s", os.fspath(path), error.strerror)
+            self._has_warned = True
 
 
 def _number_of(value: SupportsFloat) -> float:
@@ -215,7 +226,13 @@ class _Watchdog:
                 self._changed.wait(left_s)
             else:
                 return
+        # Both may wait for what hangs: a handler's lock, a pipe that nobody reads.
+        telling = threading.Thread(target=self._tell, name="ckptfmt-watchdog-tells", daemon=True)
+        telling.start()
+        telling.join(_TELL_S)
+        os._exit(self._exit_code)
+
+    def _tell(self) -> None:
+        faulthandler.dump_traceback(file=2, all_threads=True)  # the descriptor: sys.stderr may be anything
         error = err(Code.STEP_OVERDUE, f"no step began within {self._timeout_s:g} s", where="Triggers(timeout_s=)")
         _LOG.critical("%s; process %d ends with exit code %d", error, os.getpid(), self._exit_code)
-        faulthandler.dump_traceback(file=2, all_threads=True)  # the descriptor: sys.stderr may be anything
-        os._exit(self._exit_code)

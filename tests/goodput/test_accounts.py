@@ -102,3 +102,19 @@ def test_of_a_run_without_times_nothing_is_said() -> None:
     found = account({1: None}, {}, untimed=(1,))
     assert (found.elapsed_s, found.goodput) == (0, None)
     assert account({}, {}).goodput is None
+
+
+def test_a_launch_of_which_one_save_is_left_that_nobody_goes_on_from() -> None:
+    """Its manifest says one moment and no more: nothing is divided by."""
+    one = KnownLaunch(
+        is_measured=False,
+        started_s=1000,
+        measured_s=1000,
+        ended_s=None,
+        first_step=20,
+        step=20,
+        save_count=1,
+        times=LaunchTimes(training=0),
+    )
+    found = account({1: None, 2: (10, 1)}, {1: one, 2: launch(1065, training=20, ended_s=None, first=10, step=30)})
+    assert found.times_s["training"] == 20
