@@ -186,14 +186,14 @@ class Checkpointer:
             peers=PeerOptions.of(peers, node, has_cache=cache is not None),
         )
         self._peers, self._writer_features = options.peers, () if options.delta.mode == "off" else (REFERENCED,)
-        allowed = frozenset((allow,) if isinstance(allow, str) else allow)
+        allowed, self._state, self._share = frozenset((allow,) if isinstance(allow, str) else allow), state, share
         self._choices: dict[str, Any] = {"allow": allowed, "strict": strict, "override": override}
         self._store, self._deadline_s, self._cache = open_store(run, writable=True), deadline_s, options.cache
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
         self._pace = Pace(self._group, cadence, make_meters(every, mtbf, self._group, ledger=ledger), signals, triggers)
         self._saves, self._talk = Saves(self._store, self._group, options, mirrors), Talk(self._group.writer)
         self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = self.stopped = False
-        self._state, self._share, self._count, self.passed_over = state, share, StepCount(state or State()), []
+        self._count, self.passed_over = StepCount(State() if state is None else state), []
 
     @property
     def reports(self) -> tuple[str, ...]:

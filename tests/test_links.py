@@ -1,5 +1,6 @@
 """The trainer's way to its saver: nobody waits for it, and nothing of it stays behind."""
 
+import contextlib
 import os
 import pathlib
 import queue
@@ -195,7 +196,8 @@ def test_close_waits_until_the_saver_has_all_that_it_was_told(tmp_path) -> None:
     going_on = threading.Timer(0.1, os.kill, (link.pid, signal.SIGCONT))
     going_on.start()
     if not link.close(0.5, drain_s=WAIT_S):
-        os.waitpid(link.pid, 0)
+        with contextlib.suppress(ChildProcessError):  # the thread that reaps the process may be first
+            os.waitpid(link.pid, 0)
     going_on.join(WAIT_S)
     assert ("tensor", "weights", "w", "global") in read_all(store.at("step-00000001-l0001"))
 
