@@ -13,7 +13,8 @@ from tests.hostile.bombs_foreign import BOMBS
 
 ROOT = Path(__file__).parents[2]
 LIMIT_NBYTES = 512 << 20
-LIMIT_S = 5
+#: The worst takes 5 s on a processor of 2021 that is shared; a bomb that goes off takes minutes.
+LIMIT_S = 20
 
 #: What is large, and yet what it says.
 CONVERTED = {
