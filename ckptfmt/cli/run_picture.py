@@ -249,7 +249,7 @@ def read_picture(place: Place) -> RunPicture:
         saves=saves,
         launches=_list_launches(history, saves),
         newest=newest,
-        goodput=_read_goodput(place),
+        goodput=_read_goodput(place, history.entries),
         problems=tuple(problems),
     )
 
@@ -311,9 +311,9 @@ def _list_launches(history: History, saves: Iterable[SaveFacts]) -> tuple[Launch
     return tuple(launches)
 
 
-def _read_goodput(place: Place) -> Goodput | None:
+def _read_goodput(place: Place, found: Iterable[RunEntry]) -> Goodput | None:
     try:
-        return read_goodput(place.store)
+        return read_goodput(place.store, found)
     except StoreError:
         raise
     except CkptError:  # which `problems` names

@@ -218,16 +218,16 @@ class _Account:
         if gap_s is not None:
             self._restores.append(gap_s + initialising_s + (times.waiting + times.restoring) / 1000)
         kept_step, steps = self._kept.get(number, one.first_step), one.step - one.first_step
-        # Where no steps are known, since one save alone is left of the launch, nothing of it is kept.
-        share = 1.0 if kept_step >= one.step else max(0.0, (kept_step - one.first_step) / steps) if steps else 0.0
+        # Of a launch of which one save alone is left no steps are known: the share is 1 or 0.
+        share = 1.0 if kept_step >= one.step else max(0.0, (kept_step - one.first_step) / max(1, steps))
         sums.training_s += share * times.training / 1000
         sums.blocked_s += share * times.blocked / 1000
         sums.lost_s += share * times.lost / 1000
         sums.redone_s += (1 - share) * times.in_training / 1000
         sums.save_count += one.save_count
         # Of a save that was committed behind the last entry the steps are known, and their time isn't.
-        behind = kept_step - one.step if math.isfinite(kept_step) and steps else 0
-        self._extra_s = max(0.0, behind * times.in_training / 1000 / steps) if steps else 0.0
+        behind = max(0.0, kept_step - one.step) if math.isfinite(kept_step) else 0.0
+        self._extra_s = behind * times.in_training / 1000 / steps if steps else 0.0
         self._until_s, self._has_ended = max(self._until_s or -math.inf, one.measured_s), one.ended_s is not None
         if one.ended_s is not None:
             rest_s = max(0.0, one.ended_s - self._until_s)

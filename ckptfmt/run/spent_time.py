@@ -15,11 +15,12 @@ from ckptfmt.run.lineage import RunEntry, list_checkpoints, list_launches, read_
 from ckptfmt.store.protocol import Store, call_each
 
 
-def read_goodput(store: Store) -> Goodput:
+def read_goodput(store: Store, found: Iterable[RunEntry] | None = None) -> Goodput:
     """Return where the time of a run went, as far as its records say.
 
     Args:
         store: rooted at the run.
+        found: the run's checkpoints, where they were read already.
 
     Raises: IntegrityError(FILE_MISSING) where no run is; what is wrong with a launch record; StoreError.
     """
@@ -29,7 +30,7 @@ def read_goodput(store: Store) -> Goodput:
     known = {number: _of_entry(entry) for number, entry in entries.items()}
     untimed: set[int] = set()
     if any(launch.launch not in known for launch in launches):  # it never trained, or wrote no ledger
-        found = list_checkpoints(store, run, with_labels=False)
+        found = list_checkpoints(store, run, with_labels=False) if found is None else tuple(found)
         for launch in launches:
             if launch.launch not in known:
                 saves = [entry for entry in found if entry.launch == launch.launch]
