@@ -84,10 +84,10 @@ test-torch-%:
 	@grep -vE '^(torch|sympy|networkx|fsspec|mypy|ruff)==' constraints.txt > .venv-torch/$*/constraints.txt
 	@.venv-torch/$*/bin/python -m pip --disable-pip-version-check --quiet install \
 		--constraint .venv-torch/$*/constraints.txt $(TORCH_FROM) torch==$* numpy hypothesis pytest \
-		pytest-timeout pytest-xdist hatchling editables build types-jsonschema
+		pytest-timeout pytest-xdist hatchling editables build types-jsonschema 'moto[s3]' flask flask-cors
 	@.venv-torch/$*/bin/python -m pip --disable-pip-version-check --quiet install \
 		--constraint .venv-torch/$*/constraints.txt --no-build-isolation \
-		--editable ./conformance --editable '.[torch]'
+		--editable ./conformance --editable '.[cloud,torch]'
 	@.venv-torch/$*/bin/python -m pytest -n $(JOBS) $(DIST) $(TORCH_TESTS)
 
 # What needs no torch, on the other supported versions of Python.

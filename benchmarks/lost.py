@@ -49,7 +49,7 @@ class CopyYardstick:
 _TRIALS: Final = 2  # of each number of threads, to choose the better
 _THREAD_COUNTS: Final = (1, 2)
 #: How many more steps there are than the longest save of the warm-up lasted.
-_MARGIN: Final = 1.2
+MARGIN: Final = 1.2
 #: A loss below this can't be told from none: ratios take it for this much.
 _FLOOR_S: Final = 0.001
 _UNCHECKED: Final = "thread_count=1, no checksums"
@@ -86,11 +86,11 @@ def measure_lost(bench: Bench, ours: tuple[Ours, Ours], yardstick: CopyYardstick
         floor = Floor(bench.trainer)
         runs += [run_until_done(bench, floor)]
         chosen.append(floor)
-        steps = math.ceil(_MARGIN * max(run.steps for run in runs)) + 1
+        steps = math.ceil(MARGIN * max(run.steps for run in runs)) + 1
         rows = []
         for number in range(rounds):
             bench.progress.say(f"stall: lost seconds, round {number + 1} of {rounds}, {steps} steps each")
-            row = _run_round(bench, {one.name: one for one in chosen}, number, steps)
+            row = run_round(bench, {one.name: one for one in chosen}, number, steps)
             rows.append({**row, "copy_s": _time_copy(yardstick, ours[0].staging_threads)})
     finally:
         stager.close()
@@ -129,7 +129,8 @@ def _choose(bench: Bench, candidates: dict[str, DcpAsync]) -> tuple[DcpAsync, li
     return candidates[best], runs[best], medians
 
 
-def _run_round(bench: Bench, contestants: Mapping[str, Contestant], number: int, steps: int) -> dict[str, Any]:
+def run_round(bench: Bench, contestants: Mapping[str, Contestant], number: int, steps: int) -> dict[str, Any]:
+    """Run the same steps with each contestant's save, and twice without one; return the raw figures."""
     names = list(contestants)
     order = order_of_round([_WITHOUT, *names[: len(names) // 2], _WITHOUT, *names[len(names) // 2 :]], number)
     without: list[float] = []

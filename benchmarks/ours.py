@@ -14,10 +14,10 @@ class Ours:
     """One `ckptfmt.Checkpointer` on a run of its own, ready to save.
 
     Args:
-        run: directory of the run; it mustn't be there yet.
+        run: directory or URL of the run; it mustn't be there yet.
         state: what is saved.
         overlap: whether parameters and moments are copied beside the next step.
-        delta: as `Checkpointer` takes it.
+        options: as `Checkpointer` takes them.
 
     Attributes:
         slots_ready_s: seconds from the beginning of construction until slots were made and touched.
@@ -28,17 +28,17 @@ class Ours:
 
     def __init__(
         self,
-        run: Path,
+        run: Path | str,
         state: ckptfmt.State,
         *,
         overlap: bool,
         name: str = "ckptfmt",
-        delta: Any = "off",  # noqa: ANN401 - as for Checkpointer
+        **options: Any,  # noqa: ANN401 - as for Checkpointer
     ) -> None:
         self.name = name
         self._overlap = overlap
         begin_s = time.perf_counter()
-        self._checkpointer = ckptfmt.Checkpointer(run, state, resume="fresh", overlap=overlap, delta=delta)
+        self._checkpointer = ckptfmt.Checkpointer(run, state, resume="fresh", overlap=overlap, **options)
         self._checkpointer.prepare()
         self.slots_ready_s = time.perf_counter() - begin_s
         self.staging_threads = self._checkpointer.staging_threads

@@ -69,7 +69,7 @@ def save(
 
     Args:
         path: directory of the checkpoint, made if missing; or a store rooted there.
-        state: what to save.
+        state: the objects to save.
         step: training steps done.
         metrics: finite numbers by name, at most 64, such as ``{"eval_loss": 2.31}``; they stand in the manifest. With
             several processes those of process 0 count, and what others pass is ignored.
@@ -186,11 +186,11 @@ def load(
 
     Args:
         path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
-        state: what to load into; None to return a mapping from field to tree.
+        state: the objects to load into; None to return a mapping from field to tree.
         only: patterns of names in the checkpoint, to be loaded: ``"encoder"`` with everything beneath it,
             ``"layers.*.bias"``, ``"weights:*"`` for a field, ``"extra:n"``; optimizer state goes by the name of its
             parameter. A tensor that fits none stays as it is, and is neither missing nor unexpected. None for all.
-        rename: what the live names were called: a mapping from live to saved names, or to what they begin with, as in
+        rename: the saved names of live ones: a mapping from live to saved names, or to what they begin with, as in
             ``{"backbone": "encoder"}``; or a function of the live name. Optimizer state goes along. Several live names
             may take the same saved one.
         allow: kinds of differences to report instead of to refuse: any of ``missing``, ``unexpected``, ``dtype``,

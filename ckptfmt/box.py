@@ -29,7 +29,7 @@ class Box:
 
     @property
     def element_count(self) -> int:
-        """How many elements the box has; a scalar has one."""
+        """The number of elements of the box; a scalar has one."""
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat
 
 from ckptfmt.adapters.load_plan import Allow
+from ckptfmt.api import open_checkpoint
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import asks_for_home
 from ckptfmt.documents.labels import Labels
@@ -56,7 +57,7 @@ class Checkpointer:
 
     Args:
         run: directory of the run, made if missing; or a store rooted there.
-        state: what to save and restore; left out where it is given to `restore`, because its objects are built later.
+        state: the objects to save and restore; left out where `restore` gets it, because its objects are built later.
         every: save after so many steps (an int), or after so much time ("90s", "5min", "1h"); None to save only at
             the end of `steps` and when `save` is called; "auto" for the interval that wastes the least, as process 0
             measures what saves cost and how often launches failed; the log says what is chosen.
@@ -65,25 +66,25 @@ class Checkpointer:
         keep_every: checkpoints of steps divisible by this stay as well.
         keep_best: a metric, "min" or "max", and a number: so many of those that are best by that metric stay as well.
             One that was saved without the metric isn't among them, unless `Run.set_metrics` has given it since. As
-            long as no checkpoint has it, all stay, and the log says so. What is pinned stays, too.
+            long as no checkpoint has it, all stay, and the log says so. Pinned checkpoints stay, too.
         mirrors: other places to which process 0 copies what is committed, as `Run.mirror` does; what fails there is
             told by `reports`, and the training goes on.
         cache: a directory on a disk of this node (NVMe, tmpfs), which other processes and runs may share. A save is
             WRITTEN, and its slot free, once it is there; it goes to `run` and is committed behind that, in the order of
             saves, as long as `run` doesn't answer for a while, too. A start first finishes what a killed one left
-            there, and reads from there what is whole. What fails behind WRITTEN is told by the handle and by
+            there, and reads from there what is whole. A failure behind WRITTEN is told by the handle and by
             `reports`, and raised by `close`. The directory is never relied on: it may be deleted at any time.
-        cache_nbytes: how large it may become, in bytes; None to leave a tenth of its file system free. What `run` has
-            goes first, the oldest of it; then the saver waits for an upload.
+        cache_nbytes: how large it may become, in bytes; None to leave a tenth of its file system free. Saves that
+            `run` has go first, the oldest of them; then the saver waits for an upload.
         upload_every: of so many saves one goes to `run` in full, the first of a start and its last among them. The
-            others are committed there by their documents, and a start brings home the newest that caches have.
+            others are committed there by their documents; `close` brings home the newest of them, and so does a start.
         peers: 1 to copy what is WRITTEN to the cache of a process of another node, through torch.distributed, beside
             the training: after the loss of a node, a start finishes from other caches what had a replica. Where a
             partner is gone, hangs for `deadline_s` or has no room, `reports` says so, and each save goes to `run`.
         node: the name of this node, by which `peers` tells nodes apart; the host's name by default.
         resume: "auto" to follow the run's lineage; "fresh" to start anew; else name or manifest digest of a checkpoint,
             which rolls the run back to it.
-        init_from: what a run begins from that has no checkpoint yet: path of a checkpoint or of another run, of which
+        init_from: the beginning of a run that has no checkpoint yet: path of a checkpoint or of another run, of which
             the weights are taken; or an `InitFrom`, which says what is taken.
         allow, strict: as for `ckptfmt.load`.
         override: live values that are kept, though others were saved; the claim falls, and the log has both values.
@@ -92,13 +93,13 @@ class Checkpointer:
         writer, agree: as for `ckptfmt.save`.
         share: as for `ckptfmt.load`.
         deadline_s: how long the processes wait for each other, for a free slot, and for saves at the end, in seconds.
-        saver: what writes: "process", a process of its own, which outlives this one; "thread", a thread of this
+        saver: the writer: "process", a process of its own, which outlives this one; "thread", a thread of this
             process; "inline", this thread: `save` returns when the checkpoint is committed.
         overlap: whether parameters and their optimizer's state are copied beside the next forward and backward pass,
             where a first save has shown that only the optimizer's step changes them.
         slots: how many snapshots there is shared memory for.
         when_busy: "wait" or "skip": what `save` does when every slot holds a save that isn't written yet.
-        nice: what the saver's process adds to its niceness, and to that of its session.
+        nice: the number that the saver's process adds to its niceness, and to that of its session.
         delta: "off"; "auto": only what changed is written where that is no slower than everything; "smallest": what
             changed is written in the fewest bytes, for stores that are far away. Or a mapping with ``mode``, one of
             these; ``full_every``: every so many saves one is full (16), sooner where deltas don't pay;
@@ -108,14 +109,15 @@ class Checkpointer:
         ledger: whether to record where the time goes, in the run, for `ckptfmt goodput` and `Run.goodput`.
         stop_on: signals, such as ``signal.SIGTERM``, after which the run is saved at the end of the step, `steps` ends,
             and `stopped` is true.
-        stop_deadline_s: how long that may take, in seconds.
-        triggers: what notices that the training goes wrong, and what then happens: `Triggers`.
+        stop_deadline_s: how long that may take, in seconds; also the longest wait for processes that don't come any
+            more, where the signal is torchrun's, since one of them was lost.
+        triggers: `Triggers`, which notice that the training goes wrong, and say what then happens.
 
     Attributes:
         step: training steps done. To assign it says so, as `end_step` does, and saves nothing.
         launch: this start's record; None before `choose` or `restore`.
-        load_report: what restoring found, or loading what the run begins from; None if there was neither. It claims T1
-            once the RNG streams are put back, at the earliest.
+        load_report: the report of restoring, or of loading what the run begins from; None if there was neither. It
+            claims T1 once the RNG streams are put back, at the earliest.
         passed_over: why newer ones than the restored checkpoint weren't taken, a sentence each: checkpoints that aren't
             valid, and saves that a living saver hadn't committed by the deadline.
         stopped: whether the run ends because of a signal, and is saved; or because of an alarm.
@@ -189,7 +191,7 @@ class Checkpointer:
         allowed, self._state, self._share = frozenset((allow,) if isinstance(allow, str) else allow), state, share
         self._choices: dict[str, Any] = {"allow": allowed, "strict": strict, "override": override}
         self._store, self._deadline_s, self._cache = open_store(run, writable=True), deadline_s, options.cache
-        self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s)
+        self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s, stop_end_s=signals.end_s)
         self._pace = Pace(self._group, cadence, make_meters(every, mtbf, self._group, ledger=ledger), signals, triggers)
         self._saves, self._talk = Saves(self._store, self._group, options, mirrors), Talk(self._group.writer)
         self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = self.stopped = False
@@ -197,7 +199,7 @@ class Checkpointer:
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """Where saves do something else than was asked for, such as fewer slots for want of memory; a sentence each."""
+        """Sentences on what saves do otherwise than was asked for, such as fewer slots for want of memory."""
         return tuple(self._saves.reports)
 
     @property
@@ -207,7 +209,7 @@ class Checkpointer:
 
     @property
     def staging_threads(self) -> int:
-        """How many threads copy a snapshot."""
+        """The number of threads that copy a snapshot."""
         return staging_thread_count()
 
     def __repr__(self) -> str:
@@ -223,7 +225,7 @@ class Checkpointer:
         self._close(quietly=error is not None)
 
     def close(self) -> None:
-        """Wait for the saves in flight, and let go of what is held.
+        """Wait for the saves in flight, bring home the last one if it is in caches alone, and let go of what is held.
 
         Raises: the error of a save that failed, if it wasn't raised yet; CommitError(SAVE_PENDING) if a save isn't over
             by the deadline: a saver in a process of its own goes on with it.
@@ -269,7 +271,7 @@ class Checkpointer:
         an iterator draws from them.
 
         Args:
-            state: what to save and restore, where `Checkpointer` wasn't given it.
+            state: the objects to save and restore, where `Checkpointer` wasn't given them.
 
         Returns: the report; None after a fresh start.
         Raises: as `choose`; StateError; LayoutError.
@@ -432,14 +434,14 @@ class Checkpointer:
             step: training steps done, over the whole run; samplers in the state commit. Left out where they are counted
                 here already.
             metrics: finite numbers by name, such as ``{"eval_loss": 2.31}``, by which `Run.best` and ``keep_best=``
-                choose; those of process 0 count. What is known later goes to `Run.set_metrics`.
+                choose; those of process 0 count. Metrics that are known later go to `Run.set_metrics`.
             tags: short strings; likewise.
-            suspect: what is wrong, of a save that the run isn't to go on from unless it is chosen; likewise.
+            suspect: a reason why the run isn't to go on from this save unless somebody chooses it; likewise.
             durability: "home" for a save whose files go home, whatever `upload_every` says; likewise.
 
         Raises: StateError(ARGUMENT) for a step before those that are done; without a step, where nobody counts them or
             the last one was left half-way; and after a resume whose RNG streams weren't put back;
-            LayoutError(WRITERS_DIVERGED) if the processes save different steps. What an earlier save failed with, if it
+            LayoutError(WRITERS_DIVERGED) if the processes save different steps. The error of an earlier save, if it
             wasn't raised yet, such as FencedError(FENCED) when a newer launch owns the run; CommitError(SLOTS_BUSY);
             others as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
@@ -565,7 +567,8 @@ class Checkpointer:
         self._talk.tell_changed(self.load_report)
 
     def _begin_from(self, init: InitFrom, state: State) -> None:
-        checkpoint, self.load_report = init.load(state, self._group, share=self._share)
+        checkpoint = self._group.together(lambda: open_checkpoint(init.path, digest=init.digest))
+        self.load_report = init.load(state, checkpoint, self._group, share=self._share)
         assert self.launch is not None  # noqa: S101 - restore() chooses first
         if init.is_whole:
             self._checkpoint, self._is_whole = checkpoint, True

@@ -28,11 +28,11 @@ class CkptError(Exception):
     """The root of all errors of ckptfmt.
 
     Attributes:
-        code: what went wrong, from the append-only table `Code`.
-        detail: what was found, in one sentence.
+        code: the kind of mistake or damage, from the append-only table `Code`.
+        detail: the finding, in one sentence.
         where: file with JSON pointer or byte range, or the name of the live object; None where there is no place.
         requirement: the clause of the specification that is broken, such as ``REQ-MAN-003``.
-        remedy: what to do about it, in one line.
+        remedy: the way out, in one line.
 
     Lone surrogates in these texts, which names of files and of tensors may have, are escaped: no encoding takes them.
     """
@@ -51,8 +51,9 @@ class CkptError(Exception):
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
         clause = f" [{self.requirement}]" if self.requirement else ""
-        remedy = f" Remedy: {self.remedy}" if self.remedy else ""
-        return f"{self.code}{place}: {self.detail}{clause}{remedy}"
+        said = f"{self.code}{place}: {self.detail}{clause}"
+        end = "" if said.endswith((".", "?", "!")) else "."
+        return f"{said}{end} Remedy: {self.remedy}" if self.remedy else said
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.code, self.detail, self.where, self.requirement, self.remedy)
@@ -518,7 +519,7 @@ def err(
     """Return the error of `code`, of the class and with the remedy that the table gives.
 
     >>> str(err(Code.FILE_MISSING, "no such file", where="parts/x.msgpack", remedy="look elsewhere"))
-    'FILE_MISSING at parts/x.msgpack: no such file Remedy: look elsewhere'
+    'FILE_MISSING at parts/x.msgpack: no such file. Remedy: look elsewhere'
     """
     return code.error(
         code, detail, where=where, requirement=requirement, remedy=code.remedy if remedy is None else remedy
@@ -528,7 +529,7 @@ def err(
 def error_from_json(found: Mapping[str, Any]) -> CkptError:
     """Return the error that another process sent, in the form of `CkptError.as_json`.
 
-    >>> str(error_from_json(err(Code.NO_SPACE, "full", where="a").as_json())).split(" Remedy")[0]
+    >>> str(error_from_json(err(Code.NO_SPACE, "full", where="a").as_json())).split(". Remedy")[0]
     'NO_SPACE at a: full'
     """
     members = {name: found[name] for name in ("where", "requirement", "remedy")}

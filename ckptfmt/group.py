@@ -9,13 +9,16 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import json
+import math
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from ckptfmt.commit.waiting import poll
-from ckptfmt.errors import CkptError, Code, StateError, err, error_from_json
+from ckptfmt.errors import CkptError, Code, CommitError, NotFoundError, StateError, err, error_from_json
 from ckptfmt.store.protocol import Store
 
 #: Gather the bytes of all writers, in writer order; or a token, the same on all writers and new at each start.
@@ -29,6 +32,13 @@ DEADLINE_S: Final = 600.0
 EXCHANGE: Final = "exchange"
 _TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _EXCHANGE_NBYTES: Final = 1 << 30
+#: Errors that the caller of ckptfmt mends, and not its author.
+_OF_CALLERS: Final = (StateError, CommitError, NotFoundError)
+#: How much longer than the deadline an exchange through torch's store may take before the store counts as lost, in
+#: seconds.
+_ANSWER_S: Final = 5.0
+#: How often a process that waits for others looks whether a signal has asked it to stop, in seconds.
+_LOOK_S: Final = 0.25
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -119,7 +129,7 @@ class Group:
         if error is not None:
             # The place in ckptfmt where a mistake of the caller was found says nothing to the caller. The traceback of
             # an object's own error, which is the cause, stays.
-            raise error.with_traceback(None) if isinstance(error, StateError) else error
+            raise error.with_traceback(None) if isinstance(error, _OF_CALLERS) else error
         if any(type(theirs) is not dict or theirs.keys() != mine.keys() for theirs in told):
             raise err(
                 Code.WRITERS_DIVERGED,
@@ -166,7 +176,14 @@ def find_worker(writer: tuple[int, int] | None) -> tuple[int, int]:
     return 0, 1
 
 
-def make_group(writer: tuple[int, int] | None, agree: Agree, store: Store | None, *, deadline_s: float) -> Group:
+def make_group(
+    writer: tuple[int, int] | None,
+    agree: Agree,
+    store: Store | None,
+    *,
+    deadline_s: float,
+    stop_end_s: Callable[[], float] = lambda: math.inf,
+) -> Group:
     """Return the group of this job's writers.
 
     Args:
@@ -174,6 +191,8 @@ def make_group(writer: tuple[int, int] | None, agree: Agree, store: Store | None
         agree: see `Agree`; None to use the key-value store of torch.distributed.
         store: for the exchange by token; None where there is none.
         deadline_s: how long to wait for the others, in seconds.
+        stop_end_s: returns by when, on the monotonic clock, the wait for the others ends at the latest since a signal
+            asked this process to stop; infinity if none did. Asked through torch.distributed alone.
 
     Raises: StateError(WRITERS_UNKNOWN, ARGUMENT).
     """
@@ -186,7 +205,7 @@ def make_group(writer: tuple[int, int] | None, agree: Agree, store: Store | None
         return Group(number, count, _StoreExchange(store, agree, number, count, deadline_s))
     distributed = _find_distributed()
     if distributed is not None and (distributed.get_rank(), distributed.get_world_size()) == (number, count):
-        return Group(number, count, _TorchExchange(distributed, number, count, deadline_s))
+        return Group(number, count, _TorchExchange(distributed, number, count, deadline_s, stop_end_s))
     raise err(Code.WRITERS_UNKNOWN, f"writer {number} of {count} has no way to reach the others", where="agree=")
 
 
@@ -204,14 +223,42 @@ class _TorchExchange:
     Each writer's rounds are counted in that store, not in this process: any number of objects share the count.
     """
 
-    def __init__(self, distributed: Any, writer: int, writer_count: int, deadline_s: float) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        distributed: Any,  # noqa: ANN401
+        writer: int,
+        writer_count: int,
+        deadline_s: float,
+        stop_end_s: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         default_store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
         self._store = distributed.PrefixStore("ckptfmt", default_store)
         self._writer = writer
         self._writer_count = writer_count
-        self._deadline = dt.timedelta(seconds=deadline_s)
+        self._deadline, self._stop_end_s = dt.timedelta(seconds=deadline_s), stop_end_s
 
     def __call__(self, value: bytes) -> list[bytes]:
+        outcomes: list[tuple[list[bytes] | None, Exception | None]] = []
+        # The store's client heeds no time-out of its own once the store's host is gone without a word: it waits for the
+        # answer to what it then sends. And while it waits, no handler of a signal runs in the thread that called it.
+        thread = threading.Thread(
+            target=lambda: outcomes.append(attempt(lambda: self._exchange(value))), name="ckptfmt-agree", daemon=True
+        )
+        thread.start()
+        end_s = time.monotonic() + self._deadline.total_seconds() + _ANSWER_S
+        while thread.is_alive() and time.monotonic() < min(end_s, self._stop_end_s()):
+            thread.join(max(0.0, min(_LOOK_S, end_s - time.monotonic())))
+        if not outcomes:
+            detail = f"torch.distributed's store, on process 0, didn't answer for {self._deadline.total_seconds():g} s"
+            if math.isfinite(self._stop_end_s()):
+                detail = "another process didn't come by the deadline of a signal that asked this one to stop"
+            raise err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001")
+        values, error = outcomes[0]
+        if error is not None:
+            raise error
+        return cast("list[bytes]", values)
+
+    def _exchange(self, value: bytes) -> list[bytes]:
         keys: list[str] = []
         try:
             number = self._store.add(f"rounds/{self._writer}", 1) - 1

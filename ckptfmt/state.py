@@ -157,14 +157,14 @@ class State:
         config: a tree; namespaces, dataclasses, paths and enums are turned into plain values. Compared, never loaded.
         extra: everything else that a step changes, by name: schedulers, scalers, averaged weights, counters.
         rng: the caller's own generators, by name, besides those of Python, numpy and torch; False to save and load no
-            RNG stream, where a framework takes care of them. What `ckptfmt.capture_rng` returned is saved as it stood
+            RNG stream, where a framework takes care of them. A value of `ckptfmt.capture_rng` is saved as it stood
             then; a load puts what was saved into the live generators.
         provenance: where the run comes from, in the caller's words; a tree.
         identity: keys of `config`, such as ``"model/width"``, that must be equal on load.
         harmless: keys of `config`, such as ``"out_dir"``, that don't decide what is trained: one that differs is
             reported, and lowers no claim.
         absent: reasons for fields that are left out on purpose.
-        init_from: what the state's run began from, if that was another checkpoint. A `Checkpointer` sets it; saves put
+        init_from: the checkpoint that the state's run began from, if there was one. A `Checkpointer` sets it; saves put
             it into the provenance.
 
     Raises: StateError(ARGUMENT).

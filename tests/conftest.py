@@ -1,5 +1,6 @@
 """What holds for every test: depth of property tests, one thread per worker, a second reader, no slot left behind."""
 
+import collections
 import gc
 import os
 import signal
@@ -37,11 +38,13 @@ pytest_plugins = ["tests.plugins_stranger", "tests.s3.fixtures", "tests.homes"]
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what is marked `cuda` where there is no such device. `python -m benchmarks.gpu` runs it where there is.
 
-    Workers of xdist begin with files that have slow tests: begun last, one would be waited for.
+    Workers of xdist begin with files that have slow tests, and go on with those that have many: begun last, one would
+    be waited for.
     """
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("dist")}
-        items.sort(key=lambda item: item.path not in slow)
+        counts = collections.Counter(item.path for item in items)
+        items.sort(key=lambda item: (item.path not in slow, -counts[item.path]))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked and not sys.modules["torch"].cuda.is_available():  # whoever needs a device has imported torch
         for item in marked:

@@ -1,4 +1,4 @@
-"""One process of trainings on two nodes, for tests that kill and stop some of them: python -m tests.peer_training."""
+"""One process of trainings on two nodes, for tests that kill and stop some of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 from unittest import mock
@@ -21,6 +22,7 @@ import ckptfmt
 from ckptfmt.commit.waiting import poll
 from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.trainer.peers import Replicas
+from tests.resharding.launch import settle
 from tests.resharding.stage import _meet, gradient
 
 WAIT_S: Final = 120.0
@@ -185,9 +187,13 @@ def stop_a_partner(training: Training) -> None:
     training.tell("reports", training.checkpointer.reports)
 
 
-if __name__ == "__main__":
-    {"go_on": go_on, "lose_a_node": lose_a_node, "stop_a_partner": stop_a_partner}[sys.argv[1]](
-        Training(json.loads(sys.argv[2]))
-    )
-    sys.stdout.flush()
+def main(variables: dict[str, str], output: str, scene: str, options: dict[str, Any]) -> None:
+    """Be one process of a training, from a fork on."""
+    settle(variables, output)
+    try:
+        {"go_on": go_on, "lose_a_node": lose_a_node, "stop_a_partner": stop_a_partner}[scene](Training(options))
+    except BaseException:  # noqa: BLE001 - the test prints what the process printed
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
     os._exit(0)  # without the farewells of gloo, in which a survivor would wait for the dead

@@ -82,7 +82,7 @@ def test_config_that_is_saved_and_not_given_is_not_compared() -> None:
     run.state.config = None
     report = train(store, run, TOTAL)
     assert report is not None
-    assert (report.claim, report.lowered_by) == ("S1", ("config isn't compared",))
+    assert (report.claim, report.lowered_by) == ("S1", ("not in State: config",))
 
 
 def test_many_differences_are_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ from tests.house.sources import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages of which not every command and example can run here: those of stores, of frameworks, and of other tests.
-ELSEWHERE = {"commands.md", "frameworks.md", "index.md", "api.md", "places.md", "report.md"}
+ELSEWHERE = {"commands.md", "elastic.md", "frameworks.md", "index.md", "api.md", "places.md", "report.md"}
 KINDS = {"text", "text printed", "console", "python", "python no-run"}
 #: Commands that aren't run: an installation, and targets that are tested by themselves.
 NOT_RUN = ("pip ", "make ")

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime as dt
+import os
+import signal
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from ckptfmt import group as group_module
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.group import Group, find_worker, make_group
+from ckptfmt.group import Group, _TorchExchange, find_worker, make_group
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.trainer.loop import StopSignals
 
 
 class Allgather:
@@ -134,3 +143,74 @@ def test_broadcast_instead_of_all_gather_is_refused() -> None:
     with pytest.raises(CkptError, match="all-gather") as caught:
         group.all_gather(0)
     assert caught.value.code == Code.WRITERS_DIVERGED
+
+
+@pytest.fixture
+def relay() -> Iterator[tuple[int, threading.Event]]:
+    """Yield a port that leads to a store of torch.distributed, and an event after which nothing comes through any more.
+
+    A host that loses its power, or its network, does the same: no connection is ended.
+    """
+    dist = pytest.importorskip("torch.distributed")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    is_silent = threading.Event()
+
+    def forward(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while content := source.recv(65536):
+                if not is_silent.is_set():
+                    target.sendall(content)
+
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    near, _ = listener.accept()
+                    far = socket.create_connection(("127.0.0.1", server.port))
+                    for one in (near, far):
+                        stack.callback(one.close)
+                        stack.callback(one.shutdown, socket.SHUT_RDWR)
+                    for ends in ((near, far), (far, near)):
+                        threading.Thread(target=forward, args=ends, daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1], is_silent
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_store_whose_host_is_gone_without_a_word_is_not_waited_for(relay: tuple[int, threading.Event]) -> None:
+    """torch's client waits for an answer, whatever time-out it was given."""
+    dist = pytest.importorskip("torch.distributed")
+    port, is_silent = relay
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=dt.timedelta(seconds=1))
+    torch = SimpleNamespace(
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store), PrefixStore=dist.PrefixStore
+    )
+    exchange = _TorchExchange(torch, 0, 1, 0.1)
+    assert exchange(b"first") == [b"first"]
+    is_silent.set()
+    with mock.patch.object(group_module, "_ANSWER_S", 0.1), pytest.raises(CkptError) as caught:
+        exchange(b"second")
+    assert (caught.value.code, "process 0" in str(caught.value)) == (Code.WRITERS_MISSING, True)
+
+
+def test_process_that_a_signal_asks_to_stop_waits_no_longer_for_one_that_was_killed() -> None:
+    """Torchrun ends the survivors by SIGTERM: a wait that let no handler run cost each restart half a minute."""
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.HashStore()
+    torch = SimpleNamespace(
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store), PrefixStore=dist.PrefixStore
+    )
+    signals = StopSignals([signal.SIGUSR1], deadline_s=0.1)
+    signals.install()
+    try:
+        exchange = _TorchExchange(torch, 0, 2, 20.0, signals.end_s)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(CkptError, match="by the deadline of a signal") as caught:
+            exchange(b"here")
+        assert caught.value.code == Code.WRITERS_MISSING
+    finally:
+        signals.remove()
+        dist.PrefixStore("ckptfmt", store).set("0/1", "")  # the thread that waits in the store's client ends

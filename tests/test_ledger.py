@@ -14,6 +14,7 @@ import ckptfmt
 from ckptfmt.__main__ import main
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.cli.goodput_table import simulate_line
+from ckptfmt.cli.waste import seconds_text
 from ckptfmt.commit.waiting import list_held
 from ckptfmt.documents.ledger import LedgerEntry
 from ckptfmt.saver.ledger_writer import put_entry
@@ -230,6 +231,13 @@ def test_the_saver_says_when_a_killed_trainer_was_gone(tmp_path: pathlib.Path, c
     text = capsys.readouterr().out
     assert "training that was thrown away" in text
     assert simulate_line(found) in text
+    page = tmp_path.with_suffix(".html")
+    assert main(["report", str(tmp_path), "--html", str(page), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["durations"] == {"training_s": found.costs.lost_s, "commit_s": found.costs.commit_s}
+    assert found.costs.commit_s is not None
+    assert seconds_text(found.costs.commit_s) in page.read_text("utf-8")
+    assert "not recorded" not in page.read_text("utf-8")
 
 
 def wait_for_end(store: Any) -> LedgerEntry:

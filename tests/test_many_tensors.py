@@ -57,14 +57,15 @@ def _contents(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[
 
 
 @pytest.mark.slow
-def test_a_state_of_thirty_thousand_tensors_is_resumed_bit_for_bit(tmp_path):
-    """A mixture of experts has so many, and more: saved twice by a process beside the training, the second time by
+@pytest.mark.parametrize("count", [3000, pytest.param(30_000, marks=pytest.mark.exhaustive)])
+def test_a_state_of_thousands_of_tensors_is_resumed_bit_for_bit(tmp_path, count):
+    """A mixture of experts has 30,000, and more: saved twice by a process beside the training, the second time by
     way of what the guard had learned of each of them."""
-    model, optimizer = _training(30_000, seed=1)
+    model, optimizer = _training(count, seed=1)
     with ckptfmt.Checkpointer(tmp_path, ckptfmt.State(weights=model, optimizer=optimizer), every=1) as checkpointer:
         for _ in checkpointer.steps(2):
             _step(model, optimizer)
-    live = _training(30_000, seed=2)
+    live = _training(count, seed=2)
     assert _contents(*live) != _contents(model, optimizer)
     with ckptfmt.Checkpointer(tmp_path, ckptfmt.State(weights=live[0], optimizer=live[1])) as checkpointer:
         assert checkpointer.step == 2

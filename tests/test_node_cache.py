@@ -512,11 +512,12 @@ def killed(*options: str, kills: int, seed: int, writers: int) -> dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("writers", "every"), [(1, 1), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("writers", "every"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.exhaustive), (2, 3)])
 def test_kills_at_random_moments_lose_nothing_that_was_written(writers: int, every: int) -> None:
     """REQ-RUN-036: trainer, saver and uploader die at once; the processes have other numbers each time."""
     report = killed("--every", str(every), kills=20, seed=20261123, writers=writers)
-    assert (report["staying_count"] >= 1) == (every > 1)
+    # Where saves are uploaded now and then, `close` brings the last one home, too, unless a kill comes before it.
+    assert not report["staying_count"] or every > 1
     assert report["lost"] == []
     assert report["finished_count"] >= 1, "no launch finished anything"
 
@@ -528,8 +529,14 @@ def test_kills_lose_what_was_written_where_caches_go() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saver", ["thread", "process"])
-@pytest.mark.parametrize("kills", [8, pytest.param(250, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("saver", "kills"),
+    [
+        ("process", 8),
+        pytest.param("thread", 250, marks=pytest.mark.exhaustive),
+        pytest.param("process", 250, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_kills_lose_nothing_that_was_on_its_way_to_a_bucket(saver: str, kills: int) -> None:
     """REQ-RUN-036: savers that are processes die alone, then their trainer; and in the end nothing is left over."""
     writers = 2 if saver == "thread" else 1

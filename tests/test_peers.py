@@ -8,8 +8,6 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +32,7 @@ from ckptfmt.trainer import saves
 from ckptfmt.trainer.peers import PeerOptions, Replicas
 from tests.builders import error_of
 from tests.explorer.telling import tell
-from tests.resharding.launch import _meeting
+from tests.resharding.launch import _meeting, fork
 from tests.saver.test_saver import WAIT_S
 from tests.store.helpers import ROOT
 from tests.stores.hooked import HookedStore, Operation
@@ -527,26 +525,28 @@ def test_one_node_alone_is_refused_at_the_launch(tmp_path: pathlib.Path) -> None
 
 
 class Processes:
-    """The processes of one start of `tests.peer_training`."""
+    """The processes of one start of `tests.peer_training`: forks of one that has imported torch."""
 
     def __init__(self, scene: str, meeting: dict[str, str], **options: Any) -> None:
         self.out = pathlib.Path(options["out"])
         self.out.mkdir()
         self.codes: list[int] = []
         count = len(options["caches"])
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count), **meeting}
+        plain = json.loads(json.dumps(options, default=str))
+        from tests import peer_training  # noqa: PLC0415 - it imports what the other tests here don't need
+
         self._running = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.peer_training", scene, json.dumps(options, default=str)],
-                cwd=ROOT,
-                env={
-                    **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": str(rank),
-                    "WORLD_SIZE": str(count), **meeting,
-                },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
+            fork(peer_training.main, {**variables, "RANK": str(rank)}, str(self._output(rank)), scene, plain)
             for rank in range(count)
-        ]  # fmt: skip
+        ]
+
+    def _output(self, rank: int) -> pathlib.Path:
+        return self.out / f"output-{rank}"
+
+    def _printed(self) -> list[str]:
+        outputs = [self._output(rank) for rank in range(len(self._running))]
+        return [output.read_text(errors="replace")[-3000:] if output.exists() else "" for output in outputs]
 
     def told(self, name: str, rank: int) -> Any:
         """Return what a process tells under a name, once it does."""
@@ -554,7 +554,7 @@ class Processes:
         for _ in poll(PATIENCE_S):
             if path.exists():
                 return json.loads(path.read_text())
-            if self._running[rank].poll() not in (None, 0):
+            if self._running[rank].exitcode not in (None, 0):
                 break
         raise AssertionError(f"process {rank} said nothing: {self.end()}")
 
@@ -562,19 +562,18 @@ class Processes:
         """Kill what is left, and return what all of them printed."""
         for process in self._running:
             process.kill()
-        return [process.communicate()[0].decode(errors="replace")[-3000:] for process in self._running]
+            process.join()
+        return self._printed()
 
     def wait(self) -> list[int]:
         """Wait until all have ended."""
-        printed = []
-        try:
-            printed = [process.communicate(timeout=PATIENCE_S)[0].decode(errors="replace") for process in self._running]
-        finally:
-            if not printed:
-                tell("\n".join(self.end()))
-        codes = [process.returncode for process in self._running]
+        for process in self._running:
+            process.join(PATIENCE_S)
+        codes = [process.exitcode for process in self._running]
+        if None in codes:
+            raise AssertionError(f"not over in {PATIENCE_S:g} s: {codes} {self.end()}")
         if any(code > 0 for code in codes):
-            tell("\n".join(printed))
+            tell("\n".join(self._printed()))
         return codes
 
 
@@ -619,18 +618,21 @@ def states(running: Processes, kind: str) -> dict[int, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_run_goes_on_from_what_a_lost_node_had_replicated(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("cases", [[(1, 5)], pytest.param([(1, 5), (0, 3)], marks=pytest.mark.exhaustive)])
+def test_a_run_goes_on_from_what_a_lost_node_had_replicated(
+    tmp_path: pathlib.Path, cases: list[tuple[int, int]]
+) -> None:
     """REQ-RUN-036, REQ-RUN-039: four processes on two nodes; one node and its cache are gone for good in mid-run.
 
     The other node goes on alone, bit for bit as the undisturbed run does. Without replicas it goes on from an older
-    step: the control.
+    step: the control. The test of threads, above, has that too.
     """
     undisturbed = train("go_on", tmp_path / "undisturbed", name="one", nodes="aabb", peers=0)
     assert undisturbed.codes == [0] * 4
     expected = states(undisturbed, "state")
     assert sorted(expected) == list(range(1, 9))
     assert len(set(expected.values())) == 8
-    for peers, step in ((1, 5), (0, 3)):
+    for peers, step in cases:
         path = tmp_path / f"peers-{peers}"
         train("lose_a_node", path, name="one", nodes="aabb", peers=peers)
         shutil.rmtree(path / "cache-b")

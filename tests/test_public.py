@@ -110,7 +110,7 @@ def test_representations_say_what_it_is_in_a_line(tmp_path: Path) -> None:
         assert repr(checkpoint.weights) == "TensorView(weights: 1 names)"
     assert repr(ckptfmt.validate(path)).startswith(f"Report({path!r}, checkpoint, nbytes=")
     report = ckptfmt.load(path, state)
-    assert repr(report) == "LoadReport(step=2, claim='S0', lowered by 1: optimizer wasn't saved: not given to State)"
+    assert repr(report) == "LoadReport(step=2, claim='S0'; not in State: optimizer)"
 
 
 PROGRAM = """

@@ -56,14 +56,20 @@ def test_without_a_cursor_only_bytes_are_claimed():
     report = load(whole(data=None), saved)
 
     assert report.claim == "S0"
-    assert report.lowered_by == ("data isn't loaded",)
+    assert report.lowered_by == ("not in State: data",)
 
 
 def test_a_field_that_was_not_saved_lowers_the_claim():
     report = load(State(weights=torch.nn.Linear(2, 2)), save(State(weights=torch.nn.Linear(2, 2))))
 
     assert report.claim == "S0"
-    assert any(line.startswith("data wasn't saved: not given") for line in report.lowered_by)
+    assert report.lowered_by == ("not in State: optimizer, data, config",)
+
+
+def test_a_field_that_is_here_and_was_not_saved_is_told_with_its_reason():
+    report = load(whole(config={"a": 1}), save(whole(config=None, absent={"config": "secret"})))
+
+    assert report.lowered_by[0] == "config wasn't saved: secret"
 
 
 def test_configuration_is_compared_and_never_loaded():
@@ -102,7 +108,9 @@ def test_a_field_that_is_not_asked_for_is_left_alone():
 
     report = load(State(weights=net), saved)
 
-    assert "optimizer isn't loaded" in report.lowered_by
+    assert "not in State: optimizer, data, config" in report.lowered_by
+    assert "claim='S0'; not in State: optimizer, data, config" in repr(report)
+    assert "lowered" not in repr(report)
 
 
 def stage(worker, *, lr=0.1):

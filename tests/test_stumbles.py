@@ -80,7 +80,7 @@ def test_path_and_state_in_the_wrong_order() -> None:
     )
     for call in calls:
         text = told(call)
-        assert "is wanted Remedy: Give the path first, then the State." in text
+        assert "is wanted. Remedy: Give the path first, then the State." in text
         assert "a str where a ckptfmt.State" in text or "a State where a path, a URL or a store" in text
 
 
@@ -199,18 +199,48 @@ def test_another_width_is_told_with_what_decides_it(saved: Any, here: Any, remed
 
 def test_the_traceback_of_a_mistake_is_short(tmp_path: Path) -> None:
     """The caller's line, and few of ckptfmt's; no second error below, unless an object of the caller raised it."""
-    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(3)}), step=1)
+    state, other = (ckptfmt.State(weights={"a": torch.zeros(number)}) for number in (3, 4))
+    ckptfmt.save(tmp_path / "x", state, step=1)
+
+    def train(given: ckptfmt.State, **options: Any) -> None:
+        with ckptfmt.Checkpointer(tmp_path / "run", given, saver="inline", **options) as checkpointer:
+            checkpointer.save(step=checkpointer.step + 1)
+
+    train(state)
     calls = {
-        "shape": lambda: ckptfmt.load(tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(4)})),
-        "nowhere": lambda: ckptfmt.load(tmp_path / "y"),
+        "load of another shape": lambda: ckptfmt.load(tmp_path / "x", other),
+        "load from nowhere": lambda: ckptfmt.load(tmp_path / "y"),
+        "save over": lambda: ckptfmt.save(tmp_path / "x", state, step=1),
+        "save of an object": lambda: ckptfmt.save(tmp_path / "y", ckptfmt.State(data=object()), step=1),
+        "save of no step": lambda: ckptfmt.save(tmp_path / "y", state, step=-1),
+        "Checkpointer's every": lambda: train(state, every="5 lightyears"),
+        "Checkpointer's keep": lambda: train(state, keep=0),
+        "resume of another shape": lambda: train(other),
+        "resume from nowhere": lambda: train(state, resume="step-00000009-l0001"),
+        "RNG streams": lambda: train(state),
+        "deletion": lambda: ckptfmt.Run(tmp_path / "run").delete(1),
     }
     for name, call in calls.items():
         with pytest.raises(CkptError) as caught:
             call()
         error = caught.value
-        assert len(traceback.extract_tb(error.__traceback__)) <= 6, name
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        assert len(frames) <= 8, name
         assert error.__cause__ is None, name
         assert error.__suppress_context__ or error.__context__ is None, name
+
+
+def test_a_run_begins_from_nowhere_with_the_words_of_a_load(tmp_path: Path) -> None:
+    """`Checkpointer(..., init_from="importd")`, and `init_from=` a directory of another format."""
+    (tmp_path / "imported").mkdir()
+    safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "imported" / "model.safetensors")
+    state = ckptfmt.State(weights={"w": torch.zeros(3)})
+    for name, words in (("importd", "Did you mean"), ("imported", "imported --to ckptfmt")):
+        path = str(tmp_path / name)
+        run = ckptfmt.Checkpointer(tmp_path / "run", state, init_from=path, saver="inline")
+        text = told(run.restore)
+        assert text == told(ckptfmt.load, path, state)
+        assert words in text
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
@@ -494,10 +524,19 @@ def test_a_document_of_a_checkpoint_leads_to_its_directory(tmp_path: Path) -> No
 def test_a_report_says_that_there_is_more_to_read(tmp_path: Path) -> None:
     """`print(report)`, lowered by two: one is shown, and where the other is."""
     weights = {"a": torch.zeros(2)}
-    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=weights), step=1)
-    report: Any = ckptfmt.load(tmp_path / "x", ckptfmt.State(weights=weights))
-    assert len(report.lowered_by) > 1
-    assert f"; and {len(report.lowered_by) - 1} more in lowered_by)" in str(report)
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=weights, config={"a": 1, "b": 1}), step=1)
+    report: Any = ckptfmt.load(tmp_path / "x", ckptfmt.State(weights=weights, config={"a": 2, "b": 2}))
+    assert "; lowered by 2: config:a: saved 1, here 2; and 1 more in lowered_by)" in str(report)
+
+
+def test_a_load_of_weights_alone_says_what_it_was_not_asked_for(tmp_path: Path) -> None:
+    """`print(load("x", State(weights=model)))`: nothing is "lowered", since nothing differs."""
+    state = ckptfmt.State(weights={"a": torch.zeros(2)}, data={"n": 1}, config={"a": 1})
+    ckptfmt.save(tmp_path / "x", state, step=1)
+    report: Any = ckptfmt.load(tmp_path / "x", ckptfmt.State(weights=state.weights))
+    assert repr(report) == "LoadReport(step=1, claim='S0'; not in State: optimizer, data, config)"
+    report = ckptfmt.load(tmp_path / "x", ckptfmt.State(weights=state.weights, data={"n": 2}), only="weights:*")
+    assert "left out by only=: 1 tensors and values" in repr(report)
 
 
 def test_a_read_only_file_system_is_no_matter_of_owner_and_mode() -> None:
@@ -515,3 +554,53 @@ def test_a_target_without_suffix_is_a_checkpoint(tmp_path: Path) -> None:
     ckptfmt.load(tmp_path / "imported", ckptfmt.State(weights=weights))
     assert torch.equal(weights["weight"], torch.ones(2))
     assert main(["convert", str(tmp_path / "imported"), str(tmp_path / "other")]) == 2
+
+
+# --- what the commands say --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_path(tmp_path: Path) -> str:
+    state = ckptfmt.State(weights={"a": torch.zeros(3)})
+    with ckptfmt.Checkpointer(tmp_path / "run", state, every=1, saver="inline") as checkpointer:
+        for _ in checkpointer.steps(2):
+            pass
+    return str(tmp_path / "run")
+
+
+def test_the_newest_checkpoint_is_not_deleted_and_the_way_out_is_told(run_path: str, capsys: Any) -> None:
+    """`ckptfmt rm RUN 2`: not to delete what needs it, since nothing can be."""
+    assert main(["rm", run_path, "2"]) == 2
+    text = capsys.readouterr().err
+    assert "CHECKPOINT_NEEDED at step-00000002-l0001: the run goes on from it" in text
+    assert "train on until the next save" in text
+    assert "resume='step-00000001-l0001'" in text
+    assert "To delete the whole run, delete its directory." in text
+
+
+def test_a_valid_checkpoint_that_is_no_delta_is_told_without_references(run_path: str, capsys: Any) -> None:
+    """`ckptfmt validate RUN`: no word of references and closure where there are none."""
+    assert main(["validate", run_path]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"valid  {run_path}: 2 checkpoints, ")
+    assert not re.search("reference|closure", text)
+
+
+def test_streams_that_nobody_seeded_alike_are_told_from_another_training(tmp_path: Path, capsys: Any) -> None:
+    """`ckptfmt diff calm killed`, where only the streams differ from which the training doesn't draw."""
+    for name, seed in (("calm", 1), ("killed", 2)):
+        stream = np.random.default_rng(seed)
+        state = ckptfmt.State(weights={"a": torch.zeros(3)}, rng={"own": stream})
+        ckptfmt.save(tmp_path / name, state, step=1)
+    paths = [str(tmp_path / name) for name in ("calm", "killed")]
+    assert main(["diff", *paths]) == 1
+    assert "Only RNG streams differ" in capsys.readouterr().out
+
+
+def test_what_was_deleted_is_named_where_it_is_asked_for(run_path: str, capsys: Any) -> None:
+    """`ckptfmt rm RUN 1` twice, and `pin`: not `CHECKPOINT_RETIRED at manifest.json`."""
+    assert main(["rm", run_path, "1"]) == 0
+    assert "`ckptfmt ls --all` lists it as retired" in capsys.readouterr().out
+    for command in ("rm", "pin"):
+        assert main([command, run_path, "1"]) == 2
+        assert "CHECKPOINT_RETIRED at step-00000001-l0001" in capsys.readouterr().err

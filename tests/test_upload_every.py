@@ -85,6 +85,67 @@ def test_without_a_cache_all_goes_home(options: dict[str, Any]) -> None:
     assert code_of(lambda: Checkpointer(MemoryStore(), **options)) == Code.ARGUMENT
 
 
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_close_brings_the_last_save_home(tmp_path: pathlib.Path) -> None:
+    """REQ-RUN-035: each process its own files, and none of an older save."""
+    home, gather = MemoryStore(), Allgather(2)
+    before: list[bool] = []
+
+    def body(writer: int) -> None:
+        cache = tmp_path / str(writer)
+        with Run(home, writer=writer, allgather=gather, cache=cache, upload_every=100) as run:
+            save_all(run, 1, 2, 3)
+            gather.of(writer)(b"")
+            before.append(bool(shards(home, 3)))
+            gather.of(writer)(b"")
+
+    assert run_writers(2, body) == [None, None]
+    assert before == [False, False]
+    assert is_whole(home, 3)
+    assert not shards(home, 2)
+    assert durabilities(home) == {1: "home", 2: "node", 3: "node"}
+    assert ckptfmt.validate(home).valid
+
+
+def test_a_training_that_ends_with_an_error_leaves_its_last_save_to_the_next_start(tmp_path: pathlib.Path) -> None:
+    home = MemoryStore()
+    run = Run(home, cache=tmp_path, upload_every=100)
+
+    def train() -> None:
+        with run.checkpointer:
+            save_all(run, 1, 2)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert not shards(home, 2)
+    with Run(home, cache=tmp_path, resume="auto") as again:
+        assert again.checkpointer.step == 2
+
+
+def test_what_cannot_be_brought_home_in_the_end_is_reported(tmp_path: pathlib.Path) -> None:
+    home = Outage()
+    run = Run(home, cache=tmp_path, upload_every=100)
+    save_all(run, 1, 2)
+    with home.down():
+        run.close()
+    (sentence,) = run.checkpointer.reports
+    assert sentence.startswith(f"CACHE_UNFINISHED: {checkpoint_name(2, 1)}")
+    assert not shards(home, 2)
+
+
+def test_the_deadline_of_close_holds_for_bringing_home(tmp_path: pathlib.Path) -> None:
+    home = MemoryStore()
+    with Run(home, cache=tmp_path, upload_every=100) as run:
+        save_all(run, 1)
+        run.save(2).wait_over(WAIT_S)
+        run.checkpointer._saves._bring_last_home(0.0)  # a moment long ago
+        assert "SAVE_PENDING" in run.checkpointer.reports[-1]
+        assert not shards(home, 2)
+
+
 # --- the next launch --------------------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,8 @@ def find_differences(saved: object, live: object) -> list[tuple[str, object, obj
 
     >>> find_differences({"a": 1, "b": [2, 3]}, {"a": 1, "b": [2, 4], "c": 5})
     [('b/1', 3, 4), ('c', '<absent>', 5)]
+    >>> find_differences({}, {"a": 1})
+    [('a', '<absent>', 1)]
     """
     left, right = dict(_flatten(saved, "")), dict(_flatten(live, ""))
     return [
@@ -77,7 +79,7 @@ def find_differences(saved: object, live: object) -> list[tuple[str, object, obj
 
 
 def _flatten(value: object, path: str) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and (value or not path):
         items: Any = value.items()
     elif isinstance(value, list | tuple) and value:
         items = enumerate(value)

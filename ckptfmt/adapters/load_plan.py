@@ -489,7 +489,8 @@ def _offer(renaming: str, problem: Problem) -> Problem:
     if problem.code not in _OF_NAMES or problem.where.partition(":")[0] not in ("weights", "optimizer"):
         return problem
     begin = (
-        f"If only the names differ, pass {renaming} to ckptfmt.load, or in init_from=InitFrom(path, ...) to a new run."
+        f"If only the names differ, pass {renaming} to ckptfmt.load. A run goes on under other names in another"
+        f" directory: Checkpointer(NEW, state, init_from=InitFrom(RUN, only=None, {renaming}))."
     )
     remedy = f"{begin} {problem.remedy or problem.code.remedy}"
     return dataclasses.replace(problem, remedy=remedy)

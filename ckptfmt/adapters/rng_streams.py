@@ -44,7 +44,7 @@ def capture_rng(generators: Mapping[str, object] | None = None, *, devices: Iter
 
     A resume goes on from where the saved streams stood. A trainer that draws random numbers between the end of a step
     and the save, and whose resume draws them again, such as for a batch that it fetches ahead, captures the streams
-    before it draws, and saves with ``state.rng = captured``. What a resume doesn't draw again is undone by
+    before it draws, and saves with ``state.rng = captured``. Numbers that a resume doesn't draw again are undone by
     `CapturedRng.put_back`.
 
     Args:

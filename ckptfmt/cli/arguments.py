@@ -73,6 +73,11 @@ def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
+#: The fields of a checkpoint, where something is given by its field. As `ckptfmt.documents.manifest.FIELDS`, whose
+#: import takes longer than a help text may.
+_FIELDS: Final = "weights, optimizer (with extra), rng, data, config, topology or provenance"
+
+
 def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", nargs="?", help="directory of a checkpoint or of a run")
     _add_bases(parser)
@@ -98,7 +103,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         const="*",
         help="list each tensor, or those whose name matches",
     )
-    parser.add_argument("--field", metavar="FIELD", help="show only this one of the seven fields, and all of it")
+    parser.add_argument("--field", metavar="FIELD", help=f"show one field alone, and all of it: {_FIELDS}")
     parser.add_argument("--all", action="store_true", help="show everything, and not what fits a screen")
 
 
@@ -228,7 +233,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "third", metavar="C", nargs="?", help="with it A is a run, and B and C are names, digests or steps in it"
     )
-    parser.add_argument("--field", metavar="FIELD", help="compare only this one of the seven fields")
+    parser.add_argument("--field", metavar="FIELD", help=f"compare one field alone: {_FIELDS}")
     parser.add_argument("--verify", action="store_true", help="first read every byte of both, and name what is damaged")
     _add_bases(parser)
 

@@ -71,7 +71,7 @@ def _delete(arguments: argparse.Namespace, found: Run) -> int:
         done = "would be deleted" if arguments.dry_run else "deleted"
         for name in named:
             if name in gone:
-                console.line((done, "green bold"), f"  {clean(name)}: its name stays taken, and says so")
+                console.line((done, "green bold"), f"  {clean(name)}: `ckptfmt ls --all` lists it as retired")
         print_errors(console, refused.values(), "red bold")
     return 2 if refused else 0
 

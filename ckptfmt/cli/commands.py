@@ -14,12 +14,12 @@ PROGRAM: Final = "ckptfmt"
 GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "look": {
         "ls": ("the checkpoints of a run; the runs and checkpoints of a directory", "listing"),
-        "inspect": ("what is in a checkpoint, or in a run", "inspect"),
+        "inspect": ("the contents of a checkpoint, or of a run and its newest checkpoint", "inspect"),
         "log": ("the checkpoints of a run and their lineage, newest first", "log"),
-        "goodput": ("where the time of a run went, over all launches", "goodput_table"),
+        "goodput": ("the time of a run, over all launches: training, saves, work that was lost", "goodput_table"),
         "report": ("a picture of a run, as one page of HTML", "run_report"),
-        "diff": ("which tensors and values of two checkpoints differ, and by how much", "diff"),
-        "du": ("what takes how much space in a run or checkpoint", "listing"),
+        "diff": ("the tensors and values in which two checkpoints differ, and by how much", "diff"),
+        "du": ("the space that each part of a run or checkpoint takes", "listing"),
     },
     "check": {
         "validate": ("check every byte of a checkpoint or of a run", "validate"),
@@ -27,7 +27,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
             "rewrite what is damaged in a run or checkpoint from its copies, and say what can't be mended",
             "copies",
         ),
-        "doctor": ("will this machine and this place do: versions, memory, what the store promises", "doctor"),
+        "doctor": ("whether this machine and this place will do: versions, memory, promises of the store", "doctor"),
     },
     "keep and delete": {
         "pin": ("keep a checkpoint of a run, whatever retention says", "change"),
@@ -35,7 +35,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
         "tag": ("give a checkpoint tags, or metrics that were known only after its save", "change"),
         "untag": ("take tags of a checkpoint away", "change"),
         "rm": ("delete a checkpoint of a run, unless something needs it", "change"),
-        "gc": ("delete what retention lets go, and what killed saves left; --dry-run says it", "garbage"),
+        "gc": ("delete old checkpoints (--keep N), and files that killed saves left; --dry-run says which", "garbage"),
     },
     "copy and convert": {
         "mirror": ("copy a run to another place, every byte compared with its digest", "copies"),

@@ -17,6 +17,7 @@ from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launches
 from ckptfmt.run.mirror import MirrorReport, follow_run
 from ckptfmt.run.scrub import ScrubReport, scrub_checkpoint
+from ckptfmt.run.survey import iter_beside
 from ckptfmt.store import open_store
 
 
@@ -178,6 +179,8 @@ def _scrub(arguments: argparse.Namespace) -> int:
     console.line(verdict, f"  {clean(arguments.path)}: {what}{damaged}, {read}")
     if not report.whole:
         _print_outlook(console, arguments, report, is_run=is_run)
+    elif is_run:
+        _print_beside(console, arguments.path)
     return 0 if report.whole else 1
 
 
@@ -194,6 +197,18 @@ def _print_outlook(console: Console, arguments: argparse.Namespace, report: Scru
         console.line(("  Another copy can mend it: --with DEST.", "dim"))
     elif arguments.dry_run:
         console.line(("  Nothing was changed: `ckptfmt repair` without --dry-run rewrites what can be.", "dim"))
+
+
+def _print_beside(console: Console, path: str) -> None:
+    """Print which newer checkpoints the run doesn't go on from, such as those that a launch met before their repair."""
+    store = open_store(path, writable=False)
+    launches, entries = list_launches(store), list_checkpoints(store, with_labels=False)
+    head = next((entry for entry in iter_lineage(launches, entries) if entry.manifest is not None), None)
+    beside = [entry for entry, _ in iter_beside(launches, entries) if not entry.is_suspect]
+    newer = [entry.name for entry in beside if head is not None and entry.step > head.step]
+    if head is not None and newer:
+        told = f"  The next launch goes on from {head.name}. Newer, and beside the lineage: {', '.join(newer[:8])};"
+        console.line((f"{told} to go on from one of these, begin one launch with resume= and its name.", "yellow"))
 
 
 def _find_sound_head(path: str, report: ScrubReport) -> str | None:

@@ -31,6 +31,7 @@ from ckptfmt.cli.views import dump_view, value_text
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.read.comparison import Change, Comparison, TensorDifference, ValueDifference, compare
 from ckptfmt.read.reader import Checkpoint
+from ckptfmt.state import place_of
 
 #: How many lines are shown of each kind; ``--json`` has them all.
 _SHOWN: Final = 60
@@ -136,6 +137,13 @@ def _side(only_in: int | None) -> str | None:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
+#: What a difference of RNG streams alone means, which two runs have that nobody seeded alike.
+_ONLY_RNG: Final = (
+    "Only RNG streams differ: the programs seeded them otherwise, or not at all, or drew from them otherwise. Streams"
+    " from which the training doesn't draw don't matter."
+)
+
+
 def _print_text(
     paths: tuple[str, str], sides: tuple[Checkpoint, Checkpoint], found: Comparison, elapsed_s: float
 ) -> None:
@@ -154,6 +162,8 @@ def _print_text(
         console.line((f"  ... and {count_text(rest, 'difference')} more: --json shows all", "dim"))
     if not found.is_same:
         console.line()
+        if not found.tensors and {value.field for value in found.values} == {"rng"}:
+            console.line((_ONLY_RNG, "yellow"))
     steps = " and ".join(f"{clean(path)} (step {side.step})" for path, side in zip(paths, sides, strict=True))
     same = "the same" if found.is_verified else "the same by digest"
     verdict: Cell = (same, "green bold") if found.is_same else ("different", "yellow bold")
@@ -230,7 +240,8 @@ def _shown(value: object) -> str:
 def _value_rows(sides: tuple[Checkpoint, Checkpoint], value: ValueDifference) -> list[list[Cell | str]]:
     """Return rows of a plain value: what it was and what it is, wherever it differs."""
     scope = f" ({value.scope})" if value.scope != "global" else ""
-    title: list[Cell | str] = [(value.field, "dim"), (f"{clean(value.name)}{scope}", "bold")]
+    field, _, name = place_of(value.field, value.name).partition(":")
+    title: list[Cell | str] = [(field, "dim"), (f"{clean(name)}{scope}", "bold")]
     changes = _list_changes(sides, value)
     if not changes:
         where = f"only in {'AB'[value.only_in]}" if value.only_in is not None else f"at {clean(value.place)}"

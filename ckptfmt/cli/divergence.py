@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from ckptfmt.cli.console import clean, shorten
+from ckptfmt.cli.console import clean, count_text, shorten
 from ckptfmt.cli.log import read_history
 from ckptfmt.cli.places import Place
 from ckptfmt.documents.manifest import FIELDS
@@ -137,6 +137,20 @@ def find_divergence(place: Place, other: Place) -> Divergence:
         more_count=max(0, len(names) - _ROWS),
         problems=tuple(problems),
     )
+
+
+def divergence_text(found: Divergence) -> str:
+    """Return in a sentence from which step on two runs differ, if they do."""
+    shared = f"{count_text(found.shared_count, 'step')} in common with {found.other}"
+    if not found.steps:
+        same_count = found.compared_count - len(found.problems)
+        same = f"weights, optimizer, RNG streams and data are the same at {same_count}"
+        return f"{shared}: {same if same_count else 'none compared'}."
+    first = found.steps[0]
+    before = "at none before" if found.last_same_step is None else f"the same up to step {found.last_same_step}"
+    fields = {one.field for one in found.names} if not found.more_count else set()
+    only = " Only RNG streams differ." if fields == {"rng"} else ""
+    return f"{shared}: {before}, and different from step {first.step} on ({' and '.join(first.names)}).{only}"
 
 
 def _by_step(place: Place) -> Mapping[int, RunEntry]:

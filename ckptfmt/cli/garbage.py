@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from ckptfmt.cli.console import Console, Progress, bytes_text, clean, count_text, print_json
+from ckptfmt.cli.console import Cell, Console, Progress, bytes_text, clean, count_text, print_json
 from ckptfmt.cli.listing import directory_nbytes
 from ckptfmt.cli.places import open_run_place
 from ckptfmt.errors import CkptError, Code, err
@@ -167,8 +167,10 @@ def _freed_nbytes(items: list[_Item]) -> int:
 def _print_text(arguments: argparse.Namespace, survey: Survey, items: list[_Item]) -> None:
     console = Console()
     tense = 1 if arguments.dry_run else 0
+    header: list[Cell | str] = [(text, "dim") for text in ("", "checkpoint", "files", "")]
     console.table(
-        [
+        [header] * bool(items)
+        + [
             [
                 (_DONE[item.what][tense], _DONE[item.what][2])
                 if item.what in _DONE
@@ -190,7 +192,7 @@ def _print_text(arguments: argparse.Namespace, survey: Survey, items: list[_Item
     stays = count_text(len(items) - len(done), "other directory", "other directories")
     console.line(
         (verb, "green bold"),
-        f"  {bytes_text(_freed_nbytes(items))} in {count_text(len(done), 'directory', 'directories')}",
+        f"  {bytes_text(_freed_nbytes(items))} of files in {count_text(len(done), 'directory', 'directories')}",
         f"; {stays} to look at" if len(items) > len(done) else "",
     )
     if survey.problem:

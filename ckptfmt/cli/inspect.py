@@ -489,7 +489,8 @@ def _cursor_text(tree: dict[Any, Any]) -> str:
     if cursor.mixture is None:
         # Where something is left out or shifted, an epoch has other positions than samples.
         is_plain = cursor.plan.tail == "carry" and not cursor.skips
-        return f"{steps}epoch {commit.epoch}, {commit.pos_in_epoch}" + (f" of {source.n}" if is_plain else left_out)
+        position = f"epoch {commit.epoch} (from 0), position {commit.pos_in_epoch}"
+        return f"{steps}{position}" + (f" of {source.n}" if is_plain else left_out)
     return steps + ", ".join(f"{one.pos} of {clean(one.id)}" for one in cursor.sources) + left_out
 
 

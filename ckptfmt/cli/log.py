@@ -242,6 +242,7 @@ def _field_members(manifest: Manifest) -> dict[str, dict[str, int]]:
 
 def _print_checked(console: Console) -> None:
     console.line()
+    console.line(("* on the lineage, o beside it, x uncommitted, - retired", "dim"))
     console.line(("Only registers were read: validate checks the bytes.", "dim"))
 
 

@@ -137,6 +137,9 @@ def open_checkpoint_place(path: str) -> Place:
 
 def check_field(field: str | None) -> None:
     """Refuse a name that isn't that of a field. Raises: StateError(ARGUMENT)."""
+    if field == "extra":
+        remedy = "Values of State(extra=...) are in the field optimizer, with extra/ before their names."
+        raise err(Code.ARGUMENT, "there is no field 'extra'", where="--field", remedy=remedy)
     if field is not None and field not in FIELDS:
         near = suggest(field, FIELDS)
         remedy = f"Did you mean {near}?" if near else f"One of {', '.join(FIELDS)}."

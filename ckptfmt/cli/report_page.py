@@ -26,8 +26,10 @@ from ckptfmt.cli.charts import (
     text_of,
 )
 from ckptfmt.cli.console import bytes_text, count_text, share_text, shorten, time_text
+from ckptfmt.cli.divergence import divergence_text
 from ckptfmt.cli.goodput_table import time_rows
-from ckptfmt.cli.run_picture import NOT_RECORDED, NewestFacts, RunPicture, SaveFacts, WriterFacts
+from ckptfmt.cli.run_picture import NewestFacts, RunPicture, SaveFacts, WriterFacts, durations_of
+from ckptfmt.cli.waste import seconds_text
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import FIELDS
 
@@ -218,19 +220,11 @@ def _divergence(picture: RunPicture) -> Iterator[str]:
     if found is None:
         return
     yield '<h2 id="divergence">Divergence</h2>\n'
-    shared = f"{count_text(found.shared_count, 'step')} in common with {found.other}"
     for problem in found.problems[:_MARKED_ROWS]:
         yield _paragraph(shorten(str(problem), 500), "bad")
+    yield _paragraph(divergence_text(found))
     if not found.steps:
-        same_count = found.compared_count - len(found.problems)
-        text = (
-            f"weights, optimizer, RNG streams and data are the same at {same_count}" if same_count else "none compared"
-        )
-        yield _paragraph(f"{shared}: {text}.")
         return
-    first = found.steps[0]
-    before = "at none before" if found.last_same_step is None else f"the same up to step {found.last_same_step}"
-    yield _paragraph(f"{shared}: {before}, and different from step {first.step} on ({' and '.join(first.names)}).")
     yield _keys(
         ('<rect x="2" y="2" width="12" height="12" class="same"/>', "the same"),
         *(
@@ -387,7 +381,11 @@ def _goodput(picture: RunPicture) -> Iterator[str]:
 
 def _durations(picture: RunPicture) -> Iterator[str]:
     yield '<h2 id="times">Times</h2>\n'
-    yield from _table(("duration of", ""), [(name, "not recorded") for name in NOT_RECORDED])
+    names = ("training that it cost: while it was staged, and beside it", "from its begin to its commit")
+    told = ["not recorded" if one is None else seconds_text(one) for one in durations_of(picture)]
+    yield from _table(("a save, on average", ""), zip(names, told, strict=True))
+    if "not recorded" in told:
+        yield _paragraph("Checkpointer(..., ledger=True) records how long saves take.", "note")
     timed = [save for save in picture.committed if save.saved_unix_s is not None]
     between_s = [
         (later.saved_unix_s or 0) - (earlier.saved_unix_s or 0)

@@ -29,9 +29,6 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import RunEntry
 from ckptfmt.run.spent_time import read_goodput
 
-#: Durations of a save that no document of the format has.
-NOT_RECORDED: Final = ("staging", "writing", "committing")
-
 #: At most so many cells has a tree map, and so many a group of it; smaller tensors share a cell.
 _CELLS: Final = 300
 _CELLS_OF_GROUP: Final = 48
@@ -494,6 +491,14 @@ def _short_name(name: str) -> str:
     return shorten(clean(name), _NAME_LENGTH)
 
 
+def durations_of(picture: RunPicture) -> tuple[float | None, float | None]:
+    """Return how much training a save cost, and how long it took from its begin to its commit, on average in seconds.
+
+    The ledger of a run has them; None where there is none.
+    """
+    return (None, None) if picture.goodput is None else (picture.goodput.costs.lost_s, picture.goodput.costs.commit_s)
+
+
 def picture_members(picture: RunPicture) -> dict[str, object]:
     """Return a picture for JSON, with what no record has as null."""
     members = {
@@ -504,7 +509,7 @@ def picture_members(picture: RunPicture) -> dict[str, object]:
         "checked": "registers",
         **{name: _plain(member) for name, member in members.items()},
         "goodput": None if picture.goodput is None else picture.goodput.as_json(),
-        "durations": dict.fromkeys(NOT_RECORDED),
+        "durations": dict(zip(("training_s", "commit_s"), durations_of(picture), strict=True)),
         "problems": [problem.as_json() for problem in picture.problems],
     }
 

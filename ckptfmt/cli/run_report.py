@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
+from collections import Counter
 from pathlib import Path
 
 from ckptfmt.cli.console import Console, bytes_text, clean, count_text, print_json
-from ckptfmt.cli.divergence import find_divergence
+from ckptfmt.cli.divergence import divergence_text, find_divergence
 from ckptfmt.cli.places import open_run_place
 from ckptfmt.cli.run_picture import picture_members, read_picture
 from ckptfmt.errors import Code, err, remedy_of
@@ -40,8 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
                 code, error.strerror or str(error), where=arguments.html, remedy=remedy_of(error) or remedy
             ) from error
         if not arguments.json:
-            saves = count_text(len(picture.saves), "checkpoint")
-            Console().line((clean(arguments.html), "bold"), f"  {saves}, {bytes_text(len(content))}")
+            states = Counter(save.state for save in picture.saves)
+            counted = ", ".join(f"{count} {state}" for state, count in states.most_common())
+            saves = f"{count_text(len(picture.saves), 'checkpoint')}{f' ({counted})' if counted else ''}"
+            Console().line((clean(arguments.html), "bold"), f"  {saves}, page of {bytes_text(len(content))}")
+            if picture.divergence is not None:
+                Console().line(clean(divergence_text(picture.divergence)))
     if arguments.json:
         print_json(picture_members(picture))
     unread = picture.divergence is not None and picture.divergence.problems

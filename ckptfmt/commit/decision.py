@@ -594,7 +594,7 @@ def _delete_all_but_register(store: Store) -> None:
             store.delete(path)
 
     call_each(store, delete, [path for path in store.list("") if path != MANIFEST_NAME])
-    for prefix in ("", "parts"):
+    for prefix in () if store.holds_expire else ("", "parts"):  # leases are in the run's own directory alone
         store.delete_leftovers(prefix)
     store.remove_directory("parts")
     store.sync("")

@@ -170,12 +170,12 @@ class Sampler:
 
     @property
     def steps_done(self) -> int:
-        """How many steps are done, over the whole run."""
+        """The number of steps that are done, over the whole run."""
         return self._progress.steps_done
 
     @property
     def position(self) -> int:
-        """How many positions the steps that are done have consumed, over all workers and the whole run.
+        """The number of positions that the steps done have consumed, over all workers and the whole run.
 
         They are as many samples, unless some were skipped or filled up a batch.
         """
@@ -311,8 +311,8 @@ class Sampler:
     ) -> None:
         """Leave something out, from a position on that no step has consumed. Each worker says the same.
 
-        Iterators that have fetched beyond that position are refused from now on: call iter() on the loader again. What
-        was skipped stays so, and is part of the cursor; to skip it again changes nothing.
+        Iterators that have fetched beyond that position are refused from now on: call iter() on the loader again. A
+        skip lasts, and is part of the cursor; to skip the same again changes nothing.
 
         Args:
             samples: numbers of samples of the source;

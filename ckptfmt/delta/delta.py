@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -30,7 +30,8 @@ from ckptfmt.documents.part import PACK_HEADER, Part, PartFile
 from ckptfmt.documents.tables import block_count
 from ckptfmt.errors import Code, err
 from ckptfmt.features import ENCODINGS, NEEDS_BASE, PLAIN
-from ckptfmt.read.streaming import WAITING, iter_ahead, iter_batches, make_memory
+from ckptfmt.read.streaming import WAITING, iter_ahead, iter_batches
+from ckptfmt.store.direct import in_pages
 from ckptfmt.store.protocol import Buffer, SizedChunks, Store
 from ckptfmt.write.image import Image
 from ckptfmt.write.slot_contents import Snapped
@@ -44,10 +45,6 @@ _BATCH_COUNT: Final = 256
 _SAME_SHARE: Final = 4
 #: How many batches are begun or wait for the store at least: what is behind them goes on while a slow one takes them.
 _AHEAD_COUNT: Final = 24
-#: How many bytes are handed to the store at first, and how many at once at most: it shall have something to do early,
-#: and few requests. All are such as a file takes past the page cache.
-_FIRST_NBYTES: Final = 1 << 20
-_CHUNK_NBYTES: Final = 4 << 20
 
 
 class Delta:
@@ -179,7 +176,7 @@ class Delta:
         most_nbytes = len(PACK_HEADER) + sum(map(self._nbytes_of, blocks))
 
         def chunks() -> SizedChunks:
-            return SizedChunks(_iter_chunks(pieces()), None, most_nbytes=most_nbytes)
+            return SizedChunks(in_pages(pieces()), None, most_nbytes=most_nbytes)
 
         create_once(store, name, chunks, nbytes=nbytes)
         return [
@@ -338,24 +335,6 @@ class Delta:
 
     def _range_of(self, number: int) -> range:
         return range(self._first[number + 1] - self._first[number])
-
-
-def _iter_chunks(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
-    """Yield bytes in chunks such as a file takes past the page cache: of whole pages, from the begin of one on."""
-    memory, filled_nbytes = make_memory(_FIRST_NBYTES), 0
-    for piece in pieces:
-        rest = memoryview(piece).cast("B")
-        while rest:
-            taken_nbytes = min(len(rest), len(memory) - filled_nbytes)
-            memory[filled_nbytes : filled_nbytes + taken_nbytes] = rest[:taken_nbytes]
-            filled_nbytes += taken_nbytes
-            rest = rest[taken_nbytes:]
-            if filled_nbytes == len(memory):
-                yield memory
-                # The store may still be writing it.
-                memory, filled_nbytes = make_memory(min(2 * len(memory), _CHUNK_NBYTES)), 0
-    if filled_nbytes:
-        yield memory[:filled_nbytes]
 
 
 def _stored_of(blocks: NDArray[Any]) -> StoredBlocks:

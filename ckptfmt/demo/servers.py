@@ -257,6 +257,9 @@ mon_data = {place}/mon
 osd_data = {place}/osd
 [client.rgw.x]
 rgw_frontends = beast endpoint=127.0.0.1:{self._port} tcp_nodelay=1
+rgw_gc_obj_min_wait = 1
+rgw_gc_processor_period = 1
+rgw_gc_processor_max_time = 60
 """
 
     def _call(self, *command: str | pathlib.Path) -> None:

@@ -90,7 +90,7 @@ def check_tiling(global_shape: tuple[int, ...], begin: Rows, box_shape: Rows, *,
     >>> check_tiling((4, 6), np.array([[0, 0], [0, 2]]), np.array([[4, 2], [4, 4]]), where="w")
     >>> check_tiling((4, 6), np.array([[0, 0], [0, 2]]), np.array([[4, 2], [3, 4]]), where="w")
     Traceback (most recent call last):
-    ckptfmt.errors.LayoutError: TILING_GAP at w: element (3, 2) is in no box of the 2 [REQ-IDX-004] Remedy: ...
+    ckptfmt.errors.LayoutError: TILING_GAP at w: element (3, 2) is in no box of the 2 [REQ-IDX-004]. Remedy: ...
     """
     check_bounds(global_shape, begin, box_shape, where=where)
     held = (box_shape > 0).all(axis=1)

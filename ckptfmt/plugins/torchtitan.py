@@ -3,18 +3,29 @@
     config.checkpoint = CkptfmtManager.Config(enable=True, interval=100, keep_latest_k=3)
 
 The run lies in ``<dump_folder>/<folder>``. Every save is a whole one, the last one too; an export to Hugging Face, a
-seed checkpoint and several model parts in one process are refused. A loader goes on at the number of data-parallel
-ranks that saved it.
+seed checkpoint and several model parts in one process are refused. Each data-parallel rank has a loader of its own:
+at another number of these ranks a load is refused, or, with ``exclude_from_loading=["dataloader"]``, the loaders begin
+anew.
+
+A training that TorchTitan's own manager has saved goes on in a run, in a folder of its own:
+
+    CkptfmtManager.Config(
+        enable=True, folder="run", initial_load_path="/outputs/checkpoint/step-500", initial_load_model_only=False
+    )
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+from torch.distributed.checkpoint import state_dict_loader
 from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.dataloader import ParallelAwareDataloader
 
 import ckptfmt
@@ -22,7 +33,10 @@ import ckptfmt
 __all__ = ["CkptfmtManager"]
 
 #: Fields of TorchTitan's configuration that mean something which isn't done here.
-_REFUSED = ("initial_load_in_hf", "last_save_in_hf", "create_seed_checkpoint", "exclude_from_loading")
+_REFUSED: Final = ("initial_load_in_hf", "last_save_in_hf", "create_seed_checkpoint")
+
+#: What TorchTitan's names of things that aren't to be loaded are called in a checkpoint.
+_EXCLUDED: Final = {"dataloader": "data:*", "lr_scheduler": "extra:lr_scheduler"}
 
 
 class CkptfmtManager(BaseCheckpointManager):
@@ -51,6 +65,7 @@ class CkptfmtManager(BaseCheckpointManager):
         if not self.enable:
             return
         refused = [name for name in _REFUSED if getattr(config, name)]
+        refused += [f"exclude_from_loading={[name]}" for name in config.exclude_from_loading if name not in _EXCLUDED]
         if refused or len(model_parts) > 1:
             what = ", ".join(refused) or "several model parts in one process"
             raise ValueError(f"CkptfmtManager doesn't take {what}")
@@ -59,9 +74,10 @@ class CkptfmtManager(BaseCheckpointManager):
         self._path = os.path.join(base_folder, config.folder)  # noqa: PTH118 - as TorchTitan does
         self._handle: Any = None
         self._run: ckptfmt.Checkpointer | None = None
+        #: By the names that TorchTitan's own manager saves them under.
+        self._theirs = {"optimizer": optimizers, "lr_scheduler": lr_schedulers, "dataloader": dataloader, **states}
         if isinstance(dataloader, ParallelAwareDataloader):
-            # Its own state_dict is a pickle of this one.
-            dataloader = super(ParallelAwareDataloader, dataloader)
+            dataloader = _Position(dataloader)
         self._state = ckptfmt.State(
             weights=model_parts[0],
             optimizer=list(optimizers),
@@ -71,15 +87,41 @@ class CkptfmtManager(BaseCheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         resume = "auto" if step == -1 else ckptfmt.Run(self._path).find(step).name
-        options: dict[str, Any] = {"keep": self._config.keep_latest_k or None, "resume": resume, **self._config.options}
+        override = [_EXCLUDED[name] for name in self._config.exclude_from_loading]
+        options: dict[str, Any] = {"keep": self._config.keep_latest_k or None, "resume": resume, "override": override}
+        options |= self._config.options
         self._run = ckptfmt.Checkpointer(self._path, self._state, **options)
         is_resumed = self._run.restore() is not None
         initial = self._config.initial_load_path
-        if not is_resumed and initial:
-            model = ckptfmt.State(weights=self._state.weights, rng=False)
-            ckptfmt.load(initial, model if self._config.initial_load_model_only else self._state)
+        if not is_resumed:
+            self._begin_from(initial) if initial else self._refuse_theirs()
         self._run.restore_rng()
         return is_resumed or bool(initial)
+
+    def _begin_from(self, path: str) -> None:
+        """Load what a run begins from that has no checkpoint yet: a checkpoint, or one of TorchTitan's own manager."""
+        is_model_only = self._config.initial_load_model_only
+        if not os.path.exists(os.path.join(path, ".metadata")):  # noqa: PTH110, PTH118
+            model = ckptfmt.State(weights=self._state.weights, rng=False)
+            ckptfmt.load(path, model if is_model_only else self._state)
+            return
+        model_of_theirs = ModelWrapper(self._state.weights)
+        weights = model_of_theirs.state_dict()
+        excluded = self._theirs if is_model_only else self._config.exclude_from_loading
+        others = {name: one for name, one in self._theirs.items() if name not in excluded and one is not None}
+        state_dict_loader.load({**weights, **others}, checkpoint_id=path)
+        model_of_theirs.load_state_dict(weights)
+
+    def _refuse_theirs(self) -> None:
+        """Raise where TorchTitan's own manager has saved, and would go on. Raises: ValueError."""
+        theirs = [found.parent for found in Path(self._path).glob("step-*/.metadata")]
+        if theirs:
+            newest = max(theirs, key=lambda place: int(place.name.removeprefix("step-"))).absolute()
+            raise ValueError(
+                f"{self._path} has checkpoints of TorchTitan's own manager, and none of ckptfmt. To go on from the"
+                f" newest one, give another checkpoint.folder, initial_load_path={str(newest)!r} and"
+                " initial_load_model_only=False; to begin anew, give another checkpoint.folder"
+            )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - as TorchTitan calls it
         is_due = last_step or curr_step % self._config.interval == 0
@@ -102,3 +144,27 @@ class CkptfmtManager(BaseCheckpointManager):
         if getattr(self, "_run", None) is not None:
             run, self._run = self._run, None
             run.close()  # type: ignore[union-attr]
+
+
+class _Position:
+    """The position of one data-parallel rank in its data. The state_dict of TorchTitan's loader is a pickle of it."""
+
+    def __init__(self, loader: ParallelAwareDataloader) -> None:
+        self._inner: Any = super(ParallelAwareDataloader, loader)
+        self._place = {"dp_rank": loader.dp_rank, "dp_world_size": loader.dp_world_size}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and whose it is."""
+        return {**self._place, "loader": self._inner.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go there. Raises: ValueError where that is the position of another rank, or of one among more or fewer."""
+        saved = {name: state_dict[name] for name in self._place}
+        if saved != self._place:
+            raise ValueError(
+                f"the loader's position was saved by rank {saved['dp_rank']} of {saved['dp_world_size']}, and this is"
+                f" rank {self._place['dp_rank']} of {self._place['dp_world_size']}: TorchTitan's loaders aren't"
+                " resharded. Train on as many data-parallel ranks as before, or begin the data anew:"
+                ' checkpoint.exclude_from_loading=["dataloader"]'
+            )
+        self._inner.load_state_dict(state_dict["loader"])

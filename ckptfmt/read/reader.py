@@ -60,7 +60,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 class Checkpoint(CheckpointFiles):
     """A committed checkpoint, opened for reading. Arguments and errors are those of `CheckpointFiles`.
 
-    What it holds is known once it is open; elements and values are read when they are asked for, and verified first.
+    Its contents are known once it is open; elements and values are read when they are asked for, and verified first.
 
     `weights`, `optimizer`, `extra`, `data`, `config`, `rng`, `topology` and `provenance` are mappings of what it holds;
     `tensors`, `leaves` and `streams` are what the index says of it, for programs.
@@ -71,7 +71,7 @@ class Checkpoint(CheckpointFiles):
             piece and the number of the writer that stored it. The boxes don't overlap, and cover the tensor.
         leaves: plain values, by field, name and scope; `leaf` reads one.
         streams: RNG streams, by name and scope; `stream` reads one.
-        manifest: what was committed: ``origin`` (run, launch, step, writers), digests, references, labels.
+        manifest: the document that was committed: ``origin`` (run, launch, step, writers), digests, references, labels.
         store: rooted at the checkpoint; ``store.name`` is its path.
 
     >>> import numpy as np, tempfile, ckptfmt
@@ -94,7 +94,7 @@ class Checkpoint(CheckpointFiles):
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """The path or name of its directory."""
         return self.store.name
 
     @property
@@ -145,12 +145,12 @@ class Checkpoint(CheckpointFiles):
 
     @property
     def topology(self) -> Mapping[str, Any]:
-        """What the run ran on: processes, flags, versions; under ``local``, what process 0 said of its machine."""
+        """The surroundings of the run: processes, flags, versions; under ``local``, the machine of process 0."""
         return ValueView(self, "topology")
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """Where the run comes from: commit, command, host, and what the caller gave."""
+        """The origin of the run: commit, command, host, and what the caller gave."""
         return ValueView(self, "provenance")
 
     def __repr__(self) -> str:
@@ -215,7 +215,7 @@ class Checkpoint(CheckpointFiles):
 
         Sinks may be called from several threads at once, each call for other elements.
 
-        Returns: what was read for it.
+        Returns: how much was read for it.
         Raises: StateError(TENSOR_MISSING, DTYPE_MISMATCH, SHAPE_MISMATCH); IntegrityError.
         Spec: REQ-OPN-005, REQ-OPN-006, REQ-OPN-008.
         """

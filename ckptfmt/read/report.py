@@ -71,7 +71,7 @@ class Report:
             closure among them, their places below the names of its checkpoints.
         warnings: findings that are allowed, and worth knowing.
         checkpoints: names of the checkpoints that were checked, with their manifest digests; the closure's aren't here.
-        references: what these read from.
+        references: the checkpoints that these read from.
         closure: the checkpoints that were checked for their sake.
         nbytes: how many bytes were read and compared with a digest, the closure's among them.
         on_progress: called with the number of bytes just checked.
@@ -138,12 +138,12 @@ class Report:
 
     @property
     def own_nbytes(self) -> int:
-        """How many bytes were checked of the target itself."""
+        """The number of bytes that were checked of the target itself."""
         return self.nbytes - sum(member.nbytes for member in self.closure)
 
     @property
     def own_violation_count(self) -> int:
-        """How many violations are the target's own."""
+        """The number of violations that are the target's own."""
         return len(self.violations) - sum(member.violation_count for member in self.closure)
 
     def as_json(self) -> dict[str, object]:

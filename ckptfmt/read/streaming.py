@@ -11,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import mmap
 import os
 import threading
 from collections import Counter
@@ -21,9 +20,8 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
-import numpy as np
-
 from ckptfmt.layout.read_plan import Request
+from ckptfmt.store.direct import make_memory
 from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader
 
 #: Is given a request and its bytes, which are valid until it returns.
@@ -50,7 +48,6 @@ REMOTE_READER_COUNT: Final = 16
 REMOTE_IN_FLIGHT_NBYTES: Final = 128 << 20
 #: What is quicker to read in this thread than to start others for, in bytes.
 _SMALL_NBYTES: Final = 1 << 20
-_HUGE_PAGE_NBYTES: Final = 2 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,22 +328,6 @@ class _Files:
         for _, stack in self._open.values():
             stack.close()
         self._open.clear()
-
-
-def make_memory(nbytes: int) -> memoryview:
-    """Return memory from a page's begin on: of huge pages, and from the begin of one on, where the kernel gives them.
-
-    Measured: direct reads into pages of 4 KiB reach half the rate of those into huge ones.
-    """
-    if nbytes < _HUGE_PAGE_NBYTES:
-        return memoryview(mmap.mmap(-1, nbytes))  # the mapping goes with the last view of it
-    # A mapping begins at any small page, and only what lies between the begins of huge ones can be one.
-    memory = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_NBYTES
-    return memoryview(memory)[first : first + nbytes]
 
 
 # --- work ahead -------------------------------------------------------------------------------------------------------

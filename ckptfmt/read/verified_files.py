@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeAlias, cast
 
+from ckptfmt.commit.decision import create_once
 from ckptfmt.digest import PREFIX, digest_bytes
 from ckptfmt.documents.manifest import Manifest, index_name, part_path
 from ckptfmt.documents.msgpk import open_packed_document
 from ckptfmt.documents.part import Part, PartFile
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox, check_nbytes
 from ckptfmt.read.streaming import iter_ahead
-from ckptfmt.store.protocol import Source
+from ckptfmt.store.protocol import SizedChunks, Source, Store
 
 #: How many bytes are read and compared at a time, if no block is larger.
 CHUNK_NBYTES: Final = 4 << 20
@@ -124,6 +125,24 @@ def stored_files_of(part: Part) -> list[VerifiedFile]:
     """Return the shards and packs of a part whose checkpoint isn't there yet, or needn't be opened."""
     # What is stored, and with which digests, the part says alone.
     return stored_files(OpenPart(cast("CheckpointFiles", None), part))
+
+
+def create_verified(store: Store, file: VerifiedFile, chunks: Callable[[], Iterator[bytes]]) -> bool:
+    """Create a copy of a file; return False where somebody else has created it, who copies the same one.
+
+    Args:
+        store: where it is to be.
+        chunks: yields its contents, anew for each try.
+
+    Raises: StoreError; what drawing the contents raises.
+    """
+    try:
+        create_once(store, file.path, lambda: SizedChunks(chunks(), file.nbytes), nbytes=file.nbytes)
+    except CkptError as error:
+        if error.code != Code.STORE_EXISTS:
+            raise
+        return False
+    return True
 
 
 def for_each_file(work: Callable[[VerifiedFile], None], files: Iterable[VerifiedFile], failed: threading.Event) -> None:

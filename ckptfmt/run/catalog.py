@@ -82,7 +82,7 @@ Which: TypeAlias = RunCheckpoint | str | int
 class Run:
     """The checkpoints of a run: list them, find the best, label them, pin them, delete them.
 
-    What is read are registers and records, never a tensor: "committed" is what a manifest says, and `validate` checks
+    Registers and records are read, never a tensor: "committed" is what a manifest says, and `validate` checks
     that its bytes are as they were saved. Any process may do all of this beside a training.
 
     Args:
@@ -263,7 +263,7 @@ class Run:
             dry_run: whether to change nothing.
             on_progress: called with the number of bytes just compared.
 
-        Returns: what was damaged, and whether it was rewritten; `whole` says whether all copies are whole now.
+        Returns: the damages, and whether each was mended; `whole` says whether all copies are whole now.
         Raises: as `scrub_run`. Spec: REQ-RUN-033, REQ-RUN-034.
         """
         paths = (self._path, *others)
@@ -312,7 +312,7 @@ class Run:
         """Return the one checkpoint that is meant; of a step in several launches, the one on the lineage.
 
         Args:
-            which: what a listing gave, a name, a digest, or a step.
+            which: a checkpoint of a listing, a name, a digest, or a step.
 
         Raises: IntegrityError(NOT_COMMITTED); StateError(ARGUMENT) for what is none of these.
         """

@@ -194,5 +194,5 @@ def _read_manifest(store: Store, checkpoint: str) -> Manifest:
         remedy = "Wait for its save: the handle of a save has wait()."
         raise err(Code.NOT_COMMITTED, "it isn't committed", where=place.name, requirement="REQ-CMT-041", remedy=remedy)
     if not isinstance(register, Manifest):
-        raise refusal_of(register)
+        raise refusal_of(register).below(checkpoint)
     return register

@@ -43,7 +43,7 @@ from ckptfmt.store import open_store, split_path
 from ckptfmt.store.protocol import Store, call_each
 
 #: The remedy where nothing but suspect checkpoints is left.
-_SUSPECT: Final = "Begin with resume= and the name of one that you trust, or with resume='fresh'."
+_SUSPECT: Final = "Begin one launch with resume= and the name of one that you trust, or 'fresh'; later ones follow it."
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,8 +421,11 @@ def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
             return entry
     head = launches[-1].resume_from if launches else None
     if suspect := [entry.name for entry in iter_lineage(launches, entries, with_suspect=True)]:
-        detail = f"only suspect checkpoints are on the way that led to the newest launch: {', '.join(suspect[:8])}"
-        remedy = "`ckptfmt log` says why they are; open one by its name."
+        detail = (
+            "all checkpoints on the way that led to the newest launch are suspect, and nothing goes on from a suspect"
+        )
+        detail += f" one unless it is chosen by hand: {', '.join(suspect[:8])}"
+        remedy = f"`ckptfmt log` says why. Open one by its name. To train on: {_SUSPECT[0].lower()}{_SUSPECT[1:]}"
     elif head is not None or any(entry.manifest is not None for entry in entries):
         detail = "no committed checkpoint is on the way that led to the newest launch"
         detail += "" if head is None else f", which began from {head.name}"

@@ -27,7 +27,15 @@ from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.read.files import CheckpointFiles, OpenPart, check_nbytes
 from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.report import is_violation, without_frames
-from ckptfmt.read.verified_files import StoppedError, VerifiedFile, for_each_file, index_file, part_files, stored_files
+from ckptfmt.read.verified_files import (
+    StoppedError,
+    VerifiedFile,
+    create_verified,
+    for_each_file,
+    index_file,
+    part_files,
+    stored_files,
+)
 from ckptfmt.run.lineage import (
     RunEntry,
     begin_launch,
@@ -42,7 +50,7 @@ from ckptfmt.run.lineage import (
     read_run,
 )
 from ckptfmt.run.retention import retire_as_elsewhere
-from ckptfmt.store.protocol import SizedChunks, Store
+from ckptfmt.store.protocol import Store
 
 #: How long to wait for saves that others have in their hands before a home is left, in seconds.
 _DEADLINE_S: Final = 20.0
@@ -535,21 +543,13 @@ class _Mirroring:
 
         def copy_file(file: VerifiedFile) -> None:
             if file.path not in present:
-                chunks = functools.partial(self._counted, file, home, failed)
-                try:
-                    create_once(mirror, file.path, chunks, nbytes=file.nbytes)
-                except CkptError as error:
-                    if error.code != Code.STORE_EXISTS:  # another process copies the same run
-                        raise
+                create_verified(mirror, file, functools.partial(self._iter_counted, file, home, failed))
             try:
                 check_nbytes(mirror, file.path, file.nbytes)
             except CkptError as error:
                 raise error.below(mirror.name) from error
 
         for_each_file(copy_file, files, failed)
-
-    def _counted(self, file: VerifiedFile, home: Store, failed: threading.Event) -> SizedChunks:
-        return SizedChunks(self._iter_counted(file, home, failed), file.nbytes)
 
     def _iter_counted(self, file: VerifiedFile, home: Store, failed: threading.Event) -> Iterator[bytes]:
         for chunk in file.iter_chunks(home):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import re
 import threading
@@ -35,7 +36,7 @@ from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.read.files import CheckpointFiles, check_nbytes
 from ckptfmt.read.in_caches import find_elsewhere
 from ckptfmt.read.report import is_violation
-from ckptfmt.read.verified_files import StoppedError, VerifiedFile, for_each_file, stored_files_of
+from ckptfmt.read.verified_files import StoppedError, VerifiedFile, create_verified, for_each_file, stored_files_of
 from ckptfmt.run.lineage import iter_lineage, list_checkpoints, list_launch_numbers, list_launches
 from ckptfmt.store import LocalStore, is_url
 from ckptfmt.store.protocol import SizedChunks, Source, Store
@@ -217,7 +218,9 @@ class NodeCache:
         create_once(home, part.path, content=content)
         home.sync("parts")
 
-    def upload_files(self, part: CachedPart, home: Store, found: Part | None = None) -> None:
+    def upload_files(
+        self, part: CachedPart, home: Store, found: Part | None = None, *, deadline_s: float = math.inf
+    ) -> None:
         """Copy the files of a save to home, each byte compared with its digest.
 
         What is there already stays as it is. Where home is full, what was copied now is removed again; after other
@@ -226,24 +229,19 @@ class NodeCache:
         Args:
             home: rooted at the checkpoint's directory.
             found: the cached part, where it was read already.
+            deadline_s: how long this may take, in seconds.
 
-        Raises: IntegrityError, FormatError of what the cache has; StoreError of home.
+        Raises: IntegrityError, FormatError of what the cache has; StoreError of home; CommitError(SAVE_PENDING).
         Spec: REQ-RUN-035.
         """
         files = stored_files_of(found or self.read_part(part)[0])
-        place, failed = self.at(part.name), threading.Event()
+        place, failed, end_s = self.at(part.name), threading.Event(), time.monotonic() + deadline_s
         present, created = set(home.list_names("")), []
 
         def copy_file(file: VerifiedFile) -> None:
-            if file.path not in present:
-                chunks = functools.partial(_iter_cached, file, place, failed)
-                try:
-                    create_once(home, file.path, lambda: SizedChunks(chunks(), file.nbytes), nbytes=file.nbytes)
-                except CkptError as error:
-                    if error.code != Code.STORE_EXISTS:  # another process finishes the same save
-                        raise
-                else:
-                    created.append(file.path)
+            chunks = functools.partial(_iter_cached, file, place, failed, end_s)
+            if file.path not in present and create_verified(home, file, chunks):
+                created.append(file.path)
             check_nbytes(home, file.path, file.nbytes)
 
         try:
@@ -419,11 +417,13 @@ def _as_damage() -> Iterator[None]:
         ) from error
 
 
-def _iter_cached(file: VerifiedFile, place: Store, failed: threading.Event) -> Iterator[bytes]:
+def _iter_cached(file: VerifiedFile, place: Store, failed: threading.Event, end_s: float) -> Iterator[bytes]:
     with _as_damage():
         for chunk in file.iter_chunks(place):
             if failed.is_set():
                 raise StoppedError
+            if time.monotonic() > end_s:
+                raise err(Code.SAVE_PENDING, "the file isn't at home by the deadline", where=file.path)
             yield chunk
 
 

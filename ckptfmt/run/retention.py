@@ -6,7 +6,7 @@ import dataclasses
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import CONDEMNED, Known, abort, refusal_of, retire, sweep
@@ -23,12 +23,21 @@ from ckptfmt.run.lineage import (
     is_overtaken,
     iter_lineage,
     list_checkpoints,
+    list_launch_numbers,
     list_launches,
+    read_launch,
 )
 from ckptfmt.store.protocol import CALLS_AT_ONCE, Store, call_each
 
 #: A metric, ``min`` or ``max``, and how many of the best by it are kept.
 KeepBest: TypeAlias = tuple[str, str, int]
+
+
+class Need(NamedTuple):
+    """Something that needs a checkpoint, and how a person may delete the checkpoint all the same."""
+
+    reason: str
+    remedy: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +82,10 @@ _COUNTS: Final = {
 }
 #: What lets nothing go that is committed.
 KEEP_ALL: Final = Retention()
+_ALL: Final = "To delete the whole run, delete its directory."
+_SAVING: Final = Need(
+    "a save that isn't committed yet will read from it", "Delete it once that save is over: `ckptfmt ls` shows it."
+)
 
 
 def _check_keep_best(keep_best: object, keep: int | None) -> None:
@@ -264,7 +277,7 @@ def clean_up(
         if problem is not None:
             on_problem(problem)
     is_shared = not {REFERENCED, LABELS}.isdisjoint(run.writer_features)
-    removed = _retire_unread(store, run, launches, going, known)[0] if is_shared else _retire(store, going)
+    removed = _retire_unread(store, run, launches, going, known)[0] if is_shared and going else _retire(store, going)
     abandoned = {entry.name for entry in list_abandoned(launches, entries, launch)}
     for entry in entries:
         if entry.name in abandoned:
@@ -335,7 +348,7 @@ def find_missing_metric(
 
 def _retire_unread(
     store: Store, run: RunRecord, launches: list[Launch], going: list[RunEntry], known: Known | None
-) -> tuple[list[str], dict[str, str]]:
+) -> tuple[list[str], dict[str, Need]]:
     """Retire checkpoints that nobody pins, that nothing reads from, and nothing that is still being saved will.
 
     They are condemned first, and looked for afterwards: who pins one after that sees that it is condemned, and who
@@ -344,7 +357,7 @@ def _retire_unread(
     Args:
         launches: those that were known when the choice was made.
 
-    Returns: the names of those that were retired; of the others, by digest, why they stay.
+    Returns: the names of those that were retired; of the others, by digest, what needs them.
     Spec: REQ-CMT-026, REQ-CMT-032, REQ-CMT-033.
     """
     name = CONDEMNED + secrets.token_hex(8)  # of its own: who withdraws takes nobody else's away
@@ -362,8 +375,8 @@ def _retire_unread(
     return _retire(store, [entry for entry in reversed(going) if entry not in staying]), read
 
 
-def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known | None) -> dict[str, str]:
-    """Return the digests of what others than those that go read from, or will, and of what was labelled; and why."""
+def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known | None) -> dict[str, Need]:
+    """Return, by digest, what others than those that go read from, or will, and what was labelled."""
     labelled = _find_labelled(store, going)
     if REFERENCED not in run.writer_features:
         return labelled
@@ -373,37 +386,42 @@ def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known
     if any(isinstance(entry.register, CkptError) for entry in entries):
         unreadable = next(entry.name for entry in entries if isinstance(entry.register, CkptError))
         reason = f"{unreadable} can't be read, so that nobody knows what it reads from"
-        return {entry.manifest.digest: reason for entry in going if entry.manifest}
+        need = Need(reason, f"Restore that one from a mirror first: ckptfmt repair {store.name} --with MIRROR")
+        return {entry.manifest.digest: need for entry in going if entry.manifest}
     names = {entry.name for entry in going}
     read = {
-        one.digest: f"{entry.name} reads from it"
+        one.digest: _need_of_readers(store.name, [entry.name])
         for entry in entries
         if entry.name not in names
         for one in entry.references
     }
-    return dict.fromkeys(pinned, "a save that isn't committed yet will read from it") | read | labelled
+    return dict.fromkeys(pinned, _SAVING) | read | labelled
 
 
-def _find_begun_from(store: Store, run: RunRecord, launches: list[Launch]) -> dict[str, str]:
-    """Return the digests of what launches resume from that aren't among those given, and why. Spec: REQ-CMT-026."""
+def _find_begun_from(store: Store, run: RunRecord, launches: list[Launch]) -> dict[str, Need]:
+    """Return, by digest, what launches resume from that aren't among those given. Spec: REQ-CMT-026."""
     known = {launch.launch for launch in launches}
+    new = [read_launch(store, number, run) for number in list_launch_numbers(store) if number not in known]
     return {
-        one.resume_from.digest: f"launch {one.launch} has just begun, and resumes from it"
-        for one in list_launches(store, run)
-        if one.resume_from and one.launch not in known
+        one.resume_from.digest: Need(
+            f"launch {one.launch} has just begun, and resumes from it", _after_a_save(one.launch)
+        )
+        for one in new
+        if one.resume_from
     }
 
 
-def _find_labelled(store: Store, going: list[RunEntry]) -> dict[str, str]:
-    """Return the digests of those of which something was recorded since the choice: a pin, or that they are the best.
+def _find_labelled(store: Store, going: list[RunEntry]) -> dict[str, Need]:
+    """Return, by digest, those of which something was recorded since the choice: a pin, or that they are the best.
 
     Spec: REQ-CMT-040.
     """
     newest, found = list_newest_labels(store), {}
+    changed = Need("its pin, metrics or tags were changed just now", "Give the command again: it reads what holds now.")
     for entry in going:
         seen = entry.record.number if isinstance(entry.record, LabelsRecord) else 0
         if entry.manifest is not None and newest.get(entry.name, 0) > seen:
-            found[entry.manifest.digest] = "its pin, metrics or tags were changed just now"
+            found[entry.manifest.digest] = changed
     return found
 
 
@@ -433,15 +451,15 @@ def delete_checkpoint(
         raise err(Code.NOT_COMMITTED, "it isn't committed", where=name)
     if entry.manifest is None:
         assert entry.register is not None  # noqa: S101
-        raise entry.register if isinstance(entry.register, CkptError) else refusal_of(entry.register)
+        raise (entry.register if isinstance(entry.register, CkptError) else refusal_of(entry.register)).below(name)
     gone = {*gone}
-    needed = _find_need(launches, [one for one in entries if one.name not in gone], entry)
-    if needed is None and dry_run:
-        needed = "a save in hand reads from it" if entry.manifest.digest in _find_pinned(store, entries) else None
-    elif needed is None:
-        needed = _retire_unread(store, run, launches, [entry], None)[1].get(entry.manifest.digest)
-    if needed is not None:
-        raise err(Code.CHECKPOINT_NEEDED, needed, where=name, requirement="REQ-CMT-026")
+    need = _find_need(store.name, launches, [one for one in entries if one.name not in gone], entry)
+    if need is None and dry_run:
+        need = _SAVING if entry.manifest.digest in _find_pinned(store, entries) else None
+    elif need is None:
+        need = _retire_unread(store, run, launches, [entry], None)[1].get(entry.manifest.digest)
+    if need is not None:
+        raise err(Code.CHECKPOINT_NEEDED, need.reason, where=name, requirement="REQ-CMT-026", remedy=need.remedy)
 
 
 def retire_as_elsewhere(store: Store, run: RunRecord, names: Iterable[str]) -> list[str]:
@@ -461,24 +479,49 @@ def retire_as_elsewhere(store: Store, run: RunRecord, names: Iterable[str]) -> l
     return _retire_unread(store, run, launches, [entry for entry in going if entry.name not in kept], None)[0]
 
 
-def _find_need(launches: list[Launch], entries: list[RunEntry], entry: RunEntry) -> str | None:
-    """Return what needs a committed checkpoint, if anything does."""
+def _find_need(run: str, launches: list[Launch], entries: list[RunEntry], entry: RunEntry) -> Need | None:
+    """Return what needs a committed checkpoint, if anything does; `run` is its path."""
     lineage = [one for one in iter_lineage(launches, entries) if one.manifest is not None]
     at_home = [one for one in lineage if is_at_home(one)]
     if entry.name in {one.name for one in (*lineage[:1], *at_home[:1])}:
-        return "the run goes on from it"
+        older = next((one.name for one in at_home if one.name != entry.name), None)
+        other = "resume='fresh'" if older is None else f"resume={older!r}"
+        return Need(
+            "the run goes on from it",
+            "It may go once the run has a newer checkpoint: train on until the next save, or go on from elsewhere with"
+            f" Checkpointer(..., {other}) until that has saved. {_ALL}",
+        )
     last = launches[-1] if launches else None
     has_own = last is not None and any(one.launch == last.launch for one in at_home)
     if last is not None and not has_own and last.resume_from is not None and last.resume_from.name == entry.name:
-        return f"launch {last.launch} resumes from it"
+        return Need(f"launch {last.launch} resumes from it", _after_a_save(last.launch))
     if is_at_home(entry) and all(one is entry for one in entries if is_at_home(one)):
-        return "it is the last committed checkpoint of the run"
+        return Need("it is the last committed checkpoint of the run", f"It may go once the run has a newer one. {_ALL}")
+    if isinstance(entry.record, CkptError):
+        reason = f"it may be pinned: its newest record in {LABELS_FOLDER}/ can't be read"
+        remedy = f"ckptfmt repair {run} --with MIRROR restores the record. Without a mirror, ckptfmt unpin {run}"
+        return Need(reason, f"{remedy} {entry.name} lets the checkpoint go.")
     if entry.is_pinned:
-        return f"it is pinned, or {LABELS_FOLDER}/ can't be read"
+        return Need("it is pinned", f"Take its pin away first: ckptfmt unpin {run} {entry.name}")
     readers = [one.name for one in entries if any(found.name == entry.name for found in one.references)]
+    return _need_of_readers(run, readers) if readers else None
+
+
+def _need_of_readers(run: str, readers: list[str]) -> Need:
+    """Return that deltas read from a checkpoint."""
+    reason = f"{readers[0]} reads from it"
     if len(readers) > 1:
-        return f"{readers[0]} and {len(readers) - 1} more read from it, up to {readers[-1]}"
-    return f"{readers[0]} reads from it" if readers else None
+        reason = f"{readers[0]} and {len(readers) - 1} more read from it, up to {readers[-1]}"
+    return Need(
+        reason,
+        "Delete these first, or name all of them in one command. Where the run goes on from one of these, either train"
+        f" on until a full checkpoint, or make one: ckptfmt compact {run} --take-over",
+    )
+
+
+def _after_a_save(launch: int) -> str:
+    """Return the remedy where a launch may still go back to what it resumed from."""
+    return f"Delete it once launch {launch}, or a later one, has committed a checkpoint of its own. {_ALL}"
 
 
 def _retire(store: Store, going: list[RunEntry]) -> list[str]:

@@ -27,9 +27,17 @@ from ckptfmt.documents.run import (
 from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.read.files import CheckpointFiles, OpenPart
 from ckptfmt.read.report import is_violation, without_frames
-from ckptfmt.read.verified_files import StoppedError, VerifiedFile, for_each_file, index_file, part_files, stored_files
+from ckptfmt.read.verified_files import (
+    StoppedError,
+    VerifiedFile,
+    create_verified,
+    for_each_file,
+    index_file,
+    part_files,
+    stored_files,
+)
 from ckptfmt.run.lineage import RunEntry, check_writer_features, list_checkpoints, read_known_run
-from ckptfmt.store.protocol import SizedChunks, Store
+from ckptfmt.store.protocol import Store
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,11 +434,7 @@ class _Scrubbing:
             return
         if not is_missing:
             place.delete(file.path)
-        try:
-            create_once(place, file.path, lambda: SizedChunks(file.iter_chunks(donor), file.nbytes), nbytes=file.nbytes)
-        except CkptError as error:
-            if error.code != Code.STORE_EXISTS:  # else somebody else has just written it, whole: a mirror is copied
-                raise
+        create_verified(place, file, functools.partial(file.iter_chunks, donor))
         place.sync(file.path.rpartition("/")[0])
 
     # --- what is told -------------------------------------------------------------------------------------------------

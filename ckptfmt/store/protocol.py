@@ -134,7 +134,7 @@ class Store(Protocol):
 
         Raises:
             CkptError: ``STORE_EXISTS`` if the path is taken, whatever it holds; ``UNSAFE_PATH``; ``UNSAFE_FILE`` if
-                a parent isn't a directory. What `chunks` raises comes through as it is, an OSError as a store
+                a parent isn't a directory. An error of `chunks` comes through as it is, an OSError as a store
                 error.
 
         Spec: REQ-CKP-001, REQ-CKP-002
@@ -243,7 +243,7 @@ class Store(Protocol):
     def hold(self, path: str) -> AbstractContextManager[None]:
         """Hold the file `path` while the context is open: `is_held` says so to every process that sees the store.
 
-        Several may hold one file. Whoever dies, however suddenly, holds it no more, at once or after a minute
+        Several may hold one file. A process that dies, however suddenly, holds it no more, at once or after a minute
         (`holds_expire`); a forked child never held it. On a file system the file is made if it isn't there, with its
         missing directories, and the last one who holds it removes it; nothing is made durable. Where a file system has
         no locks, nothing is held, without an error. An object store makes objects of its own, which are never listed.
@@ -275,7 +275,7 @@ class Store(Protocol):
     def list_held(self, prefix: str, wanted: Callable[[str], object] = bool) -> Names:
         """Return the names of the files in the directory `prefix` that somebody holds now, sorted; otherwise `is_held`.
 
-        An object store is asked once for all of them. What isn't a regular file is held by nobody.
+        An object store is asked once for all of them. Nobody holds a path that isn't a regular file.
 
         Args:
             prefix: the directory.

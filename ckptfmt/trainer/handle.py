@@ -160,7 +160,7 @@ class SaveHandle:
         blocked_s: how long the training stood still for it, in seconds: in `Checkpointer.save`, and at the guard.
         times: seconds from the call to each state that was reached.
         error: why it failed.
-        report: what it did, once it is committed.
+        report: its `SaveReport`, once it is committed.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class SaveHandle:
     def on_committed(self, function: Callable[[SaveReport], object]) -> Self:
         """Have a function called with the report, once, when the save is committed; soon, if it is already.
 
-        It is called in a thread for callbacks, and holds up nothing but later callbacks. What it raises is logged. The
+        It is called in a thread for callbacks, and holds up nothing but later callbacks. Its errors are logged. The
         `close` that ends the saves waits for it; a process that ends without doesn't.
         """
         return self._call_at("COMMITTED", function)
@@ -252,7 +252,7 @@ class SaveHandle:
             timeout_s: how long at most, in seconds; None for as long as it takes.
 
         Returns: the report, once it is committed; None before, and for a skipped save.
-        Raises: what the save failed with; CommitError(SAVE_PENDING) at the timeout: it goes on.
+        Raises: the error of the save; CommitError(SAVE_PENDING) at the timeout: it goes on.
         """
         if state not in STATES:
             raise err(Code.ARGUMENT, f"{state!r} isn't one of {', '.join(STATES)}", where="state=")
@@ -262,7 +262,7 @@ class SaveHandle:
     def wait_staged(self, timeout_s: float | None = None) -> None:
         """Wait until every tensor is copied, so that it may be changed.
 
-        Raises: what the save failed with; CommitError(SAVE_PENDING) at the timeout.
+        Raises: the error of the save; CommitError(SAVE_PENDING) at the timeout.
         """
         self._wait_for(lambda: self._is_copied, "STAGED", timeout_s)
 

@@ -1,4 +1,4 @@
-"""What a run without a checkpoint begins from: another checkpoint, all of it or a part."""
+"""The beginning of a run without a checkpoint: another checkpoint, all of it or a part."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ import os
 from typing import Any
 
 from ckptfmt.adapters.load_plan import Allow, Patterns, Rename
-from ckptfmt.commit.lone import is_run
 from ckptfmt.group import Group
-from ckptfmt.read.in_caches import check_at_home
 from ckptfmt.read.reader import Checkpoint
-from ckptfmt.run.lineage import open_head
 from ckptfmt.state import INIT_FROM, State
-from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.restore import LoadReport, load_once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class InitFrom:
-    """What a run begins from, as long as it has no checkpoint of its own: another checkpoint, such as an imported one.
+    """The beginning of a run that has no checkpoint of its own yet: another checkpoint, such as an imported one.
 
     Attributes:
         path: directory of a checkpoint, or of a run, whose lineage then says which; or a store rooted there.
-        only: what to take, as for `ckptfmt.load`. By default the weights: optimizer, position in the data, RNG streams
-            and the count of steps begin anew. None takes everything, and the run goes on from its step.
+        only: names of what is taken, as for `ckptfmt.load`. By default the weights: optimizer, position in the data,
+            RNG streams and the count of steps begin anew. None takes everything, and the run goes on from its step.
         rename, allow: as for `ckptfmt.load`.
         digest: the manifest digest that is expected, if one is.
 
@@ -49,15 +45,16 @@ class InitFrom:
         """Whether everything is taken, so that the run goes on from the step."""
         return self.only is None
 
-    def load(self, state: State, group: Group, **choices: Any) -> tuple[Checkpoint, LoadReport]:  # noqa: ANN401
-        """Load it, without RNG streams, on all processes, which call it. Raises: as `ckptfmt.load`.
+    def load(self, state: State, checkpoint: Checkpoint, group: Group, **choices: Any) -> LoadReport:  # noqa: ANN401
+        """Load the checkpoint at `path`, without RNG streams, on all processes, which call it.
 
         Args:
+            checkpoint: the one at `path`, open.
             choices: other arguments of `load_once`.
 
-        Returns: the checkpoint, open for the caller to close; and the report. The state then says what it began from.
+        Returns: the report. The state then says what it began from.
+        Raises: as `ckptfmt.load`.
         """
-        checkpoint = group.together(self._open)
         report = load_once(
             state,
             checkpoint,
@@ -75,13 +72,7 @@ class InitFrom:
             "digest": checkpoint.digest,
             "only": [self.only] if isinstance(self.only, str) else None if self.only is None else [*self.only],
         }
-        return checkpoint, report
-
-    def _open(self) -> Checkpoint:
-        store = open_store(self.path, writable=False)
-        checkpoint = (open_head if is_run(store) else Checkpoint)(store, digest=self.digest)
-        check_at_home(checkpoint)
-        return checkpoint
+        return report
 
 
 def carry_init(checkpoint: Checkpoint, state: State, group: Group) -> None:

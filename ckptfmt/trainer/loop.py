@@ -152,6 +152,11 @@ class StopSignals:
         numbers: such as ``signal.SIGTERM``; none for none.
         deadline_s: how long saving and stopping may take, in seconds.
 
+    Attributes:
+        first_s: when the signal came, on the monotonic clock; None if none did.
+        first_name: its name.
+        is_agreed: whether all processes know of it.
+
     Raises: StateError(ARGUMENT).
     """
 
@@ -170,9 +175,17 @@ class StopSignals:
         self._previous: dict[signal.Signals, Any] = {}
         self.first_s: float | None = None
         self.first_name = ""
+        self.is_agreed = False
 
     def __bool__(self) -> bool:
         return bool(self._numbers)
+
+    def end_s(self) -> float:
+        """Return until when, on the monotonic clock, this process waits for the others to hear of its signal.
+
+        Infinity where no signal came, or all processes know of it.
+        """
+        return math.inf if self.first_s is None or self.is_agreed else self.first_s + self.deadline_s
 
     def install(self) -> None:
         """Catch the signals from now on. Raises: StateError(ARGUMENT) outside of the main thread."""

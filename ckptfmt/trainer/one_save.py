@@ -183,7 +183,9 @@ def _take(state: State, group: Group, ownership: Ownership) -> Snapshot:
         snapshot = capture(state, worker=group.writer, worker_count=group.writer_count)
         _look_at(snapshot, ownership)
     except CkptError as error:
-        raise for_saving(error) from error
+        if (found := for_saving(error)) is not error:
+            raise found from error
+        raise
     return snapshot
 
 

@@ -111,7 +111,7 @@ class Pace:
         has_signal = any(theirs["stop"] for theirs in told)
         self.stopped = self.alarm is not None or has_signal
         if has_signal:  # a process that got none counts from now
-            self._stop_s = time.monotonic()
+            self._stop_s, self.signals.is_agreed = time.monotonic(), True
         if self.stopped:  # the last save may take longer than a step
             self.rest()
         return bool(told[0]["due"])
@@ -150,7 +150,5 @@ class Pace:
 
     def rest_s(self, deadline_s: float) -> float:
         """Return how much of a deadline is left, in seconds, once a signal asked the run to stop."""
-        if not self.stopped:
-            return deadline_s
         stop_s = min(self._stop_s, math.inf if self.signals.first_s is None else self.signals.first_s)
         return max(0.0, min(deadline_s, stop_s + self.signals.deadline_s - time.monotonic()))

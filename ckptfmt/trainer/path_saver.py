@@ -25,7 +25,7 @@ class Saver:
     """Save states to paths beside the training: any number of paths and states, through one saver and its slots.
 
     For programs that choose the directory of each checkpoint themselves, such as a framework with file names of its
-    own. What it saves belongs to no run: it is what `ckptfmt.save` would have saved there. A training loop is better
+    own. Its saves belong to no run: they are as `ckptfmt.save` would have made them there. A training loop is better
     served by `Checkpointer`, which also resumes, and keeps what is worth keeping.
 
     Every process of the job makes one, with the same arguments, and calls `save` for the same paths in the same order.
@@ -83,7 +83,7 @@ class Saver:
 
     @property
     def reports(self) -> tuple[str, ...]:
-        """Where saves do something else than was asked for, such as fewer slots for want of memory; a sentence each."""
+        """Sentences on what saves do otherwise than was asked for, such as fewer slots for want of memory."""
         return () if self._saves is None else tuple(self._saves.reports)
 
     def __repr__(self) -> str:
@@ -120,16 +120,16 @@ class Saver:
     ) -> SaveHandle:
         """Begin a save to a directory; every process calls it, with the same path and step.
 
-        Saves are carried out in the order of the calls. What `Checkpointer.save` says of copies and of training on
-        holds here.
+        Saves are carried out in the order of the calls. The words of `Checkpointer.save` on copies and on training on
+        hold here.
 
         Args:
             path: directory of the checkpoint, made if missing; or a store rooted there, with another `saver` than
                 "process".
-            state: what to save.
+            state: the objects to save.
             step: training steps done.
             metrics, tags, replace: as for `ckptfmt.save`.
-            on_committed, on_failed: as the methods of `SaveHandle`. What is raised here isn't given to `on_failed`.
+            on_committed, on_failed: as the methods of `SaveHandle`. An error of this call isn't given to `on_failed`.
 
         Returns: the save. A failure is raised when it is waited for; or by the next `save`, `wait` or `close`.
         Raises: CommitError(CHECKPOINT_EXISTS) where a checkpoint or a run is, or another save is under way; what an
@@ -160,7 +160,7 @@ class Saver:
         Args:
             timeout_s: how long at most, in seconds; None for as long as it takes.
 
-        Raises: what one of them failed with, if that wasn't raised yet; CommitError(SAVE_PENDING) at the timeout.
+        Raises: the error of one of them, if it wasn't raised yet; CommitError(SAVE_PENDING) at the timeout.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         for handle in self._in_hand():

@@ -28,7 +28,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Reading
 from ckptfmt.read.sharing import Peers, refuse_sharing
 from ckptfmt.read.streaming import ReadReport
-from ckptfmt.state import State, place_of
+from ckptfmt.state import NO_RNG, NOT_GIVEN, State, place_of
 from ckptfmt.trainer.one_save import LOCAL_TOPOLOGY
 
 #: The levels of claims, from the least on.
@@ -37,6 +37,10 @@ CLAIMS: Final = ("S0", "S1", "T1")
 _LOADED: Final = ("weights", "optimizer", "data")
 #: How many differences of the configuration are told one by one.
 _SHOWN: Final = 20
+_NOT_IN_STATE: Final = "not in State: "
+_LEFT_OUT: Final = "left out by only=: "
+#: The begins of reasons that aren't differences: the caller asked for no more.
+NOT_ASKED: Final = (_NOT_IN_STATE, _LEFT_OUT)
 #: What lowers the claim of a load as long as the RNG streams stand elsewhere.
 _STREAMS_PENDING: Final = "the random-number streams aren't put back yet"
 
@@ -49,7 +53,8 @@ class LoadReport:
         step: training steps done.
         digest: of the manifest.
         claim: ``T1`` same trajectory bit by bit; ``S1`` same order of samples, each once; ``S0`` same bytes.
-        lowered_by: why the claim isn't T1.
+        lowered_by: why the claim isn't T1: what differs; and, as ``not in State: ...`` and ``left out by only=: ...``,
+            what wasn't asked for.
         downgrades: tensors and values that were loaded in another way than saved; among `lowered_by`.
         notes: changes worth a line that don't lower the claim.
         config_differences: path, saved and live value; configuration is never loaded.
@@ -73,9 +78,11 @@ class LoadReport:
     left_count: int
 
     def __repr__(self) -> str:
-        lowered = f", lowered by {len(self.lowered_by)}: {self.lowered_by[0]}" if self.lowered_by else ""
-        lowered += f"; and {len(self.lowered_by) - 1} more in lowered_by" if len(self.lowered_by) > 1 else ""
-        return f"LoadReport(step={self.step}, claim={self.claim!r}{lowered})"
+        told = [reason for reason in self.lowered_by if reason.startswith(NOT_ASKED)]
+        reasons = [reason for reason in self.lowered_by if not reason.startswith(NOT_ASKED)]
+        told += [f"lowered by {len(reasons)}: {reasons[0]}"] if reasons else []
+        told += [f"and {len(reasons) - 1} more in lowered_by"] if len(reasons) > 1 else []
+        return f"LoadReport({'; '.join([f'step={self.step}, claim={self.claim!r}', *told])})"
 
     def with_streams(self, found: Iterable[str] = ()) -> LoadReport:
         """Return the report once the RNG streams are put back, too, and what was found to differ then."""
@@ -232,7 +239,7 @@ def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Resto
     _explain_shapes(plan, differences)
     lowered_by = (
         *_missing_fields(plan, state),
-        *_list_decisive(plan, state, differences),
+        *_list_decisive(state, differences),
         *_compare_topology(plan, live),
         *_find_limits(live),
         *_find_lost_schedule(plan),
@@ -303,7 +310,7 @@ class Restoration:
             action()
         lowered = (*self.lowered_by, *plan.downgrades)
         if plan.is_partial:
-            lowered += (f"only= was given: {plan.left_count} tensors and values here are left as they were",)
+            lowered += (f"{_LEFT_OUT}{plan.left_count} tensors and values",)
         if not streams:
             lowered += (_STREAMS_PENDING,)
         manifest = plan.checkpoint.manifest
@@ -436,10 +443,11 @@ def _is_left_out(state: State, field: str) -> bool:
 
 
 def _missing_fields(plan: LoadPlan, state: State) -> list[str]:
-    fields = plan.checkpoint.manifest.fields
-    absent = [f"{field} wasn't saved: {fields[field].reason}" for field in FIELDS if fields[field].reason is not None]
-    left = [field for field in (*_LOADED, "rng") if fields[field].reason is None and _is_left_out(state, field)]
-    return absent + [f"{field} isn't loaded" for field in left]
+    left = state.absent_reasons()
+    named = [field if reason in (NOT_GIVEN, NO_RNG) else f"{field} ({reason})" for field, reason in left.items()]
+    reasons = {field: plan.checkpoint.manifest.fields[field].reason for field in FIELDS if field not in left}
+    absent = [f"{field} wasn't saved: {reason}" for field, reason in reasons.items() if reason is not None]
+    return absent + [f"{_NOT_IN_STATE}{', '.join(named)}"] * bool(named)
 
 
 def _compare_config(plan: LoadPlan, state: State) -> list[tuple[str, object, object]]:
@@ -456,7 +464,7 @@ def _compare_config(plan: LoadPlan, state: State) -> list[tuple[str, object, obj
         for path, before, now in differences:
             if _lies_under(path, identity):
                 plan.problem(Code.CONFIG_IDENTITY, f"config:{path}", f"saved {before!r}, here {now!r}")
-    return differences
+    return [] if _is_absent(plan, "config") else differences
 
 
 def _explain_shapes(plan: LoadPlan, differences: list[tuple[str, object, object]]) -> None:
@@ -478,10 +486,8 @@ def _explain_shapes(plan: LoadPlan, differences: list[tuple[str, object, object]
     ]
 
 
-def _list_decisive(plan: LoadPlan, state: State, differences: list[tuple[str, object, object]]) -> list[str]:
+def _list_decisive(state: State, differences: list[tuple[str, object, object]]) -> list[str]:
     """Return what the configuration lowers the claim by: whatever the caller doesn't call harmless."""
-    if state.config is None:
-        return [] if plan.checkpoint.manifest.fields["config"].reason is not None else ["config isn't compared"]
     decisive = [
         f"config:{path}: saved {before!r}, here {now!r}"
         for path, before, now in differences
@@ -513,7 +519,14 @@ def _find_lost_schedule(plan: LoadPlan) -> list[str]:
     return [NO_SCHEDULE] * is_lost
 
 
+def _is_absent(plan: LoadPlan, field: str) -> bool:
+    """Return whether a field wasn't saved, which is a reason by itself: nothing of it is compared one by one."""
+    return plan.checkpoint.manifest.fields[field].reason is not None
+
+
 def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
+    if _is_absent(plan, "topology"):
+        return []
     facts: dict[str, object] = {"": topology(worker_count=plan.worker_count)}
     if plan.worker == 0:
         facts[LOCAL_TOPOLOGY] = local_facts(devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts)

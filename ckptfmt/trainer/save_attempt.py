@@ -51,7 +51,7 @@ class SaveAttempt:
     To let ckptfmt find out who writes what, call `ckptfmt.save` on all processes instead.
 
     Args:
-        origin: what `begin` and `parse` make.
+        origin: the step and id that `begin` and `parse` make.
         note: JSON that the other processes are told along.
         replace: whether it takes the place of a checkpoint that is there, while `hold` keeps its files.
 
@@ -133,7 +133,7 @@ class SaveAttempt:
         given up, and can't be committed any more. A symbolic link gives way to a directory of its own, as for
         `ckptfmt.save`.
 
-        Returns: what ends that when it is closed: a context. Close it after `commit`, or once the attempt is given up.
+        Returns: a context that ends the hold. Close it after `commit`, or once the attempt is given up.
         Raises: CommitError(CHECKPOINT_EXISTS) for what may not be replaced; CommitError(SAVE_PENDING) after ten
             minutes of waiting; StoreError(STORE_UNSUPPORTED) where a file system has no locks.
         Spec: REQ-CMT-042, REQ-CMT-043.
@@ -190,7 +190,7 @@ class SaveAttempt:
 
         Args:
             path: directory of the checkpoint, made if missing; or a store rooted there.
-            state: what this process gives; all of it is written.
+            state: the objects that this process gives; all of them are written.
             writer: number of this process, from 0.
             metrics, tags: as for `ckptfmt.save`: those of process 0 count.
             on_progress: called with the number of bytes just written.

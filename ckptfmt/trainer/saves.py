@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import socket
 import time
 import weakref
@@ -15,12 +16,12 @@ from typing import Any, Final
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live import list_doubts
-from ckptfmt.commit.decision import Known, check_vacant
+from ckptfmt.commit.decision import Known, check_vacant, read_register
 from ckptfmt.commit.lone import check_no_run
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import HOME, NODE, PEERS
 from ckptfmt.documents.labels import Labels
-from ckptfmt.documents.manifest import checkpoint_name
+from ckptfmt.documents.manifest import Manifest, Origin, checkpoint_name
 from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.documents.tables import TensorKey
@@ -28,7 +29,7 @@ from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
 from ckptfmt.run.lineage import check_not_fenced
-from ckptfmt.run.node_cache import CacheOptions, part_of
+from ckptfmt.run.node_cache import CacheOptions, NodeCache, part_of
 from ckptfmt.run.retention import Retention, tidy_up
 from ckptfmt.saver.ledger_writer import put_entry
 from ckptfmt.saver.request import SaveRequest
@@ -177,6 +178,8 @@ class Saves:
         self._trainers_here = 1
         #: Saves that were begun: of so many one is brought home in full, the first among them.
         self._begun_count = 0
+        #: The last save that was begun, the origin of its attempt, and the process that began it.
+        self._last: tuple[SaveHandle, Origin, int] | None = None
         self._background: Background | None = None
         self._replicas: Replicas | None = None
         self._finalizer: weakref.finalize[[Background, dict[int, Any]], Any] | None = None
@@ -345,6 +348,7 @@ class Saves:
             return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
         self._begun_count += 1
         handle = SaveHandle(step=step, path=path, begin_s=begin_s, callbacks=self._callbacks)
+        self._last = handle, agreed.origin, os.getpid()
         if background is None or not self._save_beside(background, agreed, handle, state, target):
             self._save_inline(agreed, handle, target)
         if self._mirrors is not None:
@@ -454,11 +458,12 @@ class Saves:
             raise error_from_json(first["error"])
 
     def close(self, *, deadline_s: float, quietly: bool = False) -> None:
-        """Wait for the saves in flight and their callbacks, and let saver and slots go.
+        """Wait for the saves in flight and their callbacks, bring the last one home, and let saver and slots go.
 
         Args:
             deadline_s: how long to wait, in seconds.
-            quietly: whether an error is on its way already: what failed is logged then, and not raised.
+            quietly: whether an error is on its way already: what failed is logged then, and not raised; and what is
+                in caches is left to the next start.
 
         Raises: the error of a save that failed, if nobody was told yet; CommitError(SAVE_PENDING) if one isn't over
             by the deadline.
@@ -466,6 +471,8 @@ class Saves:
         end_s = time.monotonic() + deadline_s
         try:
             self._close_background(deadline_s, quietly=quietly)
+            if not quietly:
+                self._bring_last_home(end_s)
         finally:
             if not self._callbacks.wait(max(_CALLBACKS_S, end_s - time.monotonic())):
                 _LOG.warning("callbacks of saves aren't over when the saves are")
@@ -473,6 +480,36 @@ class Saves:
                 self._mirrors.close(max(0.0, end_s - time.monotonic()))
             if self._replicas is not None:
                 self._replicas.close(max(0.0, min(_PARTNERS_S, end_s - time.monotonic())))
+
+    def _bring_last_home(self, end_s: float) -> None:
+        """Bring home what this process wrote of the last save, if its files may be in caches alone.
+
+        No later save takes its place. What can't be brought home is reported: a launch on this node tries again.
+
+        Args:
+            end_s: when to give up, by the monotonic clock.
+
+        Spec: REQ-RUN-035.
+        """
+        if self._last is None:
+            return
+        handle, origin, pid = self._last
+        if handle.report is None or handle.report.durability == HOME or os.getpid() != pid:
+            return
+        assert self._store is not None and self._options.cache is not None  # noqa: S101, PT018 - else all goes home
+        part = part_of(origin, self._group.writer)
+        try:
+            cache = NodeCache(self._options.cache, origin.run_id or "")
+            home = self._store.at(part.name)
+            with cache.hold(part):
+                register = read_register(home)
+                if not isinstance(register, Manifest) or register.origin != origin:
+                    return  # a newer launch has retired it
+                cache.upload_files(part, home, deadline_s=max(0.0, end_s - time.monotonic()))
+        except CkptError as error:
+            self._report(f"CACHE_UNFINISHED: {part.name}: {error}")
+        else:
+            _LOG.info("step %d is at home now, with the files of writer %d", handle.step, self._group.writer)
 
     def _close_background(self, deadline_s: float, *, quietly: bool) -> None:
         background, self._background = self._background, None

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from ckptfmt.documents.run import Launch
-from ckptfmt.trainer.restore import LoadReport
+from ckptfmt.trainer.restore import NOT_ASKED, LoadReport
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: How many reasons, and how many differences of the configuration, stand in a line.
@@ -62,15 +62,17 @@ class Talk:
 
     def tell_resumed(self, launch: Launch, source: str, report: LoadReport, *, harmless: Iterable[str]) -> None:
         """Say what the run goes on from, which claim holds, and why no higher one does."""
-        reasons = [reason for reason in report.lowered_by if not reason.startswith(_CONFIG)]
+        left = [reason for reason in report.lowered_by if reason.startswith(NOT_ASKED)]
+        reasons = [reason for reason in report.lowered_by if not reason.startswith((*NOT_ASKED, _CONFIG))]
         differences = [(path, f"{path} {old!r} -> {new!r}") for path, old, new in report.config_differences]
         decisive = [text for path, text in differences if not _lies_under(path, harmless)]
         others = [text for path, text in differences if _lies_under(path, harmless)]
         text = f"launch {launch.launch} goes on from step {report.step} of {source}: claim {report.claim}"
+        text += "".join(f" ({reason})" for reason in left)
         text += f", lowered by: {_first(reasons)}" if reasons else ""
         text += f"; config: {_first(decisive)}" if decisive else ""
         text += f"; config, harmless: {_first(others)}" if others else ""
-        self.say("%s", text, level=logging.WARNING if reasons or decisive else logging.INFO)
+        self.say("%s", text, level=logging.WARNING if left or reasons or decisive else logging.INFO)
         for reason in report.lowered_by:
             _LOG.debug("lowers the claim: %s", reason)
 

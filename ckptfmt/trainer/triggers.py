@@ -1,4 +1,4 @@
-"""Triggers: what notices that a training goes wrong, and what all processes then do at one step."""
+"""Triggers: they notice that a training goes wrong, and say what all processes then do at one step."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ Action: TypeAlias = Literal["save", "stop", "back"]
 
 
 class Triggers:
-    """What notices that a training goes wrong, and what is to be done about it.
+    """Conditions by which a training goes wrong, and what is to be done then.
 
     Give one to `Checkpointer(triggers=)`, on every process with the same arguments, and feed it with the numbers of
     each step, before the step ends. One process that notices something is enough: all learn of it together, at the end
     of the same step, at the latest with the next save, and otherwise within a second; no save after that is an ordinary
-    one. What is noticed first counts; `Checkpointer.alarm` says why, and `Checkpointer.stopped` is true.
+    one. The first alarm counts; `Checkpointer.alarm` says why, and `Checkpointer.stopped` is true.
 
     Args:
-        action: what then happens at the end of that step, on all processes. "save": the run is saved, and the save is
+        action: the consequence at the end of that step, on all processes. "save": the run is saved, and the save is
             marked suspect with the reason, so that no start goes on from it by itself; then `steps` ends. "stop":
             `steps` ends, and nothing is saved. "back": StateError(ALARM) is raised, and nothing is saved, so that
             torchrun, or whatever else starts failed jobs again, lets the run go on from its last good checkpoint.
@@ -119,7 +119,7 @@ class Triggers:
     def look(self) -> str | None:
         """Ask whatever is outside, and return why the training goes wrong, as far as this process knows.
 
-        Raises: what `alert` raises.
+        Raises: the error that `alert` raises.
         """
         if self.reason is None and self._signals.first_s is not None:
             self.alarm(self._signals.first_name)

@@ -16,6 +16,7 @@ from ckptfmt.documents.manifest import Origin, failure_path, part_path, shard_na
 from ckptfmt.documents.part import Part, dump_failure
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store.direct import in_pages, make_memory
 from ckptfmt.store.protocol import Buffer, SizedChunks, Store, call_each
 from ckptfmt.write.image import Context, Image, Piece, gather_boxes, key_of, plan_image, sort_sources
 from ckptfmt.write.snapshot import Snapshot, TensorSource
@@ -239,13 +240,11 @@ class LiveContents:
         self._image = image
         self._on_progress = on_progress
         self._digests: dict[Piece, bytes] = {}
+        self._copied = memoryview(bytearray())  # the memory of the piece that was copied last
 
     def iter_chunks(self, shard: int) -> Iterator[Buffer]:
         """Yield the header, then the pieces; note their digests as they pass."""
-        yield self._image.shards[shard].header
-        for piece in self._image.pieces:
-            if piece.shard == shard:
-                yield from self._iter_piece(piece)
+        return in_pages(self._iter_contents(shard))
 
     def digests(self) -> list[bytes]:
         """Return the digests; of what isn't written here, only now."""
@@ -254,8 +253,14 @@ class LiveContents:
                 self._copy(piece)
         return [self._digests[piece] for piece in self._image.pieces]
 
+    def _iter_contents(self, shard: int) -> Iterator[Buffer]:
+        yield self._image.shards[shard].header
+        for piece in self._image.pieces:
+            if piece.shard == shard:
+                yield from self._iter_piece(piece)
+
     def _iter_piece(self, piece: Piece) -> Iterator[Buffer]:
-        """Yield the bytes of a piece, having noted its digests by the end."""
+        """Yield the bytes of a piece, having noted its digests by the end; each chunk is valid until the next."""
         yield self._copy(piece)
         self._tell(piece.end - piece.begin)
 
@@ -264,7 +269,11 @@ class LiveContents:
             self._on_progress(nbytes)
 
     def _copy(self, piece: Piece) -> memoryview:
-        content = memoryview(bytearray(piece.end - piece.begin))
+        """Copy a piece to where the one before it was."""
+        nbytes = piece.end - piece.begin
+        if nbytes > len(self._copied):
+            self._copied = make_memory(nbytes)
+        content = self._copied[:nbytes]
         self._sources[piece.key].copy_into(piece.box, content)
         self._digests[piece] = block_digests(content, self._image.block_nbytes)
         return content

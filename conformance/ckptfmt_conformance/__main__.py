@@ -187,7 +187,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _choose_cells(arguments: argparse.Namespace, description: Description) -> Sequence[Case]:
     if "trajectory" not in (arguments.kind or description.kinds) or arguments.vectors is not None:
         return ()
-    return select_cases(cells.list_cases(), patterns=arguments.filter)
+    return cells.find_cases(arguments.filter)
 
 
 def _write_reports(run: Run, arguments: argparse.Namespace) -> None:
@@ -216,7 +216,7 @@ def read_xfails(target: Target, path: Path | None) -> Xfails:
 def _list(arguments: argparse.Namespace) -> int:
     cases = list(select_cases(load_cases(arguments.vectors or vectors_root()), kinds=arguments.kind))
     if "trajectory" in (arguments.kind or KINDS) and arguments.vectors is None:
-        cases += cells.list_cases()
+        cases += cells.find_cases(arguments.filter)
     cases = list(select_cases(cases, patterns=arguments.filter))
     width = max((len(case.id) for case in cases), default=0)
     for case in cases:

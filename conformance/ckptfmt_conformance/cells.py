@@ -6,19 +6,31 @@ That package imports a framework, so it is met only when a trajectory is asked f
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ckptfmt_conformance.cases import Case, Expectation
+from ckptfmt_conformance.cases import Case, Expectation, select_cases
 
-__all__ = ["ABSENT", "PREFIX", "list_cases", "run_cell"]
+__all__ = ["ABSENT", "PREFIX", "find_cases", "list_cases", "run_cell"]
 
 #: Stands before the id of a cell.
 PREFIX: Final = "trajectory/"
 #: The case that stands for all of them where they can't be had.
 ABSENT: Final = "trajectory/all"
 _MODULE: Final = "ckptfmt_conformance.trajectories"
+
+
+def find_cases(patterns: Sequence[str]) -> tuple[Case, ...]:
+    """Return the cells whose id fits one of the patterns; all if there are none.
+
+    Cells aren't listed, and no framework is imported, where each pattern begins with letters of other ids.
+    """
+    begins = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in patterns]
+    if patterns and not any(PREFIX.startswith(begin) or begin.startswith(PREFIX) for begin in begins):
+        return ()
+    return select_cases(list_cases(), patterns=patterns)
 
 
 def list_cases() -> tuple[Case, ...]:

@@ -42,11 +42,11 @@ def _cases(config: pytest.Config) -> tuple[Case, ...]:
     with contextlib.closing(find_target(_adapter(config)).open()) as caller:
         description = describe(caller)
     root, kinds = _option(config, "--vectors"), _option(config, "--kind", [])
-    cases = load_cases(Path(root) if root else vectors_root())
+    cases, patterns = load_cases(Path(root) if root else vectors_root()), _option(config, "--filter", [])
     # To list trajectories, a framework has to be imported.
     if "trajectory" in (kinds or description.kinds) and not root:
-        cases += cells.list_cases()
-    return select_cases(cases, patterns=_option(config, "--filter", []), kinds=kinds)
+        cases += cells.find_cases(patterns)
+    return select_cases(cases, patterns=patterns, kinds=kinds)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -20,6 +20,7 @@ def run_gpu(out, *arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_first_steps_are_rehearsed_on_the_processor(tmp_path):
     done, records = run_gpu(tmp_path, "--rehearse", "--steps", "environment,round_trip,cuda_tests")
 

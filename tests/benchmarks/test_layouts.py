@@ -141,6 +141,7 @@ def test_what_is_read_of_the_metadata_is_counted(tmp_path, mixture):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_extra_memory_is_told_for_cold_and_warm(tmp_path):
     def run(action):
         command = [sys.executable, "-m", "benchmarks.extra_memory", action, str(tmp_path / "files"), "4000000"]

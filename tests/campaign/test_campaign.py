@@ -31,9 +31,9 @@ def run_campaign(*arguments, timeout_s):
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_a_sample_of_the_campaign_loses_nothing_and_changes_nothing():
-    report = run_campaign("--states", "20", "--torch", "0", "--large", "0", "--lives", "3", timeout_s=900)
-    assert report["states"] >= 20
-    assert report["compared"] >= 5
+    report = run_campaign("--states", "8", "--torch", "0", "--large", "0", "--lives", "3", timeout_s=900)
+    assert report["states"] >= 8
+    assert report["compared"] >= 2
     assert sum(report["kills"].values()) + sum(report["stops"].values()) + report["ends"] >= 1
 
 

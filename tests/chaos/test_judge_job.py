@@ -6,7 +6,7 @@ from ckptfmt_conformance.chaos.campaign import Verdict, judge_job
 from ckptfmt_conformance.chaos.kinds import DRAFTS, KINDS
 
 EXPECTED = {step: f"bits of {step}" for step in range(1, 9)}
-KILLED = next(kind for kind in DRAFTS if kind.name == "process/rank-killed")
+KILLED = next(kind for kind in KINDS if kind.name == "process/rank-killed")
 DAMAGED = next(kind for kind in KINDS if kind.name == "checkpoint/bit-flipped")
 
 

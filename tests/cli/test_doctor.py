@@ -10,8 +10,9 @@ import pytest
 import ckptfmt
 from ckptfmt.cli import doctor
 from ckptfmt.errors import Code, err
+from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.stage.slot import Slot
-from ckptfmt.store import LocalStore
+from ckptfmt.store import LocalStore, open_store
 from ckptfmt.store.posix import PosixCalls
 from tests.cli.conftest import save
 from tests.cli.test_listing import contents_of
@@ -120,6 +121,22 @@ def test_repair_says_what_the_run_goes_on_from_where_damage_stays(call, call_jso
     for other in run_path.glob("step-*/weights-*"):
         other.unlink()
     assert "the next launch would refuse to start" in call("repair", run_path)[1]
+
+
+def test_repair_names_what_a_launch_passed_over_before_it(call, run_path, tmp_path):
+    """A start between damage and repair leaves the mended checkpoint beside the lineage: "whole" alone misleads."""
+    assert call("mirror", run_path, tmp_path / "mirror")[0] == 0
+    shard = next((run_path / NAME).glob("weights-*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    store = open_store(run_path, writable=True)
+    assert begin_launch(store, open_run(store))[0].chosen_by == "fallback"
+
+    code, out, _ = call("repair", run_path, "--with", tmp_path / "mirror")
+    assert code == 0
+    assert "The next launch goes on from step-00000030-l0002" in out
+    assert f"beside the lineage: {NAME}; to go on from one of these" in out
+    begin_launch(store, open_run(store), choose=NAME)
+    assert "beside the lineage" not in call("repair", run_path, "--with", tmp_path / "mirror")[1]
 
 
 def test_repair_mends_a_checkpoint_outside_of_a_run(call, checkpoint_path, tmp_path):

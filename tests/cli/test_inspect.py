@@ -24,7 +24,7 @@ def test_the_text_has_what_one_looks_for(call, checkpoint_path):
         "blake3:",
         "absent: not given to State",
         "S1 at most: each sample once",
-        "12 samples consumed in 3 steps: epoch 1, 2 of 10",
+        "12 samples consumed in 3 steps: epoch 1 (from 0), position 2 of 10",
         "2 logical workers",
         f"weights-{ATTEMPT}-00001.safetensors",
         "layers.{0..1}.w  x2  float32  [12, 700]  65.6 KiB  2 boxes of [6, 700] from 2 writers",

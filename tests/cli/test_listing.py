@@ -243,12 +243,12 @@ def test_what_lies_in_caches_is_named_and_counts_no_bytes(call, call_json, tmp_p
     with Run(tmp_path / "run", cache=tmp_path / "cache", upload_every=100) as run:
         for step in (1, 2):
             run.save(step).wait(timeout_s=WAIT_S)
-    code, out, _ = call("ls", tmp_path / "run")
+        code, out, _ = call("ls", tmp_path / "run")
+        nbytes = {one["name"]: one["nbytes"] for one in call_json("du", tmp_path / "run")[1]["uses"]}
     assert code == 0
     rows = {words[0]: words[1:4] for words in words_of(out)}
     assert rows[checkpoint_name(1, 1)][0] == "committed"
     assert rows[checkpoint_name(2, 1)] == ["committed,", "head,", "durability"]
-    nbytes = {one["name"]: one["nbytes"] for one in call_json("du", tmp_path / "run")[1]["uses"]}
     assert nbytes[checkpoint_name(2, 1)] < nbytes[checkpoint_name(1, 1)]
 
 
@@ -265,10 +265,14 @@ def test_a_checkpoint_of_a_run_is_named_by_its_step(call, run_path):
     assert "no checkpoint is '21'" in err
 
 
-def test_gc_counts_what_du_counts(call_json, run_path):
+def test_gc_counts_what_du_counts(call, call_json, run_path):
     """`gc --keep 1 --dry-run`: what would be freed is the files, with their parts."""
     planned = call_json("gc", run_path, "--keep", "1", "--dry-run")[1]
     uses = {use["name"]: use["nbytes"] for use in call_json("du", run_path)[1]["uses"]}
     retired = [item for item in planned["items"] if item["what"] == "retired"]
     assert retired
     assert [item["nbytes"] for item in retired] == [uses[item["name"]] for item in retired]
+    out = call("gc", run_path, "--keep", "1", "--dry-run")[1]
+    assert out.split("\n", 1)[0].split() == ["checkpoint", "files"]
+    assert " of files in " in out
+    assert call("ls", run_path)[1].split("\n", 1)[0].split()[:3] == ["checkpoint", "state", "tensors"]

@@ -61,11 +61,11 @@ class Page(html.parser.HTMLParser):
             self.rows[-1][-1] += data
 
 
-@pytest.fixture(scope="module")
-def thousand(tmp_path_factory):
-    """A run of 1,000 checkpoints, whose newest has 100,001 tensors."""
+@pytest.fixture(scope="module", params=[300, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def large(request, tmp_path_factory):
+    """A run of so many checkpoints, whose newest has 100 times as many tensors, and one: 100,001 of the largest."""
     path = tmp_path_factory.mktemp("report") / "run"
-    return path, MadeUpRun(path, checkpoints=1000, layers=10_000).head
+    return path, MadeUpRun(path, checkpoints=request.param, layers=request.param * 10).head, request.param
 
 
 @pytest.fixture
@@ -102,9 +102,11 @@ def test_what_isnt_recorded_is_said_to_be_so(page_of, call_json, run_path):
     _, answer = call_json("report", run_path)
 
     assert [row for row in page.rows if row[-1] == "not recorded"] == [
-        [name, "not recorded"] for name in ("staging", "writing", "committing")
+        ["training that it cost: while it was staged, and beside it", "not recorded"],
+        ["from its begin to its commit", "not recorded"],
     ]
-    assert answer["durations"] == {"staging": None, "writing": None, "committing": None}
+    assert "ledger=True" in page.text
+    assert answer["durations"] == {"training_s": None, "commit_s": None}
 
 
 def test_deltas_are_told_from_full_checkpoints(page_of, tmp_path):
@@ -210,7 +212,8 @@ def test_two_trajectories_part_at_a_step_tensor_by_tensor(page_of, call, call_js
     assert found["names"][0]["distances"][0].startswith("1 of 64 elements differ, by at most 0.001")
 
     path = tmp_path / "page.html"
-    assert call("report", tmp_path / "one", "--html", path, "--against", tmp_path / "other")[0] == 0
+    code, out, _ = call("report", tmp_path / "one", "--html", path, "--against", tmp_path / "other")
+    assert (code, "the same up to step 3, and different from step 4 on" in out) == (0, True)
     page = Page(path.read_text("utf-8"))
     assert "divergence" in page.ids
     assert "the same up to step 3, and different from step 4 on" in page.text
@@ -253,15 +256,15 @@ def test_it_asks_the_network_for_nothing(page_of, run_path):
 
 
 @pytest.mark.slow
-def test_a_thousand_checkpoints_and_a_hundred_thousand_tensors_are_a_small_page(page_of, thousand):
-    path, head = thousand
+def test_a_thousand_checkpoints_and_a_hundred_thousand_tensors_are_a_small_page(page_of, large):
+    path, head, count = large
     page, written = page_of(path)
 
     assert written.stat().st_size < 1 << 20
     assert sum(page.elements.values()) < 20_000
-    assert "1000 checkpoints" in page.text
-    assert f"{head}: 100001 tensors" in page.text
-    assert "A bar is the mean of up to 5 checkpoints" in page.text
+    assert f"{count} checkpoints" in page.text
+    assert f"{head}: {100 * count + 1} tensors" in page.text
+    assert f"A bar is the mean of up to {-(-count // 200)} checkpoints" in page.text
 
 
 def leaves_of(cells):
@@ -378,8 +381,8 @@ def test_a_script_of_somebody_else_is_refused(page_of, run_path, tmp_path):
 
 @pytest.mark.slow
 @with_chromium
-def test_a_browser_opens_and_prints_the_page_of_a_thousand_checkpoints(page_of, thousand):
-    path, head = thousand
+def test_a_browser_opens_and_prints_the_page_of_a_thousand_checkpoints(page_of, large):
+    path, head, _ = large
     _, written = page_of(path)
     dom, console = browse(written, "--dump-dom")
     printed = written.with_suffix(".pdf")
@@ -396,7 +399,9 @@ def test_the_page_is_named_in_what_is_said(call, run_path, tmp_path):
     code, out, _ = call("report", run_path, "--html", tmp_path / "run.html")
 
     assert code == 0
-    assert re.fullmatch(rf"{re.escape(str(tmp_path / 'run.html'))}  7 checkpoints, [\d.]+ KiB\n", out)
+    assert re.fullmatch(
+        rf"{re.escape(str(tmp_path / 'run.html'))}  7 checkpoints \([a-z0-9, ]+\), page of [\d.]+ KiB\n", out
+    )
 
 
 def test_page_and_json_come_together(call, run_path, tmp_path):

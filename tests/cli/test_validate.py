@@ -4,7 +4,6 @@ import errno
 import os
 import pathlib
 import socket
-import time
 
 import pytest
 
@@ -236,11 +235,9 @@ def test_a_pipe_in_a_run_is_refused_without_waiting(call_json, run_path, name):
 
 
 def test_a_huge_manifest_is_refused_before_it_is_read(call_json, checkpoint_path):
-    os.truncate(checkpoint_path / "manifest.json", 100 << 20)
-    begin_s = time.monotonic()
+    os.truncate(checkpoint_path / "manifest.json", 1 << 40)
 
     assert found(call_json, checkpoint_path) == [("LIMIT_EXCEEDED", "manifest.json")]
-    assert time.monotonic() - begin_s < 2
 
 
 def test_a_huge_index_is_refused_before_it_is_read(call_json, checkpoint_path):

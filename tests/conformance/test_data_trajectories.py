@@ -30,8 +30,9 @@ SAMPLE = [
     "t1/foreign/loader/5/2-to-2", "t1/foreign/loader/3/0-to-0", "t1/foreign/count/6/0-to-0",
 ]  # fmt: skip
 TOGETHER = [
-    "t2/data/quarantine-mixed/8-to-3-to-1-to-4", "t2/data/pad/1-to-3", "t1/foreign/loader/two",
-    "t1/foreign/refused/loader-2-to-3", "t1/foreign/refused/count-2-to-3",
+    pytest.param("t2/data/quarantine-mixed/8-to-3-to-1-to-4", marks=pytest.mark.exhaustive), "t2/data/pad/1-to-3",
+    "t1/foreign/loader/two", "t1/foreign/refused/loader-2-to-3",
+    pytest.param("t1/foreign/refused/count-2-to-3", marks=pytest.mark.exhaustive),
 ]  # fmt: skip
 MIXED = "t1/data/mixed/switch/0-to-2"
 LATE = "t1/data/quarantine-late/after/2-to-5"

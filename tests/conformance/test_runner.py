@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -1050,3 +1051,27 @@ def test_every_option_of_run_is_in_the_readme(capsys):
     options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help", "--verbose"}
     assert "--seed" in options
     assert options <= set(re.findall(r"--[a-z-]+", README))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "is_listed"),
+    [
+        ((), True),
+        (("*",), True),
+        (("manifest/valid/*", "documents/invalid/e*"), False),
+        (("manifest/valid/*", "t*"), True),
+        (("trees/*",), False),
+        (("trajectory/t1/plain/*",), True),
+        (("[mt]*",), True),
+    ],
+)
+def test_trajectories_are_listed_only_where_a_pattern_may_fit_one(patterns, is_listed, monkeypatch):
+    """To list them takes the import of a framework: seconds, for a command that asks for something else."""
+    case = Case(id="trajectory/x", description="", kind="trajectory", roles=(), expect=Expectation(outcome="accept"))
+    asked = mock.Mock(return_value=(case,))
+    monkeypatch.setattr(cells, "list_cases", asked)
+
+    found = cells.find_cases(patterns)
+
+    assert asked.called == is_listed
+    assert found == ((case,) if not patterns or {"*", "t*", "[mt]*"} & set(patterns) else ())

@@ -45,9 +45,14 @@ SAMPLE = [
     "t1/plain/mlp/plateau/epoch", "t1/plain/mlp/adamw-tensor-lr/boundary",
 ]  # fmt: skip
 TOGETHER = [
-    "t1/ddp/mlp/window", "t1/ddp/cnn/three/boundary", "t1/fsdp2/gpt/often", "t1/tp/gpt/boundary",
-    "t2/pairs/3-to-5", "t2/chains/8-3-1-4-8", "t2/window/4-to-3", "t2/masters/3-to-2",
-    "s0/tp-2-to-fsdp2-3", "s1/ddp-2-to-ddp-3", "t2/refused/8-to-16-workers",
+    "t1/ddp/mlp/window", "t1/fsdp2/gpt/often", "t1/tp/gpt/boundary", "t2/pairs/3-to-5", "s0/tp-2-to-fsdp2-3",
+    "s1/ddp-2-to-ddp-3", "t2/refused/8-to-16-workers",
+]  # fmt: skip
+#: What only `make test-exhaustive` asks of several processes. Controls of one process are many, and these are of the
+#: same kinds.
+MORE_TOGETHER = [
+    "t1/ddp/cnn/three/boundary", "t2/chains/8-3-1-4-8", "t2/window/4-to-3", "t2/masters/3-to-2",
+    "control/elastic.weights/damage", "control/elastic.window/drop", "control/elastic.exp_avg/drop",
 ]  # fmt: skip
 MLP = "t1/plain/mlp/adamw-loop/boundary"
 
@@ -118,7 +123,12 @@ def test_a_control_turns_red(name, tmp_path):
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*TOGETHER, *(name for name, cell in CELLS.items() if cell.control and cell.processes)]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] if name in MORE_TOGETHER else [])
+        for name, cell in CELLS.items()
+        if name in (*TOGETHER, *MORE_TOGETHER) or (cell.control and cell.processes)
+    ],
 )
 def test_of_several_processes_too(name, tmp_path):
     result = judge(CELLS[name], Library(), tmp_path)
@@ -139,7 +149,15 @@ def test_a_process_that_dies_costs_one_cell(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["t1/ddp/mlp/boundary", "t2/pairs/3-to-2", "s0/fsdp2-4-to-ddp-2", "s1/ddp-2-to-ddp-3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "t1/ddp/mlp/boundary",
+        pytest.param("t2/pairs/3-to-2", marks=pytest.mark.exhaustive),
+        pytest.param("s0/fsdp2-4-to-ddp-2", marks=pytest.mark.exhaustive),
+        "s1/ddp-2-to-ddp-3",
+    ],
+)
 def test_nothing_restored_is_seen_by_several_processes(name, tmp_path):
     result = judge(CELLS[name], Forgetful(), tmp_path)
 
@@ -260,7 +278,10 @@ def test_the_first_divergence_is_said_by_step_tensor_index_ulps_and_likely_cause
     said = judge(CELLS[MLP], Partial(flip), tmp_path).said
 
     assert said.startswith("first divergence at step 7 (right after load 1): parameter/down.bias[2] is ")
-    assert "(1 ULPs), 1 of 4 elements differ; most likely not restored: the weights" in said
+    assert "(1 ULPs), 1 of 4 elements differ; most likely not restored: the weights\n" in said
+    header, row, *_ = [line.split() for line in said.splitlines()[2:]]
+    assert header == ["steps", "done", *map(str, range(7, 13))]
+    assert (row[0], len(row), "." in row) == ("parameter/down.bias", len(header) - 1, False)
 
 
 def test_a_save_that_changes_the_state_is_seen(tmp_path):
@@ -438,3 +459,43 @@ def test_a_missing_fact_is_a_difference():
     assert comparison.first is not None
     assert "cursor/position is missing, should be 4" in comparison.first.explain()
     assert comparison.first.explain().endswith("most likely not restored: the data cursor")
+
+
+def test_a_divergence_is_shown_by_tensor_and_step():
+    """A failed trajectory: which tensor parts at which step, and by how much; whole steps, from the first on."""
+
+    def facts(weight, moment, name="a"):
+        return {
+            "parameter/w": torch.tensor([1.0, weight]),
+            "moment/exp_avg/w": torch.tensor([moment]),
+            "config/x": name,
+        }
+
+    comparison = Comparison({(step, micro): facts(2.0, 4.0) for step in range(5) for micro in range(2)})
+    for position, found in {
+        (0, 0): facts(2.0, 4.0),
+        (1, 1): facts(2.0, 2.0),
+        (2, 0): facts(1.5, 4.0),
+        (2, 1): facts(2.0, 4.0),
+        (3, 0): facts(2.0, float("nan"), "b"),
+        (4, 0): {"parameter/w": torch.ones(3)},
+    }.items():
+        comparison.look(position, found, loads=1, at_load=False)
+
+    sentence, _, *table = (comparison.explain() or "").splitlines()
+    assert sentence.startswith("first divergence at step 1, microbatch 1")
+    assert [line.split() for line in table] == [
+        ["steps", "done", "1+1", "2", "3", "4"],
+        ["moment/exp_avg/w", "5e-01", ".", "nan", "missing"],
+        ["parameter/w", ".", "2e-01", ".", "differs"],
+        ["config/x", ".", ".", "differs", "missing"],
+    ]
+
+
+def test_a_table_of_differences_has_an_end():
+    comparison = Comparison({(0, 0): {f"rng/{number}": "1" for number in range(1000)}})
+    comparison.look((0, 0), {}, loads=1, at_load=True)
+
+    lines = (comparison.explain() or "").splitlines()
+    assert len(lines) < 40
+    assert lines[-1] == "and 976 more"

@@ -1,18 +1,21 @@
-"""Convert in this process, and say how much anonymous memory it took at its peak, beyond what it had at its start.
+"""Convert in a fork, and say how much anonymous memory it took at its peak, beyond what it had at its start.
 
-``python -m tests.convert.measured SOURCE TARGET OPTION...`` prints one number, in bytes. Memory that is mapped
-from files isn't counted: the kernel takes it back whenever it likes.
+Memory that is mapped from files isn't counted: the kernel takes it back whenever it likes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
+
+from tests.resharding.launch import settle
 
 
 def anonymous_nbytes() -> int:
@@ -48,5 +51,21 @@ def measure(argv: list[str]) -> int:
     return peak[0] - before
 
 
-if __name__ == "__main__":
-    sys.stdout.write(f"{measure(sys.argv[1:])}\n")
+def convert(variables: dict[str, str], output: str, peak: str, argv: list[str]) -> None:
+    """Convert in this fork, and write the peak into a file, in bytes."""
+    settle(variables, output)
+    Path(peak).write_text(json.dumps(measure(argv)))
+
+
+def make(variables: dict[str, str], output: str, directory: str) -> None:
+    """Write what is converted, with torch.save and with DCP."""
+    settle(variables, output)
+    import torch  # noqa: PLC0415 - only forks need it
+    from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    model = {"large": torch.randint(-(2**31), 2**31 - 1, (56_000, 1_000), dtype=torch.int32).view(torch.float32)}
+    model |= {f"small.{number}": torch.full((2_621_440,), float(number)) for number in range(5)}
+    warnings.simplefilter("ignore")
+    torch.save({"model": model}, f"{directory}/a.pt")
+    save({"model": model}, checkpoint_id=f"{directory}/a.dcp", no_dist=True)

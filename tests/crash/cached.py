@@ -30,6 +30,7 @@ from safetensors.numpy import load_file
 
 import ckptfmt
 from ckptfmt.demo.servers import KINDS, Server
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.read.in_caches import find_elsewhere
@@ -42,7 +43,8 @@ from tests.store.helpers import FAST_DIRECTORY
 from tests.stores.hooked import HookedStore, Operation
 from tests.test_group import Allgather, run_writers
 
-_DEADLINE_S: Final = 60.0
+#: A launch waits half of it for a living saver, which on a busy machine has much in hand when its trainer is killed.
+_DEADLINE_S: Final = 600.0
 #: How long a killed trainer lives at most, in seconds, once it has told what was waited for.
 _LIFE_S: Final = 0.2
 #: What is waited for: nothing, so that it is killed while it finishes what another left; or that it has come so far.
@@ -260,7 +262,7 @@ class _Run:
     def judge_end(self) -> None:
         """Find what is left when the last trainer has ended: whole checkpoints, and nothing that waits in a cache."""
         home = open_store(self._home, writable=False)
-        staying: set[str] = set()  # attempts whose files stay in caches
+        staying: set[str] = set()  # attempts whose files stay in caches, whether they are at home by now or not
         for entry in list_checkpoints(home):
             place = home.at(entry.name)
             if entry.register is None:
@@ -268,10 +270,11 @@ class _Run:
             attempt = ""
             if isinstance(entry.register, Manifest):
                 attempt = entry.register.origin.attempt
+                if entry.register.durability != HOME:
+                    staying.add(attempt)
                 with Checkpoint(place) as checkpoint:
                     elsewhere = [name for names in find_elsewhere(checkpoint).values() for name in names]
                     if elsewhere:
-                        staying.add(attempt)
                         self._judge_staying(entry, elsewhere)
                     for item in () if elsewhere else checkpoint.index.tensors:
                         if not (checkpoint.read(*item.key) == entry.step).all():

@@ -78,11 +78,13 @@ def trainers():
 
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("syscall", SYSCALLS)
-def test_a_kill_at_each_system_call_loses_nothing(syscall, trainers):
+def test_a_kill_at_each_system_call_loses_nothing(syscall, stride, trainers):
+    """`make test` kills at one call in so many; the explorer of crashes has every one of them, on a model of a disk."""
     judge = Judge()
     killed_count = 0
-    for number in range(1, 200):
+    for number in range(1, 200, stride):
         with tempfile.TemporaryDirectory(dir=FAST_DIRECTORY, prefix="ckptfmt-strace-") as directory:
             root = pathlib.Path(directory) / "run"
             before: list[str] = []
@@ -98,5 +100,5 @@ def test_a_kill_at_each_system_call_loses_nothing(syscall, trainers):
             killed_count += 1
             one_launch(root)  # in place, with no manual step
 
-    tell(f"{killed_count} kills, one at each {syscall}")
+    tell(f"{killed_count} kills, one at each {syscall}, or one in {stride}")
     assert killed_count >= 1

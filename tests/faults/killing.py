@@ -8,6 +8,7 @@ which must outlive it, an interpreter's start.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import mmap
 import os
@@ -243,11 +244,11 @@ class _Run:
 def kill_many(kill_count: int, seed: int, toys: list[type[Toy]]) -> Report:
     """Kill so many trainers, in runs of `_KILLS_PER_RUN`, each of which then comes to a good end."""
     report = Report()
-    rng = random.Random(seed)
+    rng, kinds = random.Random(seed), itertools.cycle(toys)
     while report.kill_count < kill_count and not report.violations:
         # In memory, or on the disk, where a save takes longer.
         with tempfile.TemporaryDirectory(dir=rng.choice((FAST_DIRECTORY, None)), prefix="ckptfmt-faults-") as directory:
-            run = _Run(pathlib.Path(directory) / "run", report, rng, rng.choice(toys))
+            run = _Run(pathlib.Path(directory) / "run", report, rng, next(kinds))
             try:
                 run.kill_some(min(_KILLS_PER_RUN, kill_count - report.kill_count))
             finally:

@@ -10,7 +10,7 @@ from tests.explorer.telling import tell
 from tests.store.helpers import ROOT
 
 #: What is raised, by whose saver, and how many places of it the usual suite tries.
-CASES = [("lines", "thread", 12), ("interrupts", "thread", 20), ("messages", "thread", 20), ("remote", "process", 3)]
+CASES = [("lines", "thread", 4), ("interrupts", "thread", 6), ("messages", "thread", 6), ("remote", "process", 2)]
 
 
 def inject(what, saver, *options):

@@ -423,7 +423,7 @@ def test_many_boxes_cost_no_quadratic_time():
     begin = time.process_time()
     assert verify(store).valid
     assert (Checkpoint(store).weights["w"][...] == array).all()
-    assert time.process_time() - begin < 10
+    assert time.process_time() - begin < 40
 
 
 def test_a_file_of_another_writer_cannot_be_named():

@@ -17,8 +17,17 @@ def _forget():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("begins", ["before the first save", "after some saves"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("backend", "begins"),
+    [
+        ("eager", "before the first save"),
+        ("eager", "after some saves"),
+        pytest.param("aot_eager", "before the first save", marks=pytest.mark.exhaustive),
+        ("aot_eager", "after some saves"),
+        pytest.param("inductor", "before the first save", marks=pytest.mark.slow),
+        pytest.param("inductor", "after some saves", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
 def test_no_value_is_from_after_the_call(backend, begins, late: Late, spy: Spy):
     training: Training = TRAININGS["AdamW, foreach"]()
     try:

@@ -2,8 +2,9 @@
 
 TorchTitan 0.3 trains on accelerators. Stand-ins for what it asks of one let its own trainer run here: the device's type
 and name, a memory monitor, attention that isn't compiled, and, before torch 2.15, a time-out of process groups.
+Several processes train with FSDP2 over gloo, and each notes its steps in a journal of its own.
 
-Usage: titan_training.py RUN JOURNAL [--lose-data]
+Usage: titan_training.py RUN JOURNAL [--lose-data] [--without-loader] [--theirs] [--from CHECKPOINT]
 """
 
 import json
@@ -27,6 +28,7 @@ stub.distributed.set_timeout = getattr(stub.distributed, "set_timeout", lambda *
 import tokenizers  # noqa: E402
 from torch.nn.attention import flex_attention  # noqa: E402
 from torchtitan.components import metrics  # noqa: E402
+from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
@@ -71,11 +73,12 @@ def write_assets(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+os.environ |= alone | os.environ
 run, journal_path = map(os.path.abspath, sys.argv[1:3])
-directory = Path(f"{run}-assets")
+directory = Path(f"{run}-assets-{os.environ['RANK']}")
 write_assets(directory)
 os.chdir(directory)
-os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 os.environ["HF_HOME"] = str(directory)
 config = llama3_debugmodel()
 config.hf_assets_path = str(directory)
@@ -83,13 +86,22 @@ config.dump_folder = run
 config.training.seq_len, config.training.local_batch_size, config.training.steps = 32, 2, TOTAL
 config.training.disable_cuda_graphs = True
 config.debug.seed = 3
+config.parallelism.spmd_backend = "partial_dtensor"
 config.validator.enable = False
 config.activation_checkpoint = None
 config.model_spec.model.layers = config.model_spec.model.layers[:1]
-config.checkpoint = CkptfmtManager.Config(enable=True, interval=5, keep_latest_k=3)
+excluded = ["dataloader"] if "--without-loader" in sys.argv else []
+initial: dict[str, Any] = {}
+if "--from" in sys.argv:
+    initial = {"initial_load_path": sys.argv[-1], "initial_load_model_only": False, "folder": "ours"}
+kind: Any = CheckpointManager if "--theirs" in sys.argv else CkptfmtManager
+config.checkpoint = kind.Config(enable=True, interval=5, keep_latest_k=3, exclude_from_loading=excluded, **initial)
 trainer = config.build()
-journal = Journal(journal_path)
-inner, step_of_trainer = trainer.checkpointer.save, trainer.train_step
+for module in trainer.model_parts[0].modules():
+    if isinstance(module, torch.distributed.fsdp.FSDPModule):
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+journal = Journal(f"{journal_path}-{os.environ['RANK']}")
+inner, step_of_trainer, load_of_manager = trainer.checkpointer.save, trainer.train_step, trainer.checkpointer.load
 seen: list[Any] = []
 
 
@@ -105,14 +117,29 @@ def train_step(data_iterator: Any) -> None:
     step_of_trainer(noting())
 
 
+def trained() -> dict[str, Any]:
+    """Return what is trained."""
+    optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+    return {"weights": trainer.model_parts[0].state_dict(), "optimizer": optimizers}
+
+
+def load(step: int) -> bool:
+    """Load as the trainer does, and note what was loaded, behind the journals' names."""
+    is_loaded: bool = load_of_manager(step)
+    name = f"{journal_path}-{os.environ['RANK']}"
+    Journal(f"{name}.loaded").note(trainer.step, **trained())
+    report = None if "--theirs" in sys.argv else trainer.checkpointer._run.load_report
+    Path(f"{name}.claim").write_text("" if report is None else f"{report.claim} {report.lowered_by}")
+    return is_loaded
+
+
 def save(step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002
     """Save as the trainer does, and note the step."""
     is_saved: bool = inner(step, last_step)
     journal.note(
         step,
         data=[[inputs, labels] for inputs, labels in seen],
-        weights=trainer.model_parts[0].state_dict(),
-        optimizer=[optimizer.state_dict() for optimizer in trainer.optimizers],
+        **trained(),
         learning_rate=[trainer.lr_schedulers.state_dict()],
         tokens=trainer.ntokens_seen,
         rng=rng_digest(),
@@ -120,10 +147,8 @@ def save(step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002
     return is_saved
 
 
-trainer.train_step, trainer.checkpointer.save = train_step, save
+trainer.train_step, trainer.checkpointer.save, trainer.checkpointer.load = train_step, save, load
 if "--lose-data" in sys.argv:
     trainer.checkpointer._state.data = None
 trainer.train()
-report = trainer.checkpointer._run.load_report
 trainer.close()
-Path(f"{journal_path}.claim").write_text("" if report is None else f"{report.claim} {report.lowered_by}")

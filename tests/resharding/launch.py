@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +76,13 @@ def launch(
     """
     here = scratch / f"launch-{time.monotonic_ns()}"
     here.mkdir(parents=True)
-    _FORKS.set_forkserver_preload(list(_SLOW))
     (here / "stderr").touch()
     with _meeting(rendezvous, here) as meeting:
         processes: list[Any] = []
         for rank in range(world_size):
             own = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(world_size), **meeting}
             told = own, str(here / "stderr"), [module, str(scratch), str(here), *scenes]
-            processes.append(_FORKS.Process(target=_play, args=told))
-            processes[-1].start()
+            processes.append(fork(_play, *told))
         exit_codes = _wait(processes, timeout_s)
     said: dict[str, dict[int, dict[str, Any]]] = {}
     for path in here.glob("rank-*.jsonl"):
@@ -94,18 +92,36 @@ def launch(
     return Launch(said, exit_codes, (here / "stderr").read_text("utf-8", "replace")[-4000:])
 
 
-def _play(variables: dict[str, str], errors: str, told: list[str]) -> None:
-    """Be one process of a launch, from a fork on."""
-    with Path(errors).open("ab") as file:
+def fork(target: Callable[..., None], *arguments: Any) -> Any:
+    """Start a function in a fork of a process that has imported torch; return what `multiprocessing` knows of it.
+
+    Args:
+        target: a function of a module, which begins with `settle`.
+        arguments: of it.
+    """
+    _FORKS.set_forkserver_preload(list(_SLOW))
+    process = _FORKS.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def settle(variables: dict[str, str], output: str) -> None:
+    """Give a fork the environment and the output that a process of its own would have been started with."""
+    with Path(output).open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.clear()
     os.environ.update(variables)
     import torch  # noqa: PLC0415 - only the forks need it
 
+    torch.set_num_threads(1)  # what OMP_NUM_THREADS says is read by the import
+
+
+def _play(variables: dict[str, str], errors: str, told: list[str]) -> None:
+    """Be one process of a launch, from a fork on."""
+    settle(variables, errors)
     from tests.resharding import stage  # noqa: PLC0415 - it imports torch
 
-    torch.set_num_threads(1)  # what OMP_NUM_THREADS says is read by the import
     stage.main(*told)
 
 

@@ -22,8 +22,9 @@ from torch import nn
 
 from ckptfmt.errors import CkptError
 
-#: How long a collective of the scenes waits, in seconds; far less than a launch may take.
-COLLECTIVE_S = 60.0
+#: How long a collective of the scenes waits, in seconds; less than a launch may take. On a busy machine a second's work
+#: takes a minute.
+COLLECTIVE_S = 400.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ def test_each_layout_and_each_world_size_is_covered():
     assert {node.layout for node in MORE_NODES} >= {"fsdp_columns", "expert_fsdp"}
     for pairs in (PAIRS, [(target, source) for source, target in PAIRS]):
         others = {source: {target for one, target in pairs if one == source} for source in NODES}
-        assert all(len(targets) >= 4 for targets in others.values())
+        assert all(len(targets) >= 3 for targets in others.values())
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair_name(*pair))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import ckptfmt
+from ckptfmt.api import compact
 from ckptfmt.commit import decision
 from ckptfmt.commit.decision import CONDEMNED
 from ckptfmt.documents.labels import Labels
@@ -269,6 +271,55 @@ def test_what_is_needed_is_not_deleted() -> None:
     run.unpin(1)
     run.delete(1)
     assert [one.state for one in run.list()] == ["retired", "committed", "retired"]
+
+
+def test_each_reason_not_to_delete_has_a_remedy_that_works() -> None:
+    """The remedy of the head isn't that of a pin; each is done here as it says, and the checkpoint then goes."""
+    store, run = made(1, 2, 3)
+
+    def remedy(step: int) -> str:
+        error = error_of(lambda: run.delete(step))
+        assert error.code == Code.CHECKPOINT_NEEDED
+        return str(error.remedy)
+
+    run.pin(1)
+    assert f"ckptfmt unpin {store.name} {checkpoint_name(1, 1)}" in remedy(1)
+    run.unpin(1)
+    run.delete(1)
+    resume = re.search(r"resume='([^']*)'", remedy(3))
+    assert resume is not None
+    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", resume=resume[1]) as checkpointer:
+        checkpointer.restore_rng()
+        checkpointer.save(step=9)
+    run.delete(3)
+    assert [one.step for one in run.list() if one.state == "committed"] == [2, 9]
+    store.create(f"{LABELS_FOLDER}/{checkpoint_name(2, 1)}-0001.json", [b"damaged"])
+    assert f"ckptfmt unpin {store.name} {checkpoint_name(2, 1)}" in remedy(2)
+    run.unpin(2)
+    run.delete(2)
+    resume = re.search(r"resume='([^']*)'", remedy(9))
+    assert resume is not None
+    with ckptfmt.Checkpointer(store, ckptfmt.State(data={"a": 1}), saver="inline", resume=resume[1]) as checkpointer:
+        assert "once the run has a newer one" in remedy(9)
+        checkpointer.save(step=1)
+    run.delete(9)
+
+
+def test_the_remedy_of_a_base_works() -> None:
+    """Named together they go; the head, which reads from one, is made full by a compaction."""
+    arrays = np.arange(3000, dtype=np.float32)
+    saving = Saving(snapshot(tensor("w", arrays)))
+    for step in (10, 20, 30):
+        arrays[step] += 1
+        saving.save(step, snapshot(tensor("w", arrays)))
+    run = ckptfmt.Run(saving.store)
+    text = str(error_of(lambda: run.delete(10)).remedy)
+    assert "name all of them in one command" in text
+    assert f"ckptfmt compact {saving.store.name} --take-over" in text
+    compact(saving.store, take_over=True)
+    for step in (30, 20, 10):
+        run.delete(checkpoint_name(step, 1))
+    assert [one.launch for one in run.list() if one.state == "committed"] == [2]
 
 
 def test_what_the_newest_launch_began_with_is_not_deleted() -> None:

@@ -13,6 +13,7 @@ from ckptfmt.documents.labels import Labels
 from ckptfmt.documents.manifest import Abort, Manifest, Reference, Tombstone, checkpoint_name
 from ckptfmt.documents.run import LabelsRecord, Launch, ResumeFrom, RunRecord
 from ckptfmt.errors import CkptError, Code, UnsupportedError
+from ckptfmt.features import LABELS, REFERENCED
 from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import RunEntry, begin_launch, iter_lineage, list_checkpoints, list_launches
 from ckptfmt.run.retention import Retention, clean_up, plan_retention, tidy_up
@@ -425,6 +426,23 @@ def test_files_go_only_behind_a_record_that_is_synced(ten, step, expected):
     lasting = [op for op in steps if op in ("create", "replace", "sync", "delete")]
     assert lasting[: lasting.index("delete") + 1] == expected
     assert ten.place(step, 1).list("") == ["manifest.json"]
+
+
+def test_a_clean_up_with_nothing_to_retire_reads_each_register_once():
+    """In an object store each of these is a request behind every save; to retire something they are read again."""
+    made = RunOfSteps()
+    made.begin()
+    made.save(10, 20, 30)
+    run = dataclasses.replace(made.run, writer_features=(LABELS, REFERENCED))
+    registers = [f"{checkpoint_name(step, 1)}/manifest.json" for step in (10, 20, 30)]
+
+    def read_by(keep):
+        recorder = Recorder(made.store)
+        clean_up(recorder, run, launch=1, retention=Retention(keep=keep))
+        return sorted(one.path for one in recorder.log.operations if one.op == "read" and one.path in registers)
+
+    assert read_by(3) == registers
+    assert read_by(2) == sorted(registers * 3)
 
 
 def test_a_register_that_cannot_be_read_is_left_alone(ten):

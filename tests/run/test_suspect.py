@@ -67,7 +67,10 @@ def test_nothing_but_suspect_is_no_fresh_start(home):
     assert error.code == Code.NO_VALID_CHECKPOINT
     assert "step-00000020-l0001, step-00000010-l0001; none of them is valid and not suspect" in error.detail
     opened = error_of(Run(made.store).newest)
-    assert (opened.code, "only suspect" in opened.detail) == (Code.NOT_COMMITTED, True)
+    assert opened.code == Code.NOT_COMMITTED
+    assert "are suspect" in opened.detail
+    assert checkpoint_name(20, 1) in opened.detail
+    assert all(way in str(opened.remedy) for way in ("by its name", "resume= and the name", "'fresh'"))
     assert made.begin(fresh=True).resume_from is None
     assert made.begin(choose=checkpoint_name(10, 1)).resume_from.name == checkpoint_name(10, 1)
 

@@ -44,14 +44,15 @@ def play(campaign, combinations):
 
 
 def test_faults_drawn_by_chance_break_no_promise(campaign):
-    combinations = campaign.sample(0, 12, SHORT)
+    combinations = campaign.sample(0, 4, SHORT)
 
     assert play(campaign, combinations) == []
 
-    assert len(campaign.met & set(combinations)) >= 10
+    assert len(campaign.met & set(combinations)) >= 3
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(6000)  # each combination has a guard of its own, and a busy machine takes ten seconds for one
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_whatever_fault_meets_whatever_step_no_promise_is_broken(campaign, scenario):
     combinations = campaign.sample(1, COUNT, [scenario])
@@ -116,20 +117,22 @@ def _let_errors_through(monkeypatch):
             Combination("save", "PutObject", "register", "DROP_REQUEST", "all"),
             "was acknowledged, and here is None",
         ),
-        (
+        pytest.param(
             _delete_when_the_outcome_is_unknown,
             Combination("save", "PutObject", "register", "LATE", "all"),
             "FILE_MISSING",
+            marks=pytest.mark.exhaustive,
         ),
         (
             _leave_what_a_clean_up_left,
             Combination("abort", "DeleteObjects", "shard", "DROP_REQUEST", "all"),
             "nothing refers to",
         ),
-        (
+        pytest.param(
             _let_errors_through,
             Combination("retire", "PutObject", "register", "DROP_REQUEST", "all"),
             "no error of ckptfmt",
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=["lost answer", "unknown outcome", "left files", "errors"],

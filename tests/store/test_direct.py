@@ -16,6 +16,7 @@ import time
 from unittest import mock
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -670,3 +671,21 @@ def test_only_what_is_not_in_the_page_cache_is_read_past_it(tmp_path):
     assert store.waits("a")
     with store.open_ranges("a"):
         assert calls.direct_count == 1
+
+
+@hypothesis.given(sizes=st.lists(st.integers(0, 3 << 20), max_size=8), seed=st.integers(0, 9))
+@hypothesis.settings(max_examples=30)
+def test_pieces_of_any_size_come_in_whole_pages_of_memory_that_stays(sizes, seed):
+    """A file takes all but its end past the page cache; a piece's own memory may be used again at once."""
+    pieces = [random.Random(seed + number).randbytes(nbytes) for number, nbytes in enumerate(sizes)]
+    scratch = bytearray(max(sizes, default=0))
+
+    def one_memory():
+        for piece in pieces:
+            scratch[: len(piece)] = piece
+            yield memoryview(scratch)[: len(piece)]
+
+    chunks = list(direct.in_pages(one_memory()))
+    assert b"".join(chunks) == b"".join(pieces)
+    assert all(np.frombuffer(chunk, np.uint8).ctypes.data % PAGE == 0 for chunk in chunks)
+    assert all(chunk.nbytes % PAGE == 0 and chunk.nbytes >= direct.DIRECT_NBYTES for chunk in chunks[:-1])

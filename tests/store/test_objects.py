@@ -143,7 +143,7 @@ class Forgetful:
 def test_who_lost_the_answer_knows_its_own_object(bucket, nbytes):
     store = ObjectStore(f"{bucket.url}/run", writable=True)
     forgetful: Any = Forgetful(store._once)
-    store._once = store._client = forgetful
+    store._once = store._client = store._uploads = forgetful
 
     store.create("a", SizedChunks([bytes(nbytes)], nbytes))
 
@@ -165,6 +165,24 @@ def test_an_upload_that_fails_leaves_nothing(bucket):
 
     assert store.list("") == []
     assert "Uploads" not in bucket.server.client().list_multipart_uploads(Bucket=bucket.url.removeprefix("s3://"))
+
+
+def test_a_part_may_take_longer_than_other_requests(bucket, monkeypatch):
+    """All parts that are on their way share a slow link: each takes as long as all of them, and none is sent again."""
+    monkeypatch.setattr(objects, "_PART_NBYTES", 5 << 20)
+    open_store(bucket.url, writable=True)  # tries out the server, in as much time as that takes
+    monkeypatch.setattr(objects, "_CLIENT_OPTIONS", {**objects._CLIENT_OPTIONS, "timeout": "2s"})
+    content = bytes(20 << 20)
+    with Proxy(bucket.server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint.url)
+        store = open_store(bucket.url, writable=True)
+        proxy.bytes_per_s = len(content) / 4
+
+        store.create("large", SizedChunks([content], len(content)))
+
+        assert proxy.counts["UploadPart"] == 4
+        proxy.bytes_per_s = None
+        assert store.nbytes("large") == len(content)
 
 
 def test_a_file_whose_size_shows_in_the_end_goes_up_while_it_is_made(bucket, monkeypatch):

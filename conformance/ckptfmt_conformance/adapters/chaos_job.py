@@ -15,8 +15,10 @@ import os
 import signal
 import sys
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import blake3
 
@@ -24,21 +26,27 @@ import ckptfmt
 from ckptfmt.errors import CkptError, FencedError
 
 #: Seconds after which a process that says nothing is taken for lost.
-_SILENCE_S = 15
+_SILENCE_S = 10
+#: Seconds from SIGTERM, by which torchrun says that other processes were lost, too, until nobody is waited for.
+_STOP_S = 5
 
 
-def train(run: Path, *, steps: int, progress: Path | None, pace_s: float) -> None:
-    """Train from wherever the run stands until `steps` are done, as one process of a job or alone."""
+def train(run: Path, *, steps: int, progress: Path | None, pace_s: float) -> bool:
+    """Train from wherever the run stands until `steps` are done, as one process of a job or alone.
+
+    Returns: False if a signal stopped it before.
+    """
     import torch  # noqa: PLC0415 - to look at a run takes no torch
     import torch.distributed as dist  # noqa: PLC0415
     from torch import nn  # noqa: PLC0415
 
-    from ckptfmt_conformance.elastic import Plan, Trainer, pin_arithmetic  # noqa: PLC0415
+    from ckptfmt_conformance.elastic import Plan, Trainer  # noqa: PLC0415
 
-    pin_arithmetic()
+    torch.set_num_threads(1)  # sums depend on how many threads share them; `pin_arithmetic` imports the compiler
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=dt.timedelta(seconds=_SILENCE_S))
+    _leave_out_compiler()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
@@ -53,7 +61,13 @@ def train(run: Path, *, steps: int, progress: Path | None, pace_s: float) -> Non
     trainer = Trainer(model, optimizer, Plan(workers=4, microbatch=2, seed=5), loss_of)
     state = ckptfmt.State(weights=model, optimizer=optimizer, data=sampler, extra={"trainer": trainer})
     with ckptfmt.Checkpointer(
-        run, state, every=1, check_replicas=True, stop_on=[signal.SIGTERM], deadline_s=2 * _SILENCE_S
+        run,
+        state,
+        every=1,
+        check_replicas=True,
+        stop_on=[signal.SIGTERM],
+        stop_deadline_s=_STOP_S,
+        deadline_s=2 * _SILENCE_S,
     ) as checkpointer:
         batches = iter(sampler)
         for step in checkpointer.steps(steps):
@@ -65,6 +79,13 @@ def train(run: Path, *, steps: int, progress: Path | None, pace_s: float) -> Non
                 with progress.open("a", encoding="utf-8") as file:
                     file.write(f"{step} {time.monotonic():.3f} {os.environ.get('WORLD_SIZE', '1')}\n")
             time.sleep(pace_s)
+    return not checkpointer.stopped
+
+
+def _leave_out_compiler() -> None:
+    """Keep torch's compiler from being imported at the first call of an optimizer: half of what a restart computes."""
+    nothing: Any = types.SimpleNamespace(disable=lambda function, *_, **__: function, graph_break=lambda: None)
+    sys.modules.setdefault("torch._dynamo", nothing)  # it has all that optimizers call
 
 
 def read_states(run: Path) -> dict[str, dict[str, str | int]]:
@@ -118,12 +139,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(max(found, key=lambda one: (one.launch, one.step)).name))
         return 0
     try:
-        train(
+        is_done = train(
             arguments.run,
             steps=arguments.steps,
             progress=arguments.progress,
             pace_s=arguments.pace,
         )
+        return 0 if is_done else 128 + signal.SIGTERM  # with 0, torchrun would take the job for done
     except FencedError as error:
         print(error, file=sys.stderr)  # a newer launch has the run: end, and let nobody start this one again
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -20,7 +21,7 @@ from ckptfmt_conformance.errors import SuiteError
 __all__ = ["PER_JOB", "Campaign", "Verdict"]
 
 #: Injections into one live job; then its checkpoints are compared, and the next job begins.
-PER_JOB: Final = 12
+PER_JOB: Final = 25
 #: Steps that are new, done after a fault by all nodes, until the job counts as recovered.
 _NEW_STEPS: Final = 3
 _INSIDE: Final = Path(__file__).with_name("inside")
@@ -82,6 +83,7 @@ class Job:
         self._armed.mkdir(parents=True)
         self._away_until = [0.0] * len(cluster.nodes)
         self._started_s = [0.0] * len(cluster.nodes)
+        self._launch_count = 1
 
     def progress(self) -> list[tuple[int, float, int]]:
         """Return step, time and number of processes of each step that was done, in the order in which they were."""
@@ -120,7 +122,16 @@ class Job:
             "CKPTFMT_CHAOS_RUN": str(self.run),
             "PYTHONPATH": os.pathsep.join([str(_INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
-        self.cluster.start_agent(node, program, environment)
+        self.cluster.start_agent(node, program, environment, job=f"job{self._launch_count}")
+
+    def launch_again(self) -> None:
+        """As `Scene` says."""
+        earlier = [node.agent for node in self.cluster.nodes if node.agent is not None]
+        self._launch_count += 1
+        for index, node in enumerate(self.cluster.nodes):
+            self._start(node)
+            self._started_s[index] = time.monotonic()
+        self.wait_for("the end of the earlier launch", lambda: all(agent.poll() is not None for agent in earlier))
 
     def wait_for(self, what: str, condition: Callable[[], object]) -> None:
         """Wait for something, and tend the agents. Raises: NotInTimeError."""
@@ -229,13 +240,19 @@ class Campaign:
         self._node_count, self._is_network = node_count, is_network
         self._pace_s, self._timeout_s, self._on_verdict = pace_s, timeout_s, on_verdict
 
-    def run(self, count: int) -> list[Verdict]:
-        """Inject so many faults, and return what came of each."""
+    def run(self, count: int, *, within_s: float = math.inf) -> list[Verdict]:
+        """Inject so many faults, and return what came of each.
+
+        Args:
+            within_s: seconds after which no other fault is injected.
+        """
+        end_s = time.monotonic() + within_s
         verdicts: list[Verdict] = []
         jobs: list[tuple[Path, list[Verdict]]] = []
-        for begin in range(0, count, PER_JOB):
-            directory = self._directory / f"job{begin // PER_JOB}"
-            found = self._run_job(directory, range(begin, min(count, begin + PER_JOB)))
+        while len(verdicts) < count and time.monotonic() < end_s:
+            directory = self._directory / f"job{len(jobs)}"
+            indices = range(len(verdicts), min(count, len(verdicts) + PER_JOB))
+            found = self._run_job(directory, indices, end_s)
             verdicts += found
             jobs.append((directory / "run", found))
         self._judge(jobs)
@@ -247,8 +264,8 @@ class Campaign:
         random.Random(f"{self._seed} order {turn}").shuffle(order)
         return order[place]
 
-    def _run_job(self, directory: Path, indices: range) -> list[Verdict]:
-        verdicts = []
+    def _run_job(self, directory: Path, indices: range, end_s: float) -> list[Verdict]:
+        verdicts: list[Verdict] = []
         directory.mkdir(parents=True)
         with Cluster(self._node_count, is_network=self._is_network, logs=directory) as cluster:
             job = Job(cluster, self._adapter, directory, pace_s=self._pace_s, timeout_s=self._timeout_s)
@@ -257,8 +274,8 @@ class Campaign:
                 for index in indices:
                     verdicts.append(self._inject(job, index))
                     self._on_verdict(verdicts[-1])
-                    if not verdicts[-1].recovered:
-                        break  # the job is stuck: what comes after would be blamed on others
+                    if not verdicts[-1].recovered or time.monotonic() > end_s:
+                        break  # of a job that is stuck, what comes after would be blamed on others
             except NotInTimeError as error:
                 raise SuiteError(
                     f"the job doesn't train: {error}", remedy=f"See the logs in {directory}, or --timeout."

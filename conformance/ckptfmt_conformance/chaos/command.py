@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
+import math
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -15,7 +18,7 @@ from typing import Any, Final
 from ckptfmt_conformance.chaos.campaign import Campaign, Verdict
 from ckptfmt_conformance.chaos.kinds import DRAFTS, KINDS, Kind
 from ckptfmt_conformance.chaos.nodes import network_problem
-from ckptfmt_conformance.chaos.report import as_run, dump_json, text_of
+from ckptfmt_conformance.chaos.report import as_run, dump_json, sum_of, text_of
 from ckptfmt_conformance.errors import SuiteError
 from ckptfmt_conformance.page import dump_html
 from ckptfmt_conformance.reports import dump_junit
@@ -35,6 +38,7 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
     )
     parser.add_argument("--adapter", metavar="COMMAND", help="`reference`, or the command line of a training job")
     parser.add_argument("--count", type=int, default=len(KINDS), metavar="N", help="how many injections")
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="M", help="inject nothing after so long")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn")
     parser.add_argument("--filter", action="append", default=[], metavar="GLOB", help="only kinds whose name fits")
     parser.add_argument(
@@ -48,11 +52,15 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a report for programs")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write a report as JUnit XML")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report as one page")
+    parser.add_argument("--sum", type=Path, nargs="+", metavar="FILE", help="only sum what --json wrote")
     parser.add_argument("--list", action="store_true", help="only list the kinds")
     parser.set_defaults(command=_chaos)
 
 
 def _chaos(arguments: argparse.Namespace) -> int:
+    if arguments.sum:
+        print(sum_of([json.loads(path.read_text("utf-8")) for path in arguments.sum]))
+        return 0
     kinds = [
         kind
         for kind in (*KINDS, *(DRAFTS if arguments.drafts else ()))
@@ -73,6 +81,8 @@ def _chaos(arguments: argparse.Namespace) -> int:
             "there is no job, or no kind of fault", remedy="Give --adapter; `chaos --list` lists the kinds."
         )
     adapter = _REFERENCE if arguments.adapter == "reference" else tuple(shlex.split(arguments.adapter))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     begin_s = time.monotonic()
     verdicts = _run(arguments, adapter, kinds, is_network=not arguments.no_network and not problem)
     seconds = time.monotonic() - begin_s
@@ -85,7 +95,14 @@ def _chaos(arguments: argparse.Namespace) -> int:
         arguments.junit.write_text(dump_junit(run), "utf-8")
     if arguments.html is not None:
         arguments.html.write_text(dump_html(run), "utf-8")
-    return 0 if all(verdict.is_kept for verdict in verdicts) and len(verdicts) == arguments.count else 1
+    return 0 if all(verdict.is_kept for verdict in verdicts) and verdicts else 1
+
+
+def _interrupt(*_: object) -> None:
+    """End the campaign: processes, networks and files are taken away on the way out, which nothing interrupts."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _run(
@@ -109,4 +126,4 @@ def _run(
             timeout_s=arguments.timeout,
             on_verdict=tell,
         )
-        return campaign.run(arguments.count)
+        return campaign.run(arguments.count, within_s=60 * arguments.minutes)

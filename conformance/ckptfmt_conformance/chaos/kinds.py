@@ -15,7 +15,7 @@ from ckptfmt_conformance.chaos.nodes import Cluster, Node, signal_all
 __all__ = ["DRAFTS", "KINDS", "Kind", "Scene"]
 
 #: Longer than any job under test waits for a process that says nothing, in seconds.
-LONG_S: Final = 20.0
+LONG_S: Final = 14.0
 
 
 class Scene(Protocol):
@@ -53,6 +53,9 @@ class Scene(Protocol):
 
     def keep_away(self, index: int, seconds: float) -> None:
         """Start no agent on a node for so long."""
+
+    def launch_again(self) -> None:
+        """Start the job a second time on all nodes, and wait until the agents of the first one end by themselves."""
 
     def newest(self) -> Path:
         """Return the directory of the newest checkpoint."""
@@ -246,6 +249,10 @@ def _litter(scene: Scene) -> None:
     (scene.run / f".half-written{scene.rng.randrange(10**9)}").write_bytes(b"")
 
 
+def _launch_again(scene: Scene) -> None:
+    scene.launch_again()
+
+
 _KILL, _TERM = signal.SIGKILL, signal.SIGTERM
 
 
@@ -271,7 +278,6 @@ _ALL: Final[tuple[Kind, ...]] = (
     _kind("process/helper-paused", "saving", "SIGSTOP of a rank's savers for 3 s", _pause(Node.helpers, 3)),
     _kind("process/agent-paused", "training", "SIGSTOP of an agent for 3 s", _pause(_agent, 3)),
     _kind("process/rank-raises", "training", "an exception in a rank's step", _once("raise")),
-    _kind("process/rank-exits", "training", "a rank exits with 0 in mid-run", _once("exit")),
     _kind(
         "process/rank-killed-starting",
         "starting",
@@ -315,8 +321,14 @@ _ALL: Final[tuple[Kind, ...]] = (
     _kind("computation/moment-flipped", "training", "a bit of a rank's moment is flipped", _once("flip-moment")),
     _kind("clock/forward", "training", "the clocks jump ahead by an hour, for 3 s", _for_a_while("clock", 3, "3600")),
     _kind("clock/back", "training", "the clocks jump back by an hour, for 3 s", _for_a_while("clock", 3, "-3600")),
+    _kind("launch/two-at-once", "training", "the job is launched again while it trains", _launch_again),
 )
 _PROVEN: Final = (
+    *("process/rank-killed", "process/rank-killed-starting", "process/node-killed-starting", "process/all-killed"),
+    *("process/rank-and-helper-killed", "process/agent-killed", "process/agent-terminated", "process/killed-writing"),
+    *("process/killed-syncing", "process/killed-linking", "process/killed-linked"),
+    *("node/killed", "node/power-lost", "network/cut", "storage/sync-fails", "computation/nan"),
+    *("checkpoint/truncated", "checkpoint/file-deleted", "checkpoint/stale", "launch/two-at-once"),
     *("process/rank-raises", "process/rank-paused", "process/agent-paused"),
     *("network/cut-briefly", "network/slow", "storage/slow"),
     *("storage/short-write", "storage/unknown-outcome", "storage/bit-flipped", "storage/write-lost"),

@@ -215,6 +215,7 @@ class Cluster:
         environment: Mapping[str, str],
         *,
         max_restarts: int = 1000,
+        job: str = "run",
     ) -> subprocess.Popen[bytes]:
         """Start a torchrun on a node, which may train with any number of the nodes.
 
@@ -223,11 +224,12 @@ class Cluster:
             program: what each rank runs; begins with ``-m`` or a script, or with ``--no-python``.
             environment: beside that of this process.
             max_restarts: how often the agent restarts its ranks.
+            job: agents of the same job meet; a job that has ended well takes no agent any more.
         """
         argv = [
             *(sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{len(self.nodes)}", "--nproc-per-node=1"),
             *(f"--max-restarts={max_restarts}", "--monitor-interval=0.1", "--shutdown-timeout=5"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", "--rdzv-id=run"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={job}"),
             *(f"--rdzv-conf={_RENDEZVOUS}", f"--local-addr={node.address}"),
             *program,
         ]

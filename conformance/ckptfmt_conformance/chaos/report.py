@@ -15,43 +15,12 @@ from ckptfmt_conformance.judge import Status
 from ckptfmt_conformance.protocol import Description
 from ckptfmt_conformance.runner import Result, Run
 
-__all__ = ["as_run", "dump_json", "text_of"]
+__all__ = ["as_run", "dump_json", "sum_of", "text_of"]
 
 
-def by_kind(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
-    """Return the injections of each kind."""
-    groups: dict[str, list[Verdict]] = {}
-    for verdict in verdicts:
-        groups.setdefault(verdict.kind.name, []).append(verdict)
-    return dict(sorted(groups.items()))
-
-
-def text_of(verdicts: Sequence[Verdict], *, seed: int, seconds: float) -> str:
-    """Return a table of the kinds, what wasn't kept, and the sums."""
-    lines = [f"{'kind':32} {'phase':9} count  back  same   median    worst  lost"]
-    for name, found in by_kind(verdicts).items():
-        times = [verdict.seconds for verdict in found]
-        lines.append(
-            f"{name:32} {found[0].kind.phase:9} {len(found):5} {sum(one.recovered is True for one in found):5} "
-            f"{sum(one.identical is True for one in found):5} {statistics.median(times):6.1f} s {max(times):6.1f} s "
-            f"{max(one.steps_lost for one in found):5}"
-        )
-    lines += [
-        "",
-        *(f"{one.index} {one.kind.name} at {one.victim}: {one.message}" for one in verdicts if not one.is_kept),
-    ]
-    kept = sum(one.is_kept for one in verdicts)
-    lines.append(
-        f"{kept} of {len(verdicts)} injections of {len(by_kind(verdicts))} kinds: training went on by itself, and "
-        f"every checkpoint has the bits of the undisturbed run. Seed {seed}, {seconds:.0f} s, "
-        f"{60 * len(verdicts) / max(seconds, 1):.1f} injections a minute"
-    )
-    return "\n".join(lines)
-
-
-def dump_json(verdicts: Sequence[Verdict], *, seed: int, seconds: float, options: Mapping[str, Any]) -> str:
-    """Return a report for programs."""
-    injections = [
+def as_injections(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """Return what a report for programs says of each injection."""
+    return [
         {
             "index": one.index,
             "kind": one.kind.name,
@@ -68,8 +37,51 @@ def dump_json(verdicts: Sequence[Verdict], *, seed: int, seconds: float, options
         }
         for one in verdicts
     ]
+
+
+def table_of(injections: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the kinds, what wasn't kept, and the sums.
+
+    Args:
+        injections: of one campaign or of several, as reports for programs have them.
+    """
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for one in injections:
+        kinds.setdefault(one["kind"], []).append(one)
+    lines = [f"{'kind':32} {'phase':9} count  back wrong   median    worst  lost"]
+    for name, found in sorted(kinds.items()):
+        times = [one["seconds"] for one in found]
+        lines.append(
+            f"{name:32} {found[0]['phase']:9} {len(found):5} {sum(one['recovered'] is True for one in found):5} "
+            f"{sum(one['identical'] is not True for one in found):5} {statistics.median(times):6.1f} s "
+            f"{max(times):6.1f} s {max(one['steps_lost'] for one in found):5}"
+        )
+    broken = [one for one in injections if not one["kept"]]
+    lines += [f"{one['index']} {one['kind']} at {one['victim']}: {one['message']}" for one in broken]
+    lines.append(
+        f"{len(injections) - len(broken)} of {len(injections)} injections of {len(kinds)} kinds: training went on by "
+        "itself, and every checkpoint has the bits of the undisturbed run"
+    )
+    return "\n".join(lines)
+
+
+def text_of(verdicts: Sequence[Verdict], *, seed: int, seconds: float) -> str:
+    """Return a table of one campaign."""
+    rate = 60 * len(verdicts) / max(seconds, 1)
+    return f"{table_of(as_injections(verdicts))}. Seed {seed}, {seconds:.0f} s, {rate:.1f} injections a minute"
+
+
+def dump_json(verdicts: Sequence[Verdict], *, seed: int, seconds: float, options: Mapping[str, Any]) -> str:
+    """Return a report for programs."""
     members = {"suite": __version__, "seed": seed, "seconds": round(seconds, 1), "options": dict(options)}
-    return json.dumps({**members, "injections": injections}, indent=2, sort_keys=True)
+    return json.dumps({**members, "injections": as_injections(verdicts)}, indent=2, sort_keys=True)
+
+
+def sum_of(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of several campaigns, given their reports for programs."""
+    seeds = ", ".join(str(one["seed"]) for one in reports)
+    seconds = sum(one["seconds"] for one in reports)
+    return f"{table_of([one for report in reports for one in report['injections']])}. Seeds {seeds}, {seconds:.0f} s"
 
 
 def as_run(verdicts: Sequence[Verdict], *, adapter: str, seed: int, seconds: float) -> Run:

@@ -270,7 +270,7 @@ def _go_on(
         while job.position < (STEPS, 0):
             job.advance()
             comparison.look(job.position, job.facts(), loads=1, at_load=False)
-        problem = comparison.first.explain() if comparison.first else None
+        problem = comparison.explain()
     if problem is None:
         _save_last(run, checkpointing.phases[-1])
     run.close()

@@ -79,7 +79,7 @@ def _compare_bytes(job: TrainingJob, cell: Cell, directory: Path) -> str | None:
     if job.position != cell.cuts[0]:
         return f"step {job.position[0]} came back, should be {cell.cuts[0][0]}: most likely not restored: the counters"
     comparison.look(cell.cuts[0], facts, loads=1, at_load=True)
-    return comparison.first.explain() if comparison.first else None
+    return comparison.explain()
 
 
 def _compare_samples(job: TrainingJob) -> str | None:

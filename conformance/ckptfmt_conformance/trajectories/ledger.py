@@ -158,6 +158,7 @@ class Comparison:
 
     Attributes:
         first: the first divergence.
+        differences: for each fact that differs anywhere, how it differs at each position, in a word.
         learnt_at: where weights or loss first differ: what shows that the difference matters.
         compared: facts compared.
     """
@@ -165,6 +166,8 @@ class Comparison:
     def __init__(self, reference: Mapping[Position, Facts]) -> None:
         self._reference = reference
         self.first: Divergence | None = None
+        self.differences: dict[str, dict[Position, str]] = {}
+        self._seen: list[Position] = []
         self.learnt_at: Position | None = None
         self.compared = 0
 
@@ -175,6 +178,9 @@ class Comparison:
         names = [name for name in expected.keys() | facts.keys() if not name.startswith(ignored)]
         self.compared += len(names)
         found = sorted((n for n in names if differ(expected.get(n), facts.get(n))), key=_how_telling)
+        self._seen.append(position)
+        for name in found:
+            self.differences.setdefault(name, {})[position] = _distance(expected.get(name), facts.get(name))
         if found and self.first is None:
             detail = _explain(found[0], expected.get(found[0]), facts.get(found[0]))
             self.first = Divergence(
@@ -183,6 +189,20 @@ class Comparison:
         if self.learnt_at is None and not at_load and any(n.startswith(("parameter/", "loss/")) for n in found):
             self.learnt_at = position
 
+    def explain(self) -> str | None:
+        """Return the first divergence in a sentence, and below it a table of what differs by fact and step."""
+        if self.first is None:
+            return None
+        begin = self.first.position
+        shown = [one for one in dict.fromkeys(self._seen) if one >= begin and (one == begin or not one[1])]
+        names = sorted(self.differences, key=lambda name: (min(self.differences[name]), _how_telling(name)))
+        rows = [["steps done", *(f"{step}+{micro}" if micro else str(step) for step, micro in shown)]]
+        rows += [[name, *(self.differences[name].get(one, ".") for one in shown)] for name in names[:_ROWS]]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines += [f"and {len(names) - _ROWS} more"] if len(names) > _ROWS else []
+        return "\n".join([self.first.explain(), _LEGEND, *lines])
+
     def has_same_weights(self, position: Position, facts: Facts) -> bool:
         """Return whether any weight is what it's to be already."""
         expected = self._reference[position]
@@ -190,12 +210,35 @@ class Comparison:
         return not all(differ(expected.get(name), facts[name]) for name in matrices if name.endswith("weight"))
 
 
+#: How many facts the table of a divergence has.
+_ROWS = 24
+_LEGEND = "the greatest difference relative to the larger of two elements, by tensor or value and step; . the same:"
 _ORDER = ("alias", "parameter", "buffer", "extra_state", "moment", "group", "scheduler", "scaler", "ema", "window")
 
 
 def _how_telling(name: str) -> tuple[int, str]:
     category = name.partition("/")[0]
     return (_ORDER.index(category) if category in _ORDER else len(_ORDER), name)
+
+
+def _distance(expected: torch.Tensor | str | None, found: torch.Tensor | str | None) -> str:
+    """Return how far two facts are apart: the greatest relative difference of two elements, where that is a number.
+
+    >>> _distance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])), _distance("3", "4"), _distance("3", None)
+    ('5e-01', 'differs', 'missing')
+    """
+    if expected is None or found is None:
+        return "missing"
+    if not (isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor)):
+        return "differs"
+    is_number = expected.dtype == found.dtype and expected.shape == found.shape and expected.is_floating_point()
+    if not is_number:
+        return "differs"
+    one, other = expected.double(), found.double()
+    ratio = (
+        (one - other).abs() / torch.maximum(one.abs(), other.abs()).clamp_min(torch.finfo(torch.float64).tiny)
+    ).max()
+    return f"{float(ratio):.0e}" if bool(ratio.isfinite()) else "nan"
 
 
 def _explain(name: str, expected: torch.Tensor | str | None, found: torch.Tensor | str | None) -> str:

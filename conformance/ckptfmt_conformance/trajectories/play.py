@@ -258,7 +258,7 @@ class _Legs:
         if self._vacuous or self._wrong:
             return CellResult(status=FAIL, divergence=self._wrong or f"the cell proves nothing: {self._vacuous}")
         if self._control is None:
-            return CellResult(status=FAIL if said else PASS, divergence=said)
+            return CellResult(status=FAIL if said else PASS, divergence=comparison.explain())
         if said is None:
             return CellResult(status=FAIL, divergence="stayed green: the suite doesn't see what was taken away")
         if self._control.named not in said:

@@ -258,7 +258,7 @@ class CellResult:
     Attributes:
         status: ``PASS``, ``FAIL``, ``UNSUPPORTED``, ``SKIPPED`` or ``ERROR``. A negative control passes by turning red.
         divergence: the first divergence, or what else was wrong, in a sentence; of a control, how it was found out;
-            of a trainer that was killed, what was resumed from.
+            of a trainer that was killed, what was resumed from. More lines say by tensor and step what differs.
         seconds: how long it took.
     """
 

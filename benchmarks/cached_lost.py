@@ -1,0 +1,135 @@
+"""Seconds of training that a save to a bucket by way of a node cache costs, beside one to a local directory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from benchmarks.figures import Figure, floor_all, median_of, paired_ratio, summarize
+from benchmarks.loop import Contestant, run_until_done
+from benchmarks.lost import MARGIN, run_round
+from benchmarks.ours import Ours
+from benchmarks.peers import Pending
+from benchmarks.state import Bench
+
+_LOCAL: Final = "ckptfmt_local"
+_CACHED: Final = "ckptfmt_cached"
+#: No clock here tells less apart.
+_FLOOR_S: Final = 0.001
+#: How many saves a cache has room for: the one that is written, the one before it, and what is to be let go.
+_ROOM: Final = 3.5
+#: The largest batch, and how long forward and backward are to take, in seconds.
+_ROWS: Final = (4, 8, 16, 32, 64, 128)
+_PASSES_S: Final = 0.1
+
+
+class _Run:
+    """A run that lets go of its older checkpoints itself: what the loop deletes behind a save is an empty file."""
+
+    is_buffered = False
+
+    def __init__(self, name: str, run: str | Path, bench: Bench, **options: Any) -> None:  # noqa: ANN401 - as for Checkpointer
+        self.name = name
+        self._ours = Ours(run, bench.trainer.state, overlap=True, name=name, keep=1, **options)
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings."""
+        return {**self._ours.describe(), "keep": 1}
+
+    def start(self, path: Path) -> Pending:
+        """Ask for a save of the next step."""
+        path.touch()
+        return dataclasses.replace(self._ours.start(), path=path)
+
+    def close(self) -> None:
+        """End the saver."""
+        self._ours.close()
+
+
+def measure_cached_lost(bucket: str, bench: Bench, *, rounds: int) -> tuple[list[dict[str, Any]], dict[str, object]]:
+    """Run interleaved rounds of the same steps: without a save, with one to a directory, with one to a bucket.
+
+    The training has one thread less than there are cores: one is left for whoever saves, and for the server.
+
+    Returns: the raw rounds; what a record says of them.
+    """
+    with _threads(max(1, bench.trainer.threads - 1)), contextlib.ExitStack() as stack:
+        rows = _choose_rows(bench)
+        contestants: list[_Run] = []
+        for name, run, options in (
+            (_LOCAL, bench.place.fresh("run"), {}),
+            (
+                _CACHED,
+                f"{bucket}/cached",
+                {"cache": bench.place.fresh("cache"), "cache_nbytes": int(_ROOM * bench.trainer.nbytes)},
+            ),
+        ):
+            contestants.append(_Run(name, run, bench, **options))
+            stack.callback(contestants[-1].close)
+        bench.progress.say("s3: lost seconds, warming up")
+        warm = [run_until_done(bench, one) for one in contestants * 2]
+        steps = math.ceil(MARGIN * max(run.steps for run in warm)) + 1
+        named: Mapping[str, Contestant] = {one.name: one for one in contestants}
+        found = []
+        for number in range(rounds):
+            bench.progress.say(f"s3: lost seconds, round {number + 1} of {rounds}, {steps} steps each")
+            found.append(run_round(bench, named, number, steps))
+        notes = {
+            "steps": steps,
+            "batch_rows": rows,
+            "threads": torch.get_num_threads(),
+            "saves_that_outlasted_the_steps": sum(not run["is_done"] for row in found for run in row["runs"].values()),
+            "settings": {one.name: one.describe() for one in contestants},
+        }
+    return found, notes
+
+
+def sum_up_cached_lost(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Figure], dict[str, Figure]]:
+    """Return the figures and the ratio of the rounds.
+
+    A loss counts at least as much as two runs of the same steps without a save differ by, in the median round: the
+    clock can't tell less apart.
+    """
+    without = [sum(row["without_s"]) / len(row["without_s"]) for row in rows]
+    noise = [max(row["without_s"]) - min(row["without_s"]) for row in rows]
+    lost = {
+        name: [row["runs"][name]["wall_s"] - base_s for row, base_s in zip(rows, without, strict=True)]
+        for name in (_LOCAL, _CACHED)
+    }
+    least_s = max(_FLOOR_S, median_of(noise))
+    floored = {name: floor_all(seconds, least_s) for name, seconds in lost.items()}
+    figures = {
+        "lost_steps_without_s": summarize(without),
+        "lost_told_apart_s": summarize(noise),
+        **{f"lost_{name}_s": summarize(seconds) for name, seconds in lost.items()},
+        **{f"blocked_{name}_s": summarize([row["runs"][name]["blocked_s"] for row in rows]) for name in lost},
+        **{f"save_{name}_s": summarize([row["runs"][name]["save_s"] for row in rows]) for name in lost},
+        "lost_cached_minus_local_s": summarize([a - b for a, b in zip(lost[_CACHED], lost[_LOCAL], strict=True)]),
+    }
+    return figures, {"cache_vs_local_lost": paired_ratio(floored[_CACHED], floored[_LOCAL])}
+
+
+def _choose_rows(bench: Bench) -> int:
+    """Choose the batch with which forward and backward take a tenth of a second; return its rows."""
+    for rows in _ROWS:
+        bench.trainer.set_batch(rows)
+        bench.trainer.step()
+        if median_of([bench.trainer.step().passes_s for _ in range(3)]) >= _PASSES_S:
+            break
+    return rows
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
