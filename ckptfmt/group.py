@@ -35,7 +35,7 @@ _EXCHANGE_NBYTES: Final = 1 << 30
 #: Errors that the caller of ckptfmt mends, and not its author.
 _OF_CALLERS: Final = (StateError, CommitError, NotFoundError)
 #: How much longer than the deadline an exchange through torch's store may take before the store counts as lost, in
-#: seconds.
+#: seconds; and how long an exchange waits for the others at least, whatever signal asked this process to stop.
 _ANSWER_S: Final = 5.0
 #: How often a process that waits for others looks whether a signal has asked it to stop, in seconds.
 _LOOK_S: Final = 0.25
@@ -245,8 +245,10 @@ class _TorchExchange:
             target=lambda: outcomes.append(attempt(lambda: self._exchange(value))), name="ckptfmt-agree", daemon=True
         )
         thread.start()
-        end_s = time.monotonic() + self._deadline.total_seconds() + _ANSWER_S
-        while thread.is_alive() and time.monotonic() < min(end_s, self._stop_end_s()):
+        # A signal that came long ago, in a long step, ends no exchange in which the others are there.
+        least_s = time.monotonic() + _ANSWER_S
+        end_s = least_s + self._deadline.total_seconds()
+        while thread.is_alive() and time.monotonic() < min(end_s, max(least_s, self._stop_end_s())):
             thread.join(max(0.0, min(_LOOK_S, end_s - time.monotonic())))
         if not outcomes:
             detail = f"torch.distributed's store, on process 0, didn't answer for {self._deadline.total_seconds():g} s"

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -188,11 +189,10 @@ def test_a_store_whose_host_is_gone_without_a_word_is_not_waited_for(relay: tupl
     torch = SimpleNamespace(
         distributed_c10d=SimpleNamespace(_get_default_store=lambda: store), PrefixStore=dist.PrefixStore
     )
-    exchange = _TorchExchange(torch, 0, 1, 0.1)
-    assert exchange(b"first") == [b"first"]
+    assert _TorchExchange(torch, 0, 1, 60.0)(b"first") == [b"first"]
     is_silent.set()
     with mock.patch.object(group_module, "_ANSWER_S", 0.1), pytest.raises(CkptError) as caught:
-        exchange(b"second")
+        _TorchExchange(torch, 0, 1, 0.1)(b"second")
     assert (caught.value.code, "process 0" in str(caught.value)) == (Code.WRITERS_MISSING, True)
 
 
@@ -208,9 +208,22 @@ def test_process_that_a_signal_asks_to_stop_waits_no_longer_for_one_that_was_kil
     try:
         exchange = _TorchExchange(torch, 0, 2, 20.0, signals.end_s)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        with pytest.raises(CkptError, match="by the deadline of a signal") as caught:
+        by_the_deadline = pytest.raises(CkptError, match="by the deadline of a signal")
+        with mock.patch.object(group_module, "_ANSWER_S", 0.1), by_the_deadline as caught:
             exchange(b"here")
         assert caught.value.code == Code.WRITERS_MISSING
     finally:
         signals.remove()
         dist.PrefixStore("ckptfmt", store).set("0/1", "")  # the thread that waits in the store's client ends
+
+
+def test_signal_that_came_long_before_an_exchange_does_not_end_it() -> None:
+    """A step may take longer than stop_deadline_s: the run is saved at its end all the same."""
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.HashStore()
+    torch = SimpleNamespace(
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store), PrefixStore=dist.PrefixStore
+    )
+    dist.PrefixStore("ckptfmt", store).set("0/1", "aGVyZQ==")  # the other process's value, in base64
+    long_ago_s = time.monotonic() - 60.0
+    assert _TorchExchange(torch, 0, 2, 20.0, lambda: long_ago_s)(b"here") == [b"here", b"here"]

@@ -516,6 +516,7 @@ def killed(*options: str, kills: int, seed: int, writers: int) -> dict[str, Any]
 def test_kills_at_random_moments_lose_nothing_that_was_written(writers: int, every: int) -> None:
     """REQ-RUN-036: trainer, saver and uploader die at once; the processes have other numbers each time."""
     report = killed("--every", str(every), kills=20, seed=20261123, writers=writers)
+    assert (report["node_count"] > 0) is (every > 1)
     # Where saves are uploaded now and then, `close` brings the last one home, too, unless a kill comes before it.
     assert not report["staying_count"] or every > 1
     assert report["lost"] == []

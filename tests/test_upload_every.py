@@ -14,6 +14,7 @@ import pytest
 
 import ckptfmt
 from ckptfmt.checkpointer import Checkpointer
+from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.manifest import Manifest, checkpoint_name
 from ckptfmt.errors import Code
 from ckptfmt.run.lineage import list_checkpoints
@@ -23,8 +24,10 @@ from ckptfmt.run.scrub import scrub_run
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
+from ckptfmt.trainer import mirrors
 from tests.builders import code_of, error_of
 from tests.saver.test_saver import WAIT_S
+from tests.stores.hooked import HookedStore, Operation
 from tests.test_group import Allgather, run_writers
 from tests.test_node_cache import Outage, cached, committed, died, nbytes_of, spoil
 from tests.test_saves import Run, is_whole
@@ -144,6 +147,72 @@ def test_the_deadline_of_close_holds_for_bringing_home(tmp_path: pathlib.Path) -
         run.checkpointer._saves._bring_last_home(0.0)  # a moment long ago
         assert "SAVE_PENDING" in run.checkpointer.reports[-1]
         assert not shards(home, 2)
+
+
+class Slow(HookedStore):
+    """A home that takes a second to create a file, once it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.is_slow = threading.Event()
+        self.ended = threading.Event()
+
+    def before(self, operation: Operation) -> None:
+        if self.is_slow.is_set() and operation.op == "create":
+            self.ended.wait(WAIT_S)
+
+
+def test_close_does_not_wait_for_a_home_that_does_not_answer(tmp_path: pathlib.Path) -> None:
+    """An object store may take ten minutes for a part; the next start finds the files in the cache."""
+    home = Slow()
+    run = Run(home, cache=tmp_path, upload_every=100, deadline_s=1.0)
+    with run:
+        save_all(run, 1, 2)
+        home.is_slow.set()
+    home.ended.set()
+    assert "SAVE_PENDING" in run.checkpointer.reports[-1]
+    assert not shards(home, 2)
+
+
+def test_what_close_brings_home_is_mirrored(tmp_path: pathlib.Path) -> None:
+    """The mirror was told of it at its commit, when its files were in the cache."""
+    home, mirror = MemoryStore(), MemoryStore()
+    with Run(home, cache=tmp_path, upload_every=100, mirrors=[mirror]) as run:
+        save_all(run, 1, 2)
+        following = run.checkpointer._saves._mirrors
+        assert following is not None
+        for _ in poll(WAIT_S):
+            if checkpoint_name(2, 1) in following._in_caches:
+                break
+        assert durabilities(mirror) == {1: "home"}
+    assert is_whole(mirror, 2)
+    assert run.checkpointer.reports == ()
+
+
+def test_what_other_processes_have_not_brought_home_is_reported_by_the_mirror(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "_OTHERS_S", 0.0)
+    home, mirror, gather = MemoryStore(), MemoryStore(), Allgather(2)
+    told: list[tuple[str, ...]] = []
+
+    def body(writer: int) -> None:
+        options: dict[str, Any] = {"mirrors": [mirror]} if writer == 0 else {}
+        run = Run(home, writer=writer, allgather=gather, cache=tmp_path / str(writer), upload_every=100, **options)
+        with run:
+            save_all(run, 1, 2)
+            gather.of(writer)(b"")
+            if writer == 1:
+                gather.of(writer)(b"")  # process 0 has ended
+        if writer == 0:
+            told.append(run.checkpointer.reports)
+            gather.of(writer)(b"")
+
+    assert run_writers(2, body) == [None, None]
+    ((sentence,),) = told
+    assert sentence.startswith(f"MIRROR_BEHIND: {checkpoint_name(2, 1)} isn't at home yet")
+    assert is_whole(home, 2)
+    assert durabilities(mirror) == {1: "home"}
 
 
 # --- the next launch --------------------------------------------------------------------------------------------------

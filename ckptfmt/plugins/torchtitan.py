@@ -16,6 +16,7 @@ A training that TorchTitan's own manager has saved goes on in a run, in a folder
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -90,30 +91,40 @@ class CkptfmtManager(BaseCheckpointManager):
         override = [_EXCLUDED[name] for name in self._config.exclude_from_loading]
         options: dict[str, Any] = {"keep": self._config.keep_latest_k or None, "resume": resume, "override": override}
         options |= self._config.options
+        initial = self._config.initial_load_path
+        if not initial:
+            self._refuse_theirs()
         self._run = ckptfmt.Checkpointer(self._path, self._state, **options)
         is_resumed = self._run.restore() is not None
-        initial = self._config.initial_load_path
-        if not is_resumed:
-            self._begin_from(initial) if initial else self._refuse_theirs()
+        if initial and not is_resumed:
+            self._begin_from(initial)
         self._run.restore_rng()
         return is_resumed or bool(initial)
 
     def _begin_from(self, path: str) -> None:
         """Load what a run begins from that has no checkpoint yet: a checkpoint, or one of TorchTitan's own manager."""
-        is_model_only = self._config.initial_load_model_only
+        is_model_only, excluded = self._config.initial_load_model_only, self._config.exclude_from_loading
         if not os.path.exists(os.path.join(path, ".metadata")):  # noqa: PTH110, PTH118
-            model = ckptfmt.State(weights=self._state.weights, rng=False)
-            ckptfmt.load(path, model if is_model_only else self._state)
+            if is_model_only:
+                ckptfmt.load(path, ckptfmt.State(weights=self._state.weights, rng=False))
+                return
+            data = None if "dataloader" in excluded else self._state.data
+            extra = {name: one for name, one in (self._state.extra or {}).items() if name not in excluded}
+            state = ckptfmt.State(weights=self._state.weights, optimizer=self._state.optimizer, data=data, extra=extra)
+            ckptfmt.load(path, state, allow=["unexpected"] if "lr_scheduler" in excluded else ())
             return
         model_of_theirs = ModelWrapper(self._state.weights)
         weights = model_of_theirs.state_dict()
-        excluded = self._theirs if is_model_only else self._config.exclude_from_loading
+        excluded = [*self._theirs] if is_model_only else excluded
         others = {name: one for name, one in self._theirs.items() if name not in excluded and one is not None}
         state_dict_loader.load({**weights, **others}, checkpoint_id=path)
         model_of_theirs.load_state_dict(weights)
 
     def _refuse_theirs(self) -> None:
         """Raise where TorchTitan's own manager has saved, and would go on. Raises: ValueError."""
+        with contextlib.suppress(ckptfmt.CkptError):
+            ckptfmt.Run(self._path).newest()
+            return
         theirs = [found.parent for found in Path(self._path).glob("step-*/.metadata")]
         if theirs:
             newest = max(theirs, key=lambda place: int(place.name.removeprefix("step-"))).absolute()

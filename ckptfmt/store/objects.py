@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime as dt
 import itertools
 import posixpath
 import random
@@ -56,6 +57,8 @@ _CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "120s", "allow_ht
 #: Of a part on its way to the store. All that are on their way share the link: those of two files at once, which are
 #: 256 MiB, get there in this time at 0.5 MB/s, and those of eight writers of a node at 4 MB/s.
 _PART_TIMEOUT: Final = "600s"
+#: How long a part that gets no answer is sent again: obstore's own limit, 180 s, is over before its first time-out.
+_PART_PATIENCE: Final = dt.timedelta(seconds=1800)
 _RETRIES: Final = 6
 #: Of a request about a lease, which must end well within its term: in seconds, and how often it is repeated.
 _LEASE_TIMEOUT: Final = "8s"
@@ -118,7 +121,10 @@ class ObjectStore(HeldByLeases):
         self._client: Client = make(retries, {})
         # A creation isn't repeated by the client, which would take an answer to its second try for one to the first.
         self._once: Client = make({**retries, "max_retries": 0}, {})
-        self._uploads: Client = make(retries, {"timeout": (client_options or {}).get("timeout", _PART_TIMEOUT)})
+        self._uploads: Client = make(
+            {"retry_timeout": _PART_PATIENCE, **retries},
+            {"timeout": (client_options or {}).get("timeout", _PART_TIMEOUT)},
+        )
         self._lease_objects = _LeaseObjects(
             self, make({**retries, "max_retries": _LEASE_RETRIES}, {"timeout": _LEASE_TIMEOUT})
         )

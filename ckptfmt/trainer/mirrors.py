@@ -21,6 +21,9 @@ Place: TypeAlias = str | os.PathLike[str] | Store
 _LOG: Final = logging.getLogger("ckptfmt")
 #: How long a copy may take to notice that it is to stop, in seconds.
 _STOP_S: Final = 5.0
+#: How long `close` waits for what other processes bring home, and how often it looks, in seconds.
+_OTHERS_S: Final = 10.0
+_PAUSE_S: Final = 0.5
 
 
 class Mirrors:
@@ -37,8 +40,9 @@ class Mirrors:
         self._places = (places,) if isinstance(places, str | os.PathLike) else tuple(places)
         self._reports = reports
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
         self._is_wanted = self._is_behind = False
+        self._in_caches: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
 
     def follow(self, handle: SaveHandle) -> None:
@@ -46,22 +50,41 @@ class Mirrors:
         if self._places:
             handle.on_committed(lambda _: self._start())
 
-    def close(self, deadline_s: float) -> None:
-        """Wait until the mirrors have what is committed, at most until a deadline; then what is under way stops."""
+    def close(self, deadline_s: float, brought_home: str | None = None) -> None:
+        """Wait until the mirrors have what is committed, at most until a deadline; then what is under way stops.
+
+        Args:
+            deadline_s: how long to wait, in seconds.
+            brought_home: name of a checkpoint whose files came home after its commit; other processes may still be
+                bringing theirs.
+        """
+        if not self._places:
+            return
         end_s = time.monotonic() + deadline_s
+        others_end_s = min(end_s, time.monotonic() + _OTHERS_S)
+        self._join(end_s)
+        if self._is_behind or brought_home is not None:
+            self._start()  # once more: a store may answer by now
+            self._join(end_s)
+        while brought_home in self._in_caches and time.monotonic() < others_end_s:
+            time.sleep(_PAUSE_S)
+            self._start()
+            self._join(end_s)
+        if brought_home in self._in_caches:
+            self._report(
+                f"MIRROR_BEHIND: {brought_home} isn't at home yet, with the files of all processes; `mirror`"
+                " copies it once it is"
+            )
         thread = self._thread
         if thread is not None:
-            thread.join(max(0.0, end_s - time.monotonic()))
-        if self._is_behind:
-            self._start()  # once more: a store may answer by now
-            thread = self._thread
-        if thread is None:
-            return
-        thread.join(max(0.0, end_s - time.monotonic()))
-        if thread.is_alive():
             self._report("MIRROR_BEHIND: the last checkpoints weren't copied by the deadline; `mirror` copies them")
             self._stop.set()
             thread.join(_STOP_S)
+
+    def _join(self, end_s: float) -> None:
+        thread = self._thread
+        if thread is not None:
+            thread.join(max(0.0, end_s - time.monotonic()))
 
     def _start(self) -> None:
         with self._lock:
@@ -90,6 +113,8 @@ class Mirrors:
                 self._is_behind = True
             self._report(f"MIRROR_BEHIND: {name}: {error}")
             return
+        with self._lock:
+            self._in_caches = frozenset(report.in_caches)
         for problem in report.problems:
             self._report(f"MIRROR_BEHIND: {name}: {problem}")
         for copied in report.copied:

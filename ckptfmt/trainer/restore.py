@@ -39,8 +39,6 @@ _LOADED: Final = ("weights", "optimizer", "data")
 _SHOWN: Final = 20
 _NOT_IN_STATE: Final = "not in State: "
 _LEFT_OUT: Final = "left out by only=: "
-#: The begins of reasons that aren't differences: the caller asked for no more.
-NOT_ASKED: Final = (_NOT_IN_STATE, _LEFT_OUT)
 #: What lowers the claim of a load as long as the RNG streams stand elsewhere.
 _STREAMS_PENDING: Final = "the random-number streams aren't put back yet"
 
@@ -78,8 +76,8 @@ class LoadReport:
     left_count: int
 
     def __repr__(self) -> str:
-        told = [reason for reason in self.lowered_by if reason.startswith(NOT_ASKED)]
-        reasons = [reason for reason in self.lowered_by if not reason.startswith(NOT_ASKED)]
+        told = [reason for reason in self.lowered_by if was_not_asked(reason)]
+        reasons = [reason for reason in self.lowered_by if not was_not_asked(reason)]
         told += [f"lowered by {len(reasons)}: {reasons[0]}"] if reasons else []
         told += [f"and {len(reasons) - 1} more in lowered_by"] if len(reasons) > 1 else []
         return f"LoadReport({'; '.join([f'step={self.step}, claim={self.claim!r}', *told])})"
@@ -156,6 +154,16 @@ def load_once(
             reading.share(stack.enter_context(_open_peers(group)))
         report = group.together(lambda: restoration.apply(reading, streams=streams))
     return claim_of_all(report, group)
+
+
+def was_not_asked(reason: str) -> bool:
+    """Return whether what lowers a claim is no difference, but something that the caller didn't ask for.
+
+    >>> was_not_asked("process 1: not in State: data"), was_not_asked("worker_count: saved 2, here 1")
+    (True, False)
+    """
+    said = reason.partition(": ")[2] if reason.startswith(_OTHER) else reason
+    return said.startswith((_NOT_IN_STATE, _LEFT_OUT))
 
 
 def claim_of_all(report: LoadReport, group: Group) -> LoadReport:

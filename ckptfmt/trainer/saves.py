@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,9 +28,9 @@ from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import is_near_limit
 from ckptfmt.errors import CkptError, Code, err, error_from_json
-from ckptfmt.group import Group
+from ckptfmt.group import Group, attempt
 from ckptfmt.run.lineage import check_not_fenced
-from ckptfmt.run.node_cache import CacheOptions, NodeCache, part_of
+from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
 from ckptfmt.run.retention import Retention, tidy_up
 from ckptfmt.saver.ledger_writer import put_entry
 from ckptfmt.saver.request import SaveRequest
@@ -468,20 +469,20 @@ class Saves:
         Raises: the error of a save that failed, if nobody was told yet; CommitError(SAVE_PENDING) if one isn't over
             by the deadline.
         """
-        end_s = time.monotonic() + deadline_s
+        end_s, brought_home = time.monotonic() + deadline_s, None
         try:
             self._close_background(deadline_s, quietly=quietly)
             if not quietly:
-                self._bring_last_home(end_s)
+                brought_home = self._bring_last_home(end_s)
         finally:
             if not self._callbacks.wait(max(_CALLBACKS_S, end_s - time.monotonic())):
                 _LOG.warning("callbacks of saves aren't over when the saves are")
             if self._mirrors is not None:
-                self._mirrors.close(max(0.0, end_s - time.monotonic()))
+                self._mirrors.close(max(0.0, end_s - time.monotonic()), brought_home)
             if self._replicas is not None:
                 self._replicas.close(max(0.0, min(_PARTNERS_S, end_s - time.monotonic())))
 
-    def _bring_last_home(self, end_s: float) -> None:
+    def _bring_last_home(self, end_s: float) -> str | None:
         """Bring home what this process wrote of the last save, if its files may be in caches alone.
 
         No later save takes its place. What can't be brought home is reported: a launch on this node tries again.
@@ -489,27 +490,43 @@ class Saves:
         Args:
             end_s: when to give up, by the monotonic clock.
 
+        Returns: the name of the checkpoint, if this process's files of it are at home now.
         Spec: REQ-RUN-035.
         """
         if self._last is None:
-            return
+            return None
         handle, origin, pid = self._last
         if handle.report is None or handle.report.durability == HOME or os.getpid() != pid:
-            return
-        assert self._store is not None and self._options.cache is not None  # noqa: S101, PT018 - else all goes home
+            return None
         part = part_of(origin, self._group.writer)
-        try:
-            cache = NodeCache(self._options.cache, origin.run_id or "")
-            home = self._store.at(part.name)
-            with cache.hold(part):
-                register = read_register(home)
-                if not isinstance(register, Manifest) or register.origin != origin:
-                    return  # a newer launch has retired it
-                cache.upload_files(part, home, deadline_s=max(0.0, end_s - time.monotonic()))
-        except CkptError as error:
-            self._report(f"CACHE_UNFINISHED: {part.name}: {error}")
-        else:
-            _LOG.info("step %d is at home now, with the files of writer %d", handle.step, self._group.writer)
+        outcomes: list[tuple[bool | None, Exception | None]] = []
+        # A request to a home that doesn't answer has no deadline of ours.
+        thread = threading.Thread(
+            target=lambda: outcomes.append(attempt(lambda: self._upload_last(part, origin, end_s))),
+            name="ckptfmt-bring-home",
+            daemon=True,
+        )
+        thread.start()
+        thread.join(max(0.0, end_s - time.monotonic()))
+        late = err(Code.SAVE_PENDING, "its files aren't at home by the deadline", remedy="The next start brings them.")
+        is_there, error = outcomes[0] if outcomes else (None, late)
+        if error is not None:
+            self._report(f"CACHE_UNFINISHED: {part.name}: {as_ckpt_error(error)}")
+        if not is_there:
+            return None
+        _LOG.info("step %d is at home now, with the files of writer %d", handle.step, self._group.writer)
+        return part.name
+
+    def _upload_last(self, part: CachedPart, origin: Origin, end_s: float) -> bool:
+        """Copy a save from the cache to home; return False where a newer launch has retired it."""
+        assert self._store is not None and self._options.cache is not None  # noqa: S101, PT018 - else all goes home
+        cache, home = NodeCache(self._options.cache, origin.run_id or ""), self._store.at(part.name)
+        with cache.hold(part):
+            register = read_register(home)
+            if not isinstance(register, Manifest) or register.origin != origin:
+                return False
+            cache.upload_files(part, home, deadline_s=max(0.0, end_s - time.monotonic()))
+        return True
 
     def _close_background(self, deadline_s: float, *, quietly: bool) -> None:
         background, self._background = self._background, None

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from ckptfmt.documents.run import Launch
-from ckptfmt.trainer.restore import NOT_ASKED, LoadReport
+from ckptfmt.trainer.restore import LoadReport, was_not_asked
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: How many reasons, and how many differences of the configuration, stand in a line.
@@ -62,8 +62,8 @@ class Talk:
 
     def tell_resumed(self, launch: Launch, source: str, report: LoadReport, *, harmless: Iterable[str]) -> None:
         """Say what the run goes on from, which claim holds, and why no higher one does."""
-        left = [reason for reason in report.lowered_by if reason.startswith(NOT_ASKED)]
-        reasons = [reason for reason in report.lowered_by if not reason.startswith((*NOT_ASKED, _CONFIG))]
+        left = [reason for reason in report.lowered_by if was_not_asked(reason)]
+        reasons = [reason for reason in report.lowered_by if not (was_not_asked(reason) or reason.startswith(_CONFIG))]
         differences = [(path, f"{path} {old!r} -> {new!r}") for path, old, new in report.config_differences]
         decisive = [text for path, text in differences if not _lies_under(path, harmless)]
         others = [text for path, text in differences if _lies_under(path, harmless)]

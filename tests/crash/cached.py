@@ -69,6 +69,7 @@ class Report:
         kill_count: trainers and savers killed.
         written_count: saves that all writers told to be written.
         finished_count: launches that resumed from a step that no killed trainer had told to be committed.
+        node_count: checkpoints that were committed by their documents alone, and are there in the end.
         staying_count: files of committed checkpoints that are in caches alone in the end.
         lost: launches that resumed from an older step than all writers told to be written.
         violations: what else was found.
@@ -77,6 +78,7 @@ class Report:
     kill_count: int = 0
     written_count: int = 0
     finished_count: int = 0
+    node_count: int = 0
     staying_count: int = 0
     lost: list[str] = dataclasses.field(default_factory=list)
     violations: list[str] = dataclasses.field(default_factory=list)
@@ -272,6 +274,7 @@ class _Run:
                 attempt = entry.register.origin.attempt
                 if entry.register.durability != HOME:
                     staying.add(attempt)
+                    self._report.node_count += 1
                 with Checkpoint(place) as checkpoint:
                     elsewhere = [name for names in find_elsewhere(checkpoint).values() for name in names]
                     if elsewhere:

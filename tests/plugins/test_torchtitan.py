@@ -72,6 +72,11 @@ def test_on_another_number_of_processes_the_data_begin_anew_if_that_is_asked_for
     assert trainings.read(tmp_path / "anew-0")[21][0]["data"] == before[1][0]["data"]
     assert (tmp_path / "anew-0.claim").read_text().startswith("S0 ")
     assert ckptfmt.validate(tmp_path / "run" / "checkpoint")
+    newest = ckptfmt.Run(place / "run" / "checkpoint").newest().name
+    start = ["--without-loader", "--from", place / "run" / "checkpoint" / newest]
+    train(tmp_path / "another", tmp_path / "another", *start, processes=3 - count, kill_at=21)
+    assert trainings.read(tmp_path / "another-0.loaded")[20] == [loaded]
+    assert trainings.read(tmp_path / "another-0")[21][0]["data"] == before[1][0]["data"]
 
 
 def test_a_training_that_torchtitans_own_manager_saved_goes_on_in_a_run(tmp_path):
@@ -80,6 +85,7 @@ def test_a_training_that_torchtitans_own_manager_saved_goes_on_in_a_run(tmp_path
     train(run, theirs, "--theirs")
     with pytest.raises(AssertionError, match=f"initial_load_path='{run}/checkpoint/step-42' and"):
         train(run, ours)
+    assert not (run / "checkpoint" / "run.json").exists()
     train(run, ours, "--from", run / "checkpoint" / "step-40")
     right, found = trainings.read(f"{theirs}-0"), trainings.read(f"{ours}-0")
     names = right[41][0].keys() - {"rng"}

@@ -1,5 +1,6 @@
 """`ObjectStore`: URLs, the trial of a server, lost answers, uploads in parts, and errors without secrets."""
 
+import datetime as dt
 import http.server
 import json
 import subprocess
@@ -15,7 +16,7 @@ from ckptfmt import api
 from ckptfmt.errors import CkptError, Code
 from ckptfmt.store import ObjectStore, address_of, objects, open_address, open_store, split_path
 from ckptfmt.store.protocol import SizedChunks
-from tests.s3.proxy import Proxy
+from tests.s3.proxy import Fault, Proxy, Rule
 from tests.store.helpers import code_of, outcome_of
 
 
@@ -183,6 +184,27 @@ def test_a_part_may_take_longer_than_other_requests(bucket, monkeypatch):
         assert proxy.counts["UploadPart"] == 4
         proxy.bytes_per_s = None
         assert store.nbytes("large") == len(content)
+
+
+@pytest.mark.parametrize("is_patient", [True, False])
+def test_a_part_without_an_answer_is_sent_again(bucket, monkeypatch, is_patient):
+    """obstore repeats nothing behind its retry_timeout, which must be longer than the time-out of a part."""
+    assert 2 * float(objects._PART_TIMEOUT.removesuffix("s")) < objects._PART_PATIENCE.total_seconds()
+    monkeypatch.setattr(objects, "_PART_NBYTES", 5 << 20)
+    monkeypatch.setattr(objects, "_PART_TIMEOUT", "1s")
+    monkeypatch.setattr(objects, "_PART_PATIENCE", dt.timedelta(seconds=60 if is_patient else 0.5))
+    monkeypatch.setattr(objects, "_DEADLINE_S", 0.1)
+    open_store(bucket.url, writable=True)  # tries out the server
+    content = bytes(10 << 20)
+    with Proxy(bucket.server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint.url)
+        store = open_store(bucket.url, writable=True)
+        proxy.script(Rule(fault=Fault.DELAY, operation="UploadPart", delay_s=3.0))
+
+        code = code_of(lambda: store.create("large", SizedChunks([content], len(content))))
+
+        assert code == ("ok" if is_patient else Code.STORE_NO_ANSWER)
+        assert proxy.counts["UploadPart"] == (3 if is_patient else 2)
 
 
 def test_a_file_whose_size_shows_in_the_end_goes_up_while_it_is_made(bucket, monkeypatch):

@@ -14,7 +14,7 @@ from ckptfmt_conformance.chaos.nodes import Cluster, Node, signal_all
 
 __all__ = ["DRAFTS", "KINDS", "Kind", "Scene"]
 
-#: Longer than any job under test waits for a process that says nothing, in seconds.
+#: Longer than ckptfmt's own job lets a process group wait for a process that says nothing, in seconds.
 LONG_S: Final = 14.0
 
 
