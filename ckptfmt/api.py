@@ -213,7 +213,8 @@ def load(
 
     Returns: a `LoadReport` with the claim level that holds; without `state` the trees.
     Raises: IntegrityError where bytes are damaged or missing: the state is partly loaded then, and not fit to go on
-        with; StateError where the state doesn't fit: nothing is changed then; UnsupportedError.
+        with; StateError where the state doesn't fit: nothing is changed then, but for READ_BACK of an object that
+        doesn't hold what its load_state_dict was given; UnsupportedError.
     Spec: REQ-OPN-001 to REQ-OPN-008.
 
     >>> import ckptfmt, tempfile
@@ -235,7 +236,15 @@ def load(
     with group.together(lambda: _open(path, store, digest=digest, bases=places, wait_s=wait_s)) as checkpoint:
         if group.writer == 0:
             _warn_of_pending(checkpoint)
-        return load_once(state, checkpoint, group, allow=allow, strict=strict, only=only, rename=rename, share=share)
+        try:
+            return load_once(
+                state, checkpoint, group, allow=allow, strict=strict, only=only, rename=rename, share=share
+            )
+        except IntegrityError as error:
+            if checkpoint.store.name == store.name:
+                raise
+            # Of a run: which of its checkpoints is damaged, so that another one can be given.
+            raise error.below(checkpoint.store.name) from None
 
 
 def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[PathOrStore] = ()) -> dict[str, Any]:
@@ -267,8 +276,8 @@ def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[Pa
         return tree
     if errors:
         raise errors[0]
-    there = ", ".join(repr(place) for place in found) or "none"
-    remedy = f"Give the keys of one that is there: {there}."
+    there = ", ".join(f"optimizer_state_dict(path{''.join(f', {key!r}' for key in place)})" for place in found)
+    remedy = f"There is: {there}." if there else "Save it in State(optimizer=...)."
     raise err(
         Code.LEAF_MISSING,
         "there is no optimizer of torch",

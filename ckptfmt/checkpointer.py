@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat
 
-from ckptfmt.adapters.load_plan import Allow
+from ckptfmt.adapters.load_plan import Allow, check_allow
 from ckptfmt.api import open_checkpoint
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import asks_for_home
@@ -29,6 +29,7 @@ from ckptfmt.trainer.handle import SaveHandle
 from ckptfmt.trainer.initial import InitFrom, carry_init
 from ckptfmt.trainer.launching import take_launch
 from ckptfmt.trainer.loop import StepCount, StopSignals, make_meters, parse_every
+from ckptfmt.trainer.one_save import check_step
 from ckptfmt.trainer.pace import Pace
 from ckptfmt.trainer.peers import PeerOptions
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, restore_streams
@@ -188,7 +189,7 @@ class Checkpointer:
             peers=PeerOptions.of(peers, node, has_cache=cache is not None),
         )
         self._peers, self._writer_features = options.peers, () if options.delta.mode == "off" else (REFERENCED,)
-        allowed, self._state, self._share = frozenset((allow,) if isinstance(allow, str) else allow), state, share
+        allowed, self._state, self._share = check_allow(allow), state, share
         self._choices: dict[str, Any] = {"allow": allowed, "strict": strict, "override": override}
         self._store, self._deadline_s, self._cache = open_store(run, writable=True), deadline_s, options.cache
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s, stop_end_s=signals.end_s)
@@ -295,7 +296,7 @@ class Checkpointer:
             self._is_touched = True
             self._begin_from(self._init, self._state)
         elif self.launch is not None:
-            self._talk.tell_begun(self.launch, None, self.step)
+            self._talk.tell_begun(self.launch, None, self.step, self._state)
         self._pace.note_save()
         self._pace.meters.note_restored()
         self._restored = True
@@ -347,8 +348,9 @@ class Checkpointer:
         Before the first one everything is prepared (what can't be saved is refused here, before any training is lost),
         and the RNG streams are put back. After the last one the run is saved, if it isn't.
 
-        Raises: as `restore` and `save`.
+        Raises: as `restore` and `save`; StateError(ARGUMENT) for a total that isn't a number of steps.
         """
+        check_step(total, where="steps()")
         self.restore_rng()
         if self.step >= total:
             self._talk.say("nothing is left to do: %d of %d steps are done", self.step, total)
@@ -561,8 +563,8 @@ class Checkpointer:
     def _load(self, checkpoint: Checkpoint, state: State) -> None:
         self.load_report = load_once(state, checkpoint, self._group, **self._choices, streams=False, share=self._share)
         carry_init(checkpoint, state, self._group)
-        self._count.is_streamless = self._is_whole = True
-        self._count.step = self._saved_step = checkpoint.step
+        self._count.go_to(checkpoint.step)
+        self._is_whole, self._saved_step = True, checkpoint.step
         _LOG.debug("step %d restored from %s; random-number streams come last", self.step, checkpoint.title)
         self._talk.tell_changed(self.load_report)
 
@@ -572,10 +574,10 @@ class Checkpointer:
         assert self.launch is not None  # noqa: S101 - restore() chooses first
         if init.is_whole:
             self._checkpoint, self._is_whole = checkpoint, True
-            self._count.is_streamless, self._count.step = True, checkpoint.step
+            self._count.go_to(checkpoint.step)
         else:
             checkpoint.close()
-            self._talk.tell_begun(self.launch, checkpoint.store.name, self.step)
+            self._talk.tell_begun(self.launch, checkpoint.store.name, self.step, state)
 
     def _restore_streams(self, checkpoint: Checkpoint, state: State) -> None:
         found = self._group.together(

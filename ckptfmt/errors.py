@@ -379,7 +379,7 @@ class Code(StrEnum):
     READ_BACK = (
         "READ_BACK",
         StateError,
-        "Its load_state_dict changes values: give its tensors to State as a mapping instead.",
+        "Give an object of the class that was saved; if its load_state_dict changes values, give its tensors instead.",
     )
     #: an argument is out of range
     ARGUMENT = (

@@ -248,4 +248,4 @@ def test_override_of_what_was_not_saved_is_refused() -> None:
     store = MemoryStore()
     train(store, Tiny(), FIRST)
     run = Tiny(1)
-    assert code_of(lambda: train(store, run, TOTAL, override=["group/learning_rate"])) == Code.LEAF_MISSING
+    assert code_of(lambda: train(store, run, TOTAL, override=["group/learning_rate"])) == Code.ARGUMENT

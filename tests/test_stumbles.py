@@ -477,7 +477,9 @@ def test_a_value_that_cannot_be_names_one_that_can(given: dict[str, Any], exampl
 def test_a_step_as_text_and_an_unknown_word_of_allow(tmp_path: Path) -> None:
     """`save(..., step="3")` and `load(..., allow=("shape",))`."""
     state = ckptfmt.State(data=1)
-    assert "such as step=100." in told(ckptfmt.save, tmp_path / "x", state, step=cast("Any", "3"))
+    assert "Pass a whole number of steps, from 0 on, such as 100." in told(
+        ckptfmt.save, tmp_path / "x", state, step=cast("Any", "3")
+    )
     ckptfmt.save(tmp_path / "x", state, step=3)
     text = told(ckptfmt.load, tmp_path / "x", state, allow=("shape",))
     assert "takes dtype, loader, missing, streams, unexpected, and not shape" in text
@@ -554,6 +556,212 @@ def test_a_target_without_suffix_is_a_checkpoint(tmp_path: Path) -> None:
     ckptfmt.load(tmp_path / "imported", ckptfmt.State(weights=weights))
     assert torch.equal(weights["weight"], torch.ones(2))
     assert main(["convert", str(tmp_path / "imported"), str(tmp_path / "other")]) == 2
+
+
+# --- what a second newcomer met ---------------------------------------------------------------------------------------
+
+
+def train(path: Path, *, steps: int, seed: int = 0, read: bool = True, **options: Any) -> tuple[Any, list[Any]]:
+    """Train with a sampler; return the Checkpointer and the batches that were taken."""
+    sampler = ckptfmt.Sampler(40, global_batch=4, seed=seed, worker=(0, 1))
+    state = ckptfmt.State(weights={"w": torch.zeros(2)}, optimizer={"step": 0}, data=sampler, config={})
+    batches: list[Any] = []
+    with ckptfmt.Checkpointer(path, state, every=1, saver="inline", **options) as checkpointer:
+        taken = iter(sampler)
+        for _ in checkpointer.steps(steps):
+            batches += [next(taken)] if read else []
+    return checkpointer, batches
+
+
+def test_a_sampler_that_nobody_reads_claims_no_t1(tmp_path: Path) -> None:
+    """`State(data=sampler)` beside a loop over a DataLoader that doesn't have it."""
+    saving, _ = train(tmp_path / "unread", steps=2, read=False)
+    assert any(report.startswith("SAMPLER_UNREAD: no batch was taken") for report in saving.reports)
+    resumed, _ = train(tmp_path / "unread", steps=3)
+    assert resumed.load_report.claim == "S0"
+    assert any("what was trained isn't its order" in reason for reason in resumed.load_report.lowered_by)
+    again, _ = train(tmp_path / "unread", steps=4)  # what was saved since then was read
+    assert (again.load_report.claim, saving.load_report) == ("T1", None)
+    saving, _ = train(tmp_path / "read", steps=2)
+    assert saving.reports == ()
+    assert train(tmp_path / "read", steps=3)[0].load_report.claim == "T1"
+
+
+def test_a_sampler_that_is_asked_by_step_is_read() -> None:
+    sampler = ckptfmt.Sampler(40, global_batch=4, worker=(0, 1))
+    found = [sampler.is_unread]
+    for act in (sampler.advance, lambda: sampler.indices(1)):
+        act()
+        found.append(sampler.is_unread)
+    assert found == [False, True, False]
+
+
+def test_data_begin_anew_under_another_seed(tmp_path: Path) -> None:
+    """`Sampler(seed=1)` where the run has seed=0: the remedy of the error, and starts behind it."""
+    train(tmp_path / "run", steps=3)
+    text = told(train, tmp_path / "run", steps=5, seed=1)
+    assert "the cursor's seed is 0, the sampler's 1" in text
+    assert "override=['data:*'] for one start of a Checkpointer" in text
+    _, anew = train(tmp_path / "run", steps=5, seed=1, override=["data:*"])
+    _, later = train(tmp_path / "run", steps=6, seed=1)
+    order = ckptfmt.Sampler(40, global_batch=4, seed=1, worker=(0, 1))
+    assert anew + later == [order.indices(step) for step in range(3)]
+
+
+def test_a_sampler_that_comes_to_a_run_later_begins_there(tmp_path: Path) -> None:
+    """The run had none: `allow=("missing",)`, and the steps go on."""
+    state = ckptfmt.State(weights={"w": torch.zeros(2)}, optimizer={"step": 0}, config={})
+    with ckptfmt.Checkpointer(tmp_path / "run", state, saver="inline") as checkpointer:
+        for _ in checkpointer.steps(3):
+            pass
+    _, batches = train(tmp_path / "run", steps=5, allow=("missing",))
+    _, later = train(tmp_path / "run", steps=6)
+    order = ckptfmt.Sampler(40, global_batch=4, worker=(0, 1))
+    assert batches + later == [order.indices(step) for step in range(3)]
+
+
+def test_a_scheduler_of_another_class_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    """`extra={"sched": StepLR(...)}`, saved from CosineAnnealingLR."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    ckptfmt.save(tmp_path / "c", ckptfmt.State(weights=model, optimizer=optimizer, extra={"sched": cosine}), step=1)
+    other = torch.nn.Linear(2, 2)
+    kept = other.weight.detach().clone()
+    live = torch.optim.SGD(other.parameters(), lr=0.1)
+    step_lr = torch.optim.lr_scheduler.StepLR(live, 5)
+    before = dict(step_lr.state_dict())
+    text = told(ckptfmt.load, tmp_path / "c", ckptfmt.State(weights=other, optimizer=live, extra={"sched": step_lr}))
+    assert "READ_BACK at extra:sched: the saved state lacks gamma, step_size, which a StepLR has" in text
+    assert "Give an object of the class that was saved" in text
+    assert torch.equal(other.weight, kept)
+    assert step_lr.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("only", "meant"), [("weigths:*", "weights:*"), ("weights:heads", "weights:head"), ("haed", "head")]
+)
+def test_a_typo_in_only_is_told_what_was_meant(tmp_path: Path, only: str, meant: str) -> None:
+    """And not to allow it, which loads nothing."""
+    ckptfmt.save(tmp_path / "c", ckptfmt.State(weights={"head": torch.ones(2)}), step=1)
+    live = ckptfmt.State(weights={"head": torch.zeros(2)})
+    text = told(ckptfmt.load, tmp_path / "c", live, only=only)
+    assert f"Did you mean {meant!r}?" in text
+    assert "allow=" not in text
+    ckptfmt.load(tmp_path / "c", live, only=meant)
+    assert torch.equal(cast("Any", live.weights)["head"], torch.ones(2))
+
+
+def test_a_value_that_nothing_takes_and_one_of_another_name_are_told_how_to_take_them(tmp_path: Path) -> None:
+    """A scheduler that was forgotten, and one under another key: what the messages say does it."""
+    ckptfmt.save(tmp_path / "c", ckptfmt.State(weights={}, extra={"sched": {"step": 7}}), step=1)
+    text = told(ckptfmt.load, tmp_path / "c", ckptfmt.State(weights={}, extra={"other": 1}), allow=("missing",))
+    assert "Give it to State: extra={'sched': ...}" in text
+    live = ckptfmt.State(weights={}, extra={"scheduler": {"step": 0}})
+    text = told(ckptfmt.load, tmp_path / "c", live)
+    found = re.search(r"If only the name differs, pass rename=(\{[^}]*\})", text)
+    assert found is not None, text
+    assert ast.literal_eval(found[1]) == {"extra:scheduler": "extra:sched"}
+    ckptfmt.load(tmp_path / "c", live, rename=ast.literal_eval(found[1]))
+    assert live.extra == {"scheduler": {"step": 7}}
+
+
+def test_an_override_that_fits_nothing_is_refused_whatever_is_allowed(tmp_path: Path) -> None:
+    """`override=["optimizer:group/lrr"]` with `allow=("missing",)` kept the saved value in silence."""
+    train(tmp_path / "run", steps=1)
+    for override, meant in ((["data"], "The field is 'data:*'."), (["optimizer:group/lrr"], "'optimizer:group/lr'")):
+        text = told(train, tmp_path / "run", steps=2, override=override, allow=("missing",))
+        assert f"ARGUMENT at override={override[0]!r}: nothing of this name was saved" in text
+        assert meant in text
+        assert "allow=" not in text
+
+
+def test_a_wrong_allow_is_refused_by_the_first_start(tmp_path: Path) -> None:
+    assert "allow= takes dtype, loader" in told(ckptfmt.Checkpointer, tmp_path / "run", allow="foo")
+
+
+@pytest.mark.parametrize("total", ["10", 2.5, -1])
+def test_a_total_that_is_no_number_of_steps_is_refused(tmp_path: Path, total: Any) -> None:
+    text = told(train, tmp_path / "run", steps=total)
+    assert f"ARGUMENT at steps(): {total!r} isn't a number of steps" in text
+
+
+@pytest.mark.parametrize("given", ["16", 0, 1.5])
+def test_a_batch_that_is_no_number_of_samples_is_refused(given: Any) -> None:
+    assert f"global_batch={given!r} isn't from 1 to" in told(ckptfmt.Sampler, 40, global_batch=given)
+
+
+def test_a_checkpoint_of_a_run_is_no_run(tmp_path: Path) -> None:
+    """`Checkpointer("run/step-00000001-l0001")`."""
+    train(tmp_path / "run", steps=1)
+    text = told(train, tmp_path / "run" / "step-00000001-l0001", steps=2)
+    assert f"this is a checkpoint of the run {tmp_path / 'run'}" in text
+    assert "resume='step-00000001-l0001' goes back to this checkpoint" in text
+
+
+@pytest.mark.parametrize(("resume", "meant"), [("3", "step-00000003-l0001"), ("fesh", "fresh"), ("atuo", "auto")])
+def test_a_wrong_resume_is_told_what_was_meant(tmp_path: Path, resume: str, meant: str) -> None:
+    train(tmp_path / "run", steps=3)
+    assert f"Did you mean {meant!r}?" in told(train, tmp_path / "run", steps=4, resume=resume)
+
+
+def test_a_value_that_was_not_saved_is_told_what_there_is(tmp_path: Path) -> None:
+    """`open("c").leaf("optimizer", "extra/confg")`: the remedy was an argument that leaf doesn't have."""
+    ckptfmt.save(tmp_path / "c", ckptfmt.State(extra={"config": 1}), step=1)
+    with ckptfmt.open(tmp_path / "c") as checkpoint:
+        text = told(checkpoint.leaf, "optimizer", "extra/confg")
+    assert "Did you mean 'extra/config'?" in text
+    assert "allow=" not in text
+
+
+def test_a_tensor_in_the_configuration_is_told_where_it_belongs(tmp_path: Path) -> None:
+    text = told(ckptfmt.save, tmp_path / "c", ckptfmt.State(config={"x": torch.ones(2)}), step=1)
+    assert "STATE_UNSUPPORTED at config:/x: a torch.Tensor is no configuration" in text
+    assert "give tensors to weights= or extra=" in text
+
+
+def test_the_report_of_a_beginning_does_not_wait_for_streams(tmp_path: Path) -> None:
+    """`init_from=PATH` takes the weights alone: no RNG streams are to come."""
+    train(tmp_path / "run", steps=1)
+    begun, _ = train(tmp_path / "new", steps=1, init_from=tmp_path / "run")
+    assert not any("aren't put back" in reason for reason in begun.load_report.lowered_by)
+
+
+def test_a_damaged_block_of_a_run_is_told_with_its_checkpoint(tmp_path: Path) -> None:
+    """`load(RUN)`: BLOCK_DIGEST named the file alone."""
+    train(tmp_path / "run", steps=2)
+    (file,) = (tmp_path / "run" / "step-00000002-l0001").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    live = ckptfmt.State(weights={"w": torch.zeros(2)}, rng=False)
+    text = told(ckptfmt.load, tmp_path / "run", live, only="weights:*")
+    assert f"BLOCK_DIGEST at {tmp_path / 'run' / 'step-00000002-l0001' / file.name}" in text
+
+
+def test_a_run_without_its_launch_records_is_not_whole(tmp_path: Path, capsys: Any) -> None:
+    """`ckptfmt repair RUN` said so of a run that nothing could be loaded from."""
+    train(tmp_path / "run", steps=1)
+    shutil.rmtree(tmp_path / "run" / "launches")
+    assert main(["repair", str(tmp_path / "run")]) == 1
+    assert "launches/0001.json  FILE_MISSING" in capsys.readouterr().out
+
+
+def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path, capsys: Any) -> None:
+    """`ckptfmt ls DIRECTORY`."""
+    for name in ("bad", "good"):
+        train(tmp_path / "runs" / name, steps=1)
+    (tmp_path / "runs" / "bad" / "run.json").write_text("{", "utf-8")
+    assert main(["ls", str(tmp_path / "runs")]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"bad +run +can't be read: DOC_SYNTAX at .*run.json", lines[0])
+    assert re.match(r"good +run +1 committed +head step-00000001-l0001", lines[1])
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("delete", "rm"), ("verify", "validate"), ("info", "inspect")])
+def test_commands_of_other_programs_are_told_ours(typed: str, meant: str, capsys: Any) -> None:
+    assert main([typed]) == 2
+    assert f"Did you mean `ckptfmt {meant}`?" in capsys.readouterr().err
 
 
 # --- what the commands say --------------------------------------------------------------------------------------------

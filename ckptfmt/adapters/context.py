@@ -41,10 +41,14 @@ def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:  # noqa: ANN
     Namespaces, dataclass instances and mappings become dicts, paths strings, enum members their names. What is left as
     it is and has no form, `dump_tree` refuses by name.
 
-    Raises: FormatError(DOC_DEPTH).
+    Raises: FormatError(DOC_DEPTH); StateError(STATE_UNSUPPORTED) for tensors and arrays.
     """
     if depth > limits.MSGPACK_DEPTH:
         raise err(Code.DOC_DEPTH, "the value nests too deeply, or contains itself", where=where, remedy="Flatten it.")
+    if getattr(value, "shape", ()) != () and hasattr(value, "dtype"):
+        detail = f"a {type(value).__module__}.{type(value).__qualname__} is no configuration"
+        remedy = "Give numbers, texts, lists and dicts here, as value.tolist() is; give tensors to weights= or extra=."
+        raise err(Code.STATE_UNSUPPORTED, detail, where=where, requirement="REQ-TRE-001", remedy=remedy)
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, os.PathLike):
@@ -67,10 +71,14 @@ def find_differences(saved: object, live: object) -> list[tuple[str, object, obj
 
     >>> find_differences({"a": 1, "b": [2, 3]}, {"a": 1, "b": [2, 4], "c": 5})
     [('b/1', 3, 4), ('c', '<absent>', 5)]
-    >>> find_differences({}, {"a": 1})
-    [('a', '<absent>', 1)]
+    >>> find_differences({}, {"a": 1}), find_differences({"a": {}}, {"a": {"b": 1}})
+    ([('a', '<absent>', 1)], [('a/b', '<absent>', 1)])
     """
     left, right = dict(_flatten(saved, "")), dict(_flatten(live, ""))
+    for side, other in ((left, right), (right, left)):  # what is empty here differs by what is in it there
+        for path in [path for path, value in side.items() if value in ({}, [], ()) and path not in other]:
+            if any(name.startswith(f"{path}/") for name in other):
+                del side[path]
     return [
         (path, left.get(path, ABSENT), right.get(path, ABSENT))
         for path in (*left, *(path for path in right if path not in left))

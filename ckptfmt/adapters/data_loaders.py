@@ -13,12 +13,42 @@ as it is, and a count of the whole run is loaded, since it means the same on any
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from ckptfmt.adapters.load_plan import LoadPlan
+from ckptfmt.data.sampler import Sampler
 from ckptfmt.data.workers import distributed_worker
 from ckptfmt.documents.cursor import Foreign, Per, dump_foreign, is_foreign, parse_foreign
 from ckptfmt.errors import Code, err
+from ckptfmt.state import FirstWorker, PerWorker, State
+
+#: The member of topology that says that a launch took no batch of its samplers, and the claim that falls with it.
+UNREAD_SAMPLERS: Final = "unread_samplers"
+UNREAD: Final = (
+    "no batch was taken of a Sampler in State, neither by iterating nor by indices(): what was trained isn't its order"
+)
+
+
+def find_samplers(state: State) -> Iterator[Sampler]:
+    """Yield the samplers of a state."""
+    return _samplers_in((state.data, state.extra))
+
+
+def has_unread_samplers(state: State) -> bool:
+    """Tell whether steps are done, and a sampler was never asked for a batch of them."""
+    return any(sampler.is_unread for sampler in find_samplers(state))
+
+
+def _samplers_in(value: object) -> Iterator[Sampler]:
+    if isinstance(value, Sampler):
+        yield value
+    elif isinstance(value, PerWorker | FirstWorker):
+        yield from _samplers_in(value.value)
+    elif isinstance(value, Mapping):
+        yield from _samplers_in(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _samplers_in(item)
 
 
 class _Stateful(Protocol):

@@ -6,6 +6,7 @@ Nothing live is changed while a plan is made, so that a load that can't succeed 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -148,7 +149,7 @@ class Renaming:
         self._keys: dict[str, str] = {}
         self._used: set[str] = set()
         if isinstance(rename, Mapping):
-            self._keys = dict(rename)
+            self._keys = {_spelled(live): _spelled(saved) for live, saved in rename.items()}
         elif rename is not None and self._function is None:
             raise err(Code.ARGUMENT, "rename= is neither a mapping of names nor a function", where="rename=")
         pairs: Iterable[tuple[object, object]] = self._keys.items()
@@ -177,8 +178,28 @@ class Renaming:
         return frozenset(self._keys.keys() - self._used)
 
 
+def _spelled(name: Any) -> Any:  # noqa: ANN401 - what isn't text is refused by name
+    """Return the name of a value of ``State(extra=...)``, which messages begin with ``extra:``."""
+    return f"extra/{name.removeprefix('extra:')}" if isinstance(name, str) and name.startswith("extra:") else name
+
+
 def _leads_to(key: str, name: str) -> bool:
     return name.startswith(key) and (name == key or not key or key[-1] in _JOINTS or name[len(key)] in _JOINTS)
+
+
+def _remedy_of_pattern(pattern: str, checkpoint: Checkpoint) -> str:
+    """Return what to write in place of a pattern that fits nothing."""
+    if pattern in FIELDS:
+        return f"The field is {f'{pattern}:*'!r}."
+    head, colon, tail = pattern.partition(":")
+    names = {name for field, name in iter_saved(checkpoint) if not colon or field == head}
+    known = [place_of(field, name) for field, name in iter_saved(checkpoint)] if colon else [*names]
+    if colon and head not in (*FIELDS, "extra"):
+        near = [f"{field}:{tail}" for field in difflib.get_close_matches(head, [*FIELDS, "extra"], n=1)]
+    else:
+        near = difflib.get_close_matches(pattern, sorted({*known, *(name.split(".")[0] for name in names)}), n=1)
+    meant = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{meant}`ckptfmt inspect PATH --tensors --all` lists the names that were saved."
 
 
 def _compile(patterns: Iterable[str], field: str) -> re.Pattern[str]:
@@ -209,6 +230,17 @@ _ALLOWED_BY: Final = {
 }
 
 _SHOWN: Final = 10
+
+
+def check_allow(allow: str | Iterable[str]) -> frozenset[str]:
+    """Return the kinds of differences that a caller allows. Raises: StateError(ARGUMENT) for others."""
+    allowed = frozenset[str]((allow,) if isinstance(allow, str) else allow)
+    if unknown := allowed - set(_ALLOWED_BY.values()):
+        known = ", ".join(sorted(set(_ALLOWED_BY.values())))
+        detail = f"allow= takes {known}, and not {', '.join(sorted(map(str, unknown)))}"
+        remedy = "Pass a tuple of these words, such as allow=('missing',)."
+        raise err(Code.ARGUMENT, detail, where="allow=", remedy=remedy)
+    return allowed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,12 +293,7 @@ class LoadPlan:
         rename: Rename = None,
         override: Patterns = (),
     ) -> None:
-        unknown = set(allow) - set(_ALLOWED_BY.values())
-        if unknown:
-            known = ", ".join(sorted(set(_ALLOWED_BY.values())))
-            detail = f"allow= takes {known}, and not {', '.join(sorted(map(str, unknown)))}"
-            remedy = "Pass a tuple of these words, such as allow=('missing',)."
-            raise err(Code.ARGUMENT, detail, where="allow=", remedy=remedy)
+        check_allow(allow)
         self.checkpoint = checkpoint
         self.worker = worker
         self.worker_count = worker_count
@@ -291,10 +318,12 @@ class LoadPlan:
         #: By saved tensor, the live name and the saved one that it was first taken for.
         self._destinations: dict[TensorKey, tuple[str, str]] = {}
         for pattern in self.only.iter_idle(checkpoint):
-            hint = f"; the field is '{pattern}:*'" if pattern in FIELDS else ""
-            self.problem(Code.TENSOR_MISSING, f"only={pattern!r}", f"nothing of this name was saved{hint}")
+            remedy = _remedy_of_pattern(pattern, checkpoint)
+            self.problem(Code.TENSOR_MISSING, f"only={pattern!r}", "nothing of this name was saved", remedy=remedy)
         for pattern in self.only.iter_idle_overrides(checkpoint):
-            self.problem(Code.LEAF_MISSING, f"override={pattern!r}", "nothing of this name was saved")
+            remedy = _remedy_of_pattern(pattern, checkpoint)
+            remedy += " An option of an optimizer's groups is called group/ and its key: 'optimizer:group/lr'."
+            self.problem(Code.ARGUMENT, f"override={pattern!r}", "nothing of this name was saved", remedy=remedy)
 
     @property
     def is_imported(self) -> bool:
@@ -470,10 +499,28 @@ class LoadPlan:
             code = Code.TENSOR_UNEXPECTED if kind == "tensor" else Code.LEAF_UNEXPECTED
             suffix = "" if scope == GLOBAL else f" by {_process(scope)}"
             self.problem(code, place_of(field, name), f"saved{suffix}, and nothing here takes it")
+        self._name_values()
         if gone:
             self.downgrades.append(f"{gone} tensors and values of workers that no longer exist are left")
         if renaming is not None:
             self.problems = [_offer(renaming, problem) for problem in self.problems]
+
+    def _name_values(self) -> None:
+        """Give values of ``State(extra=...)`` that don't meet a remedy: one that takes them along."""
+        wanted, saved = (
+            [problem.where for problem in self.problems if problem.code is code and problem.where.startswith("extra:")]
+            for code in (Code.LEAF_MISSING, Code.LEAF_UNEXPECTED)
+        )
+        renamed = f"If only the name differs, pass rename={{{wanted[0]!r}: {saved[0]!r}}}. " if wanted and saved else ""
+        for number, problem in enumerate(self.problems):
+            name = problem.where.removeprefix("extra:")
+            if problem.where in saved:
+                remedy = f"{renamed}Give it to State: extra={{{name!r}: ...}}; allow=('unexpected',) leaves it out."
+            elif problem.where in wanted:
+                remedy = f"{renamed}allow=('missing',) keeps the live one."
+            else:
+                continue
+            self.problems[number] = dataclasses.replace(problem, remedy=problem.remedy or remedy)
 
 
 def _process(scope: str) -> str:

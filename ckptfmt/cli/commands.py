@@ -32,7 +32,10 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "keep and delete": {
         "pin": ("keep a checkpoint of a run, whatever retention says", "change"),
         "unpin": ("leave a checkpoint of a run to retention again", "change"),
-        "tag": ("give a checkpoint tags, or metrics that were known only after its save", "change"),
+        "tag": (
+            "give a checkpoint tags, or metrics known only after its save; neither keeps it, as pin does",
+            "change",
+        ),
         "untag": ("take tags of a checkpoint away", "change"),
         "rm": ("delete a checkpoint of a run, unless something needs it", "change"),
         "gc": ("delete old checkpoints (--keep N), and files that killed saves left; --dry-run says which", "garbage"),
@@ -71,6 +74,21 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
+#: What other programs call some of the commands.
+_ALIKE: Final = {
+    **dict.fromkeys(["delete", "remove", "del"], "rm"),
+    **dict.fromkeys(["info", "show", "cat", "describe"], "inspect"),
+    **dict.fromkeys(["verify", "check", "fsck"], "validate"),
+    **dict.fromkeys(["prune", "clean", "cleanup"], "gc"),
+    **dict.fromkeys(["export", "import", "consolidate"], "convert"),
+    **dict.fromkeys(["list", "dir"], "ls"),
+    **dict.fromkeys(["history", "lineage"], "log"),
+    **dict.fromkeys(["copy", "cp", "sync", "backup"], "mirror"),
+    **dict.fromkeys(["size", "usage"], "du"),
+    **dict.fromkeys(["compare", "cmp"], "diff"),
+}
+
+
 def suggest(typed: str, known: Iterable[str]) -> str | None:
     """Return the name that was probably meant; None if none comes near.
 
@@ -79,4 +97,7 @@ def suggest(typed: str, known: Iterable[str]) -> str | None:
     """
     import difflib
 
-    return next(iter(difflib.get_close_matches(typed, list(known), n=1)), None)
+    names = list(known)
+    if _ALIKE.get(typed) in names:
+        return _ALIKE[typed]
+    return next(iter(difflib.get_close_matches(typed, names, n=1)), None)

@@ -105,22 +105,31 @@ def _list_places(arguments: argparse.Namespace, places: list[Place]) -> int:
     for place in places:
         name = place.store.name.rstrip("/").rpartition("/")[2]
         if place.is_run:
-            found, head, _ = _read_checkpoints(place.store)
+            try:
+                found, head, _ = _read_checkpoints(place.store)
+            except CkptError as error:  # the others can be listed all the same
+                rows.append({"name": name, "kind": "run", "error": error.as_json()})
+                continue
             counts = Counter(one.state for one in found)
             rows.append({"name": name, "kind": "run", "head": head, "states": dict(counts)})
         else:
             rows.append({"name": name, "kind": "checkpoint"})
+    code = 2 if any("error" in row for row in rows) else 0
     if arguments.json:
         print_json({"kind": "directory", "target": arguments.path, "checked": "registers", "entries": rows})
-        return 0
+        return code
     cells: list[list[Cell | str]] = []
     for row in rows:
+        if isinstance(failure := row.get("error"), dict):
+            text = f"{failure['code']} at {failure.get('where') or row['name']}"
+            cells.append([(clean(str(row["name"])), "bold"), "run", (f"can't be read: {clean(text)}", "red"), ""])
+            continue
         states = row.get("states")
         text = ", ".join(f"{count} {state}" for state, count in states.items()) if isinstance(states, dict) else ""
         head = f"head {row['head']}" if row.get("head") else ""
         cells.append([(clean(str(row["name"])), "bold"), str(row["kind"]), text, (head, "green")])
     Console().table(cells, indent=0)
-    return 0
+    return code
 
 
 # --- du ---------------------------------------------------------------------------------------------------------------

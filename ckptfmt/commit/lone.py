@@ -10,10 +10,10 @@ from typing import Final
 
 from ckptfmt.commit.decision import Register, check_vacant, create_once, is_of_attempt, read_register
 from ckptfmt.commit.waiting import wait_for_attempts
-from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, Tombstone
+from ckptfmt.documents.manifest import MANIFEST_NAME, Abort, Manifest, Tombstone, parse_checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store import LocalStore, is_url
+from ckptfmt.store import LocalStore, is_url, split_path
 from ckptfmt.store.protocol import Store
 from ckptfmt.store.symlinks import detach_link
 
@@ -36,6 +36,16 @@ def _check_replaceable(store: Store) -> None:
 def is_run(store: Store) -> bool:
     """Tell whether a store is rooted at a run."""
     return not {RUN_NAME, f"{LAUNCHES}/"}.isdisjoint(store.list_names(""))
+
+
+def refuse_checkpoint(store: Store) -> CkptError:
+    """Return the error where a run is to be, and a checkpoint is. Spec: REQ-RUN-016."""
+    detail, remedy = "a checkpoint is here, and no run", "Give the run a directory of its own."
+    parent, name = split_path(store.name)
+    if parse_checkpoint_name(name) is not None:
+        detail = f"this is a checkpoint of the run {parent}"
+        remedy = f"Give the run's directory; resume={name!r} goes back to this checkpoint."
+    return err(Code.CHECKPOINT_EXISTS, detail, where=store.name, requirement="REQ-RUN-016", remedy=remedy)
 
 
 def check_no_run(store: Store, *, replace: bool = False) -> None:

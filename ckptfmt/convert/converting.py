@@ -149,7 +149,11 @@ def plan_conversion(
         plan = _PLANS[to_kind](content, only, max_shard_nbytes)
         kept = content.left_out if only is None or from_kind != "ckptfmt" else []
         if from_kind == "ckptfmt" and only is None:
-            kept = [*_PROOF, LeftOut(f"step {content.step}", "the target has no place for it"), *kept]
+            kept = [
+                *_PROOF,
+                LeftOut(f"step {content.step}", "the target has no place for it; to convert it back, pass --step"),
+                *kept,
+            ]
         yield Conversion(
             source=source,
             source_kind=from_kind,

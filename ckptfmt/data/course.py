@@ -24,8 +24,9 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from ckptfmt.data.shuffle import mix64, positions_of, sample_indices, samples_at
-from ckptfmt.documents.cursor import BatchPlan, Ledger, Mixture, Source, check_rules
+from ckptfmt.documents.cursor import BatchPlan, Cursor, Ledger, Mixture, Source, check_rules
 from ckptfmt.documents.cursor_map import PosSkip, SampleSkip, ShardSkip, Skip
+from ckptfmt.errors import Code, err
 
 #: Draws at a time: scratch arrays stay in the cache.
 _DRAWS: Final = 1 << 14
@@ -456,3 +457,34 @@ def _groups(stretch: Stretch) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
         edges = np.flatnonzero(epochs[1:] != epochs[:-1]) + 1
         for part in np.split(rows, edges) if len(rows) else []:
             yield source, int(stretch.epochs[part[0]]), stretch.samples[part]
+
+
+def check_order(cursor: Cursor) -> None:
+    """Refuse a cursor whose order isn't the one that is computed here, by what it says of positions and a sample."""
+    course = Course(
+        cursor.sources, seed=cursor.order.seed, plan=cursor.plan, mixture=cursor.mixture, skips=cursor.skips
+    )
+    _check_vector(cursor, course)
+    _check_stand(cursor, course)
+
+
+def _check_vector(cursor: Cursor, course: Course) -> None:
+    """Refuse a cursor that names another sample at a position than there is. Spec: REQ-CUR-006."""
+    vector = cursor.order.vector_check
+    source, sample = course.sample_at(vector.pos)
+    if sample != vector.id or vector.source not in (None, source):
+        detail = f"the order has sample {sample} of {source!r} at position {vector.pos}, the cursor says {vector.id}"
+        raise err(Code.CURSOR_FORM, detail, where="cursor/order/vector_check", requirement="REQ-CUR-006")
+
+
+def _check_stand(cursor: Cursor, course: Course) -> None:
+    """Refuse a cursor whose sources stand elsewhere than its position says. Spec: REQ-CUR-014."""
+    commit = cursor.commit
+    if cursor.mixture is None:
+        said: object = (commit.epoch, commit.pos_in_epoch)
+        computed: object = course.epoch_at(commit.global_pos)
+    else:
+        said, computed = tuple(one.pos for one in cursor.sources), course.draws_before(commit.global_pos)
+    if said != computed:
+        detail = f"at position {commit.global_pos} the sources stand at {computed}, the cursor says {said}"
+        raise err(Code.CURSOR_FORM, detail, where="cursor/commit", requirement="REQ-CUR-014")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Final
 
 from ckptfmt import limits
-from ckptfmt.data.course import COUNTS, EMPTY, HOLE, Course, Stretch, add_ledgers
+from ckptfmt.data.course import COUNTS, EMPTY, HOLE, Course, Stretch, add_ledgers, check_order
 from ckptfmt.data.shuffle import sample_indices
 from ckptfmt.data.workers import check_worker, distributed_worker
 from ckptfmt.documents.cursor import (
@@ -45,6 +45,8 @@ class _Progress:
     first_position: int = 0
     steps_done: int = 0
     steps_fetched: int = 0
+    #: Whether a batch was asked for, by iterating or by number.
+    read: bool = False
     #: Whether `advance` or `commit` was ever called.
     told: bool = False
     #: How far ahead of the steps done the batches were fetched when that was first looked at; None before.
@@ -123,8 +125,9 @@ class Sampler:
         micro_batches: int = 1,
     ) -> None:
         for name, number in (("global_batch", global_batch), ("micro_batches", micro_batches)):
-            if not 1 <= number <= limits.DIM:
-                raise err(Code.ARGUMENT, f"{name}={number} isn't from 1 to {limits.DIM}")
+            if not hasattr(number, "__index__") or not 1 <= number <= limits.DIM:
+                remedy = "Pass a whole number."
+                raise err(Code.ARGUMENT, f"{name}={number!r} isn't from 1 to {limits.DIM}", where=name, remedy=remedy)
         check_worker(worker or (0, 1), global_batch // micro_batches)
         self._sources = _sources(dataset, fingerprint, source, is_mixed=mixture is not None)
         for one in self._sources:
@@ -180,6 +183,12 @@ class Sampler:
         They are as many samples, unless some were skipped or filled up a batch.
         """
         return self._position_of(self.steps_done)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether steps were said to be done, and no batch was ever asked for: by iterating, or by `indices`."""
+        progress = self._progress
+        return progress.steps_done > progress.first_step and not progress.read
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{source.id}: {source.n}" for source in self._sources)
@@ -271,6 +280,16 @@ class Sampler:
         if self.position - self._progress.counted_to >= _LEDGER_LAG:
             self._count()
 
+    def begin_at(self, step: int) -> None:
+        """Say that the run has done `step` steps without this sampler, whose first batch comes next.
+
+        A `Checkpointer` says it where the checkpoint that it restored has no position for the sampler, or that one
+        was left out. A sampler that has begun stays as it is.
+        """
+        progress = self._progress
+        if self._loaded is None and not progress.told and not progress.read:
+            self._progress = _Progress(first_step=step, steps_done=step, steps_fetched=step)
+
     def check_fetched(self, step: int) -> None:
         """Refuse a number of steps done that contradicts the batches fetched by iterating; `indices` isn't looked at.
 
@@ -286,7 +305,7 @@ class Sampler:
                 Code.ARGUMENT,
                 f"{step} steps are said to be done, and the batches of {progress.steps_fetched} were fetched",
                 where=_STEPS,
-                remedy="Each step takes one batch of the sampler: keep a sampler that isn't trained with out of State.",
+                remedy="Take one batch of the sampler in each step, or keep a sampler that isn't read out of State.",
             )
         if progress.first_ahead is None:
             progress.first_ahead = ahead
@@ -295,7 +314,8 @@ class Sampler:
                 Code.ARGUMENT,
                 f"{progress.steps_fetched} batches were fetched for {step} steps: the cursor would be in arrears",
                 where=_STEPS,
-                remedy="Let global_batch be what a whole step takes, and pass micro_batches= to split it.",
+                remedy="Let global_batch be what a whole step takes, pass micro_batches= to split it, and give the"
+                " sampler to its DataLoader as batch_sampler=.",
             )
 
     def skip(
@@ -390,7 +410,7 @@ class Sampler:
         """
         cursor = parse_cursor(dict(state_dict))
         self._check_same(cursor)
-        _check_order(cursor)
+        check_order(cursor)
         course = self._try_course(cursor.skips)
         self._sources = tuple(
             theirs if ours.fingerprint is None else ours
@@ -420,6 +440,7 @@ class Sampler:
     def _part(self, step: int) -> Stretch:
         """Return what this worker's positions of a step have."""
         position, size = self._first_position(step), self._plan.global_batch
+        self._progress.read = True
         number, count = self._worker or distributed_worker()
         check_worker((number, count), size // self._micro_batches)
         return self._course.stretch(position + number * size // count, position + (number + 1) * size // count)
@@ -484,8 +505,8 @@ class Sampler:
                     Code.CONFIG_IDENTITY,
                     f"the cursor's {name} is {theirs!r}, the sampler's {ours!r}",
                     where="cursor",
-                    remedy="Make the sampler of the same data set and seed; to begin anew on other data, leave the"
-                    " cursor out.",
+                    remedy="Make the sampler of the same data set and seed. To begin the data anew: override=['data:*']"
+                    " for one start of a Checkpointer, or a load without the data.",
                 )
 
 
@@ -509,37 +530,6 @@ def _begun(mixture: Mixture | None, position: int) -> object:
         return None
     stages = [(stage.from_pos, dict(stage.counts)) for stage in mixture.stages]
     return mixture.block, mixture.seed, [stage for stage in stages if stage[0] < position]
-
-
-def _check_order(cursor: Cursor) -> None:
-    """Refuse a cursor whose order isn't the one that is computed here, by what it says of positions and a sample."""
-    course = Course(
-        cursor.sources, seed=cursor.order.seed, plan=cursor.plan, mixture=cursor.mixture, skips=cursor.skips
-    )
-    _check_vector(cursor, course)
-    _check_stand(cursor, course)
-
-
-def _check_vector(cursor: Cursor, course: Course) -> None:
-    """Refuse a cursor that names another sample at a position than there is. Spec: REQ-CUR-006."""
-    vector = cursor.order.vector_check
-    source, sample = course.sample_at(vector.pos)
-    if sample != vector.id or vector.source not in (None, source):
-        detail = f"the order has sample {sample} of {source!r} at position {vector.pos}, the cursor says {vector.id}"
-        raise err(Code.CURSOR_FORM, detail, where="cursor/order/vector_check", requirement="REQ-CUR-006")
-
-
-def _check_stand(cursor: Cursor, course: Course) -> None:
-    """Refuse a cursor whose sources stand elsewhere than its position says. Spec: REQ-CUR-014."""
-    commit = cursor.commit
-    if cursor.mixture is None:
-        said: object = (commit.epoch, commit.pos_in_epoch)
-        computed: object = course.epoch_at(commit.global_pos)
-    else:
-        said, computed = tuple(one.pos for one in cursor.sources), course.draws_before(commit.global_pos)
-    if said != computed:
-        detail = f"at position {commit.global_pos} the sources stand at {computed}, the cursor says {said}"
-        raise err(Code.CURSOR_FORM, detail, where="cursor/commit", requirement="REQ-CUR-014")
 
 
 def _sources(

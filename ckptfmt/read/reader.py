@@ -5,6 +5,7 @@ Spec: REQ-OPN-001 to REQ-OPN-008.
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -179,7 +180,11 @@ class Checkpoint(CheckpointFiles):
         """
         entry = self.leaves.get((field, name, scope))
         if entry is None:
-            raise err(Code.LEAF_MISSING, f"{field} has no value {name!r} ({scope})", where=name)
+            near = difflib.get_close_matches(
+                name, [one for of, one, at in self.leaves if (of, at) == (field, scope)], n=1
+            )
+            remedy = f"{f'Did you mean {near[0]!r}? ' if near else ''}`leaves` has the values that were saved."
+            raise err(Code.LEAF_MISSING, f"{field} has no value {name!r} ({scope})", where=name, remedy=remedy)
         where = part_path(self.manifest.origin.attempt, entry.part)
         return parse_tree(self.stored_leaf(entry).value, where=f"{where}#/leaves/{field}/{name}")
 

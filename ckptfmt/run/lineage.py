@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import os
 import secrets
@@ -11,6 +12,7 @@ from typing import Final
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import Known, create_once, read_register
+from ckptfmt.commit.lone import refuse_checkpoint
 from ckptfmt.documents.labels import NO_LABELS, Labels
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
@@ -154,13 +156,7 @@ def _refuse_other_contents(store: Store) -> RunRecord | None:
     """Raise if a new run can't begin here; return the run that somebody has made in the meantime."""
     names = set(store.list_names(""))
     if MANIFEST_NAME in names:
-        raise err(
-            Code.CHECKPOINT_EXISTS,
-            "a checkpoint is here, saved outside of a run",
-            where=store.name,
-            requirement="REQ-RUN-016",
-            remedy="Give the run a directory of its own.",
-        )
+        raise refuse_checkpoint(store)
     if f"{LAUNCHES}/" not in names and not _list_places(store):
         return None
     return read_known_run(store)
@@ -475,11 +471,15 @@ def _choose_by_hand(
             if isinstance(found, CkptError):
                 raise found
             return found
+    names = ["auto", "fresh", *(entry.name for entry in entries if entry.manifest is not None)]
+    near = difflib.get_close_matches(str(choose), names, n=1)
+    of_step = [entry.name for entry in entries if entry.manifest is not None and str(entry.step) == str(choose)]
+    meant = "".join(f"Did you mean {name!r}? " for name in (of_step or near)[-1:])
     raise err(
         Code.NOT_COMMITTED,
-        f"the run has no committed checkpoint {choose!r}",
+        f"the run has no committed checkpoint of the name or digest {choose!r}",
         where=store.name,
-        remedy="`ckptfmt log` lists the checkpoints of a run; give a name or a digest.",
+        remedy=f"{meant}`ckptfmt ls` lists the checkpoints of a run.",
     )
 
 

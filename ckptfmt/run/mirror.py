@@ -10,6 +10,7 @@ from typing import Final
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import check_base, create_once, sweep
+from ckptfmt.commit.lone import refuse_checkpoint
 from ckptfmt.commit.waiting import wait_for_savers
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Tombstone, parse_checkpoint_name, parse_register
 from ckptfmt.documents.run import (
@@ -341,8 +342,7 @@ class _Mirroring:
         """Find out what the mirror has; return whether it has no record of the run yet, and its launches."""
         record = read_run(self._mirror)
         if record is None and MANIFEST_NAME in self._mirror.list_names(""):
-            detail = "a checkpoint is here, saved outside of a run"
-            raise err(Code.CHECKPOINT_EXISTS, detail, where=self._mirror.name, requirement="REQ-RUN-016")
+            raise refuse_checkpoint(self._mirror)
         if record is not None and record.run_id != run.run_id:
             detail = f"run {record.run_id} is here, not run {run.run_id}"
             raise err(Code.RUN_MISMATCH, detail, where=f"{self._mirror.name}/{RUN_NAME}", requirement="REQ-RUN-030")

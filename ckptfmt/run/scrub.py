@@ -21,6 +21,7 @@ from ckptfmt.documents.run import (
     LabelsRecord,
     Launch,
     RunRecord,
+    launch_name,
     parse_labels_name,
     parse_launch_name,
 )
@@ -212,7 +213,12 @@ class _Scrubbing:
                 raise err(Code.RUN_MISMATCH, detail, where=path, requirement="REQ-RUN-003")
 
         for folder, kind in ((LAUNCHES, Launch), (LABELS_FOLDER, LabelsRecord)):
-            for name in sorted({name for store in self._copies for name in store.list_names(folder)}):
+            names = {name for store in self._copies for name in store.list_names(folder)}
+            if folder == LAUNCHES:  # without the record of its launch no checkpoint of a run is chosen
+                names |= {
+                    launch_name(one.launch) for own in entries for one in own.values() if one.manifest is not None
+                }
+            for name in sorted(names):
                 number = parse_launch_name(name)
                 if number is None and (folder == LAUNCHES or parse_labels_name(name) is None):
                     continue

@@ -373,7 +373,9 @@ def in_pages(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
         rest = memoryview(piece).cast("B")
         while rest:
             taken_nbytes = min(len(rest), len(memory) - filled_nbytes)
-            memory[filled_nbytes : filled_nbytes + taken_nbytes] = rest[:taken_nbytes]
+            # By numpy, which lets other threads run meanwhile: a memoryview doesn't.
+            target = np.frombuffer(memory[filled_nbytes : filled_nbytes + taken_nbytes], np.uint8)
+            np.copyto(target, np.frombuffer(rest[:taken_nbytes], np.uint8))
             filled_nbytes += taken_nbytes
             rest = rest[taken_nbytes:]
             if filled_nbytes == len(memory):

@@ -66,6 +66,8 @@ class InitFrom:
             streams=False,
             **choices,
         )
+        if not self.is_whole:
+            report = report.with_streams()  # none are to come
         state.init_from = {
             "path": checkpoint.store.name,
             "step": checkpoint.step,

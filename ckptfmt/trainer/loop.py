@@ -11,14 +11,14 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptfmt.data.sampler import Sampler
+from ckptfmt.adapters.data_loaders import find_samplers
 from ckptfmt.errors import Code, err
 from ckptfmt.group import Group
-from ckptfmt.state import FirstWorker, PerWorker, State, check_state
+from ckptfmt.state import State, check_state
 from ckptfmt.trainer.one_save import check_step
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class StepCount:
         """
         self.check(step)
         step = operator.index(step)  # numpy's integers too
-        samplers = list(_find_samplers((self.state.data, self.state.extra))) if step > self.step else []
+        samplers = list(find_samplers(self.state)) if step > self.step else []
         for sampler in samplers:
             sampler.check_fetched(step)
         for sampler in samplers:
@@ -111,6 +111,15 @@ class StepCount:
         more, self.step, self._is_told = step - self.step, step, True
         self._is_left = self._is_left and not more
         return more
+
+    def go_to(self, step: int) -> None:
+        """Take note that a checkpoint of a step was restored, but for its RNG streams.
+
+        Samplers of which it knows nothing begin there.
+        """
+        self.step, self.is_streamless = step, True
+        for sampler in find_samplers(self.state):
+            sampler.begin_at(step)
 
     def check_known(self) -> None:
         """Raise where it isn't known which step is live. Raises: StateError(ARGUMENT)."""
@@ -128,19 +137,6 @@ class StepCount:
                 where="save()",
                 remedy="Leave the loop at a step's end; or call save(step=...) if you know that nothing has changed.",
             )
-
-
-def _find_samplers(value: object) -> Iterator[Sampler]:
-    """Yield the samplers in a part of a state."""
-    if isinstance(value, Sampler):
-        yield value
-    elif isinstance(value, PerWorker | FirstWorker):
-        yield from _find_samplers(value.value)
-    elif isinstance(value, Mapping):
-        yield from _find_samplers(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _find_samplers(item)
 
 
 class StopSignals:

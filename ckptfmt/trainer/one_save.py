@@ -13,6 +13,7 @@ from typing import Any, Final
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.context import local_facts, plain_config, provenance, topology
+from ckptfmt.adapters.data_loaders import UNREAD_SAMPLERS, has_unread_samplers
 from ckptfmt.adapters.live import Kind, Live, Unit, check_source, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, check_unique
 from ckptfmt.adapters.placing import is_named_tensors
@@ -189,11 +190,11 @@ def _take(state: State, group: Group, ownership: Ownership) -> Snapshot:
     return snapshot
 
 
-def check_step(step: object) -> None:
+def check_step(step: object, where: str = "step=") -> None:
     """Refuse what isn't a number of steps. Raises: StateError(ARGUMENT)."""
     if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= operator.index(step) <= limits.JSON_INTEGER:
-        remedy = "Pass how many steps are done, a whole number from 0 on, such as step=100."
-        raise err(Code.ARGUMENT, f"step={step!r} isn't a number of steps", where="step=", remedy=remedy)
+        remedy = "Pass a whole number of steps, from 0 on, such as 100."
+        raise err(Code.ARGUMENT, f"{step!r} isn't a number of steps", where=where, remedy=remedy)
 
 
 def _look_at(snapshot: Snapshot, ownership: Ownership) -> None:
@@ -343,13 +344,10 @@ def _context_leaves(state: State, live: Live, *, worker: int, worker_count: int)
     if state.config is not None:
         values.append(("config", "", plain_config(state.config, where="config:")))
     if worker == 0:
-        values.append(
-            (
-                "topology",
-                LOCAL_TOPOLOGY,
-                local_facts(devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts),
-            )
-        )
+        facts = local_facts(devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts)
+        if has_unread_samplers(state):
+            facts[UNREAD_SAMPLERS] = True
+        values.append(("topology", LOCAL_TOPOLOGY, facts))
         values.append(("provenance", "", provenance(state.provenance, state.init_from)))
     return [
         Encoder(field=field, scope=GLOBAL, inline=True).leaf(name, value, tensors_under=name)

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.context import find_differences, local_facts, plain_config, topology
-from ckptfmt.adapters.data_loaders import may_load
+from ckptfmt.adapters.data_loaders import UNREAD, UNREAD_SAMPLERS, may_load
 from ckptfmt.adapters.live import NO_SCHEDULE, Kind, Live, Unit, may_be_schedule, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint, prefix_of
-from ckptfmt.adapters.load_plan import MISSING, LoadPlan, Patterns, Rename
+from ckptfmt.adapters.load_plan import MISSING, LoadPlan, Patterns, Rename, check_allow
 from ckptfmt.adapters.placing import Placer, plan_named_tensors, plan_sink, put_back, take_named_leaf
 from ckptfmt.adapters.rng_streams import live_streams, plan_streams
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
@@ -121,7 +121,7 @@ def load_once(
     Raises: as `ckptfmt.load`; LayoutError(WRITERS_DIVERGED) if the processes load different checkpoints;
         StateError(PEER_FAILED) where another process refused.
     """
-    allow = frozenset((allow,) if isinstance(allow, str) else allow)
+    allow = check_allow(allow)
 
     def plan() -> Restoration:
         load_plan = LoadPlan(
@@ -382,6 +382,7 @@ def _plan_stateful(plan: LoadPlan, unit: Unit) -> None:
         return
     now = unit.value.state_dict()
     _compare_cursors(plan, saved, now, where)
+    _compare_schedules(plan, unit.value, saved, now, where)
     value = Placer(plan, field=unit.field, scope=at).fresh(saved, name, now)
     plan.actions.append(functools.partial(_load_stateful, unit.value, value, where))
 
@@ -395,6 +396,17 @@ def _compare_cursors(plan: LoadPlan, saved: object, now: object, where: str) -> 
         for path, before, after in find_differences(*(cursor.get(part) for cursor in cursors)):
             plan.downgrades.append(f"{where}: {part}/{path}: saved {before!r}, here {after!r}")
             plan.reorders |= part == "mixture"
+
+
+def _compare_schedules(plan: LoadPlan, live: object, saved: object, now: object, where: str) -> None:
+    """Refuse the state of another class of scheduler before anything is loaded: a scheduler takes any attributes."""
+    if not (hasattr(live, "last_epoch") and isinstance(saved, Mapping) and isinstance(now, Mapping)):
+        return
+    if lacking := sorted(str(name) for name in now.keys() - saved.keys()):
+        detail = f"the saved state lacks {', '.join(lacking[:4])}, which a {type(live).__qualname__} has: it was saved"
+        detail += " from another class, or by another version of it"
+        remedy = "Give an object of the class that was saved; or keep the live one: Checkpointer(override=...)."
+        plan.problem(Code.READ_BACK, where, detail, remedy=remedy)
 
 
 def _load_stateful(live: Any, value: object, where: str) -> None:  # noqa: ANN401 - has the two methods
@@ -541,7 +553,10 @@ def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
     lowered = []
     for name, now in facts.items():
         key = ("topology", name, GLOBAL)
-        saved = plan.checkpoint.leaf(*key) if key in plan.checkpoint.leaves else {}
+        saved = dict(plan.checkpoint.leaf(*key)) if key in plan.checkpoint.leaves else {}
+        if saved.pop(UNREAD_SAMPLERS, False):
+            lowered.append(UNREAD)
+            plan.reorders = True
         lowered += [f"{path}: saved {before!r}, here {after!r}" for path, before, after in find_differences(saved, now)]
     return lowered
 

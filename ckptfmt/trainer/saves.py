@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.data_loaders import UNREAD, has_unread_samplers
 from ckptfmt.adapters.live import list_doubts
 from ckptfmt.commit.decision import Known, check_vacant, read_register
 from ckptfmt.commit.lone import check_no_run
@@ -341,6 +342,8 @@ class Saves:
             },
         )
         self._raise_failure(agreed.told)
+        if has_unread_samplers(state):
+            self._report(f"SAMPLER_UNREAD: {UNREAD}; a resume claims no T1")
         self._warn_of_limits(agreed.snapshot.leaves)
         if any(theirs["busy"] for theirs in agreed.told):
             if waits:

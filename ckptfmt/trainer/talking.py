@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from ckptfmt.documents.run import Launch
+from ckptfmt.state import State
 from ckptfmt.trainer.restore import LoadReport, was_not_asked
 
 _LOG: Final = logging.getLogger("ckptfmt")
@@ -48,10 +49,12 @@ class Talk:
         """Say something of the run."""
         _LOG.log(level if self._writer == 0 else logging.DEBUG, text, *arguments)
 
-    def tell_begun(self, launch: Launch, source: str | None, step: int) -> None:
-        """Say that the run begins, from nothing or from another checkpoint."""
-        begins = "nothing" if source is None else source
-        self.say("launch %d begins from %s, at step %d", launch.launch, begins, step)
+    def tell_begun(self, launch: Launch, source: str | None, step: int, state: State) -> None:
+        """Say that the run begins, from nothing or from another checkpoint; and what a resume can't claim."""
+        begins, left = "nothing" if source is None else source, state.absent_reasons()
+        most = "S0" if "data" in left else "S1"
+        more = f"; not in State: {', '.join(left)}, so that a resume claims {most} at most" if left else ""
+        self.say("launch %d begins from %s, at step %d%s", launch.launch, begins, step, more)
 
     def tell_changed(self, report: LoadReport) -> None:
         """Say what a load changed that lowers no claim, such as a learning rate that was another one here."""
