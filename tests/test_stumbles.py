@@ -716,7 +716,7 @@ def test_a_value_that_was_not_saved_is_told_what_there_is(tmp_path: Path) -> Non
 
 def test_a_tensor_in_the_configuration_is_told_where_it_belongs(tmp_path: Path) -> None:
     text = told(ckptfmt.save, tmp_path / "c", ckptfmt.State(config={"x": torch.ones(2)}), step=1)
-    assert "STATE_UNSUPPORTED at config:/x: a torch.Tensor is no configuration" in text
+    assert "STATE_UNSUPPORTED at config/x: a torch.Tensor is no configuration" in text
     assert "give tensors to weights= or extra=" in text
 
 

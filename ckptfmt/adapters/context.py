@@ -41,14 +41,15 @@ def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:  # noqa: ANN
     Namespaces, dataclass instances and mappings become dicts, paths strings, enum members their names. What is left as
     it is and has no form, `dump_tree` refuses by name.
 
-    Raises: FormatError(DOC_DEPTH); StateError(STATE_UNSUPPORTED) for tensors and arrays.
+    Raises: FormatError(DOC_DEPTH); StateError(STATE_UNSUPPORTED) for tensors of torch.
     """
     if depth > limits.MSGPACK_DEPTH:
         raise err(Code.DOC_DEPTH, "the value nests too deeply, or contains itself", where=where, remedy="Flatten it.")
-    if getattr(value, "shape", ()) != () and hasattr(value, "dtype"):
+    if hasattr(value, "requires_grad"):
         detail = f"a {type(value).__module__}.{type(value).__qualname__} is no configuration"
         remedy = "Give numbers, texts, lists and dicts here, as value.tolist() is; give tensors to weights= or extra=."
-        raise err(Code.STATE_UNSUPPORTED, detail, where=where, requirement="REQ-TRE-001", remedy=remedy)
+        place = where.replace(":/", "/")
+        raise err(Code.STATE_UNSUPPORTED, detail, where=place, requirement="REQ-TRE-001", remedy=remedy)
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, os.PathLike):

@@ -239,7 +239,7 @@ class UncheckedSample(Reference):
         "context/invalid/samples-order-again",
         "context/invalid/samples-blocks-listed",
     )
-    replacements = (("ckptfmt.data.sampler:_check_vector", _check_nothing),)
+    replacements = (("ckptfmt.data.course:_check_vector", _check_nothing),)
 
 
 class UncheckedStand(Reference):
@@ -252,7 +252,7 @@ class UncheckedStand(Reference):
         "context/invalid/samples-stand-mixed",
         "context/invalid/samples-stand-left-out",
     )
-    replacements = (("ckptfmt.data.sampler:_check_stand", _check_nothing),)
+    replacements = (("ckptfmt.data.course:_check_stand", _check_nothing),)
 
 
 def _load_anywhere(loader: Any, state_dict: Mapping[str, Any]) -> None:  # noqa: ANN401 - of the implementation
