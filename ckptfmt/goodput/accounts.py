@@ -107,7 +107,8 @@ class Goodput:
     @property
     def goodput(self) -> float | None:
         """The share of the time that was training that counts; None of a run whose times aren't known."""
-        return self.training_s / self.elapsed_s if self.elapsed_s > 0 else None
+        is_known = self.training_s > 0 or self.unknown_s == 0
+        return self.training_s / self.elapsed_s if is_known and self.elapsed_s > 0 else None
 
     def as_json(self) -> dict[str, object]:
         """Return what it says as JSON."""

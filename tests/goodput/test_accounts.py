@@ -118,3 +118,14 @@ def test_a_launch_of_which_one_save_is_left_that_nobody_goes_on_from() -> None:
     )
     found = account({1: None, 2: (10, 1)}, {1: one, 2: launch(1065, training=20, ended_s=None, first=10, step=30)})
     assert found.times_s["training"] == 20
+
+
+def test_where_no_training_is_known_no_share_is_told() -> None:
+    """Two launches without a ledger, each with all of its saves within a second: not a goodput of 0."""
+    launches = {
+        number: launch(1000 + 3 * number, training=0, initialising=0, restoring=0, ended_s=None, first=0, step=1)
+        for number in (1, 2)
+    }
+    found = account({1: None, 2: (1, 1)}, launches)
+    assert (found.training_s, found.goodput) == (0, None)
+    assert found.unknown_s == pytest.approx(3)
