@@ -720,6 +720,18 @@ def test_a_tensor_in_the_configuration_is_told_where_it_belongs(tmp_path: Path) 
     assert "give tensors to weights= or extra=" in text
 
 
+def test_an_array_in_the_configuration_is_compared_by_its_bytes(tmp_path: Path) -> None:
+    """Of NaN, too, and where the other side lacks it."""
+    table: dict[str, Any] = {"table": np.array([0.5, np.nan])}
+    ckptfmt.save(tmp_path / "c", ckptfmt.State(weights={}, config=table), step=1)
+    other = {"table": np.array([0.25, np.nan])}
+    differing = [
+        [path for path, *_ in ckptfmt.load(tmp_path / "c", ckptfmt.State(weights={}, config=live)).config_differences]
+        for live in (table, other, {})
+    ]
+    assert differing == [[], ["table"], ["table"]]
+
+
 def test_the_report_of_a_beginning_does_not_wait_for_streams(tmp_path: Path) -> None:
     """`init_from=PATH` takes the weights alone: no RNG streams are to come."""
     train(tmp_path / "run", steps=1)

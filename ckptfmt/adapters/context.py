@@ -77,7 +77,8 @@ def find_differences(saved: object, live: object) -> list[tuple[str, object, obj
     """
     left, right = dict(_flatten(saved, "")), dict(_flatten(live, ""))
     for side, other in ((left, right), (right, left)):  # what is empty here differs by what is in it there
-        for path in [path for path, value in side.items() if value in ({}, [], ()) and path not in other]:
+        empty = [path for path, value in side.items() if isinstance(value, dict | list | tuple) and path not in other]
+        for path in empty:
             if any(name.startswith(f"{path}/") for name in other):
                 del side[path]
     return [

@@ -305,13 +305,19 @@ def test_each_reason_not_to_delete_has_a_remedy_that_works() -> None:
     run.delete(9)
 
 
-def test_the_remedy_of_a_base_works() -> None:
-    """Named together they go; the head, which reads from one, is made full by a compaction."""
+def saved_deltas() -> Saving:
+    """Return a run of steps 10, 20 and 30, of which each reads from the one before."""
     arrays = np.arange(3000, dtype=np.float32)
     saving = Saving(snapshot(tensor("w", arrays)))
     for step in (10, 20, 30):
         arrays[step] += 1
         saving.save(step, snapshot(tensor("w", arrays)))
+    return saving
+
+
+def test_the_remedy_of_a_base_works() -> None:
+    """Named together they go; the head, which reads from one, is made full by a compaction."""
+    saving = saved_deltas()
     run = ckptfmt.Run(saving.store)
     text = str(error_of(lambda: run.delete(10)).remedy)
     assert "name all of them in one command" in text
@@ -334,11 +340,7 @@ def test_what_the_newest_launch_began_with_is_not_deleted() -> None:
 
 def test_a_base_is_not_deleted_before_what_reads_from_it() -> None:
     """REQ-CMT-026, REQ-CMT-032"""
-    arrays = np.arange(3000, dtype=np.float32)
-    saving = Saving(snapshot(tensor("w", arrays)))
-    for step in (10, 20, 30):
-        arrays[step] += 1
-        saving.save(step, snapshot(tensor("w", arrays)))
+    saving = saved_deltas()
     run = ckptfmt.Run(saving.store)
     assert run.list()[1].stored_nbytes != run.list()[1].nbytes
     error = error_of(lambda: run.delete(10))
