@@ -213,8 +213,8 @@ def list_checkpoints(
     """Return every checkpoint directory of a run by step, then launch, compared as numbers.
 
     A register that can't be read becomes an entry with its error: nobody decides for it. What is retired while this
-    looks is only seen together with the newer checkpoint for whose sake it went: no register counts as undecided that
-    was read before those of smaller steps, and all are read again if there are more of them by then.
+    looks is only seen together with the newer checkpoint for whose sake it went: none counts as undecided that was read
+    before those of smaller steps, and if one was retired, what came since is read, too. What is decided is read once.
 
     Args:
         known: what the caller has parsed of this run before; what was aborted or retired by then isn't read again.
@@ -222,16 +222,19 @@ def list_checkpoints(
 
     Spec: REQ-RUN-014, REQ-RUN-026.
     """
-    run_id = run.run_id if run is not None else None
+    run_id = None if run is None else run.run_id
+    entries, places = dict[tuple[int, int], RunEntry](), _list_places(store)
     while True:
-        places, newest = _list_places(store), list_newest_labels(store) if with_labels else {}
+        newest = list_newest_labels(store) if with_labels else {}
         read = functools.partial(_read_entry, store, run_id=run_id, known=known, newest=newest)
-        entries = call_each(store, read, places)
+        undecided = [place for place in places if place not in entries or entries[place].register is None]
+        found = dict(zip(undecided, call_each(store, read, undecided), strict=True))
         if store.is_remote:  # several were under way at once
-            found = zip(places, entries, strict=True)
-            entries = [read(place) if entry.register is None else entry for place, entry in found]
-        if _list_places(store) == places:
-            return entries
+            found = {place: read(place) if entry.register is None else entry for place, entry in found.items()}
+        entries |= found
+        listed, places = places, _list_places(store)
+        if places == listed or not any(isinstance(entry.register, Tombstone) for entry in found.values()):
+            return [entries[place] for place in listed]
 
 
 def iter_lineage(launches: list[Launch], entries: list[RunEntry], *, with_suspect: bool = False) -> Iterator[RunEntry]:

@@ -81,12 +81,11 @@ def take_launch(
     reports: list[str] = []
     opened: list[Checkpoint] = []
     waited_s: list[float] = []
-    wait = functools.partial(_open_and_wait, store, writer_features, deadline_s / 2, waited_s)
-    reading: Store = store
+    waited = _run_on_first(group, lambda: _open_and_wait(store, writer_features, deadline_s / 2, waited_s))
     if cache is None:
-        told = _run_on_first(group, lambda: _begin(store, wait(), resume, (), opened))
+        reading: Store = store
+        told = _run_on_first(group, lambda: _begin(store, waited, resume, (), opened))
     else:
-        waited = _run_on_first(group, wait)
         finish = _Finish(store, group, cache, waited["run_id"], reports)
         names = finish.run(0 if waited["passed_over"] else deadline_s / 2)
         finish.fetch(None if resume == "auto" else resume)

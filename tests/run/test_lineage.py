@@ -517,6 +517,39 @@ def test_registers_that_are_read_at_once_hide_no_newer_checkpoint():
     assert find_head(Overtaken(made.store, "step-00000010-l0001", work))[0] == "step-00000020-l0001"
 
 
+class Busy(HookedStore):
+    """A job saves a step whenever so many registers were read, and may retire all older ones."""
+
+    def __init__(self, made, *, reads_per_save, is_retiring):
+        super().__init__(made.store)
+        self._state = {"made": made, "reads": 0, "step": 100, "is_retiring": is_retiring}  # shared by all places
+        self._reads_per_save = reads_per_save
+
+    def after(self, operation):
+        state = self._state
+        if (operation.op, operation.path.rpartition("/")[2]) != ("read", "manifest.json"):
+            return
+        state["reads"] += 1
+        assert state["reads"] < 200, "it reads, and reads"
+        if state["reads"] % self._reads_per_save == 0:
+            older = manifests(state["made"])[-1]
+            state["step"] += 1
+            state["made"].save(state["step"])
+            if state["is_retiring"]:
+                retire(state["made"].place(older.origin.step), older)
+
+
+@pytest.mark.parametrize(("reads_per_save", "is_retiring"), [(1, False), (3, True)])
+def test_a_job_that_saves_faster_than_a_run_is_listed_keeps_nobody_waiting(reads_per_save, is_retiring):
+    """REQ-RUN-014: what is decided isn't read again, only what has come since."""
+    made = RunOfSteps(MemoryStore())
+    made.begin()
+    made.save(*range(1, 25))
+    entries = list_checkpoints(Busy(made, reads_per_save=reads_per_save, is_retiring=is_retiring), made.run)
+    assert [entry.step for entry in entries][:24] == [*range(1, 25)]
+    assert isinstance(entries[-1].register, Manifest)
+
+
 def test_a_directory_under_another_name_is_refused(home):
     """Row 33; REQ-MAN-002, REQ-RUN-003."""
     made = RunOfSteps(home.store())
