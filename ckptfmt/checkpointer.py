@@ -61,7 +61,8 @@ class Checkpointer:
         state: the objects to save and restore; left out where `restore` gets it, because its objects are built later.
         every: save after so many steps (an int), or after so much time ("90s", "5min", "1h"); None to save only at
             the end of `steps` and when `save` is called; "auto" for the interval that wastes the least, as process 0
-            measures what saves cost and how often launches failed; the log says what is chosen.
+            measures what saves cost and how often launches failed; with `upload_every=` for caches and `run` apart; the
+            log says what is chosen.
         mtbf: the time between failures that "auto" expects at first ("3h"), by default 50,700 h for each process.
         keep: how many of the newest checkpoints stay; None for all.
         keep_every: checkpoints of steps divisible by this stay as well.
@@ -193,10 +194,10 @@ class Checkpointer:
         self._choices: dict[str, Any] = {"allow": allowed, "strict": strict, "override": override}
         self._store, self._deadline_s, self._cache = open_store(run, writable=True), deadline_s, options.cache
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s, stop_end_s=signals.end_s)
-        self._pace = Pace(self._group, cadence, make_meters(every, mtbf, self._group, ledger=ledger), signals, triggers)
+        meters, self.passed_over = make_meters(every, mtbf, self._group, options.cache, ledger=ledger), []
+        self._count, self._pace = StepCount(state), Pace(self._group, cadence, meters, signals, triggers)
         self._saves, self._talk = Saves(self._store, self._group, options, mirrors), Talk(self._group.writer)
         self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = self.stopped = False
-        self._count, self.passed_over = StepCount(State() if state is None else state), []
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -580,13 +581,10 @@ class Checkpointer:
             self._talk.tell_begun(self.launch, checkpoint.store.name, self.step, state)
 
     def _restore_streams(self, checkpoint: Checkpoint, state: State) -> None:
-        found = self._group.together(
+        group = self._group
+        found = group.together(
             lambda: restore_streams(
-                state,
-                checkpoint,
-                worker=self._group.writer,
-                worker_count=self._group.writer_count,
-                **self._choices,
+                state, checkpoint, worker=group.writer, worker_count=group.writer_count, **self._choices
             )
         )
         checkpoint.close()

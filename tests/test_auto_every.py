@@ -1,7 +1,9 @@
 """`every="auto"` of a run: what it measures, whom it asks, what it says."""
 
+import contextlib
 import itertools
 import logging
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -28,22 +30,33 @@ class Clock:
 
         def slowly(*arguments: Any, **options: Any) -> Any:
             self.now_s += save_s
-            return save(*arguments, **options)
+            handle = save(*arguments, **options)
+            if handle is not None:
+                handle.wait()  # real time stands still
+            return handle
 
         checkpointer._saves.save = slowly  # type: ignore[method-assign]
 
 
-def train(store: Any, steps: int, *, save_s: float = 2.0, mtbf: str | None = "1h") -> Checkpointer:
+class DiedError(Exception):
+    """The end of a training."""
+
+
+def train(
+    store: Any, steps: int, *, save_s: float = 2.0, mtbf: str | None = "1h", dies: bool = False, **options: Any
+) -> Checkpointer:
     """Train so many steps of a second each, with saves that cost `save_s`."""
     trainer = Trainer()
-    checkpointer = Checkpointer(store, trainer.state, every="auto", mtbf=mtbf, saver="inline")
+    checkpointer = Checkpointer(store, trainer.state, every="auto", mtbf=mtbf, **{"saver": "inline", **options})
     clock = Clock(checkpointer, save_s)
-    with checkpointer:
+    with contextlib.suppress(DiedError), checkpointer:
         first = checkpointer.step
         for number in checkpointer.steps(10**6):
             clock.now_s += 1
             trainer.step(number)
             if number == first + steps:
+                if dies:
+                    raise DiedError
                 break
     return checkpointer
 
@@ -81,7 +94,7 @@ def test_launches_that_failed_make_saves_more_frequent() -> None:
     last = train(store, 1000)
     assert last._pace.meters.auto is not None
     assert last._pace.meters.auto._auto.failures == 6
-    assert 50 < last._pace.meters.auto._auto.mtbf_s < 700
+    assert 50 < last._pace.meters.auto._auto.meters[0].mtbf_s < 700
     assert np.mean(gaps(store)[before + 1 :]) < 60
 
 
@@ -95,7 +108,28 @@ def test_records_that_can_not_be_read_are_no_obstacle() -> None:
     store.delete("launches/0001.json")
     auto = AutoEvery(None, 8)
     auto.note_launches(store, last._run, last.launch)
-    assert len(auto._launch_steps) == 2
+    assert len(auto._launches) == 2
+
+
+def test_saves_to_caches_and_home_are_measured_apart(tmp_path: Any, caplog: Any) -> None:
+    """And so are failures that took the caches along: the next launch had to pass something over."""
+    caplog.set_level(logging.INFO, "ckptfmt")
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    options: dict[str, Any] = {"save_s": 0.5, "mtbf": "10min", "saver": "thread", "cache": cache, "upload_every": 4}
+    train(run, 400, dies=True, **options)
+    shutil.rmtree(cache)
+    second = train(run, 400, dies=True, **options)
+    third = train(run, 400, **options)
+    assert second.launch is not None
+    assert second.launch.chosen_by == "fallback"
+    assert third._pace.meters.auto is not None
+    meters = third._pace.meters.auto._auto.meters
+    assert [meter.failures for meter in meters] == [1, 1]
+    assert all(meter.is_measured for meter in meters)
+    told = [line for line in caplog.messages if line.startswith("every='auto'")]
+    assert any(
+        "a save to caches costs 0.5 s" in line and "a failure that takes caches is expected" in line for line in told
+    )
 
 
 def test_all_save_at_the_steps_that_process_0_chooses() -> None:

@@ -44,14 +44,14 @@ class Pilot(Protocol):
     def interval_s(self) -> float:
         """Return the seconds from one save to the next."""
 
-    def note_save(self, lost_s: float, commit_s: float) -> None:
-        """Take note of a committed save."""
+    def note_save(self, lost_s: float, commit_s: float, level: int) -> None:
+        """Take note of a committed save, with the farthest level that it went to."""
 
     def note_time(self, seconds: float) -> None:
         """Take note that the launch has trained for so long since it was last told."""
 
-    def note_failure(self) -> None:
-        """Take note that the launch has failed."""
+    def note_failure(self, level: int) -> None:
+        """Take note that the launch has failed, and that something was lost at all levels nearer than this one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +271,6 @@ class _Play:
         self._replaced: set[int] = set()
         self._replaced_s = -math.inf
         self._mean_lost_s = lost_per_save_s(self._levels)
-        self._longest_s = max(level.commit_s for level in self._levels)
         self._left = _saves_before_failure(self._levels, interval_s) if pilot is None else 0
 
     def play(self, failures: Sequence[Failure]) -> Spent:
@@ -311,7 +310,8 @@ class _Play:
             if self._pilot is not None:
                 self._pilot.note_time(now_s - begin_s)
                 if now_s < end_s:
-                    self._pilot.note_save(lost_s, self._longest_s)
+                    farthest = max(place for place, level in enumerate(self._levels) if (number - 1) % level.every == 0)
+                    self._pilot.note_save(lost_s, self._levels[farthest].commit_s, farthest)
 
     def _save(self, save_s: float, number: int) -> float:
         """Begin a save, and return the seconds of training that it costs."""
@@ -351,18 +351,19 @@ class _Play:
 
     def _fail(self, failure: Failure) -> Level:
         """Lose what a failure takes, go back to the newest save that is left, and return the level that has it."""
-        if self._pilot is not None:
-            self._pilot.note_failure()
         for held in self._held:
             while held and held[-1].at_s > failure.at_s:
                 held.pop()
             del held[:-1]
         nearest = failure.level if failure.level != NODE else self._level_of_node(failure)
+        lost_s = max((held[-1].trained_s for held in self._held[:nearest] if held), default=0.0)
         for held in self._held[:nearest]:
             held.clear()
         left = [(-held[-1].trained_s, place) for place, held in enumerate(self._held) if held]
         place = min(left)[1] if left else len(self._levels) - 1
         saved = self._held[place][-1] if left else _Saved(failure.at_s, 0.0, 0.0)
+        if self._pilot is not None:  # all that a run can tell: whether something newer was lost
+            self._pilot.note_failure(nearest if lost_s > saved.trained_s else 0)
         self._spent.redone_s += (self._trained_s - saved.trained_s) + (self._saving_s - saved.saving_s)
         self._trained_s, self._saving_s = saved.trained_s, saved.saving_s
         return self._levels[place]

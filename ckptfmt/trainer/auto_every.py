@@ -6,8 +6,10 @@ import itertools
 import logging
 import math
 import statistics
+from collections.abc import Iterator
 from typing import Final
 
+from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError
@@ -31,23 +33,30 @@ class AutoEvery:
 
     What a save loses is by how much the steps beside it take longer than other steps, but at least what it blocked.
     Failures are the launches before this one; each lasted for the steps that its successor went on from. A launch that
-    was ended by hand counts as a failure, too.
+    was ended by hand counts as a failure, too. Where not all saves go home, there are two levels: what each save goes
+    to, and home. Whether caches survived a failure is in the record of the next launch: it had to pass something over.
 
     Args:
         mtbf_s: mean time between failures that is expected before there were any; None for one in 50,700 hours of each
             process.
         process_count: how many processes the job has.
+        upload_every: of how many saves one goes home.
     """
 
-    def __init__(self, mtbf_s: float | None, process_count: int) -> None:
-        self._auto = AutoInterval(mtbf_s=DEVICE_MTBF_S / process_count if mtbf_s is None else mtbf_s)
-        self._launch_steps: list[int] = []
+    def __init__(self, mtbf_s: float | None, process_count: int, upload_every: int = 1) -> None:
+        expected_s = DEVICE_MTBF_S / process_count if mtbf_s is None else mtbf_s
+        self._auto = AutoInterval(mtbf_s=expected_s, every=(1, upload_every) if upload_every > 1 else (1,))
+        self._home = len(self._auto.meters) - 1
+        #: Of each launch before this one its steps, and the level that helped behind it; until these are counted, how
+        #: long this launch has trained.
+        self._launches: list[tuple[int, int]] = []
+        self._early_s = 0.0
         self._steps = StepMeter()
-        self._told_s = 0.0
+        self._told_s, self._told_count = 0.0, 0
 
     def note_launches(self, store: Store, run: RunRecord, launch: Launch) -> None:
         """Take note of the launches before this one, as far as their records can be read."""
-        resumed: list[tuple[int, int]] = []  # the launch that each one went on from, and its step
+        resumed: list[tuple[int, int, int]] = []  # the launch that each one went on from, its step, and the level
         for number in range(max(1, launch.launch - _LAUNCHES), launch.launch + 1):
             try:
                 found = launch if number == launch.launch else read_launch(store, number, run)
@@ -55,13 +64,19 @@ class AutoEvery:
                 _LOG.debug("every='auto' doesn't count launch %d: %s", number, error)
                 continue
             source = found.resume_from and parse_checkpoint_name(found.resume_from.name)
-            resumed.append((source[1], source[0]) if source else (0, 0))
-        self._launch_steps = [max(0, after[1] - before[1]) for before, after in itertools.pairwise(resumed)]
+            level = self._home if found.chosen_by == "fallback" else 0
+            resumed.append((source[1], source[0], level) if source else (0, 0, level))
+        self._launches = [
+            (max(0, after[1] - before[1]), after[2]) for before, after in itertools.pairwise(resumed)
+        ]  # fmt: skip
 
     def note_steps(self, now_s: float, count: int) -> None:
         """Take note that so many steps are over."""
         seconds, over = self._steps.note_steps(now_s, count)
-        self._auto.note_time(seconds)
+        if self._launches:
+            self._early_s += seconds
+        else:
+            self._auto.note_time(seconds)
         if over is not None and over.handle.state == "COMMITTED":
             self._note_committed(over)
 
@@ -72,19 +87,22 @@ class AutoEvery:
 
     def interval_s(self) -> float:
         """Return the seconds from one save to the next, and say in the log when they change."""
-        interval_s, auto = self._auto.interval_s(), self._auto
-        if auto.lost_s and not self._told_s / _TOLD <= interval_s <= self._told_s * _TOLD:
-            self._told_s = interval_s
-            _LOG.info(
-                "every='auto': saves every %.3g s: a save costs %.3g s of training and is committed after %.3g s, and a"
-                " failure is expected every %.3g h (%d seen)",
-                interval_s,
-                auto.lost_s,
-                auto.commit_s,
-                auto.mtbf_s / 3600,
-                auto.failures,
-            )
+        interval_s = self._auto.interval_s()
+        count = sum(meter.is_measured for meter in self._auto.meters)
+        is_told = self._told_s / _TOLD <= interval_s <= self._told_s * _TOLD
+        if count > self._told_count or (count and not is_told):
+            self._told_s, self._told_count = interval_s, count
+            _LOG.info("every='auto': saves every %.3g s: %s", interval_s, "; ".join(self._reasons()))
         return interval_s
+
+    def _reasons(self) -> Iterator[str]:
+        places = (
+            [("", "")] if not self._home else [(" to caches", " that leaves them"), (" home", " that takes caches")]
+        )
+        for meter, (to, of) in zip(self._auto.meters, places, strict=True):
+            if meter.is_measured:
+                yield f"a save{to} costs {meter.lost_s:.3g} s of training and is committed after {meter.commit_s:.3g} s"
+            yield f"a failure{of} is expected every {meter.mtbf_s / 3600:.3g} h ({meter.failures} seen)"
 
     def _note_committed(self, over: Beside) -> None:
         alone_s = math.inf
@@ -92,15 +110,14 @@ class AutoEvery:
             alone_s = statistics.median(self._steps.alone_s)
             self._count_launches(alone_s)
         lost_s = sum(over.steps_s) - len(over.steps_s) * alone_s
-        self._auto.note_save(max(over.handle.blocked_s, lost_s), over.handle.times["COMMITTED"])
+        report = over.handle.report
+        level = self._home if report is None or report.durability == HOME else 0
+        self._auto.note_save(max(over.handle.blocked_s, lost_s), over.handle.times["COMMITTED"], level)
 
     def _count_launches(self, step_s: float) -> None:
         """Count the launches before this one, once it is known how long a step takes."""
-        if not self._launch_steps:
-            return
-        uptime_s = self._auto.take_uptime()
-        for steps in self._launch_steps:
+        for steps, level in self._launches:
             self._auto.note_time(steps * step_s)
-            self._auto.note_failure()
-        self._auto.note_time(uptime_s)
-        self._launch_steps = []
+            self._auto.note_failure(level)
+        self._auto.note_time(self._early_s)
+        self._launches, self._early_s = [], 0.0

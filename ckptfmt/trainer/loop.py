@@ -22,6 +22,7 @@ from ckptfmt.state import State, check_state
 from ckptfmt.trainer.one_save import check_step
 
 if TYPE_CHECKING:
+    from ckptfmt.run.node_cache import CacheOptions
     from ckptfmt.store.protocol import Store
     from ckptfmt.trainer.auto_every import AutoEvery
     from ckptfmt.trainer.handle import SaveHandle
@@ -43,7 +44,7 @@ class StepCount:
     """The steps done, over the whole run, and the samplers that commit with them.
 
     Attributes:
-        state: whose samplers are meant; what it holds may change.
+        state: whose samplers are meant, an empty one if nothing was given; what it holds may change.
         step: how many steps are done.
         is_under_way: whether a step's body is being run.
         is_streamless: whether the RNG streams of `step` are still to be put back.
@@ -51,11 +52,11 @@ class StepCount:
     Raises: StateError(ARGUMENT) for what is no state.
     """
 
-    def __init__(self, state: State) -> None:
-        check_state(state)
+    def __init__(self, state: State | None) -> None:
+        self.state = State() if state is None else state
+        check_state(self.state)
         self.step = 0
         self.is_under_way = self.is_streamless = False
-        self.state = state
         self._is_told = self._is_left = False
 
     @contextlib.contextmanager
@@ -316,7 +317,9 @@ class Meters:
             self.keeper.close(step)
 
 
-def make_meters(every: int | str | None, mtbf: str | None, group: Group, *, ledger: bool) -> Meters:
+def make_meters(
+    every: int | str | None, mtbf: str | None, group: Group, cache: CacheOptions | None, *, ledger: bool
+) -> Meters:
     """Return what measures this training. Raises: StateError(ARGUMENT)."""
     mtbf_s = None if mtbf is None else _parse_time(mtbf, f"mtbf={mtbf!r} isn't a time", "mtbf=", _MTBF)
     if every != "auto" and mtbf is not None:
@@ -325,7 +328,7 @@ def make_meters(every: int | str | None, mtbf: str | None, group: Group, *, ledg
     if group.writer == 0 and every == "auto":
         from ckptfmt.trainer.auto_every import AutoEvery  # noqa: PLC0415 - nobody else is to wait for it
 
-        meters.auto = AutoEvery(mtbf_s, group.writer_count)
+        meters.auto = AutoEvery(mtbf_s, group.writer_count, 1 if cache is None else cache.upload_every)
     if group.writer == 0 and ledger:
         from ckptfmt.trainer.time_keeping import TimeKeeper  # noqa: PLC0415 - the same
 

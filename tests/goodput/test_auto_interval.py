@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckptfmt.goodput.auto_interval import AutoInterval
-from ckptfmt.goodput.interval import Level, best_interval_s
+from ckptfmt.goodput.interval import Level, best_interval_s, shortest_interval_s
 from ckptfmt.goodput.simulator import Scenario, draw_failures, simulate
 
 HOUR_S = 3600.0
@@ -21,8 +21,8 @@ class Noisy(AutoInterval):
 
     rng = np.random.default_rng(0)
 
-    def note_save(self, lost_s, commit_s):
-        super().note_save(lost_s * self.rng.lognormal(0, 0.3), commit_s * self.rng.lognormal(0, 0.3))
+    def note_save(self, lost_s, commit_s, level=0):
+        super().note_save(lost_s * self.rng.lognormal(0, 0.3), commit_s * self.rng.lognormal(0, 0.3), level)
 
 
 def scenario_of(lost_s, commit_s, mtbf_s, failures=100):
@@ -40,6 +40,71 @@ def test_it_wastes_hardly_more_than_the_best_fixed_interval(lost_s, commit_s, mt
     best = waste_of(simulate(scenario, best_interval_s(scenario.levels), runs=4, seed=1))
     assert seen <= 1.1 * best
     assert {pilot.failures for pilot in pilots} <= set(range(60, 140))
+
+
+def two_levels(lost_s, commit_s, share, every):
+    """Each save goes to the caches, and of `every` saves one goes home; a share of failures takes the caches along."""
+    cache = Level(name="caches", lost_s=lost_s[0], commit_s=commit_s[0], restore_s=60, mtbf_s=HOUR_S / (1 - share))
+    home = Level(name="home", lost_s=lost_s[1], commit_s=commit_s[1], restore_s=120, mtbf_s=HOUR_S / share, every=every)
+    return Scenario(levels=(cache, home), duration_s=200 * HOUR_S)
+
+
+def best_waste_of(scenario):
+    interval_s = best_interval_s(scenario.levels)
+    return min(
+        waste_of(simulate(scenario, interval_s * factor, runs=4, seed=1))
+        for factor in (0.7, 0.85, 1, 1.2, 1.4)
+        if interval_s * factor >= shortest_interval_s(scenario.levels)
+    )
+
+
+@pytest.mark.parametrize("every", [4, 32])
+@pytest.mark.parametrize("share", [0.03, 0.2, 0.8], ids="of-home-{}".format)
+@pytest.mark.parametrize(("lost_s", "commit_s", "expected_s"), [((0.2, 3.0), (1, 60), 1), ((1.0, 5.0), (10, 300), 30)])
+def test_it_wastes_hardly_more_with_two_levels(lost_s, commit_s, expected_s, share, every):
+    """What a failure took is only seen where a newer save was lost by it."""
+    scenario = two_levels(lost_s, commit_s, share, every)
+    pilots = [Noisy(mtbf_s=HOUR_S * expected_s, every=(1, every)) for _ in range(4)]
+    assert waste_of(simulate(scenario, pilots, runs=4, seed=1)) <= 1.1 * best_waste_of(scenario)
+    assert all(pilot.meters[1].failures for pilot in pilots)
+
+
+class Blind(AutoInterval):
+    """Which takes all saves and failures for those of one level."""
+
+    def note_save(self, lost_s, commit_s, _=0):
+        super().note_save(lost_s, commit_s)
+
+    def note_failure(self, _=0):
+        super().note_failure()
+
+
+def test_without_a_second_level_it_wastes_more():
+    """The control of the test above."""
+    scenario = two_levels((0.2, 3.0), (1, 60), 0.8, 32)
+    seen = simulate(scenario, [Blind(mtbf_s=HOUR_S) for _ in range(4)], runs=4, seed=1)
+    assert waste_of(seen) > 1.5 * best_waste_of(scenario)
+
+
+def test_what_is_known_of_two_levels_is_the_levels_of_the_model():
+    auto = AutoInterval(mtbf_s=HOUR_S, every=(1, 8))
+    assert auto.levels() == []
+    auto.note_save(5.0, 60.0, 1)  # the first save goes home: what one to the caches costs isn't known yet
+    assert [(one.lost_s, one.commit_s) for one in auto.levels()] == [(5.0, 60.0), (0.0, 60.0)]
+    auto.note_save(0.5, 2.0, 0)
+    cache, home = auto.levels()
+    assert (cache.lost_s, cache.commit_s, cache.every) == (0.5, 2.0, 1)
+    assert (home.lost_s, home.commit_s, home.every) == (4.5, 60.0, 8)
+    assert cache.mtbf_s == home.mtbf_s == 2 * HOUR_S  # a failure an hour, of either
+    auto.note_time(HOUR_S)
+    before_s = auto.interval_s()
+    for _ in range(5):
+        auto.note_time(600)
+        auto.note_failure(1)
+    cache, home = auto.levels()
+    assert home.mtbf_s < HOUR_S < cache.mtbf_s
+    assert auto.interval_s() < before_s
+    assert [meter.failures for meter in auto.meters] == [0, 5]
 
 
 @pytest.mark.parametrize("factor", [0.1, 10])

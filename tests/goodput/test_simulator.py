@@ -58,15 +58,16 @@ class Steady:
     def interval_s(self):
         return self._interval_s
 
-    def note_save(self, lost_s, commit_s):
-        assert 0.5 <= lost_s <= 1.5
-        assert commit_s == 4
+    def note_save(self, lost_s, commit_s, level):
+        assert lost_s == (HOME.lost_s + CACHE.lost_s if level else CACHE.lost_s)
+        assert commit_s == (CACHE, HOME)[level].commit_s
         self.saves += 1
 
     def note_time(self, seconds):
         self.trained_s += seconds
 
-    def note_failure(self):
+    def note_failure(self, level):
+        assert level in (0, 1)
         self.failures += 1
 
 
