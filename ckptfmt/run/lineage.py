@@ -232,8 +232,8 @@ def list_checkpoints(
         if store.is_remote:  # several were under way at once
             found = {place: read(place) if entry.register is None else entry for place, entry in found.items()}
         entries |= found
-        listed, places = places, _list_places(store)
-        if places == listed or not any(isinstance(entry.register, Tombstone) for entry in found.values()):
+        is_retired, listed = any(isinstance(entry.register, Tombstone) for entry in found.values()), places
+        if not is_retired or (places := _list_places(store)) == listed:
             return [entries[place] for place in listed]
 
 

@@ -119,15 +119,14 @@ class ObjectStore(HeldByLeases):
         retries = {"max_retries": _RETRIES, **(retry_config or {})}
         make = _client_maker(self._place, config, client_options, credential_provider)
         self._client: Client = make(retries, {})
-        # A creation isn't repeated by the client, which would take an answer to its second try for one to the first.
-        self._once: Client = make({**retries, "max_retries": 0}, {})
-        self._uploads: Client = make(
-            {"retry_timeout": _PART_PATIENCE, **retries},
-            {"timeout": (client_options or {}).get("timeout", _PART_TIMEOUT)},
-        )
-        self._lease_objects = _LeaseObjects(
-            self, make({**retries, "max_retries": _LEASE_RETRIES}, {"timeout": _LEASE_TIMEOUT})
-        )
+        lease_client = self._client
+        if writable:  # a client takes 15 ms to make, and who only reads needs no other
+            # A creation isn't repeated by the client: it would take an answer to its second try for one to the first.
+            self._once: Client = make({**retries, "max_retries": 0}, {})
+            patience = {"timeout": (client_options or {}).get("timeout", _PART_TIMEOUT)}
+            self._uploads: Client = make({"retry_timeout": _PART_PATIENCE, **retries}, patience)
+            lease_client = make({**retries, "max_retries": _LEASE_RETRIES}, {"timeout": _LEASE_TIMEOUT})
+        self._lease_objects = _LeaseObjects(self, lease_client)
         self._leases = Leases(self._lease_objects, writable=writable)
         if writable:
             self._prove()
