@@ -1,4 +1,7 @@
-"""Seconds of training that a save to a bucket by way of a node cache costs, beside one to a local directory."""
+"""Seconds of training that a save to a bucket by way of a node cache costs.
+
+Beside it: what one to a local directory costs, and an upload of as many bytes by obstore alone.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,18 @@ from typing import Any, Final
 import torch
 
 from benchmarks.figures import Figure, floor_all, median_of, paired_ratio, summarize
+from benchmarks.lone_upload import LoneUpload
 from benchmarks.loop import Contestant, run_until_done
 from benchmarks.lost import MARGIN, run_round
+from benchmarks.machine import yield_processors
 from benchmarks.ours import Ours
 from benchmarks.peers import Pending
 from benchmarks.state import Bench
 
 _LOCAL: Final = "ckptfmt_local"
 _CACHED: Final = "ckptfmt_cached"
+#: What the command lines of a server's processes contain.
+_SERVERS: Final = ("ckptfmt.demo.servers", "ceph-", "radosgw")
 #: No clock here tells less apart.
 _FLOOR_S: Final = 0.001
 #: How many saves a cache has room for: the one that is written, the one before it, and what is to be let go.
@@ -52,16 +59,24 @@ class _Run:
         self._ours.close()
 
 
-def measure_cached_lost(bucket: str, bench: Bench, *, rounds: int) -> tuple[list[dict[str, Any]], dict[str, object]]:
+def measure_cached_lost(
+    bucket: str, bench: Bench, setting: tuple[int, int], *, rounds: int
+) -> tuple[list[dict[str, Any]], dict[str, object]]:
     """Run interleaved rounds of the same steps: without a save, with one to a directory, with one to a bucket.
 
-    The training has one thread less than there are cores: one is left for whoever saves, and for the server.
+    The training has one thread less than there are cores: one is left for whoever saves. The servers below this process
+    get what is left of the processors, from now on: in practice they run elsewhere.
+
+    Args:
+        setting: of an upload by obstore alone: bytes of a part, and how many parts at once.
 
     Returns: the raw rounds; what a record says of them.
     """
+    yield_processors(*_SERVERS)
     with _threads(max(1, bench.trainer.threads - 1)), contextlib.ExitStack() as stack:
         rows = _choose_rows(bench)
-        contestants: list[_Run] = []
+        contestants: list[_Run | LoneUpload] = [LoneUpload(bucket, bench.trainer.nbytes, setting)]
+        stack.callback(contestants[0].close)
         for name, run, options in (
             (_LOCAL, bench.place.fresh("run"), {}),
             (
@@ -91,7 +106,7 @@ def measure_cached_lost(bucket: str, bench: Bench, *, rounds: int) -> tuple[list
 
 
 def sum_up_cached_lost(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Figure], dict[str, Figure]]:
-    """Return the figures and the ratio of the rounds.
+    """Return the figures and the ratios of the rounds.
 
     A loss counts at least as much as two runs of the same steps without a save differ by, in the median round: the
     clock can't tell less apart.
@@ -100,7 +115,7 @@ def sum_up_cached_lost(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Fig
     noise = [max(row["without_s"]) - min(row["without_s"]) for row in rows]
     lost = {
         name: [row["runs"][name]["wall_s"] - base_s for row, base_s in zip(rows, without, strict=True)]
-        for name in (_LOCAL, _CACHED)
+        for name in (_LOCAL, _CACHED, LoneUpload.name)
     }
     least_s = max(_FLOOR_S, median_of(noise))
     floored = {name: floor_all(seconds, least_s) for name, seconds in lost.items()}
@@ -112,7 +127,11 @@ def sum_up_cached_lost(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Fig
         **{f"save_{name}_s": summarize([row["runs"][name]["save_s"] for row in rows]) for name in lost},
         "lost_cached_minus_local_s": summarize([a - b for a, b in zip(lost[_CACHED], lost[_LOCAL], strict=True)]),
     }
-    return figures, {"cache_vs_local_lost": paired_ratio(floored[_CACHED], floored[_LOCAL])}
+    ratios = {
+        "cache_vs_local_lost": paired_ratio(floored[_CACHED], floored[_LOCAL]),
+        "cache_vs_upload_lost": paired_ratio(floored[_CACHED], floored[LoneUpload.name]),
+    }
+    return figures, ratios
 
 
 def _choose_rows(bench: Bench) -> int:

@@ -8,6 +8,8 @@ import platform
 import re
 from pathlib import Path
 
+#: The lowest priority of a process.
+_LOWEST = 19
 _PROC = Path("/proc")
 
 
@@ -86,6 +88,21 @@ def find_children(needle: str) -> list[int]:
                 if needle in (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"):
                     needles.append(int(entry.name))
     return [pid for pid in needles if _descends(pid, os.getpid(), parents)]
+
+
+def yield_processors(*needles: str) -> list[int]:
+    """Let processes below this one have what others leave of the processors; return which.
+
+    Args:
+        needles: what the command line of each contains.
+    """
+    pids = sorted({pid for needle in needles for pid in find_children(needle)})
+    for pid in pids:
+        for task in (_PROC / str(pid) / "task").iterdir():
+            os.setpriority(os.PRIO_PROCESS, int(task.name), _LOWEST)  # of one thread: those it starts are alike
+        with contextlib.suppress(OSError):  # many kernels go by the session's
+            (_PROC / str(pid) / "autogroup").write_text(str(_LOWEST))
+    return pids
 
 
 def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:

@@ -127,6 +127,7 @@ class Bound:
 
     Attributes:
         content: the bytes.
+        setting: bytes of a part, and how many at once.
     """
 
     name = _BOUND
@@ -139,7 +140,7 @@ class Bound:
         self._obstore = obstore
         self._store = from_url(bucket, client_options={"timeout": "120s", "allow_http": True})
         self.content = memoryview(content.numpy())
-        self._part_nbytes, self._count = setting
+        self.setting = self._part_nbytes, self._count = setting
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
@@ -304,7 +305,8 @@ def measure_s3(nbytes: int, *, rounds: int | None, place: Workplace, progress: P
         rows = [races.run_round([ours, *chosen], number, rounds) for number in range(rounds)]
         requests = _count_requests(server.endpoint, bench)
         deltas = [_time_delta(server.endpoint, bench, number) for number in range(min(rounds, 3))]
-        lost, lost_notes = measure_cached_lost(bucket, bench, rounds=rounds)
+        bound = next(one for one in chosen if isinstance(one, Bound))
+        lost, lost_notes = measure_cached_lost(bucket, bench, bound.setting, rounds=rounds)
     progress.say("")
     lost_figures, lost_ratios = sum_up_cached_lost(lost)
     return Outcome(

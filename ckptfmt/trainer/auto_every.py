@@ -66,9 +66,7 @@ class AutoEvery:
             source = found.resume_from and parse_checkpoint_name(found.resume_from.name)
             level = self._home if found.chosen_by == "fallback" else 0
             resumed.append((source[1], source[0], level) if source else (0, 0, level))
-        self._launches = [
-            (max(0, after[1] - before[1]), after[2]) for before, after in itertools.pairwise(resumed)
-        ]  # fmt: skip
+        self._launches = [(max(0, after[1] - before[1]), after[2]) for before, after in itertools.pairwise(resumed)]
 
     def note_steps(self, now_s: float, count: int) -> None:
         """Take note that so many steps are over."""
