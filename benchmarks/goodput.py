@@ -71,8 +71,8 @@ def measure_goodput(minutes: float, *, rounds: int | None, place: Workplace, pro
         goals=dict.fromkeys(ratios, "0.95 to 1.05"),
         memory={},
         notes={
-            "kills": f"SIGKILL of the training, at a constant rate of one in {_MTBF_S:g} s, whatever it does then; the"
-            f" saver is left alone. It is started again {_NOTICE_S:g} s later",
+            "kills": f"SIGKILL of the training, one for each {_MTBF_S:g} s, at times that are drawn uniformly, whatever"
+            f" it does then; the saver is left alone. It is started again {_NOTICE_S:g} s later",
             "measured": "training that counts, of all time since the first step, by the ledger of the run",
             "by_rates": f"the simulator's mean of {_RUNS} runs, with the costs of the ledger and the rate of kills",
             "by_kills": "the simulator's, with the same costs, and a failure at each moment of a kill",
@@ -125,24 +125,24 @@ def _supervise(
     """
     begin_s = time.monotonic()
     kills_s: list[float] = []
-    next_kill_s = chance.expovariate(1 / _MTBF_S)
+    # A constant rate, given how many failures there are: by chance alone, an hour would have 28 to 52 of them.
+    due_s = sorted(chance.uniform(0, duration_s) for _ in range(max(1, round(duration_s / _MTBF_S))))
     process = _start(run)
     try:
         while (now_s := time.monotonic() - begin_s) < duration_s:
             progress.say(f"{now_s / 60:.0f} of {duration_s / 60:g} minutes, {len(kills_s)} kills")
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, min(next_kill_s, duration_s) - now_s))
+                process.wait(max(0.0, min([*due_s[:1], duration_s]) - now_s))
                 raise RuntimeError(f"the training ended by itself, with code {process.returncode}")
             now_s = time.monotonic() - begin_s
-            if now_s < next_kill_s:
+            if not due_s or now_s < due_s[0]:
                 continue
             process.kill()
             process.wait()
             kills_s.append(now_s)
-            # A failure while nothing runs changes nothing; the rate is that of the clock.
-            while next_kill_s < now_s + _NOTICE_S:
-                next_kill_s += chance.expovariate(1 / _MTBF_S)
             time.sleep(_NOTICE_S)
+            # A failure while nothing runs changes nothing; the rate is that of the clock.
+            due_s = [at_s for at_s in due_s if at_s > now_s + _NOTICE_S]
             process = _start(run)
         process.send_signal(signal.SIGTERM)
         process.wait(_END_S)
