@@ -36,6 +36,7 @@ class LoneUpload:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
+            start_new_session=True,  # as savers have one: many kernels share processors out by session
         )
 
     def describe(self) -> dict[str, object]:

@@ -94,14 +94,16 @@ def yield_processors(*needles: str) -> list[int]:
     """Let processes below this one have what others leave of the processors; return which.
 
     Args:
-        needles: what the command line of each contains.
+        needles: what the command line of each contains. Each is in another session than this process.
     """
     pids = sorted({pid for needle in needles for pid in find_children(needle)})
     for pid in pids:
-        for task in (_PROC / str(pid) / "task").iterdir():
-            os.setpriority(os.PRIO_PROCESS, int(task.name), _LOWEST)  # of one thread: those it starts are alike
-        with contextlib.suppress(OSError):  # many kernels go by the session's
-            (_PROC / str(pid) / "autogroup").write_text(str(_LOWEST))
+        for task in list((_PROC / str(pid) / "task").iterdir()):
+            with contextlib.suppress(OSError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, int(task.name), _LOWEST)  # of one thread: those it starts are alike
+        if os.getsid(pid) != os.getsid(0):
+            with contextlib.suppress(OSError):  # many kernels go by the session's
+                (_PROC / str(pid) / "autogroup").write_text(str(_LOWEST))
     return pids
 
 

@@ -6,6 +6,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,44 @@ def test_saves_to_caches_and_home_are_measured_apart(tmp_path: Any, caplog: Any)
     assert any(
         "a save to caches costs 0.5 s" in line and "a failure that takes caches is expected" in line for line in told
     )
+
+
+def handle(durability: str, state: str = "SAVING") -> Any:
+    report = types.SimpleNamespace(durability=durability)
+    return types.SimpleNamespace(state=state, blocked_s=0.0, times={"COMMITTED": 10.0}, report=report)
+
+
+def test_what_saves_to_caches_cost_beside_one_that_goes_home_is_not_its_own() -> None:
+    """Steps of a second. A save to caches costs half a second; one home a second, and five others begin meanwhile."""
+    auto, clock = AutoEvery(3600.0, 1, upload_every=8), itertools.accumulate([0.0, *[1.0] * 9], initial=0.0)
+    for now_s in clock:
+        auto.note_steps(now_s, 1)
+    near = handle("node")
+    auto.note_save(near)
+    auto.note_steps(10.5, 1)
+    near.state = "COMMITTED"
+    auto.note_steps(11.5, 1)
+    home = handle("home")
+    auto.note_save(home)
+    now_s = 12.5 + 1.0
+    for _ in range(5):
+        auto.note_save(handle("node"))
+        now_s += 0.5
+        auto.note_steps(now_s, 1)
+        now_s += 1.0
+    home.state = "COMMITTED"
+    auto.note_steps(now_s, 1)
+    assert [meter.lost_s for meter in auto._auto.meters] == pytest.approx([0.5, 1.0])
+
+
+def test_numbers_that_say_never_are_taken() -> None:
+    auto = AutoEvery(1e13, 1, upload_every=2_000_000)
+    for now_s in range(5):
+        auto.note_steps(float(now_s), 1)
+    home = handle("home", "COMMITTED")
+    auto.note_save(home)
+    auto.note_steps(6.0, 1)
+    assert 1 <= auto.interval_s() <= 3600
 
 
 def test_all_save_at_the_steps_that_process_0_chooses() -> None:

@@ -90,6 +90,7 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         output = self._process.stdout
         line = output.readline() if output else ""  # it comes when the server answers

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ckptfmt.goodput.interval import (
+    LIMIT_S,
+    MOST_EVERY,
     SHORTEST_S,
     Level,
     best_interval_s,
@@ -75,7 +77,7 @@ class LevelMeter:
     @property
     def mtbf_s(self) -> float:
         """The mean time between failures as seen so far, later failures counting more."""
-        return max(SHORTEST_S, (self._time_s + self._since_s) / self._weight)
+        return min(max(SHORTEST_S, (self._time_s + self._since_s) / self._weight), LIMIT_S)
 
     def note_save(self, lost_s: float, commit_s: float) -> None:
         """Take note of a committed save that went to this level and no farther."""
@@ -107,7 +109,7 @@ class AutoInterval:
     """
 
     def __init__(self, *, mtbf_s: float, every: Sequence[int] = (1,)) -> None:
-        self.meters = [LevelMeter(one, mtbf_s * len(every)) for one in every]
+        self.meters = [LevelMeter(min(one, MOST_EVERY), min(mtbf_s * len(every), LIMIT_S)) for one in every]
         self._unmeasured = 0
         #: The interval that was chosen, and about what it was at that time: Young's, or the shortest one.
         self._chosen_s = self._about_s = 0.0

@@ -28,9 +28,10 @@ from typing import Final
 from ckptfmt.errors import Code, err
 
 #: No time is longer, in seconds: 300,000 years.
-_LIMIT_S: Final = 1e13
+LIMIT_S: Final = 1e13
 _LEVELS: Final = 8
-_EVERY: Final = 1_000_000
+#: Of so many saves at most one goes to a level.
+MOST_EVERY: Final = 1_000_000
 #: How often `choose_every` has a level saved to that no failure needs, in seconds.
 _UNNEEDED_S: Final = 3600.0
 #: No interval is shorter, in seconds.
@@ -63,14 +64,14 @@ class Level:
 
     def __post_init__(self) -> None:
         for what in ("lost_s", "commit_s", "restore_s"):
-            if not 0 <= getattr(self, what) <= _LIMIT_S:
-                detail = f"{what} of {self.name} is {getattr(self, what)!r}, and no time from 0 to {_LIMIT_S:g} s"
+            if not 0 <= getattr(self, what) <= LIMIT_S:
+                detail = f"{what} of {self.name} is {getattr(self, what)!r}, and no time from 0 to {LIMIT_S:g} s"
                 raise err(Code.ARGUMENT, detail, where=what, remedy="Give seconds that were measured, or an estimate.")
-        if not (SHORTEST_S <= self.mtbf_s <= _LIMIT_S or self.mtbf_s == math.inf):
-            detail = f"mtbf_s of {self.name} is {self.mtbf_s!r}, and no time from {SHORTEST_S:g} to {_LIMIT_S:g} s"
+        if not (SHORTEST_S <= self.mtbf_s <= LIMIT_S or self.mtbf_s == math.inf):
+            detail = f"mtbf_s of {self.name} is {self.mtbf_s!r}, and no time from {SHORTEST_S:g} to {LIMIT_S:g} s"
             raise err(Code.ARGUMENT, detail, where="mtbf_s", remedy="Give the mean time between failures, or infinity.")
-        if not 1 <= self.every <= _EVERY:
-            detail = f"of {self.every} saves one goes to {self.name}; this must be from 1 to {_EVERY:,}"
+        if not 1 <= self.every <= MOST_EVERY:
+            detail = f"of {self.every} saves one goes to {self.name}; this must be from 1 to {MOST_EVERY:,}"
             raise err(Code.ARGUMENT, detail, where="every")
 
 
@@ -124,11 +125,11 @@ def shortest_interval_s(levels: Sequence[Level]) -> float:
 def check_interval(interval_s: float, levels: Sequence[Level]) -> None:
     """Refuse an interval at which saves wait for each other. Raises: StateError(ARGUMENT)."""
     shortest_s = shortest_interval_s(levels)
-    if not shortest_s * (1 - 1e-9) <= interval_s <= _LIMIT_S:
+    if not shortest_s * (1 - 1e-9) <= interval_s <= LIMIT_S:
         raise err(
             Code.ARGUMENT,
             f"an interval of {interval_s:g} s isn't between {shortest_s:g} s, within which saves would wait for each"
-            f" other, and {_LIMIT_S:g} s",
+            f" other, and {LIMIT_S:g} s",
             where="interval",
             remedy="Give a longer interval; or let fewer saves go to the level whose commit takes longest.",
         )
@@ -186,7 +187,7 @@ def best_interval_s(levels: Sequence[Level], *, shortest_s: float = 0.0) -> floa
     low_s = max(shortest_s, shortest_interval_s(levels))
     longest_s = max(level.mtbf_s for level in levels if level.mtbf_s != math.inf)
     # No optimum is longer than the mean time between the rarest failures and what a save costs.
-    low, high = math.log(low_s), math.log(min(_LIMIT_S, low_s + longest_s + lost_per_save_s(levels)))
+    low, high = math.log(low_s), math.log(min(LIMIT_S, low_s + longest_s + lost_per_save_s(levels)))
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(_STEPS):
         left, right = high - ratio * (high - low), low + ratio * (high - low)
@@ -236,4 +237,4 @@ def _with_every(level: Level, interval_s: float) -> Level:
     alone_s = best_interval_s([once]) if level.lost_s and level.mtbf_s != math.inf else level.commit_s
     if level.mtbf_s == math.inf:
         alone_s = max(_UNNEEDED_S, level.commit_s)
-    return dataclasses.replace(once, every=max(1, min(_EVERY, max(fewest, round(alone_s / interval_s)))))
+    return dataclasses.replace(once, every=max(1, min(MOST_EVERY, max(fewest, round(alone_s / interval_s)))))

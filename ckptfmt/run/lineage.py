@@ -222,18 +222,18 @@ def list_checkpoints(
 
     Spec: REQ-RUN-014, REQ-RUN-026.
     """
-    run_id = None if run is None else run.run_id
-    entries, places = dict[tuple[int, int], RunEntry](), _list_places(store)
+    entries, places, is_unsure = dict[tuple[int, int], RunEntry](), _list_places(store), store.is_remote
     while True:
         newest = list_newest_labels(store) if with_labels else {}
-        read = functools.partial(_read_entry, store, run_id=run_id, known=known, newest=newest)
+        read = functools.partial(_read_entry, store, run_id=run.run_id if run else None, known=known, newest=newest)
         undecided = [place for place in places if place not in entries or entries[place].register is None]
-        found = dict(zip(undecided, call_each(store, read, undecided), strict=True))
-        if store.is_remote:  # several were under way at once
-            found = {place: read(place) if entry.register is None else entry for place, entry in found.items()}
+        pairs = zip(undecided, call_each(store, read, undecided), strict=True)  # of a remote store, several at once
+        found = {place: read(place) if store.is_remote and entry.register is None else entry for place, entry in pairs}
         entries |= found
         is_retired, listed = any(isinstance(entry.register, Tombstone) for entry in found.values()), places
-        if not is_retired or (places := _list_places(store)) == listed:
+        if is_retired or is_unsure:  # an answer may be lost on its way, and look like a listing of less
+            places, is_unsure = sorted({*places, *_list_places(store)}), False
+        if places == listed:
             return [entries[place] for place in listed]
 
 

@@ -144,12 +144,12 @@ class Leases:
 
     def _look(self, directory: str) -> tuple[list[tuple[str, float]], float]:
         """Return the leases in a directory with their times, and what the store's clock says at least."""
-        folder = join_path(directory, FOLDER)
+        folder, asked_s = join_path(directory, FOLDER), time.time()
         found = self._objects.list_modified(folder)
         if not found:
             return [], 0.0
-        if not self._writable:
-            return found, max(time.time(), *(modified_s for _, modified_s in found))
+        if not self._writable:  # an answer may take a minute to come
+            return found, max(asked_s, *(modified_s for _, modified_s in found))
         if self._known is not None:
             store_s, local_s = self._known
             passed_s = self._local_s() - local_s

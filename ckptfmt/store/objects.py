@@ -60,7 +60,7 @@ _PART_TIMEOUT: Final = "600s"
 #: How long a part that gets no answer is sent again: obstore's own limit, 180 s, is over before its first time-out.
 _PART_PATIENCE: Final = dt.timedelta(seconds=1800)
 _RETRIES: Final = 6
-#: Of a request about a lease, which must end well within its term: in seconds, and how often it is repeated.
+#: Of a holder's request about a lease, which must end well within its term: in seconds, and how often it is repeated.
 _LEASE_TIMEOUT: Final = "8s"
 _LEASE_RETRIES: Final = 1
 #: What the end of a range must stay below: obstore has no larger numbers.

@@ -31,7 +31,8 @@ _TOLD: Final = 1.25
 class AutoEvery:
     """The interval of a run's saves, measured on the run itself.
 
-    What a save loses is by how much the steps beside it take longer than other steps, but at least what it blocked.
+    What a save loses is by how much the steps beside it take longer than other steps, but at least what it blocked. Of
+    one that goes home, what saves to caches cost that began meanwhile is taken away: the median of such, if it's known.
     Failures are the launches before this one; each lasted for the steps that its successor went on from. A launch that
     was ended by hand counts as a failure, too. Where not all saves go home, there are two levels: what each save goes
     to, and home. Whether caches survived a failure is in the record of the next launch: it had to pass something over.
@@ -108,6 +109,8 @@ class AutoEvery:
             alone_s = statistics.median(self._steps.alone_s)
             self._count_launches(alone_s)
         lost_s = sum(over.steps_s) - len(over.steps_s) * alone_s
+        if self._home:  # beside a long way home, saves go to caches; what they cost isn't this one's
+            lost_s -= sum(max(other.blocked_s, self._auto.meters[0].lost_s) for other in over.others)
         report = over.handle.report
         level = self._home if report is None or report.durability == HOME else 0
         self._auto.note_save(max(over.handle.blocked_s, lost_s), over.handle.times["COMMITTED"], level)

@@ -14,10 +14,17 @@ _STEPS: Final = 100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beside:
-    """A save that is over, and how long each step beside it took, in seconds."""
+    """A save that is over.
+
+    Attributes:
+        handle: of the save.
+        steps_s: how long each step beside it took, in seconds.
+        others: the saves that began while it went on.
+    """
 
     handle: SaveHandle
     steps_s: list[float]
+    others: list[SaveHandle]
 
 
 class StepMeter:
@@ -32,6 +39,7 @@ class StepMeter:
         self._last_s: float | None = None
         self._handle: SaveHandle | None = None
         self._beside_s: list[float] = []
+        self._others: list[SaveHandle] = []
 
     def note_steps(self, now_s: float, count: int) -> tuple[float, Beside | None]:
         """Take note that so many steps are over; return how long they took, and the save that is over since then."""
@@ -46,11 +54,13 @@ class StepMeter:
         self._beside_s += [seconds / count] * count
         if handle.state not in ("COMMITTED", "FAILED", "SKIPPED"):
             return seconds, None
-        over = Beside(handle, self._beside_s)
-        self._handle, self._beside_s = None, []
+        over = Beside(handle, self._beside_s, self._others)
+        self._handle, self._beside_s, self._others = None, [], []
         return seconds, over
 
     def note_save(self, handle: SaveHandle) -> None:
         """Take note that a save has begun."""
         if self._handle is None:
             self._handle = handle
+        else:
+            self._others.append(handle)

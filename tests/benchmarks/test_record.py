@@ -54,6 +54,7 @@ BESIDE = {
         "load_warm_vs_safetensors",
     },
     "reshard": {"reshard_columns_vs_same", "overread_rows_with_edges", "columns_2_warm_vs_dcp"},
+    "s3": {"cache_vs_upload_lost"},
 }
 CONTESTANTS = {
     "save": {"ckptfmt", "raw", "raw_huge_pages", "dcp", "dcp_best", "safetensors", "torch_save"},

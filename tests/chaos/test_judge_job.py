@@ -7,6 +7,7 @@ from ckptfmt_conformance.chaos.kinds import DRAFTS, KINDS
 
 EXPECTED = {step: f"bits of {step}" for step in range(1, 9)}
 KILLED = next(kind for kind in KINDS if kind.name == "process/rank-killed")
+FAILING = next(kind for kind in KINDS if kind.name == "storage/sync-fails")
 DAMAGED = next(kind for kind in KINDS if kind.name == "checkpoint/bit-flipped")
 
 
@@ -43,6 +44,13 @@ def test_as_many_checkpoints_as_were_damaged_may_be_unreadable():
     assert judged({6: problem}, DAMAGED) == [True, True]
     assert judged({6: {"gone": True}}, DAMAGED) == [True, True]
     assert judged({6: problem, 7: problem}, DAMAGED) == [False, False]
+
+
+def test_a_save_that_may_fail_leaves_no_checkpoint_and_no_damaged_one():
+    assert judged({6: {"gone": True}}, FAILING) == [True, True]
+    assert judged({6: {"gone": True}, 7: {"gone": True}}, FAILING) == [True, False]
+    assert judged({6: {"problem": "BLOCK_DIGEST"}}, FAILING) == [False, False]
+    assert judged({6: {"digest": "others"}}, FAILING) == [True, False]
 
 
 def test_names_of_kinds_differ():

@@ -209,6 +209,36 @@ def test_a_run_does_not_begin_anew_because_a_listing_is_empty():
     assert code_of(lambda: begin_launch(blind, made.run)) == Code.STORE_NO_ANSWER
 
 
+class BlindOnce(HookedStore):
+    """A store behind a network, one of whose listings of the run comes as an empty one."""
+
+    is_remote = True
+
+    def __init__(self, inner, number):
+        super().__init__(inner)
+        self._left = [number]  # shared by all places
+
+    def list_names(self, prefix):
+        found = super().list_names(prefix)
+        if not prefix and not self._prefix:
+            self._left[0] -= 1
+            return [] if self._left[0] == 0 else found
+        return found
+
+
+@pytest.mark.parametrize("is_retired", [False, True])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_no_single_listing_that_comes_empty_makes_a_run_begin_anew(number, is_retired):
+    made = RunOfSteps()
+    made.begin()
+    made.save(1, 2, 3)
+    if is_retired:
+        retire(made.place(1), manifests(made)[0])
+    launch, _ = begin_launch(BlindOnce(made.store, number), made.run)
+    assert launch.resume_from is not None
+    assert launch.resume_from.name == "step-00000003-l0001"
+
+
 def test_a_manifest_that_a_late_repair_puts_back_is_retired_again():
     """What page 70 says of requests that come late."""
     made = RunOfSteps()

@@ -71,6 +71,7 @@ class Kind:
         does: what happens, in a line.
         inject: does it; returns when it is over.
         damages: how many checkpoints may be unreadable afterwards; each other one must be readable.
+        fails: how many saves may fail, so that their steps have no checkpoint; the training is told of each.
         needs_network: whether nodes need networks of their own.
     """
 
@@ -79,13 +80,15 @@ class Kind:
     does: str
     inject: Callable[[Scene], None]
     damages: int = 0
+    fails: int = 0
     needs_network: bool = False
 
     @property
     def promise(self) -> str:
         """What is promised: the same of all kinds, but for what was destroyed on purpose."""
         readable = "all checkpoints" if not self.damages else f"all checkpoints but {self.damages}"
-        return f"goes on by itself; {readable} can be read and have the bits of the undisturbed run"
+        failing = f"; {self.fails} save may fail, which is told" if self.fails else ""
+        return f"goes on by itself; {readable} can be read and have the bits of the undisturbed run{failing}"
 
 
 def _victim(scene: Scene) -> Node:
@@ -304,7 +307,7 @@ _ALL: Final[tuple[Kind, ...]] = (
     _kind("storage/slow", "saving", "each write takes 0.2 s, for 5 s", _for_a_while("slow", 5)),
     _kind("storage/full", "saving", "writes fail with ENOSPC, for 3 s", _for_a_while("full", 3)),
     _kind("storage/failing", "saving", "writes fail with EIO, for 3 s", _for_a_while("fail", 3)),
-    _kind("storage/sync-fails", "saving", "fsync fails once with EIO", _once("fsync-fail")),
+    _kind("storage/sync-fails", "saving", "fsync fails once with EIO", _once("fsync-fail"), fails=1),
     _kind("storage/short-write", "saving", "a write takes half of the bytes, and says so", _once("short")),
     _kind("storage/unknown-outcome", "saving", "link fails with EIO, and took place", _once("link-unknown")),
     _kind("storage/bit-flipped", "saving", "a bit is flipped on its way to the file", _once("flip"), damages=1),
