@@ -58,7 +58,7 @@ MUTANTS = {
     "newest_registers_first": Mutant(
         clauses=("REQ-RUN-014",),
         fault="reads the registers of the greatest steps first",
-        patch=replaced(lineage, "_list_places", lambda right, store: right(store)[::-1]),
+        patch=replaced(lineage, "call_each", lambda right, store, act, items: right(store, act, items[::-1])[::-1]),
         tests=("run/test_lineage.py::test_what_is_retired_meanwhile_is_seen_with_what_came_instead[memory-True]",),
     ),
 }
