@@ -534,8 +534,8 @@ def test_kills_lose_what_was_written_where_caches_go() -> None:
     ("saver", "kills"),
     [
         ("process", 8),
-        pytest.param("thread", 250, marks=pytest.mark.exhaustive),
-        pytest.param("process", 250, marks=pytest.mark.exhaustive),
+        pytest.param("thread", 250, marks=[pytest.mark.exhaustive, pytest.mark.timeout(4000)]),
+        pytest.param("process", 250, marks=[pytest.mark.exhaustive, pytest.mark.timeout(4000)]),
     ],
 )
 def test_kills_lose_nothing_that_was_on_its_way_to_a_bucket(saver: str, kills: int) -> None:
