@@ -84,6 +84,9 @@ class Job:
         self._away_until = [0.0] * len(cluster.nodes)
         self._started_s = [0.0] * len(cluster.nodes)
         self._launch_count = 1
+        #: Of each node its ranks as they were last seen, and since when.
+        self._ranks: list[tuple[int, ...]] = []
+        self._ranks_s = 0.0
 
     def progress(self) -> list[tuple[int, float, int]]:
         """Return step, time and number of processes of each step that was done, in the order in which they were."""
@@ -98,10 +101,19 @@ class Job:
         return max((step for step, _, _ in self.progress()), default=0)
 
     def is_whole(self) -> bool:
-        """Return whether all nodes trained together at the last step, since the last agent was started."""
+        """Return whether all nodes trained together at the last step, since the last agent or rank was started.
+
+        A rank whose agent was killed trains on until the other agents notice that; what it does until then is no
+        recovery.
+        """
         last = self.progress()[-1:]
         alive = all(node.agent is not None and node.agent.poll() is None for node in self.cluster.nodes)
-        return alive and bool(last) and last[0][2] == len(self.cluster.nodes) and last[0][1] > max(self._started_s)
+        if not (alive and last and last[0][2] == len(self.cluster.nodes) and last[0][1] > max(self._started_s)):
+            return False
+        ranks = [tuple(node.ranks()) for node in self.cluster.nodes]
+        if ranks != self._ranks:
+            self._ranks, self._ranks_s = ranks, time.monotonic()
+        return all(ranks) and last[0][1] > self._ranks_s
 
     def tend(self) -> None:
         """Start each agent that isn't there: what a scheduler does for a job that hasn't finished."""
