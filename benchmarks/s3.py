@@ -172,6 +172,27 @@ class Bound:
             list(threads.map(get, range(0, len(self.content), self._part_nbytes)))
 
 
+class Best:
+    """A contestant that saves in one of its settings, and loads in another."""
+
+    def __init__(self, saver: Contestant, loader: Contestant) -> None:
+        self.name, self.verifies = saver.name, saver.verifies
+        self.saver, self.loader = saver, loader
+
+    def describe(self) -> dict[str, object]:
+        """Return the settings of both."""
+        saving, loading = self.saver.describe(), self.loader.describe()
+        return {"call": saving.pop("call"), "save": saving, "load": {key: loading[key] for key in saving}}
+
+    def save(self, key: str) -> None:
+        """Save."""
+        self.saver.save(key)
+
+    def load(self, key: str) -> object:
+        """Load."""
+        return self.loader.load(key)
+
+
 class Hashing:
     """obstore and the BLAKE3 digests of the same bytes, and nothing else: no save of ckptfmt is quicker, and no load.
 
@@ -182,19 +203,20 @@ class Hashing:
     name = _HASHING
     verifies = "every byte, against nothing"
 
-    def __init__(self, bound: Bound) -> None:
-        self._bound = bound
-        self._target = memoryview(bytearray(len(bound.content)))
+    def __init__(self, saver: Bound, loader: Bound) -> None:
+        self._saver, self._loader = saver, loader
+        self._target = memoryview(bytearray(len(saver.content)))
 
     def describe(self) -> dict[str, object]:
         """Return the settings."""
-        return {**self._bound.describe(), "digests": "BLAKE3, by one thread; of a load by those that get ranges"}
+        digests = "BLAKE3, by one thread; of a load by those that get ranges"
+        return {**Best(self._saver, self._loader).describe(), "digests": digests}
 
     def save(self, key: str) -> None:
         """Put one object, and digest its bytes beside that."""
         with ThreadPoolExecutor(1) as threads:
-            digests = threads.submit(block_digests, self._bound.content, limits.BLOCK_NBYTES)
-            self._bound.save(key)
+            digests = threads.submit(block_digests, self._saver.content, limits.BLOCK_NBYTES)
+            self._saver.save(key)
             digests.result()
 
     def load(self, key: str) -> None:
@@ -205,7 +227,7 @@ class Hashing:
             block_digests(found, limits.BLOCK_NBYTES)
             target[begin : begin + len(found)] = np.frombuffer(found, np.uint8)
 
-        self._bound.load_each(key, take)
+        self._loader.load_each(key, take)
 
 
 class Connector:
@@ -293,7 +315,7 @@ def measure_s3(nbytes: int, *, rounds: int | None, place: Workplace, progress: P
         stack.callback(ours.close)
         races = _Races(bench, Destination(bench.trainer.tensors()), bucket)
         peers, missing = _list_peers(bucket, bench.trainer)
-        chosen = []
+        chosen: list[Best] = []
         for settings in peers:
             try:
                 chosen.append(races.choose(settings, min(_TRIALS, rounds)))
@@ -301,17 +323,19 @@ def measure_s3(nbytes: int, *, rounds: int | None, place: Workplace, progress: P
                 if settings[0].name == _BOUND:
                     raise
                 missing.append(f"{settings[0].name}: {str(error).strip().splitlines()[-1]}")
-        chosen.extend([Hashing(one) for one in chosen if isinstance(one, Bound)])
-        rows = [races.run_round([ours, *chosen], number, rounds) for number in range(rounds)]
+        saver, loader = chosen[0].saver, chosen[0].loader
+        assert isinstance(saver, Bound)
+        assert isinstance(loader, Bound)
+        racing = [ours, *chosen, Hashing(saver, loader)]
+        rows = [races.run_round(racing, number, rounds) for number in range(rounds)]
         requests = _count_requests(server.endpoint, bench)
         deltas = [_time_delta(server.endpoint, bench, number) for number in range(min(rounds, 3))]
-        bound = next(one for one in chosen if isinstance(one, Bound))
-        lost, lost_notes = measure_cached_lost(bucket, bench, bound.setting, rounds=rounds)
+        lost, lost_notes = measure_cached_lost(bucket, bench, saver.setting, rounds=rounds)
     progress.say("")
     lost_figures, lost_ratios = sum_up_cached_lost(lost)
     return Outcome(
         workload=bench.trainer.describe(),
-        settings={one.name: {**one.describe(), "verifies": one.verifies} for one in (ours, *chosen)},
+        settings={one.name: {**one.describe(), "verifies": one.verifies} for one in racing},
         repeats={"s3": rounds, "delta": len(deltas), "lost": len(lost)},
         rounds={"s3": rows, "delta": deltas, "lost": lost},
         figures=_list_figures(rows, bench.trainer.nbytes) | lost_figures,
@@ -339,8 +363,8 @@ class _Races:
         self._count = 0
         self.tried: dict[str, dict[str, list[float]]] = {}
 
-    def choose(self, settings: Sequence[Contestant], trials: int) -> Contestant:
-        """Return the setting with the shortest median of a save and a load together."""
+    def choose(self, settings: Sequence[Contestant], trials: int) -> Best:
+        """Return the settings with the shortest median of a save, and of a load."""
         medians = []
         for one in settings:
             self._bench.progress.say(f"s3: trying {one.name}: {one.describe()}")
@@ -348,7 +372,8 @@ class _Races:
             medians.append([median_of([time[doing] for time in times]) for doing in ("save", "load")])
         name = settings[0].name
         self.tried[name] = {str(one.describe()): median for one, median in zip(settings, medians, strict=True)}
-        return settings[medians.index(min(medians, key=sum))]
+        saves, loads = zip(*medians, strict=True)
+        return Best(settings[saves.index(min(saves))], settings[loads.index(min(loads))])
 
     def run_round(self, contestants: Sequence[Contestant], number: int, rounds: int) -> dict[str, Any]:
         """Time everyone once."""
@@ -368,7 +393,7 @@ class _Races:
         saved_s = time.perf_counter() - begin_s
         if isinstance(one, Ours):
             one.settle()
-        if not isinstance(one, Bound | Hashing):
+        if not isinstance(one, Hashing) and one.name != _BOUND:
             self._destination.spoil()
         begin_s = time.perf_counter()
         left = one.load(key)
