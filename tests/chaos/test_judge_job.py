@@ -3,7 +3,7 @@
 import pytest
 
 from ckptfmt_conformance.chaos.campaign import Verdict, judge_job
-from ckptfmt_conformance.chaos.kinds import DRAFTS, KINDS
+from ckptfmt_conformance.chaos.kinds import KINDS
 
 EXPECTED = {step: f"bits of {step}" for step in range(1, 9)}
 KILLED = next(kind for kind in KINDS if kind.name == "process/rank-killed")
@@ -54,4 +54,4 @@ def test_a_save_that_may_fail_leaves_no_checkpoint_and_no_damaged_one():
 
 
 def test_names_of_kinds_differ():
-    assert len({kind.name for kind in (*KINDS, *DRAFTS)}) == len(KINDS) + len(DRAFTS)
+    assert len({kind.name for kind in KINDS}) == len(KINDS)

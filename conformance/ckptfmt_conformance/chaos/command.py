@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ckptfmt_conformance.chaos.campaign import Campaign, Verdict
-from ckptfmt_conformance.chaos.kinds import DRAFTS, KINDS, Kind
+from ckptfmt_conformance.chaos.kinds import KINDS, Kind
 from ckptfmt_conformance.chaos.nodes import network_problem
 from ckptfmt_conformance.chaos.report import as_run, dump_json, sum_of, text_of
 from ckptfmt_conformance.errors import SuiteError
@@ -41,9 +41,6 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401 - argparse has no public 
     parser.add_argument("--minutes", type=float, default=math.inf, metavar="M", help="inject nothing after so long")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn")
     parser.add_argument("--filter", action="append", default=[], metavar="GLOB", help="only kinds whose name fits")
-    parser.add_argument(
-        "--drafts", action="store_true", help="also kinds of which no campaign has shown that they work"
-    )
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="nodes, with one process each (2)")
     parser.add_argument("--no-network", action="store_true", help="no network for each node, and no kind that needs it")
     parser.add_argument("--pace", type=float, default=0.05, metavar="S", help="seconds that the job rests after a step")
@@ -63,7 +60,7 @@ def _chaos(arguments: argparse.Namespace) -> int:
         return 0
     kinds = [
         kind
-        for kind in (*KINDS, *(DRAFTS if arguments.drafts else ()))
+        for kind in KINDS
         if not arguments.filter or any(fnmatch.fnmatch(kind.name, glob) for glob in arguments.filter)
     ]
     if arguments.list:

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from ckptfmt_conformance.chaos.nodes import Cluster, Node, signal_all
 
-__all__ = ["DRAFTS", "KINDS", "Kind", "Scene"]
+__all__ = ["KINDS", "Kind", "Scene"]
 
 #: Longer than ckptfmt's own job lets a process group wait for a process that says nothing, in seconds.
 LONG_S: Final = 14.0
@@ -263,7 +263,8 @@ def _kind(name: str, phase: str, does: str, inject: Callable[[Scene], None], **o
     return Kind(name=name, phase=phase, does=does, inject=inject, **options)  # type: ignore[arg-type]
 
 
-_ALL: Final[tuple[Kind, ...]] = (
+#: Of each a campaign has shown that it strikes, and that ckptfmt's own job goes on as promised.
+KINDS: Final[tuple[Kind, ...]] = (
     _kind("process/rank-killed", "training", "SIGKILL of a rank", _send(Node.ranks, _KILL)),
     _kind("process/rank-terminated", "training", "SIGTERM of a rank", _send(Node.ranks, _TERM)),
     _kind("process/helper-killed", "training", "SIGKILL of a rank's savers", _send(Node.helpers, _KILL)),
@@ -326,18 +327,3 @@ _ALL: Final[tuple[Kind, ...]] = (
     _kind("clock/back", "training", "the clocks jump back by an hour, for 3 s", _for_a_while("clock", 3, "-3600")),
     _kind("launch/two-at-once", "training", "the job is launched again while it trains", _launch_again),
 )
-_PROVEN: Final = (
-    *("process/rank-killed", "process/rank-killed-starting", "process/node-killed-starting", "process/all-killed"),
-    *("process/rank-and-helper-killed", "process/agent-killed", "process/agent-terminated", "process/killed-writing"),
-    *("process/killed-syncing", "process/killed-linking", "process/killed-linked"),
-    *("node/killed", "node/power-lost", "network/cut", "storage/sync-fails", "computation/nan"),
-    *("checkpoint/truncated", "checkpoint/file-deleted", "checkpoint/stale", "launch/two-at-once"),
-    *("process/rank-raises", "process/rank-paused", "process/agent-paused"),
-    *("network/cut-briefly", "network/slow", "storage/slow"),
-    *("storage/short-write", "storage/unknown-outcome", "storage/bit-flipped", "storage/write-lost"),
-    *("checkpoint/bit-flipped", "clock/forward", "clock/back"),
-)
-#: Kinds of which a campaign has shown that they strike, and that ckptfmt's own job goes on as promised.
-KINDS: Final = tuple(kind for kind in _ALL if kind.name in _PROVEN)
-#: Kinds of which that isn't known yet.
-DRAFTS: Final = tuple(kind for kind in _ALL if kind.name not in _PROVEN)
