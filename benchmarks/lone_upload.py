@@ -15,9 +15,9 @@ _DONE: Final = "done\n"
 
 
 class LoneUpload:
-    """Who uploads as many bytes as a save has, beside a training, and does nothing else.
+    """An upload of as many bytes as a save has, beside a training, and nothing else.
 
-    What a training loses to it is what no upload spares: no copy, digest, or write to a cache has a part in it.
+    No upload spares a training what it loses to this one: no copy, digest, or write to a cache has a part in it.
 
     Args:
         bucket: URL of the bucket; where it is, the environment says.

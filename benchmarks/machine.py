@@ -90,21 +90,19 @@ def find_children(needle: str) -> list[int]:
     return [pid for pid in needles if _descends(pid, os.getpid(), parents)]
 
 
-def yield_processors(*needles: str) -> list[int]:
-    """Let processes below this one have what others leave of the processors; return which.
+def yield_processors(*needles: str) -> None:
+    """Let processes below this one have no more of the processors than others leave.
 
     Args:
         needles: what the command line of each contains. Each is in another session than this process.
     """
-    pids = sorted({pid for needle in needles for pid in find_children(needle)})
-    for pid in pids:
+    for pid in {pid for needle in needles for pid in find_children(needle)}:
         for task in list((_PROC / str(pid) / "task").iterdir()):
             with contextlib.suppress(OSError):  # it has ended
                 os.setpriority(os.PRIO_PROCESS, int(task.name), _LOWEST)  # of one thread: those it starts are alike
         if os.getsid(pid) != os.getsid(0):
             with contextlib.suppress(OSError):  # many kernels go by the session's
                 (_PROC / str(pid) / "autogroup").write_text(str(_LOWEST))
-    return pids
 
 
 def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:

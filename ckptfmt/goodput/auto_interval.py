@@ -42,7 +42,7 @@ _KEPT: Final = 1.1
 
 
 class LevelMeter:
-    """What is known of one level: what saves cost that go there and no farther, and how often it has to help.
+    """One level, as far as it is known: the cost of saves that go there and no farther, and how often it has to help.
 
     Args:
         every: of so many saves one goes there.
@@ -66,7 +66,7 @@ class LevelMeter:
 
     @property
     def lost_s(self) -> float:
-        """What such a save costs of training, in seconds: the median of the last ones."""
+        """Seconds of training that such a save costs: the median of the last ones."""
         return max(_LEAST_LOST_S, _median(self._lost_s)) if self._lost_s else 0.0
 
     @property
@@ -145,7 +145,7 @@ class AutoInterval:
     def levels(self) -> list[Level]:
         """Return the levels as the model takes them; none before a save is measured.
 
-        What a level costs of which no save is measured is taken from the nearest farther one, else from the one before.
+        A level of which no save is measured costs what the nearest farther one does, else what the one before does.
         """
         measured = [meter for meter in self.meters if meter.is_measured]
         found: list[Level] = []

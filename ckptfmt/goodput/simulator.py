@@ -39,7 +39,7 @@ _T95_BEYOND: Final = ((30, 2.131), (60, 2.042), (120, 2.0), (math.inf, 1.98))
 
 
 class Pilot(Protocol):
-    """Who decides the interval as a run goes, from what it could measure itself; who knows of as many levels."""
+    """A decider of the interval as a run goes, by what the run could measure itself; it knows of as many levels."""
 
     def interval_s(self) -> float:
         """Return the seconds from one save to the next."""

@@ -31,7 +31,7 @@ _TOLD: Final = 1.25
 class AutoEvery:
     """The interval of a run's saves, measured on the run itself.
 
-    What a save loses is by how much the steps beside it take longer than other steps, but at least what it blocked. Of
+    A save loses as much as the steps beside it take longer than other steps, but at least what it blocked. Of
     one that goes home, what saves to caches cost that began meanwhile is taken away: the median of such, if it's known.
     Failures are the launches before this one; each lasted for the steps that its successor went on from. A launch that
     was ended by hand counts as a failure, too. Where not all saves go home, there are two levels: what each save goes
