@@ -218,11 +218,10 @@ class Watched:
         found: bytes = self._inner.read(path, limit_nbytes=limit_nbytes)
         return found
 
-    def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
+    def open_ranges(self, path: str) -> Any:
         self.early += [path] if self._cache.is_unfinished(self._part) else []
         self.is_held.append(self._cache.is_held(self._part))
-        found: bytes = self._inner.read_range(path, byte_begin, nbytes)
-        return found
+        return self._inner.open_ranges(path)
 
 
 def test_the_part_of_a_replica_comes_last(tmp_path: pathlib.Path) -> None:

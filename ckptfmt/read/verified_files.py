@@ -22,7 +22,8 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import BlockRange
 from ckptfmt.read.files import CheckpointFiles, OpenPart, StoredBox, check_nbytes
 from ckptfmt.read.streaming import iter_ahead
-from ckptfmt.store.protocol import SizedChunks, Source, Store
+from ckptfmt.store.direct import make_memory
+from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, SizedChunks, Source, Store
 
 #: How many bytes are read and compared at a time, if no block is larger.
 CHUNK_NBYTES: Final = 4 << 20
@@ -55,15 +56,18 @@ class VerifiedFile:
     spans: Sequence[Span]
     is_document: bool = False
 
-    def iter_chunks(self, store: Source) -> Iterator[bytes]:
-        """Yield the contents of the file in a store, each byte compared before.
+    def iter_chunks(self, store: Source) -> Iterator[memoryview]:
+        """Yield the contents of the file in a store, each byte compared before. Each chunk is memory of its own.
 
         Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST, HEADER_DIGEST, BLOCK_DIGEST); FormatError.
         """
         check_nbytes(store, self.path, self.nbytes)
-        if self.nbytes <= CHUNK_NBYTES:
-            return map(functools.partial(self._read, store), self._chunks())
-        return iter_ahead(functools.partial(self._read, store), self._chunks(), count=2, ahead_count=_AHEAD_COUNT)
+        with store.open_ranges(self.path) as file:
+            read = functools.partial(self._read, file)
+            if self.nbytes <= CHUNK_NBYTES:
+                yield from map(read, self._chunks())
+            else:
+                yield from iter_ahead(read, self._chunks(), count=2, ahead_count=_AHEAD_COUNT)
 
     def _chunks(self) -> Iterator[list[Span]]:
         chunk: list[Span] = []
@@ -74,12 +78,12 @@ class VerifiedFile:
             chunk.append(span)
         yield chunk
 
-    def _read(self, store: Source, chunk: list[Span]) -> bytes:
+    def _read(self, file: RangeReader, chunk: list[Span]) -> memoryview:
         begin = chunk[0][0]
-        content = store.read_range(self.path, begin, chunk[-1][0] + chunk[-1][1] - begin)
-        view = memoryview(content)
+        end = chunk[-1][0] + chunk[-1][1]
+        content = file.read_into(begin, end - begin, make_memory(end - begin + 2 * PAGE_NBYTES))
         for first, nbytes, check in chunk:
-            check(view[first - begin : first - begin + nbytes])
+            check(content[first - begin : first - begin + nbytes])
         return content
 
 
@@ -127,7 +131,7 @@ def stored_files_of(part: Part) -> list[VerifiedFile]:
     return stored_files(OpenPart(cast("CheckpointFiles", None), part))
 
 
-def create_verified(store: Store, file: VerifiedFile, chunks: Callable[[], Iterator[bytes]]) -> bool:
+def create_verified(store: Store, file: VerifiedFile, chunks: Callable[[], Iterator[memoryview]]) -> bool:
     """Create a copy of a file; return False where somebody else has created it, who copies the same one.
 
     Args:

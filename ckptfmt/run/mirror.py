@@ -551,7 +551,7 @@ class _Mirroring:
 
         for_each_file(copy_file, files, failed)
 
-    def _iter_counted(self, file: VerifiedFile, home: Store, failed: threading.Event) -> Iterator[bytes]:
+    def _iter_counted(self, file: VerifiedFile, home: Store, failed: threading.Event) -> Iterator[memoryview]:
         for chunk in file.iter_chunks(home):
             if failed.is_set() or self._stop.is_set():
                 raise StoppedError

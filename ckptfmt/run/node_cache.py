@@ -417,7 +417,7 @@ def _as_damage() -> Iterator[None]:
         ) from error
 
 
-def _iter_cached(file: VerifiedFile, place: Store, failed: threading.Event, end_s: float) -> Iterator[bytes]:
+def _iter_cached(file: VerifiedFile, place: Store, failed: threading.Event, end_s: float) -> Iterator[memoryview]:
     with _as_damage():
         for chunk in file.iter_chunks(place):
             if failed.is_set():

@@ -356,10 +356,11 @@ def make_memory(nbytes: int) -> memoryview:
         return memoryview(mmap.mmap(-1, nbytes))  # the mapping goes with the last view of it
     # A mapping begins at any small page, and only what lies between the begins of huge ones can be one.
     memory = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
     first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_NBYTES
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # None for the last few bytes: the kernel clears all of a page when its first byte is touched.
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE, first, nbytes - nbytes % _HUGE_PAGE_NBYTES)
     return memoryview(memory)[first : first + nbytes]
 
 

@@ -101,8 +101,8 @@ class Source(Protocol):
     def read(self, path: str, *, limit_nbytes: int) -> bytes:
         """Return a whole small file."""
 
-    def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
-        """Return exactly the bytes of a range of a file."""
+    def open_ranges(self, path: str) -> AbstractContextManager[RangeReader]:
+        """Open a file to read many ranges of it."""
 
 
 class Store(Protocol):

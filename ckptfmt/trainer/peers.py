@@ -19,13 +19,14 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from ckptfmt.adapters import torch_side
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache
+from ckptfmt.store.protocol import RangeReader
 from ckptfmt.write.writer import as_ckpt_error
 
 _LOG: Final = logging.getLogger("ckptfmt")
@@ -296,9 +297,10 @@ class _PartnersFiles:
         """Return a whole small file."""
         return self._ask({"type": "read", "path": path, "limit_nbytes": limit_nbytes})[1]
 
-    def read_range(self, path: str, byte_begin: int, nbytes: int) -> bytes:
-        """Return exactly the bytes of a range."""
-        return self._ask({"type": "range", "path": path, "begin": byte_begin, "end": byte_begin + nbytes})[1]
+    @contextlib.contextmanager
+    def open_ranges(self, path: str) -> Iterator[RangeReader]:
+        """Open a file to read ranges of it."""
+        yield _PartnersRanges(self._ask, path)
 
     def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         with self._lock:
@@ -307,6 +309,20 @@ class _PartnersFiles:
         if told["type"] == "problem":
             raise error_from_json(told["error"])
         return told, content
+
+
+class _PartnersRanges:
+    """A file of a save that is offered, to read ranges of it; see `RangeReader`."""
+
+    def __init__(self, ask: Callable[[dict[str, Any]], tuple[dict[str, Any], bytes]], path: str) -> None:
+        self._ask = ask
+        self._path = path
+
+    def read_into(self, byte_begin: int, nbytes: int, buffer: memoryview) -> memoryview:
+        """Return exactly a range, in memory of the answer's own; see `RangeReader.read_into`."""
+        del buffer
+        _, content = self._ask({"type": "range", "path": self._path, "begin": byte_begin, "end": byte_begin + nbytes})
+        return memoryview(content)
 
 
 class _Receiver:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 import random
 import shutil
 import signal
@@ -34,6 +35,8 @@ from ckptfmt.run.retention import clean_up
 from ckptfmt.run.scrub import scrub_run
 from ckptfmt.store import LocalStore
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.store.posix import PosixCalls
+from ckptfmt.store.protocol import PAGE_NBYTES
 from tests.builders import code_of, error_of, read_all, snapshot, tensor
 from tests.chains import Saving
 from tests.run.test_lineage import RunOfSteps
@@ -1061,3 +1064,31 @@ def test_commands_say_what_they_did(tmp_path, capsys):
     assert not (tmp_path / "third").exists()
     assert said("scrub", home, "--with", str(tmp_path / "third"), code=2)["error"]["code"] == "FILE_MISSING"
     assert not (tmp_path / "third").exists()
+
+
+def test_copies_and_checks_of_a_cold_run_leave_the_page_cache_to_the_training(tmp_path: pathlib.Path) -> None:
+    """What was read once to be compared would push out what the training reads again and again."""
+    run, calls = tmp_path / "run", PosixCalls()
+    state = ckptfmt.State(weights={"w": np.random.default_rng(1).random(8 << 17)})  # 8 MiB
+    with ckptfmt.Checkpointer(run, state, resume="fresh") as checkpointer:
+        checkpointer.step = 1
+        checkpointer.save()
+    (shard,) = run.glob("step-*/weights-*")
+
+    def cached_nbytes() -> int:
+        with shard.open("rb") as file:
+            return calls.cached_page_count(file.fileno(), 0, shard.stat().st_size) * PAGE_NBYTES
+
+    with shard.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        if cached_nbytes():
+            pytest.skip("this file system drops nothing")
+    except OSError:
+        pytest.skip("this kernel has no cachestat")
+    home = LocalStore(run, writable=True)
+    assert mirror_run(home, LocalStore(tmp_path / "copy", writable=True)).current
+    assert cached_nbytes() < 1 << 20
+    assert not scrub_run([home]).damages
+    assert cached_nbytes() < 1 << 20
