@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,13 +18,16 @@ from benchmarks.figures import Figure, floor_all, median_of, paired_ratio, summa
 from benchmarks.lone_upload import LoneUpload
 from benchmarks.loop import Contestant, run_until_done
 from benchmarks.lost import MARGIN, run_round
-from benchmarks.machine import yield_processors
+from benchmarks.machine import own_processor, yield_processors
 from benchmarks.ours import Ours
 from benchmarks.peers import Pending
 from benchmarks.state import Bench
 
 _LOCAL: Final = "ckptfmt_local"
 _CACHED: Final = "ckptfmt_cached"
+#: Which processors the training's thread has: all, as the others have; or one, which no other thread has.
+_SHARED: Final = "shared"
+_APART: Final = "apart"
 #: What the command lines of a server's processes contain.
 _SERVERS: Final = ("ckptfmt.demo.servers", "ceph-", "radosgw")
 #: No clock here tells less apart.
@@ -59,18 +62,38 @@ class _Run:
         self._ours.close()
 
 
+class _Apart:
+    """A contestant whose threads are kept off the training's processor, those among them that a save starts."""
+
+    is_buffered = False
+
+    def __init__(self, contestant: Contestant, keep_apart: Callable[[], None]) -> None:
+        self.name = contestant.name
+        self.describe = contestant.describe
+        self._contestant = contestant
+        self._keep_apart = keep_apart
+
+    def start(self, path: Path) -> Pending:
+        """Ask for a save."""
+        pending = self._contestant.start(path)
+        self._keep_apart()
+        return pending
+
+
 def measure_cached_lost(
     bucket: str, bench: Bench, setting: tuple[int, int], *, rounds: int
 ) -> tuple[list[dict[str, Any]], dict[str, object]]:
     """Run interleaved rounds of the same steps: without a save, with one to a directory, with one to a bucket.
 
-    The training has one thread less than there are cores: one is left for whoever saves. The servers below this process
-    get what is left of the processors, from now on: in practice they run elsewhere.
+    The training has one thread less than there are cores: one is left for whoever saves. Each round runs twice: in the
+    first, the system decides which thread runs where; in the second, the training has a processor of its own, which it
+    has wherever a GPU computes. The servers below this process get what is left of the processors, from now on: in
+    practice they run elsewhere.
 
     Args:
         setting: of an upload by obstore alone: bytes of a part, and how many parts at once.
 
-    Returns: the raw rounds; what a record says of them.
+    Returns: the raw rounds, each with ``apart`` or ``shared`` as ``processors``; what a record says of them.
     """
     yield_processors(*_SERVERS)
     with _threads(max(1, bench.trainer.threads - 1)), contextlib.ExitStack() as stack:
@@ -90,11 +113,16 @@ def measure_cached_lost(
         bench.progress.say("s3: lost seconds, warming up")
         warm = [run_until_done(bench, one) for one in contestants * 2]
         steps = math.ceil(MARGIN * max(run.steps for run in warm)) + 1
-        named: Mapping[str, Contestant] = {one.name: one for one in contestants}
         found = []
         for number in range(rounds):
-            bench.progress.say(f"s3: lost seconds, round {number + 1} of {rounds}, {steps} steps each")
-            found.append(run_round(bench, named, number, steps))
+            said = f"s3: lost seconds, round {number + 1} of {rounds}, {steps} steps each"
+            bench.progress.say(said)
+            named: dict[str, Contestant] = {one.name: one for one in contestants}
+            found.append({"processors": _SHARED, **run_round(bench, named, number, steps)})
+            bench.progress.say(f"{said}, with a processor of its own")
+            with own_processor() as keep_apart:
+                named = {one.name: _Apart(one, keep_apart) for one in contestants}
+                found.append({"processors": _APART, **run_round(bench, named, number, steps)})
         notes = {
             "steps": steps,
             "batch_rows": rows,
@@ -106,11 +134,20 @@ def measure_cached_lost(
 
 
 def sum_up_cached_lost(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Figure], dict[str, Figure]]:
-    """Return the figures and the ratios of the rounds.
+    """Return the figures and the ratios of the rounds; ``_shared`` ends the names of those without an own processor.
 
     A loss counts at least as much as two runs of the same steps without a save differ by, in the median round: the
     clock can't tell less apart.
     """
+    figures, ratios = {}, {}
+    for processors, ending in ((_APART, ""), (_SHARED, "_shared")):
+        of_each = _sum_up([row for row in rows if row["processors"] == processors])
+        for into, found in zip((figures, ratios), of_each, strict=True):
+            into.update({f"{name}{ending}": figure for name, figure in found.items()})
+    return figures, ratios
+
+
+def _sum_up(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Figure], dict[str, Figure]]:
     without = [sum(row["without_s"]) / len(row["without_s"]) for row in rows]
     noise = [max(row["without_s"]) - min(row["without_s"]) for row in rows]
     lost = {

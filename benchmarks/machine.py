@@ -6,6 +6,8 @@ import contextlib
 import os
 import platform
 import re
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 #: The lowest priority of a process.
@@ -103,6 +105,33 @@ def yield_processors(*needles: str) -> None:
         if os.getsid(pid) != os.getsid(0):
             with contextlib.suppress(OSError):  # many kernels go by the session's
                 (_PROC / str(pid) / "autogroup").write_text(str(_LOWEST))
+
+
+@contextlib.contextmanager
+def own_processor() -> Iterator[Callable[[], None]]:
+    """Keep one processor for the calling thread, and the others for all other threads of this process and below it.
+
+    Yields what does so again, for threads that were started since: each begins where the thread runs that starts it.
+    Where there is one processor only, nothing changes.
+    """
+    processors = os.sched_getaffinity(0)
+    own = {min(processors)} if len(processors) > 1 else processors
+    caller = threading.get_native_id()
+
+    def keep(own: set[int], rest: set[int]) -> None:
+        for pid in (os.getpid(), *find_children("")):
+            for task in list((_PROC / str(pid) / "task").iterdir()):
+                with contextlib.suppress(OSError):  # it has ended
+                    os.sched_setaffinity(int(task.name), own if int(task.name) == caller else rest)
+
+    def keep_apart() -> None:
+        keep(own, processors - own or processors)
+
+    keep_apart()
+    try:
+        yield keep_apart
+    finally:
+        keep(processors, processors)
 
 
 def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
