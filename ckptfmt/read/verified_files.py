@@ -6,10 +6,11 @@ Spec: REQ-RUN-027, REQ-OPN-003, REQ-OPN-006, REQ-OPN-011.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeAlias, cast
 
@@ -56,7 +57,7 @@ class VerifiedFile:
     spans: Sequence[Span]
     is_document: bool = False
 
-    def iter_chunks(self, store: Source) -> Iterator[memoryview]:
+    def iter_chunks(self, store: Source) -> Generator[memoryview, None, None]:
         """Yield the contents of the file in a store, each byte compared before. Each chunk is memory of its own.
 
         Raises: IntegrityError(FILE_MISSING, FILE_NBYTES, DOC_DIGEST, HEADER_DIGEST, BLOCK_DIGEST); FormatError.
@@ -131,7 +132,7 @@ def stored_files_of(part: Part) -> list[VerifiedFile]:
     return stored_files(OpenPart(cast("CheckpointFiles", None), part))
 
 
-def create_verified(store: Store, file: VerifiedFile, chunks: Callable[[], Iterator[memoryview]]) -> bool:
+def create_verified(store: Store, file: VerifiedFile, chunks: Callable[[], Generator[memoryview, None, None]]) -> bool:
     """Create a copy of a file; return False where somebody else has created it, who copies the same one.
 
     Args:
@@ -140,13 +141,19 @@ def create_verified(store: Store, file: VerifiedFile, chunks: Callable[[], Itera
 
     Raises: StoreError; what drawing the contents raises.
     """
-    try:
-        create_once(store, file.path, lambda: SizedChunks(chunks(), file.nbytes), nbytes=file.nbytes)
-    except CkptError as error:
-        if error.code != Code.STORE_EXISTS:
-            raise
-        return False
-    return True
+    # What isn't drawn to its end has a file open and threads at work, until it is closed.
+    with contextlib.ExitStack() as drawn:
+
+        def draw() -> SizedChunks:
+            return SizedChunks(drawn.enter_context(contextlib.closing(chunks())), file.nbytes)
+
+        try:
+            create_once(store, file.path, draw, nbytes=file.nbytes)
+        except CkptError as error:
+            if error.code != Code.STORE_EXISTS:
+                raise
+            return False
+        return True
 
 
 def for_each_file(work: Callable[[VerifiedFile], None], files: Iterable[VerifiedFile], failed: threading.Event) -> None:

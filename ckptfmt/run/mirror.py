@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Final
 
 from ckptfmt import limits
@@ -551,7 +551,9 @@ class _Mirroring:
 
         for_each_file(copy_file, files, failed)
 
-    def _iter_counted(self, file: VerifiedFile, home: Store, failed: threading.Event) -> Iterator[memoryview]:
+    def _iter_counted(
+        self, file: VerifiedFile, home: Store, failed: threading.Event
+    ) -> Generator[memoryview, None, None]:
         for chunk in file.iter_chunks(home):
             if failed.is_set() or self._stop.is_set():
                 raise StoppedError

@@ -17,7 +17,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ckptfmt import limits
@@ -417,7 +417,9 @@ def _as_damage() -> Iterator[None]:
         ) from error
 
 
-def _iter_cached(file: VerifiedFile, place: Store, failed: threading.Event, end_s: float) -> Iterator[memoryview]:
+def _iter_cached(
+    file: VerifiedFile, place: Store, failed: threading.Event, end_s: float
+) -> Generator[memoryview, None, None]:
     with _as_damage():
         for chunk in file.iter_chunks(place):
             if failed.is_set():

@@ -25,8 +25,9 @@ from ckptfmt.__main__ import main
 from ckptfmt.commit.decision import CONDEMNED, abort, read_register, retire
 from ckptfmt.documents.manifest import Manifest, Tombstone, checkpoint_name
 from ckptfmt.documents.run import LAUNCHES, launch_name
-from ckptfmt.errors import CkptError, Code
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.read.report import Report
+from ckptfmt.read.verified_files import VerifiedFile, create_verified
 from ckptfmt.read.verify import verify_run
 from ckptfmt.run.catalog import Run
 from ckptfmt.run.lineage import begin_launch, find_head, iter_lineage, list_checkpoints, list_launches, open_run
@@ -40,6 +41,7 @@ from ckptfmt.store.protocol import PAGE_NBYTES
 from tests.builders import code_of, error_of, read_all, snapshot, tensor
 from tests.chains import Saving
 from tests.run.test_lineage import RunOfSteps
+from tests.store.helpers import open_fd_count
 from tests.stores.faults import Fault, FaultStore
 from tests.stores.hooked import HookedStore, Operation
 
@@ -1092,3 +1094,25 @@ def test_copies_and_checks_of_a_cold_run_leave_the_page_cache_to_the_training(tm
     assert cached_nbytes() < 1 << 20
     assert not scrub_run([home]).damages
     assert cached_nbytes() < 1 << 20
+
+
+def test_a_copy_that_fails_lets_go_at_once_of_the_file_that_it_reads(tmp_path: pathlib.Path) -> None:
+    """Found in a saver, which doesn't look for garbage during a save: each try left a file open, and two threads."""
+    (tmp_path / "a").write_bytes(bytes(24 << 20))
+    spans: Any = [(begin, 4 << 20, bytes) for begin in range(0, 24 << 20, 4 << 20)]
+    file = VerifiedFile(path="a", nbytes=24 << 20, spans=spans)
+
+    class Full(MemoryStore):
+        def create(self, path: str, chunks: Any) -> None:
+            next(iter(chunks))
+            raise err(Code.NO_SPACE, "full", where=path)
+
+    home, fd_count = LocalStore(tmp_path, writable=False), open_fd_count()
+    try:
+        create_verified(Full(), file, lambda: file.iter_chunks(home))
+    except CkptError as error:  # with its traceback, as a report keeps it
+        assert error.code == Code.NO_SPACE
+        assert open_fd_count() == fd_count
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckptfmt-ahead")]
+    else:
+        pytest.fail("it was to fail")
