@@ -37,6 +37,8 @@ TERM_S: Final = 60.0
 FOLDER: Final = f"{TEMPORARY_PREFIX}leases"
 #: A lease is renewed so many times in a term, and so much sooner again after an error.
 _RENEWALS, _REPEATS = 6, 30
+#: For how many seconds the end of a hold waits for a renewal that is on its way.
+_LAST_RENEWAL_S: Final = 2.0
 #: How often the first put of a lease is tried that a store doesn't answer.
 _TRIES: Final = 4
 #: For how many terms the difference of the clocks is believed that was measured once.
@@ -218,12 +220,14 @@ class Leases:
                 return  # this is a forked child's copy of somebody else's lease
             self._leases.remove(lease)
             lease.is_ended = True
-            is_renewing = lease in self._renewing.values()
             idle = None
             if not self._leases:
                 idle, self._thread = self._thread, None
-                idle = None if idle in self._renewing else idle
             self._changed.notify_all()
+            # A process that ended meanwhile would leave a lease that was just renewed: a launch would wait for it.
+            self._changed.wait_for(lambda: lease not in self._renewing.values(), _LAST_RENEWAL_S)
+            is_renewing = lease in self._renewing.values()
+            idle = None if idle in self._renewing else idle
         if idle is not None:
             idle.join()  # at once: it only waits
         if not is_renewing:
@@ -262,6 +266,7 @@ class Leases:
         now_s = self._local_s()
         with self._changed:
             del self._renewing[threading.current_thread()]
+            self._changed.notify_all()
             if problem is None:
                 lease.renewed_s, lease.due_s, lease.is_told = begun_s, begun_s + self._term_s / _RENEWALS, False
             else:

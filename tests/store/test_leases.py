@@ -8,7 +8,7 @@ import pytest
 
 from ckptfmt.commit.waiting import poll
 from ckptfmt.errors import CkptError, Code, err
-from ckptfmt.store import MemoryStore
+from ckptfmt.store import MemoryStore, leases
 from ckptfmt.store.leases import FOLDER, TERM_S, Leases
 from tests.store.helpers import code_of
 
@@ -233,16 +233,32 @@ def test_renewals_that_fail_are_repeated(objects, caplog):
     assert objects.times_s == {}
 
 
-def test_a_hold_that_ends_while_it_is_renewed_leaves_no_lease(objects):
-    """And doesn't wait for the store."""
+def renew_behind_a_gate(holder):
+    """Begin a renewal which the store answers when its gate is opened; return the thread that waits for it."""
+    objects, thread = holder.objects, holder.thread
+    objects.gate = threading.Event()
+    objects.clock.now_s += 11
+    with holder.leases._changed:
+        holder.leases._changed.notify_all()
+    assert objects.entered.wait(WAIT_S)
+    return thread
+
+
+def test_a_process_may_end_behind_a_hold_that_ended_while_it_was_renewed(objects):
+    """A launch right after a normal end waited a term for a dead process: the renewal had come last."""
     holder = Process(objects)
     with holder.leases.hold("savers/a"):
-        thread = holder.thread
-        objects.gate = threading.Event()
-        objects.clock.now_s += 11
-        with holder.leases._changed:
-            holder.leases._changed.notify_all()
-        assert objects.entered.wait(WAIT_S)
+        renew_behind_a_gate(holder)
+        threading.Timer(0.2, objects.gate.set).start()
+    assert objects.times_s == {}
+
+
+def test_a_hold_that_ends_while_a_renewal_gets_no_answer_leaves_no_lease(objects, monkeypatch):
+    """And doesn't wait for the store for long."""
+    monkeypatch.setattr(leases, "_LAST_RENEWAL_S", 0.05)
+    holder = Process(objects)
+    with holder.leases.hold("savers/a"):
+        thread = renew_behind_a_gate(holder)
     assert len(objects.times_s) == 1
     objects.gate.set()
     thread.join(WAIT_S)
