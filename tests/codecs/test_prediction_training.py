@@ -130,7 +130,10 @@ def test_adamw(implementation, gradient, rate):
     states = train(make, gradient)
     rule = check("adam", states, gradient)
 
-    assert (rule.moment, rule.square, rule.update, rule.arithmetic) == ("lerp", "gain_first", "product", "fused")
+    assert (rule.moment, rule.square, rule.arithmetic) == ("lerp", "gain_first", "fused")
+    # Of a step as small as 1e-5 both ways often give the same weight: which predicts more of them depends on the
+    # processor that trained.
+    assert rule.update == "product" or (rate == 1e-5 and rule.update == "quotient")
     assert rule.l2 == 0
 
 

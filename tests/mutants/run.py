@@ -22,7 +22,8 @@ from ckptfmt.run import compaction as compact
 from ckptfmt.run import lineage, mirror, node_cache, scrub, spent_time
 from ckptfmt.saver import saver, uploads
 from ckptfmt.saver.saver import Saver
-from ckptfmt.store.protocol import Store
+from ckptfmt.store.direct import make_memory
+from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, Store
 from ckptfmt.trainer import launching, peers
 from ckptfmt.trainer import one_save as saving
 from tests.mutants.mutant import Mutant, replaced, rewritten
@@ -69,9 +70,9 @@ def _write_as_the_run(right: Any, checkpoint: Checkpoint, store: Store, origin: 
     return manifest
 
 
-def _copy_blindly(_right: Any, self: VerifiedFile, store: Store, chunk: list[Any]) -> bytes:
+def _copy_blindly(_right: Any, _self: VerifiedFile, file: RangeReader, chunk: list[Any]) -> memoryview:
     begin, end = chunk[0][0], chunk[-1][0] + chunk[-1][1]
-    return store.read_range(self.path, begin, end - begin)
+    return file.read_into(begin, end - begin, make_memory(end - begin + 2 * PAGE_NBYTES))
 
 
 def _run_record_first(right: Any, self: Any, *rest: Any) -> None:
@@ -244,7 +245,7 @@ MUTANTS = {
     "cached_bytes_not_compared": Mutant(
         clauses=("REQ-RUN-035",),
         fault="copies what a cache has without a look at its digests",
-        patch=rewritten(VerifiedFile._read, "check(view[first - begin : first - begin + nbytes])", "pass"),
+        patch=rewritten(VerifiedFile._read, "check(content[first - begin : first - begin + nbytes])", "pass"),
         tests=("test_node_cache.py::test_what_is_damaged_in_the_cache_is_not_finished[damaged-.safetensors]",),
     ),
     "nothing_finished_from_caches": Mutant(
@@ -354,7 +355,7 @@ MUTANTS = {
     "replicated_bytes_not_compared": Mutant(
         clauses=("REQ-RUN-040",),
         fault="takes what another node sends without a look at its digests",
-        patch=rewritten(VerifiedFile._read, "check(view[first - begin : first - begin + nbytes])", "pass"),
+        patch=rewritten(VerifiedFile._read, "check(content[first - begin : first - begin + nbytes])", "pass"),
         tests=("test_peers.py::test_what_is_damaged_is_no_replica[damaged-.safetensors]",),
     ),
     "replicated_part_first": Mutant(
