@@ -141,7 +141,7 @@ def create_verified(store: Store, file: VerifiedFile, chunks: Callable[[], Gener
 
     Raises: StoreError; what drawing the contents raises.
     """
-    # What isn't drawn to its end has a file open and threads at work, until it is closed.
+    # A generator that isn't drawn to its end keeps a file open and threads alive, until it is closed.
     with contextlib.ExitStack() as drawn:
 
         def draw() -> SizedChunks:

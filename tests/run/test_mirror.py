@@ -1069,7 +1069,7 @@ def test_commands_say_what_they_did(tmp_path, capsys):
 
 
 def test_copies_and_checks_of_a_cold_run_leave_the_page_cache_to_the_training(tmp_path: pathlib.Path) -> None:
-    """What was read once to be compared would push out what the training reads again and again."""
+    """Bytes that are read once, to be compared, would push out those that the training reads again and again."""
     run, calls = tmp_path / "run", PosixCalls()
     state = ckptfmt.State(weights={"w": np.random.default_rng(1).random(8 << 17)})  # 8 MiB
     with ckptfmt.Checkpointer(run, state, resume="fresh") as checkpointer:
