@@ -23,6 +23,7 @@ from ckptfmt.commit.waiting import list_held_attempts, poll
 from ckptfmt.errors import Code
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import MemoryStore
+from ckptfmt.store.posix import Hold
 from ckptfmt.trainer.path_saver import Saver
 from tests.builders import code_of, error_of
 from tests.saver.test_saver import WAIT_S
@@ -212,6 +213,26 @@ def test_failure_is_raised_once_by_the_next_call(by: str) -> None:
     else:
         assert code_of(saving.close) == Code.NO_SPACE
     saving.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_held_once_a_save_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+    """Whoever waited may delete the directory, or move it."""
+    end = Hold.end
+
+    def end_late(*given: Any) -> None:
+        time.sleep(0.2)
+        end(*given)
+
+    monkeypatch.setattr(Hold, "end", end_late)
+    store = LocalStore(tmp_path / "place", writable=True)
+    full = Fault(fail_at=1, operations=frozenset({"create"}), path_end=".safetensors")
+    with make() as saving:
+        handle = saving.save(FaultStore(store, full) if fails else store, state_of(1), step=1)
+        handle.on_failed(lambda _: None)
+        assert handle.wait_over(WAIT_S)
+        assert (handle.state == "FAILED") is fails
+        assert not any(path.suffix == ".held" for path in (tmp_path / "place").rglob("*"))
 
 
 @pytest.mark.parametrize("saver", SAVERS)

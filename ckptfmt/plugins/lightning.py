@@ -84,22 +84,32 @@ class _Saves:
     def save(self, path: Any, state: ckptfmt.State, step: int) -> None:  # noqa: ANN401 - Lightning's
         """Begin a save, in the place of what is there. Raises: `ckptfmt.CkptError`."""
         self.check()
-        if self._saver is None:
-            self._saver = ckptfmt.Saver(**self._options)
-        self._handles[_absolute(path)] = self._saver.save(path, state, step=step, replace=True)
+        self._saver = self._saver or ckptfmt.Saver(**self._options)
+        self._handles[os.path.abspath(path)] = self._saver.save(path, state, step=step, replace=True)  # noqa: PTH100 - a link stays one
 
     def wait(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
         """Wait until nobody here writes to a path. Raises: what its save failed with."""
-        handle = self._handles.pop(_absolute(path), None)
+        handle = self._handles.pop(os.path.abspath(path), None)  # noqa: PTH100 - a link stays one
         if handle is not None:
             handle.wait()
             handle.wait_over()
 
     def remove(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
-        """Delete a checkpoint, the manifest first: what a crash leaves of it is none."""
+        """Delete what is there, once nobody writes to it, in other processes either: what a crash leaves is none.
+
+        Raises: what its save failed with; `ckptfmt.CkptError`; OSError.
+        """
         self.wait(path)
-        (Path(path) / "manifest.json").unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=not os.path.lexists(path))
+        place = Path(path)
+        if place.is_symlink() or not place.is_dir():
+            place.unlink(missing_ok=True)  # also a file of Lightning's own, from before ckptfmt
+            return
+        try:
+            (self._saver or ckptfmt.Saver(**self._options)).remove(place)
+        except ckptfmt.CkptError as error:
+            if error.code in ("SAVE_PENDING", "ARGUMENT"):  # somebody still writes, or it is a run
+                raise
+        shutil.rmtree(place, ignore_errors=not place.exists())
 
     def check(self) -> None:
         """Raise what a save failed with, once."""
@@ -152,10 +162,7 @@ class CkptfmtIO(CheckpointIO):
         """
         self.saves.wait(path)
         trees: Any = ckptfmt.load(path, framework="torch")
-        checkpoint = {_key_of(name): value for name, value in trees["optimizer"].items() if name}
-        if "" in trees["optimizer"]:
-            checkpoint[_OPTIMIZERS] = trees["optimizer"][""]
-        checkpoint[_WEIGHTS] = trees["weights"]
+        checkpoint = {_key_of(name): value for name, value in trees["optimizer"].items()} | {_WEIGHTS: trees["weights"]}
         return checkpoint if map_location is None else move_data_to_device(checkpoint, torch.device(map_location))
 
     def remove_checkpoint(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
@@ -327,13 +334,9 @@ def _put_streams(trainer: Trainer, streams: Mapping[str, Any]) -> None:
     torch.cuda.set_rng_state_all(streams["cuda"][: torch.cuda.device_count()])
 
 
-def _absolute(path: Any) -> str:  # noqa: ANN401 - Lightning's
-    return os.path.abspath(path)  # noqa: PTH100 - a link stays one
-
-
 def _key_of(name: str) -> str:
     """Return the key in Lightning's checkpoint of what is called so in a checkpoint of ckptfmt."""
-    return name.removeprefix(_EXTRA).replace("~1", "/").replace("~0", "~")
+    return name.removeprefix(_EXTRA).replace("~1", "/").replace("~0", "~") or _OPTIMIZERS
 
 
 def _extra_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

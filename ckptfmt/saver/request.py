@@ -1,10 +1,10 @@
-"""What a trainer asks its saver for, as an object and as plain values of a message."""
+"""What a trainer asks its saver for, as an object and as plain values of a message, and what it hears of a commit."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import HOME
@@ -15,6 +15,9 @@ from ckptfmt.run.retention import KEEP_ALL, Retention
 from ckptfmt.store import Address
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.image import Context
+
+#: What a saver tells the trainer of a manifest.
+OF_MANIFEST: Final = ("digest", "nbytes", "profile", "stored_nbytes", "durability")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

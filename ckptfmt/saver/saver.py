@@ -8,7 +8,7 @@ save goes through these states, and each is reported:
     STAGED      the snapshot is complete, and the saver has it: a trainer that dies now loses nothing
     WRITTEN     this writer's files and part are durable, in the cache of this node where there is one; the slot is free
     COMMITTED   the checkpoint is, for all writers
-    DONE        older checkpoints were cleaned up
+    DONE        older checkpoints were cleaned up, and nothing is held any more
     FAILED      with the error
 """
 
@@ -40,7 +40,7 @@ from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
 from ckptfmt.run.retention import tidy_up
 from ckptfmt.saver.ledger_writer import end_entry, put_entry
-from ckptfmt.saver.request import SaveRequest
+from ckptfmt.saver.request import OF_MANIFEST, SaveRequest
 from ckptfmt.saver.uploads import Uploads, bring_home
 from ckptfmt.stage.helper_process import Channel, be_helper, watch
 from ckptfmt.stage.slot import Slot
@@ -121,7 +121,7 @@ class _Work:
         if request.writer == 0 and self.is_in_run:
             with contextlib.suppress(CkptError):  # what a killed attempt left takes space, and isn't worth an error
                 sweep_attempts(self.store, request.origin, known=known)
-        self.report("DONE", self._tidy_up(known))
+        self._end("DONE", self._tidy_up(known))
         return manifest
 
     def write_to_cache(self, cache: NodeCache, uploads: Uploads, snapped: Snapped, chain: Chain) -> str:
@@ -183,7 +183,7 @@ class _Work:
         if manifest.durability == HOME:
             on_commit(manifest)
         self._tell_committed(manifest, reason)
-        self.report("DONE", self._tidy_up(known))
+        self._end("DONE", self._tidy_up(known))
 
     def _has_replica(self) -> bool:
         """Wait until the trainer says whether another node has the save, no longer than the deadline."""
@@ -204,10 +204,7 @@ class _Work:
         )
 
     def _tell_committed(self, manifest: Manifest, reason: str) -> None:
-        told = {
-            name: getattr(manifest, name) for name in ("digest", "nbytes", "profile", "stored_nbytes", "durability")
-        }
-        self.report("COMMITTED", {**told, "reason": reason})
+        self.report("COMMITTED", {name: getattr(manifest, name) for name in OF_MANIFEST} | {"reason": reason})
         if self._run_store is not None:
             put_entry(self._run_store, self.request.origin.launch, self.request.ledger)
 
@@ -215,7 +212,13 @@ class _Work:
         """Tell trainer and other writers that the save has failed. Spec: REQ-CMT-004."""
         known = as_ckpt_error(error)
         self.tell_others(known)
-        self.report("FAILED", known.as_json())
+        self._end("FAILED", known.as_json())
+
+    def _end(self, state: str, told: dict[str, Any]) -> None:
+        """Tell how the save ended, once nothing of it is held: whoever hears it may move or delete the directory."""
+        with contextlib.suppress(CkptError):
+            self.held.close()
+        self.report(state, told)
 
     def tell_others(self, error: CkptError) -> None:
         """Tell the other writers that the save has failed. Spec: REQ-CMT-004."""
@@ -354,11 +357,10 @@ class Saver:
         snapped = Snapped(
             image=self._image, view=self._views[slot], slot=slot, context=request.context, progress=progress
         )
-        report = functools.partial(self._report, number)
         try:
-            work = _Work(self._store, request, report)
+            work = _Work(self._store, request, functools.partial(self._report, number))
         except Exception as error:  # noqa: BLE001 - told to the trainer, whatever it is
-            report("FAILED", as_ckpt_error(error).as_json())  # to the others the store says nothing, either
+            self._report(number, "FAILED", as_ckpt_error(error).as_json())  # the others find no store, either
             return
         try:
             self._hold(number, work, progress)

@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from ckptfmt.errors import CkptError, Code, StoreError, encodable, err, error_from_json
 from ckptfmt.run.node_cache import CacheOptions
-from ckptfmt.saver.request import SaveRequest
+from ckptfmt.saver.request import OF_MANIFEST, SaveRequest
 from ckptfmt.stage.slot import Slot, available_nbytes, is_shortage, plan_slots
 from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
-from ckptfmt.trainer.handle import OF_MANIFEST, SaveHandle, SaveReport, tell_committed, wait_until
+from ckptfmt.trainer.handle import SaveHandle, SaveReport, tell_committed, wait_until
 from ckptfmt.trainer.links import Link, Lost, ProcessLink, ThreadLink
 from ckptfmt.write.image import Image
 from ckptfmt.write.staging import Copy, Seen, Staging

@@ -16,12 +16,11 @@ from typing import Any, Final, Self
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import Manifest
 from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.saver.request import OF_MANIFEST
 
 _LOG: Final = logging.getLogger("ckptfmt")
 #: The states of a save, in this order. FAILED and SKIPPED are the other ends.
 STATES: Final = ("STAGING", "STAGED", "WRITTEN", "COMMITTED")
-#: What a report has of the manifest.
-OF_MANIFEST: Final = ("digest", "nbytes", "profile", "stored_nbytes", "durability")
 #: After how many seconds of waiting a signal, or a thread that ended without a word, is noticed at the latest.
 _NAP_S: Final = 0.5
 

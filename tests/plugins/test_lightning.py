@@ -1,6 +1,7 @@
 """Lightning through ckptfmt: trainings that are killed and resumed, and what their checkpoints are for others."""
 
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from safetensors.torch import load_file
 
 import ckptfmt
+from ckptfmt.documents.manifest import held_path
 from ckptfmt.errors import CkptError
 from ckptfmt.plugins.lightning import CkptfmtIO, ExactResume
+from ckptfmt.store import open_store
 from tests.plugins import trainings
 
 SCRIPT = Path(__file__).with_name("lightning_script.py")
@@ -238,6 +241,37 @@ def test_a_removal_waits_for_the_save(tmp_path):
     assert not (tmp_path / "a.ckpt").exists()
     io.teardown()
     assert not (tmp_path / "a.ckpt").exists()
+
+
+def test_a_removal_waits_for_the_saver_of_another_process(tmp_path):
+    """Under FSDP each process has a saver, and the first removes what all of them wrote."""
+    place = tmp_path / "a.ckpt"
+    with ckptfmt.Saver(saver="inline") as saver:
+        saver.save(place, ckptfmt.State(weights={"w": torch.zeros(8)}, rng=False), step=1)
+    with ThreadPoolExecutor() as pool:
+        with open_store(place, writable=True).hold(held_path("9f3c41d27ab80e65", 1)):
+            removal = pool.submit(CkptfmtIO().remove_checkpoint, place)
+            with pytest.raises(TimeoutError):
+                removal.result(0.2)
+            assert ckptfmt.validate(place)
+        removal.result(60)
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("what", ["file", "directory", "link", "damaged", "nothing"])
+def test_what_is_no_checkpoint_is_removed_as_lightning_does(tmp_path, what):
+    """A training that went over to ckptfmt has checkpoints of before, which Lightning removes in their turn."""
+    place, other = tmp_path / "a.ckpt", tmp_path / "other"
+    other.mkdir()
+    if what == "file":
+        torch.save({"state_dict": {}}, place)
+    elif what == "link":
+        place.symlink_to(other)
+    elif what != "nothing":
+        place.mkdir()
+        (place / ("manifest.json" if what == "damaged" else "shard.pt")).write_bytes(b"{")
+    CkptfmtIO().remove_checkpoint(place)
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 @pytest.fixture
