@@ -26,7 +26,8 @@ from ckptfmt.adapters import torch_side
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache
-from ckptfmt.store.protocol import RangeReader
+from ckptfmt.store.direct import make_memory
+from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, Store
 from ckptfmt.write.writer import as_ckpt_error
 
 _LOG: Final = logging.getLogger("ckptfmt")
@@ -121,8 +122,8 @@ def choose_partners(nodes: Sequence[str]) -> tuple[int, ...]:
 class Connection(Protocol):
     """See `ckptfmt.adapters.torch.pair.Pair`."""
 
-    def send(self, content: bytearray) -> None:
-        """Send some bytes."""
+    def send(self, content: bytearray | memoryview) -> None:
+        """Send some bytes, in memory that may be written to."""
 
     def receive(self, nbytes: int, *, timeout_s: float | None) -> bytearray:
         """Return so many bytes."""
@@ -162,15 +163,15 @@ class _Line:
         self._deadline_s = deadline_s
         self.abort = connection.abort
 
-    def tell(self, message: dict[str, Any], content: bytes = b"") -> None:
+    def tell(self, message: dict[str, Any], content: bytearray | memoryview | None = None) -> None:
         """Send a message. Raises: CommitError(WRITERS_MISSING)."""
-        told = json.dumps({**message, "nbytes": len(content)}).encode()
+        told = json.dumps({**message, "nbytes": len(content or ())}).encode()
         self._connection.send(bytearray(len(told).to_bytes(_LENGTH_NBYTES, "little")))
         self._connection.send(bytearray(told))
         if content:
-            self._connection.send(bytearray(content))
+            self._connection.send(content)
 
-    def hear(self, *, is_idle: bool = False) -> tuple[dict[str, Any], bytes]:
+    def hear(self, *, is_idle: bool = False) -> tuple[dict[str, Any], bytearray]:
         """Return the next message, and what is behind it.
 
         Args:
@@ -184,8 +185,8 @@ class _Line:
         if not 0 < nbytes <= _MESSAGE_NBYTES:
             raise err(Code.WRITERS_MISSING, f"a message of {nbytes} bytes")
         message = json.loads(self._connection.receive(nbytes, timeout_s=deadline_s))
-        content = self._connection.receive(message["nbytes"], timeout_s=deadline_s) if message["nbytes"] else b""
-        return message, bytes(content)
+        nbytes = message["nbytes"]
+        return message, self._connection.receive(nbytes, timeout_s=deadline_s) if nbytes else bytearray()
 
 
 # --- the side that has the files --------------------------------------------------------------------------------------
@@ -249,12 +250,10 @@ class _Sender:
         except CkptError as error:  # a cache that fails is told of by the saver
             return str(error)
         self._line.tell({"type": "offer", "name": part.name, "attempt": part.attempt, "writer": part.writer})
-        while True:
-            asked, _ = self._line.hear()
-            if asked["type"] == "end":
-                problem: str = asked["problem"]
-                break
-            self._answer(cache, part, asked)
+        with contextlib.closing(_OfferedFiles(cache.at(part.name))) as files:
+            while (asked := self._line.hear()[0])["type"] != "end":
+                self._line.tell(*files.answer(asked))
+        problem: str = asked["problem"]
         with contextlib.suppress(CkptError):
             if problem and not cache.is_unfinished(part):
                 return problem  # it got home meanwhile, and its files were let go
@@ -263,19 +262,43 @@ class _Sender:
         self._has_problem = bool(problem)
         return problem
 
-    def _answer(self, cache: NodeCache, part: CachedPart, asked: dict[str, Any]) -> None:
-        assert self._line is not None  # noqa: S101 - as in _offer
-        place, content, told = cache.at(part.name), b"", {"type": "answer", "value": 0}
+
+class _OfferedFiles:
+    """The files of a save that is offered, as the partner asks for them: one after the other, so that one is open."""
+
+    def __init__(self, place: Store) -> None:
+        self._place = place
+        self._opened = contextlib.ExitStack()
+        self._path = ""
+        self._ranges: RangeReader | None = None
+        self._memory = memoryview(b"")
+
+    def answer(self, asked: dict[str, Any]) -> tuple[dict[str, Any], bytearray | memoryview]:
+        """Return a message, and bytes to send behind it, which stay as they are until the next call."""
+        told, content = {"type": "answer", "value": 0}, bytearray()
         try:
             if asked["type"] == "nbytes":
-                told["value"] = place.nbytes(asked["path"])
+                told["value"] = self._place.nbytes(asked["path"])
             elif asked["type"] == "read":
-                content = place.read(asked["path"], limit_nbytes=asked["limit_nbytes"])
+                content = bytearray(self._place.read(asked["path"], limit_nbytes=asked["limit_nbytes"]))
             else:
-                content = place.read_range(asked["path"], asked["begin"], asked["end"] - asked["begin"])
+                return told, self._read(asked["path"], asked["begin"], asked["end"] - asked["begin"])
         except CkptError as error:
             told = {"type": "problem", "error": error.as_json()}
-        self._line.tell(told, content)
+        return told, content
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        self._path, self._ranges = "", None
+        self._opened.close()
+
+    def _read(self, path: str, byte_begin: int, nbytes: int) -> memoryview:
+        if self._ranges is None or path != self._path:
+            self.close()
+            self._ranges, self._path = self._opened.enter_context(self._place.open_ranges(path)), path
+        if len(self._memory) < nbytes + 2 * PAGE_NBYTES:
+            self._memory = make_memory(nbytes + 2 * PAGE_NBYTES)
+        return self._ranges.read_into(byte_begin, nbytes, self._memory)
 
 
 # --- the side that takes replicas -------------------------------------------------------------------------------------
@@ -295,14 +318,14 @@ class _PartnersFiles:
 
     def read(self, path: str, *, limit_nbytes: int) -> bytes:
         """Return a whole small file."""
-        return self._ask({"type": "read", "path": path, "limit_nbytes": limit_nbytes})[1]
+        return bytes(self._ask({"type": "read", "path": path, "limit_nbytes": limit_nbytes})[1])
 
     @contextlib.contextmanager
     def open_ranges(self, path: str) -> Iterator[RangeReader]:
         """Open a file to read ranges of it."""
         yield _PartnersRanges(self._ask, path)
 
-    def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], bytearray]:
         with self._lock:
             self._line.tell(message)
             told, content = self._line.hear()
@@ -314,7 +337,7 @@ class _PartnersFiles:
 class _PartnersRanges:
     """A file of a save that is offered, to read ranges of it; see `RangeReader`."""
 
-    def __init__(self, ask: Callable[[dict[str, Any]], tuple[dict[str, Any], bytes]], path: str) -> None:
+    def __init__(self, ask: Callable[[dict[str, Any]], tuple[dict[str, Any], bytearray]], path: str) -> None:
         self._ask = ask
         self._path = path
 

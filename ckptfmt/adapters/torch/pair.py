@@ -51,8 +51,11 @@ class Pair:
         except RuntimeError as error:
             raise _gone(error) from error
 
-    def send(self, content: bytearray) -> None:
-        """Send some bytes, one at least. Raises: CommitError(WRITERS_MISSING) if the other side is gone or hangs."""
+    def send(self, content: bytearray | memoryview) -> None:
+        """Send some bytes, one at least, in memory that may be written to.
+
+        Raises: CommitError(WRITERS_MISSING) if the other side is gone or hangs.
+        """
         try:
             self._group.send([torch.frombuffer(content, dtype=torch.uint8)], self._other, _DATA_TAG).wait(self._timeout)
         except RuntimeError as error:
