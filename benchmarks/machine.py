@@ -99,12 +99,19 @@ def yield_processors(*needles: str) -> None:
         needles: what the command line of each contains. Each is in another session than this process.
     """
     for pid in {pid for needle in needles for pid in find_children(needle)}:
-        for task in list((_PROC / str(pid) / "task").iterdir()):
+        for task in _tasks(pid):
             with contextlib.suppress(OSError):  # it has ended
-                os.setpriority(os.PRIO_PROCESS, int(task.name), _LOWEST)  # of one thread: those it starts are alike
+                os.setpriority(os.PRIO_PROCESS, task, _LOWEST)  # of one thread: those it starts are alike
         if os.getsid(pid) != os.getsid(0):
             with contextlib.suppress(OSError):  # many kernels go by the session's
                 (_PROC / str(pid) / "autogroup").write_text(str(_LOWEST))
+
+
+def _tasks(pid: int) -> list[int]:
+    """Return the threads of a process; none once it has ended."""
+    with contextlib.suppress(OSError):
+        return [int(task.name) for task in (_PROC / str(pid) / "task").iterdir()]
+    return []
 
 
 @contextlib.contextmanager
@@ -120,9 +127,9 @@ def own_processor() -> Iterator[Callable[[], None]]:
 
     def keep(own: set[int], rest: set[int]) -> None:
         for pid in (os.getpid(), *find_children("")):
-            for task in list((_PROC / str(pid) / "task").iterdir()):
+            for task in _tasks(pid):
                 with contextlib.suppress(OSError):  # it has ended
-                    os.sched_setaffinity(int(task.name), own if int(task.name) == caller else rest)
+                    os.sched_setaffinity(task, own if task == caller else rest)
 
     def keep_apart() -> None:
         keep(own, processors - own or processors)

@@ -34,7 +34,7 @@ from tests.builders import error_of
 from tests.explorer.telling import tell
 from tests.resharding.launch import _meeting, fork
 from tests.saver.test_saver import WAIT_S
-from tests.store.helpers import ROOT
+from tests.store.helpers import ROOT, open_fd_count
 from tests.stores.hooked import HookedStore, Operation
 from tests.test_group import Allgather, run_writers
 from tests.test_node_cache import Outage, cached, committed, died, nbytes_of, spoil, wait_for
@@ -283,6 +283,22 @@ def test_a_cache_that_takes_nothing_is_a_problem_and_no_error(tmp_path: pathlib.
         there.unlink()
         assert both.replicate(second) == ""
     assert [len(reports) for reports in both.reports] == [1, 0]
+
+
+def test_a_replica_that_fails_asks_for_nothing_more(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it keep a file open, as long as somebody has the error."""
+    cache, (first, _) = two_written(tmp_path / "a")
+    there, open_before = NodeCache(CacheOptions(path=str(tmp_path / "b")), cache._run_id), open_fd_count()
+
+    def refuse(_self: LocalStore, path: str, chunks: Any) -> None:
+        next(iter(chunks))
+        raise err(Code.NO_SPACE, "full", where=path)
+
+    monkeypatch.setattr(LocalStore, "create", refuse)
+    error = error_of(lambda: there.take(first, cache.at(first.name)))
+    assert error.code == Code.NO_SPACE
+    assert error.__traceback__ is not None
+    assert open_fd_count() == open_before
 
 
 @pytest.mark.parametrize("how", ["gone", "hangs"])

@@ -95,7 +95,7 @@ class _Saves:
             handle.wait_over()
 
     def remove(self, path: Any) -> None:  # noqa: ANN401 - Lightning's
-        """Delete what is there, once nobody writes to it, in other processes either: what a crash leaves is none.
+        """Delete what is there: a checkpoint once no process writes to it, and so that what a crash leaves is none.
 
         Raises: what its save failed with; `ckptfmt.CkptError`; OSError.
         """
@@ -107,8 +107,9 @@ class _Saves:
         try:
             (self._saver or ckptfmt.Saver(**self._options)).remove(place)
         except ckptfmt.CkptError as error:
-            if error.code in ("SAVE_PENDING", "ARGUMENT"):  # somebody still writes, or it is a run
+            if error.code.startswith(("SAVE_PENDING", "ARGUMENT", "STORE_")):  # else no checkpoint, or a damaged one
                 raise
+        (place / "manifest.json").unlink(missing_ok=True)
         shutil.rmtree(place, ignore_errors=not place.exists())
 
     def check(self) -> None:
@@ -119,8 +120,7 @@ class _Saves:
 
     def close(self) -> None:
         """Wait for all saves; another one may follow. Raises: what one failed with."""
-        saver, self._saver = self._saver, None
-        self._handles.clear()
+        saver, self._saver, self._handles = self._saver, None, {}
         if saver is not None:
             saver.close()
 
@@ -336,7 +336,7 @@ def _put_streams(trainer: Trainer, streams: Mapping[str, Any]) -> None:
 
 def _key_of(name: str) -> str:
     """Return the key in Lightning's checkpoint of what is called so in a checkpoint of ckptfmt."""
-    return name.removeprefix(_EXTRA).replace("~1", "/").replace("~0", "~") or _OPTIMIZERS
+    return name.removeprefix(_EXTRA).replace("~1", "/").replace("~0", "~") if name else _OPTIMIZERS
 
 
 def _extra_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

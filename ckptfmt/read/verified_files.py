@@ -145,6 +145,7 @@ def create_verified(store: Store, file: VerifiedFile, chunks: Callable[[], Gener
     with contextlib.ExitStack() as drawn:
 
         def draw() -> SizedChunks:
+            drawn.close()  # that of the try before
             return SizedChunks(drawn.enter_context(contextlib.closing(chunks())), file.nbytes)
 
         try:

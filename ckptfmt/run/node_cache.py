@@ -279,7 +279,8 @@ class NodeCache:
         with self.hold(part):
             try:
                 for file in files:  # one after the other: so few chunks are held at a time
-                    place.create(file.path, SizedChunks(file.iter_chunks(source), file.nbytes))
+                    with contextlib.closing(file.iter_chunks(source)) as chunks:  # ends the threads that ask for more
+                        place.create(file.path, SizedChunks(chunks, file.nbytes))
                 place.sync("")
                 place.create(part.path, [content])
                 place.sync("parts")

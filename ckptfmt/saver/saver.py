@@ -8,7 +8,7 @@ save goes through these states, and each is reported:
     STAGED      the snapshot is complete, and the saver has it: a trainer that dies now loses nothing
     WRITTEN     this writer's files and part are durable, in the cache of this node where there is one; the slot is free
     COMMITTED   the checkpoint is, for all writers
-    DONE        older checkpoints were cleaned up, and nothing is held any more
+    DONE        older checkpoints were cleaned up, and nothing is held in a directory that belongs to no run
     FAILED      with the error
 """
 
@@ -215,7 +215,7 @@ class _Work:
         self._end("FAILED", known.as_json())
 
     def _end(self, state: str, told: dict[str, Any]) -> None:
-        """Tell how the save ended, once nothing of it is held: whoever hears it may move or delete the directory."""
+        """Tell how it ended, once nothing is held in its directory: whoever hears it may move or delete that."""
         with contextlib.suppress(CkptError):
             self.held.close()
         self.report(state, told)

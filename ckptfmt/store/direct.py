@@ -334,13 +334,14 @@ class FileReader:
         return done_nbytes
 
     def _set_direct(self) -> bool:
-        """Let all reads go past the page cache; False where the file system refuses, at once or at the first read."""
+        """Let all reads go past the page cache; False where the file system refuses, at once or at the first read.
+
+        A first page that can't be read isn't told here: whoever reads it meets that, and knows what was asked for.
+        """
         try:
             self._calls.set_direct(self._fd, on=True)
             self._calls.read_into_at(self._fd, memoryview(mmap.mmap(-1, PAGE_NBYTES)), 0)
-        except OSError as error:
-            if error.errno not in _REFUSALS:
-                raise
+        except OSError:
             with contextlib.suppress(OSError):
                 self._calls.set_direct(self._fd, on=False)
             return False

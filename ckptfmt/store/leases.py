@@ -224,13 +224,13 @@ class Leases:
             if not self._leases:
                 idle, self._thread = self._thread, None
             self._changed.notify_all()
+            is_renewing = lease in self._renewing.values()
             # A process that ended meanwhile would leave a lease that was just renewed: a launch would wait for it.
             self._changed.wait_for(lambda: lease not in self._renewing.values(), _LAST_RENEWAL_S)
-            is_renewing = lease in self._renewing.values()
             idle = None if idle in self._renewing else idle
         if idle is not None:
             idle.join()  # at once: it only waits
-        if not is_renewing:
+        if not is_renewing:  # else who renews it deletes it
             self._delete(lease)
 
     def _delete(self, lease: _Lease) -> None:
@@ -256,7 +256,10 @@ class Leases:
             return None
 
     def _renew(self, lease: _Lease) -> None:
-        """Write a lease again. After an error it is tried again soon, for as long as the hold lasts."""
+        """Write a lease again, and delete it if its hold has ended meanwhile.
+
+        After an error it is tried again soon, for as long as the hold lasts.
+        """
         begun_s = self._local_s()
         problem: Exception | None = None
         try:
@@ -265,18 +268,24 @@ class Leases:
             problem = error
         now_s = self._local_s()
         with self._changed:
-            del self._renewing[threading.current_thread()]
-            self._changed.notify_all()
             if problem is None:
                 lease.renewed_s, lease.due_s, lease.is_told = begun_s, begun_s + self._term_s / _RENEWALS, False
             else:
                 lease.due_s = now_s + self._term_s / _REPEATS
             is_ended = lease.is_ended
+            if not is_ended:
+                self._note_renewed()
         if is_ended:
             self._delete(lease)
+            with self._changed:
+                self._note_renewed()
         elif problem is not None and now_s - lease.renewed_s >= self._term_s and not lease.is_told:
             lease.is_told = True
             _LOG.warning("no new launch waits for this process, which can't renew its lease: %s", problem)
+
+    def _note_renewed(self) -> None:
+        del self._renewing[threading.current_thread()]
+        self._changed.notify_all()
 
 
 def free_key(directory: str) -> str:

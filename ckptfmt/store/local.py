@@ -580,8 +580,8 @@ class _Ranges:
             raise _too_short(self._path, byte_begin, nbytes, self._file.nbytes)
         try:
             found = self._file.read_into(byte_begin, nbytes, buffer)
-        except OSError as error:
-            raise self._store._named(error, self._path) from error  # noqa: SLF001 - our own
+        except OSError:  # once more, in a way that looks for the file again if it went stale, and names what is wrong
+            return memoryview(self._store.read_range(self._path, byte_begin, nbytes))
         if len(found) < nbytes:
             raise _too_short(self._path, byte_begin, nbytes, byte_begin + len(found))
         return found

@@ -15,8 +15,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from safetensors.torch import load_file
 
 import ckptfmt
+from ckptfmt.commit import lone
 from ckptfmt.documents.manifest import held_path
-from ckptfmt.errors import CkptError
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.plugins.lightning import CkptfmtIO, ExactResume
 from ckptfmt.store import open_store
 from tests.plugins import trainings
@@ -189,6 +190,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path):
         "optimizer_states": [{"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
         "callbacks": {"Some{'a/b': None}": {"best": {"x/y~z": torch.tensor(0.5)}, "none": None}},
         "loops": {"fit_loop": {"state": (1, [2, {"three": 4.0}])}},
+        "": {"an empty key": 1},
     }
     io = CkptfmtIO()
     io.save_checkpoint(saved, tmp_path / "a.ckpt")
@@ -256,6 +258,21 @@ def test_a_removal_waits_for_the_saver_of_another_process(tmp_path):
             assert ckptfmt.validate(place)
         removal.result(60)
     assert not place.exists()
+
+
+def test_a_removal_that_the_storage_refuses_leaves_the_checkpoint(tmp_path, monkeypatch):
+    place = tmp_path / "a.ckpt"
+    with ckptfmt.Saver(saver="inline") as saver:
+        saver.save(place, ckptfmt.State(weights={"w": torch.zeros(8)}, rng=False), step=1)
+
+    def refuse(store):
+        raise err(Code.STORE_IO, "Input/output error", where=store.name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lone, "read_register", refuse)
+        with pytest.raises(CkptError, match="STORE_IO"):
+            CkptfmtIO().remove_checkpoint(place)
+    assert ckptfmt.validate(place)
 
 
 @pytest.mark.parametrize("what", ["file", "directory", "link", "damaged", "nothing"])

@@ -1096,23 +1096,31 @@ def test_copies_and_checks_of_a_cold_run_leave_the_page_cache_to_the_training(tm
     assert cached_nbytes() < 1 << 20
 
 
-def test_a_copy_that_fails_lets_go_at_once_of_the_file_that_it_reads(tmp_path: pathlib.Path) -> None:
+def ahead_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ckptfmt-ahead")]
+
+
+@pytest.mark.parametrize("code", [Code.NO_SPACE, Code.STORE_NO_ANSWER])
+def test_a_copy_that_fails_lets_go_at_once_of_the_file_that_it_reads(tmp_path: pathlib.Path, code: Code) -> None:
     """Found in a saver, which doesn't look for garbage during a save: each try left a file open, and two threads."""
     (tmp_path / "a").write_bytes(bytes(24 << 20))
     spans: Any = [(begin, 4 << 20, bytes) for begin in range(0, 24 << 20, 4 << 20)]
     file = VerifiedFile(path="a", nbytes=24 << 20, spans=spans)
+    meanwhile = []
 
-    class Full(MemoryStore):
+    class Refusing(MemoryStore):
         def create(self, path: str, chunks: Any) -> None:
             next(iter(chunks))
-            raise err(Code.NO_SPACE, "full", where=path)
+            meanwhile.append((open_fd_count() - fd_count, len(ahead_threads())))
+            raise err(code, "", where=path)
 
     home, fd_count = LocalStore(tmp_path, writable=False), open_fd_count()
     try:
-        create_verified(Full(), file, lambda: file.iter_chunks(home))
+        create_verified(Refusing(), file, lambda: file.iter_chunks(home))
     except CkptError as error:  # with its traceback, as a report keeps it
-        assert error.code == Code.NO_SPACE
+        assert error.code == code
         assert open_fd_count() == fd_count
-        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckptfmt-ahead")]
+        assert not ahead_threads()
     else:
         pytest.fail("it was to fail")
+    assert meanwhile == [(1, 2)] * (3 if code == Code.STORE_NO_ANSWER else 1)  # never those of the try before, too

@@ -24,6 +24,7 @@ from ckptfmt.errors import Code
 from ckptfmt.store import LocalStore, direct
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import PAGE_NBYTES
+from tests.builders import error_of
 from tests.store.helpers import code_of, no_fd_leak, run_python, temporaries
 from tests.stores.faults import Fault, FaultCalls
 from tests.stores.recorder import RecordingCalls
@@ -641,6 +642,51 @@ def test_a_file_that_shrinks_while_it_is_read_is_a_named_error(tmp_path, cached)
         os.truncate(tmp_path / "a", 3 * PAGE + 5)
         assert code_of(lambda: file.read_into(PAGE, 4 * PAGE, aligned(10 * PAGE))) == Code.FILE_NBYTES
         assert bytes(file.read_into(PAGE, PAGE, aligned(10 * PAGE))) == bytes(PAGE)
+
+
+class Failing(Cold):
+    """Calls of a device whose first page can't be read, so often."""
+
+    def __init__(self, *, number, times):
+        super().__init__()
+        self.number = number
+        self.left = times
+
+    def fail(self, byte_begin):
+        if byte_begin < PAGE and self.left:
+            self.left -= 1
+            raise OSError(self.number, os.strerror(self.number))
+
+    def read_at(self, fd, nbytes, byte_begin):
+        self.fail(byte_begin)
+        return super().read_at(fd, nbytes, byte_begin)
+
+    def read_into_at(self, fd, buffer, byte_begin):
+        self.fail(byte_begin)
+        return super().read_into_at(fd, buffer, byte_begin)
+
+
+@small
+def test_a_first_page_that_cannot_be_read_is_a_named_error_of_its_reader_alone(tmp_path):
+    """Found in an upload from a cache: it was taken for an error of home, and tried again without end."""
+    content = random.Random(1).randbytes(8 * PAGE)
+    LocalStore(tmp_path, writable=True).create("a", [content])
+    store = LocalStore(tmp_path, writable=False, calls=Failing(number=errno.EIO, times=99))
+    with store.open_ranges("a") as file:
+        error = error_of(lambda: file.read_into(5, PAGE, aligned(10 * PAGE)))
+        assert (error.code, error.where) == (Code.STORE_IO, "a")
+        assert bytes(file.read_into(PAGE, PAGE, aligned(10 * PAGE))) == content[PAGE : 2 * PAGE]
+
+
+@small
+@pytest.mark.parametrize(("times", "code"), [(1, "ok"), (2, "ok"), (9, Code.STORE_IO)])
+def test_a_range_behind_a_stale_handle_is_looked_up_again(tmp_path, times, code):
+    content = random.Random(1).randbytes(8 * PAGE)
+    LocalStore(tmp_path, writable=True).create("a", [content])
+    store = LocalStore(tmp_path, writable=False, calls=Failing(number=errno.ESTALE, times=times))
+    assert code_of(lambda: read_pieces(store, [(5, PAGE)])) == code
+    if code == "ok":
+        assert read_pieces(store, [(5, PAGE)]) == [content[5 : 5 + PAGE]]
 
 
 def test_only_what_is_not_in_the_page_cache_is_read_past_it(tmp_path):
