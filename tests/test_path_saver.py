@@ -376,8 +376,12 @@ def test_what_is_staged_is_saved_however_the_process_ends(tmp_path: Path, how: s
 
 
 KILLED = """
-    import sys
+    import os, sys
     import numpy as np, ckptfmt
+
+    def say(*words):
+        os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # a line at once, for two threads say some
+
     path, first = sys.argv[1], int(sys.argv[2])
     weights = np.zeros(4_000_000, np.float32)
     saver = ckptfmt.Saver(slots=2)
@@ -385,10 +389,10 @@ KILLED = """
     for number in range(first, 1_000_000):
         weights[...] = state.data["position"] = number
         handle = saver.save(path, state, step=number, replace=True)
-        print("called", number, saver._saves._background._link.pid, flush=True)
+        say("called", number, saver._saves._background._link.pid)
         handle.wait("STAGED")
-        print("staged", number, flush=True)
-        handle.on_committed(lambda report: print("committed", report.step, flush=True))
+        say("staged", number)
+        handle.on_committed(lambda report: say("committed", report.step))
 """
 
 
