@@ -91,8 +91,8 @@ def measure_cached_lost(
 
     Each round runs twice. In the first, the training has one thread less than there are cores, so that one is left for
     whoever saves, and the system decides which thread runs where. In the second, it has one thread and a processor of
-    its own, which it has wherever a GPU computes. The servers below this process get what is left of the processors, from now on: in
-    practice they run elsewhere.
+    its own, which it has wherever a GPU computes. The servers below this process get what is left of the processors,
+    from now on: in practice they run elsewhere.
 
     Args:
         setting: of an upload by obstore alone: bytes of a part, and how many parts at once.

@@ -536,6 +536,25 @@ def test_one_node_alone_is_refused_at_the_launch(tmp_path: pathlib.Path) -> None
     assert list(home.list("")) == []
 
 
+def test_a_run_goes_on_on_one_node_without_replicas(tmp_path: pathlib.Path) -> None:
+    """As after the loss of all nodes but one: the command is the same, and the reports say what is missing."""
+    home, reports = MemoryStore(), []
+    for nodes in ("ab", "aa"):
+        gather = Allgather(2)
+
+        def body(writer: int, nodes: str = nodes, gather: Allgather = gather) -> None:
+            cache = tmp_path / nodes[writer]
+            with Run(home, writer=writer, allgather=gather, cache=cache, peers=1, node=nodes[writer]) as run:
+                run.save(1 + nodes.count("a")).wait(timeout_s=WAIT_S)
+                reports.append(run.checkpointer.reports)
+
+        with threads_as_nodes():
+            assert run_writers(2, body) == [None, None]
+    assert [[told for told in those if "saves have no replicas" in told] for those in reports[:2]] == [[], []]
+    assert all("PEER_LOST: all 2 processes are on node 'a'" in " ".join(those) for those in reports[2:])
+    assert committed(home) == [2, 3]
+
+
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
@@ -654,7 +673,7 @@ def test_a_run_goes_on_from_what_a_lost_node_had_replicated(
         (path / "away").rename(path / "home")
         home = LocalStore(path / "home", writable=False)
         assert committed(home) == [1, 2, 3]
-        again = train("go_on", path, name="two", nodes="aa", peers=0)
+        again = train("go_on", path, name="two", nodes="aa", peers=peers)
         assert again.codes == [0, 0]
         assert [again.told("began", rank) for rank in range(2)] == [step, step]
         assert states(again, "resumed") == {step: expected[step]}

@@ -22,6 +22,7 @@ from ckptfmt import limits
 from ckptfmt.adapters import check_torch
 from ckptfmt.box import Box
 from ckptfmt.commit.decision import finalize
+from ckptfmt.commit.lone import check_no_run
 from ckptfmt.convert import hf, torch_sources
 from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree
 from ckptfmt.convert.fields import assemble, find_step, parse_rules, sort_fields
@@ -38,7 +39,7 @@ from ckptfmt.errors import CkptError, Code, err, remedy_of
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import carrier_of
 from ckptfmt.state import IMPORTED
-from ckptfmt.store import LocalStore, suggest_path
+from ckptfmt.store import LocalStore, local_path, open_store, suggest_path
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import TEMPORARY_PREFIX, Store
 from ckptfmt.write.image import Context, Piece, plan_image
@@ -68,7 +69,7 @@ class Conversion:
         tensor_count: how many tensors are written.
         nbytes: how many bytes they have.
         left_out: what the target doesn't hold, or not as it was.
-        write: writes the target, given a path and what to tell of each piece of bytes.
+        write: writes the target, given a path, or a store for a bucket, and what to tell of each piece of bytes.
     """
 
     source: str
@@ -80,12 +81,16 @@ class Conversion:
     tensor_count: int
     nbytes: int
     left_out: list[LeftOut]
-    write: Callable[[Path, Callable[[int], None]], None]
+    write: Callable[[Any, Callable[[int], None]], None]
 
     def run(self, on_progress: Callable[[int], None]) -> None:
         """Write the target, whole or not at all. Raises: StoreError; what reading the source raises."""
-        with staged(self.target) as path:
-            self.write(path, on_progress)
+        path = local_path(self.target)
+        if path is None:  # of a checkpoint, whose manifest comes last
+            self.write(open_store(self.target, writable=True), on_progress)
+            return
+        with staged(path) as place:
+            self.write(place, on_progress)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +99,7 @@ class _Target:
 
     tensors: list[Tensor]
     left_out: list[LeftOut]
-    write: Callable[[Path, Callable[[int], None]], None]
+    write: Callable[[Any, Callable[[int], None]], None]
 
 
 @contextlib.contextmanager
@@ -113,8 +118,8 @@ def plan_conversion(
     """Look at a source and plan the target; the source stays open as long as the context.
 
     Args:
-        source: path of what is converted.
-        target: path of what it becomes; nothing may be there.
+        source: path of what is converted, or the URL of a checkpoint of ckptfmt.
+        target: path of what it becomes, or the URL for a checkpoint of ckptfmt; nothing may be there.
         from_kind, to_kind: one of `KINDS`; None to find out.
         open_checkpoint: opens a checkpoint of ckptfmt, or the head of a run.
         rules: ``KEY=FIELD`` for entries of a torch or DCP source.
@@ -124,6 +129,7 @@ def plan_conversion(
 
     Raises: CkptError of any kind, by name.
     """
+    source, target = (local_path(path) or path for path in (source, target))
     check_paths(source, target)
     from_kind = from_kind or source_kind(source)
     to_kind = to_kind or target_kind(target, from_kind)
@@ -132,6 +138,10 @@ def plan_conversion(
     if (from_kind, to_kind) == ("ckptfmt", "ckptfmt"):
         remedy = "Copy the directory; of a delta, `ckptfmt compact` makes a full one."
         raise err(Code.ARGUMENT, "source and target are both checkpoints of ckptfmt", where=target, remedy=remedy)
+    for place, kind in ((source, from_kind), (target, to_kind)):
+        if kind != "ckptfmt" and local_path(place) is None:
+            remedy = "Give a path on this machine, and copy between it and the bucket by other means."
+            raise err(Code.ARGUMENT, f"what is of kind {kind} can't be in a bucket", where=place, remedy=remedy)
     rules = parse_rules(rules)
     if rules and from_kind not in _TORCH_FORMATS:
         raise err(Code.ARGUMENT, f"a source of kind {from_kind} has its fields already", where="--field")
@@ -196,8 +206,9 @@ def _plan_native(content: Content, only: str | None, _max_shard_nbytes: int) -> 
         content.leaves = {key: tree for key, tree in content.leaves.items() if key[0] == only}
     snapshot = snapshot_of(content)
 
-    def write(path: Path, on_progress: Callable[[int], None]) -> None:
-        store = LocalStore(path, writable=True)
+    def write(place: Path | Store, on_progress: Callable[[int], None]) -> None:
+        store = LocalStore(place, writable=True) if isinstance(place, Path) else place
+        check_no_run(store, replace=False)
         write_checkpoint(store, snapshot, step=content.step or 0, on_progress=on_progress)
 
     return _Target(tensors=list(content.tensors.values()), left_out=[], write=write)
@@ -281,8 +292,12 @@ def source_kind(path: str) -> str:
 
     Raises: IntegrityError(FILE_MISSING); StateError(ARGUMENT) where none is recognised.
     """
+    here = local_path(path)
     try:
-        names = {entry.name for entry in Path(path).iterdir()}
+        if here is None:
+            names = {name.rstrip("/") for name in open_store(path, writable=False).list_names("")}
+        else:
+            names = {entry.name for entry in Path(here).iterdir()}
     except FileNotFoundError:
         raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=suggest_path(path)) from None
     except NotADirectoryError:
@@ -317,9 +332,12 @@ def check_paths(source: str, target: str) -> None:
     """Check that a target is neither there yet nor within its source. Raises: StoreError; StateError(ARGUMENT)."""
     if not target:
         raise err(Code.ARGUMENT, "the path is empty", where="TARGET")
-    if os.path.lexists(target):
+    place, origin = local_path(target), local_path(source)
+    if place is None:
+        return  # whoever writes there looks
+    if os.path.lexists(place):
         raise _exists(target)
-    if Path(target).resolve().is_relative_to(Path(source).resolve()):
+    if origin is not None and Path(place).resolve().is_relative_to(Path(origin).resolve()):
         raise err(Code.ARGUMENT, "the target is in the source", where=target, remedy="Give a path outside of it.")
 
 

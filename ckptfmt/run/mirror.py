@@ -51,6 +51,7 @@ from ckptfmt.run.lineage import (
     read_run,
 )
 from ckptfmt.run.retention import retire_as_elsewhere
+from ckptfmt.store import check_apart
 from ckptfmt.store.protocol import Store
 
 #: How long to wait for saves that others have in their hands before a home is left, in seconds.
@@ -138,9 +139,10 @@ def mirror_run(
         stop: ends the work soon, once it is set.
 
     Raises: CommitError(HOMES_DIVERGED, CHECKPOINT_EXISTS); FormatError(RUN_MISMATCH); IntegrityError(FILE_MISSING);
-        UnsupportedError(FEATURE_UNSUPPORTED); StoreError.
+        UnsupportedError(FEATURE_UNSUPPORTED); StoreError; StateError(ARGUMENT) where one is within the other.
     Spec: REQ-RUN-027 to REQ-RUN-031.
     """
+    check_apart([home, mirror])
     return _Mirroring(home, mirror, on_progress, stop or threading.Event()).run(retire=retire)
 
 

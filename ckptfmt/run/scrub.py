@@ -38,6 +38,7 @@ from ckptfmt.read.verified_files import (
     stored_files,
 )
 from ckptfmt.run.lineage import RunEntry, check_writer_features, list_checkpoints, read_known_run
+from ckptfmt.store import check_apart
 from ckptfmt.store.protocol import Store
 
 
@@ -116,9 +117,11 @@ def scrub_run(
         on_progress: called with the number of bytes just compared, by several threads, one at a time.
 
     Raises: CommitError(HOMES_DIVERGED) where copies hold different things under one name; FormatError(RUN_MISMATCH);
-        IntegrityError(FILE_MISSING) where none has the run's record; UnsupportedError(FEATURE_UNSUPPORTED); StoreError.
+        IntegrityError(FILE_MISSING) where none has the run's record; UnsupportedError(FEATURE_UNSUPPORTED); StoreError;
+        StateError(ARGUMENT) where one is within another.
     Spec: REQ-RUN-033, REQ-RUN-034.
     """
+    check_apart(copies)
     return _Scrubbing(copies, on_progress, dry_run=dry_run).run()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import posixpath
 import re
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
@@ -23,8 +25,10 @@ __all__ = [
     "ObjectStore",
     "Store",
     "address_of",
+    "check_apart",
     "check_path",
     "is_url",
+    "local_path",
     "open_address",
     "open_store",
     "split_path",
@@ -57,18 +61,33 @@ def open_store(path_or_store: str | os.PathLike[str] | Store, *, writable: bool)
     path = os.fspath(path_or_store)
     if not path:
         raise err(Code.ARGUMENT, "the path is empty")
-    if not isinstance(path_or_store, str) and _SPOILT.match(os.fsdecode(path)):
-        remedy = "Pass the URL as a str: a Path makes one slash of two."
-        raise err(Code.ARGUMENT, "this was a URL", where=path, remedy=remedy)
-    if not is_url(path):
-        _refuse_file(path, writable=writable)
-        return LocalStore(path, writable=writable)
-    parts = urlsplit(path)
-    if parts.scheme == "file":
-        if parts.netloc not in ("", "localhost"):
-            raise err(Code.ARGUMENT, f"a file on {parts.netloc!r}", where=path, remedy="Write file:///the/path.")
-        return LocalStore(path.partition("://")[2].removeprefix("localhost"), writable=writable)
-    return ObjectStore(path, writable=writable)
+    here = local_path(path)
+    if here is None:
+        return ObjectStore(path, writable=writable)
+    _refuse_file(here, writable=writable)
+    return LocalStore(here, writable=writable)
+
+
+def local_path(path: str | os.PathLike[str]) -> str | None:
+    """Return the local path that a path or a ``file://`` URL means; None for any other URL.
+
+    Raises: StateError(ARGUMENT) for a URL that isn't whole, and for a file on another machine.
+
+    >>> local_path("file:///data/run"), local_path("run"), local_path("s3://bucket/run")
+    ('/data/run', 'run', None)
+    """
+    text = os.fspath(path)
+    if _SPOILT.match(os.fsdecode(text)):
+        remedy = "Write two slashes, and pass the URL as a str: a Path makes one of two. A directory: ./s3:/..."
+        raise err(Code.ARGUMENT, "a URL with one slash", where=text, remedy=remedy)
+    if not is_url(text):
+        return text
+    parts = urlsplit(text)
+    if parts.scheme != "file":
+        return None
+    if parts.netloc not in ("", "localhost"):
+        raise err(Code.ARGUMENT, f"a file on {parts.netloc!r}", where=text, remedy="Write file:///the/path.")
+    return text.partition("://")[2].removeprefix("localhost")
 
 
 def _refuse_file(path: str | bytes, *, writable: bool) -> None:
@@ -93,10 +112,10 @@ def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
     >>> split_path("s3://bucket/run/step-00000400-l0001/")
     ('s3://bucket/run', 'step-00000400-l0001')
     """
-    if is_url(path) and urlsplit(os.fspath(path)).scheme != "file":
+    here = local_path(path)
+    if here is None:
         return posixpath.split(os.fspath(path).rstrip("/"))
-    local = os.fspath(path).partition("://")[2] if is_url(path) else path
-    return os.path.split(os.path.realpath(local))
+    return os.path.split(os.path.realpath(here))
 
 
 def suggest_path(path: str) -> str:
@@ -128,3 +147,25 @@ def open_address(address: Address, *, writable: bool) -> Store:
         return LocalStore(os.fsdecode(address), writable=writable)
     options = dict(address)
     return ObjectStore(options.pop("url"), writable=writable, **options)
+
+
+def check_apart(copies: Sequence[Store]) -> None:
+    """Check that no copy of a run is within another one, or the same, as far as that can be told.
+
+    Raises: StateError(ARGUMENT).
+    """
+    for one, other in itertools.permutations(copies, 2):
+        outer, inner = _root_of(one), _root_of(other)
+        if outer and inner and outer[0] == inner[0] and f"{inner[1]}/".startswith(f"{outer[1].rstrip('/')}/"):
+            detail = f"this is in {one.name}, of which it is to be a copy"
+            raise err(Code.ARGUMENT, detail, where=other.name, remedy="Give each copy a place of its own.")
+
+
+def _root_of(store: Store) -> tuple[Any, str] | None:
+    """Return where a store is, and its root there; None if nobody knows."""
+    address = address_of(store)
+    if isinstance(address, bytes):
+        return "local", os.path.realpath(os.fsdecode(address))
+    if address is None:
+        return None
+    return [value for name, value in address.items() if name != "url"], address["url"]

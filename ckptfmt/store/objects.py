@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.leases import HeldByLeases, Leases, free_key
+from ckptfmt.store.obstore_errors import code_of, is_panic, status_of, text_of, without_secrets
 from ckptfmt.store.protocol import (
     TEMPORARY_PREFIX,
     Buffer,
@@ -69,9 +70,6 @@ _END_LIMIT: Final = 1 << 63
 _OWNER: Final = "ckptfmtput"
 #: How many creations of one name at once try out a server.
 _PROBE_COUNT: Final = 8
-_STATUS: Final = re.compile(r"status code: ([0-9]{3})")
-#: Queries of URLs may be signatures, and what is before an @ a password.
-_SECRETS: Final = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s\"']*")
 #: Servers, by bucket, that were seen to create exclusively.
 _PROVEN: Final[set[tuple[str, str]]] = set()
 
@@ -263,7 +261,7 @@ class ObjectStore(HeldByLeases):
                     found = self._client.get(key, options={"range": (byte_begin, byte_begin + nbytes)})
                     content, file_nbytes = found.bytes(), found.meta["size"]
                 except Exception as error:
-                    if _status_of(error) != 416:  # no such range
+                    if status_of(error) != 416:  # no such range
                         raise
                 else:
                     if len(content) == nbytes:
@@ -310,18 +308,19 @@ class ObjectStore(HeldByLeases):
         with self._named_errors(path, missing=Code.STORE_IO):
             if self._owner_of(key) is not None:
                 raise self._taken(path)
-        drawn = _Drawn(chunks)
         part_nbytes = max(_PART_NBYTES, -(-most_nbytes // _MOST_PARTS))
         owner = secrets.token_hex(16)
+        drawn = _Drawn(chunks)
         try:
-            self._uploads.put(
-                key,
-                drawn,
-                attributes={_OWNER: owner},
-                use_multipart=True,
-                chunk_size=part_nbytes,
-                max_concurrency=max(1, _PART_COUNT * _PART_NBYTES // part_nbytes),
-            )
+            with drawn:
+                self._uploads.put(
+                    key,
+                    drawn,
+                    attributes={_OWNER: owner},
+                    use_multipart=True,
+                    chunk_size=part_nbytes,
+                    max_concurrency=max(1, _PART_COUNT * _PART_NBYTES // part_nbytes),
+                )
         except Exception as error:  # noqa: BLE001 - named below
             if drawn.error is not None:
                 raise drawn.error from None
@@ -365,7 +364,8 @@ class ObjectStore(HeldByLeases):
                 return self._named(error, self.name, missing=Code.STORE_IO, taken=Code.STORE_EXISTS)
             return None
 
-        with ThreadPoolExecutor(_PROBE_COUNT, thread_name_prefix="ckptfmt-probe") as threads:
+        probes = ThreadPoolExecutor(_PROBE_COUNT, thread_name_prefix="ckptfmt-probe")
+        with self._named_errors(self.name, missing=Code.STORE_IO), probes as threads:
             found = list(threads.map(create, range(_PROBE_COUNT)))
         with contextlib.suppress(Exception):  # it is of nobody's concern, and hidden
             self._client.delete(key)
@@ -401,11 +401,13 @@ class ObjectStore(HeldByLeases):
             yield
         except CkptError:
             raise
-        except Exception as error:  # noqa: BLE001 - all that obstore raises
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             raise self._named(error, path, missing=missing) from None  # whose text may have a signature
 
     def _named(
-        self, error: Exception, path: str, *, missing: Code = Code.FILE_MISSING, taken: Code = Code.STORE_NO_ANSWER
+        self, error: BaseException, path: str, *, missing: Code = Code.FILE_MISSING, taken: Code = Code.STORE_NO_ANSWER
     ) -> CkptError:
         """Return the error that a handler knows; `missing` is the code for what isn't there.
 
@@ -414,12 +416,10 @@ class ObjectStore(HeldByLeases):
         """
         if type(error).__name__ in ("AlreadyExistsError", "PreconditionError") and taken == Code.STORE_EXISTS:
             return self._taken(path)
-        code, remedy = _code_of(error, missing=missing)
+        code, remedy = code_of(error, missing=missing)
         if code == Code.FILE_MISSING:
             return err(code, f"no such object in {self.name}", where=path, requirement="REQ-CKP-004")
-        # What follows the first line, or begins with a tag, is for obstore's developers.
-        text = re.split(r"\n|: <", str(error), maxsplit=1)[0]
-        return err(code, f"{_SECRETS.sub('', text)[:400]} in {self.name}", where=path, remedy=remedy)
+        return err(code, f"{text_of(error)} in {self.name}", where=path, remedy=remedy)
 
     def _taken(self, path: str) -> CkptError:
         return err(Code.STORE_EXISTS, f"the file is in {self.name} already", where=path)
@@ -466,25 +466,37 @@ class _Ranges:
 
 
 class _Drawn:
-    """Chunks on their way into an upload: whether all were drawn, and what they raised."""
+    """Chunks on their way into an upload: whether all were drawn, and what they raised.
+
+    They are drawn in a thread of their own, since they may be read from a bucket, too: obstore panics at a request
+    within a request.
+    """
 
     def __init__(self, chunks: Iterable[Buffer]) -> None:
         self._chunks = iter(chunks)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptfmt-draw")
         self.is_complete = False
         self.error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        """Begin an upload."""
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
 
     def __iter__(self) -> _Drawn:
         return self
 
     def __next__(self) -> Buffer:
         try:
-            return next(self._chunks)
-        except StopIteration:
-            self.is_complete = True
-            raise
+            chunk = self._thread.submit(next, self._chunks, None).result()
         except BaseException as error:
             self.error = error
             raise
+        if chunk is None:
+            self.is_complete = True
+            raise StopIteration
+        return chunk
 
 
 def _draw_first(chunks: SizedChunks) -> tuple[list[Buffer], Iterator[Buffer] | None]:
@@ -516,7 +528,7 @@ def _split(url: str) -> tuple[str, str]:
     ('s3://bucket', 'runs/a')
     """
     parts = urlsplit(url)
-    shown = _SECRETS.sub("", url)
+    shown = without_secrets(url)
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise err(Code.STORE_UNSUPPORTED, "no such kind of URL", where=shown, remedy=f"One of {known}, or a path.")
@@ -548,33 +560,11 @@ def _client_maker(
         try:
             return from_url(place, **given, **provider)  # type: ignore[arg-type, no-any-return, call-overload, unused-ignore]
         except Exception as error:  # noqa: BLE001 - all that obstore raises
-            detail = _SECRETS.sub("", str(error).partition("\n")[0])
-            raise err(Code.ARGUMENT, detail, where=place, remedy="See obstore's documentation of options.") from None
+            raise err(
+                Code.ARGUMENT, text_of(error), where=place, remedy="See obstore's documentation of options."
+            ) from None
 
     return make
-
-
-def _code_of(error: Exception, *, missing: Code) -> tuple[Code, str | None]:
-    """Return the code of what obstore raised, and a remedy where that of the code doesn't do."""
-    kind, text, status = type(error).__name__, str(error), _status_of(error)
-    if "NoSuchBucket" in text:
-        return Code.STORE_IO, "Create the bucket, or give the name of one that is there."
-    if isinstance(error, FileNotFoundError):
-        return missing, None
-    if "Quota" in text or status == 507:
-        return Code.NO_SPACE, None
-    if isinstance(error, PermissionError) or kind in ("PermissionDeniedError", "UnauthenticatedError"):
-        return Code.STORE_ACCESS, "Check the credentials, what they permit, and the name of the bucket."
-    is_refused = status is not None and 400 <= status < 500 and status not in (408, 409, 429)
-    if is_refused or "builder error" in text or isinstance(error, ValueError | TypeError):
-        return Code.STORE_IO, None
-    return Code.STORE_NO_ANSWER, None
-
-
-def _status_of(error: Exception) -> int | None:
-    """Return the status of the HTTP answer that an error is about."""
-    found = _STATUS.search(str(error))
-    return int(found[1]) if found else None
 
 
 def _pauses(deadline_s: float) -> Iterator[None]:

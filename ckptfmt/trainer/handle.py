@@ -66,6 +66,8 @@ def tell_committed(writer: int, report: SaveReport, seconds: float) -> None:
     size = bytes_text(report.stored_nbytes)
     if report.profile != "full":
         size += f" of {bytes_text(report.nbytes)}"
+    if report.durability != HOME:
+        size += f" in caches alone (durability {report.durability})"
     rate = f" ({bytes_text(report.stored_nbytes / seconds)}/s)" if seconds > 0 else ""
     level = logging.INFO if writer == 0 else logging.DEBUG
     _LOG.log(level, "step %d COMMITTED: %s in %.2f s%s: %s", report.step, size, seconds, rate, report.path)

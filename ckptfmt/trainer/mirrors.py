@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterable
 from typing import Final, TypeAlias
 
-from ckptfmt.errors import CkptError
 from ckptfmt.run.mirror import mirror_run
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.handle import SaveHandle
+from ckptfmt.write.writer import as_ckpt_error
 
 #: Where a mirror is: a directory or URL, or a store rooted there.
 Place: TypeAlias = str | os.PathLike[str] | Store
@@ -108,10 +108,10 @@ class Mirrors:
         name = os.fspath(place) if isinstance(place, str | os.PathLike) else place.name
         try:
             report = mirror_run(self._home, open_store(place, writable=True), stop=self._stop)
-        except CkptError as error:
+        except BaseException as error:  # noqa: BLE001 - a thread that ended here would copy nothing more, in silence
             with self._lock:
                 self._is_behind = True
-            self._report(f"MIRROR_BEHIND: {name}: {error}")
+            self._report(f"MIRROR_BEHIND: {name}: {as_ckpt_error(error)}")
             return
         with self._lock:
             self._in_caches = frozenset(report.in_caches)

@@ -75,16 +75,19 @@ class PeerOptions:
                 remedy="Call torch.distributed.init_process_group first, and leave writer= out; or leave peers= out.",
             )
 
-    def meet(self, group: Group) -> tuple[str, ...]:
+    def meet(self, group: Group, *, goes_on: Callable[[], bool]) -> tuple[str, ...]:
         """Return the nodes of all processes, in their order. Every process calls it.
 
-        Raises: StateError(ARGUMENT) if there is one node only; LayoutError(WRITERS_DIVERGED).
+        Args:
+            goes_on: tells whether the run has begun already: it may have lost all nodes but one since then.
+
+        Raises: StateError(ARGUMENT) if a run begins on one node only; LayoutError(WRITERS_DIVERGED).
         """
         told = group.all_gather({"node": self.node})
         if any(type(theirs) is not dict or theirs.keys() != {"node"} for theirs in told):
             raise err(Code.WRITERS_DIVERGED, "not every process has peers=1", where=_WHERE)
         nodes = tuple(str(theirs["node"]) for theirs in told)
-        if len(set(nodes)) == 1:
+        if len(set(nodes)) == 1 and not goes_on():
             raise err(
                 Code.ARGUMENT,
                 f"peers= needs another node: all {len(nodes)} processes are on {nodes[0]!r}",

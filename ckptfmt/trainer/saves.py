@@ -192,8 +192,12 @@ class Saves:
         """Connect with the processes of other nodes whose caches take replicas of these saves. Every process calls it.
 
         Args:
-            nodes: of all processes.
+            nodes: of all processes; where there is one only, there are no replicas, and the reports say so.
         """
+        if len(set(nodes)) == 1:
+            told = f"PEER_LOST: all {len(nodes)} processes are on node {nodes[0]!r}: saves have no replicas"
+            _add_report(self.reports, told)
+            return
         options, number = self._options, self._group.writer
         assert options.cache is not None  # noqa: S101 - see PeerOptions
         name = f"{launch.run_id}-{launch.launch}-{launch.nonce}"

@@ -34,10 +34,11 @@ from ckptfmt.run.lineage import begin_launch, find_head, iter_lineage, list_chec
 from ckptfmt.run.mirror import MirrorReport, follow_run, mirror_run, promote
 from ckptfmt.run.retention import clean_up
 from ckptfmt.run.scrub import scrub_run
-from ckptfmt.store import LocalStore
+from ckptfmt.store import LocalStore, check_apart
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import PAGE_NBYTES
+from ckptfmt.trainer import mirrors
 from tests.builders import code_of, error_of, read_all, snapshot, tensor
 from tests.chains import Saving
 from tests.run.test_lineage import RunOfSteps
@@ -1094,6 +1095,38 @@ def test_copies_and_checks_of_a_cold_run_leave_the_page_cache_to_the_training(tm
     assert cached_nbytes() < 1 << 20
     assert not scrub_run([home]).damages
     assert cached_nbytes() < 1 << 20
+
+
+def test_whatever_ends_a_copy_beside_the_training_is_reported(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library may raise what is no Exception; the thread that copies goes on."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic_once(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(mirrors, "mirror_run", mirror_run)
+        raise Panic
+
+    monkeypatch.setattr(mirrors, "mirror_run", panic_once)
+    state = ckptfmt.State(weights={"w": np.zeros(9)}, rng=False)
+    with ckptfmt.Checkpointer(tmp_path / "run", state, saver="thread", mirrors=[tmp_path / "copy"]) as checkpointer:
+        checkpointer.save(step=1)
+    assert [report for report in checkpointer.reports if "MIRROR_BEHIND" in report and "Panic" in report]
+    assert len(list_checkpoints(LocalStore(tmp_path / "copy", writable=False))) == 1
+
+
+@pytest.mark.parametrize("pair", [("run", "run"), ("run", "link"), ("run", "run/copy"), ("run/copy", "run")])
+def test_a_run_is_no_copy_of_itself(tmp_path: pathlib.Path, pair: tuple[str, str]) -> None:
+    """Nor is what lies within it: a mirror of itself would report that it has everything."""
+    (tmp_path / "run" / "copy").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("run")
+    one, other = (LocalStore(tmp_path / name, writable=True) for name in pair)
+    assert code_of(lambda: mirror_run(one, other)) == Code.ARGUMENT
+    assert code_of(lambda: promote(other, one)) == Code.ARGUMENT
+    assert code_of(lambda: scrub_run([one, other])) == Code.ARGUMENT
+    check_apart([one, LocalStore(tmp_path / "running", writable=True), MemoryStore(), MemoryStore()])
 
 
 def ahead_threads() -> list[str]:

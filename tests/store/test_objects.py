@@ -3,6 +3,7 @@
 import datetime as dt
 import http.server
 import json
+import random
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 import ckptfmt
 from ckptfmt import api
 from ckptfmt.errors import CkptError, Code
-from ckptfmt.store import ObjectStore, address_of, objects, open_address, open_store, split_path
+from ckptfmt.store import ObjectStore, address_of, objects, obstore_errors, open_address, open_store, split_path
 from ckptfmt.store.protocol import SizedChunks
 from tests.s3.proxy import Fault, Proxy, Rule
 from tests.store.helpers import code_of, outcome_of
@@ -64,6 +65,7 @@ def test_options_go_to_another_process_unless_they_are_code(bucket, monkeypatch)
         ("s3://bucket/../x", Code.UNSAFE_PATH),
         ("s3://bucket/a//b", Code.UNSAFE_PATH),
         ("file://elsewhere/x", Code.ARGUMENT),
+        ("s3:/bucket/x", Code.ARGUMENT),
     ],
 )
 def test_what_is_no_url_of_ours_is_refused_without_its_secrets(url, code):
@@ -124,6 +126,44 @@ def test_a_bucket_that_is_not_there_and_a_server_that_is_not_there_are_named(buc
     assert code_of(lambda: store.read("a", limit_nbytes=9)) == Code.STORE_NO_ANSWER
 
 
+class Denying(http.server.BaseHTTPRequestHandler):
+    """A server that knows no key."""
+
+    def do_GET(self):
+        self.send_response(403)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET  # noqa: N815 - the name that http.server calls
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_key_that_may_not_read_is_named():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Denying) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        config = {"endpoint": f"http://127.0.0.1:{server.server_port}", "access_key_id": "a", "secret_access_key": "b"}
+        store = ObjectStore("s3://bucket", writable=False, config=config)
+        assert code_of(lambda: store.list("")) == Code.STORE_ACCESS
+        assert code_of(lambda: store.read("a", limit_nbytes=9)) == Code.STORE_ACCESS
+        server.shutdown()
+
+
+@pytest.mark.parametrize("writable", [False, True])
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:5000", "s3.example.org", "http//s3.example.org"])
+def test_an_endpoint_that_is_no_url_is_named(endpoint, writable):
+    """obstore panics, which is no Exception."""
+    config = {"endpoint": endpoint, "access_key_id": "a", "secret_access_key": "b"}
+    with pytest.raises(CkptError, match=r"STORE_IO.*Begin the endpoint.*with http://"):
+        ObjectStore("s3://bucket", writable=writable, config=config).list("")
+
+
+def test_without_credentials_the_variables_are_named():
+    said = "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 2.1s, after 1 retries"
+    assert "AWS_ACCESS_KEY_ID" in (obstore_errors.code_of(OSError(said), missing=Code.FILE_MISSING)[1] or "")
+
+
 class Forgetful:
     """A client whose first put is carried out, and has no answer."""
 
@@ -166,6 +206,23 @@ def test_an_upload_that_fails_leaves_nothing(bucket):
 
     assert store.list("") == []
     assert "Uploads" not in bucket.server.client().list_multipart_uploads(Bucket=bucket.url.removeprefix("s3://"))
+
+
+def test_what_is_uploaded_may_come_from_a_bucket(bucket, monkeypatch):
+    """As in copies from bucket to bucket: obstore panics where a request is made within a request."""
+    monkeypatch.setattr(objects, "_PART_NBYTES", 5 << 20)
+    store = open_store(bucket.url, writable=True)
+    content = random.Random(1).randbytes(12 << 20)
+    store.create("a", SizedChunks([content], len(content)))
+
+    def chunks():
+        assert store.nbytes("a") == len(content)
+        for begin in range(0, len(content), 4 << 20):
+            yield store.read_range("a", begin, 4 << 20)
+
+    store.create("b", SizedChunks(chunks(), len(content)))
+    assert store.read("b", limit_nbytes=len(content)) == content
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckptfmt-draw")]
 
 
 def test_a_part_may_take_longer_than_other_requests(bucket, monkeypatch):

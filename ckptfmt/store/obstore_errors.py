@@ -1,0 +1,72 @@
+"""What obstore raises: codes, remedies, and texts without secrets."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from ckptfmt.errors import Code
+
+#: What helps where a text has this in it.
+_REMEDIES: Final = {
+    "NoSuchBucket": "Create the bucket, or give the name of one that is there.",
+    "InvalidUri": "Begin the endpoint (AWS_ENDPOINT_URL, or config=) with http:// or https://.",
+    # Where a machine of a cloud is asked for credentials, if there are none in the environment.
+    "169.254.169.254": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: this machine tells of no role.",
+}
+_STATUS: Final = re.compile(r"status code: ([0-9]{3})")
+#: Queries of URLs may be signatures, and what is before an @ a password.
+_SECRETS: Final = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s\"']*")
+_TEXT_LENGTH: Final = 400
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is one that obstore's makers didn't expect; it is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+def without_secrets(text: str) -> str:
+    """Return a text without what a URL in it may have of credentials.
+
+    >>> without_secrets("https://me:secret@host/a?X-Amz-Signature=1 is gone")
+    'https://host/a is gone'
+    """
+    return _SECRETS.sub("", text)
+
+
+def text_of(error: BaseException) -> str:
+    """Return what obstore says to users: what follows the first line, or begins with a tag, is for its developers."""
+    return without_secrets(re.split(r"\n|: <", str(error), maxsplit=1)[0])[:_TEXT_LENGTH]
+
+
+def code_of(error: BaseException, *, missing: Code) -> tuple[Code, str | None]:
+    """Return the code of what obstore raised, and a remedy where that of the code doesn't do.
+
+    Args:
+        missing: the code for what isn't there.
+    """
+    known = next((remedy for part, remedy in _REMEDIES.items() if part in str(error)), None)
+    code, remedy = _code_of(error, missing)
+    return code, known or remedy
+
+
+def _code_of(error: BaseException, missing: Code) -> tuple[Code, str | None]:
+    kind, text, status = type(error).__name__, str(error), status_of(error)
+    if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in text:
+        return missing, None
+    if "Quota" in text or status == 507:
+        return Code.NO_SPACE, None
+    is_denied = isinstance(error, PermissionError) or kind in ("PermissionDeniedError", "UnauthenticatedError")
+    if is_denied or status in (401, 403):
+        return Code.STORE_ACCESS, "Check the credentials, what they permit, and the name of the bucket."
+    is_refused = status is not None and 400 <= status < 500 and status not in (408, 409, 429)
+    is_ours = isinstance(error, ValueError | TypeError | FileNotFoundError) or "builder error" in text
+    if is_refused or is_ours or is_panic(error):
+        return Code.STORE_IO, None
+    return Code.STORE_NO_ANSWER, "Try again when it answers; if it never did, check the endpoint and the network."
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the status of the HTTP answer that an error is about."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else None
