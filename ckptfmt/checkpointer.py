@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat
 
 from ckptfmt.adapters.load_plan import Allow, check_allow
 from ckptfmt.api import open_checkpoint
-from ckptfmt.commit.lone import is_run
 from ckptfmt.delta.policy import DeltaOptions
 from ckptfmt.documents.durability import asks_for_home
 from ckptfmt.documents.labels import Labels
@@ -545,8 +544,7 @@ class Checkpointer:
             _LOG.warning("stopping at step %d without its save: %s", self.step, error)
 
     def _take_launch(self) -> None:
-        goes_on = functools.partial(self._group.together, functools.partial(is_run, self._store))
-        nodes = None if self._peers is None else self._peers.meet(self._group, goes_on=goes_on)
+        nodes = None if self._peers is None else self._peers.meet(self._group, self._store)
         self._talk.open()
         taken = take_launch(
             self._store,

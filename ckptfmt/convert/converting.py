@@ -39,7 +39,7 @@ from ckptfmt.errors import CkptError, Code, err, remedy_of
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import carrier_of
 from ckptfmt.state import IMPORTED
-from ckptfmt.store import LocalStore, local_path, open_store, suggest_path
+from ckptfmt.store import LocalStore, is_url, local_path, open_store, suggest_path
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import TEMPORARY_PREFIX, Store
 from ckptfmt.write.image import Context, Piece, plan_image
@@ -85,12 +85,13 @@ class Conversion:
 
     def run(self, on_progress: Callable[[int], None]) -> None:
         """Write the target, whole or not at all. Raises: StoreError; what reading the source raises."""
-        path = local_path(self.target)
-        if path is None:  # of a checkpoint, whose manifest comes last
-            self.write(open_store(self.target, writable=True), on_progress)
+        if is_url(self.target):  # of a checkpoint, whose manifest comes last
+            store = open_store(self.target, writable=True)
+            check_no_run(store)
+            self.write(store, on_progress)
             return
-        with staged(path) as place:
-            self.write(place, on_progress)
+        with staged(self.target) as path:
+            self.write(path, on_progress)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ def plan_conversion(
         remedy = "Copy the directory; of a delta, `ckptfmt compact` makes a full one."
         raise err(Code.ARGUMENT, "source and target are both checkpoints of ckptfmt", where=target, remedy=remedy)
     for place, kind in ((source, from_kind), (target, to_kind)):
-        if kind != "ckptfmt" and local_path(place) is None:
+        if kind != "ckptfmt" and is_url(place):
             remedy = "Give a path on this machine, and copy between it and the bucket by other means."
             raise err(Code.ARGUMENT, f"what is of kind {kind} can't be in a bucket", where=place, remedy=remedy)
     rules = parse_rules(rules)
@@ -208,7 +209,6 @@ def _plan_native(content: Content, only: str | None, _max_shard_nbytes: int) -> 
 
     def write(place: Path | Store, on_progress: Callable[[int], None]) -> None:
         store = LocalStore(place, writable=True) if isinstance(place, Path) else place
-        check_no_run(store, replace=False)
         write_checkpoint(store, snapshot, step=content.step or 0, on_progress=on_progress)
 
     return _Target(tensors=list(content.tensors.values()), left_out=[], write=write)
@@ -292,12 +292,11 @@ def source_kind(path: str) -> str:
 
     Raises: IntegrityError(FILE_MISSING); StateError(ARGUMENT) where none is recognised.
     """
-    here = local_path(path)
     try:
-        if here is None:
+        if is_url(path):
             names = {name.rstrip("/") for name in open_store(path, writable=False).list_names("")}
         else:
-            names = {entry.name for entry in Path(here).iterdir()}
+            names = {entry.name for entry in Path(path).iterdir()}
     except FileNotFoundError:
         raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=suggest_path(path)) from None
     except NotADirectoryError:
@@ -332,12 +331,11 @@ def check_paths(source: str, target: str) -> None:
     """Check that a target is neither there yet nor within its source. Raises: StoreError; StateError(ARGUMENT)."""
     if not target:
         raise err(Code.ARGUMENT, "the path is empty", where="TARGET")
-    place, origin = local_path(target), local_path(source)
-    if place is None:
-        return  # whoever writes there looks
-    if os.path.lexists(place):
+    if is_url(target):
+        return  # `Conversion.run` looks
+    if os.path.lexists(target):
         raise _exists(target)
-    if origin is not None and Path(place).resolve().is_relative_to(Path(origin).resolve()):
+    if not is_url(source) and Path(target).resolve().is_relative_to(Path(source).resolve()):
         raise err(Code.ARGUMENT, "the target is in the source", where=target, remedy="Give a path outside of it.")
 
 

@@ -1,4 +1,4 @@
-"""What a trainer asks its saver for, as an object and as plain values of a message, and what it hears of a commit."""
+"""A save as a trainer asks its saver for it, as an object and as plain values of a message; the answer to a commit."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ class ObjectStore(HeldByLeases):
         owner = secrets.token_hex(16)
         drawn = _Drawn(chunks)
         try:
-            with drawn:
+            with contextlib.closing(drawn):
                 self._uploads.put(
                     key,
                     drawn,
@@ -478,10 +478,8 @@ class _Drawn:
         self.is_complete = False
         self.error: BaseException | None = None
 
-    def __enter__(self) -> None:
-        """Begin an upload."""
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the thread."""
         self._thread.shutdown()
 
     def __iter__(self) -> _Drawn:

@@ -1,4 +1,4 @@
-"""What obstore raises: codes, remedies, and texts without secrets."""
+"""Errors of obstore: their codes, remedies, and texts without secrets."""
 
 from __future__ import annotations
 

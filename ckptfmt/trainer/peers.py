@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from ckptfmt.adapters import torch_side
+from ckptfmt.commit.lone import is_run
 from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache
@@ -75,11 +76,11 @@ class PeerOptions:
                 remedy="Call torch.distributed.init_process_group first, and leave writer= out; or leave peers= out.",
             )
 
-    def meet(self, group: Group, *, goes_on: Callable[[], bool]) -> tuple[str, ...]:
+    def meet(self, group: Group, home: Store) -> tuple[str, ...]:
         """Return the nodes of all processes, in their order. Every process calls it.
 
         Args:
-            goes_on: tells whether the run has begun already: it may have lost all nodes but one since then.
+            home: of the run; one that has begun already may have lost all nodes but one since then.
 
         Raises: StateError(ARGUMENT) if a run begins on one node only; LayoutError(WRITERS_DIVERGED).
         """
@@ -87,7 +88,7 @@ class PeerOptions:
         if any(type(theirs) is not dict or theirs.keys() != {"node"} for theirs in told):
             raise err(Code.WRITERS_DIVERGED, "not every process has peers=1", where=_WHERE)
         nodes = tuple(str(theirs["node"]) for theirs in told)
-        if len(set(nodes)) == 1 and not goes_on():
+        if len(set(nodes)) == 1 and not group.together(lambda: is_run(home)):
             raise err(
                 Code.ARGUMENT,
                 f"peers= needs another node: all {len(nodes)} processes are on {nodes[0]!r}",

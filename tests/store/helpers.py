@@ -52,7 +52,7 @@ def open_fd_count():
 def no_fd_leak():
     before = open_fd_count()
     yield
-    assert open_fd_count() <= before, "a descriptor was left open"  # an earlier test may close one only now
+    assert open_fd_count() == before, "a descriptor was left open"
 
 
 def python(script, *arguments, prefix=()):

@@ -1,5 +1,6 @@
 """`ObjectStore`: URLs, the trial of a server, lost answers, uploads in parts, and errors without secrets."""
 
+import contextlib
 import datetime as dt
 import http.server
 import json
@@ -90,31 +91,44 @@ def test_file_urls_are_paths(tmp_path):
     assert split_path(f"file://{tmp_path}/a") == (str(tmp_path), "a")
 
 
-class Careless(http.server.BaseHTTPRequestHandler):
-    """A server that takes every put, whatever its condition."""
+class Quiet(http.server.BaseHTTPRequestHandler):
+    """A server that says nothing of its requests."""
 
-    def do_PUT(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200)
-        self.send_header("ETag", '"1"')
+    def answer(self, status, **headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", "0")
         self.end_headers()
-
-    do_DELETE = do_PUT  # noqa: N815 - the name that http.server calls
 
     def log_message(self, *_):
         pass
 
 
-def test_a_server_that_ignores_conditions_is_refused():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Careless) as server:
+@contextlib.contextmanager
+def served_by(handler):
+    """Start a server; yield how to reach it."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        config = {"endpoint": f"http://127.0.0.1:{server.server_port}", "access_key_id": "a", "secret_access_key": "b"}
+        yield {"endpoint": f"http://127.0.0.1:{server.server_port}", "access_key_id": "a", "secret_access_key": "b"}
+        server.shutdown()
 
+
+class Careless(Quiet):
+    """A server that takes every put, whatever its condition."""
+
+    def do_PUT(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(200, ETag='"1"')
+
+    do_DELETE = do_PUT  # noqa: N815 - the name that http.server calls
+
+
+def test_a_server_that_ignores_conditions_is_refused():
+    with served_by(Careless) as config:
         with pytest.raises(CkptError, match=r"STORE_UNSUPPORTED.*8 creations of one name at once 8 succeeded"):
             ObjectStore("s3://careless", writable=True, config=config)
         ObjectStore("s3://careless", writable=False, config=config)
-        server.shutdown()
 
 
 def test_a_bucket_that_is_not_there_and_a_server_that_is_not_there_are_named(bucket, monkeypatch):
@@ -126,28 +140,20 @@ def test_a_bucket_that_is_not_there_and_a_server_that_is_not_there_are_named(buc
     assert code_of(lambda: store.read("a", limit_nbytes=9)) == Code.STORE_NO_ANSWER
 
 
-class Denying(http.server.BaseHTTPRequestHandler):
+class Denying(Quiet):
     """A server that knows no key."""
 
     def do_GET(self):
-        self.send_response(403)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self.answer(403)
 
     do_HEAD = do_GET  # noqa: N815 - the name that http.server calls
 
-    def log_message(self, *_):
-        pass
-
 
 def test_a_key_that_may_not_read_is_named():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Denying) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        config = {"endpoint": f"http://127.0.0.1:{server.server_port}", "access_key_id": "a", "secret_access_key": "b"}
+    with served_by(Denying) as config:
         store = ObjectStore("s3://bucket", writable=False, config=config)
         assert code_of(lambda: store.list("")) == Code.STORE_ACCESS
         assert code_of(lambda: store.read("a", limit_nbytes=9)) == Code.STORE_ACCESS
-        server.shutdown()
 
 
 @pytest.mark.parametrize("writable", [False, True])
