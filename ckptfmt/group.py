@@ -7,6 +7,7 @@ here, so that the others raise as well and nobody waits.
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime as dt
 import json
 import math
@@ -37,6 +38,8 @@ _OF_CALLERS: Final = (StateError, CommitError, NotFoundError)
 #: How much longer than the deadline an exchange through torch's store may take before the store counts as lost, in
 #: seconds; and how long an exchange waits for the others at least, whatever signal asked this process to stop.
 _ANSWER_S: Final = 5.0
+#: How long process 0 stays in an exchange for the others to read the values, in seconds.
+_STAY_S: Final = 5.0
 #: How often a process that waits for others looks whether a signal has asked it to stop, in seconds.
 _LOOK_S: Final = 0.25
 
@@ -221,6 +224,9 @@ class _TorchExchange:
     """All-gather through torch.distributed's key-value store: no process group is used, no device is touched.
 
     Each writer's rounds are counted in that store, not in this process: any number of objects share the count.
+
+    The store is in process 0, unless a launcher holds it, and ends with it. Process 0 leaves an exchange once the
+    others have read the values: what it does next may be to end.
     """
 
     def __init__(
@@ -236,14 +242,19 @@ class _TorchExchange:
         self._writer = writer
         self._writer_count = writer_count
         self._deadline, self._stop_end_s = dt.timedelta(seconds=deadline_s), stop_end_s
+        self._round = -1  # the last one that this object took part in
 
     def __call__(self, value: bytes) -> list[bytes]:
         outcomes: list[tuple[list[bytes] | None, Exception | None]] = []
+
+        def exchange() -> None:
+            outcomes.append(attempt(lambda: self._exchange(value)))
+            if self._writer == 0 and outcomes[0][1] is None:
+                self._stay()
+
         # The store's client heeds no time-out of its own once the store's host is gone without a word: it waits for the
         # answer to what it then sends. And while it waits, no handler of a signal runs in the thread that called it.
-        thread = threading.Thread(
-            target=lambda: outcomes.append(attempt(lambda: self._exchange(value))), name="ckptfmt-agree", daemon=True
-        )
+        thread = threading.Thread(target=exchange, name="ckptfmt-agree", daemon=True)
         thread.start()
         # A signal that came long ago, in a long step, ends no exchange in which the others are there.
         least_s = time.monotonic() + _ANSWER_S
@@ -263,18 +274,26 @@ class _TorchExchange:
     def _exchange(self, value: bytes) -> list[bytes]:
         keys: list[str] = []
         try:
-            number = self._store.add(f"rounds/{self._writer}", 1) - 1
+            self._round = number = self._store.add(f"rounds/{self._writer}", 1) - 1
             keys = [f"{number}/{writer}" for writer in range(self._writer_count)]
             self._store.set(keys[self._writer], base64.b64encode(value).decode())
             self._store.wait(keys, self._deadline)
             values = [base64.b64decode(self._store.get(key)) for key in keys]
             if number > 0:
                 # All have arrived here, so all have read the round before.
-                self._store.delete_key(f"{number - 1}/{self._writer}")
+                for key in (f"{number - 1}/{self._writer}", f"{number - 1}/{self._writer}/read"):
+                    self._store.delete_key(key)
+            self._store.set(f"{keys[self._writer]}/read", "")  # the last request of this round: it has no answer
         except RuntimeError as error:
             detail = f"{self._name_missing(keys)} didn't come within {self._deadline.total_seconds():g} s"
             raise err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001") from error
         return values
+
+    def _stay(self) -> None:
+        """Wait until the others have read the values of the last round."""
+        marks = [f"{self._round}/{writer}/read" for writer in range(self._writer_count)]
+        with contextlib.suppress(RuntimeError):  # a process is gone: the next exchange says so
+            self._store.wait(marks, min(self._deadline, dt.timedelta(seconds=_STAY_S)))
 
     def _name_missing(self, keys: list[str]) -> str:
         try:

@@ -196,6 +196,30 @@ def test_a_store_whose_host_is_gone_without_a_word_is_not_waited_for(relay: tupl
     assert (caught.value.code, "process 0" in str(caught.value)) == (Code.WRITERS_MISSING, True)
 
 
+def test_process_that_holds_the_store_leaves_when_the_others_have_read() -> None:
+    """Its next step may be to end, and torch's store ends with it: a slower process lost the last exchange of a run."""
+    dist = pytest.importorskip("torch.distributed")
+
+    class SlowStore(dist.PrefixStore):  # type: ignore[misc, name-defined]
+        def get(self, key: str) -> bytes:
+            time.sleep(0.5)
+            return bytes(super().get(key))
+
+    def make_exchange(writer: int, store: Any) -> _TorchExchange:
+        default = SimpleNamespace(_get_default_store=lambda: store)
+        kind = (dist.PrefixStore, SlowStore)[writer]
+        return _TorchExchange(SimpleNamespace(distributed_c10d=default, PrefixStore=kind), writer, 2, 20.0)
+
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    slow = make_exchange(1, dist.TCPStore("127.0.0.1", host.port, is_master=False))
+    hosting = [make_exchange(0, host)]
+    del host
+    with ThreadPoolExecutor(2) as threads:
+        taking_part = threads.submit(slow, b"slow")
+        assert threads.submit(hosting.pop(), b"host").result() == [b"host", b"slow"]  # nobody has the store now
+        assert taking_part.result() == [b"host", b"slow"]
+
+
 def test_process_that_a_signal_asks_to_stop_waits_no_longer_for_one_that_was_killed() -> None:
     """Torchrun ends the survivors by SIGTERM: a wait that let no handler run cost each restart half a minute."""
     dist = pytest.importorskip("torch.distributed")
@@ -224,6 +248,8 @@ def test_signal_that_came_long_before_an_exchange_does_not_end_it() -> None:
     torch = SimpleNamespace(
         distributed_c10d=SimpleNamespace(_get_default_store=lambda: store), PrefixStore=dist.PrefixStore
     )
-    dist.PrefixStore("ckptfmt", store).set("0/1", "aGVyZQ==")  # the other process's value, in base64
+    others = dist.PrefixStore("ckptfmt", store)
+    others.set("0/1", "aGVyZQ==")  # the other process's value, in base64
+    others.set("0/1/read", "")
     long_ago_s = time.monotonic() - 60.0
     assert _TorchExchange(torch, 0, 2, 20.0, lambda: long_ago_s)(b"here") == [b"here", b"here"]
