@@ -110,7 +110,7 @@ def test_examples_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     if page.name in BEFORE:
         assert run([sys.executable, "-W", "error", "-c", BEFORE[page.name]], tmp_path)[0] == 0
-    printed, losses = "", set()
+    printed, numbers = "", set()
     for kind, body in fences_of(page):
         if kind == "python":
             code, printed = run([sys.executable, "-W", "error", "-c", body], tmp_path)
@@ -119,14 +119,14 @@ def test_examples_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, 
             assert same(printed, body, tmp_path), printed
         elif kind == "console":
             for shown in check_console(body, tmp_path, capsys):
-                losses |= set(re.findall(r"0x[01]\.[0-9a-f]+p[+-][0-9]+", shown))
+                numbers |= set(re.findall(r"0x[01]\.[0-9a-f]+p[+-][0-9]+", shown))
         elif kind.startswith("python file="):
             (tmp_path / kind.removeprefix("python file=")).write_text(body, "utf-8")
         else:
             assert kind in KINDS, kind
         if kind.startswith("python"):
             compile(body, page.name, "exec")
-    assert len(losses) == (page.name == "tutorial.md")
+    assert len(numbers) == (page.name == "tutorial.md")
 
 
 def test_another_output_is_noticed(tmp_path):

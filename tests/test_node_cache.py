@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -349,6 +350,15 @@ def test_what_home_lacks_stays_and_the_saver_waits(tmp_path: pathlib.Path) -> No
             }
         third.wait(timeout_s=WAIT_S)
     assert committed(home) == [1, 2, 3, 4]
+
+
+def test_a_cache_that_is_no_directory_costs_no_save_and_is_told(tmp_path: pathlib.Path) -> None:
+    home = MemoryStore()
+    (tmp_path / "file").touch()
+    with Run(home, cache=tmp_path / "file") as run:
+        run.save(1).wait(timeout_s=WAIT_S)
+        assert any(re.match("CACHE_FAILED.*Pass cache= a directory", line) for line in run.checkpointer.reports)
+    assert committed(home) == [1]
 
 
 def test_a_save_that_never_fits_goes_home_at_once(tmp_path: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ import ckptfmt
 from ckptfmt.checkpointer import Checkpointer
 from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.manifest import Manifest, checkpoint_name
-from ckptfmt.errors import Code
+from ckptfmt.errors import CkptError, Code
 from ckptfmt.run.lineage import list_checkpoints
 from ckptfmt.run.mirror import mirror_run
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache
@@ -83,9 +83,18 @@ def test_the_last_step_goes_home(tmp_path: pathlib.Path) -> None:
     assert durabilities(home) == {1: "home", 4: "home"}
 
 
-@pytest.mark.parametrize("options", [{"upload_every": 2}, {"cache": "x", "upload_every": 0}])
-def test_without_a_cache_all_goes_home(options: dict[str, Any]) -> None:
-    assert code_of(lambda: Checkpointer(MemoryStore(), **options)) == Code.ARGUMENT
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"upload_every": 2}, "Pass cache="),
+        ({"cache": "x", "upload_every": 0}, "1 brings every save home"),
+        ({"cache": "x", "cache_nbytes": 0}, "a positive integer, or None"),
+    ],
+)
+def test_what_caches_can_not_do_is_refused(options: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(CkptError, match=remedy) as caught:
+        Checkpointer(MemoryStore(), **options)
+    assert caught.value.code == Code.ARGUMENT
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

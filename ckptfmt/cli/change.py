@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import Any
 
 from ckptfmt import limits
 from ckptfmt.cli.console import Console, clean, labels_text, print_errors, print_json
@@ -60,11 +61,10 @@ def _delete(arguments: argparse.Namespace, found: Run) -> int:
                 raise
             refused[name] = error
     if arguments.json:
+        members: dict[str, Any] = {"deleted": [name for name in named if name in gone]}
+        members["refused"] = [error.as_json() for error in refused.values()]
         if len(named) == 1:
-            members = dataclasses.asdict(found.find(next(iter(named))))
-        else:
-            members = {"deleted": [name for name in named if name in gone]}
-            members["refused"] = [error.as_json() for error in refused.values()]
+            members |= dataclasses.asdict(found.find(next(iter(named))))
         print_json({"target": arguments.path, "checked": "registers", "dry_run": arguments.dry_run, **members})
     else:
         console = Console()

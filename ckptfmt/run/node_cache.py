@@ -72,7 +72,9 @@ class CacheOptions:
     ) -> CacheOptions | None:
         """Return what a caller chose; None for no cache. Raises: StateError(ARGUMENT)."""
         if type(upload_every) is not int or upload_every < 1:
-            raise err(Code.ARGUMENT, f"upload_every={upload_every!r} isn't a positive number", where="upload_every=")
+            detail = f"upload_every={upload_every!r} isn't a positive number"
+            remedy = "1 brings every save home, 10 every tenth."
+            raise err(Code.ARGUMENT, detail, where="upload_every=", remedy=remedy)
         if path is None:
             if limit_nbytes is not None:
                 raise err(Code.ARGUMENT, "there is no cache to limit", where="cache_nbytes=")
@@ -82,7 +84,8 @@ class CacheOptions:
             return None
         if limit_nbytes is not None and (type(limit_nbytes) is not int or limit_nbytes < 1):
             detail = f"cache_nbytes={limit_nbytes!r} isn't a number of bytes"
-            raise err(Code.ARGUMENT, detail, where="cache_nbytes=")
+            remedy = "Give a positive integer, or None to leave a tenth of the disk free."
+            raise err(Code.ARGUMENT, detail, where="cache_nbytes=", remedy=remedy)
         if is_url(path):
             remedy = "Pass a directory on a disk of this node."
             raise err(Code.ARGUMENT, f"{path!r} isn't a directory", where="cache=", remedy=remedy)
@@ -147,7 +150,13 @@ class NodeCache:
     """
 
     def __init__(self, options: CacheOptions, run_id: str) -> None:
-        self._root = LocalStore(options.path, writable=True)
+        try:
+            self._root = LocalStore(options.path, writable=True)
+        except CkptError as error:
+            if error.code != Code.UNSAFE_FILE:
+                raise
+            remedy = "Pass cache= a directory on a disk of this node."
+            raise err(error.code, error.detail, where=options.path, remedy=remedy) from None
         self._limit_nbytes = options.limit_nbytes
         self._run_id = run_id
         self.store: Final[Store] = self._root.at(run_id)

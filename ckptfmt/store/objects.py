@@ -70,6 +70,7 @@ _END_LIMIT: Final = 1 << 63
 _OWNER: Final = "ckptfmtput"
 #: How many creations of one name at once try out a server.
 _PROBE_COUNT: Final = 8
+_PROBE_TIMEOUT: Final = "30s"
 #: Servers, by bucket, that were seen to create exclusively.
 _PROVEN: Final[set[tuple[str, str]]] = set()
 
@@ -127,7 +128,7 @@ class ObjectStore(HeldByLeases):
         self._lease_objects = _LeaseObjects(self, lease_client)
         self._leases = Leases(self._lease_objects, writable=writable)
         if writable:
-            self._prove()
+            self._prove(make({**retries, "max_retries": 0}, {"timeout": _PROBE_TIMEOUT}))
 
     @property
     def name(self) -> str:
@@ -343,8 +344,11 @@ class ObjectStore(HeldByLeases):
 
     # Opening
 
-    def _prove(self) -> None:
+    def _prove(self, client: Client) -> None:
         """Try out that of several creations of one name at once exactly one succeeds.
+
+        Args:
+            client: that repeats nothing, and waits no longer than somebody at a terminal does.
 
         Raises: CkptError(STORE_UNSUPPORTED). Spec: REQ-STO-001.
         """
@@ -359,7 +363,7 @@ class ObjectStore(HeldByLeases):
             with contextlib.suppress(threading.BrokenBarrierError):  # not all of them could begin
                 begin.wait(_DEADLINE_S)
             try:
-                self._once.put(key, b"%d" % number, mode="create", use_multipart=False)
+                client.put(key, b"%d" % number, mode="create", use_multipart=False)
             except Exception as error:  # noqa: BLE001 - looked at below
                 return self._named(error, self.name, missing=Code.STORE_IO, taken=Code.STORE_EXISTS)
             return None
@@ -367,8 +371,9 @@ class ObjectStore(HeldByLeases):
         probes = ThreadPoolExecutor(_PROBE_COUNT, thread_name_prefix="ckptfmt-probe")
         with self._named_errors(self.name, missing=Code.STORE_IO), probes as threads:
             found = list(threads.map(create, range(_PROBE_COUNT)))
-        with contextlib.suppress(Exception):  # it is of nobody's concern, and hidden
-            self._client.delete(key)
+        if any(error is None or error.code != Code.STORE_NO_ANSWER for error in found):
+            with contextlib.suppress(Exception):  # it is of nobody's concern, and hidden
+                self._client.delete(key)
         other = [error for error in found if error is not None and error.code != Code.STORE_EXISTS]
         winners = found.count(None)
         if winners > 1:

@@ -5,6 +5,7 @@ import datetime as dt
 import http.server
 import json
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -129,6 +130,26 @@ def test_a_server_that_ignores_conditions_is_refused():
         with pytest.raises(CkptError, match=r"STORE_UNSUPPORTED.*8 creations of one name at once 8 succeeded"):
             ObjectStore("s3://careless", writable=True, config=config)
         ObjectStore("s3://careless", writable=False, config=config)
+
+
+def test_a_server_that_takes_connections_and_never_answers_is_named_soon(monkeypatch):
+    """Nobody at a terminal waits for minutes; and nothing is asked of it again, such as to clean up."""
+    monkeypatch.setattr(objects, "_PROBE_TIMEOUT", "1s")
+    keys = {"access_key_id": "a", "secret_access_key": "b"}
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+        config = {"endpoint": f"http://127.0.0.1:{server.getsockname()[1]}", "region": "x", **keys}
+        with pytest.raises(CkptError, match="check the endpoint") as caught:
+            ObjectStore("s3://silent", writable=True, config=config)
+        assert caught.value.code == Code.STORE_NO_ANSWER
+        server.settimeout(0)
+        asked = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                asked.append(server.accept()[0])
+        requests = [connection.recv(6) for connection in asked]
+        for connection in asked:
+            connection.close()
+    assert requests == [b"PUT /s"] * 8
 
 
 def test_a_bucket_that_is_not_there_and_a_server_that_is_not_there_are_named(bucket, monkeypatch):
