@@ -140,8 +140,10 @@ def convict(mutant: Mutant, tests: Sequence[str] = ()) -> list[str]:
     """
     broken = _Broken(mutant)
     options = ("-q", "--no-header", "--no-summary", "--tb=no", "--durations=1", "-m", "", "-n", "0", "--timeout=0")
+    # The second one collects the garbage of the whole process five times, at the end of each run.
+    without = ("-p", "no:cacheprovider", "-p", "no:unraisableexception")
     nodes = [str(TESTS / test) for test in tests or mutant.tests]
-    pytest.main([*options, "-p", "no:cacheprovider", *nodes], plugins=[broken])
+    pytest.main([*options, *without, *nodes], plugins=[broken])
     # Where a debugger would look for it, pytest keeps the last error, and with it all that the test held.
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         vars(sys).pop(name, None)
