@@ -242,15 +242,15 @@ class _TorchExchange:
         self._writer = writer
         self._writer_count = writer_count
         self._deadline, self._stop_end_s = dt.timedelta(seconds=deadline_s), stop_end_s
-        self._round = -1  # the last one that this object took part in
 
     def __call__(self, value: bytes) -> list[bytes]:
-        outcomes: list[tuple[list[bytes] | None, Exception | None]] = []
+        outcomes: list[tuple[tuple[list[str], list[bytes]] | None, Exception | None]] = []
 
         def exchange() -> None:
-            outcomes.append(attempt(lambda: self._exchange(value)))
-            if self._writer == 0 and outcomes[0][1] is None:
-                self._stay()
+            found, error = attempt(lambda: self._exchange(value))
+            outcomes.append((found, error))
+            if self._writer == 0 and found is not None:
+                self._stay(found[0])
 
         # The store's client heeds no time-out of its own once the store's host is gone without a word: it waits for the
         # answer to what it then sends. And while it waits, no handler of a signal runs in the thread that called it.
@@ -266,15 +266,16 @@ class _TorchExchange:
             if math.isfinite(self._stop_end_s()):
                 detail = "another process didn't come by the deadline of a signal that asked this one to stop"
             raise err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001")
-        values, error = outcomes[0]
+        found, error = outcomes[0]
         if error is not None:
             raise error
-        return cast("list[bytes]", values)
+        return cast("tuple[list[str], list[bytes]]", found)[1]
 
-    def _exchange(self, value: bytes) -> list[bytes]:
+    def _exchange(self, value: bytes) -> tuple[list[str], list[bytes]]:
+        """Return the keys of this round and their values, in writer order. Raises: CommitError(WRITERS_MISSING)."""
         keys: list[str] = []
         try:
-            self._round = number = self._store.add(f"rounds/{self._writer}", 1) - 1
+            number = self._store.add(f"rounds/{self._writer}", 1) - 1
             keys = [f"{number}/{writer}" for writer in range(self._writer_count)]
             self._store.set(keys[self._writer], base64.b64encode(value).decode())
             self._store.wait(keys, self._deadline)
@@ -287,11 +288,11 @@ class _TorchExchange:
         except RuntimeError as error:
             detail = f"{self._name_missing(keys)} didn't come within {self._deadline.total_seconds():g} s"
             raise err(Code.WRITERS_MISSING, detail, requirement="REQ-CMT-001") from error
-        return values
+        return keys, values
 
-    def _stay(self) -> None:
-        """Wait until the others have read the values of the last round."""
-        marks = [f"{self._round}/{writer}/read" for writer in range(self._writer_count)]
+    def _stay(self, keys: list[str]) -> None:
+        """Wait until all writers have read the values of a round."""
+        marks = [f"{key}/read" for key in keys]
         with contextlib.suppress(RuntimeError):  # a process is gone: the next exchange says so
             self._store.wait(marks, min(self._deadline, dt.timedelta(seconds=_STAY_S)))
 

@@ -61,8 +61,10 @@ def _delete(arguments: argparse.Namespace, found: Run) -> int:
                 raise
             refused[name] = error
     if arguments.json:
-        members: dict[str, Any] = {"deleted": [name for name in named if name in gone]}
-        members["refused"] = [error.as_json() for error in refused.values()]
+        members: dict[str, Any] = {
+            "deleted": [name for name in named if name in gone],
+            "refused": [error.as_json() for error in refused.values()],
+        }
         if len(named) == 1:
             members |= dataclasses.asdict(found.find(next(iter(named))))
         print_json({"target": arguments.path, "checked": "registers", "dry_run": arguments.dry_run, **members})

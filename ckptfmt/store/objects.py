@@ -128,7 +128,7 @@ class ObjectStore(HeldByLeases):
         self._lease_objects = _LeaseObjects(self, lease_client)
         self._leases = Leases(self._lease_objects, writable=writable)
         if writable:
-            self._prove(make({**retries, "max_retries": 0}, {"timeout": _PROBE_TIMEOUT}))
+            self._prove(lambda: make({**retries, "max_retries": 0}, {"timeout": _PROBE_TIMEOUT}))
 
     @property
     def name(self) -> str:
@@ -344,17 +344,19 @@ class ObjectStore(HeldByLeases):
 
     # Opening
 
-    def _prove(self, client: Client) -> None:
+    def _prove(self, make_client: Callable[[], Client]) -> None:
         """Try out that of several creations of one name at once exactly one succeeds.
 
         Args:
-            client: that repeats nothing, and waits no longer than somebody at a terminal does.
+            make_client: makes the one that asks, where nobody has yet: it repeats nothing, and waits no longer than
+                somebody at a terminal does.
 
         Raises: CkptError(STORE_UNSUPPORTED). Spec: REQ-STO-001.
         """
         proven = (self._place, str(self._options.get("config", {}).get("endpoint", "")))
         if proven in _PROVEN:
             return
+        client = make_client()
         # What a kill or a lost request leaves of it runs out as a lease does.
         key = free_key(self._prefix)
         begin = threading.Barrier(_PROBE_COUNT)
