@@ -3,12 +3,9 @@
 import ast
 import functools
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @functools.cache
@@ -33,27 +30,6 @@ def python_files(*folders: str) -> list[Path]:
 def parse(path: Path) -> ast.Module:
     """The syntax tree of a module."""
     return ast.parse(path.read_text("utf-8"), filename=str(path))
-
-
-def iter_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
-    """Every function under `tree` with its qualified name, methods and inner ones too."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield f"{prefix}{node.name}", node
-            yield from iter_functions(node, f"{prefix}{node.name}.")
-        elif isinstance(node, ast.ClassDef):
-            yield from iter_functions(node, f"{prefix}{node.name}.")
-        else:
-            yield from iter_functions(node, prefix)
-
-
-def code_lines(function: Function) -> int:
-    """How many lines a function takes, its docstring not counted: saying more about it must not cost anything."""
-    lines = (function.end_lineno or function.lineno) - function.lineno + 1
-    first = function.body[0]
-    if ast.get_docstring(function, clean=False) is not None:
-        lines -= (first.end_lineno or first.lineno) - first.lineno + 1
-    return lines
 
 
 def imported_modules(tree: ast.Module) -> set[str]:
