@@ -494,8 +494,8 @@ class Checkpointer:
         except CkptError as caught:
             error = caught
         has_failed = self._handle is not None and self._handle.state == "FAILED"
-        alarm, failure = self._pace.look()
-        answer = {"step": self.step, "done": self._saved_step == self.step, "failed": has_failed, "alarm": alarm}
+        noticed, failure = self._pace.look()
+        answer = {"step": self.step, "done": self._saved_step == self.step, "failed": has_failed, **noticed}
         told = self._group.agree(error or failure, answer)
         self._pace.hear(self.step, told)
         # A step whose save failed, on any process, may be saved again, by all.

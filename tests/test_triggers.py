@@ -171,11 +171,21 @@ def test_a_save_that_a_body_asks_for_in_the_step_of_an_alarm_is_suspect() -> Non
     assert Run(store).find(4).tags == ("wanted",)
 
 
+@pytest.mark.parametrize("action", ["save", "drain"])
 @pytest.mark.parametrize("how", ["alert", "file", "signal", "thread"])
-def test_an_alert_from_outside(tmp_path: Any, how: str) -> None:
+def test_a_notice_from_outside_is_no_evidence_against_the_state(
+    tmp_path: Any, caplog: Any, how: str, action: Any
+) -> None:
+    """A save before a machine is lost was marked suspect, so that the next start threw its steps away.
+
+    What the program says by `alarm` is evidence with "save"; the log names the action for a notice that isn't.
+    """
     told: list[str] = []
     triggers = Triggers(
-        alert=lambda: told[0] if told else None, file=tmp_path / "stop", signals=[signal.SIGUSR1] * (how == "signal")
+        action,
+        alert=lambda: told[0] if told else None,
+        file=tmp_path / "stop",
+        signals=[signal.SIGUSR1] * (how == "signal"),
     )
     store, trainer = MemoryStore(), Trainer()
     before = signal.getsignal(signal.SIGUSR1)
@@ -193,8 +203,60 @@ def test_an_alert_from_outside(tmp_path: Any, how: str) -> None:
                 thread.start()
                 thread.join()
     assert signal.getsignal(signal.SIGUSR1) == before
-    reason = "SIGUSR1" if how == "signal" else "GPU 3 is hot"
-    assert suspect(store) == {2: None, 3: f"step 3: {reason}"}
+    reason = "step 3: SIGUSR1" if how == "signal" else "step 3: GPU 3 is hot"
+    assert (checkpointer.step, checkpointer.stopped, checkpointer.alarm) == (3, True, reason)
+    is_evidence = (how, action) == ("thread", "save")
+    assert suspect(store) == {2: None, 3: reason if is_evidence else None}
+    assert ("Triggers('drain')" in caplog.text) == is_evidence
+    with Checkpointer(store, Trainer().state, saver="inline") as checkpointer:
+        assert checkpointer.step == (2 if is_evidence else 3)
+
+
+@pytest.mark.parametrize("action", ["save", "drain"])
+@pytest.mark.parametrize("order", ["alert first", "number first"])
+def test_a_number_that_is_wrong_is_evidence_beside_a_notice_from_outside(action: Any, order: str) -> None:
+    store = MemoryStore()
+    told: list[int] = []
+    triggers = Triggers(action, alert=lambda: "drain node 7" if told else None)
+    with Checkpointer(store, Trainer().state, saver="inline", triggers=triggers) as checkpointer:
+        for step in checkpointer.steps(10):
+            if step == 2:
+                told.append(step)
+                if order == "alert first":
+                    triggers.look()
+                triggers.feed(loss=math.nan)
+    assert checkpointer.alarm == "step 3: loss is nan"
+    assert suspect(store) == {3: "step 3: loss is nan"}
+
+
+def test_a_number_that_goes_wrong_after_a_notice_marks_the_saves_that_follow() -> None:
+    store = MemoryStore()
+    triggers = Triggers("drain", alert=lambda: "drain node 7")
+    with Checkpointer(store, Trainer().state, saver="inline", triggers=triggers) as checkpointer:
+        checkpointer.save(step=1)
+        triggers.feed(loss=math.nan)
+        checkpointer.save(step=2)
+    assert suspect(store) == {1: None, 2: "step 2: loss is nan"}
+
+
+def test_evidence_of_any_process_counts_before_a_notice_of_a_lower_one() -> None:
+    store, allgather = MemoryStore(), Allgather(2)
+
+    def body(writer: int) -> str | None:
+        trainer = Trainer()
+        triggers = Triggers("drain", alert=lambda: "drain node 7" if writer == 0 else None)
+        checkpointer = Checkpointer(
+            store, trainer.state, saver="thread", writer=(writer, 2), agree=allgather.of(writer), deadline_s=WAIT_S,
+            triggers=triggers,
+        )  # fmt: skip
+        with checkpointer:
+            for step in checkpointer.steps(3):
+                trainer.step(step)
+                triggers.feed(loss=math.nan if writer == 1 else 1.0)
+        return checkpointer.alarm
+
+    assert run_writers(2, body) == ["step 1: loss is nan"] * 2
+    assert suspect(store) == {1: "step 1: loss is nan"}
 
 
 def test_an_alert_that_fails_is_an_error_of_the_training() -> None:

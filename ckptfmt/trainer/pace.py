@@ -36,6 +36,7 @@ class Pace:
         timer: when the last save was.
         stopped: whether the run is to stop.
         alarm: why it is, where triggers say so on any process; None if none does.
+        is_suspect: whether that reason is evidence against the state.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Pace:
         self.clock, self.timer = time.monotonic, Timer()
         self.stopped = False
         self.alarm: str | None = None
+        self.is_suspect = False
         self.signals, self._triggers = signals, triggers
         self._group, self._cadence, self._stop_s = group, cadence, math.inf
 
@@ -104,7 +106,8 @@ class Pace:
         asks, is_alone = bool(self.signals) or self._triggers is not None, self._group.writer_count == 1
         answer = self.timer.answer(step, self.clock(), every_s, asks=asks, is_alone=is_alone)
         answer["stop"] = self.signals.first_s is not None
-        answer["alarm"], error = self.look()
+        noticed, error = self.look()
+        answer |= noticed
         told = self._group.agree(error, answer)
         self.timer.next_step = told[0]["next_step"]
         self.hear(step, told)
@@ -116,21 +119,28 @@ class Pace:
             self.rest()
         return bool(told[0]["due"])
 
-    def look(self) -> tuple[str | None, Exception | None]:
-        """Return why the training goes wrong, as far as this process knows; and what `alert` raised."""
-        return (None, None) if self._triggers is None else attempt(self._triggers.look)
+    def look(self) -> tuple[dict[str, Any], Exception | None]:
+        """Return what this process noticed, as a part of a message to the others; and what `alert` raised."""
+        triggers = self._triggers
+        reason, error = (None, None) if triggers is None else attempt(triggers.look)
+        return {"alarm": reason, "suspects": triggers is not None and triggers.is_alarm}, error
 
     def hear(self, step: int, told: Iterable[Mapping[str, Any]]) -> None:
-        """Take note of what the processes said to each other: of the lowest one that noticed anything."""
-        reason = next((theirs["alarm"] for theirs in told if theirs["alarm"] is not None), None)
-        if self.alarm is None and reason is not None:
-            self.alarm = f"step {step}: {reason}"
-            if self._group.writer == 0:
-                _LOG.warning("alarm: %s", self.alarm)
+        """Keep what the processes noticed: of the lowest process with evidence against the state, else of the lowest.
+
+        The first notice counts, until there is evidence against the state.
+        """
+        noticed = [theirs for theirs in told if theirs["alarm"] is not None]
+        noticed.sort(key=lambda theirs: not theirs["suspects"])  # stable
+        if not noticed or (self.alarm is not None and (self.is_suspect or not noticed[0]["suspects"])):
+            return
+        self.alarm, self.is_suspect = f"step {step}: {noticed[0]['alarm']}", noticed[0]["suspects"]
+        if self._group.writer == 0:
+            _LOG.warning("%s: %s", "alarm" if self.is_suspect else "notice", self.alarm)
 
     def gives_up(self) -> bool:
         """Return whether nothing is to be saved any more. Raises: StateError(ALARM), where the run is to go back."""
-        if self.alarm is None or self._triggers is None or self._triggers.action == "save":
+        if self.alarm is None or self._triggers is None or self._triggers.action in ("save", "drain"):
             return False
         if self._triggers.action == "back":
             raise err(Code.ALARM, self.alarm, where="Triggers(action='back')")
@@ -138,9 +148,9 @@ class Pace:
 
     def doubt(self, label: Callable[[], Labels] | None) -> Callable[[], Labels] | None:
         """Return what returns the labels of a save: with the alarm, if there is one, unless another reason is given."""
-        if self.alarm is None:
+        if not self.is_suspect:
             return label
-        alarm = self.alarm
+        alarm = self.alarm or ""
 
         def doubted() -> Labels:
             labels = NO_LABELS if label is None else label()
