@@ -32,7 +32,7 @@ from ckptfmt.trainer.loop import StepCount, StopSignals, make_meters, parse_ever
 from ckptfmt.trainer.one_save import check_step
 from ckptfmt.trainer.pace import Pace
 from ckptfmt.trainer.peers import PeerOptions
-from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, restore_streams
+from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, mark_streams, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target
 from ckptfmt.trainer.talking import Talk
 
@@ -564,7 +564,7 @@ class Checkpointer:
     def _load(self, checkpoint: Checkpoint, state: State) -> None:
         self.load_report = load_once(state, checkpoint, self._group, **self._choices, streams=False, share=self._share)
         carry_init(checkpoint, state, self._group)
-        self._count.go_to(checkpoint.step)
+        self._count.go_to(checkpoint.step, mark_streams(state, self._group))
         self._is_whole, self._saved_step = True, checkpoint.step
         _LOG.debug("step %d restored from %s; random-number streams come last", self.step, checkpoint.title)
         self._talk.tell_changed(self.load_report)
@@ -575,13 +575,13 @@ class Checkpointer:
         assert self.launch is not None  # noqa: S101 - restore() chooses first
         if init.is_whole:
             self._checkpoint, self._is_whole = checkpoint, True
-            self._count.go_to(checkpoint.step)
+            self._count.go_to(checkpoint.step, mark_streams(state, self._group))
         else:
             checkpoint.close()
             self._talk.tell_begun(self.launch, checkpoint.store.name, self.step, state)
 
     def _restore_streams(self, checkpoint: Checkpoint, state: State) -> None:
-        group = self._group
+        group, drawn = self._group, self._count.find_drawn()
         found = group.together(
             lambda: restore_streams(
                 state, checkpoint, worker=group.writer, worker_count=group.writer_count, **self._choices
@@ -591,7 +591,7 @@ class Checkpointer:
         self._checkpoint = None
         self._count.is_streamless = False
         assert self.load_report is not None  # noqa: S101 - what has RNG streams to put back was loaded
-        self.load_report = claim_of_all(self.load_report.with_streams(found), self._group)
+        self.load_report = claim_of_all(self.load_report.with_streams((*drawn, *found)), self._group)
         assert self.launch is not None  # noqa: S101 - restore() chooses first
         name = checkpoint.store.name
         source = f"launch {checkpoint.manifest.origin.launch} ({name})" if self.launch.resume_from else name

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sized
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.data.course import COUNTS, EMPTY, HOLE, Course, Stretch, add_ledgers, check_order
 from ckptfmt.data.shuffle import sample_indices
-from ckptfmt.data.workers import check_worker, distributed_worker
+from ckptfmt.data.workers import check_worker, count_primed, distributed_worker
 from ckptfmt.documents.cursor import (
     BatchPlan,
     Commit,
@@ -35,6 +36,41 @@ _LEDGER_LAG: Final = 1 << 16
 _AHEAD_MAX: Final = 512
 #: Where a wrong number of steps is said.
 _STEPS: Final = "Sampler"
+#: An iterator that served one step and was given up held this many shares that were never trained: no loop prefetches
+#: so far for a single step.
+_GIVEN_UP_MIN: Final = 2
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class _Fetches:
+    """The pieces that one iterator of a sampler handed out; a piece is a step's part of a worker, or a micro-batch.
+
+    Attributes:
+        first_step: the step of the first piece.
+        primed: the number of pieces that a DataLoader requests for its worker processes before the first batch.
+        taken: the number of pieces handed out.
+        threads: the threads that requested pieces.
+        counted_step: the number of steps done at the last count.
+        counted_taken: the number of pieces handed out at the last count.
+        first_spare: the number of pieces, beyond those of the steps done, that were fetched at the first count.
+        spare: the same number at the last count.
+        mark: the value that `Sampler.note_fetch` returned for the last piece.
+    """
+
+    first_step: int
+    primed: int
+    taken: int = 0
+    threads: set[int] = dataclasses.field(default_factory=set)
+    counted_step: int
+    counted_taken: int
+    first_spare: int | None = None
+    spare: int = 0
+    mark: object = None
+
+    @property
+    def is_in_hand(self) -> bool:
+        """Whether the loop has taken a batch of a step that isn't counted, from an iterator that it has begun."""
+        return self.taken > self.primed and self.counted_step == self.first_step
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -49,8 +85,11 @@ class _Progress:
     read: bool = False
     #: Whether `advance` or `commit` was ever called.
     told: bool = False
-    #: How far ahead of the steps done the batches were fetched when that was first looked at; None before.
-    first_ahead: int | None = None
+    #: The iterators that are alive.
+    fetches: list[_Fetches] = dataclasses.field(default_factory=list)
+    #: The iterator that served the last step that was counted; and those that moved since, in this order.
+    serving: _Fetches | None = None
+    moved: list[_Fetches] = dataclasses.field(default_factory=list)
     #: The ledger of the positions before `counted_to`.
     counted: Ledger = EMPTY
     counted_to: int = 0
@@ -110,6 +149,9 @@ class Sampler:
     >>> sorted(name for name, sample in next(iter(mixed)))
     ['books', 'books', 'books', 'code']
     """
+
+    #: Called before each piece is handed out by iterating; see `drawn_in_hand`.
+    note_fetch: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -205,16 +247,27 @@ class Sampler:
             fetched, or there are more workers than samples in a batch; StateError(WRITERS_UNKNOWN).
         """
         progress, first, count = self._progress, self.steps_done, self._micro_batches
+        fetches = _Fetches(first_step=first, primed=count_primed(), counted_step=first, counted_taken=0)
+        progress.fetches.append(fetches)
         indices: list[Any] = []
-        for number in itertools.count():
-            if progress is not self._progress:
-                detail = "load_state_dict or skip was called after this iterator's first batch"
-                raise err(Code.ARGUMENT, detail, remedy="Restore and skip first, then call iter() on the loader.")
-            step, piece = first + number // count, number % count
-            if piece == 0:
-                indices = self.indices(step)
-                progress.steps_fetched = max(progress.steps_fetched, step + 1)
-            yield indices[piece * len(indices) // count : (piece + 1) * len(indices) // count]
+        try:
+            for number in itertools.count():
+                if progress is not self._progress:
+                    detail = "load_state_dict or skip was called after this iterator's first batch"
+                    raise err(Code.ARGUMENT, detail, remedy="Restore and skip first, then call iter() on the loader.")
+                step, piece = first + number // count, number % count
+                if piece == 0:
+                    indices = self.indices(step)
+                    progress.steps_fetched = max(progress.steps_fetched, step + 1)
+                fetches.taken += 1
+                fetches.threads.add(threading.get_ident())
+                if not progress.moved or progress.moved[-1] is not fetches:
+                    progress.moved = [*(one for one in progress.moved if one is not fetches), fetches]
+                if self.note_fetch is not None:
+                    fetches.mark = self.note_fetch()
+                yield indices[piece * len(indices) // count : (piece + 1) * len(indices) // count]
+        finally:
+            progress.fetches.remove(fetches)
 
     def indices(self, step: int) -> list[Any]:
         """Return this worker's samples of one step, counted over the whole run from 0.
@@ -293,30 +346,45 @@ class Sampler:
     def check_fetched(self, step: int) -> None:
         """Refuse a number of steps done that contradicts the batches fetched by iterating; `indices` isn't looked at.
 
-        A `Checkpointer` asks it before it commits.
+        A `Checkpointer` asks it before it commits. Batches that were fetched ahead are allowed: those that a DataLoader
+        requests for its worker processes, those that a loop or another thread fetches before the steps that take them.
 
-        Raises: StateError(ARGUMENT) when the batches of fewer steps were fetched; when they are fetched ever further
-            ahead, as where each step takes several.
+        Raises: StateError(ARGUMENT) when the steps counted took fewer batches, or micro-batches, than their share; when
+            they took more, so that the cursor falls behind what was trained.
         """
-        progress = self._progress
-        ahead = progress.steps_fetched - step
-        if ahead < 0 and progress.steps_fetched > progress.first_step:
-            raise err(
-                Code.ARGUMENT,
-                f"{step} steps are said to be done, and the batches of {progress.steps_fetched} were fetched",
-                where=_STEPS,
-                remedy="Take one batch of the sampler in each step, or keep a sampler that isn't read out of State.",
-            )
-        if progress.first_ahead is None:
-            progress.first_ahead = ahead
-        if ahead - progress.first_ahead > _AHEAD_MAX:
-            raise err(
-                Code.ARGUMENT,
-                f"{progress.steps_fetched} batches were fetched for {step} steps: the cursor would be in arrears",
-                where=_STEPS,
-                remedy="Let global_batch be what a whole step takes, pass micro_batches= to split it, and give the"
-                " sampler to its DataLoader as batch_sampler=.",
-            )
+        progress, size = self._progress, self._micro_batches
+        moved, progress.moved = progress.moved, []
+        fetches = progress.serving
+        if moved and not any(one is fetches for one in moved):
+            fetches = moved[-1]
+        if fetches is None:  # no batch was ever taken by iterating
+            return
+        spare = fetches.taken - fetches.primed - (step - fetches.first_step) * size
+        if spare < 0:
+            raise _shares(fetches, step, size, "Take the batches of a step in the step that trains on them, once each")
+        is_anew = fetches.first_spare is None
+        if fetches.first_spare is None:
+            fetches.first_spare = spare
+        given_up = progress.serving if is_anew else None
+        is_wasted = (
+            given_up is not None
+            and given_up.spare == spare >= _GIVEN_UP_MIN * size
+            and given_up.counted_step - given_up.first_step == step - fetches.first_step == 1
+        )
+        # Another thread that fetches ahead may be anywhere between its first batch and the end of its queue.
+        bound = 0 if fetches.threads <= {threading.get_ident()} else _AHEAD_MAX * size
+        if is_wasted or spare > fetches.first_spare + bound:
+            raise _shares(fetches, step, size, "A batch that is to be left out goes to Sampler.skip")
+        fetches.counted_step, fetches.counted_taken, fetches.spare = step, fetches.taken, spare
+        progress.serving = fetches
+
+    def drawn_in_hand(self, mark: object) -> bool:
+        """Return whether a batch of a step that isn't counted was taken, and then random numbers were drawn.
+
+        Args:
+            mark: the value that `note_fetch` would return now.
+        """
+        return any(one.is_in_hand and one.mark not in (None, mark) for one in self._progress.fetches)
 
     def skip(
         self,
@@ -377,7 +445,9 @@ class Sampler:
         self._skips = (*self._skips, skip)
         self._loaded = None
         if begin < self._position_of(self._progress.steps_fetched):
-            self._progress = dataclasses.replace(self._progress, steps_fetched=self.steps_done)
+            self._progress = dataclasses.replace(
+                self._progress, steps_fetched=self.steps_done, fetches=[], serving=None, moved=[]
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor: the same tree on every worker, and for every number of workers.
@@ -508,6 +578,27 @@ class Sampler:
                     remedy="Make the sampler of the same data set and seed. To begin the data anew: override=['data:*']"
                     " for one start of a Checkpointer, or a load without the data.",
                 )
+
+
+def _shares(fetches: _Fetches, step: int, size: int, remedy: str) -> CkptError:
+    """Return the error of steps that took another number of pieces than their share."""
+    count, taken = step - fetches.counted_step, fetches.taken - fetches.counted_taken
+    if not fetches.counted_taken:
+        taken -= fetches.primed
+    pieces = "batches" if size == 1 else "micro-batches"
+    which = f"step {step - 1}" if count == 1 else f"steps {fetches.counted_step} to {step - 1}"
+    if taken > count * size and taken % count == 0:
+        remedy = (
+            f"Where a step accumulates the gradients of {taken // count} batches, pass micro_batches={taken // count}"
+            f" to Sampler, and as global_batch= the samples of the whole step. {remedy}"
+        )
+    return err(
+        Code.ARGUMENT,
+        f"{which} took {taken} {pieces} of the sampler by iterating, where {count * size} is right: the cursor of a"
+        " save would not be the place where the training stands",
+        where=_STEPS,
+        remedy=f"{remedy}; a Sampler that isn't read as the training goes stays out of State.",
+    )
 
 
 def _says_the_same(known: Skip, skip: Skip) -> bool:

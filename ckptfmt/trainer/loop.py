@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("ckptfmt")
 _WHERE: Final = "step="
+#: What lowers the claim where the first batch was drawn, or trained on, with RNG streams other than the saved ones.
+DRAWN_IN_HAND: Final = (
+    "the first step's batch was taken before the RNG streams were put back, and random numbers were drawn after that"
+    " (by its transforms, or by a forward pass outside of the step): make the iterator, call restore_rng(), then take"
+    " the batch; or take it within the step"
+)
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h)")
 #: How often the processes ask each other whether one of them got a signal, in seconds.
 _ASK_S: Final = 1.0
@@ -58,6 +64,7 @@ class StepCount:
         self.step = 0
         self.is_under_way = self.is_streamless = False
         self._is_told = self._is_left = False
+        self._mark_streams: Callable[[], object] = lambda: None
 
     @contextlib.contextmanager
     def body(self) -> Iterator[None]:
@@ -113,14 +120,26 @@ class StepCount:
         self._is_left = self._is_left and not more
         return more
 
-    def go_to(self, step: int) -> None:
+    def go_to(self, step: int, mark_streams: Callable[[], object]) -> None:
         """Take note that a checkpoint of a step was restored, but for its RNG streams.
 
         Samplers of which it knows nothing begin there.
+
+        Args:
+            mark_streams: returns a value that changes with every random number that is drawn.
         """
         self.step, self.is_streamless = step, True
+        self._mark_streams = mark_streams
         for sampler in find_samplers(self.state):
             sampler.begin_at(step)
+            sampler.note_fetch = mark_streams
+
+    def find_drawn(self) -> tuple[str, ...]:
+        """Return what lowers the claim as the RNG streams are about to be put back; batches aren't watched after it."""
+        samplers, mark = list(find_samplers(self.state)), self._mark_streams()
+        for sampler in samplers:
+            sampler.note_fetch = None
+        return (DRAWN_IN_HAND,) if any(sampler.drawn_in_hand(mark) for sampler in samplers) else ()
 
     def check_known(self) -> None:
         """Raise where it isn't known which step is live. Raises: StateError(ARGUMENT)."""

@@ -17,7 +17,7 @@ from ckptfmt.adapters.live import NO_SCHEDULE, Kind, Live, Unit, may_be_schedule
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint, prefix_of
 from ckptfmt.adapters.load_plan import MISSING, LoadPlan, Patterns, Rename, check_allow
 from ckptfmt.adapters.placing import Placer, plan_named_tensors, plan_sink, put_back, take_named_leaf
-from ckptfmt.adapters.rng_streams import live_streams, plan_streams
+from ckptfmt.adapters.rng_streams import capture_streams, live_streams, plan_streams
 from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
@@ -28,7 +28,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import Reading
 from ckptfmt.read.sharing import Peers, refuse_sharing
 from ckptfmt.read.streaming import ReadReport
-from ckptfmt.state import NO_RNG, NOT_GIVEN, State, place_of
+from ckptfmt.state import NO_RNG, NOT_GIVEN, CapturedRng, State, place_of
 from ckptfmt.trainer.one_save import LOCAL_TOPOLOGY
 
 #: The levels of claims, from the least on.
@@ -219,6 +219,15 @@ def restore_streams(
     for action in actions:
         action()
     return (*plan.downgrades, *_compare_topology(plan, live))
+
+
+def mark_streams(state: State, group: Group) -> Callable[[], object]:
+    """Return a function whose value changes with every random number that is drawn from the live RNG streams."""
+    if state.rng is False:
+        return lambda: None
+    devices = Live.of(state, worker=group.writer, worker_count=group.writer_count).devices
+    generators = None if isinstance(state.rng, CapturedRng) else state.rng
+    return lambda: capture_streams(live_streams(generators, devices), worker=group.writer)
 
 
 def plan_restore(state: State, plan: LoadPlan, *, strict: bool = False) -> Restoration:
