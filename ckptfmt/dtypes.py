@@ -6,7 +6,12 @@ All elements are little-endian; a complex element is its real part, then its ima
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+import functools
+from typing import Any, Final
+
+import numpy as np
+
+from ckptfmt.errors import Code, err
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,3 +56,24 @@ DTYPES: Final[dict[str, Dtype]] = {
         Dtype("float4_e2m1fn_x2", 1, None),
     )
 }
+
+
+@functools.cache
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the numpy dtype of a dtype of the format; bfloat16 and the float8 family come from ml_dtypes.
+
+    Raises: StateError(STATE_UNSUPPORTED) for the few that neither has.
+    """
+    import ml_dtypes  # noqa: PLC0415 - a twentieth of a second that validate needn't pay
+
+    if hasattr(ml_dtypes, name):
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found
+    try:
+        return np.dtype(name).newbyteorder("<")
+    except TypeError:
+        raise err(
+            Code.STATE_UNSUPPORTED,
+            f"numpy has no dtype {name}",
+            remedy="Load it into a torch tensor: pass a state, or framework='torch'.",
+        ) from None

@@ -10,9 +10,8 @@ import numpy as np
 
 from ckptfmt.box import Box
 from ckptfmt.documents.tree import InlineArray
-from ckptfmt.dtypes import DTYPES
+from ckptfmt.dtypes import DTYPES, numpy_dtype
 from ckptfmt.errors import Code, err
-from ckptfmt.read.reader import numpy_dtype
 from ckptfmt.state import place_of
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]

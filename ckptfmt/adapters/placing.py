@@ -22,8 +22,9 @@ from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef, iter_values
+from ckptfmt.dtypes import numpy_dtype
 from ckptfmt.errors import Code, err
-from ckptfmt.read.reader import Checkpoint, numpy_dtype
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import allocate
 from ckptfmt.state import place_of
 from ckptfmt.write.snapshot import TensorSink

@@ -178,7 +178,7 @@ def _array_text(value: InlineArray) -> str:
     """Return what kind of array it is, and its elements if they are few."""
     import numpy as np
 
-    from ckptfmt.read.reader import numpy_dtype
+    from ckptfmt.dtypes import numpy_dtype
 
     text = value.dtype if value.scalar else f"{value.dtype}{list(value.shape)}"
     if math.prod(value.shape) > _ARRAY_ELEMENTS:

@@ -16,7 +16,6 @@ from typing import Any, Final, TypeAlias
 from ckptfmt import limits
 from ckptfmt.commit.waiting import list_held_attempts, poll
 from ckptfmt.digest import digest_text
-from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.durability import HOME, weakest
 from ckptfmt.documents.manifest import (
     MANIFEST_NAME,
@@ -32,7 +31,7 @@ from ckptfmt.documents.manifest import (
     part_path,
 )
 from ckptfmt.documents.msgpk import open_packed_document
-from ckptfmt.documents.part import Part
+from ckptfmt.documents.part import Part, parse_failure
 from ckptfmt.documents.tables import TensorTable
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError, err
 from ckptfmt.features import is_of_delta
@@ -426,9 +425,7 @@ def _raise_failures(store: Store, origin: Origin, present: set[str] | None = Non
     for writer in range(origin.writer_count):
         path = failure_path(origin.attempt, writer)
         if path[len("parts/") :] in names:
-            record, _ = parse_document(
-                store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path, types=("failure",)
-            )
+            record = parse_failure(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
             raise _error_of_record(record, path)
 
 

@@ -148,6 +148,20 @@ class Origin:
         return dataclasses.asdict(self)
 
 
+def check_membership(run_id: str | None, launch: int | None, where: str) -> None:
+    """Raise unless a document names both run and launch, or neither. Raises: FormatError(DOC_SCHEMA).
+
+    Spec: REQ-MAN-008.
+    """
+    if (run_id is None) != (launch is None):
+        raise err(
+            Code.DOC_SCHEMA,
+            "run_id and launch are given together or not at all",
+            where=where,
+            requirement="REQ-MAN-008",
+        )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSummary:
     """What the manifest says of one field.
@@ -271,13 +285,6 @@ class Manifest:
                 where=f"{where}#/signed/block_nbytes",
                 requirement="REQ-TEN-005",
             )
-        if (origin.run_id is None) != (origin.launch is None):
-            raise err(
-                Code.DOC_SCHEMA,
-                "run_id and launch are given together or not at all",
-                where=f"{where}#/signed/launch",
-                requirement="REQ-MAN-008",
-            )
         references = tuple(Reference(**one) for one in signed["references"])
         fields = {field: FieldSummary.from_dict(signed["fields"][field]) for field in FIELDS}
         _check_profile(signed, references, fields, where)
@@ -362,6 +369,7 @@ def parse_register(content: bytes, *, where: str = MANIFEST_NAME) -> Manifest | 
     signed, digest = parse_document(
         content, where=where, types=("manifest", "abort", "tombstone"), limit_nbytes=limits.MANIFEST_NBYTES
     )
+    check_membership(signed["run_id"], signed["launch"], f"{where}#/signed/launch")
     kind = signed["type"]
     if kind == "manifest":
         return Manifest.from_signed(signed, digest, where=where)

@@ -13,12 +13,12 @@ import numpy as np
 from ckptfmt import limits
 from ckptfmt.digest import digest_at, digest_bytes
 from ckptfmt.documents import extents, tables
-from ckptfmt.documents.canonical import check_version, dump_document, fit_string
+from ckptfmt.documents.canonical import check_version, dump_document, fit_string, parse_document
 from ckptfmt.documents.durability import HOME, durability_members, parse_durability
 from ckptfmt.documents.extents import Files, PredictionGroup
 from ckptfmt.documents.holdings import Holdings, parse_holdings
 from ckptfmt.documents.labels import NO_LABELS, Labels, parse_labels
-from ckptfmt.documents.manifest import Origin, Reference
+from ckptfmt.documents.manifest import Origin, Reference, failure_path
 from ckptfmt.documents.msgpk import Weight, dump_mapless, dump_packed_document, parse_packed_document
 from ckptfmt.documents.packed import Budget, Columns, dump_packed, dump_strings, total_of
 from ckptfmt.documents.tables import TensorTable
@@ -202,6 +202,22 @@ def dump_failure(origin: Origin, writer: int, error: CkptError) -> bytes:
             "remedy": fit_string(error.remedy, _TEXT_LENGTH),
         }
     )
+
+
+def parse_failure(content: bytes, *, where: str) -> dict[str, Any]:
+    """Return what a failure record says.
+
+    Args:
+        where: its path in the checkpoint's directory.
+
+    Raises: FormatError (DOC_MISMATCH where it is that of another attempt or writer), IntegrityError, UnsupportedError.
+    Spec: REQ-CMT-050.
+    """
+    signed, _ = parse_document(content, where=where, types=("failure",))
+    if failure_path(signed["attempt"], signed["writer"]) != where:
+        detail = f"the record is that of writer {signed['writer']} of attempt {signed['attempt']}"
+        raise err(Code.DOC_MISMATCH, detail, where=where, requirement="REQ-CMT-050")
+    return signed
 
 
 # --- parse ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.documents.canonical import check_string
-from ckptfmt.documents.manifest import FIELDS, Origin
+from ckptfmt.documents.manifest import FIELDS, Origin, check_membership
 from ckptfmt.documents.packed import Columns, Integers, dump_packed, dump_strings, make_integers
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, FormatError, err
@@ -324,6 +324,7 @@ def parse_origin(columns: Columns) -> Origin:
             raise _schema_error(columns, key)
     if values["block_nbytes"].bit_count() != 1:
         raise _schema_error(columns, "block_nbytes")
+    check_membership(values["run_id"], values["launch"], columns.place("launch"))
     return Origin(**values)
 
 

@@ -14,10 +14,12 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final, TypeAlias, TypeVar
 
+import numpy as np
+
 from ckptfmt import limits
 from ckptfmt.documents.msgpk import check_msgpack, dump_mapless, parse_msgpack
 from ckptfmt.documents.packed import pack_items, unpack_items
-from ckptfmt.dtypes import DTYPES
+from ckptfmt.dtypes import DTYPES, numpy_dtype
 from ckptfmt.errors import Code, FormatError, err
 
 
@@ -421,10 +423,25 @@ def _decode_set(items: list[object], where: _Where) -> list[Any]:
     # The members of a frozenset were looked at when it was decoded: in each other, they would be at each level again.
     if not all(type(item) is frozenset or _is_member(item) for item in decoded):
         raise ValueError
-    _check_hashes(decoded, where)
-    if len(set(decoded)) != len(decoded):
+    values = list(map(_comparable, decoded))
+    _check_hashes(values, where)
+    if len(set(values)) != len(decoded):
         raise ValueError
     return decoded
+
+
+def _comparable(member: Any) -> Any:  # noqa: ANN401 - any member of a set
+    """Return what stands for a member where the members of a set are compared as values. Spec: REQ-TRE-005."""
+    match member:
+        case tuple() | frozenset():
+            return type(member)(map(_comparable, member))
+        case Size():
+            return member.shape
+        case InlineArray(dtype="complex32"):
+            return complex(*np.frombuffer(member.content, "<f2").tolist())
+        case InlineArray(dtype=dtype) if dtype != "float4_e2m1fn_x2":  # which packs two numbers in an element
+            return np.frombuffer(member.content, numpy_dtype(dtype))[0]
+    return member
 
 
 def _check_hashes(values: Collection[Any], where: _Where) -> None:

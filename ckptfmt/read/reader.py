@@ -17,7 +17,7 @@ from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import part_path
 from ckptfmt.documents.tree import TensorRef, parse_tree
-from ckptfmt.dtypes import DTYPES
+from ckptfmt.dtypes import DTYPES, numpy_dtype
 from ckptfmt.errors import Code, StateError, err
 from ckptfmt.layout.read_plan import iter_chunks
 from ckptfmt.read.files import CheckpointFiles
@@ -35,27 +35,6 @@ _SHOWN: Final = (
 )  # fmt: skip
 #: How many bytes of a tensor `Checkpoint.iter_content` holds at a time.
 CHUNK_NBYTES: Final = 32 << 20
-
-
-@functools.cache
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype of a dtype of the format; bfloat16 and the float8 family come from ml_dtypes.
-
-    Raises: StateError(STATE_UNSUPPORTED) for the few that neither has.
-    """
-    import ml_dtypes  # noqa: PLC0415 - a twentieth of a second that validate needn't pay
-
-    if hasattr(ml_dtypes, name):
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-        return found
-    try:
-        return np.dtype(name).newbyteorder("<")
-    except TypeError:
-        raise err(
-            Code.STATE_UNSUPPORTED,
-            f"numpy has no dtype {name}",
-            remedy="Load it into a torch tensor: pass a state, or framework='torch'.",
-        ) from None
 
 
 class Checkpoint(CheckpointFiles):

@@ -12,8 +12,8 @@ import ckptfmt
 from ckptfmt import State
 from ckptfmt.adapters.load_plan import Only, Renaming
 from ckptfmt.adapters.torch.tensors import TORCH_DTYPES
+from ckptfmt.dtypes import numpy_dtype
 from ckptfmt.errors import Code, StateError
-from ckptfmt.read.reader import numpy_dtype
 from tests.adapters.double import load, save
 from tests.builders import error_of
 

@@ -1,5 +1,6 @@
 """From parts to a decision: waiting, conflicts, repeats, lost answers, ends."""
 
+import dataclasses
 import itertools
 import os
 import socket
@@ -25,6 +26,7 @@ from ckptfmt.commit.decision import (
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone, failure_path, index_name, part_path
 from ckptfmt.documents.msgpk import dump_msgpack, dump_packed_document, open_packed_document
+from ckptfmt.documents.part import dump_failure
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, LayoutError, err
 from ckptfmt.read.files import read_manifest
 from ckptfmt.read.reader import Checkpoint
@@ -239,6 +241,19 @@ def test_a_record_of_another_writers_failure_is_not_left(home):
 def test_a_failure_of_another_attempt_does_not_count(written):
     write_failure(written, another(), 1, err(Code.NO_SPACE, "full"))
     assert commit(written, ORIGIN, deadline_s=1) == read_register(written)
+
+
+@pytest.mark.parametrize(("attempt", "writer"), [(ORIGIN.attempt, 0), ("f" * 16, 1)])
+def test_a_failure_record_under_the_name_of_another_is_refused(home, attempt, writer):
+    """REQ-CMT-050: a record that was copied to another name says nothing of the writer in that name."""
+    store = home.store()
+    record = dump_failure(dataclasses.replace(ORIGIN, attempt=attempt), writer, err(Code.NO_SPACE, "full"))
+    store.create(failure_path(ORIGIN.attempt, 1), [record])
+
+    error = error_of(lambda: wait_for_decision(store, ORIGIN, deadline_s=60))
+
+    assert (error.code, error.requirement) == (Code.DOC_MISMATCH, "REQ-CMT-050")
+    assert f"writer {writer} of attempt {attempt}" in error.detail
 
 
 @pytest.mark.parametrize("writer", [0, 1])

@@ -12,8 +12,8 @@ from blake3 import blake3
 import ckptfmt
 from ckptfmt.adapters.data_loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.documents.tree import dump_tree, parse_tree
+from ckptfmt.dtypes import numpy_dtype
 from ckptfmt.errors import CkptError
-from ckptfmt.read.reader import numpy_dtype
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt_conformance.adapters.reference import Reference

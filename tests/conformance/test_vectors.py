@@ -8,7 +8,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
 
+from ckptfmt.documents.msgpk import parse_packed_document
 from ckptfmt_conformance.callers import find_target
 from ckptfmt_conformance.runner import run_cases
 from conformance.generate.areas import find_differences, write_areas
@@ -20,7 +23,8 @@ from conformance.generate.pages import all_cases
 from conformance.generate.wire import FORMAT_VERSION
 from tests.conformance.judging import PHASES, judge
 from tests.conformance.vectors import VECTORS, cases_by_id, read_area
-from tests.spec.pages import clauses, fences, page, table
+from tests.spec.pages import SCHEMA, clauses, fences, page, table
+from tests.spec.views import view_of
 
 KINDS = {"open", "read", "reshard", "write", "context", "parse"}
 MEMBERS = {
@@ -222,6 +226,43 @@ def test_equal_contents_stand_once_in_an_area_and_none_is_there_for_nothing():
         used = {key for case in read_area(path) for key in case["files"].values()}
         assert used == contents.keys(), path.name
         assert len({json.dumps(entry) for entry in contents.values()}) == len(contents), path.name
+
+
+def signed_documents(case):
+    """Yield the type and the JSON view of each document among the files of a case, but for leftovers that are none."""
+    for path, content in case.files.items():
+        if content in (b"x", b"{}", b"left"):
+            continue
+        if path.endswith(".json"):
+            signed = json.loads(content)["signed"]
+            yield signed["type"], signed
+        elif re.fullmatch(r"(.*/)?(index-[0-9a-f]{16}|parts/[0-9a-f]{16}-[0-9]{5,})\.msgpack", path):
+            signed = parse_packed_document(content, where=path)[0]
+            yield signed["type"], view_of(signed)
+
+
+def test_documents_of_accepted_cases_fit_their_schemas():
+    """REQ-DOC-011: what a schema refuses, other people's tools refuse."""
+    named = {path.name: json.loads(path.read_text("utf-8")) for path in SCHEMA.glob("*.json")}
+    registry: Registry[Any] = Registry().with_resources(
+        [(name, Resource.from_contents(schema)) for name, schema in named.items()]
+    )
+    validators = {name: Draft202012Validator(schema, registry=registry) for name, schema in named.items()}
+    found = {
+        json.dumps([kind, view], sort_keys=True): (name, kind, view)
+        for name, case in cases_by_id().items()
+        if case.kind == "open" and case.expect.outcome == "accept" and "tensors" in case.expect.members
+        if (case.request or {}).get("verify") == "all" and case.spec == FORMAT_VERSION
+        for kind, view in signed_documents(case)
+    }
+    wrong = [
+        f"{name}: {kind}: {error.message[:200]}"
+        for name, kind, view in found.values()
+        for error in validators[f"{kind}.schema.json"].iter_errors(view)
+    ]
+
+    assert {kind for _, kind, _ in found.values()} >= {"manifest", "index", "part", "run", "launch"}
+    assert not wrong, "\n".join(wrong)
 
 
 # --- the generator ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptfmt.commit import decision as commit
 from ckptfmt.delta import chain
+from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, parse_register
 from ckptfmt.group import Group
 from ckptfmt.store.protocol import Store
@@ -31,6 +32,10 @@ def _say_node(right: Any, *arguments: Any, **options: Any) -> Any:
     *others, snapped = arguments
     context = dataclasses.replace(snapped.context, durability="node")
     return right(*others, dataclasses.replace(snapped, context=context), **options)
+
+
+def _parse_anybodys(_right: Any, content: bytes, *, where: str) -> dict[str, Any]:
+    return parse_document(content, where=where, types=("failure",))[0]
 
 
 MUTANTS = {
@@ -114,6 +119,12 @@ MUTANTS = {
         fault="waits for a writer that said it failed",
         patch=replaced(commit, "_raise_failures", lambda *_: None),
         tests=("commit/test_commit.py::test_a_failed_writer_is_not_waited_for",),
+    ),
+    "failure_records_of_anybody": Mutant(
+        clauses=("REQ-CMT-050",),
+        fault="takes a failure record for that of the writer in the file's name, whatever the record says",
+        patch=replaced(commit, "parse_failure", _parse_anybodys),
+        tests=("commit/test_commit.py::test_a_failure_record_under_the_name_of_another_is_refused",),
     ),
     "part_before_names_are_durable": Mutant(
         clauses=("REQ-CMT-005",),

@@ -14,9 +14,9 @@ from ckptfmt import State
 from ckptfmt.adapters.numpy import ArraySink
 from ckptfmt.adapters.torch.tensors import TORCH_DTYPES, TorchSink
 from ckptfmt.box import Box
-from ckptfmt.dtypes import DTYPES
+from ckptfmt.dtypes import DTYPES, numpy_dtype
 from ckptfmt.layout.placements import LocalPiece
-from ckptfmt.read.reader import Checkpoint, numpy_dtype
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import save, snapshot, tensor
 from tests.layout.test_merge import cut

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 import ckptfmt
 from ckptfmt.box import Box
+from ckptfmt.dtypes import numpy_dtype
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StateError
 from ckptfmt.read import decoding
 from ckptfmt.read.files import StoredBox
-from ckptfmt.read.reader import Checkpoint, numpy_dtype
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.store.memory import MemoryStore
 from tests.builders import (
     ATTEMPT,

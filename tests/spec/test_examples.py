@@ -16,13 +16,13 @@ from ckptfmt import limits
 from ckptfmt.commit.decision import finalize
 from ckptfmt.digest import digest_bytes, digest_text
 from ckptfmt.documents import msgpk, tree
-from ckptfmt.documents.canonical import dump_document, parse_document
+from ckptfmt.documents.canonical import dump_document
 from ckptfmt.documents.cursor import dump_cursor, parse_cursor
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.ledger import LedgerEntry
 from ckptfmt.documents.manifest import Manifest, parse_register
 from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, parse_packed
-from ckptfmt.documents.part import PACK_HEADER, Part
+from ckptfmt.documents.part import PACK_HEADER, Part, parse_failure
 from ckptfmt.documents.run import LabelsRecord, Launch, Pins, RunRecord
 from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
 from ckptfmt.errors import CkptError
@@ -85,7 +85,7 @@ def parse_json_document(content, where, kind):
     if kind == "pins":
         return Pins.parse(content, where=where)
     if kind == "failure":
-        return parse_document(content, where=where, types=("failure",))
+        return parse_failure(content, where=where)
     return parse_register(content, where=where)
 
 

@@ -26,14 +26,13 @@ import ckptfmt
 from ckptfmt import Box, CkptError, PerWorker, Sampler, State
 from ckptfmt.adapters.data_loaders import ConsumedSamples, ForeignLoader
 from ckptfmt.adapters.load_plan import LoadPlan
-from ckptfmt.documents.canonical import parse_document
 from ckptfmt.documents.cursor import parse_cursor
 from ckptfmt.documents.index import Index
 from ckptfmt.documents.ledger import LedgerEntry
 from ckptfmt.documents.manifest import parse_register
 from ckptfmt.documents.msgpk import open_packed_document, parse_msgpack
 from ckptfmt.documents.packed import Columns, parse_packed
-from ckptfmt.documents.part import Part
+from ckptfmt.documents.part import Part, parse_failure
 from ckptfmt.documents.run import LabelsRecord, Launch, Pins, RunRecord
 from ckptfmt.documents.shard import parse_shard_header
 from ckptfmt.documents.tree import (
@@ -46,10 +45,11 @@ from ckptfmt.documents.tree import (
     iter_values,
     parse_tree,
 )
+from ckptfmt.dtypes import numpy_dtype
 from ckptfmt.errors import Code
 from ckptfmt.features import READER_FEATURES
 from ckptfmt.limits import FORMAT_VERSION
-from ckptfmt.read.reader import Checkpoint, numpy_dtype
+from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import begin_launch, open_run
 from ckptfmt.store.local import LocalStore
 from ckptfmt.trainer.handle import STATES, SaveHandle
@@ -536,7 +536,7 @@ _FORMS: dict[str, Callable[[bytes, str], Any]] = {
     "labels": lambda content, where: LabelsRecord.parse(content, where=where),
     "ledger": lambda content, where: LedgerEntry.parse(content, where=where),
     "pins": lambda content, where: Pins.parse(content, where=where),
-    "failure": lambda content, where: parse_document(content, where=where, types=("failure",)),
+    "failure": lambda content, where: parse_failure(content, where=where),
     **dict.fromkeys(("manifest", "abort", "tombstone"), lambda content, where: parse_register(content, where=where)),
     "index": lambda content, where: Index.parse(content, where=where),
     "part": lambda content, where: Part.parse(content, where=where),

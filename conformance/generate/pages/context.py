@@ -344,6 +344,7 @@ def _cursors_of_orders(made: Page, why: str) -> None:
     for slug, base, clauses, path, value in (
         ("same-name", "mixed", "CUR-009", "sources/1/id", "books"),
         ("positions", "mixed", "CUR-010", "sources/1/pos", 2),
+        ("mixture-ledger-count", "mixed", "CUR-004", "ledger/count", 63),
         ("check-of-none", "mixed", "CUR-010", "order/vector_check/source", "web"),
         ("stage-within-block", "mixed", "CUR-011", "mixture/stages/1/from_pos", 36),
         ("counts", "mixed", "CUR-011", "mixture/stages/0/counts/code", 4),

@@ -160,6 +160,15 @@ def _first_candidate(made: Page) -> None:
          "the register of step 800 of launch 1 holds a tombstone of launch 2", _retire(simple(), 800, 1, launch=2)),
         ("tombstone-of-another-run", "RUN-003 RUN-020", "RUN_MISMATCH",
          "the register of step 800 holds a tombstone of another run", _retire(simple(), 800, 1, run_id=OTHER_RUN)),
+        ("abort-without-run", "MAN-008 RUN-020", "DOC_SCHEMA",
+         "the register of step 800 holds an abort record with the launch, and run_id is null",
+         _abort(simple(), 800, 1, run_id=None)),
+        ("abort-without-launch", "MAN-008 RUN-020", "DOC_SCHEMA",
+         "the register of step 800 holds an abort record with the run_id, and launch is null",
+         _abort(simple(), 800, 1, launch=None)),
+        ("tombstone-without-run", "MAN-008 RUN-020", "DOC_SCHEMA",
+         "the register of step 800 holds a tombstone with the launch, and run_id is null",
+         _retire(simple(), 800, 1, run_id=None)),
         ("resume-from-digest", "RUN-022 RUN-020", "DOC_DIGEST",
          "launch 2 has saved nothing, and its record names step 400 with another digest", _other_digest()),
         ("resume-from-aborted", "RUN-022 RUN-020", "CHECKPOINT_ABORTED",
@@ -221,6 +230,9 @@ def _launch_damaged(made: Page) -> None:
          _abort(simple(), 800, 1, step=900), SECOND, THIRD),
         ("launch-tombstone-of-another-run", "RUN-003", "the register of step 800 holds a tombstone of another run",
          _retire(simple(), 800, 1, run_id=OTHER_RUN), SECOND, THIRD),
+        ("launch-abort-without-run", "MAN-008",
+         "the register of step 800 holds an abort record with the launch, and run_id is null",
+         _abort(simple(), 800, 1, run_id=None), SECOND, THIRD),
     ):  # fmt: skip
         _resumes(made, slug, run, older, [passed], f"{clauses} RUN-006", says)
 

@@ -53,6 +53,17 @@ def _contradictions(made: Page) -> None:
         bug="WRONG_BYTES",
     )
 
+    for document in ("part/0", "index"):
+        _reject(
+            made,
+            f"{document.partition('/')[0]}-launch-of-no-run",
+            set_at(document, "launch", value=1),
+            "MAN-008 IDX-014",
+            "DOC_SCHEMA",
+            f"launch is 1 in the {document.partition('/')[0]}, and run_id is null",
+            why=why,
+        )
+
     def attempt(c: Checkpoint) -> None:
         c.part["attempt"] = "f" * 16
         c.part["files"]["name"] = Strings(name.replace(c.plan.attempt, "f" * 16) for name in c.part["files"]["name"])

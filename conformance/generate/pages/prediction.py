@@ -447,6 +447,12 @@ def _others(made: Page, link: Chain) -> None:
         "COLUMN_ORDER", "in groups, the two change places", why="one content has one form", bug="AMBIGUITY",
         place=DELTA, beside=two.beside,
     )  # fmt: skip
+    made.reject(
+        "groups-counted-anew", "two-groups", set_at("part/0", "groups", "box", value=Folded([0, 1, 2, 1])), "IDX-002",
+        "COLUMN_FORM", "in groups, the boxes of the second are counted from 0, as if it were the first",
+        why="only the first member of all counts from 0: counted so, the members are boxes 0 and 1, 3 and 4 of four",
+        bug="AMBIGUITY", place=DELTA, beside=two.beside,
+    )  # fmt: skip
     bare = group(ADAM, without="weight")
     made.reject(
         "base-without-weight",

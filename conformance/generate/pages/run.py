@@ -254,6 +254,10 @@ def _records(made: Page) -> None:
         ("launch-chosen-by", "RUN-007", "DOC_SCHEMA", "chosen_by is chance", {"chosen_by": "chance"}),
         ("launch-without-digest", "RUN-006", "DOC_SCHEMA", "resume_from has no digest",
          {"resume_from": {"name": first}}),
+        ("launch-name-of-another-form", "RUN-008", "DOC_SCHEMA", "resume_from is step-000000400-l0001, of nine digits",
+         {"resume_from": {"name": "step-000000400-l0001", "digest": "blake3:" + "0" * 64}}),
+        ("launch-name-of-five-digits", "RUN-008", "DOC_SCHEMA", "resume_from is step-00000400-l00001",
+         {"resume_from": {"name": "step-00000400-l00001", "digest": "blake3:" + "0" * 64}}),
         ("launch-elsewhere", "RUN-006", "DOC_SCHEMA", "resume_from is ../elsewhere",
          {"resume_from": {"name": "../elsewhere", "digest": "blake3:" + "0" * 64}}),
     ):  # fmt: skip

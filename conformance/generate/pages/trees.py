@@ -32,6 +32,11 @@ def page() -> Page:
     return made
 
 
+def _set(*members: Any) -> list[Any]:  # noqa: ANN401 - any trees
+    """Return the tree of a set, its members in the order of their bytes."""
+    return ["s", *sorted(members, key=msgpack)]
+
+
 def _valid(made: Page) -> None:
     why = "a state that comes back as another type or value makes another run"
     for slug, clauses, says, tree in (
@@ -55,6 +60,12 @@ def _valid(made: Page) -> None:
         ("set-members", "TRE-009", "sets of all that may be in one: scalars, a dtype, a device, a size, tuples of such",
          ["l", ["s", ["D", "int8"], ["S", [2]], ["V", "cpu"], ["n", "int8", b"\7"], ["t", ["D", "int8"], ["z", 1]]],
           ["z", ["t"], None]]),
+        ("set-of-numbers", "TRE-005", "sets of numbers of several types, none of which equals another; of NaNs",
+         ["l", _set(1, 2, ["f", b"\0" * 6 + b"\xf4\x3f"], ["n", "bfloat16", b"\x40\x40"], ["n", "int8", b"\4"]),
+          _set(["f", NAN], ["f", NAN[:7] + b"\xff"], ["n", "float32", b"\0\0\xc0\x7f"]),
+          _set(["S", [2, 3]], ["S", [3]], ["t", 2], ["t", 2, 3, 4], ["z", 2, 3])]),
+        ("deque-longest", "TRE-001", "deques whose maxlen is 2^63 - 1",
+         ["l", ["q", 2**63 - 1, 1], ["Q", 2**63 - 1, "uint8", bytes(16)]]),
         ("arrays", "TRE-001", "arrays with and without elements, a numpy scalar, a bfloat16",
          ["l", ["a", "int8", [2], b"\1\2"], ["a", "float32", [0, 3], b""], ["a", "int16", [], b"\1\0"],
           ["n", "int8", b"\7"], ["n", "bfloat16", b"\x80\x3f"]]),
@@ -245,6 +256,11 @@ def _tags(made: Page) -> None:
         ("scalar-of-2", "arrays", "a scalar of two elements", ["n", "int8", b"\0\0"]),
         ("deque-too-long", "sequences", "a deque of two entries whose maxlen is 1", ["q", 1, 1, 2]),
         ("deque-without-maxlen", "sequences", "a deque that ends behind its tag", ["q"]),
+        ("deque-maxlen-2-63", "deque-longest", "a deque whose maxlen is 2^63", ["q", 2**63, 1]),
+        ("deque-maxlen-2-64", "deque-longest", "a deque whose maxlen is 2^64, as an integer of nine bytes",
+         ["q", ["i", (2**64).to_bytes(9, "little")], 1]),
+        ("packed-deque-maxlen-2-63", "deque-longest", "a packed deque whose maxlen is 2^63",
+         ["Q", 2**63, "uint8", bytes(16)]),
         ("dict-odd", "dicts", "a key without a value", ["d", "a"]),
         ("dtype-unknown", "torch", "a dtype called float", ["D", "float"]),
         ("device-number", "torch", "a device that is a number", ["V", 0]),
@@ -294,6 +310,18 @@ def _keys(made: Page) -> None:
         ("set-of-tuples-of-arrays", "TRE-009", "TREE_TAG", "a tuple with an array inside in a set",
          ["s", ["t", ["a", "int8", [1], b"\1"]]]),
         ("set-1-and-true", "TRE-005", "TREE_TAG", "a set of 1 and True", ["s", 1, True]),
+        ("set-1-and-1.0", "TRE-005", "TREE_TAG", "a set of 1 and 1.0", _set(1, ["f", ONE])),
+        ("set-1-and-scalar", "TRE-005", "TREE_TAG", "a set of 1 and numpy's 1", _set(1, ["n", "int8", b"\1"])),
+        ("set-scalars", "TRE-005", "TREE_TAG", "a set of 1 as int8 and as bfloat16",
+         _set(["n", "bfloat16", b"\x80\x3f"], ["n", "int8", b"\1"])),
+        ("set-scalar-zeros", "TRE-005", "TREE_TAG", "a set of 0.0 and -0.0 as float32",
+         _set(["n", "float32", bytes(4)], ["n", "float32", b"\0\0\0\x80"])),
+        ("set-true-and-scalar", "TRE-005", "TREE_TAG", "a set of True and numpy's True",
+         ["s", True, ["n", "bool", b"\1"]]),
+        ("set-size-and-tuple", "TRE-005", "TREE_TAG", "a set of torch.Size((2, 3)) and (2, 3)",
+         _set(["S", [2, 3]], ["t", 2, 3])),
+        ("set-of-tuples-of-scalars", "TRE-005", "TREE_TAG", "a frozenset of the tuples of 1 and of numpy's 1",
+         ["z", *_set(["t", 1], ["t", ["n", "int16", b"\1\0"]])[1:]]),
     ):  # fmt: skip
         of = "sets" if slug.startswith("set") else "dicts"
         _reject(made, slug, of, clauses, error, says, msgpack(tree), "WRONG_BYTES")

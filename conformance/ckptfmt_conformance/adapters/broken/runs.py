@@ -436,3 +436,20 @@ class AnyRecords(Reference):
         ("ckptfmt.run.lineage:read_launch", _read_any),
         ("ckptfmt.run.lineage:check_records", _check_nothing),
     )
+
+
+class HalfInARun(Reference):
+    """It takes a document that names its launch and no run, or its run and no launch."""
+
+    breaks = ("REQ-MAN-008",)
+    convicted_by = (
+        "parts/invalid/index-launch-of-no-run",
+        "parts/invalid/part-launch-of-no-run",
+        "run/invalid/abort-without-launch",
+        "run/invalid/abort-without-run",
+        "run/invalid/tombstone-without-run",
+    )
+    replacements = (
+        ("ckptfmt.documents.manifest:check_membership", lambda *_: None),
+        ("ckptfmt.documents.tables:check_membership", lambda *_: None),
+    )

@@ -18,6 +18,7 @@ _stretch = original("ckptfmt.data.course:Course.stretch")
 _walk = original("ckptfmt.data.course:Walk")
 _init = original("ckptfmt.data.course:Course.__init__")
 _check_epoch = original("ckptfmt.documents.cursor:_check_epoch")
+_check_count = original("ckptfmt.documents.cursor:_check_count")
 _load = original("ckptfmt.adapters.data_loaders:ForeignLoader.load_state_dict")
 _cursor_map: Any = original("ckptfmt.documents.cursor:CursorMap")
 _parse_foreign = original("ckptfmt.documents.cursor:parse_foreign")
@@ -227,6 +228,19 @@ class PlainPositions(Reference):
 
 def _check_nothing(*_: object) -> None:
     return None
+
+
+def _check_unmixed_count(cursor: Any, where: str) -> None:  # noqa: ANN401 - of the implementation
+    if cursor.mixture is None:
+        _check_count(cursor, where)
+
+
+class UncountedMixtures(Reference):
+    """It compares the ledger's count with the position where there is no mixture, and nowhere else."""
+
+    breaks = ("REQ-CUR-004",)
+    convicted_by = ("context/invalid/cursor-mixture-ledger-count",)
+    replacements = (("ckptfmt.documents.cursor:_check_count", _check_unmixed_count),)
 
 
 class UncheckedSample(Reference):

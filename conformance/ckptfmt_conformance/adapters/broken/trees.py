@@ -75,6 +75,41 @@ class KeysInSets(Reference):
     replacements = (("ckptfmt.documents.tree:_is_member", _is_key),)
 
 
+def _typed(member: Any) -> Any:  # noqa: ANN401 - of the implementation
+    return member
+
+
+class TypedMembers(Reference):
+    """It takes two members of a set for different ones if their types differ, whatever their values are."""
+
+    breaks = ("REQ-TRE-005",)
+    convicted_by = (
+        "trees/invalid/set-1-and-scalar",
+        "trees/invalid/set-of-tuples-of-scalars",
+        "trees/invalid/set-scalar-zeros",
+        "trees/invalid/set-scalars",
+        "trees/invalid/set-size-and-tuple",
+        "trees/invalid/set-true-and-scalar",
+    )
+    replacements = (("ckptfmt.documents.tree:_comparable", _typed),)
+
+
+def _without_bound(maxlen: Any, values: list[Any]) -> deque[Any]:  # noqa: ANN401 - of the implementation
+    return deque(values, None if isinstance(maxlen, list) or (maxlen or 0) >= 1 << 63 else maxlen)
+
+
+class LongerDeques(Reference):
+    """It takes any integer for the length of a deque, as a language does whose queues have no such number."""
+
+    breaks = ("REQ-TRE-001",)
+    convicted_by = (
+        "trees/invalid/deque-maxlen-2-63",
+        "trees/invalid/deque-maxlen-2-64",
+        "trees/invalid/packed-deque-maxlen-2-63",
+    )
+    replacements = (("ckptfmt.documents.tree:_bounded", _without_bound),)
+
+
 class PackedEarly(Reference):
     """It wants lists packed from fifteen entries on."""
 
