@@ -22,8 +22,16 @@ from ckptfmt.adapters.live_trees import GLOBAL, child_name
 from ckptfmt.box import Box
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.layout.read_plan import iter_chunks
+
+#: What to do about a file that isn't whole.
+COPY: Final = "Copy it again from where it came from."
+
+#: What to do about a value that can't be converted.
+ANEW: Final = (
+    "Load the file with the program that wrote it, if you trust the file, and save tensors and plain values alone."
+)
 
 #: Plain values that a source may hold, whatever its size. A scalar counts one, a container eight, text one for each
 #: eight bytes.
@@ -111,7 +119,7 @@ def read_exactly(path: Path | str, begin: int, out: memoryview, where: str) -> N
             count = os.preadv(file.fileno(), [out], begin)
             if not count:
                 detail = f"the file ends before byte {begin + out.nbytes}"
-                raise err(Code.FILE_NBYTES, detail, where=where, remedy="Copy it again.")
+                raise err(Code.FILE_NBYTES, detail, where=where, remedy=COPY)
             out, begin = out[count:], begin + count
 
 
@@ -139,6 +147,19 @@ class Array:
     dtype: str
     shape: tuple[int, ...]
     read: Read
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Refused:
+    """A value of a foreign file that can't be converted: an error, unless the value's field isn't wanted.
+
+    Attributes:
+        error: the reason, with the value's key.
+        is_tensor: whether the value is a tensor, of a kind that can't be converted.
+    """
+
+    error: CkptError
+    is_tensor: bool = False
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -237,6 +258,7 @@ class Content:
         tensors: by field, name and scope.
         leaves: plain values as trees; tensors within are `ckptfmt.documents.tree.TensorRef`.
         left_out: what of the source has no place in a checkpoint.
+        refused: by field, the first of its values that can't be converted.
         step: training steps done, where the source says so.
         step_key: the key under which a foreign source says so.
         budget: of the bytes of tensors, where the source is foreign.
@@ -246,6 +268,7 @@ class Content:
     tensors: dict[TensorKey, Tensor] = dataclasses.field(default_factory=dict)
     leaves: dict[TensorKey, Any] = dataclasses.field(default_factory=dict)
     left_out: list[LeftOut] = dataclasses.field(default_factory=list)
+    refused: dict[str, Refused] = dataclasses.field(default_factory=dict)
     step: int | None = None
     step_key: str | None = None
     budget: Budget | None = None

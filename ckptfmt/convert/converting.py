@@ -24,9 +24,10 @@ from ckptfmt.box import Box
 from ckptfmt.commit.decision import finalize
 from ckptfmt.commit.lone import check_no_run
 from ckptfmt.convert import hf, torch_sources
-from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree
-from ckptfmt.convert.fields import assemble, find_step, parse_rules, sort_fields
+from ckptfmt.convert.content import ANEW, COPY, Content, LeftOut, Tensor, map_tree
+from ckptfmt.convert.fields import assemble, find_step, nothing_in, parse_rules, sort_fields
 from ckptfmt.convert.hf import INDEX_NAME
+from ckptfmt.convert.recognition import check_format, is_safetensors, is_torch, read_head
 from ckptfmt.digest import block_digests
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import FIELDS, MANIFEST_NAME, Manifest, Origin
@@ -35,7 +36,7 @@ from ckptfmt.documents.run import LAUNCHES, RUN_NAME
 from ckptfmt.documents.tables import sort_key
 from ckptfmt.documents.tree import dump_tree
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.errors import CkptError, Code, err, remedy_of
+from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutError, err, remedy_of
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import carrier_of
 from ckptfmt.state import IMPORTED
@@ -146,25 +147,25 @@ def plan_conversion(
     rules = parse_rules(rules)
     if rules and from_kind not in _TORCH_FORMATS:
         raise err(Code.ARGUMENT, f"a source of kind {from_kind} has its fields already", where="--field")
-    if step is not None and to_kind != "ckptfmt":
+    if step is not None and to_kind in ("hf", "safetensors"):
         raise err(Code.ARGUMENT, f"a target of kind {to_kind} has no step", where="--step")
+    if step is not None and from_kind == "ckptfmt":
+        raise err(Code.ARGUMENT, "a checkpoint of ckptfmt has its step already", where="--step")
     with contextlib.ExitStack() as opened:
+        if from_kind != "ckptfmt":
+            opened.enter_context(_foreign_remedies())
         opened.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's: that a dtype is new, and that there is no process group
         if from_kind == "ckptfmt":
             content = read_checkpoint(opened.enter_context(open_checkpoint(source)))
         else:
-            content = _read_foreign(source, from_kind, rules)
-        if step is not None:
-            content.step, content.step_key = step, None
+            content = _read_foreign(source, from_kind, rules, step)
+            _check_refused(content, "weights" if to_kind in ("hf", "safetensors") else only)
         plan = _PLANS[to_kind](content, only, max_shard_nbytes)
         kept = content.left_out if only is None or from_kind != "ckptfmt" else []
         if from_kind == "ckptfmt" and only is None:
-            kept = [
-                *_PROOF,
-                LeftOut(f"step {content.step}", "the target has no place for it; to convert it back, pass --step"),
-                *kept,
-            ]
+            of_step = LeftOut(f"step {content.step}", "the target has no place for it; to convert it back, pass --step")
+            kept = [*_PROOF, *([of_step] if to_kind in ("hf", "safetensors") else []), *kept]
         yield Conversion(
             source=source,
             source_kind=from_kind,
@@ -179,13 +180,59 @@ def plan_conversion(
         )
 
 
-def _read_foreign(source: str, kind: str, rules: dict[str, str]) -> Content:
+#: What to do about a foreign source, by code or class of the error: the table of codes speaks of our own checkpoints.
+_FOREIGN_REMEDIES: Final[dict[object, str]] = {
+    FormatError: "Fetch the file again; if the error stays, write it anew with the program that made it.",
+    IntegrityError: COPY,
+    LayoutError: "Copy the directory again from where it came from; if the error stays, save it anew.",
+    Code.STATE_UNSUPPORTED: ANEW,
+    Code.STATE_NAME: "Save it anew with other keys; or convert one field of it, by --only.",
+    Code.SHAPE_MISMATCH: "Copy the directory again from where it came from; if the error stays, save it anew.",
+}
+
+
+@contextlib.contextmanager
+def _foreign_remedies() -> Iterator[None]:
+    """Give errors of a foreign source a remedy for it, where they have only that of the table of codes."""
+    try:
+        yield
+    except CkptError as error:
+        if error.remedy == error.code.remedy:
+            error.remedy = _FOREIGN_REMEDIES.get(error.code, _FOREIGN_REMEDIES.get(type(error), error.remedy))
+        raise
+
+
+def _read_foreign(source: str, kind: str, rules: dict[str, str], step: int | None) -> Content:
+    """Return what a foreign source holds; of `step`, if it is given, whatever the source says."""
+    content = _read_source(source, kind, rules, step)
+    if step is not None:
+        content.step, content.step_key = step, None
+    return content
+
+
+def _check_refused(content: Content, only: str | None) -> None:
+    """Check that no value of a foreign source that is to be converted is one that can't be.
+
+    Raises: StateError(STATE_UNSUPPORTED) for the first of them, with a field to convert in the place of all.
+    """
+    for field, refused in content.refused.items():
+        if only in (None, field):
+            error = refused.error
+            held = {key[0] for key in content.tensors}
+            if only is None and "weights" in held and "weights" not in content.refused:
+                error.remedy = f"Convert the weights without it, by --only weights. Or: {error.remedy}"
+            raise error
+
+
+def _read_source(source: str, kind: str, rules: dict[str, str], step: int | None) -> Content:
     if kind in ("hf", "safetensors"):
         return hf.read_directory(source)
     read, origin = _TORCH_FORMATS[kind]
     content = Content(origin=origin)
     root = read(source, content)
     content.step, content.step_key = find_step(root) or (None, None)
+    if step not in (None, content.step):
+        content.step_key = None
     sort_fields(root, rules, content, where=source)
     return content
 
@@ -205,6 +252,8 @@ def _plan_native(content: Content, only: str | None, _max_shard_nbytes: int) -> 
     if only is not None:
         content.tensors = {key: tensor for key, tensor in content.tensors.items() if key[0] == only}
         content.leaves = {key: tree for key, tree in content.leaves.items() if key[0] == only}
+        if not content.tensors and not content.leaves:
+            raise nothing_in(only)
     snapshot = snapshot_of(content)
 
     def write(place: Path | Store, on_progress: Callable[[int], None]) -> None:
@@ -262,6 +311,8 @@ def _fitting(
 ) -> tuple[dict[str, Any], list[LeftOut]]:
     """Return a checkpoint as a nested mapping of what torch can hold, and what it can't."""
     root, left_out = assemble(content, only, side.fit, numbered=numbered)
+    if only is None and content.step is not None:
+        root["step"] = content.step
 
     def check(value: object, _: str) -> object:
         if isinstance(value, Tensor):
@@ -300,7 +351,7 @@ def source_kind(path: str) -> str:
     except FileNotFoundError:
         raise err(Code.FILE_MISSING, "no such file or directory", where=path, remedy=suggest_path(path)) from None
     except NotADirectoryError:
-        return "hf" if path.endswith(".safetensors") else "torch"
+        return _file_kind(path)
     except OSError as error:
         raise _store_error(error, path) from error
     if names & {MANIFEST_NAME, RUN_NAME, LAUNCHES, "parts"}:
@@ -310,7 +361,22 @@ def source_kind(path: str) -> str:
     if INDEX_NAME in names or any(name.endswith(".safetensors") for name in names):
         return "hf"
     detail = "it has no manifest.json, .metadata or safetensors file"
-    raise err(Code.ARGUMENT, f"not a kind of checkpoint that is known: {detail}", where=path, remedy=f"{_SAY} (--from)")
+    remedy = f"{_SAY} (--from)"
+    if files := sorted(name for name in names if name.endswith(_TORCH_SUFFIXES)):
+        remedy = f"Give one file of it, such as {Path(path) / files[0]}."
+    raise err(Code.ARGUMENT, f"not a kind of checkpoint that is known: {detail}", where=path, remedy=remedy)
+
+
+def _file_kind(path: str) -> str:
+    """Return the kind of a file, by its first bytes, and by its name where these say nothing.
+
+    Raises: OSError; StateError(ARGUMENT) for a file of another program; IntegrityError(FILE_MISSING, FILE_NBYTES).
+    """
+    head = read_head(path)
+    check_format(head, where=path)
+    if is_torch(head):
+        return "torch"
+    return "hf" if path.endswith(".safetensors") or is_safetensors(head) else "torch"
 
 
 def target_kind(path: str, from_kind: str) -> str:

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters.live_trees import GLOBAL, key_text
-from ckptfmt.convert.content import Array, Content, LeftOut, Tensor, Unfit, map_tree, text_of
+from ckptfmt.convert.content import Array, Content, LeftOut, Refused, Tensor, Unfit, map_tree, text_of
 from ckptfmt.convert.numbering import nest, take_optimizers
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import TensorRef, iter_values
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 
 #: Where an entry may go; ``extra`` is the part of the field optimizer that is neither weights nor optimizer.
 FIELDS_TAKEN: Final = ("weights", "optimizer", "data", "config", "extra")
@@ -29,6 +29,9 @@ _USUAL: Final = {
 
 #: Keys at the top of a foreign file under which a training loop, and Lightning, say how many steps were done.
 STEP_KEYS: Final = ("step", "global_step")
+
+#: All keys of a file that was made from a checkpoint.
+_OWN_KEYS: Final = {"weights", "optimizer", "data", "config", "extra", "step"}
 
 #: Containers that not every target has: `fit` is asked of them.
 _HASHED: Final = (set, frozenset, deque, Counter)
@@ -71,6 +74,8 @@ def sort_fields(root: Any, rules: Mapping[str, str], content: Content, *, where:
 
     Raises: StateError(ARGUMENT, STATE_NAME); FormatError(DOC_DEPTH).
     """
+    if isinstance(root, Refused):
+        raise root.error
     namer = _Namer(content)
     if "" in rules:
         namer.add_field(rules[""], {"": root})
@@ -89,6 +94,8 @@ def sort_fields(root: Any, rules: Mapping[str, str], content: Content, *, where:
         return
     by_field: dict[str, dict[str, Any]] = {}
     for key, value in root.items():
+        if key == "step" == content.step_key and root.keys() <= _OWN_KEYS:
+            continue  # a conversion from a checkpoint wrote it: the step isn't one of its values
         field = rules.get(key) or _usual(key, value)
         if field == "extra" and key == "extra" and key not in rules:
             by_field.setdefault("extra", {}).update(value)
@@ -110,11 +117,15 @@ def _is_flat(value: Any) -> bool:  # noqa: ANN401 - anything
     return (
         type(value) in (dict, OrderedDict)
         and all(
-            isinstance(key, str) and (isinstance(item, Array) or key.rpartition(".")[2] == "_extra_state")
+            isinstance(key, str) and (_is_tensor(item) or key.rpartition(".")[2] == "_extra_state")
             for key, item in value.items()
         )
-        and any(isinstance(item, Array) for item in value.values())
+        and any(map(_is_tensor, value.values()))
     )
+
+
+def _is_tensor(item: object) -> bool:
+    return isinstance(item, Array) or (isinstance(item, Refused) and item.is_tensor)
 
 
 def find_step(root: Any) -> tuple[int, str] | None:  # noqa: ANN401 - anything
@@ -168,6 +179,8 @@ class _Namer:
         """Add a tree; tensors in it are named by the keys that lead to them."""
 
         def refer(item: object, path: str) -> object:
+            if isinstance(item, Refused):
+                self.content.refused.setdefault(field, item)
             if not isinstance(item, Array):
                 return item
             held = self._named.get((field, id(item)))
@@ -224,11 +237,17 @@ def assemble(
     if only is None:
         return root, left_out
     if only not in root:
-        raise err(Code.ARGUMENT, f"there is nothing in the field {only!r}", where="--only")
+        raise nothing_in(only)
     tree = root[only]
     if only == "optimizer" and "extra" in root:
         tree = {**tree, "extra": root["extra"]} if isinstance(tree, dict) else tree
     return tree if isinstance(tree, dict) else {only: tree}, builder.left_out
+
+
+def nothing_in(field: str) -> CkptError:
+    """Return the error for a field that a caller wants and a source hasn't."""
+    remedy = f"Give another field; or, of a torch.save file, say which entries belong there: --field KEY={field}."
+    return err(Code.ARGUMENT, f"there is nothing in the field {field!r}", where="--only", remedy=remedy)
 
 
 def _why_not(tensor: Tensor, content: Content) -> str:

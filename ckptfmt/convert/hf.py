@@ -15,6 +15,7 @@ from typing import Any, Final
 from ckptfmt.box import Box
 from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree, member_of, read_exactly, text_of
 from ckptfmt.convert.fields import assemble
+from ckptfmt.convert.recognition import check_format, is_torch, read_head
 from ckptfmt.documents.shard import ShardEntry, plan_shard
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
@@ -27,7 +28,12 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 _SHARD_OF: Final = re.compile(r".*-\d+-of-\d+\.safetensors")
 _METADATA: Final = "__metadata__"
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-_DTYPE_OF: Final = {dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.safetensors}
+#: Tag and elements in a byte of dtypes that safetensors has, and shards haven't: shapes there count the elements.
+_PACKED: Final = {"float4_e2m1fn_x2": ("F4", 2)}
+_DTYPE_OF: Final = {
+    **{dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.safetensors},
+    **{tag: name for name, (tag, _) in _PACKED.items()},
+}
 
 
 def parse_nbytes(text: str) -> int:
@@ -103,6 +109,11 @@ def _read_file(path: Path, wanted: set[str] | None, content: Content) -> None:
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only who reads foreign files needs it
 
     where = str(path)
+    head = read_head(path)
+    check_format(head, where=where)
+    if is_torch(head):
+        detail = "the file is one of torch.save, by its content"
+        raise err(Code.ARGUMENT, detail, where=where, remedy="Convert this file alone, with --from torch.")
     try:
         with safe_open(where, framework="numpy") as file, path.open("rb") as raw:
             at = 8 + int.from_bytes(raw.read(8), "little")
@@ -115,10 +126,13 @@ def _read_file(path: Path, wanted: set[str] | None, content: Content) -> None:
         LeftOut(f"{path.name}:{_METADATA}/{key}", "only tensors are converted") for key in metadata if key != "format"
     ]
     present = set()
-    for key, tag, shape in types:
+    for key, tag, extents in types:
         present.add(key)
         if tag not in _DTYPE_OF:
-            raise err(Code.SHARD_DTYPE, f"{key!r} has the dtype {tag}, which the format lacks", where=where)
+            detail = f"{key!r} has the dtype {tag}, which the format lacks"
+            remedy = "Save it in another dtype with the program that wrote it, or as bytes."
+            raise err(Code.SHARD_DTYPE, detail, where=where, remedy=remedy)
+        shape = _shape_of(key, _DTYPE_OF[tag], extents, where=where)
         begin, at = at, at + math.prod(shape) * DTYPES[_DTYPE_OF[tag]].nbytes
         if wanted is not None and key not in wanted:
             content.left_out.append(LeftOut(f"{path.name}:{key}", "the index doesn't name it"))
@@ -128,6 +142,23 @@ def _read_file(path: Path, wanted: set[str] | None, content: Content) -> None:
         content.add(Tensor(field="weights", name=key, dtype=_DTYPE_OF[tag], global_shape=shape, read=read))
     for key in sorted((wanted or set()) - present):
         raise err(Code.SHARD_MISMATCH, f"{key!r} isn't in this file, where {INDEX_NAME} says it is", where=where)
+
+
+def _shape_of(key: str, dtype: str, extents: tuple[int, ...], *, where: str) -> tuple[int, ...]:
+    """Return a tensor's shape, of one whose elements share bytes in these. Raises: FormatError(SHARD_DTYPE)."""
+    _, count = _PACKED.get(dtype, ("", 1))
+    if count > 1 and (not extents or extents[-1] % count):
+        detail = f"the last dimension of {key[:200]!r}, of the shape {extents}, isn't a multiple of {count} elements"
+        raise err(Code.SHARD_DTYPE, detail, where=where)
+    return extents if count == 1 else (*extents[:-1], extents[-1] // count)
+
+
+def _entry_of(key: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...]]:
+    """Return a tensor's key, tag and shape as safetensors has them."""
+    if tensor.dtype not in _PACKED:
+        return key, DTYPES[tensor.dtype].safetensors or "", tensor.global_shape
+    tag, count = _PACKED[tensor.dtype]
+    return key, tag, (*tensor.global_shape[:-1], tensor.global_shape[-1] * count)
 
 
 def _read(box: Box, out: memoryview, *, path: Path, begin: int, shape: tuple[int, ...], element_nbytes: int) -> None:
@@ -215,7 +246,7 @@ def _iter_named(root: dict[str, Any], left_out: list[LeftOut]) -> Iterator[tuple
 
 
 def _why_not(name: str, tensor: Tensor) -> str:
-    if DTYPES[tensor.dtype].safetensors is None:
+    if DTYPES[tensor.dtype].safetensors is None and (tensor.dtype not in _PACKED or not tensor.global_shape):
         return f"safetensors has no dtype {tensor.dtype}"
     return "safetensors keeps this name for itself" if name == _METADATA else ""
 
@@ -233,8 +264,7 @@ def write_directory(store: Store, layout: Layout, *, on_progress: Callable[[int]
 
 def write_file(store: Store, name: str, rows: list[tuple[str, Tensor]], *, on_progress: Callable[[int], None]) -> None:
     """Write one safetensors file, created whole. Raises: StoreError; what reading the source raises."""
-    types = [(key, DTYPES[tensor.dtype].safetensors or "", tensor.global_shape) for key, tensor in rows]
-    header, entries = plan_shard(types)
+    header, entries = plan_shard([_entry_of(key, tensor) for key, tensor in rows])
     nbytes = max(entry.byte_end for entry in entries)
     store.create(name, SizedChunks(_iter_file(header, entries, [tensor for _, tensor in rows], on_progress), nbytes))
 

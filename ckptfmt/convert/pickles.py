@@ -7,9 +7,10 @@ on a class is ``setattr`` on that class, for the whole process.) `pickle.Unpickl
 memo of LONG_BINPUT, not what the file holds.
 
 Here no name is resolved. GLOBAL makes a `Named`, which can't be changed; REDUCE and NEWOBJ make a `Made`, a record of
-a name and its arguments; BUILD, SETITEMS and ADDITEMS are defined for `Made` alone, APPENDS for lists alone. So all
-that a pickle can change are lists and records that were made for it. Nothing is hashed either: dicts and sets are
-records of their items, so that no choice of keys makes a table slow. What the records mean is decided by who asked.
+a name and its arguments; BUILD, SETITEMS and ADDITEMS are defined for `Made` alone, APPENDS for lists and `Made`. So
+all that a pickle can change are lists and records that were made for it. Nothing is hashed either: dicts and sets are
+records of their items, so that no choice of keys makes a table slow. The caller decides which records have a meaning;
+a record of any other name, such as ``os.system``, is as inert as text.
 
 Each operation takes a byte at least, and makes one object of less than 100 bytes, or text that the pickle holds: memory
 and time are bounded by the size of the pickle. Operations that torch doesn't write are refused by name.
@@ -22,8 +23,9 @@ from __future__ import annotations
 import dataclasses
 import pickletools
 from collections.abc import Callable, Collection
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, cast
 
+from ckptfmt.convert.content import COPY
 from ckptfmt.errors import CkptError, Code, err
 
 #: Kinds of records that operations make by themselves, or that SETITEMS may fill.
@@ -32,10 +34,19 @@ SET: Final = "builtins.set"
 FROZENSET: Final = "builtins.frozenset"
 ORDERED_DICT: Final = "collections.OrderedDict"
 COUNTER: Final = "collections.Counter"
+_MAPPINGS: Final = (DICT, ORDERED_DICT, COUNTER)
 #: What a persistent id stands for: ``args`` holds the id.
 PERSISTENT: Final = "a persistent id"
 
+#: What the call of another record gives: ``args`` holds that record and the arguments.
+CALLED: Final = "a call of an object"
+
+#: Most characters of a name, and most names of a pickle: two texts that are stored once make a name each time.
+_NAME_LENGTH: Final = 1000
+_NAME_COUNT: Final = 10_000
 _BYTEARRAY: Final = "builtins.bytearray"
+#: Text of Python 2, which is bytes, in another encoding than UTF-8: no value that a reader could tell apart from bytes.
+UNDECODED: Final = "a text of Python 2 that isn't UTF-8"
 _LAST_PROTOCOL: Final = 5
 #: How modules were called by Python 2, as protocol 2 writes them to this day.
 _RENAMED: Final = {"__builtin__": "builtins"}
@@ -65,13 +76,20 @@ class Made:
     items: list[Any] | None = None
 
 
-def parse_pickle(content: bytes, *, permitted: Collection[str], where: str) -> Any:  # noqa: ANN401 - what it holds
+def parse_pickle(
+    content: bytes | PickleFile,
+    *,
+    where: str,
+    permitted: Collection[str] | None = None,
+    persistent: Callable[[Made], Made] = lambda made: made,
+) -> Any:  # noqa: ANN401 - what it holds
     """Return what a pickle holds: None, bool, int, float, str, bytes, list, tuple, `Named` and `Made`.
 
     Args:
-        content: of the pickle, which ends with STOP.
-        permitted: full names that may occur.
-        where: of the pickle, for messages.
+        content: the pickle's bytes, or a file that is read from its position to behind STOP.
+        where: the pickle's name, for messages.
+        permitted: full names that may occur; None for any, which the caller looks at.
+        persistent: is called with the record of each persistent id, in their order, and returns what takes its place.
 
     Raises: StateError(STATE_UNSUPPORTED) for another name, or an operation that torch doesn't write;
         IntegrityError(FILE_NBYTES) for a pickle that isn't whole.
@@ -81,30 +99,50 @@ def parse_pickle(content: bytes, *, permitted: Collection[str], where: str) -> A
     [1, ('x', None)]
     """
     try:
-        return _Machine(content, permitted, where).run()
+        return _Machine(content, permitted, persistent, where).run()
     except (LookupError, ValueError, TypeError) as error:
         raise _damaged(where, f"{type(error).__name__}: {str(error)[:100]}") from None
 
 
 def _damaged(where: str, detail: str) -> CkptError:
-    return err(Code.FILE_NBYTES, f"the file's pickle isn't whole: {detail}", where=where, remedy="Copy it again.")
+    return err(Code.FILE_NBYTES, f"the file's pickle isn't whole: {detail}", where=where, remedy=COPY)
+
+
+class PickleFile(Protocol):
+    """A file that a pickle is read from. `ckptfmt.convert.old_files.Mapped` is one."""
+
+    def read(self, nbytes: int, /) -> bytes:
+        """Return at most so many bytes, and no more than the file has."""
+
+    def readline(self) -> bytes:
+        """Return the bytes up to the next line feed, which is among them."""
+
+    def tell(self) -> int:
+        """Return the position."""
 
 
 class _Machine:
     """The stack, the marks and the memo of one pickle."""
 
-    def __init__(self, content: bytes, permitted: Collection[str], where: str) -> None:
+    def __init__(
+        self,
+        content: bytes | PickleFile,
+        permitted: Collection[str] | None,
+        persistent: Callable[[Made], Made],
+        where: str,
+    ) -> None:
         self.where = where
         self._content = content
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self._permitted = permitted
+        self.persistent = persistent
         self._named: dict[str, Named] = {}
 
     def run(self) -> Any:  # noqa: ANN401 - what the pickle holds
         """Do all operations up to STOP, and return what is on the stack then."""
-        for operation, operand, _ in pickletools.genops(self._content):
+        for operation, operand, _ in pickletools.genops(cast(Any, self._content)):
             do = _OPERATIONS.get(operation.name)
             if do is None:
                 if operation.name == "STOP":
@@ -127,8 +165,10 @@ class _Machine:
         """Return a name. Raises: StateError(STATE_UNSUPPORTED)."""
         if type(module) is not str or type(name) is not str:
             raise TypeError("a name that isn't text")
+        if len(module) + len(name) > _NAME_LENGTH or len(self._named) > _NAME_COUNT:
+            raise self.refuse(f"names of more than {_NAME_LENGTH} characters, or more than {_NAME_COUNT} names")
         full = f"{_RENAMED.get(module, module)}.{name}"
-        if full not in self._permitted:
+        if self._permitted is not None and full not in self._permitted:
             raise self.refuse(full)
         return self._named.setdefault(full, Named(full))
 
@@ -141,10 +181,14 @@ class _Machine:
         items, self.stack = self.stack, self.marks.pop()
         return items
 
-    def filled(self, *kinds: str) -> list[Any]:
-        """Return the items of the record on top of the stack, which is of one of these kinds, to be added to."""
+    def filled(self, *, but: Collection[str]) -> list[Any]:
+        """Return the items of the record on top of the stack, to be added to. Raises: TypeError.
+
+        Args:
+            but: kinds of records that take no such items.
+        """
         target = self.stack[-1]
-        if type(target) is not Made or target.kind not in kinds:
+        if type(target) is not Made or target.kind in but:
             raise TypeError(f"items for a {type(target).__name__}")
         if target.items is None:
             target.items = []
@@ -161,6 +205,14 @@ def _protocol(machine: _Machine, operand: int) -> None:
 
 def _push(machine: _Machine, operand: object) -> None:
     machine.push(operand)
+
+
+def _push_text(machine: _Machine, operand: str) -> None:
+    """Push a text of Python 2, which `pickletools` decodes as Latin-1. Python 2 had UTF-8 there, or plain bytes."""
+    try:
+        machine.push(operand.encode("latin-1").decode())
+    except UnicodeDecodeError:
+        machine.push(Made(UNDECODED))
 
 
 def _constant(value: object) -> _Operation:
@@ -188,25 +240,25 @@ def _tuple_of(count: int) -> _Operation:
 def _extend(machine: _Machine, items: list[Any]) -> None:
     target = machine.stack[-1]
     if type(target) is not list:
-        raise TypeError(f"items for a {type(target).__name__}")
+        target = machine.filled(but=(*_MAPPINGS, SET, FROZENSET))  # an object of a class derived from list
     target += items
 
 
 def _set_item(machine: _Machine, _operand: None) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
-    machine.filled(DICT, ORDERED_DICT, COUNTER).extend((key, value))
+    machine.filled(but=(SET, FROZENSET)).extend((key, value))
 
 
 def _set_items(machine: _Machine, _operand: None) -> None:
     items = machine.cut()
     if len(items) % 2:
         raise ValueError("a key without a value")
-    machine.filled(DICT, ORDERED_DICT, COUNTER).extend(items)
+    machine.filled(but=(SET, FROZENSET)).extend(items)
 
 
 def _add_items(machine: _Machine, _operand: None) -> None:
     items = machine.cut()
-    machine.filled(SET).extend(items)
+    machine.filled(but=(*_MAPPINGS, FROZENSET)).extend(items)
 
 
 def _put(machine: _Machine, operand: int) -> None:
@@ -220,9 +272,14 @@ def _stack_global(machine: _Machine, _operand: None) -> None:
 
 def _make(machine: _Machine, _operand: None) -> None:
     args, maker = machine.stack.pop(), machine.stack.pop()
-    if type(maker) is not Named or type(args) is not tuple:
+    if type(args) is not tuple:
+        raise TypeError(f"arguments that are a {type(args).__name__}")
+    if type(maker) is Named:
+        machine.push(Made(maker.name, args))
+    elif type(maker) is Made:  # such as a method, which is the result of a getattr, or a class by its persistent id
+        machine.push(Made(CALLED, (maker, args)))
+    else:
         raise TypeError(f"a call of a {type(maker).__name__}")
-    machine.push(Made(maker.name, args))
 
 
 def _build(machine: _Machine, _operand: None) -> None:
@@ -242,7 +299,8 @@ _OPERATIONS: Final[dict[str, _Operation]] = {
     "NEWTRUE": _constant(value=True),
     "NEWFALSE": _constant(value=False),
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"), _push),
-    **dict.fromkeys(("SHORT_BINSTRING", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push),
+    **dict.fromkeys(("SHORT_BINSTRING", "BINSTRING"), _push_text),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push),
     **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _push),
     "BYTEARRAY8": lambda machine, operand: machine.push(Made(_BYTEARRAY, (bytes(operand),))),
     "EMPTY_LIST": lambda machine, _: machine.push([]),
@@ -266,5 +324,5 @@ _OPERATIONS: Final[dict[str, _Operation]] = {
     "STACK_GLOBAL": _stack_global,
     **dict.fromkeys(("REDUCE", "NEWOBJ"), _make),
     "BUILD": _build,
-    "BINPERSID": lambda machine, _: machine.push(Made(PERSISTENT, (machine.stack.pop(),))),
+    "BINPERSID": lambda machine, _: machine.push(machine.persistent(Made(PERSISTENT, (machine.stack.pop(),)))),
 }

@@ -2,7 +2,8 @@
 
 The archive is a zip file that stores its records as they are: ``data.pkl``, a pickle in which a tensor is a storage's
 key with offset, shape and strides, and a record with the elements of each storage. See
-`ckptfmt.convert.pickles` for why no unpickler is used, neither Python's nor torch's.
+`ckptfmt.convert.pickles` for why no unpickler is used, neither Python's nor torch's. `ckptfmt.convert.old_files` has
+the two forms that came before the archive.
 """
 
 from __future__ import annotations
@@ -14,48 +15,44 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptfmt import limits
 from ckptfmt.box import Box
-from ckptfmt.convert.content import read_exactly
-from ckptfmt.convert.pickles import (
-    COUNTER,
-    DICT,
-    ORDERED_DICT,
-    PERSISTENT,
-    SET,
-    Made,
-    Named,
-    parse_pickle,
-)
+from ckptfmt.convert.content import COPY, read_exactly
+from ckptfmt.convert.pickles import DICT, PERSISTENT, Made, Named, parse_pickle
+from ckptfmt.convert.recognition import check_records, unknown_archive
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 
 #: The format's dtype by the name under which a pickle refers to it.
 DTYPE_NAMES: Final = {f"torch.{name}": name for name in DTYPES}
-_STORAGES: Final = {
-    "torch.DoubleStorage": "float64",
-    "torch.FloatStorage": "float32",
-    "torch.HalfStorage": "float16",
-    "torch.BFloat16Storage": "bfloat16",
-    "torch.LongStorage": "int64",
-    "torch.IntStorage": "int32",
-    "torch.ShortStorage": "int16",
-    "torch.CharStorage": "int8",
-    "torch.ByteStorage": "uint8",
-    "torch.BoolStorage": "bool",
-    "torch.ComplexFloatStorage": "complex64",
-    "torch.ComplexDoubleStorage": "complex128",
+#: The dtype of each class of storages and of tensors, by the first word of the class's name.
+_CLASSES: Final = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
 }
+_MODULES: Final = ("torch", "torch.cuda")
+_STORAGES: Final = {f"{at}.{name}Storage": dtype for at in _MODULES for name, dtype in _CLASSES.items()}
 _UNTYPED: Final = "torch.storage.UntypedStorage"
 
-#: Tensors that aren't their elements alone, by what makes them.
+#: Tensors that aren't their elements alone, by the function that makes them.
 _OTHER_TENSORS: Final = {
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_sparse_csr_tensor": "a sparse tensor",
     "torch._utils._rebuild_qtensor": "a quantized tensor",
     "torch._utils._rebuild_nested_tensor": "a nested tensor",
     "torch._utils._rebuild_wrapper_subclass": "the tensor is of a class of its own",
@@ -70,28 +67,17 @@ _TENSOR_V2: Final = "torch._utils._rebuild_tensor_v2"
 _TENSOR_V3: Final = "torch._utils._rebuild_tensor_v3"
 _WITH_ATTRIBUTES: Final = "torch._tensor._rebuild_from_type_v2"
 _PLAIN_TENSORS: Final = ("torch.Tensor", "torch.nn.parameter.Parameter")
-TENSORS: Final = frozenset({_TENSOR, _TENSOR_V2, _TENSOR_V3, _WITH_ATTRIBUTES, *_PARAMETERS, *_OTHER_TENSORS})
-
-#: Names that a file may refer to: those of ``torch.load(weights_only=True)``, as far as they have a meaning here.
-_PERMITTED: Final = frozenset(
+#: Before torch 0.4: objects of a class whose state is storage, offset, shape and strides.
+_OLD_TENSORS: Final = ("torch.Tensor", *(f"{at}.{name}Tensor" for at in _MODULES for name in _CLASSES))
+#: Before torch 0.4: objects around a tensor, which their state may hold.
+_OLD_PARAMETERS: Final = ("torch.nn.parameter.Parameter", "torch.autograd.variable.Variable")
+TENSORS: Final = frozenset(
     {
-        *TENSORS,
-        *_STORAGES,
-        *DTYPE_NAMES,
-        *_PLAIN_TENSORS,
-        _UNTYPED,
-        *(f"torch.{name}Storage" for name in ("QInt8", "QUInt8", "QInt32", "QUInt4x2", "QUInt2x4")),
-        *(f"torch.{name}" for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "strided")),
-        *(f"torch.per_{name}" for name in ("tensor_affine", "channel_affine", "channel_affine_float_qparams")),
-        "torch.serialization._get_layout",
-        "torch.Size",
-        "torch.device",
-        "_codecs.encode",
-        "builtins.bytearray",
-        "builtins.complex",
-        SET,
-        COUNTER,
-        ORDERED_DICT,
+        *(_TENSOR, _TENSOR_V2, _TENSOR_V3, _WITH_ATTRIBUTES),
+        *_PARAMETERS,
+        *_OTHER_TENSORS,
+        *_OLD_TENSORS,
+        *_OLD_PARAMETERS,
     }
 )
 
@@ -108,14 +94,52 @@ def damaged(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         detail = f"the file isn't whole: {type(error).__name__}: {str(error)[:200]}"
-        raise err(Code.FILE_NBYTES, detail, where=where, remedy="Copy it again.") from error
+        raise err(Code.FILE_NBYTES, detail, where=where, remedy=COPY) from error
 
 
 # --- the archive ------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBytes:
+    """The place of a storage's elements in a file.
+
+    Attributes:
+        dtype: the dtype that the storage's class says; None for a storage of bytes, and for a dtype that is unknown.
+        record: the storage's key.
+        begin, nbytes: first byte in the file, and size.
+        big_endian: whether each element's first byte is its highest.
+    """
+
+    dtype: str | None
+    record: str
+    begin: int
+    nbytes: int
+    big_endian: bool
+
+
+class TorchFile(Protocol):
+    """A file of torch.save: a pickle, and the storages of its tensors.
+
+    Attributes:
+        path: of the file.
+        where: the file's name for messages.
+        pickle_nbytes: size of the pickle; known once `root` has returned.
+    """
+
+    path: str
+    where: str
+    pickle_nbytes: int
+
+    def root(self) -> Any:  # noqa: ANN401 - what the pickle holds
+        """Return what the pickle holds. Raises: as `parse_pickle`."""
+
+    def find_storage(self, made: object, where: str) -> StoredBytes:
+        """Return the place of a storage. Raises: IntegrityError(FILE_NBYTES); StateError(STATE_UNSUPPORTED)."""
+
+
 class Archive:
-    """A zip file of torch.save, which may be a piece of a larger file.
+    """A zip file of torch.save, which may be a piece of a larger file. It is a `TorchFile`.
 
     Args:
         path: of the file.
@@ -132,16 +156,21 @@ class Archive:
         self._records: dict[str, tuple[int, int]] = {}
         nbytes = Path(path).stat().st_size - begin if nbytes is None else nbytes
         with _Window(path, begin, nbytes) as window:
-            for record in self._list(window):
+            records = self._list(window)
+            check_records([record.filename for record in records], where=self.where)
+            for record in records:
                 self._add(record, window, begin)
         pickles = [name for name in self._records if name.endswith("/data.pkl")]
-        if len(pickles) != 1 or any(name.endswith("/constants.pkl") for name in self._records):
-            remedy = "Give a file that torch.save made of a state_dict; a script of TorchScript isn't one."
-            raise err(Code.ARGUMENT, "the file is an archive, but not of torch.save", where=self.where, remedy=remedy)
+        if len(pickles) != 1:
+            raise unknown_archive(list(self._records), where=self.where)
         self._prefix = pickles[0].removesuffix("data.pkl")
         self.pickle_nbytes = self._records[pickles[0]][1]
-        if f"{self._prefix}byteorder" in self._records and self._read("byteorder", 16) != b"little":
-            raise err(Code.STATE_UNSUPPORTED, "the file was saved by a machine of another byte order", where=self.where)
+        order = self._read("byteorder", 16) if f"{self._prefix}byteorder" in self._records else b"little"
+        if order not in (b"little", b"big"):
+            raise err(
+                Code.STATE_UNSUPPORTED, "the file's record `byteorder` says neither little nor big", where=self.where
+            )
+        self._big_endian = order == b"big"
 
     def _list(self, window: _Window) -> list[zipfile.ZipInfo]:
         try:
@@ -152,12 +181,8 @@ class Archive:
             if window.read(4) == b"PK\x03\x04":
                 detail = f"the archive isn't whole: {error}"
                 raise err(Code.FILE_NBYTES, detail, where=self.where, remedy="Copy the file again.") from None
-            raise err(
-                Code.ARGUMENT,
-                "the file isn't one of torch.save in the zip format",
-                where=self.where,
-                remedy="If torch.load reads it, save what it returns with torch.save of a newer torch.",
-            ) from None
+            remedy = "Give a file that torch.save made."
+            raise err(Code.ARGUMENT, "the file isn't one of torch.save", where=self.where, remedy=remedy) from None
 
     def _add(self, record: zipfile.ZipInfo, window: _Window, begin: int) -> None:
         name = record.filename
@@ -170,12 +195,12 @@ class Archive:
             raise err(Code.STATE_UNSUPPORTED, detail, where=self.where, remedy=remedy)
         at = begin_of(record, window)
         if at + record.file_size > window.nbytes:
-            raise err(Code.FILE_NBYTES, f"the file ends in {name[:200]!r}", where=self.where, remedy="Copy it again.")
+            raise err(Code.FILE_NBYTES, f"the file ends in {name[:200]!r}", where=self.where, remedy=COPY)
         self._records[name] = (begin + at, record.file_size)
 
     def root(self) -> Any:  # noqa: ANN401 - what the pickle holds
         """Return what the pickle holds. Raises: as `parse_pickle`."""
-        return parse_pickle(self._read("data.pkl"), permitted=_PERMITTED, where=self.where)
+        return parse_pickle(self._read("data.pkl"), where=self.where)
 
     def _read(self, name: str, limit_nbytes: int | None = None) -> bytes:
         begin, nbytes = self._records[f"{self._prefix}{name}"]
@@ -183,63 +208,92 @@ class Archive:
             file.seek(begin)
             return file.read(nbytes if limit_nbytes is None else min(nbytes, limit_nbytes))
 
-    def tensor(self, made: object, *, where: str) -> StoredTensor:
-        """Return a tensor that the pickle describes. Raises: StateError(STATE_UNSUPPORTED)."""
-        if type(made) is not Made or made.kind not in TENSORS:
-            raise err(Code.STATE_UNSUPPORTED, "the value isn't a tensor", where=where)
-        if made.kind in _OTHER_TENSORS:
-            raise err(Code.STATE_UNSUPPORTED, _OTHER_TENSORS[made.kind], where=where, remedy=_DENSE)
-        if made.kind in _PARAMETERS:
-            inner = self.tensor(only(made.args[0], Made), where=where)
-            state = made.args[3] if len(made.args) > 3 else None
-            return dataclasses.replace(inner, requires_grad=made.args[1] is True, attributes=inner.attributes or state)
-        if made.kind == _WITH_ATTRIBUTES:
-            maker, kind, args, state = made.args
-            if only(kind, Named).name not in _PLAIN_TENSORS or only(maker, Named).name == _WITH_ATTRIBUTES:
-                raise err(Code.STATE_UNSUPPORTED, "the tensor is of a class of its own", where=where, remedy=_DENSE)
-            inner = self.tensor(Made(maker.name, only(args, tuple)), where=where)
-            return dataclasses.replace(inner, attributes=inner.attributes or state)
-        return self._plain(made, where)
-
-    def _plain(self, made: Made, where: str) -> StoredTensor:
-        storage, offset, shape, strides, *rest = made.args
-        named = rest[2] if made.kind == _TENSOR_V3 else None
-        lazy = rest[3] if made.kind == _TENSOR_V3 and len(rest) > 3 else None
-        lazy = rest[2] if made.kind == _TENSOR_V2 and len(rest) > 2 else lazy
-        kind, record = self._storage(storage, where)
-        dtype = kind if named is None else DTYPE_NAMES.get(only(named, Named).name)
-        if dtype is None:
-            of = only(named, Named).name if named is not None else kind
-            raise err(Code.STATE_UNSUPPORTED, f"the format has no dtype like {of}", where=where)
-        begin, nbytes = self._records[record]
-        bits = _flags(lazy)
-        tensor = StoredTensor(
-            path=self.path,
-            where=where,
-            record=record,
-            dtype=dtype,
-            begin=begin + size_of(offset) * DTYPES[dtype].nbytes,
-            shape=shape_of(shape),
-            strides=shape_of(strides),
-            conj=bits.get("conj") is True,
-            neg=bits.get("neg") is True,
-            requires_grad=bool(rest and rest[0] is True),
-        )
-        tensor.check(begin + nbytes)
-        return tensor
-
-    def _storage(self, storage: object, where: str) -> tuple[str | None, str]:
-        """Return the dtype that a storage's class says, and its record."""
-        made = only(storage, Made)
-        tag, kind, key, _location, _count = only(made.args[0], tuple) if made.kind == PERSISTENT else (None,) * 5
-        if tag != "storage" or type(key) is not str or type(kind) is not Named:
-            raise TypeError("an id that isn't a storage's")
-        if kind.name != _UNTYPED and kind.name not in _STORAGES:
-            raise err(Code.STATE_UNSUPPORTED, f"the tensor's storage is of the unknown kind {kind.name}", where=where)
+    def find_storage(self, made: object, where: str) -> StoredBytes:
+        """Return the place of a storage. Raises: IntegrityError(FILE_NBYTES); StateError(STATE_UNSUPPORTED)."""
+        kind, key, *_ = storage_id(made)
         record = f"{self._prefix}data/{key}"
         if record not in self._records:
-            raise err(Code.FILE_NBYTES, f"the archive has no record {record[:200]!r}", where=where)
-        return _STORAGES.get(kind.name), record
+            raise err(Code.FILE_NBYTES, f"the archive has no record {record[:200]!r}", where=where, remedy=COPY)
+        begin, nbytes = self._records[record]
+        dtype = dtype_of_storage(kind, where)
+        return StoredBytes(dtype=dtype, record=record, begin=begin, nbytes=nbytes, big_endian=self._big_endian)
+
+
+def storage_id(made: object) -> tuple[str, str, object, object]:
+    """Return class, key, count of elements and view of a storage's persistent id. Raises: TypeError.
+
+    The view is the key of a part of the storage, with its first element and count; None for the whole storage.
+    """
+    if type(made) is not Made or made.kind != PERSISTENT or type(made.args[0]) is not tuple:
+        raise TypeError("no persistent id where one belongs")
+    tag, kind, key, _location, count, *view = made.args[0]
+    if tag != "storage" or type(key) is not str or type(kind) is not Named or len(view) > 1:
+        raise TypeError("an id that isn't a storage's")
+    return kind.name, key, count, view[0] if view else None
+
+
+def dtype_of_storage(kind: str, where: str) -> str | None:
+    """Return the dtype of a class of storages; None for bytes. Raises: StateError(STATE_UNSUPPORTED)."""
+    if kind != _UNTYPED and kind not in _STORAGES:
+        detail = f"the tensor's storage is of the unknown kind {kind[:200]}"
+        raise err(Code.STATE_UNSUPPORTED, detail, where=where, remedy=_DENSE)
+    return _STORAGES.get(kind)
+
+
+def tensor_of(file: TorchFile, made: object, *, where: str) -> StoredTensor:
+    """Return a tensor that a file's pickle describes. Raises: IntegrityError; StateError(STATE_UNSUPPORTED)."""
+    if type(made) is not Made or made.kind not in TENSORS:
+        raise err(Code.STATE_UNSUPPORTED, "the value isn't a tensor", where=where)
+    if made.items is not None:
+        raise TypeError("a tensor with items")
+    if made.kind in _OTHER_TENSORS:
+        raise err(Code.STATE_UNSUPPORTED, _OTHER_TENSORS[made.kind], where=where, remedy=_DENSE)
+    if made.kind in _PARAMETERS:
+        inner = tensor_of(file, only(made.args[0], Made), where=where)
+        attributes = inner.attributes or (made.args[3] if len(made.args) > 3 else None)
+        return dataclasses.replace(inner, requires_grad=made.args[1] is True, attributes=attributes)
+    if made.kind in _OLD_PARAMETERS:
+        # Of torch 0.1: the tensor, its gradient, hooks, and the two flags; afterwards without the first two.
+        state: tuple[Any, ...] = only(made.state, tuple) if made.state is not None else (False,)
+        data, requires_grad = (state[0], state[3]) if len(state) == 5 else (made.args[0], state[0])
+        return dataclasses.replace(tensor_of(file, data, where=where), requires_grad=requires_grad is True)
+    if made.kind == _WITH_ATTRIBUTES:
+        maker, kind, args, attributes = made.args
+        if only(kind, Named).name not in _PLAIN_TENSORS or only(maker, Named).name == _WITH_ATTRIBUTES:
+            raise err(Code.STATE_UNSUPPORTED, "the tensor is of a class of its own", where=where, remedy=_DENSE)
+        inner = tensor_of(file, Made(maker.name, only(args, tuple)), where=where)
+        return dataclasses.replace(inner, attributes=inner.attributes or attributes)
+    if made.kind in _OLD_TENSORS:
+        return _plain_tensor(file, Made(_TENSOR, only(made.state, tuple)), where)
+    return _plain_tensor(file, made, where)
+
+
+def _plain_tensor(file: TorchFile, made: Made, where: str) -> StoredTensor:
+    storage, offset, shape, strides, *rest = made.args
+    named = rest[2] if made.kind == _TENSOR_V3 else None
+    lazy = rest[3] if made.kind == _TENSOR_V3 and len(rest) > 3 else None
+    lazy = rest[2] if made.kind == _TENSOR_V2 and len(rest) > 2 else lazy
+    stored = file.find_storage(storage, where)
+    dtype = stored.dtype if named is None else DTYPE_NAMES.get(only(named, Named).name)
+    if dtype is None:
+        of = only(named, Named).name[:200] if named is not None else "a storage of bytes"
+        raise err(Code.STATE_UNSUPPORTED, f"the format has no dtype like {of}", where=where, remedy=_DENSE)
+    bits = _flags(lazy)
+    tensor = StoredTensor(
+        path=file.path,
+        where=where,
+        record=stored.record,
+        dtype=dtype,
+        begin=stored.begin + size_of(offset) * DTYPES[dtype].nbytes,
+        shape=shape_of(shape),
+        strides=shape_of(strides),
+        conj=bits.get("conj") is True,
+        neg=bits.get("neg") is True,
+        big_endian=stored.big_endian,
+        requires_grad=bool(rest and rest[0] is True),
+    )
+    tensor.check(stored.begin + stored.nbytes)
+    return tensor
 
 
 def begin_of(record: zipfile.ZipInfo, file: Any) -> int:  # noqa: ANN401 - a file, or a piece of one
@@ -349,6 +403,7 @@ class StoredTensor:
         begin: first byte of its first element in the file.
         shape, strides: in elements.
         conj, neg: what is to be done to the elements: complex conjugates, negatives.
+        big_endian: whether each element's first byte is its highest.
         requires_grad, attributes: what it is beside its elements.
     """
 
@@ -361,6 +416,7 @@ class StoredTensor:
     strides: tuple[int, ...]
     conj: bool
     neg: bool
+    big_endian: bool
     requires_grad: bool
     attributes: Any = None
 
@@ -385,7 +441,7 @@ class StoredTensor:
         if len(self.shape) != len(self.strides):
             raise ValueError("a shape and strides of different lengths")
         if (0 not in self.shape and self.end > storage_end) or self.begin > storage_end:
-            raise err(Code.FILE_NBYTES, "the tensor exceeds its storage", where=self.where, remedy="Copy it again.")
+            raise err(Code.FILE_NBYTES, "the tensor exceeds its storage", where=self.where, remedy=COPY)
         is_complex = self.dtype.startswith("complex")
         if (self.conj and not is_complex) or (self.neg and self.dtype not in _SIGNED and "int" not in self.dtype):
             detail = f"a tensor of {self.dtype} is stored as its negative or conjugate"
@@ -398,6 +454,9 @@ class StoredTensor:
             read_exactly(self.path, self.begin, out, self.where)
         else:
             self._gather(box, out)
+        if self.big_endian:
+            part = np.dtype(_SIGNED.get(self.dtype, f"u{DTYPES[self.dtype].nbytes}"))
+            np.frombuffer(out, part).byteswap(inplace=True)
         if self.conj or self.neg:
             self._resolve(np.frombuffer(out, np.uint8))
 

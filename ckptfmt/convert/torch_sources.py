@@ -21,21 +21,55 @@ import numpy as np
 from ckptfmt import limits
 from ckptfmt.adapters.live_trees import child_name
 from ckptfmt.box import Box
-from ckptfmt.convert.content import Array, Budget, Content, LeftOut, check_depth, member_of, tensor_budget, value_budget
-from ckptfmt.convert.pickles import COUNTER, DICT, FROZENSET, ORDERED_DICT, SET, Made, Named, parse_pickle
+from ckptfmt.convert.content import (
+    ANEW,
+    Array,
+    Budget,
+    Content,
+    LeftOut,
+    Refused,
+    check_depth,
+    member_of,
+    tensor_budget,
+    value_budget,
+)
+from ckptfmt.convert.old_files import OldFile, TarFile
+from ckptfmt.convert.pickles import (
+    CALLED,
+    COUNTER,
+    DICT,
+    FROZENSET,
+    ORDERED_DICT,
+    PERSISTENT,
+    SET,
+    Made,
+    Named,
+    parse_pickle,
+)
+from ckptfmt.convert.recognition import (
+    ZIP,
+    check_format,
+    check_pointer,
+    is_old,
+    is_tar,
+    read_head,
+    unknown_format,
+)
 from ckptfmt.convert.torch_archive import (
     DTYPE_NAMES,
     TENSORS,
     Archive,
     StoredTensor,
+    TorchFile,
     damaged,
     only,
     shape_of,
     size_of,
+    tensor_of,
 )
 from ckptfmt.documents.tree import DeviceName, DtypeName, Size
 from ckptfmt.dtypes import DTYPES
-from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.errors import CkptError, Code, StateError, err
 from ckptfmt.layout.tiling import check_tiling
 
 #: What is left as it is, by type; and that of these which takes a word.
@@ -46,6 +80,8 @@ _KEY_INTEGER: Final = 1 << 63
 #: How many keys and members of sets may be made of several values, and of how many at most.
 _COMPOUND_KEYS: Final = 4096
 _COMPOUND_LENGTH: Final = 16
+#: Most values of a file that are left out for what they are: each takes some hundred bytes.
+_REFUSED_COUNT: Final = 100_000
 _DEVICE: Final = re.compile(r"[a-z_]{1,32}")
 
 
@@ -56,32 +92,48 @@ def read_file(path: str, content: Content) -> object:
         FormatError(LIMIT_EXCEEDED, DOC_DEPTH).
     """
     with damaged(path):
-        archive = Archive(path)
-        stored_nbytes = Path(path).stat().st_size
-        trees = Trees(archive, content, value_budget(archive.pickle_nbytes, where=path))
-        content.budget = tensor_budget(stored_nbytes, where=path)
-        return trees.whole(archive.root())
+        file = _open_file(path)
+        root = file.root()
+        content.budget = tensor_budget(Path(path).stat().st_size, where=path)
+        return Trees(file, content, value_budget(file.pickle_nbytes, where=path)).whole(root)
+
+
+def _open_file(path: str) -> TorchFile:
+    """Return a torch.save file of whichever form. Raises: StateError(ARGUMENT); IntegrityError(FILE_NBYTES)."""
+    head = read_head(path)
+    check_format(head, where=path)
+    if is_old(head):
+        return OldFile(path)
+    if is_tar(head):
+        return TarFile(path)
+    if not head.startswith(ZIP[: len(head)]):
+        raise unknown_format(head, where=path)
+    return Archive(path)
 
 
 class Trees:
     """Turns what a pickle holds into trees: tensors as `Array`, one for each memory, and torch's values as trees do.
 
     Args:
-        archive: that the pickle is of.
+        file: the pickle's file.
         content: is told what has no place.
         budget: of values.
     """
 
-    def __init__(self, archive: Archive, content: Content, budget: Budget) -> None:
-        self._archive = archive
+    def __init__(self, file: TorchFile, content: Content, budget: Budget) -> None:
+        self._file = file
         self._content = content
         self._budget = budget
         self._arrays: dict[object, Array] = {}
         self._seen: list[tuple[str, StoredTensor]] = []
         self._compound = 0
+        self._refused = 0
 
     def whole(self, root: object) -> object:
-        """Return the tree of a whole pickle. Raises: StateError(STATE_UNSUPPORTED); FormatError(LIMIT_EXCEEDED)."""
+        """Return the tree of a whole pickle, with a `Refused` for each value that can't be converted.
+
+        Raises: StateError(STATE_UNSUPPORTED); FormatError(LIMIT_EXCEEDED); IntegrityError(FILE_NBYTES).
+        """
         tree = self._value(root, "", 0)
         self._content.left_out += _lost_of_tensors(self._seen)
         return tree
@@ -98,17 +150,28 @@ class Trees:
         if kind is Made:
             return self._made(item, name, depth)
         if item.name not in DTYPE_NAMES:
-            raise _without_form(item.name, name)
+            return self._refuse(_without_form(item, name or self._file.where))
         return DtypeName(DTYPE_NAMES[item.name])
 
     def _made(self, item: Made, name: str, depth: int) -> Any:  # noqa: ANN401 - of a tree
-        if item.kind in TENSORS:
-            return self._tensor(item, name)
-        if item.kind in _CONTAINERS:
-            return _CONTAINERS[item.kind](self, item, name, depth)
-        if item.kind in _VALUES:
-            return _VALUES[item.kind](self, item)
-        raise _without_form(item.kind, name)
+        try:
+            if item.kind in TENSORS:
+                return self._tensor(item, name)
+            if item.kind in _CONTAINERS:
+                return _CONTAINERS[item.kind](self, item, name, depth)
+            if item.kind in _VALUES:
+                return _VALUES[item.kind](self, item)
+            return self._refuse(_without_form(item, name or self._file.where))
+        except StateError as error:
+            return self._refuse(error, is_tensor=item.kind in TENSORS, where=name)
+
+    def _refuse(self, error: CkptError, *, is_tensor: bool = False, where: str = "") -> Refused:
+        """Return what stands for a value that can't be converted. Raises: the error, where there are very many."""
+        self._refused += 1
+        if self._refused > _REFUSED_COUNT:
+            raise error
+        error.where = error.where or where[:500] or self._file.where
+        return Refused(error.with_traceback(None), is_tensor=is_tensor)
 
     def _items(self, items: Any, name: str, depth: int) -> Any:  # noqa: ANN401 - list or tuple
         kinds = set(map(type, items))
@@ -118,7 +181,7 @@ class Trees:
         return type(items)([self._value(item, _below(name, index), depth + 1) for index, item in enumerate(items)])
 
     def _tensor(self, made: Made, name: str) -> Array:
-        tensor = self._archive.tensor(made, where=name)
+        tensor = tensor_of(self._file, made, where=name)
         self._seen.append((name, tensor))
         key = tensor.memory or id(made)
         if key not in self._arrays:
@@ -127,10 +190,8 @@ class Trees:
 
     def dict_of(self, made: Made, name: str, depth: int) -> Any:  # noqa: ANN401 - dict or OrderedDict
         """Return a mapping, with what it has beside its items told as left out."""
-        if made.args:
-            raise TypeError("a dict that is made of something")
         found: dict[Any, Any] = OrderedDict() if made.kind == ORDERED_DICT else {}
-        items = made.items or []
+        items = [*_pairs_of(made), *(made.items or ())] if made.args else made.items or []
         for key, item in zip(items[::2], items[1::2], strict=True):
             plain = self._key(key)
             found[plain] = self._value(item, _below(name, plain), depth + 1)
@@ -168,7 +229,7 @@ class Trees:
         self._compound += 1
         if self._compound > _COMPOUND_KEYS:
             detail = f"more than {_COMPOUND_KEYS} keys that are neither text nor usual numbers"
-            raise err(Code.LIMIT_EXCEEDED, detail, where=self._archive.where, remedy="Save it with texts as keys.")
+            raise err(Code.LIMIT_EXCEEDED, detail, where=self._file.where, remedy="Save it with texts as keys.")
         if kind is tuple and len(item) <= _COMPOUND_LENGTH and not any(type(part) is tuple for part in item):
             return tuple(map(self._key, item))
         if kind is Made and item.kind == "builtins.complex":
@@ -176,15 +237,14 @@ class Trees:
         raise err(
             Code.STATE_UNSUPPORTED,
             f"a key of type {(item.kind if kind is Made else kind.__name__)[:200]} has no form in a checkpoint",
-            where=self._archive.where,
-            requirement="REQ-TRE-008",
+            remedy=ANEW,
         )
 
     def bytes_of(self, made: Made) -> bytes:
         """Return bytes, which protocol 2 writes as text."""
         text, encoding = made.args
         if encoding != "latin1":
-            raise _without_form("_codecs.encode", self._archive.where)
+            raise _without_form(made, "")
         self._budget.spend(1 + len(only(text, str)) // 8)
         return str(text).encode("latin-1")
 
@@ -206,7 +266,7 @@ class Trees:
         """Return a torch.device."""
         kind, *index = made.args
         if not _DEVICE.fullmatch(only(kind, str)) or len(index) > 1:
-            raise _without_form("torch.device", self._archive.where)
+            raise _without_form(made, "")
         return DeviceName(":".join([kind, *(str(size_of(number)) for number in index)]))
 
 
@@ -216,6 +276,8 @@ _CONTAINERS: Final[dict[str, Callable[[Trees, Made, str, int], Any]]] = {
     ORDERED_DICT: Trees.dict_of,
     COUNTER: Trees.counter_of,
 }
+#: Records of calls whose first argument says what is made.
+_MAKERS: Final = (CALLED, PERSISTENT, "copyreg._reconstructor", "copy_reg._reconstructor", "copyreg.__newobj__")
 #: What makes a value of a record.
 _VALUES: Final[dict[str, Callable[[Trees, Made], Any]]] = {
     SET: Trees.set_of,
@@ -226,6 +288,15 @@ _VALUES: Final[dict[str, Callable[[Trees, Made], Any]]] = {
     "torch.Size": Trees.shape_of,
     "torch.device": Trees.device_of,
 }
+
+
+def _pairs_of(made: Made) -> Iterable[Any]:
+    """Yield keys and values in turn of a dict that is made of a list of pairs, as Python 2 writes it."""
+    (pairs,) = made.args
+    for pair in only(pairs, list):
+        if type(pair) not in (list, tuple) or len(pair) != 2:
+            raise TypeError("a dict that is made of something else than pairs")
+        yield from pair
 
 
 def _size(item: object) -> int:
@@ -240,12 +311,19 @@ def _below(name: str, key: object) -> str:
     return child_name(name, key)[: limits.NAME_NBYTES + 1]
 
 
-def _without_form(what: str, name: str) -> CkptError:
+def _without_form(item: Named | Made, name: str) -> CkptError:
+    """Return the error for an object that is neither a tensor nor a plain value, named by its class."""
+    found: Any = item
+    while type(found) is Made and found.args and found.kind in _MAKERS:
+        found = found.args[0]
+        if type(found) is tuple and len(found) > 1:  # a class by its persistent id, with its source
+            found = found[1]
+    kind = found.name if type(found) is Named else found.kind if type(found) is Made else type(found).__name__
     return err(
         Code.STATE_UNSUPPORTED,
-        f"a value of type {what[:200]} has no form in a checkpoint",
-        where=name[:500],
-        requirement="REQ-TRE-001",
+        f"an object of {kind[:200]} isn't loaded: only tensors and plain values are safe to load",
+        where=name[:500] or None,
+        remedy=ANEW,
     )
 
 
@@ -322,6 +400,7 @@ class _Directory:
         self._content = content
         self._where = str(root / METADATA_NAME)
         pickled = member_of(root, METADATA_NAME, named_by=str(root)).read_bytes()
+        check_pointer(pickled[:512], where=self._where)
         made = parse_pickle(pickled, permitted=_PERMITTED, where=self._where)
         self._nbytes = len(pickled)
         self._budget = value_budget(len(pickled), where=self._where)
@@ -341,7 +420,10 @@ class _Directory:
                 raise TypeError("a name that isn't text")
             self._budget.spend(8 + len(name) // 8)
             if type(described) is Made and described.kind == f"{_METADATA}.TensorStorageMetadata":
-                flat[name] = self._array(name, self._state(described, "TensorStorageMetadata"))
+                try:
+                    flat[name] = self._array(name, self._state(described, "TensorStorageMetadata"))
+                except StateError as error:
+                    flat[name] = Refused(error.with_traceback(None), is_tensor=True)
             else:
                 flat[name] = self._value(name)
         paths = self._metadata.get("planner_data")
@@ -389,6 +471,7 @@ class _Directory:
             raise ValueError("a place out of range")
         if path.name not in self._sizes:
             self._sizes[path.name] = path.stat().st_size
+            check_pointer(read_head(path), where=str(path))
         if begin + nbytes > self._sizes[path.name]:
             remedy = "Copy the directory again."
             raise err(Code.FILE_NBYTES, f"the file ends within {name[:200]!r}", where=str(path), remedy=remedy)
@@ -479,7 +562,7 @@ class _Chunk:
         """Return it as it is stored. Raises: IntegrityError(FILE_NBYTES); LayoutError(SHAPE_MISMATCH)."""
         archive = self.stored.archive()
         with damaged(self.stored.where):
-            found = archive.tensor(archive.root(), where=self.stored.where)
+            found = tensor_of(archive, archive.root(), where=self.stored.where)
         if (found.shape, found.dtype) != (self.box.shape, self.dtype):
             detail = f"stored as {found.dtype} {found.shape}, not {self.dtype} {self.box.shape}"
             raise err(Code.SHAPE_MISMATCH, detail, where=self.stored.where)

@@ -28,6 +28,8 @@ _ENTRY_NBYTES: Final = 128
 _EXTENT_NBYTES: Final = 20
 _ENTRY_KEYS: Final = {"dtype", "shape", "data_offsets"}
 _ELEMENT_NBYTES: Final = {dtype.safetensors: dtype.nbytes for dtype in DTYPES.values() if dtype.safetensors}
+#: Also of F4, which safetensors has and a shard hasn't: files for others may have it.
+_ELEMENT_NBITS: Final = {**{tag: 8 * nbytes for tag, nbytes in _ELEMENT_NBYTES.items()}, "F4": 4}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +62,9 @@ def plan_shard(boxes: list[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, li
     Units: bytes from the start of the file.
     Spec: REQ-SHD-002, REQ-SHD-003.
     """
-    sizes = [math.prod(shape) * _ELEMENT_NBYTES[tag] for _, tag, shape in boxes]
+    sizes = [math.prod(shape) * _ELEMENT_NBITS[tag] // 8 for _, tag, shape in boxes]
     order = sorted(
-        range(len(boxes)), key=lambda index: (-_ELEMENT_NBYTES[boxes[index][1]], sizes[index] >= _SMALL_NBYTES)
+        range(len(boxes)), key=lambda index: (-_ELEMENT_NBITS[boxes[index][1]], sizes[index] >= _SMALL_NBYTES)
     )
     begin = 0
     header: dict[str, Any] = {_METADATA_KEY: _METADATA}

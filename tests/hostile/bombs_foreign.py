@@ -12,6 +12,7 @@ import json
 import os
 import struct
 import sys
+import tarfile
 import tempfile
 import time
 import zipfile
@@ -504,6 +505,87 @@ def hf_many_files(directory: Path) -> Path:
     rows = {f"{index}": f"{index}.safetensors" for index in range(30_000)}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": rows}))
     return directory
+
+
+# --- objects that aren't loaded ---------------------------------------------------------------------------------------
+
+
+@bomb
+def long_names(directory: Path) -> Path:
+    """A name of 400,000 characters, 200,000 times: each of them would be put together anew."""
+    held = text("m" * 400_000) + put(0) + text("n") + put(1)
+    return archive(directory, b"](" + held + (get(0) + get(1) + b"\x93") * 100_000 + b"e")
+
+
+@bomb
+def many_names(directory: Path) -> Path:
+    """300 texts that are modules and names in turn: 90,000 names of 900 characters."""
+    texts = b"](" + b"".join(text(f"{index}" + "x" * 440) + put(index) for index in range(300)) + b"e"
+    pairs = b"".join(get(one) + get(other) + b"\x93" for one in range(300) for other in range(300))
+    return archive(directory, b"](" + texts + b"(" + pairs + b"te")
+
+
+@bomb
+def unsafe_values(directory: Path) -> Path:
+    """One object 480,000 times: each place where it stands has an error of its own."""
+    return archive(directory, b"](" + named("os.system") + b")R" + put(0) + get(0) * 480_000 + b"e")
+
+
+@bomb
+def calls_of_calls(directory: Path) -> Path:
+    """A call of what a call returned, 480,000 times."""
+    return archive(directory, named("os.system") + b")R" * 480_000)
+
+
+@bomb
+def items_of_an_object(directory: Path) -> Path:
+    """An object of a class derived from list, to which 900,000 values are added one by one."""
+    return archive(directory, named("a.List") + b")R" + b"Na" * 450_000)
+
+
+# --- files of torch.save before torch 1.6 -----------------------------------------------------------------------------
+
+
+def old_file(directory: Path, rest: bytes) -> Path:
+    """Write a file that begins as one of the old form does."""
+    begin = b"".join(b"\x80\x02" + number(value) + b"." for value in (0x1950A86A20F9469CFC6C, 1001))
+    (directory / "bomb.pth").write_bytes(begin + rest)
+    return directory / "bomb.pth"
+
+
+@bomb
+def old_nones(directory: Path) -> Path:
+    """990,000 times None as the facts of the machine."""
+    return old_file(directory, b"\x80\x02](" + b"N" * 990_000 + b"e.")
+
+
+@bomb
+def old_lines_without_an_end(directory: Path) -> Path:
+    """A name that is the rest of the file."""
+    return old_file(directory, b"\x80\x02c" + b"x" * 900_000)
+
+
+@bomb
+def old_storage_of_2_60_elements(directory: Path) -> Path:
+    """A storage that ends far behind the file."""
+    held = b"}.\x80\x02" + mapping((text("w"), tensor((2,), (1,), storage(count=1 << 60))))
+    return old_file(directory, b"\x80\x02" + held + b".\x80\x02](" + text("0") + b"e." + struct.pack("<q", 1 << 60))
+
+
+@bomb
+def old_keys(directory: Path) -> Path:
+    """One key of a storage, 300,000 times."""
+    held = b"}.\x80\x02" + mapping((text("w"), tensor((0,), (1,), storage(count=0))))
+    return old_file(directory, b"\x80\x02" + held + b".\x80\x02](" + text("0") + put(0) + get(0) * 300_000 + b"e.")
+
+
+@bomb
+def old_tar_of_many_members(directory: Path) -> Path:
+    """1,900 members without contents."""
+    with tarfile.open(directory / "bomb.tar", "w") as archive_:
+        for index in range(1_900):
+            archive_.addfile(tarfile.TarInfo(f"{index}"))
+    return directory / "bomb.tar"
 
 
 # --- what one costs ---------------------------------------------------------------------------------------------------
