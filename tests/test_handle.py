@@ -138,18 +138,21 @@ def test_clean_up_is_part_of_the_report() -> None:
 def test_staged_is_one_thing_and_copied_another() -> None:
     """Tensors may be changed once they are copied; they are safe from our death once the saver has said so."""
     handle = make()
-    assert code_of(lambda: handle.wait_staged(0.01)) == Code.SAVE_PENDING
+    assert code_of(lambda: handle.wait_copied(0.01)) == Code.SAVE_PENDING
     handle.tell_copied()
-    handle.wait_staged(0)
+    handle.wait_copied(0)
     assert code_of(lambda: handle.wait("STAGED", 0.01)) == Code.SAVE_PENDING
+    assert code_of(lambda: handle.wait_staged(0.01)) == Code.SAVE_PENDING
     handle.tell_state("STAGED")
     assert handle.wait("STAGED", 0) is None
+    handle.wait_staged(0)
 
 
 def test_written_is_no_reason_to_change_what_is_being_copied() -> None:
     handle = make()
     handle.tell_state("WRITTEN")
-    assert code_of(lambda: handle.wait_staged(0.01)) == Code.SAVE_PENDING
+    for wait in (handle.wait_copied, handle.wait_staged):
+        assert code_of(functools.partial(wait, 0.01)) == Code.SAVE_PENDING
     assert not handle.is_through
 
 

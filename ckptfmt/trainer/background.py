@@ -551,7 +551,7 @@ class Background:
             rest_s = max(0.0, end_s - time.monotonic())
             if self._in_process:
                 with contextlib.suppress(CkptError):
-                    handle.wait_staged(rest_s)
+                    handle.wait_copied(rest_s)
             else:
                 handle.wait_over(rest_s)
         # What it was told last has to reach it; how it goes on with that needn't be seen.

@@ -261,7 +261,14 @@ class SaveHandle:
         return self.report
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Wait until every tensor is copied, so that it may be changed.
+        """Wait until the save is STAGED: every tensor may be changed, and the death of this process loses nothing.
+
+        Raises: the error of the save; CommitError(SAVE_PENDING) at the timeout. Spec: REQ-CMT-030.
+        """
+        self._wait_for(lambda: self._is_copied and self._has_reached("STAGED"), "STAGED", timeout_s)
+
+    def wait_copied(self, timeout_s: float | None = None) -> None:
+        """Wait until every tensor is copied and may be changed, whether or not the saver has the snapshot yet.
 
         Raises: the error of the save; CommitError(SAVE_PENDING) at the timeout.
         """

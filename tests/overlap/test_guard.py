@@ -67,7 +67,7 @@ def test_without_the_guard_the_save_fails(training, late: Late, monkeypatch):
         unguarded(monkeypatch)
         training.turn(number)
         with pytest.raises(CkptError) as caught:
-            trainer.saves[-1][0].wait_staged()
+            trainer.saves[-1][0].wait_copied()
     assert caught.value.code == Code.STATE_CHANGED
 
 
@@ -165,7 +165,7 @@ def test_saves_without_a_step_leave_nothing_to_wait_for(training, late: Late):
         trusted(trainer, training)
         late.end()
         for _ in range(5):
-            trainer.save().wait_staged()
+            trainer.save().wait_copied()
         (guard,) = trainer.checkpointer._saves._guards.values()
         assert len(guard._in_flight) == 1
 
@@ -174,11 +174,11 @@ def test_saves_without_a_step_leave_nothing_to_wait_for(training, late: Late):
 
 
 def test_step_waits_for_the_copies_and_the_handle_accounts_for_it(training, late: Late, monkeypatch):
-    wait_staged, wait_s = SaveHandle.wait_staged, 0.3
+    wait_copied, wait_s = SaveHandle.wait_copied, 0.3
 
     def wait_long(handle: SaveHandle, timeout_s: float | None = None) -> None:
         time.sleep(wait_s)  # the copies begin behind this
-        wait_staged(handle, timeout_s)
+        wait_copied(handle, timeout_s)
 
     with Trainer(training.state, late) as trainer:
         number = trusted(trainer, training)
@@ -187,7 +187,7 @@ def test_step_waits_for_the_copies_and_the_handle_accounts_for_it(training, late
         handle = trainer.save()
         in_save_s, blocked_in_save_s = time.monotonic() - begin_s, handle.blocked_s
         assert handle.state == "STAGING"
-        monkeypatch.setattr(SaveHandle, "wait_staged", wait_long)
+        monkeypatch.setattr(SaveHandle, "wait_copied", wait_long)
         begin_s = time.monotonic()
         training.turn(number + 1)
         in_turn_s = time.monotonic() - begin_s
@@ -220,7 +220,7 @@ class Awaited:
         self.blocked_s = 0.0
         self.reports: list[str] = []
 
-    def wait_staged(self) -> None:
+    def wait_copied(self) -> None:
         raise AssertionError("a device's queue waits, not the host")
 
     def report(self, sentence: str) -> None:
@@ -253,7 +253,7 @@ def test_a_caller_can_wait_for_the_copies_and_then_change_anything(training, lat
         trusted(trainer, training)
         handle = trainer.saves[-1][0]
         assert handle.state == "STAGING"
-        handle.wait_staged()
+        handle.wait_copied()
         weight_of(training).data.zero_()
     assert trainer.torn() == {}
 
@@ -288,16 +288,16 @@ def test_an_earlier_save_is_waited_for_although_a_later_one_copies_nothing_late(
 def test_a_step_of_another_thread_waits_as_well(training, late: Late, monkeypatch):
     """Optimizers in the backward pass step in as many threads as there are devices."""
     waits, both = threading.Barrier(2, timeout=10), []
-    wait_staged = SaveHandle.wait_staged
+    wait_copied = SaveHandle.wait_copied
 
     def meet(handle: SaveHandle, timeout_s: float | None = None) -> None:
         # The first one to come doesn't wait alone.
         both.append(waits.wait())
-        wait_staged(handle, timeout_s)
+        wait_copied(handle, timeout_s)
 
     with Trainer(training.state, late) as trainer:
         trusted(trainer, training)
-        monkeypatch.setattr(SaveHandle, "wait_staged", meet)
+        monkeypatch.setattr(SaveHandle, "wait_copied", meet)
         threads = [
             threading.Thread(target=torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1).step) for _ in range(2)
         ]
@@ -315,7 +315,7 @@ def test_a_step_after_an_interrupted_one_waits_again(training, late: Late, monke
     with Trainer(training.state, late) as trainer:
         number = trusted(trainer, training)
         with monkeypatch.context() as patch:
-            patch.setattr(SaveHandle, "wait_staged", interrupt)
+            patch.setattr(SaveHandle, "wait_copied", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 training.turn(number)
         training.turn(number)
@@ -448,7 +448,7 @@ def test_weights_that_are_exchanged_for_their_average_fail_one_save_and_no_other
                 for parameter in net.parameters():
                     parameter.data.zero_()
                 with contextlib.suppress(CkptError):
-                    trainer.saves[-1][0].wait_staged()
+                    trainer.saves[-1][0].wait_copied()
                 for parameter, content in zip(net.parameters(), own, strict=True):
                     parameter.data.copy_(content)
     assert failed == [(5, Code.STATE_CHANGED)]
@@ -470,7 +470,7 @@ def test_a_write_that_was_under_way_at_the_check_is_found_when_it_is_counted(tra
     with Trainer(training.state, late) as trainer:
         number = trusted(trainer, training)
         late.release()
-        trainer.saves[-1][0].wait_staged()
+        trainer.saves[-1][0].wait_copied()
         training.turn(number)
         monkeypatch.setattr(guards, "_version", delayed)
         handle = trainer.save()

@@ -77,7 +77,7 @@ class Late:
         self._gate_of: dict[int, threading.Event] = {}
         self._is_on = True
         finish, save = HostCopy.finish, Background.save
-        wait_staged, wait_free = SaveHandle.wait_staged, Background.wait_free
+        wait_copied, wait_free = SaveHandle.wait_copied, Background.wait_free
 
         def save_late(background: Background, request: Any, handle: SaveHandle, plan: Any) -> None:
             def plan_late(lent: Any) -> Any:
@@ -99,7 +99,7 @@ class Late:
         def wait_for_copies(handle: SaveHandle, timeout_s: float | None = None) -> None:
             if handle in self._gates:
                 self._gates[handle].set()
-            wait_staged(handle, timeout_s)
+            wait_copied(handle, timeout_s)
 
         def wait_for_slot(background: Background, timeout_s: float) -> None:
             if background.is_busy():
@@ -108,7 +108,7 @@ class Late:
 
         monkeypatch.setattr(Background, "save", save_late)
         monkeypatch.setattr(HostCopy, "finish", finish_late)
-        monkeypatch.setattr(SaveHandle, "wait_staged", wait_for_copies)
+        monkeypatch.setattr(SaveHandle, "wait_copied", wait_for_copies)
         monkeypatch.setattr(Background, "wait_free", wait_for_slot)
 
     def release(self) -> None:

@@ -50,7 +50,7 @@ class Awaited(Protocol):
 
     blocked_s: float
 
-    def wait_staged(self) -> None:
+    def wait_copied(self) -> None:
         """Return when no copy is under way any more."""
 
 
@@ -295,7 +295,7 @@ class Guard:
         if is_capturing or any(isinstance(copy.inner, HostCopy) for copy in copies):
             # What a device copies, its own queue keeps in order. What failed is told by the handle.
             with contextlib.suppress(CkptError):
-                handle.wait_staged()
+                handle.wait_copied()
         handle.blocked_s += time.monotonic() - begin_s
         self._learn(copies)
 
