@@ -21,11 +21,13 @@ from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, index_na
 from ckptfmt.documents.msgpk import dump_packed_document, parse_msgpack
 from ckptfmt.documents.packed import dump_packed, dump_strings, parse_packed
 from ckptfmt.documents.part import Leaf, RngStream
+from ckptfmt.documents.run import Launch
 from ckptfmt.documents.tree import DtypeName, InlineArray, TensorRef, dump_tree
 from ckptfmt.errors import CkptError
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint
+from ckptfmt.run.lineage import list_launches
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.protocol import Store
 from ckptfmt.write.snapshot import Snapshot
@@ -270,3 +272,11 @@ def edit_strings(table: dict[str, Any], key: str, edit: Any) -> None:
     strings = unpacked_strings(table[key])
     changed = edit(strings)
     table[key] = dump_strings(strings if changed is None else changed)
+
+
+def known_launches(store: Store) -> list[Launch]:
+    """Return the launches of a run; all of their records can be read."""
+    launches = list_launches(store)
+    known = [launch for launch in launches if isinstance(launch, Launch)]
+    assert known == launches
+    return known

@@ -25,10 +25,10 @@ from ckptfmt.commit.decision import read_register
 from ckptfmt.commit.waiting import poll
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, checkpoint_name, parse_checkpoint_name
 from ckptfmt.documents.run import Launch
-from ckptfmt.run.lineage import list_launches
 from ckptfmt.store import LocalStore
 from ckptfmt_conformance.adapters.chaos_job import read_states
 from ckptfmt_conformance.chaos.nodes import Cluster, network_problem
+from tests.builders import known_launches
 from tests.house.sources import ROOT
 from tests.plugins import trainings
 
@@ -206,7 +206,7 @@ class Job:
         """Return all launches of the run so far, by number."""
         if not (self.run / "run.json").exists():
             return {}
-        return {one.launch: one for one in list_launches(LocalStore(self.run, writable=False))}
+        return {one.launch: one for one in known_launches(LocalStore(self.run, writable=False))}
 
     def await_commits(self, *, world: int, after: int = 0) -> int:
         """Wait until a launch after one has committed twice with so many processes; return the launch."""

@@ -135,6 +135,9 @@ def _list_items(store: Store, survey: Survey, damages: dict[str, CkptError | Non
     for entry, error in survey.unreadable:
         mend = "`ckptfmt repair --with MIRROR` restores it; until then no delta and no base of one is retired"
         items.append(item(entry, "unreadable", f"{error.code}; {mend}"))
+    for launch in survey.lost:
+        mend = f"`ckptfmt repair {clean(store.name)}` mends it; until then nothing of older launches goes"
+        items.append(_Item(name=launch.path, what="unreadable", nbytes=None, reason=f"{launch.error.code}; {mend}"))
     return items
 
 

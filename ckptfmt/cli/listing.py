@@ -6,15 +6,26 @@ import argparse
 import dataclasses
 from collections import Counter
 
-from ckptfmt.cli.console import Cell, Console, bytes_text, clean, count_text, labels_text, print_json, time_text
+from ckptfmt.cli.console import (
+    Cell,
+    Console,
+    bytes_text,
+    clean,
+    count_text,
+    labels_text,
+    print_errors,
+    print_json,
+    time_text,
+)
 from ckptfmt.cli.places import Place, find_places, open_place, open_run_place
 from ckptfmt.commit.waiting import launches_of, list_held
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import FIELDS
+from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.catalog import RunCheckpoint, describe_entry, state_of
-from ckptfmt.run.lineage import RunEntry, iter_lineage, list_checkpoints, list_launches, read_run
+from ckptfmt.run.lineage import LostLaunch, RunEntry, iter_lineage, list_checkpoints, list_launches, read_run
 from ckptfmt.run.survey import iter_beside
 from ckptfmt.store import Store
 
@@ -39,35 +50,47 @@ def _list(arguments: argparse.Namespace) -> int:
     if places is not None:
         return _list_places(arguments, places)
     place = open_run_place(arguments.path)
-    found, head, beside = _read_checkpoints(place.store)
+    found, head, beside, lost = _read_checkpoints(place.store)
     shown = [one for one in found if arguments.all or one.state in _SHOWN]
     if arguments.json:
         members = [
             {**dataclasses.asdict(one), "is_head": one.name == head, "beside": beside.get(one.name)} for one in shown
         ]
-        print_json({"kind": "run", "target": place.path, "checked": "registers", "checkpoints": members})
+        problems = [error.as_json() for error in lost]
+        told = {"kind": "run", "target": place.path, "checked": "registers", "checkpoints": members}
+        print_json({**told, "problems": problems})
     else:
         _print_list(shown, head, beside, hidden_count=len(found) - len(shown))
-    return 2 if any(one.state == "unreadable" for one in found) else 0
+        print_errors(Console(), lost, "red bold")
+    return 2 if lost or any(one.state == "unreadable" for one in found) else 0
 
 
-def _read_checkpoints(store: Store) -> tuple[list[RunCheckpoint], str | None, dict[str, str]]:
+def _read_checkpoints(store: Store) -> tuple[list[RunCheckpoint], str | None, dict[str, str], list[CkptError]]:
     """Return the checkpoints of a run, which one it goes on from, and why not from others; each register is read once.
 
     The others are committed, and beside the lineage: passed over as damaged, or left by a rollback.
+    Returns also what is wrong with launch records.
     """
     held = launches_of(list_held(store))  # before the registers: a save that is decided in between is seen there
     run = read_run(store)
     entries = list_checkpoints(store, run)
+    launches, lost = read_launches(store, run)
+    head = next((entry.name for entry in iter_lineage(launches, entries) if entry.manifest is not None), None)
+    beside = {entry.name: reason for entry, reason in iter_beside(launches, entries)} if launches else {}
+    return [describe_entry(entry, held) for entry in entries], head, beside, lost
+
+
+def read_launches(store: Store, run: RunRecord | None) -> tuple[list[Launch | LostLaunch], list[CkptError]]:
+    """Return the launches of a run, and what is wrong with their records, those of another run among them."""
+    problems: list[CkptError] = []
     try:
         launches = list_launches(store, run)
     except StoreError:
         raise
-    except CkptError:
-        launches = []  # `log` says why
-    head = next((entry.name for entry in iter_lineage(launches, entries) if entry.manifest is not None), None)
-    beside = {entry.name: reason for entry, reason in iter_beside(launches, entries)} if launches else {}
-    return [describe_entry(entry, held) for entry in entries], head, beside
+    except CkptError as error:
+        launches = []
+        problems.append(error)
+    return launches, problems + [launch.as_error() for launch in launches if isinstance(launch, LostLaunch)]
 
 
 def _print_list(shown: list[RunCheckpoint], head: str | None, beside: dict[str, str], *, hidden_count: int) -> None:
@@ -106,12 +129,14 @@ def _list_places(arguments: argparse.Namespace, places: list[Place]) -> int:
         name = place.store.name.rstrip("/").rpartition("/")[2]
         if place.is_run:
             try:
-                found, head, _ = _read_checkpoints(place.store)
+                found, head, _, lost = _read_checkpoints(place.store)
             except CkptError as error:  # the others can be listed all the same
                 rows.append({"name": name, "kind": "run", "error": error.as_json()})
                 continue
             counts = Counter(one.state for one in found)
             rows.append({"name": name, "kind": "run", "head": head, "states": dict(counts)})
+            if lost:
+                rows[-1]["error"] = lost[0].as_json()
         else:
             rows.append({"name": name, "kind": "checkpoint"})
     code = 2 if any("error" in row for row in rows) else 0

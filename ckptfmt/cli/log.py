@@ -23,7 +23,7 @@ from ckptfmt.cli.console import (
     share_text,
     time_text,
 )
-from ckptfmt.cli.listing import entry_nbytes
+from ckptfmt.cli.listing import entry_nbytes, read_launches
 from ckptfmt.cli.places import Place, open_run_place
 from ckptfmt.commit.waiting import describe_savers, launches_of, list_held
 from ckptfmt.documents.durability import HOME
@@ -31,7 +31,7 @@ from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.run.catalog import state_of
-from ckptfmt.run.lineage import RunEntry, iter_lineage, list_checkpoints, list_launch_numbers, read_launch, read_run
+from ckptfmt.run.lineage import LostLaunch, RunEntry, iter_lineage, list_checkpoints, read_run
 
 T = TypeVar("T")
 
@@ -92,7 +92,8 @@ class History:
 
     Attributes:
         run: its record.
-        launches: ascending.
+        records: of all launches, ascending.
+        launches: those whose records can be read.
         entries: its checkpoint directories, newest first.
         lineage: names of those that the newest launch may resume from, best first.
         nbytes: size of each entry in bytes: of what its manifest says it stores itself, else of the files that are
@@ -102,6 +103,7 @@ class History:
     """
 
     run: RunRecord | None
+    records: list[Launch | LostLaunch]
     launches: list[Launch]
     entries: list[RunEntry]
     lineage: list[str]
@@ -112,7 +114,7 @@ class History:
     @property
     def head(self) -> RunEntry | None:
         """The committed checkpoint that the newest launch would resume from, as far as the manifests say."""
-        lineage = iter_lineage(self.launches, self.entries)
+        lineage = iter_lineage(self.records, self.entries)
         return next((entry for entry in lineage if entry.manifest is not None), None)
 
     def state(self, entry: RunEntry) -> str:
@@ -137,18 +139,16 @@ def read_history(place: Place) -> History:
     problems: list[CkptError] = []
     pending = list_held(place.store)
     run = _attempt(problems, read_run, place.store)
-    launches = [
-        launch
-        for number in list_launch_numbers(place.store)
-        if (launch := _attempt(problems, read_launch, place.store, number, run)) is not None
-    ]
+    records, lost = read_launches(place.store, run)
+    problems += lost
     entries = list_checkpoints(place.store, run)
     entries.sort(key=lambda entry: (-entry.launch, -entry.step))
     return History(
         run=run,
-        launches=launches,
+        records=records,
+        launches=[record for record in records if isinstance(record, Launch)],
         entries=entries,
-        lineage=[entry.name for entry in iter_lineage(launches, entries)],
+        lineage=[entry.name for entry in iter_lineage(records, entries)],
         nbytes={entry.name: entry_nbytes(place.store, entry) for entry in entries},
         pending=pending,
         problems=problems

@@ -7,7 +7,7 @@ import difflib
 import functools
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ckptfmt import limits
@@ -32,10 +32,11 @@ from ckptfmt.documents.run import (
     RunRecord,
     check_place,
     check_record,
+    check_run_id,
     launch_name,
     parse_launch_name,
 )
-from ckptfmt.errors import CkptError, Code, StoreError, err
+from ckptfmt.errors import CkptError, Code, StoreError, UnsupportedError, err
 from ckptfmt.features import WRITER_FEATURES
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
@@ -80,6 +81,11 @@ class RunEntry:
         return self.manifest is not None and bool(self.manifest.labels.suspect)
 
     @property
+    def is_record(self) -> bool:
+        """Whether this stands for a launch record that can't be read, in the place of what that record names."""
+        return self.name.startswith(f"{LAUNCHES}/")
+
+    @property
     def is_pinned(self) -> bool:
         """Whether it stays until somebody unpins it; a record that can't be read may say so. Spec: REQ-CMT-040."""
         return isinstance(self.record, CkptError) or (self.record is not None and self.record.pinned)
@@ -93,6 +99,35 @@ class RunEntry:
     def references(self) -> tuple[Reference, ...]:
         """What the checkpoint reads from, if it is committed."""
         return () if self.manifest is None else self.manifest.references
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LostLaunch:
+    """A launch whose record can't be read: its number is known by the file's name, and nothing else. Spec: REQ-RUN-045.
+
+    Attributes:
+        launch: its number.
+        error: what is wrong with the record.
+    """
+
+    launch: int
+    error: CkptError
+
+    @property
+    def path(self) -> str:
+        """The path of the record in the run."""
+        return f"{LAUNCHES}/{launch_name(self.launch)}"
+
+    def as_error(self) -> CkptError:
+        """Return what is wrong, what can't be known therefore, and what to do about it."""
+        return err(
+            self.error.code,
+            f"{self.error.detail}; what launch {self.launch} went on from can't be known",
+            where=self.path,
+            requirement=self.error.requirement,
+            remedy="`ckptfmt repair RUN --with MIRROR` restores the record from a copy; without a copy,"
+            " `ckptfmt repair RUN` writes the record anew. Or name a checkpoint.",
+        )
 
 
 def read_run(store: Store) -> RunRecord | None:
@@ -184,12 +219,26 @@ def read_known_run(store: Store) -> RunRecord:
     return run
 
 
-def list_launches(store: Store, run: RunRecord | None = None) -> list[Launch]:
-    """Return the launches of a run, oldest first.
+def list_launches(store: Store, run: RunRecord | None = None) -> list[Launch | LostLaunch]:
+    """Return the launches of a run, oldest first; one whose record is damaged is among them, by its number alone.
 
-    Raises: FormatError(RUN_MISMATCH and those of parsing), IntegrityError. Spec: REQ-RUN-003, REQ-RUN-005.
+    Raises: FormatError(RUN_MISMATCH) where a record is another run's: the files of two runs are mixed; StoreError;
+        UnsupportedError of a record that a newer version wrote. Spec: REQ-RUN-003, REQ-RUN-045.
     """
-    return call_each(store, functools.partial(read_launch, store, run=run), list_launch_numbers(store))
+
+    def read(number: int, *, is_doubted: bool = False) -> Launch | LostLaunch:
+        try:
+            launch = read_launch(store, number)
+        except (StoreError, UnsupportedError):
+            raise
+        except CkptError as error:
+            if store.is_remote and not is_doubted:  # the answer may have been damaged on its way
+                return read(number, is_doubted=True)
+            return LostLaunch(launch=number, error=error)
+        check_run_id(None if run is None else run.run_id, launch.run_id, f"{LAUNCHES}/{launch_name(number)}")
+        return launch
+
+    return call_each(store, read, list_launch_numbers(store))
 
 
 def list_launch_numbers(store: Store) -> list[int]:
@@ -202,8 +251,7 @@ def read_launch(store: Store, number: int, run: RunRecord | None = None) -> Laun
     """Return one launch record. Raises: FormatError, IntegrityError."""
     path = f"{LAUNCHES}/{launch_name(number)}"
     launch = Launch.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
-    if run is not None and launch.run_id != run.run_id:
-        raise err(Code.RUN_MISMATCH, f"it belongs to run {launch.run_id}", where=path, requirement="REQ-RUN-003")
+    check_run_id(None if run is None else run.run_id, launch.run_id, path)
     return launch
 
 
@@ -237,7 +285,9 @@ def list_checkpoints(
             return [entries[place] for place in listed]
 
 
-def iter_lineage(launches: list[Launch], entries: list[RunEntry], *, with_suspect: bool = False) -> Iterator[RunEntry]:
+def iter_lineage(
+    launches: Sequence[Launch | LostLaunch], entries: list[RunEntry], *, with_suspect: bool = False
+) -> Iterator[RunEntry]:
     """Yield the checkpoints that the newest launch may resume from, best first.
 
     The newest launch's own commits come first, greatest step first; then what it resumed from, and the older commits of
@@ -245,14 +295,18 @@ def iter_lineage(launches: list[Launch], entries: list[RunEntry], *, with_suspec
     read are yielded too: whoever resumes must know what it passes over. What is suspect isn't, unless a launch on the
     way resumed from it: somebody chose it by hand.
 
+    Where the record of a launch on the way can't be read, an entry with that error stands in the place of what the
+    record names (`RunEntry.is_record`). Behind it come the candidates of the launches before, of steps up to the
+    smallest one of that launch: a launch that finds nothing whole before them passes the record over, and says so.
+
     Args:
         with_suspect: whether to yield, in their places, those too that are passed over because they are suspect.
 
-    Spec: REQ-RUN-006, REQ-RUN-042.
+    Spec: REQ-RUN-006, REQ-RUN-042, REQ-RUN-045.
     """
     by_number = {launch.launch: launch for launch in launches}
     registers = {entry.name: entry.register for entry in entries}
-    number = max((launch.launch for launch in launches if not is_overtaken(launch, entries)), default=None)
+    number = _find_newest(launches, entries)
     bound: int | None = None
     named: str | None = None
     seen: set[int] = set()
@@ -263,7 +317,16 @@ def iter_lineage(launches: list[Launch], entries: list[RunEntry], *, with_suspec
             is_candidate = not entry.is_suspect or with_suspect or entry.name == named
             if is_candidate and (entry.manifest is not None or isinstance(entry.register, CkptError)):
                 yield entry
-        resume = by_number[number].resume_from if number in by_number else None
+        record = by_number.get(number)
+        if isinstance(record, LostLaunch):
+            if not any(entry.launch < number and was_committed(entry) for entry in entries):
+                return  # there was nothing that the launch could have gone on from
+            yield RunEntry(name=record.path, step=0, launch=number, register=record.as_error())
+            named = None
+            bound = min((entry.step for entry in entries if entry.launch == number), default=None)
+            number = _find_newest(launches, entries, before=number)
+            continue
+        resume = None if record is None else record.resume_from
         named = None if resume is None else resume.name
         found = parse_checkpoint_name(resume.name) if resume is not None else None
         bound, number = found if found is not None else (None, None)
@@ -272,6 +335,64 @@ def iter_lineage(launches: list[Launch], entries: list[RunEntry], *, with_suspec
             if problem is not None:
                 yield RunEntry(name=resume.name, step=found[0], launch=found[1], register=problem)
                 bound = found[0] - 1
+
+
+def infer_launch(store: Store, run: RunRecord, number: int) -> Launch | None:
+    """Return the record that takes the place of one that is damaged or gone; None where nothing can be said.
+
+    What the launch resumed from can't be known. The record names the candidate that comes behind the launch's own, and
+    that somebody chose it, so that nothing that older launches left counts as late or as passed over.
+
+    Raises: StoreError. Spec: REQ-RUN-046.
+    """
+    known = {launch.launch: launch for launch in list_launches(store, run) if launch.launch < number}
+    lost = LostLaunch(launch=number, error=err(Code.FILE_MISSING, "it is inferred"))
+    entries = [entry for entry in list_checkpoints(store, run, with_labels=False) if entry.launch <= number]
+    nonces = {entry.manifest.origin.nonce for entry in entries if entry.launch == number and entry.manifest is not None}
+    if len(nonces) > 1:
+        return None
+    found = list(iter_lineage([*known.values(), lost], entries))
+    older = [entry for entry in found if entry.launch < number and entry.manifest is not None]
+    resume = ResumeFrom(name=older[0].name, digest=_digest_of(older[0])) if older else None
+    if resume is None and any(entry.is_record for entry in found):
+        # All that older launches saved is retired. A tombstone has the digest of the manifest.
+        first = min((entry.step for entry in entries if entry.launch == number), default=limits.JSON_INTEGER)
+        retired = [
+            entry
+            for entry in entries
+            if entry.launch < number and entry.step <= first and isinstance(entry.register, Tombstone)
+        ]
+        if not retired:
+            return None
+        newest = max(retired, key=lambda entry: (entry.launch, entry.step))
+        resume = ResumeFrom(name=newest.name, digest=_digest_of(newest))
+    nonce = nonces.pop() if nonces else secrets.token_hex(16)
+    return Launch(run_id=run.run_id, launch=number, nonce=nonce, chosen_by="hand", resume_from=resume)
+
+
+def _digest_of(entry: RunEntry) -> str:
+    """Return the digest of the manifest of a checkpoint that is committed or retired."""
+    if isinstance(entry.register, Tombstone):
+        return entry.register.manifest_digest
+    assert entry.manifest is not None  # noqa: S101 - see above
+    return entry.manifest.digest
+
+
+def was_committed(entry: RunEntry) -> bool:
+    """Return whether a checkpoint directory is committed or retired, or may be, since its register can't be read."""
+    return isinstance(entry.register, Manifest | Tombstone | CkptError)
+
+
+def _find_newest(
+    launches: Iterable[Launch | LostLaunch], entries: list[RunEntry], *, before: int | None = None
+) -> int | None:
+    """Return the number of the newest launch that isn't overtaken, of those before a launch."""
+    numbers = (
+        launch.launch
+        for launch in launches
+        if (before is None or launch.launch < before) and not is_overtaken(launch, entries)
+    )
+    return max(numbers, default=None)
 
 
 def _find_replacement(
@@ -293,19 +414,17 @@ def _find_replacement(
     return err(code, what, where=resume.name, requirement="REQ-RUN-022")
 
 
-def is_overtaken(launch: Launch, entries: list[RunEntry]) -> bool:
+def is_overtaken(launch: Launch | LostLaunch, entries: list[RunEntry]) -> bool:
     """Say whether a launch never saved, and what it was to resume from is gone.
 
     Only a clean-up that didn't see its record yet retires that; the lineage which the clean-up went by goes on. What
     was chosen by hand stays chosen. A register that can't be read may be that of a commit, so it counts as one.
+    A launch whose record can't be read isn't overtaken, as far as anybody knows.
     """
-    if launch.resume_from is None or launch.chosen_by == "hand":
+    if isinstance(launch, LostLaunch) or launch.resume_from is None or launch.chosen_by == "hand":
         return False
     registers = {entry.name: entry.register for entry in entries}
-    saved = any(
-        entry.launch == launch.launch and isinstance(entry.register, Manifest | Tombstone | CkptError)
-        for entry in entries
-    )
+    saved = any(entry.launch == launch.launch and was_committed(entry) for entry in entries)
     return not saved and isinstance(registers.get(launch.resume_from.name), Tombstone)
 
 
@@ -418,7 +537,7 @@ def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
             raise entry.register
         if entry.manifest is not None:
             return entry
-    head = launches[-1].resume_from if launches else None
+    head = _named_by_newest(launches)
     if suspect := [entry.name for entry in iter_lineage(launches, entries, with_suspect=True)]:
         detail = (
             "all checkpoints on the way that led to the newest launch are suspect, and nothing goes on from a suspect"
@@ -432,6 +551,12 @@ def find_head_entry(store: Store, *, with_labels: bool = True) -> RunEntry:
     else:
         detail, remedy = "the run has no checkpoint yet", "Train until the first save."
     raise err(Code.NOT_COMMITTED, detail, where=store.name, requirement="REQ-RUN-006", remedy=remedy)
+
+
+def _named_by_newest(launches: Sequence[Launch | LostLaunch]) -> ResumeFrom | None:
+    """Return what the newest launch resumed from; None where it resumed from nothing, or its record can't be read."""
+    newest = launches[-1] if launches else None
+    return newest.resume_from if isinstance(newest, Launch) else None
 
 
 def check_surroundings(path: str | os.PathLike[str], manifest: Manifest) -> None:
@@ -489,7 +614,7 @@ def _choose_by_hand(
 def _choose_by_lineage(
     store: Store,
     run: RunRecord,
-    seen: tuple[list[Launch], list[RunEntry]],
+    seen: tuple[list[Launch | LostLaunch], list[RunEntry]],
     on_passed_over: Callable[[str], None] | None,
     on_progress: Callable[[int], None] | None,
     *,
@@ -516,24 +641,31 @@ def _choose_by_lineage(
         if not isinstance(found, CkptError):
             chosen = found
             break
-        if _is_retired(store, run, entry):  # while we looked: there is a newer one now
+        if not entry.is_record and _is_retired(store, run, entry):  # while we looked: there is a newer one now
             return choose_again()
         if store.is_remote and entry.name not in doubted:
             # An answer may be damaged on its way: the run doesn't go back for what another reading doesn't find.
             return choose_again(doubted | {entry.name})
         passed_over[entry.name] = f"{entry.name} isn't valid: {found}"
     if on_passed_over is not None:
-        for sentence in passed_over.values():
+        for sentence in (*_tell_lost(seen[0], but=passed_over), *passed_over.values()):
             on_passed_over(sentence)
     if chosen is not None:
         return chosen, "fallback" if passed_over.keys() - suspect else "lineage"
-    head = seen[0][-1].resume_from if seen[0] else None
+    head = _named_by_newest(seen[0])
     if passed_over or head is not None:
         named = ", ".join(passed_over) or (head.name if head else "")
         detail = f"the lineage leads to {named}; none of them is valid{' and not suspect' if suspect else ''}"
         remedy = _SUSPECT if suspect else None
         raise err(Code.NO_VALID_CHECKPOINT, detail, where=store.name, requirement="REQ-RUN-006", remedy=remedy)
     return None, "lineage"
+
+
+def _tell_lost(launches: Iterable[Launch | LostLaunch], *, but: Container[str]) -> Iterator[str]:
+    """Yield a sentence for each launch record that can't be read, except those of some paths."""
+    for launch in launches:
+        if isinstance(launch, LostLaunch) and launch.path not in but:
+            yield f"{launch.path} can't be read: {launch.as_error()}"
 
 
 def _open_valid(store: Store, entry: RunEntry, on_progress: Callable[[int], None] | None) -> Checkpoint | CkptError:

@@ -38,6 +38,7 @@ from ckptfmt.read.verified_files import (
     stored_files,
 )
 from ckptfmt.run.lineage import (
+    LostLaunch,
     RunEntry,
     begin_launch,
     check_records,
@@ -235,7 +236,7 @@ def _begin(store: Store, run: RunRecord, **options: Callable[..., None] | None) 
     return launch
 
 
-def _look(store: Store, run: RunRecord) -> tuple[list[Launch], list[RunEntry]]:
+def _look(store: Store, run: RunRecord) -> tuple[list[Launch | LostLaunch], list[RunEntry]]:
     """Return launches and checkpoint directories of one moment: no launch began between the two."""
     while True:
         launches = list_launches(store, run)
@@ -245,8 +246,8 @@ def _look(store: Store, run: RunRecord) -> tuple[list[Launch], list[RunEntry]]:
 
 
 def check_same_history(
-    home: tuple[Iterable[Launch], Iterable[RunEntry]],
-    other: tuple[Iterable[Launch], Iterable[RunEntry]],
+    home: tuple[Iterable[Launch | LostLaunch], Iterable[RunEntry]],
+    other: tuple[Iterable[Launch | LostLaunch], Iterable[RunEntry]],
     names: tuple[str, str],
 ) -> None:
     """Raise if the other one of two copies of a run has a launch or a checkpoint that the first one doesn't have.
@@ -260,6 +261,8 @@ def check_same_history(
     registers = {entry.name: entry.register for entry in home[1]}
     for launch in other[0]:
         found = launches.get(launch.launch)
+        if isinstance(launch, LostLaunch) or isinstance(found, LostLaunch):
+            continue  # nobody knows: `scrub_run` mends the record where the nonces of checkpoints allow it
         if found != launch:
             path = f"{LAUNCHES}/{launch_name(launch.launch)}"
             raise _diverged(path, "isn't" if found is None else "is another one", names)
@@ -307,13 +310,14 @@ class _Mirroring:
         """Do it. Raises: as `mirror_run`."""
         run = read_known_run(self._home)
         check_writer_features(run, doing="copying this run", undone="nothing was copied")
-        launches, entries = _look(self._home, run)
+        found, entries = _look(self._home, run)
         check_records(self._home, entries)
         self._entries = {entry.name: entry for entry in entries}
         self._problems += [
             entry.register.below(entry.name) for entry in entries if isinstance(entry.register, CkptError)
         ]
-        is_new, there = self._meet(run, launches, entries)
+        is_new, there = self._meet(run, found, entries)
+        launches = self._fill_in(found, there)
         lineage = list(iter_lineage(launches, entries))
         retired: list[str] = []
         try:
@@ -340,7 +344,26 @@ class _Mirroring:
             stopped=self._stop.is_set(),
         )
 
-    def _meet(self, run: RunRecord, launches: list[Launch], entries: list[RunEntry]) -> tuple[bool, list[Launch]]:
+    def _fill_in(self, launches: Iterable[Launch | LostLaunch], there: Iterable[Launch | LostLaunch]) -> list[Launch]:
+        """Return the launches of the home; of one whose record can't be read there, the record of the mirror.
+
+        Raises: what is wrong with a record that the mirror doesn't have: newer records may not come before it.
+        """
+        theirs = {launch.launch: launch for launch in there if isinstance(launch, Launch)}
+        filled: list[Launch] = []
+        for launch in launches:
+            if isinstance(launch, Launch):
+                filled.append(launch)
+                continue
+            if launch.launch not in theirs:
+                raise launch.as_error().below(self._home.name)
+            self._problems.append(launch.as_error())
+            filled.append(theirs[launch.launch])
+        return filled
+
+    def _meet(
+        self, run: RunRecord, launches: list[Launch | LostLaunch], entries: list[RunEntry]
+    ) -> tuple[bool, list[Launch | LostLaunch]]:
         """Find out what the mirror has; return whether it has no record of the run yet, and its launches."""
         record = read_run(self._mirror)
         if record is None and MANIFEST_NAME in self._mirror.list_names(""):

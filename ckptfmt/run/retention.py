@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ckptfmt import limits
@@ -17,6 +18,7 @@ from ckptfmt.errors import CkptError, Code, IntegrityError, err
 from ckptfmt.features import LABELS, REFERENCED
 from ckptfmt.run.labelling import list_newest_labels
 from ckptfmt.run.lineage import (
+    LostLaunch,
     RunEntry,
     check_not_fenced,
     check_writer_features,
@@ -100,7 +102,9 @@ def _check_keep_best(keep_best: object, keep: int | None) -> None:
             raise err(Code.ARGUMENT, f"{keep_best!r} doesn't say what is best", where="keep_best=", remedy=remedy)
 
 
-def plan_retention(launches: list[Launch], entries: list[RunEntry], retention: Retention) -> list[RunEntry]:
+def plan_retention(
+    launches: Sequence[Launch | LostLaunch], entries: list[RunEntry], retention: Retention
+) -> list[RunEntry]:
     """Return the committed checkpoints that may go, oldest first. Pure.
 
     Those on the way that led to the newest launch are counted, and may go. Beside it, what a fenced launch committed
@@ -115,23 +119,39 @@ def plan_retention(launches: list[Launch], entries: list[RunEntry], retention: R
     What is pinned stays. As long as none has the metric by which the best stay, all stay: perhaps it is misspelt, or is
     measured later.
 
-    Spec: REQ-CMT-026, REQ-CMT-040, REQ-CMT-049.
+    Where the way that led to the newest launch passes a launch whose record can't be read, nothing of older launches
+    goes: nobody knows what that launch went on from, and what it had given up.
+
+    Spec: REQ-CMT-026, REQ-CMT-040, REQ-CMT-049, REQ-CMT-051.
     """
-    lineage = [entry for entry in iter_lineage(launches, entries) if entry.manifest is not None]
+    # What comes behind a record that can't be read isn't known to be on the way, and counts for nothing.
+    known = itertools.takewhile(lambda entry: not entry.is_record, iter_lineage(launches, entries))
+    lineage = [entry for entry in known if entry.manifest is not None]
     at_home = [entry for entry in lineage if is_at_home(entry)]
     own = [entry for entry in at_home if launches and entry.launch == launches[-1].launch]
     protected = {entry.name for entry in entries if entry.is_pinned}
-    if not own and launches and launches[-1].resume_from is not None:
-        protected.add(launches[-1].resume_from.name)
+    newest = launches[-1] if launches else None
+    if not own and isinstance(newest, Launch) and newest.resume_from is not None:
+        protected.add(newest.resume_from.name)
     behind = [entry for entry in _iter_behind(entries, lineage, at_home, own) if entry.name not in protected]
     ended = _list_ended(launches, entries, retention, at_home, has_own=bool(own), protected=protected)
     going = {entry.name for entry in (*behind, *ended)}
     # What stays reads from these, wherever it lies: beside the lineage, too.
     going -= {one.name for entry in entries if entry.name not in going for one in entry.references}
+    first = find_barrier(launches, entries)
     # What reads comes behind what it reads from, which is of its launch and of a smaller step.
     return sorted(
-        (entry for entry in (*behind, *ended) if entry.name in going), key=lambda entry: (entry.step, entry.launch)
+        (entry for entry in (*behind, *ended) if entry.name in going and entry.launch >= first),
+        key=lambda entry: (entry.step, entry.launch),
     )
+
+
+def find_barrier(launches: Sequence[Launch | LostLaunch], entries: list[RunEntry]) -> int:
+    """Return the newest launch on the lineage whose record can't be read; 0 where there is none.
+
+    Nothing of older launches may go by retention. Spec: REQ-CMT-051.
+    """
+    return max((entry.launch for entry in iter_lineage(launches, entries) if entry.is_record), default=0)
 
 
 def is_at_home(entry: RunEntry) -> bool:
@@ -140,7 +160,7 @@ def is_at_home(entry: RunEntry) -> bool:
 
 
 def _list_ended(
-    launches: list[Launch],
+    launches: Sequence[Launch | LostLaunch],
     entries: list[RunEntry],
     retention: Retention,
     at_home: list[RunEntry],
@@ -214,7 +234,7 @@ def sort_by_metric(entries: Iterable[RunEntry], metric: str, mode: str) -> list[
 
 
 def _iter_beside(
-    launches: list[Launch], entries: list[RunEntry], lineage: list[RunEntry], *, chosen_by: str
+    found: Sequence[Launch | LostLaunch], entries: list[RunEntry], lineage: list[RunEntry], *, chosen_by: str
 ) -> Iterator[RunEntry]:
     """Yield the checkpoints beside the lineage that the next launch would have come to before what it took.
 
@@ -226,6 +246,7 @@ def _iter_beside(
 
     Spec: REQ-CMT-026.
     """
+    launches = [launch for launch in found if isinstance(launch, Launch)]
     known = {entry.name for entry in lineage} | {one.resume_from.name for one in launches if one.resume_from}
     standing = [launch for launch in launches if not is_overtaken(launch, entries)]
     for entry in entries:
@@ -272,6 +293,11 @@ def clean_up(
     launches = list_launches(store, run)
     entries = list_checkpoints(store, run, known=known)
     going = plan_retention(launches, entries, retention)
+    if on_problem is not None and (number := find_barrier(launches, entries)):
+        on_problem(
+            f"the record of launch {number} can't be read: nothing of older launches is retired until"
+            f" `ckptfmt repair {store.name}` has mended it"
+        )
     if retention.keep_best is not None and not any(map(is_at_home, going)) and on_problem is not None:
         problem = find_missing_metric(launches, entries, retention, retention.keep_best[0])
         if problem is not None:
@@ -312,7 +338,7 @@ def _count_files(store: Store, names: list[str]) -> list[int]:
     return call_each(store, lambda name: len(store.at(name).list("")), names)
 
 
-def list_abandoned(launches: list[Launch], entries: list[RunEntry], launch: int) -> list[RunEntry]:
+def list_abandoned(launches: Sequence[Launch | LostLaunch], entries: list[RunEntry], launch: int) -> list[RunEntry]:
     """Return the directories without a decision that nobody will decide any more: those of older launches.
 
     Args:
@@ -321,8 +347,14 @@ def list_abandoned(launches: list[Launch], entries: list[RunEntry], launch: int)
     Spec: REQ-CMT-021.
     """
     # What a record names was committed once: if its register is gone, that is damage, and no unfinished save.
-    named = {past.resume_from.name for past in launches if past.resume_from is not None}
-    return [entry for entry in entries if entry.register is None and entry.launch < launch and entry.name not in named]
+    named = {past.resume_from.name for past in launches if isinstance(past, Launch) and past.resume_from is not None}
+    # A record that can't be read may name any directory of an older launch.
+    lost = max((past.launch for past in launches if isinstance(past, LostLaunch)), default=0)
+    return [
+        entry
+        for entry in entries
+        if entry.register is None and lost <= entry.launch < launch and entry.name not in named
+    ]
 
 
 def _delete_ended_holds(store: Store, launch: int) -> None:
@@ -334,7 +366,7 @@ def _delete_ended_holds(store: Store, launch: int) -> None:
 
 
 def find_missing_metric(
-    launches: list[Launch], entries: list[RunEntry], retention: Retention, metric: str
+    launches: Sequence[Launch | LostLaunch], entries: list[RunEntry], retention: Retention, metric: str
 ) -> str | None:
     """Return a sentence where checkpoints stay only because none has the metric by which the best stay."""
     lineage = [entry for entry in iter_lineage(launches, entries) if entry.manifest is not None]
@@ -347,7 +379,7 @@ def find_missing_metric(
 
 
 def _retire_unread(
-    store: Store, run: RunRecord, launches: list[Launch], going: list[RunEntry], known: Known | None
+    store: Store, run: RunRecord, launches: Sequence[Launch | LostLaunch], going: list[RunEntry], known: Known | None
 ) -> tuple[list[str], dict[str, Need]]:
     """Retire checkpoints that nobody pins, that nothing reads from, and nothing that is still being saved will.
 
@@ -398,7 +430,7 @@ def _find_read(store: Store, run: RunRecord, going: list[RunEntry], known: Known
     return dict.fromkeys(pinned, _SAVING) | read | labelled
 
 
-def _find_begun_from(store: Store, run: RunRecord, launches: list[Launch]) -> dict[str, Need]:
+def _find_begun_from(store: Store, run: RunRecord, launches: Sequence[Launch | LostLaunch]) -> dict[str, Need]:
     """Return, by digest, what launches resume from that aren't among those given. Spec: REQ-CMT-026."""
     known = {launch.launch for launch in launches}
     new = [read_launch(store, number, run) for number in list_launch_numbers(store) if number not in known]
@@ -479,7 +511,9 @@ def retire_as_elsewhere(store: Store, run: RunRecord, names: Iterable[str]) -> l
     return _retire_unread(store, run, launches, [entry for entry in going if entry.name not in kept], None)[0]
 
 
-def _find_need(run: str, launches: list[Launch], entries: list[RunEntry], entry: RunEntry) -> Need | None:
+def _find_need(
+    run: str, launches: Sequence[Launch | LostLaunch], entries: list[RunEntry], entry: RunEntry
+) -> Need | None:
     """Return what needs a committed checkpoint, if anything does; `run` is its path."""
     lineage = [one for one in iter_lineage(launches, entries) if one.manifest is not None]
     at_home = [one for one in lineage if is_at_home(one)]
@@ -493,8 +527,8 @@ def _find_need(run: str, launches: list[Launch], entries: list[RunEntry], entry:
         )
     last = launches[-1] if launches else None
     has_own = last is not None and any(one.launch == last.launch for one in at_home)
-    if last is not None and not has_own and last.resume_from is not None and last.resume_from.name == entry.name:
-        return Need(f"launch {last.launch} resumes from it", _after_a_save(last.launch))
+    if last is not None and not has_own and (need := _find_beginning(run, last, entry)) is not None:
+        return need
     if is_at_home(entry) and all(one is entry for one in entries if is_at_home(one)):
         return Need("it is the last committed checkpoint of the run", f"It may go once the run has a newer one. {_ALL}")
     if isinstance(entry.record, CkptError):
@@ -505,6 +539,18 @@ def _find_need(run: str, launches: list[Launch], entries: list[RunEntry], entry:
         return Need("it is pinned", f"Take its pin away first: ckptfmt unpin {run} {entry.name}")
     readers = [one.name for one in entries if any(found.name == entry.name for found in one.references)]
     return _need_of_readers(run, readers) if readers else None
+
+
+def _find_beginning(run: str, launch: Launch | LostLaunch, entry: RunEntry) -> Need | None:
+    """Return that a launch without a checkpoint of its own resumes from a checkpoint, or may."""
+    if isinstance(launch, LostLaunch):
+        if entry.launch >= launch.launch:
+            return None
+        reason = f"launch {launch.launch} may resume from it: {launch.path} can't be read"
+        return Need(reason, f"ckptfmt repair {run} mends the record; with --with MIRROR from a copy.")
+    if launch.resume_from is None or launch.resume_from.name != entry.name:
+        return None
+    return Need(f"launch {launch.launch} resumes from it", _after_a_save(launch.launch))
 
 
 def _need_of_readers(run: str, readers: list[str]) -> Need:

@@ -5,10 +5,12 @@ Spec: REQ-RUN-033, REQ-RUN-034.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from ckptfmt import limits
 from ckptfmt.commit.decision import create_once, read_register
@@ -37,9 +39,19 @@ from ckptfmt.read.verified_files import (
     part_files,
     stored_files,
 )
-from ckptfmt.run.lineage import RunEntry, check_writer_features, list_checkpoints, read_known_run
+from ckptfmt.run.lineage import (
+    RunEntry,
+    check_writer_features,
+    infer_launch,
+    list_checkpoints,
+    list_launch_numbers,
+    read_known_run,
+)
 from ckptfmt.store import check_apart
 from ckptfmt.store.protocol import Store
+
+#: The largest record of which each bit is tried, in bytes: a few tenths of a second.
+_CORRECTED_NBYTES: Final = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +62,8 @@ class Damage:
         copy: name of the store.
         path: of the file, in the run.
         error: what is wrong with it.
-        repaired_from: name of the store from which it was rewritten, or could be; None where no copy has it whole.
+        repaired_from: name of the store from which it was rewritten, or could be; of a record that no copy has whole,
+            what it was written anew from; None where neither is possible.
         repaired: whether it was rewritten.
     """
 
@@ -153,6 +166,8 @@ class _Scrubbing:
         self._damages: list[Damage] = []
         self._checkpoints: list[str] = []
         self._in_caches: set[str] = set()
+        #: By its path, what a record was written anew from that no copy had whole.
+        self._anew: dict[str, str] = {}
 
     def run(self) -> ScrubReport:
         """Do it. Raises: as `scrub_run`."""
@@ -236,6 +251,7 @@ class _Scrubbing:
                 # A copy may do without a record whose launch saved nothing in it.
                 needed = [at for at, own in enumerate(entries) if any(entry.launch == number for entry in own.values())]
                 self._check_nonces(path, number, contents, entries)
+                found += [] if contents else self._write_anew(run, number, needed)
                 self._mend_records(path, found, missing=needed)
 
     def _check_nonces(self, path: str, number: int, contents: set[bytes], entries: list[dict[str, RunEntry]]) -> None:
@@ -250,12 +266,32 @@ class _Scrubbing:
             detail = f"copies of the run have different launches {number}"
             raise err(Code.HOMES_DIVERGED, detail, where=path, requirement="REQ-RUN-030")
 
+    def _write_anew(self, run: RunRecord, number: int, needed: Sequence[int]) -> list[bytes | CkptError]:
+        """Return the record of a launch, for a donor, as far as a copy's checkpoints and older records say what it was.
+
+        The nonce is that of the launch's checkpoints. What the launch resumed from stands nowhere else: the record
+        names the candidate behind the launch's own, as if somebody had chosen it. Spec: REQ-RUN-046.
+        """
+        for store in (self._copies[at] for at in needed or range(len(self._copies))):
+            if number not in list_launch_numbers(store) and not needed:
+                continue
+            record = infer_launch(store, run, number)
+            if record is not None:
+                self._anew[f"{LAUNCHES}/{launch_name(number)}"] = f"what the checkpoints in {store.name} say"
+                return [record.dump()]
+        return []
+
     def _read_records(self, path: str, parse: Callable[[bytes], object]) -> list[bytes | CkptError]:
-        """Return the contents of a record in each copy, or what is wrong with it."""
+        """Return the contents of a record in each copy, or what is wrong with it.
+
+        Where no copy has it whole, and in one a single bit is another, what it was before comes behind the copies'.
+        """
         found: list[bytes | CkptError] = []
+        damaged = b""
         for store in self._copies:
             try:
                 content = store.read(path, limit_nbytes=limits.JSON_NBYTES)
+                damaged = content
                 parse(content)
                 self._count(len(content))
                 found.append(content)
@@ -263,12 +299,17 @@ class _Scrubbing:
                 if not is_violation(error):
                     raise
                 found.append(without_frames(error))
+        if damaged and not any(isinstance(content, bytes) for content in found):
+            corrected = _correct_bit(damaged, parse)
+            if corrected is not None:
+                self._anew[path] = "its own digest: one bit was another"
+                found.append(corrected)
         return found
 
     def _mend_records(self, path: str, found: list[bytes | CkptError], missing: Sequence[int]) -> None:
         """Rewrite a record, in one step, where it is damaged, or isn't there and is among the copies that need it."""
         donor = next((at for at, content in enumerate(found) if isinstance(content, bytes)), None)
-        for at, error in enumerate(found):
+        for at, error in enumerate(found[: len(self._copies)]):
             if isinstance(error, bytes) or (error.code == Code.FILE_MISSING and at not in missing):
                 continue
             if donor is not None and not self._dry_run:
@@ -453,17 +494,35 @@ class _Scrubbing:
             copy=self._copies[at].name,
             path=path,
             error=error,
-            repaired_from=None if donor is None else self._copies[donor].name,
+            repaired_from=None if donor is None else self._name_donor(donor, path),
             repaired=donor is not None and not self._dry_run,
         )
         with self._lock:
             self._damages.append(damage)
+
+    def _name_donor(self, donor: int, path: str) -> str:
+        return self._copies[donor].name if donor < len(self._copies) else self._anew[path]
 
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self._nbytes += nbytes
             if self._on_progress is not None:
                 self._on_progress(nbytes)
+
+
+def _correct_bit(content: bytes, parse: Callable[[bytes], object]) -> bytes | None:
+    """Return what a record was before one of its bits became another; None where it is no such damage.
+
+    The record's own digest says that it is right.
+    """
+    for at in range(len(content) if len(content) <= _CORRECTED_NBYTES else 0):
+        for bit in range(8):
+            changed = bytearray(content)
+            changed[at] ^= 1 << bit
+            with contextlib.suppress(CkptError):
+                parse(bytes(changed))
+                return bytes(changed)
+    return None
 
 
 def _read_any(place: Store) -> Manifest | Abort | Tombstone | CkptError | None:

@@ -11,7 +11,7 @@ from ckptfmt.documents.manifest import parse_checkpoint_name
 from ckptfmt.documents.run import Launch, RunRecord, check_run_id, parse_launch_name
 from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.goodput.accounts import Goodput, KnownLaunch, account
-from ckptfmt.run.lineage import RunEntry, list_checkpoints, list_launches, read_known_run
+from ckptfmt.run.lineage import LostLaunch, RunEntry, list_checkpoints, list_launches, read_known_run
 from ckptfmt.store.protocol import Store, call_each
 
 
@@ -25,9 +25,11 @@ def read_goodput(store: Store, found: Iterable[RunEntry] | None = None) -> Goodp
     Raises: IntegrityError(FILE_MISSING) where no run is; what is wrong with a launch record; StoreError.
     """
     run = read_known_run(store)
-    launches = list_launches(store, run)
+    found_launches = list_launches(store, run)
+    launches = [launch for launch in found_launches if isinstance(launch, Launch)]
     entries, problems = read_entries(store, run)
-    known = {number: _of_entry(entry) for number, entry in entries.items()}
+    numbers = {launch.launch for launch in launches}
+    known = {number: _of_entry(entry) for number, entry in entries.items() if number in numbers}
     untimed: set[int] = set()
     if any(launch.launch not in known for launch in launches):  # it never trained, or wrote no ledger
         found = list_checkpoints(store, run, with_labels=False) if found is None else tuple(found)
@@ -40,6 +42,11 @@ def read_goodput(store: Store, found: Iterable[RunEntry] | None = None) -> Goodp
                 elif saves:
                     untimed.add(launch.launch)
     goodput = account({launch.launch: _resumed(launch) for launch in launches}, known, untimed)
+    problems += [
+        f"launch {launch.launch} isn't counted: {launch.path} can't be read: {launch.error}"
+        for launch in found_launches
+        if isinstance(launch, LostLaunch)
+    ]
     goodput.doubts += tuple(problems)
     return goodput
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ckptfmt.commit.waiting import launches_of, list_held
 from ckptfmt.documents.manifest import Abort, Tombstone
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.errors import CkptError
-from ckptfmt.run.lineage import RunEntry, check_writer_features, iter_lineage, list_checkpoints, list_launches
+from ckptfmt.run.lineage import (
+    LostLaunch,
+    RunEntry,
+    check_writer_features,
+    iter_lineage,
+    list_checkpoints,
+    list_launches,
+)
 from ckptfmt.run.retention import Retention, find_missing_metric, is_at_home, list_abandoned, plan_retention
 from ckptfmt.store.protocol import Store
 
@@ -29,6 +36,7 @@ class Survey:
         beside: committed checkpoints that the run doesn't go on from, with why. Retention leaves them alone.
         unreadable: directories whose register can't be read, with the error. As long as there is one in a run with
             deltas, nothing is retired: nobody knows what it reads from (REQ-CMT-034).
+        lost: launches whose record can't be read. Nothing of older launches is retired, or given up, before a repair.
         problem: why retention lets nothing go for want of a metric, or an empty string.
     """
 
@@ -40,6 +48,7 @@ class Survey:
     in_hand: tuple[RunEntry, ...]
     beside: tuple[tuple[RunEntry, str], ...]
     unreadable: tuple[tuple[RunEntry, CkptError], ...]
+    lost: tuple[LostLaunch, ...]
     problem: str
 
 
@@ -51,7 +60,7 @@ def survey_run(store: Store, run: RunRecord, retention: Retention) -> Survey:
         retention: what stays of what is committed.
 
     Raises: UnsupportedError(FEATURE_UNSUPPORTED) where the run has a feature that this cleaner doesn't know;
-        FormatError, IntegrityError of launch records; StoreError. Spec: REQ-CMT-020 to REQ-CMT-026.
+        StoreError. Spec: REQ-CMT-020 to REQ-CMT-026.
     """
     check_writer_features(run, "REQ-CMT-025", doing="cleaning up", undone="nothing was looked at")
     held = launches_of(list_held(store))  # before the registers: a save that is decided in between is seen there
@@ -76,11 +85,12 @@ def survey_run(store: Store, run: RunRecord, retention: Retention) -> Survey:
         in_hand=tuple(entry for entry in undecided if entry.launch in held),
         beside=tuple(one for one in iter_beside(launches, entries) if one[0].name not in names),
         unreadable=tuple((entry, entry.register) for entry in entries if isinstance(entry.register, CkptError)),
+        lost=tuple(launch for launch in launches if isinstance(launch, LostLaunch)),
         problem=problem or "",
     )
 
 
-def iter_beside(launches: list[Launch], entries: list[RunEntry]) -> Iterator[tuple[RunEntry, str]]:
+def iter_beside(launches: Sequence[Launch | LostLaunch], entries: list[RunEntry]) -> Iterator[tuple[RunEntry, str]]:
     """Yield the committed checkpoints that the run doesn't go on from, and why."""
     lineage = {entry.name for entry in iter_lineage(launches, entries)}
     beside = {entry.name: entry for entry in entries if entry.manifest is not None and entry.name not in lineage}
@@ -101,8 +111,10 @@ def _suspect_text(entry: RunEntry) -> str:
     return f"it is suspect: {entry.labels.suspect}" if entry.is_suspect else ""
 
 
-def _turn_text(launch: Launch, entry: RunEntry) -> str:
+def _turn_text(launch: Launch | LostLaunch, entry: RunEntry) -> str:
     """Return how a launch left what the run would have gone on from."""
+    if isinstance(launch, LostLaunch):
+        return f"launch {launch.launch} didn't save it, and its record can't be read"
     instead = "nothing" if launch.resume_from is None else launch.resume_from.name
     if launch.chosen_by == "fallback":
         found = "found it damaged" if is_at_home(entry) else "didn't find its files"

@@ -105,7 +105,7 @@ def answer_launch(path):
     with phase("open"):
         launch, _ = begin_launch(store, open_run(store), on_passed_over=passed_over.append)
     name = launch.resume_from.name if launch.resume_from else None
-    names = [text.split()[0] for text in passed_over]
+    names = [name for name in (text.split()[0] for text in passed_over) if not name.startswith("launches/")]
     return {"resume_from": name, "chosen_by": launch.chosen_by, "passed_over": names}
 
 

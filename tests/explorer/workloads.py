@@ -12,6 +12,7 @@ from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import Origin
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.run import lineage
+from tests.builders import known_launches
 from tests.explorer import content
 from tests.explorer.crashes import Bench
 from tests.explorer.judge import clean_up
@@ -69,7 +70,7 @@ def one_save_and_a_torn_one(bench: Bench) -> None:
 
 def second_save_of_two_at_once(bench: Bench) -> None:
     """Both writers write step 20 in turns, one system call each; then writer 0 commits."""
-    launch = lineage.list_launches(bench.store())[-1]
+    launch = known_launches(bench.store())[-1]
     origin = content.origin_of(launch, 20, 2)
     in_turns(bench, _writers_of(origin))
     bench.marks.saved(commit.finalize(content.place_of(bench.store(), origin), origin))
@@ -78,14 +79,14 @@ def second_save_of_two_at_once(bench: Bench) -> None:
 def second_attempt(bench: Bench) -> None:
     """Step 20 again, in the directory where the first attempt didn't get through."""
     store = bench.store()
-    launch = lineage.list_launches(store)[-1]
+    launch = known_launches(store)[-1]
     bench.marks.saved(content.save(store, content.origin_of(launch, 20, 3)))
 
 
 def two_committers(bench: Bench) -> None:
     """Two committers finalize the same parts in turns, and each tells that it did."""
     store = bench.store()
-    launch = lineage.list_launches(store)[-1]
+    launch = known_launches(store)[-1]
     origin = content.origin_of(launch, 20, 2)
     for number in range(content.WRITER_COUNT):
         content.write(store, origin, number)
@@ -236,4 +237,4 @@ def _current(bench: Bench) -> tuple[RunRecord, Launch]:
     store = bench.store()
     run = lineage.read_run(store)
     assert run is not None
-    return run, lineage.list_launches(store)[-1]
+    return run, known_launches(store)[-1]

@@ -30,6 +30,12 @@ MUTANTS = {
         patch=rewritten(commit.abort, *_NO_SYNC),
         tests=("run/test_retention.py::test_files_go_only_behind_a_record_that_is_synced[memory-given up]",),
     ),
+    "a_lost_record_is_no_barrier": Mutant(
+        clauses=("REQ-CMT-051",),
+        fault="retires what older launches saved, although a launch record can't be read",
+        patch=replaced(retention, "find_barrier", lambda _right, *_: 0),
+        tests=("run/test_lost_records.py::test_nothing_of_older_launches_goes_before_a_repair[memory]",),
+    ),
     "caches_count_as_home": Mutant(
         clauses=("REQ-CMT-049", "REQ-CMT-026"),
         fault="counts what is in caches among what it keeps",

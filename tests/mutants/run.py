@@ -231,6 +231,14 @@ MUTANTS = {
         patch=rewritten(scrub._Scrubbing._scrub_file, "if at not in wrong", "if at not in wrong or at > 0"),
         tests=("run/test_mirror.py::test_what_no_copy_has_whole_is_reported_and_left_as_it_is",),
     ),
+    "inferred_as_if_by_lineage": Mutant(
+        clauses=("REQ-RUN-046",),
+        fault="writes a lost launch record anew as if the launch had followed the lineage",
+        patch=rewritten(lineage.infer_launch, 'chosen_by="hand"', 'chosen_by="lineage"'),
+        tests=(
+            "run/test_lost_records.py::test_without_a_copy_a_record_is_written_anew_from_what_checkpoints_say[memory-True-cut]",
+        ),
+    ),
     "register_written_whatever_is_beside_it": Mutant(
         clauses=("REQ-RUN-034",),
         fault="writes a register from another copy although files are gone or damaged",

@@ -49,9 +49,11 @@ class RunOfSteps:
         self.run: Any = open_run(self.store)
         self.launch: Any = None
         self.passed_over: list[str] = []
+        self.nonces: dict[int, str] = {}
 
     def begin(self, **options):
         self.launch, _ = begin_launch(self.store, self.run, on_passed_over=self.passed_over.append, **options)
+        self.nonces[self.launch.launch] = self.launch.nonce
         return self.launch
 
     def place(self, step, launch=None):
@@ -67,6 +69,7 @@ class RunOfSteps:
                 launch=number,
                 run_id=run_id or self.run.run_id,
                 attempt=f"{number:08x}{step:08x}",
+                nonce=self.nonces.get(number, NONCE),
             )
         return self
 
@@ -627,18 +630,22 @@ def test_files_that_are_no_launch_records_are_none(home):
 def test_a_launch_of_another_run_is_refused(home):
     """REQ-RUN-003."""
     made = RunOfSteps(home.store())
-    record = Launch(run_id="0" * 32, launch=1, nonce=NONCE, chosen_by="lineage", resume_from=None)
-    made.store.create("launches/0001.json", [record.dump()])
-    error = error_of(made.begin)
-    assert (error.code, error.where, type(error)) == (Code.RUN_MISMATCH, "launches/0001.json", FormatError)
+    made.begin()
+    made.save(1)
+    record = Launch(run_id="0" * 32, launch=2, nonce=NONCE, chosen_by="lineage", resume_from=None)
+    made.store.create("launches/0002.json", [record.dump()])
+    error = error_of(lambda: find_head(made.store))
+    assert (error.code, error.where, type(error)) == (Code.RUN_MISMATCH, "launches/0002.json", FormatError)
 
 
 def test_a_record_that_says_another_number_is_refused(home):
     """REQ-RUN-005."""
     made = RunOfSteps(home.store())
-    record = Launch(run_id=made.run.run_id, launch=2, nonce=NONCE, chosen_by="lineage", resume_from=None)
-    made.store.create("launches/0001.json", [record.dump()])
-    assert code_of(made.begin) == Code.RUN_MISMATCH
+    made.begin()
+    made.save(1)
+    record = Launch(run_id=made.run.run_id, launch=1, nonce=NONCE, chosen_by="lineage", resume_from=None)
+    made.store.create("launches/0002.json", [record.dump()])
+    assert code_of(lambda: find_head(made.store)) == Code.RUN_MISMATCH
 
 
 def test_records_that_lead_in_a_circle_end(home):

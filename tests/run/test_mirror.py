@@ -39,7 +39,7 @@ from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import PAGE_NBYTES
 from ckptfmt.trainer import mirrors
-from tests.builders import code_of, error_of, read_all, snapshot, tensor
+from tests.builders import code_of, error_of, known_launches, read_all, snapshot, tensor
 from tests.chains import Saving
 from tests.run.test_lineage import RunOfSteps
 from tests.store.helpers import open_fd_count
@@ -368,7 +368,7 @@ def test_at_every_moment_of_a_later_copy_too(first: int, second: int) -> None:
             heads.append(resumed(made.store))
         act(number)
     # What a launch by hand chose is what the home goes on from until that launch has saved.
-    heads += [f"lineage {one.resume_from.name}" for one in list_launches(made.store) if one.resume_from is not None]
+    heads += [f"lineage {one.resume_from.name}" for one in known_launches(made.store) if one.resume_from is not None]
     mirror_run(made.store, Watched(other, lambda _: seen.append(resumed(other))))
 
     assert set(seen) <= set(heads)
@@ -713,7 +713,7 @@ def test_promotion_says_what_it_passes_over_and_refuses_where_nothing_is():
 
     assert report.name == checkpoint_name(10, 1)
     assert newest in report.passed_over[0]
-    assert list_launches(places.other)[-1].chosen_by == "fallback"
+    assert known_launches(places.other)[-1].chosen_by == "fallback"
 
 
 def test_a_launch_at_the_mirror_gives_up_what_was_half_copied():
@@ -949,12 +949,12 @@ def test_copies_that_went_apart_do_not_repair_each_other():
     home.replace(f"{LAUNCHES}/0002.json", b"{")
     RunOfSteps(MemoryStore())
     made = RunOfSteps(home.at(""))
-    made.launch = dataclasses.replace(list_launches(other)[-1], nonce="f" * 32)
+    made.launch = dataclasses.replace(known_launches(other)[-1], nonce="f" * 32)
     made.save(30, launch=2)
     place = home.at(checkpoint_name(30, 2))
     register = read_register(place)
     assert isinstance(register, Manifest)
-    assert register.origin.nonce != list_launches(other)[-1].nonce
+    assert register.origin.nonce != known_launches(other)[-1].nonce
     assert code_of(lambda: scrub_run([home, other])) == Code.HOMES_DIVERGED
 
 

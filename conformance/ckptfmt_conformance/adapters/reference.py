@@ -220,6 +220,7 @@ class Reference:
                 store, open_run(store), on_passed_over=lambda text: passed_over.append(text.partition(" ")[0])
             )
         name = None if begun.resume_from is None else begun.resume_from.name
+        passed_over = [name for name in passed_over if not name.startswith("launches/")]
         return {"resume_from": name, "chosen_by": begun.chosen_by, "passed_over": passed_over}
 
     def validate(self, path: Path, request: Mapping[str, Any]) -> None:

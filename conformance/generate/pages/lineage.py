@@ -33,6 +33,7 @@ def page() -> Page:
     _launch(made)
     _launch_damaged(made)
     _launch_lineage(made)
+    _launch_lost(made)
     _launch_deltas(made)
     _launch_refused(made)
     return made
@@ -282,6 +283,52 @@ def _launch_lineage(made: Page) -> None:
         made, "launch-down", _damage(deep, *down), SECOND, [checkpoint_name(*place) for place in down], "RUN-006",
         "of three launches the checkpoints on the lineage have damaged blocks, but for the oldest",
     )  # fmt: skip
+
+
+def _spoil(run: Run, number: int) -> Run:
+    """Flip a bit of the record of a launch."""
+    flip(f"launches/{number:04d}.json", 150)(run.files)
+    return run
+
+
+def _launch_lost(made: Page) -> None:
+    """Add launches whose records can't be read: what doesn't follow from the record goes on."""
+    why = "one bad bit in a launch record must not close a run, nor bring back what was rolled back"
+    saved = checkpoint_name(500, 2)
+
+    def second(by: str = "lineage") -> Run:
+        return _three().launch(2, of=SECOND, by=by).save(500, 2)
+
+    _opens(
+        made, "launch-record-bit", _spoil(second(), 2), saved, "RUN-045",
+        "one bit of the record of launch 2 is another, which has saved step 500", why,
+    )  # fmt: skip
+    _opens(
+        made, "launch-record-bit-below", _spoil(second().launch(3, of=saved).save(600, 3), 2),
+        checkpoint_name(600, 3), "RUN-045",
+        "one bit of the record of launch 2 is another; launch 3 went on from it", why,
+    )  # fmt: skip
+    _opens(
+        made, "launch-record-bit-beside", _spoil(second("hand").launch(3, of=THIRD, by="hand"), 2), THIRD, "RUN-045",
+        "one bit of the record of launch 2 is another; launch 3 went back to launch 1 by hand", why,
+    )  # fmt: skip
+    bare = _spoil(_three().launch(2, of=SECOND), 2)
+    _refuses(
+        made, "launch-record-bit-unsaved", bare, "RUN-045 RUN-020", "DOC_DIGEST DOC_SCHEMA DOC_SYNTAX",
+        "one bit of the record of launch 2 is another, which has saved nothing",
+    )  # fmt: skip
+    for slug, run, resume, chosen_by, passed, says in (
+        ("launch-lost", _spoil(second(), 2), saved, "lineage", [], "launch 2 has saved step 500"),
+        ("launch-lost-unsaved", bare, THIRD, "fallback", [], "launch 2 has saved nothing"),
+        ("launch-lost-bound", _damage(_spoil(second(), 2), (500, 2)), SECOND, "fallback", [saved],
+         "the only checkpoint of launch 2 has a damaged block; step 800 of launch 1 is beyond it"),
+        ("launch-lost-first", _spoil(Run().launch(1), 1), None, "lineage", [], "it is the first, and nothing is saved"),
+    ):  # fmt: skip
+        made.ask(
+            slug, "", "open", {"launch": True}, "RUN-045 RUN-007", f"the record of a launch can't be read: {says}",
+            why=why, files=run.files, bug="WRONG_RUN", features=["launch"],
+            result={"launch": {"resume_from": resume, "chosen_by": chosen_by, "passed_over": passed}},
+        )  # fmt: skip
 
 
 def _launch_deltas(made: Page) -> None:
