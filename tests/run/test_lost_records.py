@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,6 +106,7 @@ def test_a_run_does_not_begin_anew(home):
     made = two_launches(home.store(), saved=False)
     for step in (1, 2):
         entry = next(one for one in list_checkpoints(made.store, made.run) if one.step == step)
+        assert entry.manifest is not None
         retire(made.place(step, 1), entry.manifest)
     spoil(made, 2)
     assert code_of(made.begin) == Code.NO_VALID_CHECKPOINT
@@ -243,7 +245,7 @@ def test_without_a_copy_a_record_is_written_anew_from_what_checkpoints_say(home,
         assert not report.damages  # nothing says that there was one
         return
     assert report.whole
-    record = known_launches(made.store)[-1]
+    record = newest_record(made)
     assert (record.launch, record.chosen_by, record.resume_from.name) == (2, "hand", checkpoint_name(2, 1))
     if saved:
         assert record.nonce == next(iter(made_manifests(made, 2))).origin.nonce
@@ -251,7 +253,11 @@ def test_without_a_copy_a_record_is_written_anew_from_what_checkpoints_say(home,
     assert scrub_run([made.store]).damages == ()
 
 
-def made_manifests(made: RunOfSteps, launch: int) -> list:
+def newest_record(made: RunOfSteps) -> Any:
+    return known_launches(made.store)[-1]
+
+
+def made_manifests(made: RunOfSteps, launch: int) -> list[Any]:
     return [one.manifest for one in list_checkpoints(made.store, made.run) if one.launch == launch and one.manifest]
 
 
@@ -261,7 +267,7 @@ def test_where_all_that_older_launches_saved_is_retired_a_record_names_the_newes
     assert names_of(made) == [checkpoint_name(4, 2)]
     spoil(made, 2, "cut")
     assert scrub_run([made.store]).whole
-    assert known_launches(made.store)[-1].resume_from.name == checkpoint_name(2, 1)
+    assert newest_record(made).resume_from.name == checkpoint_name(2, 1)
     assert made.begin().resume_from.name == checkpoint_name(4, 2)
 
 
