@@ -18,7 +18,7 @@ from ckptfmt.commit.lone import check_no_run, is_run, own_place
 from ckptfmt.commit.waiting import describe_savers, list_held_attempts, wait_for_attempts, wait_for_savers
 from ckptfmt.convert.numbering import nest, take_optimizers
 from ckptfmt.documents.labels import Labels
-from ckptfmt.documents.manifest import parse_checkpoint_name
+from ckptfmt.documents.manifest import Manifest, parse_checkpoint_name
 from ckptfmt.errors import CkptError, Code, CommitError, IntegrityError, err
 from ckptfmt.group import DEADLINE_S, EXCHANGE, Agree, make_group
 from ckptfmt.read.in_caches import check_at_home
@@ -26,7 +26,7 @@ from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
 from ckptfmt.run.compaction import compact_checkpoint, compact_run
-from ckptfmt.run.lineage import check_surroundings, open_head
+from ckptfmt.run.lineage import find_surroundings, open_head
 from ckptfmt.state import State, check_state, place_of
 from ckptfmt.store import is_url, open_store, split_path, suggest_path
 from ckptfmt.store.protocol import Store
@@ -333,10 +333,7 @@ def validate(
         verify_run(store, report, bases=places)
         return report
     report = Report(target=store.name, kind="checkpoint", on_progress=on_progress)
-    checkpoint = verify_checkpoint(store, report, bases=places)
-    if checkpoint is not None and isinstance(path, str | os.PathLike):
-        with report.collect():
-            check_surroundings(path, checkpoint.manifest)
+    verify_checkpoint(store, report, bases=places, check=find_surroundings(path))
     return report
 
 
@@ -400,7 +397,10 @@ def _open(
     # Before the registers are read: a save that is decided in between is no longer held, and seen there.
     held = wait_for_savers(store, deadline_s=wait_s) if is_in_run else _wait_for_attempts(store, wait_s)
     try:
-        checkpoint = (open_head if is_in_run else _open_alone)(store, digest=digest, bases=bases)
+        if is_in_run:
+            checkpoint = open_head(store, digest=digest, bases=bases)
+        else:
+            checkpoint = _open_alone(store, digest=digest, bases=bases, check=find_surroundings(path))
         check_at_home(checkpoint)
     except IntegrityError as error:
         if error.code == Code.NOT_COMMITTED and not held:
@@ -409,8 +409,6 @@ def _open(
             raise
         detail = f"{error.detail}; {describe_savers(held)} hasn't finished a save yet"
         raise err(error.code, detail, where=error.where, remedy="Wait for that save: pass wait_s=.") from error
-    if isinstance(path, str | os.PathLike) and not is_in_run:
-        check_surroundings(path, checkpoint.manifest)
     checkpoint.pending = tuple(held)
     return checkpoint
 
@@ -442,15 +440,17 @@ def _wait_for_attempts(store: Store, wait_s: float) -> list[str]:
     return list_held_attempts(store)
 
 
-def _open_alone(store: Store, *, digest: str | None, bases: Sequence[Store]) -> Checkpoint:
+def _open_alone(
+    store: Store, *, digest: str | None, bases: Sequence[Store], check: Callable[[Manifest], None] | None
+) -> Checkpoint:
     """Open the checkpoint of a directory; the next one, where a save replaces it in the meantime."""
     for _ in range(_REPLACED_TRIES):
         try:
-            return Checkpoint(store, digest=digest, bases=bases)
+            return Checkpoint(store, digest=digest, bases=bases, check=check)
         except IntegrityError as error:
             if error.code != Code.FILE_MISSING:
                 raise
-    return Checkpoint(store, digest=digest, bases=bases)
+    return Checkpoint(store, digest=digest, bases=bases, check=check)
 
 
 def _warn_of_pending(checkpoint: Checkpoint) -> None:

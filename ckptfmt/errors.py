@@ -202,7 +202,7 @@ class Code(StrEnum):
     #: a path isn't of an allowed form
     UNSAFE_PATH = ("UNSAFE_PATH", FormatError, _WRITER)
     #: a file is a link, pipe, device or directory
-    UNSAFE_FILE = ("UNSAFE_FILE", FormatError, "Replace it by the regular file that was saved.")
+    UNSAFE_FILE = ("UNSAFE_FILE", FormatError, "Put the file or directory itself there, as it was saved.")
     #: a written box's extents don't hold each block once
     EXTENT_COVERAGE = ("EXTENT_COVERAGE", FormatError, _WRITER)
     #: header and extents don't tile a file exactly

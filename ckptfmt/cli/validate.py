@@ -24,7 +24,7 @@ from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.report import Report
 from ckptfmt.read.verify import verify_checkpoint, verify_run
-from ckptfmt.run.lineage import check_surroundings, list_checkpoints
+from ckptfmt.run.lineage import find_surroundings, list_checkpoints
 from ckptfmt.store import Store
 
 _EXIT_CODES: Final = {"valid": 0, "invalid": 1, "incomplete": 2}
@@ -95,10 +95,7 @@ def _check(
         if place.is_run:
             verify_run(place.store, report, bases=bases)
         else:
-            checkpoint = verify_checkpoint(place.store, report, bases=bases)
-            if checkpoint is not None:
-                with report.collect():
-                    check_surroundings(place.path, checkpoint.manifest)
+            verify_checkpoint(place.store, report, bases=bases, check=find_surroundings(place.path))
     except StoreError as error:
         failure = error
     return _Outcome(report=report, failure=failure, elapsed_s=time.perf_counter() - begin_s)

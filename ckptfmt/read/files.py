@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
 
 from ckptfmt import limits
@@ -38,6 +38,7 @@ class CheckpointFiles:
     Args:
         store: rooted at the checkpoint's directory.
         digest: the manifest digest that is expected, if one is.
+        check: compares the manifest with what surrounds the checkpoint, and raises; called before all other checks.
         bases: where else to look for what a delta reads from, beside the directory that this checkpoint is in:
             checkpoints, or directories of them.
         closure: of the checkpoint that reads from this one.
@@ -53,12 +54,15 @@ class CheckpointFiles:
         store: Store,
         *,
         digest: str | None = None,
+        check: Callable[[Manifest], None] | None = None,
         bases: Sequence[Store] = (),
         closure: Closure | None = None,
         title: str | None = None,
     ) -> None:
         self.store = store
         self.manifest = read_manifest(store)
+        if check is not None:
+            check(self.manifest)
         if digest is not None and self.manifest.digest != digest:
             raise err(
                 Code.DOC_DIGEST,

@@ -60,19 +60,26 @@ Done: TypeAlias = dict[tuple[str, int, int], set[int]]
 _NOT_FOUND: Final = frozenset({Code.BASE_MISSING, Code.BASE_MISMATCH})
 
 
-def verify_checkpoint(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> Checkpoint | None:
+def verify_checkpoint(
+    store: Store,
+    report: Report,
+    *,
+    bases: Sequence[Store] = (),
+    check: Callable[[Manifest], None] | None = None,
+) -> Checkpoint | None:
     """Check every byte of one checkpoint, and of all that it reads from.
 
     Args:
         store: rooted at the checkpoint's directory.
         report: takes what is found.
         bases: where else to look for what it reads from; see `Checkpoint`.
+        check: compares the manifest with what surrounds the checkpoint; the first thing that is looked at.
 
     Returns: the checkpoint, where manifest and index are sound.
     Raises: StoreError where the store itself fails; StateError(FLOAT_ENVIRONMENT).
     Spec: REQ-OPN-009, REQ-DEL-020 to REQ-DEL-024.
     """
-    verification = _Verification(bases)
+    verification = _Verification(bases, check=check)
     checkpoint = verification.check(store, report)
     if checkpoint is not None:
         verification.check_closure(checkpoint, report)
@@ -133,8 +140,8 @@ def verify_run(store: Store, report: Report, *, bases: Sequence[Store] = ()) -> 
                 path = f"{LAUNCHES}/{name}"
                 launch = Launch.parse(store.read(path, limit_nbytes=limits.JSON_NBYTES), where=path)
                 check_run_id(run_id, launch.run_id, path)
-    names = [name[:-1] for name in store.list_names("") if name.endswith("/")]
-    places = {name: place for name in names if (place := parse_checkpoint_name(name)) is not None}
+    names = {name.removesuffix("/") for name in store.list_names("")}
+    places = {name: place for name in sorted(names) if (place := parse_checkpoint_name(name)) is not None}
     found = {
         name: Report(target=name, kind="checkpoint", on_progress=report.on_progress, share=report.share)
         for name in places
@@ -163,15 +170,22 @@ class _Verification:
         with_bases: whether the blocks are checked that they need of what they read from; else what they read from is
             to be checked by itself.
         elsewhere_than: digests of what is checked without being asked for.
+        check: of the manifest, before all else.
     """
 
     def __init__(
-        self, bases: Sequence[Store], *, with_bases: bool = False, elsewhere_than: Collection[str] = ()
+        self,
+        bases: Sequence[Store],
+        *,
+        with_bases: bool = False,
+        elsewhere_than: Collection[str] = (),
+        check: Callable[[Manifest], None] | None = None,
     ) -> None:
         self._bases = tuple(bases)
         self._with_bases = with_bases
         self._done: Done = {}
         self._known = set(elsewhere_than)
+        self._check = check
 
     def check(
         self, store: Store, report: Report, directory: str = "", *, digest: str | None = None
@@ -187,8 +201,20 @@ class _Verification:
     ) -> Checkpoint | None:
         """Return a checkpoint, where manifest and index are sound."""
         with report.collect(directory):
-            return Checkpoint(store, digest=digest, bases=self._bases)
+            return Checkpoint(store, digest=digest, bases=self._bases, check=self._collecting(report))
         return None
+
+    def _collecting(self, report: Report) -> Callable[[Manifest], None] | None:
+        """Return the check of the manifest, such that the rest of the checkpoint is looked at behind a violation."""
+        check = self._check
+        if check is None:
+            return None
+
+        def collect(manifest: Manifest) -> None:
+            with report.collect():
+                check(manifest)
+
+        return collect
 
     def check_opened(self, checkpoint: Checkpoint, report: Report, directory: str = "") -> None:
         """Check one checkpoint whose manifest and index are sound, but for its closure."""

@@ -559,21 +559,26 @@ def _named_by_newest(launches: Sequence[Launch | LostLaunch]) -> ResumeFrom | No
     return newest.resume_from if isinstance(newest, Launch) else None
 
 
-def check_surroundings(path: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Raise unless a checkpoint that lies in a run is called as it should be there, and belongs to that run.
+def find_surroundings(path: object) -> Callable[[Manifest], None] | None:
+    """Return the check of a manifest against its directory's name and run; None where a path isn't inside of a run.
 
-    Raises: FormatError(STEP_MISMATCH, RUN_MISMATCH). Spec: REQ-MAN-002, REQ-RUN-003.
+    The check raises FormatError(STEP_MISMATCH, RUN_MISMATCH). Spec: REQ-MAN-002, REQ-RUN-003.
     """
+    if not isinstance(path, str | os.PathLike):
+        return None
     parent, name = split_path(path)
     step_and_launch = parse_checkpoint_name(name)
     if step_and_launch is None:
-        return
+        return None
+    run_id = None
     try:
         run = read_run(open_store(parent, writable=False))
+        if run is None:
+            return None
+        run_id = run.run_id
     except CkptError:
-        return  # It isn't this checkpoint's fault; `validate` on the run says so.
-    if run is not None:
-        check_place(manifest, step_and_launch, run.run_id)
+        pass  # `validate` on the run says so; the name says step and launch all the same.
+    return functools.partial(check_place, step_and_launch=step_and_launch, run_id=run_id)
 
 
 def check_records(store: Store, entries: list[RunEntry]) -> None:
@@ -641,6 +646,8 @@ def _choose_by_lineage(
         if not isinstance(found, CkptError):
             chosen = found
             break
+        if isinstance(found, UnsupportedError):
+            raise found.below(entry.name)
         if not entry.is_record and _is_retired(store, run, entry):  # while we looked: there is a newer one now
             return choose_again()
         if store.is_remote and entry.name not in doubted:
@@ -669,7 +676,10 @@ def _tell_lost(launches: Iterable[Launch | LostLaunch], *, but: Container[str]) 
 
 
 def _open_valid(store: Store, entry: RunEntry, on_progress: Callable[[int], None] | None) -> Checkpoint | CkptError:
-    """Verify every byte of a candidate that a load may need; return the open checkpoint, or the first problem."""
+    """Verify every byte of a candidate that a load may need; return the open checkpoint, or the first problem.
+
+    Damage comes before what this reader doesn't know: only a candidate that isn't damaged can be refused for that.
+    """
     if isinstance(entry.register, CkptError):
         return entry.register
     assert entry.manifest is not None  # noqa: S101 - candidates are committed, or can't be read
@@ -677,7 +687,10 @@ def _open_valid(store: Store, entry: RunEntry, on_progress: Callable[[int], None
     checkpoint = verify_loadable(store.at(entry.name), report, digest=entry.manifest.digest)
     if checkpoint is not None and report.violations:
         checkpoint.close()
-    return report.violations[0] if checkpoint is None or report.violations else checkpoint
+    if checkpoint is not None and not report.violations:
+        return checkpoint
+    damages = (error for error in report.violations if not isinstance(error, UnsupportedError))
+    return next(damages, report.violations[0])
 
 
 def _name_in_run(manifest: Manifest) -> ResumeFrom:
@@ -697,8 +710,11 @@ def _is_retired(store: Store, run: RunRecord, entry: RunEntry) -> bool:
 
 
 def _list_places(store: Store) -> list[tuple[int, int]]:
-    """Return step and launch of each checkpoint directory, ascending."""
-    places = (parse_checkpoint_name(name[:-1]) for name in store.list_names("") if name.endswith("/"))
+    """Return step and launch of each checkpoint directory, ascending.
+
+    A symbolic link or a file of such a name is among them: its register can't be read. Spec: REQ-RUN-008, REQ-CKP-002.
+    """
+    places = {parse_checkpoint_name(name.removesuffix("/")) for name in store.list_names("")}
     return sorted(place for place in places if place is not None)
 
 

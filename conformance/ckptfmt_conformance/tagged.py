@@ -12,6 +12,8 @@ __all__ = ["from_tree"]
 
 #: Tags of trees whose entries are values, and what they are called.
 _SEQUENCES: Final = {"l": "list", "t": "tuple", "s": "set", "z": "frozenset"}
+#: From how many entries on a list is packed; spec/90-limits.md.
+_COMPACT_ITEMS: Final = 16
 #: Tags of trees whose entries are keys and values in turn.
 _MAPPINGS: Final = {"d": "dict", "O": "ordered_dict", "C": "counter"}
 
@@ -33,6 +35,8 @@ def from_tree(tree: object) -> Any:  # noqa: ANN401, PLR0911 - any value of JSON
     if not isinstance(tree, list) or not tree or not isinstance(tree[0], str):
         raise ValueError("an array without a tag")
     tag, items = tree[0], tree[1:]
+    if tag in ("l", "t") and _is_to_be_packed(items):
+        raise ValueError(f"{len(items)} numbers or strings stand one by one (REQ-TRE-010)")
     if tag in _SEQUENCES:
         return {_SEQUENCES[tag]: [from_tree(item) for item in items]}
     if tag in _MAPPINGS:
@@ -43,6 +47,8 @@ def from_tree(tree: object) -> Any:  # noqa: ANN401, PLR0911 - any value of JSON
     if tag == "Q" and len(items) > 1:
         return {"deque": [from_tree(item) for item in _unpacked(items[1], items[2:])], "maxlen": items[0]}
     if tag == "q" and items:
+        if _is_to_be_packed(items[1:]):
+            raise ValueError(f"{len(items) - 1} numbers or strings stand one by one (REQ-TRE-010)")
         return {"deque": [from_tree(item) for item in items[1:]], "maxlen": items[0]}
     return _from_atom(tag, items)
 
@@ -69,8 +75,41 @@ def _from_atom(tag: str, items: list[Any]) -> dict[str, Any]:  # noqa: PLR0911 -
     raise ValueError(f"{tag!r} is no tag, or holds the wrong things")
 
 
+def _is_to_be_packed(items: list[Any]) -> bool:
+    """Return whether the entries of a list have to be packed. Spec: REQ-TRE-010."""
+    if len(items) < _COMPACT_ITEMS:
+        return False
+    if all(isinstance(item, list) and item[:1] == ["f"] for item in items):
+        return True
+    types = set(map(type, items))
+    return types in ({bool}, {str}) or (types == {int} and _integer_kind(items) is not None)
+
+
+def _integer_kind(values: list[int]) -> str | None:
+    """Return the first kind that holds all of some integers; None if there is none. Spec: REQ-TRE-011."""
+    least, most = min(values), max(values)
+    for bits in (8, 16, 32, 64):
+        if least >= 0 and most < 1 << bits:
+            return f"uint{bits}"
+        if least < 0 and -(1 << bits - 1) <= least and most < 1 << bits - 1:
+            return f"int{bits}"
+    return None
+
+
 def _unpacked(kind: str, content: list[Any]) -> list[Any]:
-    """Return packed entries one by one, each as a tree."""
+    """Return packed entries one by one, each as a tree.
+
+    Raises: ValueError where they are fewer than are packed, or of another kind than the first that holds them.
+    """
+    entries = _entries(kind, content)
+    if len(entries) < _COMPACT_ITEMS:
+        raise ValueError(f"{len(entries)} entries are packed (REQ-TRE-010)")
+    if "int" in kind and _integer_kind(entries) != kind:
+        raise ValueError(f"entries are packed as {kind} that {_integer_kind(entries)} holds (REQ-TRE-011)")
+    return entries
+
+
+def _entries(kind: str, content: list[Any]) -> list[Any]:
     if kind == "str":
         (width, lengths), text = content
         count, whole, entries, at = len(lengths) // width, text.encode(), list[Any](), 0

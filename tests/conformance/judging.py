@@ -39,7 +39,7 @@ def judge(path, members, output):
     request = members.get("request") or {}
     try:
         if members["kind"] == "write":
-            answer = answer_write(request, output)
+            answer = answer_write(request, output, leaves="leaves" in members["expect"])
         else:
             answer = ANSWERS[members["kind"]](path, request)
     except RefusedError as refusal:
@@ -227,8 +227,8 @@ def answer_loader(path, asked):
     return {"state": tagged(msgpack.unpackb(content)), "reported": reported}
 
 
-def answer_write(request, folder):
-    """What is written is read back by the reader of a stranger."""
+def answer_write(request, folder, *, leaves):
+    """What is written is read back by the reader of a stranger, the configuration too if leaves are asked for."""
     fields: dict[str, Any] = {}
     for key, wanted in request["tensors"].items():
         field, name, _ = parse_title(key)
@@ -248,7 +248,12 @@ def answer_write(request, folder):
         }
         for key, tensor in read["tensors"].items()
     }
-    return {"tensors": tensors, "step": read["manifest"]["step"]}
+    answer = {"tensors": tensors, "step": read["manifest"]["step"]}
+    if leaves:
+        answer["leaves"] = {
+            "config/": tagged(msgpack.unpackb(dump_tree(read["leaves"]["config", "", "global"], where="")))
+        }
+    return answer
 
 
 def answer_parse(path, request):

@@ -38,6 +38,7 @@ RESULTS = {
     "read": {"blake3"},
     "reshard": {"digests"},
     "write": {"tensors", "step"},
+    "write lists": {"tensors", "step", "leaves"},
     "context": {"tree"},
     "context samples": {"steps"},
     "context samples ahead": {"steps", "commit", "ledger"},
@@ -140,6 +141,8 @@ def test_requirements_are_clauses_that_a_test_can_check():
 def what_is_asked(case):
     if "launch" in case.get("request", {}):
         return "open launch"
+    if "/write-list-" in case["id"]:
+        return "write lists"
     if case["kind"] == "parse":
         return f"parse {'value' if case['request']['form'] in ('tree', 'msgpack', 'packed', 'strings') else 'document'}"
     if case["kind"] != "context" or "request" not in case:

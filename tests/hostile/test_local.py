@@ -3,9 +3,12 @@
 import os
 import pathlib
 
+import numpy as np
 import pytest
 
+import ckptfmt
 from ckptfmt.errors import CkptError, Code, StoreError
+from ckptfmt.run.lineage import begin_launch, list_checkpoints, open_run
 from ckptfmt.run.retention import Retention, clean_up
 from ckptfmt.store import LocalStore
 from tests.builders import read_all, save, small_files, two_writers, verify
@@ -126,10 +129,66 @@ def test_reading_writes_nothing(root):
     assert {path.relative_to(root).as_posix() for path in paths(root)} == FILES.keys()
 
 
+@pytest.fixture
+def moved_run(tmp_path):
+    """A run of three deltas behind a full checkpoint, whose newest lies elsewhere, and a link is in its place."""
+    weights = np.zeros(4096, np.float32)
+    state = ckptfmt.State(weights={"w": weights})
+    delta = {"mode": "smallest", "full_every": 9}
+    with ckptfmt.Checkpointer(tmp_path / "run", state, saver="thread", delta=delta, keep=9) as checkpointer:
+        for step in range(1, 4):
+            weights[step] = step
+            handle = checkpointer.save(step=step)
+            assert handle is not None
+            handle.wait()
+    newest = max((tmp_path / "run").glob("step-*"))
+    newest.rename(tmp_path / newest.name)
+    newest.symlink_to(tmp_path / newest.name)
+    return tmp_path / "run"
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_passed_over_by_name(moved_run):
+    """REQ-RUN-008, REQ-CKP-002: a launch that doesn't see it would go back a step, and say nothing of it."""
+    passed_over: list[str] = []
+    store = LocalStore(moved_run, writable=True)
+
+    with pytest.raises(ckptfmt.CkptError) as opened:
+        ckptfmt.open(moved_run)
+    launch, checkpoint = begin_launch(store, open_run(store), on_passed_over=passed_over.append)
+
+    assert opened.value.code == Code.UNSAFE_FILE
+    assert checkpoint is not None
+    assert (launch.chosen_by, checkpoint.step) == ("fallback", 2)
+    assert [text.split()[0] for text in passed_over] == ["step-00000003-l0001"]
+    assert [error.code for error in ckptfmt.validate(moved_run).violations] == [Code.UNSAFE_FILE]
+    assert "step-00000003-l0001" in [entry.name for entry in list_checkpoints(store)]
+
+
+def test_a_base_behind_a_link_is_found_where_the_caller_says(moved_run, tmp_path):
+    """REQ-DEL-020: beside a checkpoint is in the directory that the links of its path lead to."""
+    newest = next(path for path in moved_run.iterdir() if path.is_symlink())
+    bases = [path for path in sorted(moved_run.glob("step-*")) if path != newest]
+
+    assert ckptfmt.open(newest, bases=[moved_run]).weights["w"][:4].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ckptfmt.CkptError) as missing:
+        ckptfmt.open(newest).weights["w"][:]
+    assert missing.value.code == Code.BASE_MISSING
+
+    for base in bases:
+        (tmp_path / base.name).symlink_to(base)
+    with pytest.raises(ckptfmt.CkptError) as linked:
+        ckptfmt.open(newest).weights["w"][:]
+    assert linked.value.code == Code.BASE_MISMATCH
+    assert ckptfmt.open(newest, bases=[tmp_path / base.name for base in bases]).weights["w"][:4].tolist() == [
+        0,
+        1,
+        2,
+        3,
+    ]
+
+
 def test_clean_up_follows_no_link_out_of_a_run(tmp_path):
     """Row 44: a link with the name of an old checkpoint is nobody's checkpoint."""
-    from ckptfmt.run.lineage import begin_launch, open_run  # noqa: PLC0415
-
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_bytes(b"x")

@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import functools
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from ckptfmt import api
 from ckptfmt.commit import decision as commit
-from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin
+from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, parse_checkpoint_name
 from ckptfmt.documents.run import RUN_NAME
 from ckptfmt.read import verify
 from ckptfmt.read.cached import CachedStore
@@ -23,6 +24,7 @@ from ckptfmt.run import lineage, mirror, node_cache, scrub, spent_time
 from ckptfmt.saver import saver, uploads
 from ckptfmt.saver.saver import Saver
 from ckptfmt.store.direct import make_memory
+from ckptfmt.store.local import LocalStore
 from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, Store
 from ckptfmt.trainer import launching, peers
 from ckptfmt.trainer import one_save as saving
@@ -75,6 +77,15 @@ def _copy_blindly(_right: Any, _self: VerifiedFile, file: RangeReader, chunk: li
     return file.read_into(begin, end - begin, make_memory(end - begin + 2 * PAGE_NBYTES))
 
 
+def _list_directories(_right: Any, store: Store) -> list[tuple[int, int]]:
+    places = (parse_checkpoint_name(name[:-1]) for name in store.list_names("") if name.endswith("/"))
+    return sorted(place for place in places if place is not None)
+
+
+def _follow(_right: Any, self: LocalStore, name: str) -> LocalStore:
+    return LocalStore(Path(self.name).parent / name, writable=False)
+
+
 def _run_record_first(right: Any, self: Any, *rest: Any) -> None:
     if RUN_NAME not in self._mirror.list_names(""):
         self._create_run()
@@ -82,6 +93,18 @@ def _run_record_first(right: Any, self: Any, *rest: Any) -> None:
 
 
 MUTANTS = {
+    "links_for_nothing": Mutant(
+        clauses=("REQ-RUN-008", "REQ-CKP-002"),
+        fault="doesn't see what has the name of a checkpoint and is no directory",
+        patch=replaced(lineage, "_list_places", _list_directories),
+        tests=("hostile/test_local.py::test_a_link_in_the_place_of_a_checkpoint_is_passed_over_by_name",),
+    ),
+    "links_to_bases_followed": Mutant(
+        clauses=("REQ-DEL-020", "REQ-CKP-002"),
+        fault="follows a link that lies beside a delta to its base",
+        patch=replaced(LocalStore, "beside", _follow),
+        tests=("hostile/test_local.py::test_a_base_behind_a_link_is_found_where_the_caller_says",),
+    ),
     "newer_launches_looked_for_once": Mutant(
         clauses=("REQ-RUN-004",),
         fault="looks for a newer launch before its first save, and then goes on for ever",

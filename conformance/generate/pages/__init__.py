@@ -25,6 +25,7 @@ from conformance.generate.pages import (
     suspect,
     tables,
     trees,
+    whole,
 )
 
 __all__ = ["all_cases"]
@@ -48,6 +49,7 @@ _PAGES: tuple[Callable[[], Page], ...] = (
     suspect.page,
     tables.page,
     trees.page,
+    whole.page,
 )
 
 

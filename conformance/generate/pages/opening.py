@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ def page() -> Page:
     _read_scopes(made)
     _reshard(made)
     _write(made)
+    _write_lists(made)
     _write_shapes(made)
     return made
 
@@ -301,9 +303,15 @@ def _ask_to_write(
     clauses: str,
     says: str,
     tensors: dict[str, tuple[str, tuple[int, ...]]],
+    *,
+    leaves: dict[str, Any] | None = None,
     **members: Any,  # noqa: ANN401 - members of a record, by name
 ) -> None:
-    """Add a case that describes a state, which has to be found in what is written."""
+    """Add a case that describes a state, which has to be found in what is written.
+
+    Args:
+        leaves: tagged JSON of all leaves, where they are compared, too.
+    """
     made_of = {key: Tensor(name="x", dtype=dtype, shape=shape) for key, (dtype, shape) in tensors.items()}
     found = {
         key: {"dtype": one.dtype, "shape": list(one.shape), "blake3": blake3(one.content).hexdigest(),
@@ -321,7 +329,7 @@ def _ask_to_write(
         clauses,
         says,
         why="what a writer writes, another's reader has to read",
-        result={"tensors": found, "step": members["step"]},
+        result={"tensors": found, "step": members["step"]} | ({} if leaves is None else {"leaves": leaves}),
         files={},  # nothing is read: the state stands in the request
     )
 
@@ -345,6 +353,49 @@ def _write(made: Page) -> None:
         step=0,
         config={"lr": 1, "name": "x"},
     )
+
+
+#: Lists that are packed, of each kind; and lists that aren't, for they are too short or of several kinds.
+LISTS: dict[str, list[Any]] = {
+    "flags": [True, False] * 8,
+    "uint8": [*range(240, 256)],
+    "uint16": [*range(256, 272)],
+    "uint32": [1 << 16] * 16,
+    "uint64": [1 << 32] * 16,
+    "int8": [-1] * 16,
+    "int16": [*range(-1000, 1000)],
+    "int32": [-(1 << 31), *range(15)],
+    "int64": [-(1 << 40), *range(99)],
+    "floats": [0.5, -2.5] * 8,
+    "strings": ["", "\u00e9", "loss"] * 6,
+    "fifteen": [*range(15)],
+    "mixed": [*range(16), 0.5],
+    "lists": [[number] for number in range(16)],
+}
+
+
+def _tagged(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Return a value of JSON as tagged JSON."""
+    match value:
+        case float():
+            return {"float": struct.pack(">d", value).hex()}
+        case list():
+            return {"list": [_tagged(entry) for entry in value]}
+        case dict():
+            return {"dict": [[name, _tagged(member)] for name, member in value.items()]}
+    return value
+
+
+def _write_lists(made: Page) -> None:
+    """Add states with lists of many entries, each kind by itself, so that one says which isn't packed."""
+    tensors = {"weights/a": ("int8", (2,))}
+    for name, value in LISTS.items():
+        config = {name: value}
+        _ask_to_write(
+            made, f"write-list-{name}", "TRE-010 TRE-011 DOC-022 TEN-006",
+            f"a configuration with {'a list of lists' if name == 'lists' else f'a list, {name}, of {len(value)}'}",
+            tensors, leaves={"config/": _tagged(config)}, step=4, config=config,
+        )  # fmt: skip
 
 
 def _write_shapes(made: Page) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.generate.bases import RUN_ID, flip
+from conformance.generate.bases import RUN_ID, flip, set_at
 from conformance.generate.cases import FileMap, Page
 from conformance.generate.model import Checkpoint, Edit, build, checkpoint_name
 from conformance.generate.plans import Plan, Tensor
@@ -71,6 +71,7 @@ def page() -> Page:
     _identity(made)
     _records(made)
     _places(made)
+    _orders(made)
     _lineage(made)
     return made
 
@@ -310,6 +311,42 @@ def _places(made: Page) -> None:
             why="weights of another run are weights of another model",
             path=path,
         )
+
+
+def _orders(made: Page) -> None:
+    """Add checkpoints that break several clauses at once, and those beside a `run.json` that can't be read."""
+    why = "a reader that looks in another order says another code, and nobody can tell what is wrong first"
+    name, other = checkpoint_name(900, 1), set_at("index", "nonce", value="f" * 32)
+    moved = simple().save(800, 1, name=name, run_id=OTHER_RUN, edit=other)
+    foreign = simple().save(1200, 1, run_id=OTHER_RUN, edit=other)
+    for slug, run, clauses, error, says, path in (
+        ("order-step-first", moved, "MAN-002 RUN-003 IDX-001", "STEP_MISMATCH",
+         "a checkpoint of step 800 and of another run, whose index has another nonce, lies under the name of step 900",
+         name),
+        ("order-run-second", foreign, "RUN-003 IDX-001", "RUN_MISMATCH",
+         "a checkpoint is of another run, and its index has another nonce", checkpoint_name(1200, 1)),
+    ):  # fmt: skip
+        _reject(made, slug, run, f"{clauses} VER-004", error, f"{says}, and it is opened", why=why, path=path)
+    made.reject(
+        "order-digest-third", "run/valid/simple", None, "MAN-002 OPN-001 VER-004", "STEP_MISMATCH",
+        "the checkpoint of step 800 lies under the name of step 900, and is opened with another digest",
+        why=why, path=name, files=simple().save(800, 1, name=name).files, request={"digest": f"blake3:{'0' * 64}"},
+    )  # fmt: skip
+    last = checkpoint_name(800, 1)
+    garbage = simple()
+    garbage.files["run.json"] = b"x"
+    made.accept(
+        "damaged-run-json-opened", garbage.made[last], "MAN-002 RUN-008",
+        "run.json can't be read, and a checkpoint is opened by itself", why="the damage isn't the checkpoint's",
+        bug="WRONG_RUN", place=last, beside=garbage.files,
+    )  # fmt: skip
+    renamed = simple().save(800, 1, name=name)
+    renamed.files["run.json"] = b"x"
+    _reject(
+        made, "damaged-run-json-step-of-another", renamed, "MAN-002 RUN-008", "STEP_MISMATCH",
+        "run.json can't be read, and the checkpoint of step 800, under the name of step 900, is opened by itself",
+        why="a directory that was copied over another would pass for it", path=name,
+    )  # fmt: skip
 
 
 def _lineage(made: Page) -> None:

@@ -317,7 +317,7 @@ def _keys(made: Page) -> None:
         ("set-scalar-zeros", "TRE-005", "TREE_TAG", "a set of 0.0 and -0.0 as float32",
          _set(["n", "float32", bytes(4)], ["n", "float32", b"\0\0\0\x80"])),
         ("set-true-and-scalar", "TRE-005", "TREE_TAG", "a set of True and numpy's True",
-         ["s", True, ["n", "bool", b"\1"]]),
+         ["s", ["n", "bool", b"\1"], True]),
         ("set-size-and-tuple", "TRE-005", "TREE_TAG", "a set of torch.Size((2, 3)) and (2, 3)",
          _set(["S", [2, 3]], ["t", 2, 3])),
         ("set-of-tuples-of-scalars", "TRE-005", "TREE_TAG", "a frozenset of the tuples of 1 and of numpy's 1",

@@ -453,3 +453,83 @@ class HalfInARun(Reference):
         ("ckptfmt.documents.manifest:check_membership", lambda *_: None),
         ("ckptfmt.documents.tables:check_membership", lambda *_: None),
     )
+
+
+class UnmergedParts(Reference):
+    """It takes a checkpoint for whole whose index isn't the one that follows from the parts."""
+
+    breaks = ("REQ-CKP-008", "REQ-IDX-001")
+    convicted_by = (
+        "whole/invalid/absent-for-another-reason",
+        "whole/invalid/absent-in-all-parts",
+        "whole/invalid/absent-in-one-part",
+        "whole/invalid/alias-left-out",
+        "whole/invalid/leaf-diverged",
+        "whole/valid/launch-absent-for-another-reason",
+        "whole/valid/launch-absent-in-all-parts",
+        "whole/valid/launch-absent-in-one-part",
+        "whole/valid/launch-alias-left-out",
+        "whole/valid/launch-leaf-diverged",
+    )
+    replacements = (("ckptfmt.read.verify:_check_merge", _check_nothing),)
+
+
+class UnreadValues(Reference):
+    """It takes a checkpoint for whole whose leaves and streams it hasn't looked at."""
+
+    breaks = ("REQ-CKP-008", "REQ-OPN-009")
+    convicted_by = (
+        "whole/invalid/cursor-form",
+        "whole/invalid/loader-form",
+        "whole/valid/launch-cursor-form",
+        "whole/valid/launch-leaf-no-tree",
+        "whole/valid/launch-leaf-refers-to-nothing",
+        "whole/valid/launch-loader-form",
+        "whole/valid/launch-stream-no-tree",
+    )
+    replacements = (("ckptfmt.read.verify:_verify_values", _check_nothing),)
+
+
+def _agrees_always(*_: object) -> bool:
+    return True
+
+
+class UncomparedHeaders(Reference):
+    """It takes a checkpoint for whole if the headers of its shards have their digests, whatever they say."""
+
+    breaks = ("REQ-CKP-008", "REQ-SHD-010")
+    convicted_by = ("whole/invalid/header-of-another-dtype", "whole/valid/launch-header-of-another-dtype")
+    replacements = (("ckptfmt.read.verify:_agrees", _agrees_always),)
+
+
+class _NoError(CkptError):
+    """What no error is."""
+
+
+class UnknownIsDamaged(Reference):
+    """It passes over a candidate whose version or features it doesn't know, as if that were damaged."""
+
+    breaks = ("REQ-VER-010",)
+    convicted_by = (
+        "whole/invalid/launch-unknown-cursor",
+        "whole/invalid/launch-unknown-feature",
+        "whole/invalid/launch-unknown-version",
+    )
+    replacements = (("ckptfmt.run.lineage:UnsupportedError", _NoError),)
+
+
+def _find_no_surroundings(_: object) -> None:
+    return None
+
+
+class NamelessCheckpoints(Reference):
+    """It opens a checkpoint by itself without a look at its name and at its run."""
+
+    breaks = ("REQ-MAN-002", "REQ-RUN-003")
+    convicted_by = (
+        "run/invalid/damaged-run-json-step-of-another",
+        "run/invalid/order-digest-third",
+        "run/invalid/order-run-second",
+        "run/invalid/order-step-first",
+    )
+    replacements = (("ckptfmt.api:find_surroundings", _find_no_surroundings),)

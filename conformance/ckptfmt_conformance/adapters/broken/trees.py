@@ -15,6 +15,7 @@ _decode_items = original("ckptfmt.documents.tree:_decode_items")
 _decoders: Any = original("ckptfmt.documents.tree:_DECODERS")
 _numbers: Any = original("ckptfmt.documents.packed:_NUMBERS")
 _unpack_items = original("ckptfmt.documents.packed:unpack_items")
+_pack_items = original("ckptfmt.documents.packed:pack_items")
 
 
 class LostTuples(Reference):
@@ -108,6 +109,44 @@ class LongerDeques(Reference):
         "trees/invalid/packed-deque-maxlen-2-63",
     )
     replacements = (("ckptfmt.documents.tree:_bounded", _without_bound),)
+
+
+def _write_apart(_: object) -> None:
+    return None
+
+
+class NeverPacks(Reference):
+    """It writes each entry of a list by itself, however many there are."""
+
+    breaks = ("REQ-TRE-010",)
+    convicted_by = (
+        "opening/valid/write-list-flags",
+        "opening/valid/write-list-floats",
+        "opening/valid/write-list-int16",
+        "opening/valid/write-list-strings",
+        "opening/valid/write-list-uint8",
+    )
+    replacements = (("ckptfmt.documents.tree:pack_items", _write_apart),)
+
+
+def _pack_widest(values: Any) -> Any:  # noqa: ANN401 - of the implementation
+    packed = _pack_items(values)
+    if packed is None or "int" not in packed[0]:
+        return packed
+    return ["int64", b"".join(value.to_bytes(8, "little", signed=True) for value in values)]
+
+
+class PacksWidest(Reference):
+    """It writes integers of packed lists in eight bytes each, whatever they are."""
+
+    breaks = ("REQ-TRE-011",)
+    convicted_by = (
+        "opening/valid/write-list-int16",
+        "opening/valid/write-list-int8",
+        "opening/valid/write-list-uint64",
+        "opening/valid/write-list-uint8",
+    )
+    replacements = (("ckptfmt.documents.tree:pack_items", _pack_widest),)
 
 
 class PackedEarly(Reference):
