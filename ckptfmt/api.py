@@ -189,10 +189,12 @@ def load(
         state: the objects to load into; None to return a mapping from field to tree.
         only: patterns of names in the checkpoint, to be loaded: ``"encoder"`` with everything beneath it,
             ``"layers.*.bias"``, ``"weights:*"`` for a field, ``"extra:n"``; optimizer state goes by the name of its
-            parameter. A tensor that fits none stays as it is, and is neither missing nor unexpected. None for all.
+            parameter. A tensor that fits none stays as it is, and is neither missing nor unexpected. None for all. A
+            pattern for which nothing was saved is refused, and so is a pattern of which the state takes nothing.
         rename: the saved names of live ones: a mapping from live to saved names, or to what they begin with, as in
             ``{"backbone": "encoder"}``; or a function of the live name. Optimizer state goes along. Several live names
-            may take the same saved one.
+            may take the same saved one. A saved name such as ``extra:ema/module.`` loads weights from a value of
+            ``State(extra=...)``.
         allow: kinds of differences to report instead of to refuse: any of ``missing``, ``unexpected``, ``dtype``,
             ``streams``, ``loader``. With ``dtype``, tensors are converted to the live dtype, and optimizer state along
             with its parameter.

@@ -117,7 +117,10 @@ class StoreError(CkptError):
     """The storage refused, failed or didn't answer."""
 
 
-_RESTORE = "Load another checkpoint of the run, or restore this file from another copy."
+_RESTORE = (
+    "Load another checkpoint of the run; or mend this one from a copy, such as a mirror:"
+    " `ckptfmt repair PATH --with COPY`."
+)
 _WRITER = "The writer of this file is at fault; use another checkpoint and report it to the writer's authors."
 _SCOPE = (
     "Wrap what belongs to one worker in ckptfmt.PerWorker, or in ckptfmt.FirstWorker where worker 0's value counts for"
@@ -503,7 +506,7 @@ class Code(StrEnum):
     #: permission denied
     STORE_ACCESS = ("STORE_ACCESS", StoreError, "Check owner and mode of the path.")
     #: no space is left
-    NO_SPACE = ("NO_SPACE", StoreError, "Free space or lower keep=, then save again.")
+    NO_SPACE = ("NO_SPACE", StoreError, "Free space in that place, then try again.")
 
 
 def remedy_of(error: OSError) -> str | None:

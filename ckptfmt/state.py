@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol
 
 from ckptfmt.documents.manifest import FIELDS
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 
 #: Why a field is absent that the caller left out.
 NOT_GIVEN: Final = "not given to State"
@@ -120,8 +121,32 @@ class CapturedRng:
             stream.write(stream.read())
 
 
-def _refusing_positions(cls: type[State]) -> type[State]:
-    """Return the class, which names what to write where its objects are given without saying what they are."""
+#: What callers call a field of a `State` by another name, as they do in other libraries.
+_OTHER_NAMES: Final = {
+    "weights": ("model", "models", "module", "net", "network", "params", "parameters", "state_dict"),
+    "optimizer": ("optimizers", "optim", "opt"),
+    "data": ("dataloader", "loader", "train_loader", "sampler", "dataset", "iterator"),
+    "config": ("args", "cfg", "hparams", "hyper_parameters"),
+    "extra": ("scheduler", "lr_scheduler", "schedulers", "scaler", "ema", "epoch", "step"),
+    "rng": ("generator", "generators"),
+}
+
+
+def _unknown_argument(name: str, known: Sequence[str]) -> CkptError:
+    """Return the error for an argument that `State` doesn't have, with the field that takes the object."""
+    meant = next((field for field, names in _OTHER_NAMES.items() if name.lower() in names), None)
+    near = [meant] if meant is not None else difflib.get_close_matches(name, known, n=1)
+    if not near:
+        remedy = f"Give the object as extra={{{name!r}: ...}}. The fields are {', '.join(known)}."
+    elif near[0] in ("extra", "rng"):
+        remedy = f"Write State({near[0]}={{{name!r}: {name}}})."
+    else:
+        remedy = f"Write State({near[0]}={name})."
+    return err(Code.ARGUMENT, f"State has no field {name!r}", where=f"State({name}=...)", remedy=remedy)
+
+
+def _refusing_unknown(cls: type[State]) -> type[State]:
+    """Return the class with an `__init__` that names the right field where arguments have none or a wrong one."""
     make = cls.__init__
 
     @functools.wraps(make)
@@ -133,13 +158,16 @@ def _refusing_positions(cls: type[State]) -> type[State]:
                 where="State(...)",
                 remedy="Say which part of the run each is: State(weights=model, optimizer=optimizer, data=sampler).",
             )
+        known = [field.name for field in dataclasses.fields(cls) if field.init]
+        for name in named.keys() - known:
+            raise _unknown_argument(name, known)
         make(self, **named)
 
     cls.__init__ = init  # type: ignore[method-assign]
     return cls
 
 
-@_refusing_positions
+@_refusing_unknown
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class State:
     """The live objects of a run that a checkpoint is made of and loaded into.

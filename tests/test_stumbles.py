@@ -18,8 +18,10 @@ import torch
 import ckptfmt
 from ckptfmt.__main__ import main
 from ckptfmt.convert.converting import _store_error
-from ckptfmt.errors import CkptError, NotFoundError, remedy_of
+from ckptfmt.errors import CkptError, Code, NotFoundError, remedy_of
 from ckptfmt.store.memory import MemoryStore
+from tests.house.sources import ROOT
+from tests.stores.faults import Fault, FaultStore
 from tests.test_group import run_writers
 
 
@@ -84,6 +86,44 @@ def test_path_and_state_in_the_wrong_order() -> None:
         assert "a str where a ckptfmt.State" in text or "a State where a path, a URL or a store" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("model", "Write State(weights=model)."),
+        ("optim", "Write State(optimizer=optim)."),
+        ("dataloader", "Write State(data=dataloader)."),
+        ("args", "Write State(config=args)."),
+        ("scheduler", "Write State(extra={'scheduler': scheduler})."),
+        ("weigths", "Write State(weights=weigths)."),
+        ("best_loss", "Give the object as extra={'best_loss': ...}."),
+    ],
+)
+def test_an_object_under_another_name_is_told_its_field(name: str, remedy: str) -> None:
+    """`State(model=model)` raised a TypeError without a word of `weights`."""
+    text = told(ckptfmt.State, **{name: 1})
+    assert f"ARGUMENT at State({name}=...): State has no field {name!r}" in text
+    assert remedy in text
+
+
+def test_an_empty_path_is_shown(tmp_path: Path, capsys: Any) -> None:
+    """A path from a variable that isn't set; the remedy was to read the documentation."""
+    calls: Any = (
+        lambda: ckptfmt.save("", ckptfmt.State(data=1), step=1),
+        lambda: ckptfmt.load(""),
+        lambda: ckptfmt.Checkpointer("", ckptfmt.State(data=1)),
+        lambda: ckptfmt.Run(""),
+    )
+    for call in calls:
+        text = told(call)
+        assert "ARGUMENT at path: the path is '', an empty text" in text
+        assert "Give the path of a directory or file, or a URL" in text
+    for typed in (["validate", ""], ["convert", "", str(tmp_path / "x")], ["convert", str(tmp_path), ""]):
+        assert main(typed) == 2
+        text = capsys.readouterr().err
+        assert "an empty text" in text, typed
+        assert "Give the path" in text, typed
+
+
 # --- a position in the data is wanted ---------------------------------------------------------------------------------
 
 
@@ -145,7 +185,9 @@ def test_names_that_cannot_be_matched_are_listed(tmp_path: Path) -> None:
     ckptfmt.save(tmp_path / "x", ckptfmt.State(weights={"a": torch.zeros(3), "b": torch.zeros(3)}), step=1)
     text = told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights={"c": torch.zeros(3), "d": torch.zeros(3)}))
     assert "nothing here takes weights:a, weights:b" in text
-    assert "rename={...}" in text
+    assert "the argument rename= maps live names to saved ones" in text
+    assert "rename={" not in text  # code or prose, not both
+    assert "InitFrom" not in text
 
 
 def test_a_model_inside_of_another_is_found_without_its_prefix(tmp_path: Path) -> None:
@@ -241,6 +283,153 @@ def test_a_run_begins_from_nowhere_with_the_words_of_a_load(tmp_path: Path) -> N
         text = told(run.restore)
         assert text == told(ckptfmt.load, path, state)
         assert words in text
+
+
+class Classifier(torch.nn.Module):
+    """A body, and a head under a name, for a number of classes."""
+
+    def __init__(self, classes: int, head: str = "head") -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        self.add_module(head, torch.nn.Linear(4, classes))
+
+
+@pytest.mark.parametrize("head", ["head", "classifier"])
+def test_a_new_head_is_told_how_to_take_the_rest(head: str, tmp_path: Path) -> None:
+    """`init_from="old"` with 7 classes where 10 were saved: what the remedy says does it."""
+    old = Classifier(10)
+    ckptfmt.save(tmp_path / "old", ckptfmt.State(weights=old, config={"classes": 10}), step=1)
+    live = Classifier(7, head)
+    kept = live.get_parameter(f"{head}.weight").detach().clone()
+    state = ckptfmt.State(weights=live, config={"classes": 7})
+    run = ckptfmt.Checkpointer(tmp_path / "run", state, init_from=tmp_path / "old", saver="inline")
+    text = told(run.restore)
+    found = re.search(r"init_from=(InitFrom\(.*?\))\)", text)
+    assert found is not None, text
+    assert found[1] == f"InitFrom({str(tmp_path / 'old')!r}, only=['weights:body'])"
+    init = eval(found[1], {"InitFrom": ckptfmt.InitFrom})
+    with ckptfmt.Checkpointer(tmp_path / "run", state, init_from=init, saver="inline"):
+        pass
+    assert torch.equal(live.get_parameter("body.0.weight"), old.get_parameter("body.0.weight"))
+    assert torch.equal(live.get_parameter(f"{head}.weight"), kept)
+
+
+def test_another_width_is_no_new_head(tmp_path: Path) -> None:
+    """A bias that fits by chance in a layer that doesn't: nothing of it is offered."""
+    old, new = (torch.nn.Sequential(torch.nn.Linear(8, n), torch.nn.Linear(n, 1)) for n in (64, 128))
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=old), step=1)
+    assert "only=" not in told(ckptfmt.load, tmp_path / "x", ckptfmt.State(weights=new))
+
+
+def test_what_only_chooses_and_the_state_lacks_is_refused(tmp_path: Path) -> None:
+    """`load(path, State(weights=model), only="extra:ema")` loaded nothing and returned a report."""
+    model = torch.nn.Linear(2, 2)
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    saved = ckptfmt.State(weights=model, optimizer=trained(model), config={"width": 2}, extra={"ema": ema})
+    ckptfmt.save(tmp_path / "x", saved, step=1)
+    live = ckptfmt.State(weights=torch.nn.Linear(2, 2), rng=False)
+    for only, remedy in (
+        ("extra:ema", "extra={'ema': ...}"),
+        ("optimizer:*", "optimizer=..."),
+        ("rng:*", "Leave State(rng=False) out"),
+        (["weights:*", "extra:ema"], "extra={'ema': ...}"),
+    ):
+        text = told(ckptfmt.load, tmp_path / "x", live, only=only)
+        name = only if isinstance(only, str) else only[1]
+        assert f"ARGUMENT at only={name!r}: saved, and no part of the State takes it. Remedy: " in text
+        assert remedy in text
+    report: Any = ckptfmt.load(tmp_path / "x", live, only=["weights:*", "extra:ema"], allow="unexpected")
+    assert any("only='extra:ema'" in reason for reason in report.lowered_by)
+    assert "only='extra:ema'" in told(ckptfmt.load, tmp_path / "x", live, only="extra:ema", allow="unexpected")
+    report = ckptfmt.load(tmp_path / "x", live, only=["weights:*", "config:*", "provenance:*"])
+    assert report.left_count == 0
+
+
+@pytest.mark.parametrize("averaged", ["AveragedModel", "dict"])
+def test_averaged_weights_go_into_a_plain_model(averaged: str, tmp_path: Path) -> None:
+    """One call, which the refusal of `only="extra:ema"` names; and the same to begin a run from them."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    ema = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda old, new, _: (old + new) / 2)
+    ema.update_parameters(model)
+    trained(model)
+    ema.update_parameters(model)
+    given = ema if averaged == "AveragedModel" else dict(ema.module.state_dict())
+    ckptfmt.save(tmp_path / "x", ckptfmt.State(weights=model, extra={"ema": given}), step=1)
+    live = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    state = ckptfmt.State(weights=live)
+    found = re.search(
+        r"with only=('[^']*'), rename=(\{.*?\})", told(ckptfmt.load, tmp_path / "x", state, only="extra:ema")
+    )
+    assert found is not None
+    only, rename = ast.literal_eval(found[1]), ast.literal_eval(found[2])
+    report: Any = ckptfmt.load(tmp_path / "x", state, only=only, rename=rename)
+    expected = ema.module.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in live.state_dict().items())
+    assert ("weights:0.bias", f"{rename['']}0.bias") in report.renamed
+    other = ckptfmt.State(weights=torch.nn.Sequential(torch.nn.Linear(2, 3)))
+    text = told(ckptfmt.load, tmp_path / "x", other, only=only, rename=rename)
+    assert "SHAPE_MISMATCH at weights:0.weight: saved with shape (2, 2), here (3, 2)" in text
+    begun = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(begun.parameters())
+    init = ckptfmt.InitFrom(tmp_path / "x", only=only, rename=rename)
+    state = ckptfmt.State(weights=begun, optimizer=optimizer)
+    with ckptfmt.Checkpointer(tmp_path / "run", state, init_from=init, saver="inline") as checkpointer:
+        assert checkpointer.step == 0
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in begun.state_dict().items())
+
+
+def test_learning_rates_set_by_hand_are_told_in_one_line(tmp_path: Path, caplog: Any) -> None:
+    """nanoGPT sets `group["lr"]` of each group at each step: one line at a resume, whatever the number of groups."""
+
+    def state_at(lr: float) -> ckptfmt.State:
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(6)))
+        groups = [{"params": [*layer.parameters()], "lr": lr * 2**-at} for at, layer in enumerate(model)]
+        return ckptfmt.State(weights=model, optimizer=torch.optim.AdamW(groups))
+
+    with ckptfmt.Checkpointer(tmp_path / "run", state_at(0.5), saver="inline") as checkpointer:
+        checkpointer.save(step=1)
+    with (
+        caplog.at_level("INFO", logger="ckptfmt"),
+        ckptfmt.Checkpointer(tmp_path / "run", state_at(0.25), saver="inline"),
+    ):
+        pass
+    lines = [message for message in caplog.messages if message.startswith("changed by the load")]
+    assert len(lines) == 1
+    assert "lr: 0.25 here, 0.5 as saved (optimizer:group/0.weight); " in lines[0]
+    assert "; and 3 more values; the saved value is taken" in lines[0]
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2), (1, 4)])
+def test_another_number_of_processes_is_one_fact(saving: int, loading: int, tmp_path: Path, caplog: Any) -> None:
+    """Not `worker_count: ...; logical_workers: ...; world_size: ...; streams of ...`, and a line for each stream."""
+
+    def train(worker: int, total: int) -> Any:
+        sampler = ckptfmt.Sampler(40, global_batch=4, worker=(worker, total))
+        state = ckptfmt.State(weights={"w": torch.zeros(2)}, optimizer={"step": 0}, data=sampler, config={"a": 1})
+        options: dict[str, Any] = {"writer": (worker, total), "agree": f"of-{total}"} if total > 1 else {}
+        with ckptfmt.Checkpointer(tmp_path / "run", state, every=1, saver="inline", **options) as checkpointer:
+            batches = iter(sampler)
+            for _ in checkpointer.steps(checkpointer.step + 1):
+                next(batches)
+        return checkpointer.load_report
+
+    def launch(total: int) -> list[Any]:
+        return run_writers(total, lambda worker: train(worker, total))
+
+    launch(saving)
+    with caplog.at_level("INFO", logger="ckptfmt"):
+        reports = launch(loading)
+    for report in reports:
+        counts, *others = report.lowered_by
+        assert counts == f"processes: saved {saving}, here {loading}"
+        assert len(others) == 1
+        code, scopes = (
+            ("MISSING", "lw/1" if loading == 2 else "lw/1 to lw/3") if loading > saving else ("UNEXPECTED", "lw/1")
+        )
+        assert others[0].startswith(f"STREAM_{code} at rng ({scopes}): ")
+        assert others[0].endswith(": numpy, python, torch.cpu")
+    (line,) = (message for message in caplog.messages if "goes on from" in message)
+    assert len(line) < 400 + len(str(tmp_path))
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
@@ -751,6 +940,23 @@ def test_a_damaged_block_of_a_run_is_told_with_its_checkpoint(tmp_path: Path) ->
     assert f"BLOCK_DIGEST at {tmp_path / 'run' / 'step-00000002-l0001' / file.name}" in text
 
 
+def test_a_damaged_block_is_told_with_both_ways_out(tmp_path: Path, capsys: Any) -> None:
+    """`ckptfmt validate RUN`: the remedy had no word of `ckptfmt repair`; it is tried here."""
+    train(tmp_path / "run", steps=2)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (file,) = (tmp_path / "run" / "step-00000002-l0001").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert main(["validate", str(tmp_path / "run")]) == 1
+    text = capsys.readouterr().out
+    assert "BLOCK_DIGEST" in text
+    assert "Load another checkpoint of the run; or mend this one from a copy" in text
+    assert "`ckptfmt repair PATH --with COPY`" in text
+    assert main(["repair", str(tmp_path / "run"), "--with", str(tmp_path / "copy")]) == 0
+    assert main(["validate", str(tmp_path / "run")]) == 0
+
+
 def test_a_run_without_its_launch_records_is_not_whole(tmp_path: Path, capsys: Any) -> None:
     """`ckptfmt repair RUN` said so of a run that nothing could be loaded from."""
     train(tmp_path / "run", steps=1)
@@ -776,7 +982,96 @@ def test_commands_of_other_programs_are_told_ours(typed: str, meant: str, capsys
     assert f"Did you mean `ckptfmt {meant}`?" in capsys.readouterr().err
 
 
+def test_a_metric_that_comes_once_an_epoch_is_waited_for_in_silence(caplog: Any) -> None:
+    """`keep_best=("eval_loss", "min", 2)`: the saves before the first evaluation said `clean-up stopped`."""
+
+    def train(metrics: Any) -> tuple[list[str], int]:
+        state, store = ckptfmt.State(weights={"w": torch.zeros(2)}, config={}), MemoryStore()
+        options: dict[str, Any] = {"keep": 1, "keep_best": ("eval_loss", "min", 2), "saver": "inline"}
+        caplog.clear()
+        with (
+            caplog.at_level("WARNING", logger="ckptfmt"),
+            ckptfmt.Checkpointer(store, state, **options) as checkpointer,
+        ):
+            for step in range(1, 20):
+                checkpointer.save(step=step, metrics=metrics(step))
+        said = [message for message in caplog.messages if "keep_best=" in message or "clean-up" in message]
+        return said, sum(one.state == "committed" for one in ckptfmt.Run(store).list())
+
+    assert train(lambda step: {"train_loss": 1.0, **({} if step % 8 else {"eval_loss": 1 / step})}) == ([], 3)
+    never, count = train(lambda _: {"train_loss": 1.0})
+    assert (len(never), count) == (1, 19)
+    assert "so 16 stay that keep= would let go; their metrics: train_loss" in never[0]
+    misspelt, _ = train(lambda _: {"eval_los": 1.0})
+    assert "so 1 stay" in misspelt[0]
+    assert "did you mean 'eval_los'?" in misspelt[0]
+
+
+@pytest.mark.parametrize("saver", ["inline", "thread"])
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({}, "Without keep= this run keeps all its checkpoints: `ckptfmt gc {run} --keep 3` deletes"),
+        ({"keep": 3}, "This run was begun with keep=3: `ckptfmt gc {run} --keep 1` deletes"),
+        ({"keep": 1}, "This run keeps one checkpoint, and a save needs room for a second one"),
+    ],
+)
+def test_a_full_disk_is_told_with_what_frees_space_here(saver: Any, options: Any, remedy: str) -> None:
+    """NO_SPACE said "lower keep=" where no `keep=` was given."""
+    full = Fault(fail_at=1, operations=frozenset({"create"}), path_end=".safetensors")
+    store = FaultStore(MemoryStore(), full, code=Code.NO_SPACE)
+    run = ckptfmt.Checkpointer(store, ckptfmt.State(weights={"w": torch.zeros(2)}), saver=saver, **options)
+    run.restore()
+    if saver == "inline":
+        text = told(run.save, step=1)
+    else:
+        handle = run.save(step=1)
+        assert handle is not None
+        handle.wait_over(60)
+        text = str(handle.error)
+        told(run.close)
+    assert remedy.format(run=store.name) in text
+    assert "lower keep=" not in text
+
+
+def test_a_full_disk_outside_of_a_run_speaks_of_no_run() -> None:
+    full = Fault(fail_at=1, operations=frozenset({"create"}), path_end=".safetensors")
+    store = FaultStore(MemoryStore(), full, code=Code.NO_SPACE)
+    text = told(ckptfmt.save, store, ckptfmt.State(weights={"w": torch.zeros(2)}), step=1)
+    assert text.endswith("Remedy: Free space in that place, then try again.")
+
+
+def test_the_first_screen_of_the_readme_has_commands_that_work_on_a_fresh_machine() -> None:
+    """The first command was an installation of a package that no index has yet."""
+    begin = (ROOT / "README.md").read_text("utf-8").partition("## A loop")[0]
+    commands = re.findall(r"^\$ (.*)$", begin, re.MULTILINE)
+    assert commands == ["make demo", "make test", 'pip install ".[torch]"']
+    assert "From the first release on" in begin
+    targets = (ROOT / "Makefile").read_text("utf-8")
+    assert all(re.search(rf"^{name}: venv", targets, re.MULTILINE) for name in ("demo", "test"))
+
+
 # --- what the commands say --------------------------------------------------------------------------------------------
+
+
+def test_a_diff_begins_with_a_summary(tmp_path: Path, capsys: Any) -> None:
+    """Two checkpoints of a small model were 240 lines, the verdict last."""
+    for name, seed in (("a", 1), ("b", 2)):
+        torch.manual_seed(seed)
+        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        optimizer = trained(model)
+        ckptfmt.save(tmp_path / name, ckptfmt.State(weights=model, optimizer=optimizer, data={"n": seed}), step=seed)
+    paths = [str(tmp_path / name) for name in ("a", "b")]
+    assert main(["diff", *paths]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"different  .*a \(step 1\) and .*b \(step 2\): \d+ tensors and \d+ values differ", lines[0])
+    assert re.match(r"  weights +\d+ tensors +by at most ", lines[1])
+    assert len(lines) < 50
+    assert re.search(r"and \d+ differences more: --all shows them", lines[-1])
+    assert main(["diff", "--all", *paths]) == 1
+    text = capsys.readouterr().out
+    assert text.count("layers.1.linear2.weight") > 0
+    assert "more: --all" not in text
 
 
 @pytest.fixture

@@ -35,6 +35,10 @@ _ENVIRONMENT: Final = (
 _COMMIT_VARIABLES: Final = ("CKPTFMT_GIT_COMMIT", "GITHUB_SHA")
 
 
+#: The members of the topology that say how many processes there are: the same number in most runs.
+PROCESS_COUNTS: Final = ("worker_count", "logical_workers", "world_size")
+
+
 def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:  # noqa: ANN401 - whatever the caller configures by
     """Return a configuration as a tree.
 

@@ -231,7 +231,7 @@ class _TreePlan:
             return lambda: live
         if is_array_like:
             return _plan_array(self._plan, live, saved, name)
-        fill(self._plan, live, saved, name=name)
+        fill(self._plan, live, saved, field=self._unit.field, name=name)
         return lambda: live
 
     def _find(self, name: str, shape: tuple[int, ...]) -> IndexTensor | None:

@@ -16,6 +16,7 @@ from ckptfmt.adapters.live_trees import GLOBAL, worker_scope
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
+from ckptfmt.documents.tree import TensorRef, iter_values
 from ckptfmt.errors import Code, err
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.state import IMPORTED, place_of
@@ -34,6 +35,10 @@ Allow: TypeAlias = "Allowed | Iterable[Allowed]"
 #: Where a name may end and go on with what lies beneath it: in a module, or in a container.
 _JOINTS: Final = "./"
 _STATE: Final = "state/"
+#: The prefix of the names of ``State(extra=...)`` in the field optimizer.
+_EXTRA: Final = "extra/"
+#: Fields that a load compares and never loads.
+_COMPARED: Final = ("config", "topology", "provenance")
 _GROUP: Final = re.compile(r"((?:.*?/)??)group/")
 
 
@@ -134,6 +139,7 @@ class Renaming:
 
     A key of a mapping is a name, or what names begin with: as it is where it is empty or ends with a dot or a slash,
     else up to a dot or slash. The longest that fits is replaced by its value. A function gets the whole name.
+    A saved name of weights that begins with ``extra:`` is that of a value of ``State(extra=...)``: averaged weights.
 
     Raises: StateError(ARGUMENT).
 
@@ -142,6 +148,8 @@ class Renaming:
     ['encoder.0.weight', 'norm.weight', 'backbones', 'head']
     >>> Renaming({"": "model."}).saved_name("head.weight")
     'model.head.weight'
+    >>> Renaming({"": "extra:ema/module."}).saved_name("head.weight")
+    'extra:ema/module.head.weight'
     """
 
     def __init__(self, rename: Rename) -> None:
@@ -149,7 +157,7 @@ class Renaming:
         self._keys: dict[str, str] = {}
         self._used: set[str] = set()
         if isinstance(rename, Mapping):
-            self._keys = {_spelled(live): _spelled(saved) for live, saved in rename.items()}
+            self._keys = {_spelled(live): saved for live, saved in rename.items()}
         elif rename is not None and self._function is None:
             raise err(Code.ARGUMENT, "rename= is neither a mapping of names nor a function", where="rename=")
         pairs: Iterable[tuple[object, object]] = self._keys.items()
@@ -168,7 +176,8 @@ class Renaming:
             return saved
         fitting = [key for key in self._longest_first if _leads_to(key, name)]
         self._used.update(fitting)
-        return self._keys[fitting[0]] + name[len(fitting[0]) :] if fitting else name
+        saved = self._keys[fitting[0]] + name[len(fitting[0]) :] if fitting else name
+        return _spelled(saved) if name.startswith(_EXTRA) else saved
 
     def __bool__(self) -> bool:
         return self._function is not None or bool(self._keys)
@@ -180,7 +189,16 @@ class Renaming:
 
 def _spelled(name: Any) -> Any:  # noqa: ANN401 - what isn't text is refused by name
     """Return the name of a value of ``State(extra=...)``, which messages begin with ``extra:``."""
-    return f"extra/{name.removeprefix('extra:')}" if isinstance(name, str) and name.startswith("extra:") else name
+    return f"{_EXTRA}{name.removeprefix('extra:')}" if isinstance(name, str) and name.startswith("extra:") else name
+
+
+def _saved_place(field: str, name: str) -> tuple[str, str]:
+    """Return the field and the name in a checkpoint of a saved name.
+
+    >>> _saved_place("weights", "extra:ema/module.bias"), _saved_place("weights", "bias")
+    (('optimizer', 'extra/ema/module.bias'), ('weights', 'bias'))
+    """
+    return ("optimizer", _spelled(name)) if name.startswith("extra:") else (field, name)
 
 
 def _leads_to(key: str, name: str) -> bool:
@@ -230,6 +248,8 @@ _ALLOWED_BY: Final = {
 }
 
 _SHOWN: Final = 10
+#: How many pairs of a live and a saved value of one option are told.
+_OPTIONS_SHOWN: Final = 3
 
 
 def check_allow(allow: str | Iterable[str]) -> frozenset[str]:
@@ -278,6 +298,7 @@ class LoadPlan:
         values: values that could not be put back into an immutable place, by name.
         renamed: field and live name, and the saved name where that is another.
         left_count: how many live tensors and values stay as they are because of `only`.
+        left_weights: live names of the weights among these.
         missing: live tensors that weren't saved, with their shapes, by field and name.
         unused: saved tensors of mappings in which nothing has their keys.
     """
@@ -310,9 +331,12 @@ class LoadPlan:
         self.renaming = Renaming(rename)
         self.renamed: dict[tuple[str, str], str] = {}
         self.left_count = 0
+        self.left_weights: list[str] = []
         self.missing: dict[tuple[str, str], tuple[int, ...]] = {}
         self.unused: list[IndexTensor] = []
         self.only = Only(only, override=override)
+        #: By option of optimizers' groups: the index of its note, and for each group place, live and saved value.
+        self._options: dict[str, tuple[int, list[tuple[str, object, object]]]] = {}
         #: Of what belongs to one worker and was taken from another: where that is said, and of what.
         self._elsewhere: dict[tuple[str, str], tuple[int, list[str]]] = {}
         #: By saved tensor, the live name and the saved one that it was first taken for.
@@ -332,7 +356,7 @@ class LoadPlan:
 
     def has(self, field: str, name: str) -> bool:
         """Tell whether anything was saved of a unit of a State, by its name; of a whole field, which has none, too."""
-        saved = self.renaming.saved_name(name)
+        field, saved = _saved_place(field, self.renaming.saved_name(name))
         keys = (key for keys in (self.checkpoint.leaves, self.checkpoint.tensors) for key in keys if key[0] == field)
         if not place_of(field, saved).startswith("extra:"):
             return any(not place_of(*key[:2]).startswith("extra:") for key in keys)
@@ -354,8 +378,10 @@ class LoadPlan:
             prefix: of the saved names that `only` goes by, where they have one that live names have not.
         """
         saved = tuple(self.renaming.saved_name(name) for name in names)
-        if not any(self.only.fits(field, prefix + name) for name in saved):
+        if not any(self.only.fits(*_saved_place(field, prefix + name)) for name in saved):
             self.left_count += 1
+            if field == "weights":
+                self.left_weights.append(names[0])
             if self.only.is_overridden(field, prefix + saved[0]):
                 self.downgrades.append(f"{place_of(field, names[0])} stays as it is here: override=")
             return ()
@@ -365,7 +391,10 @@ class LoadPlan:
 
     def list_renamed(self) -> tuple[tuple[str, str], ...]:
         """Return live and saved name, with their field, of what was saved under another name."""
-        return tuple((f"{field}:{name}", f"{field}:{saved}") for (field, name), saved in sorted(self.renamed.items()))
+        return tuple(
+            (f"{field}:{name}", saved if saved.startswith("extra:") else f"{field}:{saved}")
+            for (field, name), saved in sorted(self.renamed.items())
+        )
 
     def note_destination(self, saved: IndexTensor, live_name: str, saved_name: str) -> None:
         """Report that a tensor that had several names when it was saved is several tensors here."""
@@ -385,7 +414,7 @@ class LoadPlan:
         names = tuple(names)
         for at in self._scopes(scope):
             for name in names:
-                found = self.checkpoint.find(field, name, at)
+                found = self.checkpoint.find(*_saved_place(field, name), at)
                 if found is not None:
                     self.taken_tensors.add(found.key)
                     self._report_scope(field, name, scope, at)
@@ -397,10 +426,11 @@ class LoadPlan:
         names = tuple(names)
         for at in self._scopes(scope):
             for name in names:
-                if (field, name, at) in self.checkpoint.leaves:
-                    self.taken_leaves.add((field, name, at))
+                key = (*_saved_place(field, name), at)
+                if key in self.checkpoint.leaves:
+                    self.taken_leaves.add(key)
                     self._report_scope(field, name, scope, at)
-                    return name, at, self.checkpoint.leaf(field, name, at)
+                    return name, at, self.checkpoint.leaf(*key)
         return names[0], scope, MISSING
 
     def _scopes(self, scope: str) -> tuple[str, ...]:
@@ -423,6 +453,26 @@ class LoadPlan:
         else:
             said = f"{_process(wanted)} saved none, as one of {count} processes, and takes {_process(found)}'s"
         self.downgrades[at] = f"{shown}: {said}"
+
+    def note_option(self, where: str, key: str, live: object, saved: object) -> None:
+        """Report that the saved value of an option of an optimizer's group replaces another live one.
+
+        An option has one note, however many groups have it.
+        """
+        at, changes = self._options.setdefault(key, (len(self.notes), []))
+        if not changes:
+            self.notes.append("")
+        changes.append((where, live, saved))
+        places: dict[tuple[str, str], list[str]] = {}
+        for place, before, after in changes:
+            places.setdefault((repr(before), repr(after)), []).append(place)
+        told = [
+            f"{before} here, {after} as saved ({same[0]}{f' and {len(same) - 1} more' if len(same) > 1 else ''})"
+            for (before, after), same in places.items()
+        ]
+        more = f"; and {len(told) - _OPTIONS_SHOWN} more values" if len(told) > _OPTIONS_SHOWN else ""
+        said = f"{'; '.join(told[:_OPTIONS_SHOWN])}{more}"
+        self.notes[at] = f"{key}: {said}; the saved value is taken, unless override= names it"
 
     # --- problems -----------------------------------------------------------------------------------------------------
 
@@ -456,6 +506,64 @@ class LoadPlan:
             detail += "".join(named) + (f"; and {len(same) - _SHOWN} more" if len(same) > _SHOWN else "")
         raise err(first.code, detail, where=first.where, remedy=first.remedy)
 
+    def list_idle_patterns(self, *, has_streams: bool) -> list[str]:
+        """Return the patterns of `only` for saved tensors and values of which nothing here takes any.
+
+        Args:
+            has_streams: whether RNG streams are put back.
+        """
+        taken = {(key[0], name) for key in self.taken_tensors for name in self._names_of(key)}
+        for field, name, _ in self.taken_leaves:
+            taken |= {(field, name), (field, name.replace(_STATE, "", 1))}
+        taken |= {("rng", name) for name, _ in self.checkpoint.streams if has_streams}
+        idle = []
+        for pattern in self.only.patterns or ():
+            alone = Only(pattern)
+            saved = {one for one in iter_saved(self.checkpoint) if alone.fits(*one)}
+            if saved and not any(one in taken or one[0] in _COMPARED or self.only.is_overridden(*one) for one in saved):
+                idle.append(pattern)
+        return idle
+
+    def refuse_idle_patterns(self, idle: Iterable[str]) -> None:
+        """Refuse patterns of `only` that choose nothing which the State takes; report them where that is allowed.
+
+        Args:
+            idle: patterns of which no process takes anything.
+        """
+        idle = sorted(idle)
+        loads_something = set(self.only.patterns or ()) > set(idle)
+        for pattern in idle if not self.problems else ():
+            detail = "saved, and no part of the State takes it"
+            if "unexpected" in self.allow and loads_something:
+                self.downgrades.append(f"only={pattern!r}: {detail}")
+            else:
+                remedy = self._remedy_of_idle(pattern)
+                self.problems.append(Problem(Code.ARGUMENT, f"only={pattern!r}", detail, remedy))
+
+    def _remedy_of_idle(self, pattern: str) -> str:
+        alone = Only(pattern)
+        saved = {one for one in iter_saved(self.checkpoint) if alone.fits(*one)}
+        field, name = min(saved, key=lambda one: (FIELDS.index(one[0]), one[1]))
+        if field == "optimizer" and name.startswith(_EXTRA):
+            key = name.removeprefix(_EXTRA).partition("/")[0]
+            remedy = f"Give State the object that takes it: extra={{{key!r}: ...}}."
+        elif field == "rng":
+            remedy = "Leave State(rng=False) out: RNG streams are put back without it."
+        else:
+            remedy = f"Give State the object that takes it: {field}=..."
+        if not name.startswith(_EXTRA):
+            return remedy
+        prefixes = [{one.removesuffix(live) for _, one in saved if one.endswith(live)} for live in self.left_weights]
+        common = set.intersection(*prefixes) if prefixes else set()
+        begins = sorted(prefix for prefix in common if prefix[-1] in _JOINTS)
+        if len(begins) == 1:
+            prefix = f"extra:{begins[0].removeprefix(_EXTRA)}"
+            remedy += f" The live weights take it with only={prefix.rstrip(_JOINTS)!r}, rename={{'': {prefix!r}}}."
+        return remedy
+
+    def _names_of(self, key: TensorKey) -> tuple[str, ...]:
+        return (key[1], *self.checkpoint.tensors[key].aliases)
+
     def leftover(self, fields: Iterable[str]) -> frozenset[tuple[str, TensorKey]]:
         """Return what of these fields nobody took here: ``tensor`` or ``leaf``, with the key.
 
@@ -470,9 +578,17 @@ class LoadPlan:
     def _is_wanted(self, kind: str, key: TensorKey) -> bool:
         field, name, _ = key
         if kind == "leaf":
+            if self.renaming and self._says_only_names(key):
+                return False
             return self.only.fits_leaf(field, name, lambda: self.checkpoint.leaf(*key))
-        names = (name, *self.checkpoint.tensors[key].aliases) if self.is_partial else ()
+        names = self._names_of(key) if self.is_partial else ()
         return not names or any(self.only.fits(field, name) for name in names)
+
+    def _says_only_names(self, key: TensorKey) -> bool:
+        """Return whether a saved value is made of tensors alone, and all of them were taken, as weights."""
+        values = [*iter_values(self.checkpoint.leaf(*key))] if place_of(*key[:2]).startswith("extra:") else []
+        found = [self.checkpoint.find(key[0], one.name, key[2]) for one in values if isinstance(one, TensorRef)]
+        return len(found) == len(values) > 0 and all(one and one.key in self.taken_tensors for one in found)
 
     def _is_mine(self, scope: str) -> bool:
         return scope in (GLOBAL, worker_scope(self.worker)) or int(scope.removeprefix("lw/")) >= self.worker_count
@@ -483,8 +599,9 @@ class LoadPlan:
         tensors = (self.checkpoint.tensors[key] for kind, key in sorted(leftover) if kind == "tensor")
         unused = [*self.unused, *(one for one in tensors if one.storage == "persistent")]
         renaming = guess_renaming(self.missing, unused)
-        if renaming is not None and {"missing", "unexpected"} <= self.allow:
-            self.downgrades.append(f"tensors that weren't saved may have had other names: {renaming}")
+        unmatched = [] if renaming else list_unmatched(self.missing, unused)
+        if renaming and {"missing", "unexpected"} <= self.allow:
+            self.downgrades.append(f"tensors that weren't saved may have had other names: rename={renaming!r}")
         for kind, (field, name, scope) in sorted(leftover):
             if scope != GLOBAL and scope != worker_scope(self.worker):
                 gone += 1
@@ -502,8 +619,38 @@ class LoadPlan:
         self._name_values()
         if gone:
             self.downgrades.append(f"{gone} tensors and values of workers that no longer exist are left")
-        if renaming is not None:
-            self.problems = [_offer(renaming, problem) for problem in self.problems]
+        offer = _offer_renaming(renaming) if renaming else self._offer_rest(unmatched)
+        self.problems = [_offer(offer, problem) if offer else problem for problem in self.problems]
+
+    def _offer_rest(self, unmatched: Sequence[str]) -> str:
+        """Return how to take the modules whose tensors all fit, where others don't; empty where none does.
+
+        Args:
+            unmatched: saved tensors that may be those that are missing here, under other names.
+        """
+        wrong = {problem.where for problem in self.problems if problem.code in (*_OF_NAMES, Code.SHAPE_MISMATCH)}
+        wrong = {where.removeprefix("weights:") for where in wrong if where.startswith("weights:")}
+        if not wrong:
+            return ""
+        offer = ""
+        if unmatched:
+            shown = (
+                f"{', '.join(unmatched[:_SHOWN])}{f' and {len(unmatched) - _SHOWN} more' * (len(unmatched) > _SHOWN)}"
+            )
+            offer = (
+                "Which saved tensor belongs to which live name can't be told from their shapes; nothing here takes"
+                f" {shown}. If only names differ, the argument rename= maps live names to saved ones. "
+            )
+        fitting = {key[1] for key in self.taken_tensors if key[0] == "weights"} - wrong
+        rest = _list_whole_modules(fitting, wrong)
+        if not rest or self.renaming or self.only.patterns not in {None, ("weights:*",)}:
+            return offer
+        patterns = [f"weights:{name}" for name in rest]
+        return (
+            f"{offer}To keep what is new here as it was made, and take the rest, pass only={patterns!r} to"
+            " ckptfmt.load; a new run begins from the rest with"
+            f" Checkpointer(NEW, state, init_from=InitFrom({self.checkpoint.store.name!r}, only={patterns!r})). "
+        )
 
     def _name_values(self) -> None:
         """Give values of ``State(extra=...)`` that don't meet a remedy: one that takes them along."""
@@ -531,23 +678,52 @@ def _process(scope: str) -> str:
 _OF_NAMES: Final = (Code.TENSOR_MISSING, Code.TENSOR_UNEXPECTED, Code.LEAF_MISSING, Code.LEAF_UNEXPECTED)
 
 
-def _offer(renaming: str, problem: Problem) -> Problem:
-    """Return a problem of names, with a renaming as its remedy before any other."""
-    if problem.code not in _OF_NAMES or problem.where.partition(":")[0] not in ("weights", "optimizer"):
-        return problem
-    begin = (
-        f"If only the names differ, pass {renaming} to ckptfmt.load. A run goes on under other names in another"
-        f" directory: Checkpointer(NEW, state, init_from=InitFrom(RUN, only=None, {renaming}))."
+def _offer_renaming(renaming: Mapping[str, str]) -> str:
+    return (
+        f"If only the names differ, pass rename={renaming!r} to ckptfmt.load. A run goes on under other names in"
+        f" another directory: Checkpointer(NEW, state, init_from=InitFrom(RUN, only=None, rename={renaming!r})). "
     )
-    remedy = f"{begin} {problem.remedy or problem.code.remedy}"
-    return dataclasses.replace(problem, remedy=remedy)
 
 
-def guess_renaming(missing: Mapping[tuple[str, str], tuple[int, ...]], unused: Sequence[IndexTensor]) -> str | None:
-    """Return how to write what live tensors may have been called: ``rename=`` and its value; None without a guess.
+def _offer(offer: str, problem: Problem) -> Problem:
+    """Return a problem of names or shapes, with an offer as its remedy before any other."""
+    is_about = problem.code in (*_OF_NAMES, Code.SHAPE_MISMATCH)
+    if not is_about or problem.where.partition(":")[0] not in ("weights", "optimizer"):
+        return problem
+    return dataclasses.replace(problem, remedy=f"{offer}{problem.remedy or problem.code.remedy}")
+
+
+def _list_whole_modules(fitting: set[str], wrong: set[str]) -> list[str]:
+    """Return the outermost names under which all tensors fit; none where a module has both kinds of its own.
+
+    >>> _list_whole_modules({"body.0.weight", "body.1.weight", "norm.weight"}, {"head.weight", "head.bias"})
+    ['body', 'norm']
+    >>> _list_whole_modules({"2.bias"}, {"2.weight", "0.weight", "0.bias"})
+    []
+    """
+    if {_owner(name) for name in fitting} & {_owner(name) for name in wrong}:
+        return []
+    blocked = {begin for name in wrong for begin in _iter_beginnings(name)}
+    found = {next((begin for begin in _iter_beginnings(name) if begin not in blocked), name) for name in fitting}
+    return sorted(found) if len(found) <= _SHOWN else []
+
+
+def _owner(name: str) -> str:
+    """Return the name of the module or container that has a tensor."""
+    return name[: max(name.rfind(joint) for joint in _JOINTS) + 1]
+
+
+def _iter_beginnings(name: str) -> Iterator[str]:
+    """Yield what a name begins with, up to each of its joints, and the name itself; the shortest first."""
+    yield from (name[:at] for at, letter in enumerate(name) if letter in _JOINTS)
+    yield name
+
+
+def guess_renaming(missing: Mapping[tuple[str, str], tuple[int, ...]], unused: Sequence[IndexTensor]) -> dict[str, str]:
+    """Return what live tensors may have been called, as ``rename=`` takes it; empty without a guess.
 
     Names that end alike, with tensors of one shape, are taken for the same; what is left of them before that is the
-    renaming. Where that doesn't lead to just one saved name for each live one, names that weren't taken are listed.
+    renaming. There is no guess where that doesn't lead to just one saved name for each live one.
 
     Args:
         missing: shapes of live tensors, by field and name.
@@ -580,12 +756,23 @@ def guess_renaming(missing: Mapping[tuple[str, str], tuple[int, ...]], unused: S
         if all(live and saved for live, saved in shown.items()) and len(shown) == len(pairs):
             pairs = shown
         if len(pairs) <= _SHOWN:
-            return f"rename={pairs!r}"
-    if not missing or not any(tensor.field == field for field, _ in missing for tensor in unused):
-        return None
-    listed = sorted(place_of(*name) for name in names)
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return f"rename={{...}}, from live names to saved ones (nothing here takes {', '.join(listed[:_SHOWN])}{more}),"
+            return pairs
+    return {}
+
+
+def list_unmatched(missing: Mapping[tuple[str, str], tuple[int, ...]], unused: Sequence[IndexTensor]) -> list[str]:
+    """Return the places of saved tensors that nothing takes, if one of them may be a live tensor that wasn't saved.
+
+    Args:
+        missing: shapes of live tensors, by field and name.
+        unused: saved tensors that nothing takes.
+
+    Shapes: global.
+    """
+    wanted = {(field, shape) for (field, _), shape in missing.items()}
+    if not any((tensor.field, tensor.global_shape) in wanted for tensor in unused):
+        return []
+    return sorted({place_of(tensor.field, tensor.name) for tensor in unused})
 
 
 def _common_end(left: str, right: str) -> int:

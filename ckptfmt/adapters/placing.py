@@ -204,20 +204,27 @@ class Placer:
         return self.whole or self.plan.only.fits(self.field, name)
 
 
-def fill(plan: LoadPlan, live: Any, saved: IndexTensor, *, name: str | None = None) -> None:  # noqa: ANN401 - array or tensor
+def fill(
+    plan: LoadPlan,
+    live: Any,  # noqa: ANN401 - array or tensor
+    saved: IndexTensor,
+    *,
+    field: str | None = None,
+    name: str | None = None,
+) -> None:
     """Plan to fill a live tensor or array with a saved one, or take note of why that can't be.
 
     Args:
         plan: the load.
         live: what to fill.
         saved: what with.
-        name: of the live one, where it may be another.
+        field, name: those of the live one, where they may be others.
 
     Problems: SHAPE_MISMATCH, DTYPE_MISMATCH (converted where allowed), STATE_UNSUPPORTED where no conversion keeps the
         values, META_DESTINATION.
     Raises: StateError(STATE_UNSUPPORTED).
     """
-    where = place_of(saved.field, saved.name if name is None else name)
+    where = place_of(saved.field if field is None else field, saved.name if name is None else name)
     if not may_fill(plan, saved, shape=tuple(live.shape), dtype=lambda: _dtype_name(live, where), where=where):
         return
     if isinstance(live, np.ndarray):
@@ -339,7 +346,7 @@ def plan_named_tensors(plan: LoadPlan, unit: Unit) -> bool:
         chosen = plan.choose(unit.field, [name])
         saved = plan.tensor(unit.field, chosen, unit.scope) if chosen else None
         if saved is not None:
-            fill(plan, value, saved, name=name)
+            fill(plan, value, saved, field=unit.field, name=name)
         elif chosen:
             renamed = "" if chosen[0] == name else f" as {chosen[0]}"
             plan.miss(unit.field, name, f"not saved{renamed}", shape=tuple(value.shape))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -123,7 +123,8 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
     """Return what puts the RNG streams back; the plan takes note of those that can't be.
 
     Problems: STREAM_MISSING, STREAM_UNEXPECTED. With another number of workers these are only reported, and new
-    workers keep their fresh RNG streams, unless `strict`.
+    workers keep their fresh RNG streams, unless `strict`: one line for all workers that are new or gone, the same on
+    all workers.
     """
     left = [stream.name for stream in streams if plan.only.is_overridden("rng", stream.name)]
     plan.downgrades += [f"rng:{name} stays as it is here: override=" for name in left]
@@ -133,11 +134,12 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
         return []
     saved_count = plan.checkpoint.manifest.origin.writer_count
     elastic = saved_count != plan.worker_count
-    if elastic:
-        plan.downgrades.append(f"streams of {saved_count} workers, loaded by {plan.worker_count}")
+    is_reported = elastic and not strict
+    if is_reported:
+        plan.downgrades += _list_moved(saved_streams, streams, saved_count, plan.worker_count)
 
     def report(code: Code, where: str, detail: str) -> None:
-        if elastic and not strict:
+        if is_reported:
             plan.downgrades.append(f"{code} at {where}: {detail}")
         else:
             plan.problem(code, where, detail)
@@ -154,14 +156,47 @@ def plan_streams(plan: LoadPlan, streams: list[LiveRngStream], *, strict: bool) 
             actions.append(functools.partial(stream.write, state))
         elif stream.name in saved:
             report(Code.STREAM_MISSING, where, f"saved as {saved[stream.name]}, here {stream.kind}")
-        else:
+        elif not (is_reported and plan.worker >= saved_count):
             report(Code.STREAM_MISSING, where, "not saved")
     for name in saved.keys() - {stream.name for stream in streams}:
         report(Code.STREAM_UNEXPECTED, f"rng:{name} ({scope})", "no live RNG stream has this name")
-    for name, at in saved_streams:
-        if at != GLOBAL and int(at.removeprefix("lw/")) >= plan.worker_count:
+    for name, at in saved_streams if not is_reported else ():
+        if at != GLOBAL and _number(at) >= plan.worker_count:
             report(Code.STREAM_UNEXPECTED, f"rng:{name} ({at})", "this load has no such worker")
     return actions
+
+
+def _list_moved(
+    saved: Collection[tuple[str, str]], live: Iterable[LiveRngStream], saved_count: int, worker_count: int
+) -> list[str]:
+    """Return what becomes of the RNG streams of workers that are gone, and of workers that are new.
+
+    Args:
+        saved: name and scope of each saved stream.
+        live: the streams of this worker, whose names are those of all.
+        saved_count, worker_count: how many workers saved, and how many load.
+    """
+    gone = {name for name, at in saved if at != GLOBAL and _number(at) >= worker_count}
+    new = {stream.name for stream in live} - {name for name, at in saved if at == GLOBAL}
+    said = []
+    if gone:
+        scopes = _scopes(worker_count, saved_count)
+        detail = "streams of processes that this load doesn't have are left out"
+        said.append(f"{Code.STREAM_UNEXPECTED} at rng ({scopes}): {detail}: {', '.join(sorted(gone))}")
+    if new and saved_count < worker_count:
+        scopes = _scopes(saved_count, worker_count)
+        detail = "no streams were saved for these processes, which go on with fresh ones"
+        said.append(f"{Code.STREAM_MISSING} at rng ({scopes}): {detail}: {', '.join(sorted(new))}")
+    return said
+
+
+def _number(scope: str) -> int:
+    return int(scope.removeprefix("lw/"))
+
+
+def _scopes(first: int, end: int) -> str:
+    """Return the scopes of workers from `first` on, before `end`, in words."""
+    return worker_scope(first) if end - first == 1 else f"{worker_scope(first)} to {worker_scope(end - 1)}"
 
 
 def _user_stream(name: str, generator: object) -> LiveRngStream:

@@ -233,6 +233,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "third", metavar="C", nargs="?", help="with it A is a run, and B and C are names, digests or steps in it"
     )
+    parser.add_argument("--all", action="store_true", help="show all that differs, and not the first of each kind")
     parser.add_argument("--field", metavar="FIELD", help=f"compare one field alone: {_FIELDS}")
     parser.add_argument("--verify", action="store_true", help="first read every byte of both, and name what is damaged")
     _add_bases(parser)

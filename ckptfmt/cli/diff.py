@@ -1,7 +1,8 @@
 """``diff``: which tensors and values of two checkpoints differ, and by how much.
 
 Blocks are compared by their recorded digests first; only those that differ are read, if both are cut alike. With
-``--verify`` every byte of both is read and compared with its digest before that.
+``--verify`` every byte of both is read and compared with its digest before that. The summary comes first: what differs
+in each field; of tensors and values the first ones follow, and with ``--all`` all of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import itertools
 import math
 import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 from ckptfmt.adapters.context import ABSENT, find_differences
@@ -33,8 +35,8 @@ from ckptfmt.read.comparison import Change, Comparison, TensorDifference, ValueD
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.state import place_of
 
-#: How many lines are shown of each kind; ``--json`` has them all.
-_SHOWN: Final = 60
+#: How many tensors and how many values are shown without ``--all``.
+_SHOWN: Final = 3
 _DIGITS: Final = ".3g"
 #: Up to how many ULPs they are told: a few are rounding, and of more nobody knows how far that is.
 _MOST_ULPS: Final = 64
@@ -65,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             _print_json(paths, (first, second), found, elapsed_s)
         else:
-            _print_text(paths, (first, second), found, elapsed_s)
+            _print_text(paths, (first, second), found, elapsed_s, shown=None if arguments.all else _SHOWN)
     return 2 if found.is_damaged else 0 if found.is_same else 1
 
 
@@ -145,25 +147,18 @@ _ONLY_RNG: Final = (
 
 
 def _print_text(
-    paths: tuple[str, str], sides: tuple[Checkpoint, Checkpoint], found: Comparison, elapsed_s: float
+    paths: tuple[str, str],
+    sides: tuple[Checkpoint, Checkpoint],
+    found: Comparison,
+    elapsed_s: float,
+    *,
+    shown: int | None,
 ) -> None:
+    """Print the verdict and what differs in each field, then the tensors and values themselves: some, or all."""
     console = Console()
     if found.is_damaged:
         _print_damages(console, paths, found)
         return
-    for field, of_field in itertools.groupby(found.tensors[:_SHOWN], key=lambda tensor: tensor.field):
-        console.title(f"{field} tensors")
-        console.table([cells for tensor in of_field for cells in _tensor_rows(tensor)], right=(3,))
-    if found.values:
-        console.title("values")
-        console.table([cells for value in found.values[:_SHOWN] for cells in _value_rows(sides, value)])
-    rest = max(0, len(found.tensors) - _SHOWN) + max(0, len(found.values) - _SHOWN)
-    if rest:
-        console.line((f"  ... and {count_text(rest, 'difference')} more: --json shows all", "dim"))
-    if not found.is_same:
-        console.line()
-        if not found.tensors and {value.field for value in found.values} == {"rng"}:
-            console.line((_ONLY_RNG, "yellow"))
     steps = " and ".join(f"{clean(path)} (step {side.step})" for path, side in zip(paths, sides, strict=True))
     same = "the same" if found.is_verified else "the same by digest"
     verdict: Cell = (same, "green bold") if found.is_same else ("different", "yellow bold")
@@ -172,6 +167,9 @@ def _print_text(
         verdict,
         f"  {steps}: {count_text(len(found.tensors), 'tensor')} and {count_text(len(found.values), 'value')} differ",
     )
+    if not found.is_same and not found.tensors and {value.field for value in found.values} == {"rng"}:
+        console.line((_ONLY_RNG, "yellow"))
+    console.table(_field_rows(found))
     compared = f"{count_text(counts.tensor_count, 'tensor')} compared"
     blocks = f"{counts.differing_count} of {count_text(counts.block_count, 'block')} differ by digest"
     read = f"{bytes_text(counts.read_nbytes)} read of {bytes_text(counts.content_nbytes)}"
@@ -180,6 +178,36 @@ def _print_text(
     if found.is_verified:
         how = "before that, every byte of both was read and compared with its digest"
     console.line((f"  {how}", "dim"))
+    for field, of_field in itertools.groupby(found.tensors[:shown], key=lambda tensor: tensor.field):
+        console.title(f"{field} tensors")
+        console.table([cells for tensor in of_field for cells in _tensor_rows(tensor)], right=(3,))
+    if found.values:
+        console.title("values")
+        console.table([cells for value in found.values[:shown] for cells in _value_rows(sides, value)])
+    rest = len(found.tensors[_SHOWN:]) + len(found.values[_SHOWN:])
+    if rest and shown is not None:
+        console.line()
+        console.line((f"  ... and {count_text(rest, 'difference')} more: --all shows them", "dim"))
+
+
+def _field_rows(found: Comparison) -> Iterator[list[Cell | str]]:
+    """Yield a row for each field in which something differs: how much, and the largest difference of numbers."""
+    for field in FIELDS:
+        tensors = [tensor for tensor in found.tensors if tensor.field == field]
+        values = [value for value in found.values if value.field == field]
+        told = [count_text(len(one), noun) for one, noun in ((tensors, "tensor"), (values, "value")) if one]
+        if not told:
+            continue
+        alone = sum(tensor.only_in is not None for tensor in tensors)
+        alone += sum(value.only_in is not None for value in values)
+        sizes = [
+            tensor.distance.max_abs
+            for tensor in tensors
+            if tensor.distance is not None and tensor.distance.max_abs is not None
+        ]
+        largest = f"by at most {format(max(sizes), _DIGITS)}" if sizes else ""
+        only = f"{alone} in one of the checkpoints only" if alone else ""
+        yield [(field, "bold"), " and ".join(told), ", ".join(filter(None, (largest, only)))]
 
 
 def _print_damages(console: Console, paths: tuple[str, str], found: Comparison) -> None:

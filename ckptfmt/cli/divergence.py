@@ -15,9 +15,12 @@ from ckptfmt.errors import CkptError, Code, StoreError, err
 from ckptfmt.read.comparison import Comparison, TensorDifference, compare
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.run.lineage import RunEntry, iter_lineage
+from ckptfmt.state import place_of
 
 #: The fields that a trajectory consists of; configuration, topology and provenance may differ between equal ones.
 _FIELDS: Final = ("weights", "optimizer", "rng", "data")
+#: The fields from which the cause of a difference may be told, in words.
+_NAMED: Final = {"rng": "RNG streams", "data": "the position in the data"}
 #: How many steps that differ are compared, from the first one on: blocks that differ are read.
 _STEPS: Final = 24
 #: How many tensors and values are kept, those that differ first before the others.
@@ -35,12 +38,16 @@ class DivergedStep:
         names: of the checkpoints in the two runs.
         tensor_count: how many tensors differ.
         value_count: how many plain values and RNG streams differ.
+        fields: which fields differ.
+        unsaved: which fields of a trajectory one of the checkpoints doesn't have.
     """
 
     step: int
     names: tuple[str, str]
     tensor_count: int
     value_count: int
+    fields: tuple[str, ...]
+    unsaved: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +107,7 @@ def find_divergence(place: Place, other: Place) -> Divergence:
         remedy = "Save both runs at equal steps: with the same every=."
         raise err(Code.ARGUMENT, "the runs have no step in common", where=other.path, remedy=remedy)
     found: list[tuple[int, Comparison]] = []
+    unsaved: dict[int, tuple[str, ...]] = {}
     problems: list[CkptError] = []
     compared_count, last_same_step = 0, None
     for step in shared:
@@ -116,6 +124,8 @@ def find_divergence(place: Place, other: Place) -> Divergence:
             continue
         if not comparison.is_same:
             found.append((step, comparison))
+            sides = (first.manifest.fields, second.manifest.fields)
+            unsaved[step] = tuple(field for field in _FIELDS if any(side[field].reason for side in sides))
         elif not found:
             last_same_step = step
     names = _list_names(found)
@@ -130,6 +140,10 @@ def find_divergence(place: Place, other: Place) -> Divergence:
                 names=(one_by_step[step].name, other_by_step[step].name),
                 tensor_count=len(comparison.tensors),
                 value_count=len(comparison.values),
+                unsaved=unsaved[step],
+                fields=tuple(
+                    sorted({one.field for one in comparison.tensors} | {one.field for one in comparison.values})
+                ),
             )
             for step, comparison in found
         ),
@@ -140,17 +154,46 @@ def find_divergence(place: Place, other: Place) -> Divergence:
 
 
 def divergence_text(found: Divergence) -> str:
-    """Return in a sentence from which step on two runs differ, if they do."""
-    shared = f"{count_text(found.shared_count, 'step')} in common with {found.other}"
+    """Return from which step on two runs differ, if they do, by what first, and what that says of the cause."""
+    shared = f"This run and {found.other} have checkpoints at {count_text(found.shared_count, 'step')} in common"
     if not found.steps:
         same_count = found.compared_count - len(found.problems)
         same = f"weights, optimizer, RNG streams and data are the same at {same_count}"
         return f"{shared}: {same if same_count else 'none compared'}."
     first = found.steps[0]
-    before = "at none before" if found.last_same_step is None else f"the same up to step {found.last_same_step}"
-    fields = {one.field for one in found.names} if not found.more_count else set()
-    only = " Only RNG streams differ." if fields == {"rng"} else ""
-    return f"{shared}: {before}, and different from step {first.step} on ({' and '.join(first.names)}).{only}"
+    before = (
+        "the same at none before" if found.last_same_step is None else f"the same up to step {found.last_same_step}"
+    )
+    said = [f"{shared}: {before}, and different from step {first.step} on ({' and '.join(first.names)})."]
+    name = next((one for one in found.names if one.first_step == first.step and one.ratios[0] is not None), None)
+    name = name or next((one for one in found.names if one.first_step == first.step), None)
+    if name is not None:
+        said.append(
+            f"The first difference is {place_of(name.field, name.name)} at step {first.step}: {name.distances[0]}."
+        )
+    said.append(_cause_text(found))
+    return " ".join(said)
+
+
+def _cause_text(found: Divergence) -> str:
+    """Return what the fields that differ at the first step say of the cause, and no more than that."""
+    first, fields = found.steps[0], set(found.steps[0].fields)
+    since = "before" if found.last_same_step is None else f"between step {found.last_same_step} and"
+    if not fields - {"rng"}:
+        return "Only RNG streams differ."
+    if "data" in fields:
+        return f"The position in the data differs at step {first.step}, too: the runs took other samples {since} it."
+    if "rng" in fields:
+        return (
+            f"RNG streams differ at step {first.step}, too, and the position in the data is the same: one of the runs"
+            f" drew other random numbers {since} it."
+        )
+    if unsaved := [_NAMED[field] for field in first.unsaved if field in _NAMED]:
+        return f"The cause can't be told: the checkpoints don't have {' and '.join(unsaved)}."
+    return (
+        f"RNG streams and the position in the data are the same at step {first.step}: the runs differ {since} it by a"
+        " state that isn't saved, by the contents of the samples, or by kernels that aren't deterministic."
+    )
 
 
 def _by_step(place: Place) -> Mapping[int, RunEntry]:

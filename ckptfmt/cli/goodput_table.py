@@ -12,6 +12,8 @@ from ckptfmt.cli.waste import seconds_text
 from ckptfmt.goodput.accounts import Goodput
 from ckptfmt.run.spent_time import read_goodput
 
+#: What the time of training is where a launch has no ledger.
+_UNMEASURED: Final = "from the first save to the last one of launches without a ledger; what saves cost is in it"
 #: What the members of `Goodput.times_s` are.
 _MEANINGS: Final = {
     "training": "training that counts",
@@ -37,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"kind": "goodput", "target": place.path, **goodput.as_json()})
         return 0
     console = Console()
-    console.line((clean(place.path), "bold"), f"  {count_text(goodput.launch_count, 'launch', 'launches')}")
+    launches = count_text(goodput.launch_count, "launch", "launches")
+    console.line((clean(place.path), "bold"), f"  {launches}, goodput {goodput_text(goodput)}")
     console.table(time_rows(goodput), right=(1, 2), indent=0)
     if line := simulate_line(goodput):
         console.line()
@@ -48,15 +51,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def goodput_text(goodput: Goodput) -> str:
+    """Return the share of the time that was training that counts; why it isn't known, where it isn't."""
+    if goodput.goodput is not None:
+        return f"{goodput.goodput:.1%}".replace("%", " %")
+    if goodput.unmeasured_count:
+        return "unknown: no ledger was kept; Checkpointer(ledger=True) keeps one"
+    return "unknown"
+
+
 def time_rows(goodput: Goodput) -> Iterator[tuple[str, str, str, str]]:
     """Yield name, time, share and meaning of what took time, and the sum."""
     elapsed_s = goodput.elapsed_s
     if not elapsed_s:
         yield "", "", "", "no record says when the run trained"
         return
+    is_known = not goodput.unmeasured_count
     for name, seconds in goodput.times_s.items():
         if seconds or name == "training":
-            yield name, seconds_text(seconds), f"{seconds / elapsed_s:.2%}".replace("%", " %"), _MEANINGS[name]
+            share = f"{seconds / elapsed_s:.2%}".replace("%", " %") if is_known else ""
+            meaning = _MEANINGS[name] if is_known or name != "training" else _UNMEASURED
+            yield name, seconds_text(seconds), share, meaning
     yield "in all", seconds_text(elapsed_s), "", count_text(goodput.save_count, "save")
 
 

@@ -27,7 +27,7 @@ from ckptfmt.cli.charts import (
 )
 from ckptfmt.cli.console import bytes_text, count_text, share_text, shorten, time_text
 from ckptfmt.cli.divergence import divergence_text
-from ckptfmt.cli.goodput_table import time_rows
+from ckptfmt.cli.goodput_table import goodput_text, time_rows
 from ckptfmt.cli.run_picture import NewestFacts, RunPicture, SaveFacts, WriterFacts, durations_of
 from ckptfmt.cli.waste import seconds_text
 from ckptfmt.documents.durability import HOME
@@ -344,6 +344,8 @@ def _tensors(picture: RunPicture) -> Iterator[str]:
         *((_square(f"field-{field}"), field) for field in FIELDS if any(cell.name == field for cell in newest.cells))
     )
     yield draw_writers(_writer_rows(newest))
+    if len(newest.writers) == 1 and all(tensor.piece_count == 1 for tensor in newest.largest):
+        return
     yield '<h3 id="pieces">Pieces of the largest tensors</h3>\n'
     yield draw_pieces([tensor for tensor in newest.largest if tensor.nbytes])
     yield _paragraph(
@@ -372,8 +374,7 @@ def _goodput(picture: RunPicture) -> Iterator[str]:
     if goodput is None:
         return
     yield '<h2 id="goodput">Where the time went</h2>\n'
-    if goodput.goodput is not None:
-        yield _paragraph(f"Goodput, the share of training that counts: {goodput.goodput:.1%}.")
+    yield _paragraph(f"Goodput, the share of training that counts: {goodput_text(goodput)}.")
     yield from _table(("", "time", "share", ""), time_rows(goodput), numbers=(1, 2))
     for doubt in goodput.doubts:
         yield _paragraph(f"Not known: {doubt}.", "note")

@@ -40,7 +40,7 @@ from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, LayoutE
 from ckptfmt.read.reader import Checkpoint
 from ckptfmt.read.reading import carrier_of
 from ckptfmt.state import IMPORTED
-from ckptfmt.store import LocalStore, is_url, local_path, open_store, suggest_path
+from ckptfmt.store import LocalStore, empty_path, is_url, local_path, open_store, suggest_path
 from ckptfmt.store.posix import PosixCalls
 from ckptfmt.store.protocol import TEMPORARY_PREFIX, Store
 from ckptfmt.write.image import Context, Piece, plan_image
@@ -395,8 +395,9 @@ def target_kind(path: str, from_kind: str) -> str:
 
 def check_paths(source: str, target: str) -> None:
     """Check that a target is neither there yet nor within its source. Raises: StoreError; StateError(ARGUMENT)."""
-    if not target:
-        raise err(Code.ARGUMENT, "the path is empty", where="TARGET")
+    for name, path in (("SOURCE", source), ("TARGET", target)):
+        if not path:
+            raise empty_path(name)
     if is_url(target):
         return  # `Conversion.run` looks
     if os.path.lexists(target):

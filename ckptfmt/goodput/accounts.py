@@ -75,6 +75,7 @@ class Goodput:
         down_s: between launches, launches that ended before their first step included.
         unknown_s: training that was thrown away, or between launches: no record tells which.
         launch_count, save_count: how many there were.
+        unmeasured_count: how many of the launches trained and have no entry in a ledger.
         costs: what a save and a restart cost on average.
         doubts: what isn't known, a sentence each.
     """
@@ -90,6 +91,7 @@ class Goodput:
     unknown_s: float = 0.0
     launch_count: int = 0
     save_count: int = 0
+    unmeasured_count: int = 0
     costs: Costs = Costs(lost_s=None, commit_s=None, restore_s=None, mtbf_s=None, interval_s=None)
     doubts: tuple[str, ...] = ()
 
@@ -106,8 +108,12 @@ class Goodput:
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time that was training that counts; None of a run whose times aren't known."""
-        is_known = self.training_s > 0 or self.unknown_s == 0
+        """The share of the time that was training that counts; None where the time of a launch isn't known.
+
+        Of a launch without a ledger the time from its first save to its last one is known, all of which counts as
+        training: a share of it says nothing.
+        """
+        is_known = not self.unmeasured_count and (self.training_s > 0 or self.unknown_s == 0)
         return self.training_s / self.elapsed_s if is_known and self.elapsed_s > 0 else None
 
     def as_json(self) -> dict[str, object]:
@@ -118,6 +124,7 @@ class Goodput:
             "times_s": self.times_s,
             "launch_count": self.launch_count,
             "save_count": self.save_count,
+            "unmeasured_count": self.unmeasured_count,
             "costs": dataclasses.asdict(self.costs),
             "doubts": list(self.doubts),
         }
@@ -185,6 +192,7 @@ class _Account:
             # A launch that was lost before it trained makes the gap that of two failures.
             self._add(number, one, late_s, None if passed else gap_s)
             passed.clear()
+        self._sums.unmeasured_count = len(self._list_unmeasured())
         self._sums.costs = self._costs()
         self._sums.doubts = tuple(self._doubts())
         return self._sums
@@ -253,10 +261,14 @@ class _Account:
             interval_s=in_training_ms / 1000 / saves if saves else None,
         )
 
+    def _list_unmeasured(self) -> list[int]:
+        """Return the launches that trained and have no entry in a ledger."""
+        unmeasured = [number for number, one in self._known.items() if not one.is_measured]
+        return sorted({*unmeasured, *self._untimed})
+
     def _doubts(self) -> list[str]:
         """Return what the records don't say."""
-        unmeasured = [number for number, one in self._known.items() if not one.is_measured]
-        unmeasured = sorted({*unmeasured, *self._untimed})
+        unmeasured = self._list_unmeasured()
         doubts = []
         if unmeasured:
             first = ", ".join(map(str, unmeasured[:5])) + (", ..." if len(unmeasured) > 5 else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import secrets
 from collections import Counter
@@ -82,6 +83,8 @@ _COUNTS: Final = {
     "keep": "keep=3 for the newest three; without it all stay",
     "keep_every": "keep_every=1000 for those of steps that it divides; without it none stays for its step",
 }
+#: From how many checkpoints on a training says that they stay for want of a metric.
+_MANY: Final = 16
 #: What lets nothing go that is committed.
 KEEP_ALL: Final = Retention()
 _ALL: Final = "To delete the whole run, delete its directory."
@@ -100,6 +103,35 @@ def _check_keep_best(keep_best: object, keep: int | None) -> None:
         case _:
             remedy = "Pass a metric, 'min' or 'max', and how many, such as ('eval_loss', 'min', 3)."
             raise err(Code.ARGUMENT, f"{keep_best!r} doesn't say what is best", where="keep_best=", remedy=remedy)
+
+
+def explain_no_space(error: CkptError, run: Store, retention: Retention) -> CkptError:
+    """Return the error of a save to a full store with what frees space in its run; any other error as it is.
+
+    Args:
+        run: rooted at the run.
+        retention: which checkpoints of the run stay.
+    """
+    if error.code != Code.NO_SPACE or error.remedy != Code.NO_SPACE.remedy:
+        return error
+    keep = retention.keep
+    if keep is None:
+        remedy = (
+            f"Without keep= this run keeps all its checkpoints: `ckptfmt gc {run.name} --keep 3` deletes all but the"
+            " newest three now, and Checkpointer(keep=3) does so after each save."
+        )
+    elif keep > 1 or retention.keep_every is not None or retention.keep_best is not None:
+        chosen = ", ".join(f"{name}={value!r}" for name, value in dataclasses.asdict(retention).items() if value)
+        remedy = (
+            f"This run was begun with {chosen}: `ckptfmt gc {run.name} --keep 1` deletes all but the newest checkpoint"
+            " now, and a Checkpointer that keeps less does so after each save."
+        )
+    else:
+        remedy = (
+            "This run keeps one checkpoint, and a save needs room for a second one until it is committed: free space"
+            f" outside of {run.name}."
+        )
+    return err(error.code, error.detail, where=error.where, requirement=error.requirement, remedy=remedy)
 
 
 def plan_retention(
@@ -277,7 +309,7 @@ def clean_up(
         launch: the launch that cleans; undecided directories of this one and of newer ones are left alone.
         retention: what stays of what is committed.
         known: what the caller has parsed before.
-        on_problem: called with a sentence where nothing can go for want of a metric.
+        on_problem: called with a sentence where nothing can go for want of a metric, and that is worth a line.
 
     Returns: the names of what was retired or given up.
     Raises: UnsupportedError(FEATURE_UNSUPPORTED) if the run has a feature that this cleaner doesn't know: then nothing
@@ -299,7 +331,7 @@ def clean_up(
             f" `ckptfmt repair {store.name}` has mended it"
         )
     if retention.keep_best is not None and not any(map(is_at_home, going)) and on_problem is not None:
-        problem = find_missing_metric(launches, entries, retention, retention.keep_best[0])
+        problem = find_missing_metric(launches, entries, retention, retention.keep_best[0], is_due=_is_worth_a_line)
         if problem is not None:
             on_problem(problem)
     is_shared = not {REFERENCED, LABELS}.isdisjoint(run.writer_features)
@@ -366,16 +398,45 @@ def _delete_ended_holds(store: Store, launch: int) -> None:
 
 
 def find_missing_metric(
-    launches: Sequence[Launch | LostLaunch], entries: list[RunEntry], retention: Retention, metric: str
+    launches: Sequence[Launch | LostLaunch],
+    entries: list[RunEntry],
+    retention: Retention,
+    metric: str,
+    *,
+    is_due: Callable[[int, str | None], bool] = lambda *_: True,
 ) -> str | None:
-    """Return a sentence where checkpoints stay only because none has the metric by which the best stay."""
+    """Return a sentence where checkpoints stay only because none has the metric by which the best stay.
+
+    Args:
+        metric: the metric of `keep_best`.
+        is_due: called with the number of checkpoints that stay for that reason, and with a metric of a similar name,
+            if there is one; returns whether there is something to say.
+    """
     lineage = [entry for entry in iter_lineage(launches, entries) if entry.manifest is not None]
     has_metric = any(entry.labels.number(metric) is not None for entry in lineage)
     without = plan_retention(launches, entries, dataclasses.replace(retention, keep_best=None))
-    if has_metric or not any(map(is_at_home, without)):
+    count = sum(map(is_at_home, without))
+    known = sorted({name for entry in lineage for name in entry.labels.metrics})
+    near = next(iter(difflib.get_close_matches(metric, known, n=1, cutoff=0.8)), None)
+    if has_metric or not count or not is_due(count, near):
         return None
-    known = ", ".join(sorted({name for entry in lineage for name in entry.labels.metrics})[:8]) or "none"
-    return f"keep_best= names the metric {metric!r}, which no checkpoint has, so all stay; their metrics: {known}"
+    meant = f"; did you mean {near!r}?" if near else ""
+    return (
+        f"keep_best= names the metric {metric!r}, which no checkpoint has, so {count} stay that keep= would let go;"
+        f" their metrics: {', '.join(known[:8]) or 'none'}{meant}"
+    )
+
+
+def _is_worth_a_line(count: int, near: str | None) -> bool:
+    """Return whether a training says that checkpoints stay for want of a metric.
+
+    A metric that is measured once an epoch comes later than the first saves: the line comes when many stay, and again
+    when twice as many do. Where checkpoints have a metric of a similar name, the metric was probably misspelt.
+
+    >>> [count for count in range(100) if _is_worth_a_line(count, None)], _is_worth_a_line(1, "loss")
+    ([16, 32, 64], True)
+    """
+    return near is not None or (count >= _MANY and count & (count - 1) == 0)
 
 
 def _retire_unread(
@@ -610,5 +671,5 @@ def tidy_up(
     try:
         removed = clean_up(store, run, launch=launch, retention=retention, known=known, on_problem=problems.append)
     except CkptError as error:
-        return [], str(error)
+        return [], f"clean-up stopped: {error}"
     return removed, "; ".join(problems)

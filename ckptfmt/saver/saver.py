@@ -38,7 +38,7 @@ from ckptfmt.documents.run import SAVERS, RunRecord
 from ckptfmt.errors import CkptError, Code, FormatError, IntegrityError, StoreError, encodable, err
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
-from ckptfmt.run.retention import tidy_up
+from ckptfmt.run.retention import explain_no_space, tidy_up
 from ckptfmt.saver.ledger_writer import end_entry, put_entry
 from ckptfmt.saver.request import OF_MANIFEST, SaveRequest
 from ckptfmt.saver.uploads import Uploads, bring_home
@@ -211,6 +211,8 @@ class _Work:
     def fail(self, error: Exception) -> None:
         """Tell trainer and other writers that the save has failed. Spec: REQ-CMT-004."""
         known = as_ckpt_error(error)
+        if self.is_in_run and self._run_store is not None:
+            known = explain_no_space(known, self._run_store, self.request.retention)
         self.tell_others(known)
         self._end("FAILED", known.as_json())
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
-from ckptfmt.errors import Code, err
+from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.memory import MemoryStore
 from ckptfmt.store.objects import ObjectStore, is_url
@@ -27,6 +27,7 @@ __all__ = [
     "address_of",
     "check_apart",
     "check_path",
+    "empty_path",
     "is_url",
     "local_path",
     "open_address",
@@ -60,12 +61,18 @@ def open_store(path_or_store: str | os.PathLike[str] | Store, *, writable: bool)
         return path_or_store
     path = os.fspath(path_or_store)
     if not path:
-        raise err(Code.ARGUMENT, "the path is empty")
+        raise empty_path("path")
     here = local_path(path)
     if here is None:
         return ObjectStore(path, writable=writable)
     _refuse_file(here, writable=writable)
     return LocalStore(here, writable=writable)
+
+
+def empty_path(where: str) -> CkptError:
+    """Return the error for a path that is an empty text, given the name of the argument."""
+    remedy = "Give the path of a directory or file, or a URL. Perhaps the path is from a variable that isn't set."
+    return err(Code.ARGUMENT, "the path is '', an empty text", where=where, remedy=remedy)
 
 
 def local_path(path: str | os.PathLike[str]) -> str | None:

@@ -416,7 +416,7 @@ class Background:
             return
         if state == "DONE":
             if message["problem"]:
-                _LOG.warning("clean-up stopped: %s", message["problem"])
+                _LOG.warning("%s", message["problem"])
             handle.tell_over(tuple(message["removed"]))
         elif state == "COMMITTED":
             origin = save.request.origin

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from ckptfmt.adapters import jax_side, torch_side
-from ckptfmt.adapters.context import find_differences, local_facts, plain_config, topology
+from ckptfmt.adapters.context import PROCESS_COUNTS, find_differences, local_facts, plain_config, topology
 from ckptfmt.adapters.data_loaders import UNREAD, UNREAD_SAMPLERS, may_load
 from ckptfmt.adapters.live import NO_SCHEDULE, Kind, Live, Unit, may_be_schedule, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint, prefix_of
@@ -136,16 +136,22 @@ def load_once(
         return plan_restore(state, load_plan, strict=strict)
 
     restoration = group.together(plan)
-    mine = {"leftover": sorted(restoration.leftover()), "unused": sorted(restoration.unused_renames())}
+    mine = {
+        "leftover": sorted(restoration.leftover()),
+        "unused": sorted(restoration.unused_renames()),
+        "idle": restoration.idle_patterns(),
+    }
     told = group.all_gather({"digest": checkpoint.digest, **mine})
     digests = {theirs["digest"] for theirs in told}
     if len(digests) > 1:
         raise err(Code.WRITERS_DIVERGED, f"the processes load {len(digests)} different checkpoints")
     leftovers = [{(kind, tuple(key)) for kind, key in theirs["leftover"]} for theirs in told]
-    unused = frozenset.intersection(*(frozenset(theirs["unused"]) for theirs in told))
+    unused, idle = (
+        frozenset.intersection(*(frozenset(theirs[name]) for theirs in told)) for name in ("unused", "idle")
+    )
 
     def check() -> Reading:
-        restoration.check(frozenset(set.intersection(*leftovers)), unused)
+        restoration.check(frozenset(set.intersection(*leftovers)), unused, idle)
         return restoration.plan_reading()
 
     reading = group.together(check)
@@ -159,7 +165,7 @@ def load_once(
 def was_not_asked(reason: str) -> bool:
     """Return whether what lowers a claim is no difference, but something that the caller didn't ask for.
 
-    >>> was_not_asked("process 1: not in State: data"), was_not_asked("worker_count: saved 2, here 1")
+    >>> was_not_asked("process 1: not in State: data"), was_not_asked("processes: saved 2, here 1")
     (True, False)
     """
     said = reason.partition(": ")[2] if reason.startswith(_OTHER) else reason
@@ -276,8 +282,9 @@ def _lacks(plan: LoadPlan, unit: Unit) -> bool:
 class Restoration:
     """A load that is planned and not yet done: `check`, `plan_reading`, then `apply`.
 
-    Workers agree on what none of them takes by intersecting their `leftover`, and on keys of `rename` that none has met
-    by intersecting their `unused_renames`; they give the results to `check`.
+    Workers agree on what none of them takes by intersecting their `leftover`, on keys of `rename` that none has met by
+    intersecting their `unused_renames`, and on patterns of `only` by intersecting their `idle_patterns`; they give the
+    results to `check`.
     """
 
     plan: LoadPlan
@@ -294,12 +301,22 @@ class Restoration:
         """Return the keys of `rename` that no live name of this worker has met."""
         return self.plan.renaming.unused()
 
-    def check(self, leftover: frozenset[tuple[str, TensorKey]], unused_renames: frozenset[str] = frozenset()) -> None:
+    def idle_patterns(self) -> list[str]:
+        """Return the patterns of `only` of which this worker takes nothing."""
+        return self.plan.list_idle_patterns(has_streams=self.state.rng is not False)
+
+    def check(
+        self,
+        leftover: frozenset[tuple[str, TensorKey]],
+        unused_renames: frozenset[str] = frozenset(),
+        idle_patterns: frozenset[str] = frozenset(),
+    ) -> None:
         """Raise what is wrong with this load. Raises: StateError.
 
         Args:
             leftover: what no worker takes.
             unused_renames: keys of `rename` that no worker has met.
+            idle_patterns: patterns of `only` of which no worker takes anything.
         """
         if unused_renames:
             raise err(
@@ -309,6 +326,7 @@ class Restoration:
                 remedy="The keys are names of the live state; the values are those in the checkpoint.",
             )
         self.plan.refuse_leftover(leftover)
+        self.plan.refuse_idle_patterns(idle_patterns)
         self.plan.check()
 
     def plan_reading(self) -> Reading:
@@ -566,8 +584,17 @@ def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
         if saved.pop(UNREAD_SAMPLERS, False):
             lowered.append(UNREAD)
             plan.reorders = True
-        lowered += [f"{path}: saved {before!r}, here {after!r}" for path, before, after in find_differences(saved, now)]
+        lowered += [f"{path}: saved {before!r}, here {after!r}" for path, before, after in _list_topology(saved, now)]
     return lowered
+
+
+def _list_topology(saved: dict[str, object], now: object) -> list[tuple[str, object, object]]:
+    """Return path, saved and live value of what differs; the number of processes once, if all its names agree."""
+    differences = find_differences(saved, now)
+    counts = [(before, after) for path, before, after in differences if path in PROCESS_COUNTS]
+    if len(counts) != len(PROCESS_COUNTS) or len(set(counts)) > 1:
+        return differences
+    return [("processes", *counts[0]), *(one for one in differences if one[0] not in PROCESS_COUNTS)]
 
 
 #: What a reason of another process begins with.

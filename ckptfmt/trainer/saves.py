@@ -32,7 +32,7 @@ from ckptfmt.errors import CkptError, Code, err, error_from_json
 from ckptfmt.group import Group, attempt
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
-from ckptfmt.run.retention import Retention, tidy_up
+from ckptfmt.run.retention import Retention, explain_no_space, tidy_up
 from ckptfmt.saver.ledger_writer import put_entry
 from ckptfmt.saver.request import SaveRequest
 from ckptfmt.state import State
@@ -107,6 +107,7 @@ class Target:
         launch: of the run; None outside of one.
         replace: whether to take the place of a checkpoint that is there.
         tidy_up: cleans up on writer 0 behind a commit made here and now; returns what it removed, and what stopped it.
+        explain: returns the error of a save with a remedy that fits the place.
     """
 
     store: Store
@@ -115,6 +116,7 @@ class Target:
     launch: Launch | None = None
     replace: bool = False
     tidy_up: Callable[[Known], tuple[list[str], str]] = lambda _: ([], "")
+    explain: Callable[[CkptError], CkptError] = lambda error: error
 
     @classmethod
     def in_run(
@@ -132,7 +134,8 @@ class Target:
             return tidy_up(store, run, launch=launch.launch, retention=retention, known=known)
 
         request = {"retention": retention, "writer_features": run.writer_features, "ledger": ledger}
-        return cls(store=place, check=check, request=request, launch=launch, tidy_up=clean)
+        explain = functools.partial(explain_no_space, run=store, retention=retention)
+        return cls(store=place, check=check, request=request, launch=launch, tidy_up=clean, explain=explain)
 
     @classmethod
     def alone(cls, store: Store, *, replace: bool) -> Target:
@@ -379,15 +382,18 @@ class Saves:
         return None
 
     def _save_inline(self, agreed: Agreed, handle: SaveHandle, target: Target) -> None:
-        manifest = write_and_commit(
-            target.store,
-            self._group,
-            agreed,
-            ownership=self._ownership,
-            deadline_s=self._options.deadline_s,
-            known=self._known,
-            replace=target.replace,
-        )
+        try:
+            manifest = write_and_commit(
+                target.store,
+                self._group,
+                agreed,
+                ownership=self._ownership,
+                deadline_s=self._options.deadline_s,
+                known=self._known,
+                replace=target.replace,
+            )
+        except CkptError as error:
+            raise target.explain(error) from error.__cause__
         handle.tell_copied()
         report = SaveReport.of(manifest, path=handle.path, reason="saved inline")
         handle.tell_state("COMMITTED", report)
@@ -396,7 +402,7 @@ class Saves:
         if self._group.writer == 0:
             removed, problem = target.tidy_up(self._known)
             if problem:
-                _LOG.warning("clean-up stopped: %s", problem)
+                _LOG.warning("%s", problem)
         handle.tell_over(tuple(removed))
 
     def _save_beside(

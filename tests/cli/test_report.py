@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import pathlib
+import random
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 import ckptfmt
 from ckptfmt.cli.charts import draw_lines, squarify
@@ -20,6 +22,7 @@ from ckptfmt.cli.run_picture import TreeCell, group_by_size
 from ckptfmt.documents.manifest import checkpoint_name
 from ckptfmt.errors import Code
 from tests.cli.made_up import MadeUpRun
+from tests.test_group import run_writers
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 with_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium isn't installed")
@@ -126,11 +129,22 @@ def test_tags_pins_and_metrics_are_there(page_of, tmp_path):
     assert f"The run goes on from {made.head}" in page.text
 
 
-def test_pieces_name_their_writers(page_of, run_path):
-    page, _ = page_of(run_path)
+def test_pieces_name_their_writers(page_of, tmp_path):
+    """Two processes, each with the rows of its own."""
 
-    assert "layers.0.w[0:12, 0:700] from writer 0, 32.8 KiB" in page.text
-    assert re.search(r"writer 0: \d+ pieces; weights 65\.6 KiB", page.text)
+    def save(writer):
+        rows = {(6 * writer, 0): np.zeros((6, 700), np.float32)}
+        state = ckptfmt.State(weights={"w": ckptfmt.source_of("w", rows, global_shape=(12, 700))}, rng=False)
+        place, workers = tmp_path / "run", (writer, 2)
+        checkpointer = ckptfmt.Checkpointer(place, state, writer=workers, agree="pieces", saver="inline")
+        checkpointer.restore()
+        checkpointer.save(step=1)
+        checkpointer.close()
+
+    assert run_writers(2, save) == [None, None]
+    page, _ = page_of(tmp_path / "run")
+    assert "w[6:12, 0:700] from writer 1, 16.4 KiB" in page.text
+    assert re.search(r"writer 0: 1 piece; weights 16\.4 KiB", page.text)
 
 
 def test_json_has_the_same(call_json, run_path):
@@ -177,6 +191,57 @@ def test_a_run_without_checkpoints_has_a_page(page_of, tmp_path):
 # Against another run
 
 
+def test_the_report_of_one_writer_has_no_identical_strips(page_of, tmp_path):
+    """One process stored each tensor in one piece: the strips said that twenty times."""
+    trajectory(tmp_path / "alone", steps=1)
+    page, _ = page_of(tmp_path / "alone")
+    assert "writers" in page.ids
+    assert "pieces" not in page.ids
+    assert "Pieces of the largest tensors" not in page.text
+
+
+def test_without_a_ledger_the_share_of_training_is_unknown(page_of, call, call_json, tmp_path):
+    """It was 100.0 %: all that the saves show is from the first one to the last one."""
+    trajectory(tmp_path / "run")
+    page, _ = page_of(tmp_path / "run")
+    said = "unknown: no ledger was kept; Checkpointer(ledger=True) keeps one"
+    assert f"Goodput, the share of training that counts: {said}." in page.text
+    assert "100.0" not in page.text
+    assert call_json("goodput", tmp_path / "run")[1]["goodput"] is None
+    out = call("goodput", tmp_path / "run")[1]
+    assert f"goodput {said}" in " ".join(out.split())
+    assert "100.00 %" not in out
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ("data", "the runs took other samples between step 3 and it"),
+        ("rng", "one of the runs drew other random numbers between step 3 and it"),
+        ("weights", "by a state that isn't saved, by the contents of the samples, or by kernels"),
+    ],
+)
+def test_the_cause_of_a_divergence_is_named_as_far_as_it_shows(changed, cause, call, tmp_path):
+    for name, differs in (("one", False), ("other", True)):
+        weights, stream = {"w": np.zeros(8, np.float32)}, np.random.default_rng(1)
+        state = ckptfmt.State(weights=weights, data={"position": 0}, rng={"own": stream})
+        np.random.seed(0)  # noqa: NPY002 - the stream that every state has
+        random.seed(0)
+        torch.manual_seed(0)
+        with ckptfmt.Checkpointer(tmp_path / name, state, every=1, saver="inline") as checkpointer:
+            for step in checkpointer.steps(4):
+                part = differs and step == 3
+                weights["w"] += 2 if part else 1
+                state.data = {"position": step + 9 * (part and changed == "data")}
+                if part and changed == "rng":
+                    stream.random()
+    code, out, _ = call("report", tmp_path / "one", "--html", tmp_path / "p.html", "--against", tmp_path / "other")
+    text = " ".join(out.split())
+    assert code == 0
+    assert "The first difference is weights:w at step 4: 8 of 8 elements differ, by at most 1" in text
+    assert cause in text
+
+
 def trajectory(path, *, steps=6, part_at=None):
     """Train a run without a framework; from a step on, one tensor takes another way, and a second one step later."""
     weights = {"a.w": np.zeros(64, np.float32), "b.w": np.zeros(8, np.float32)}
@@ -214,6 +279,9 @@ def test_two_trajectories_part_at_a_step_tensor_by_tensor(page_of, call, call_js
     path = tmp_path / "page.html"
     code, out, _ = call("report", tmp_path / "one", "--html", path, "--against", tmp_path / "other")
     assert (code, "the same up to step 3, and different from step 4 on" in out) == (0, True)
+    assert "The first difference is weights:a.w at step 4: 1 of 64 elements differ, by at most 0.001" in " ".join(
+        out.split()
+    )
     page = Page(path.read_text("utf-8"))
     assert "divergence" in page.ids
     assert "the same up to step 3, and different from step 4 on" in page.text

@@ -54,7 +54,7 @@ def outcome(steps=60, **changes):
         samples_wrong="",
         sample_count=steps * settings.global_batch,
         claim="S1",
-        lowered_by=("world_size: saved 2, here 3",),
+        lowered_by=("processes: saved 2, here 3",),
     )
     killed = tuple(step for step in saves if step < settings.killed_step)
     strips = (

@@ -123,7 +123,7 @@ class TestStreams:
         assert said[2]["after"] == said[2]["fresh"]
         for rank in said:
             assert rank["claim"] == "S0"
-            assert "streams of 2 workers, loaded by 3" in rank["downgrades"]
+            assert [line for line in rank["downgrades"] if "STREAM_MISSING at rng (lw/2)" in line]
         assert any("STREAM_MISSING" in line and "torch.cpu" in line for line in said[2]["downgrades"])
 
     def test_fewer_are_an_error_too(self, two, scratch):

@@ -202,7 +202,7 @@ def test_a_metric_that_no_checkpoint_has_lets_nothing_go(ten):
     removed, problem = tidy_up(ten.store, ten.run, launch=1, retention=scarce)
     assert removed == []
     assert "'los'" in problem
-    assert "their metrics: loss" in problem
+    assert "their metrics: loss; did you mean 'loss'?" in problem
     run.set_metrics(20, {"los": 0.5})
     removed, problem = tidy_up(ten.store, ten.run, launch=1, retention=scarce)
     assert (len(removed), problem) == (8, "")

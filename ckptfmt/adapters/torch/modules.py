@@ -386,7 +386,7 @@ def plan_entry(plan: LoadPlan, entry: Entry, field: str) -> None:
         if saved is None:
             plan.miss(field, live, _not_saved(live, names[0], tensor), shape=tuple(tensor.shape))
             continue
-        fill(plan, tensor, saved, name=live)
+        fill(plan, tensor, saved, field=field, name=live)
         plan.note_destination(saved, live, names[0])
         _plan_tied(plan, names, saved)
 

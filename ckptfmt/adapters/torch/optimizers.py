@@ -212,7 +212,7 @@ def _plan_options(  # noqa: PLR0917 - all of it is what a group is
         # What a scheduler has change from step to step isn't worth a word.
         is_told = key in _FLAGS or not (is_scheduled and key in _SCHEDULED)
         if is_told and key in group and _differs(live, value):
-            plan.notes.append(f"{where}: {key}: {live!r} here, {value!r} as saved, which is taken; see override=")
+            plan.note_option(where, key, live, value)
         if isinstance(live, torch.Tensor) and isinstance(value, int | float):
             plan.actions.append(functools.partial(_fill, live, value))
         else:
