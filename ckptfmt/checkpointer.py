@@ -35,6 +35,7 @@ from ckptfmt.trainer.peers import PeerOptions
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, mark_streams, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target
 from ckptfmt.trainer.talking import Talk
+from ckptfmt.trainer.witness import Witness
 
 if TYPE_CHECKING:
     from ckptfmt.trainer.triggers import Triggers
@@ -114,12 +115,12 @@ class Checkpointer:
         stop_deadline_s: how long that may take, in seconds; also the longest wait for processes that don't come any
             more, where the signal is torchrun's, since one of them was lost.
         triggers: `Triggers`, which notice that the training goes wrong, and say what then happens.
+        witness: whether to record a few bytes of each step beside the run, and to compare the steps that are done again
+            behind a resume: the claim T1 is then verified, or refuted with the first difference and its cause.
 
     Attributes:
         step: training steps done. To assign it says so, as `end_step` does, and saves nothing.
         launch: this start's record; None before `choose` or `restore`.
-        load_report: the report of restoring, or of loading what the run begins from; None if there was neither. It
-            claims T1 once the RNG streams are put back, at the earliest.
         passed_over: why newer ones than the restored checkpoint weren't taken, a sentence each: checkpoints that aren't
             valid, and saves that a living saver hadn't committed by the deadline.
         stopped: whether the run ends because of a signal, and is saved; or because of an alarm.
@@ -135,7 +136,7 @@ class Checkpointer:
     #: The checkpoint that this launch resumes from; open until the RNG streams are put back.
     _checkpoint: Checkpoint | None = None
     launch: Launch | None = None
-    load_report: LoadReport | None = None
+    _load_report: LoadReport | None = None
     passed_over: list[str]
 
     def __init__(
@@ -174,6 +175,7 @@ class Checkpointer:
         stop_on: Iterable[int] = (),
         stop_deadline_s: float = 30.0,
         triggers: Triggers | None = None,
+        witness: bool = True,
     ) -> None:
         cadence, signals, self._resume = parse_every(every), StopSignals(stop_on, deadline_s=stop_deadline_s), resume
         self._init, self._retention = InitFrom.of(init_from), Retention.of(keep, keep_every, keep_best)
@@ -196,13 +198,23 @@ class Checkpointer:
         self._group: Group = make_group(writer, agree, self._store, deadline_s=deadline_s, stop_end_s=signals.end_s)
         meters, self.passed_over = make_meters(every, mtbf, self._group, options.cache, ledger=ledger), []
         self._count, self._pace = StepCount(state), Pace(self._group, cadence, meters, signals, triggers)
+        self._witness = Witness(self._group, is_on=witness)
         self._saves, self._talk = Saves(self._store, self._group, options, mirrors), Talk(self._group.writer)
         self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = self.stopped = False
 
     @property
     def reports(self) -> tuple[str, ...]:
         """Sentences on what saves do otherwise than was asked for, such as fewer slots for want of memory."""
-        return tuple(self._saves.reports)
+        return (*self._saves.reports, *self._witness.reports)
+
+    @property
+    def load_report(self) -> LoadReport | None:
+        """The report of restoring, or of loading what the run begins from; None if there was neither.
+
+        It claims T1 once the RNG streams are put back, at the earliest. Its claim is expected until steps that are done
+        twice were compared; then it is verified, or refuted.
+        """
+        return self._witness.update(self._load_report)
 
     @property
     def alarm(self) -> str | None:
@@ -244,6 +256,7 @@ class Checkpointer:
             self._saves.close(deadline_s=self._pace.rest_s(self._deadline_s), quietly=quietly)
         finally:
             self._pace.meters.close(self.step)
+            self._witness.close()
             self._talk.close()
 
     def choose(self) -> Checkpoint | None:
@@ -342,6 +355,14 @@ class Checkpointer:
         self._pace.begin()
         self._pace.meters.note_begun(self.step)
         self._has_begun = True
+        assert self.launch is not None  # noqa: S101 - restore() takes one
+        self._witness.begin(self._store, self.launch, self.step, self._load_report, self._count.state)
+
+    def _begin_itself(self) -> None:
+        """Put the RNG streams back as the first step begins, where the program didn't."""
+        if not self._has_begun:
+            self._witness.restores_streams_itself = True
+            self.restore_rng()
 
     def steps(self, total: int) -> Iterator[int]:
         """Yield the number of each step still to do, from the steps done up to `total`; save after the loop's body.
@@ -352,11 +373,12 @@ class Checkpointer:
         Raises: as `restore` and `save`; StateError(ARGUMENT) for a total that isn't a number of steps.
         """
         check_step(total, where="steps()")
-        self.restore_rng()
+        self._begin_itself()
         if self.step >= total:
             self._talk.say("nothing is left to do: %d of %d steps are done", self.step, total)
         try:
             while self.step < total and not self.stopped:
+                self._witness.begin_step(self.step, self._count.state)
                 with self._count.body():
                     yield self.step
                 self._end_step(self.step + 1, total)
@@ -375,10 +397,24 @@ class Checkpointer:
 
         Raises: as `restore` and `save`.
         """
-        self.restore_rng()
+        self._begin_itself()
+        self._witness.begin_step(self.step, self._count.state)
         with self._count.body():
             yield self.step
         self._end_step(self.step + 1)
+
+    def observe(self, *, loss: object = None, grad_norm: object = None, batch: object = None) -> None:
+        """Show numbers of the step that is under way to the witness, which compares all their bits.
+
+        Losses tell the cause of a difference: a step with the same samples and another loss has a state that isn't in
+        `State`. A step that calls it several times, such as once for each micro-batch, shows all of them in order.
+
+        Args:
+            loss: a number, or a tensor of one element; one on a device isn't waited for.
+            grad_norm: the norm of the gradients; likewise.
+            batch: tensors, or containers of tensors, of which chosen elements are compared.
+        """
+        self._witness.observe(loss=loss, grad_norm=grad_norm, batch=batch)
 
     def end_step(
         self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None, tags: Iterable[str] = ()
@@ -465,6 +501,7 @@ class Checkpointer:
         self, step: int, total: int | None = None, *, label: Callable[[], Labels] | None = None
     ) -> SaveHandle | None:
         more = self._count.tell(step)
+        self._witness.end_step(self.step, self._count.state)
         self._pace.beat()
         if not self._is_prepared:
             self._saves.prepare(self._count.state)
@@ -496,8 +533,10 @@ class Checkpointer:
         has_failed = self._handle is not None and self._handle.state == "FAILED"
         noticed, failure = self._pace.look()
         answer = {"step": self.step, "done": self._saved_step == self.step, "failed": has_failed, **noticed}
+        answer["witness"] = self._witness.answer()
         told = self._group.agree(error or failure, answer)
         self._pace.hear(self.step, told)
+        self._witness.hear([theirs["witness"] for theirs in told])
         # A step whose save failed, on any process, may be saved again, by all.
         return any(theirs["failed"] or not theirs["done"] for theirs in told)
 
@@ -528,6 +567,7 @@ class Checkpointer:
         )
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
+            self._witness.note_saved(self.step, self._count.state)
             self._pace.meters.note_save(handle)
         self._pace.note_save(next_step=self.step + 1)
         return handle
@@ -562,16 +602,16 @@ class Checkpointer:
             self._saves.begin_replicas(taken.launch, nodes)
 
     def _load(self, checkpoint: Checkpoint, state: State) -> None:
-        self.load_report = load_once(state, checkpoint, self._group, **self._choices, streams=False, share=self._share)
+        self._load_report = load_once(state, checkpoint, self._group, **self._choices, streams=False, share=self._share)
         carry_init(checkpoint, state, self._group)
         self._count.go_to(checkpoint.step, mark_streams(state, self._group))
         self._is_whole, self._saved_step = True, checkpoint.step
         _LOG.debug("step %d restored from %s; random-number streams come last", self.step, checkpoint.title)
-        self._talk.tell_changed(self.load_report)
+        self._talk.tell_changed(self._load_report)
 
     def _begin_from(self, init: InitFrom, state: State) -> None:
         checkpoint = self._group.together(lambda: open_checkpoint(init.path, digest=init.digest))
-        self.load_report = init.load(state, checkpoint, self._group, share=self._share)
+        self._load_report = init.load(state, checkpoint, self._group, share=self._share)
         assert self.launch is not None  # noqa: S101 - restore() chooses first
         if init.is_whole:
             self._checkpoint, self._is_whole = checkpoint, True
@@ -590,9 +630,9 @@ class Checkpointer:
         checkpoint.close()
         self._checkpoint = None
         self._count.is_streamless = False
-        assert self.load_report is not None  # noqa: S101 - what has RNG streams to put back was loaded
-        self.load_report = claim_of_all(self.load_report.with_streams((*drawn, *found)), self._group)
+        assert self._load_report is not None  # noqa: S101 - what has RNG streams to put back was loaded
+        self._load_report = claim_of_all(self._load_report.with_streams((*drawn, *found)), self._group)
         assert self.launch is not None  # noqa: S101 - restore() chooses first
         name = checkpoint.store.name
         source = f"launch {checkpoint.manifest.origin.launch} ({name})" if self.launch.resume_from else name
-        self._talk.tell_resumed(self.launch, source, self.load_report, harmless=state.harmless)
+        self._talk.tell_resumed(self.launch, source, self._load_report, harmless=state.harmless)

@@ -111,6 +111,21 @@ def may_be_schedule(name: str, value: object) -> bool:
     return (isinstance(value, Mapping) and "last_epoch" in value) or any(may_be_schedule("", one) for one in inner)
 
 
+def iter_tensors(state: State) -> Iterator[tuple[str, Any]]:
+    """Yield the torch tensors of modules and mappings of a state, each with its place; nothing without torch.
+
+    These are parameters, buffers, and tensors in trees. The state of optimizers isn't among them.
+    """
+    side: Any = torch_side()
+    for unit in walk(state, worker=0) if side is not None else ():
+        place = place_of(unit.field, unit.name)
+        if unit.kind is Kind.MODULE:
+            for found in (unit.value.named_parameters(), unit.value.named_buffers()):
+                yield from ((f"{place}.{name}", tensor) for name, tensor in found)
+        elif unit.kind is Kind.TREE:
+            yield from ((f"{unit.field}:{name}", tensor) for name, tensor in _tensors(side, unit))
+
+
 class _Walker:
     def __init__(self, own_scope: str) -> None:
         self.own_scope = own_scope

@@ -29,9 +29,11 @@ from ckptfmt.commit.waiting import describe_savers, launches_of, list_held
 from ckptfmt.documents.durability import HOME
 from ckptfmt.documents.manifest import Abort, Manifest, Tombstone
 from ckptfmt.documents.run import Launch, RunRecord
+from ckptfmt.documents.witness import WitnessRecord
 from ckptfmt.errors import CkptError, StoreError
 from ckptfmt.run.catalog import state_of
 from ckptfmt.run.lineage import LostLaunch, RunEntry, iter_lineage, list_checkpoints, read_run
+from ckptfmt.run.step_log import read_verdicts
 
 T = TypeVar("T")
 
@@ -99,6 +101,7 @@ class History:
         nbytes: size of each entry in bytes: of what its manifest says it stores itself, else of the files that are
             there.
         pending: names of what savers held before the registers were read.
+        verdicts: those on the steps that launches did again, by the launch's number.
         problems: why records couldn't be read.
     """
 
@@ -109,6 +112,7 @@ class History:
     lineage: list[str]
     nbytes: dict[str, int]
     pending: list[str]
+    verdicts: dict[int, WitnessRecord]
     problems: list[CkptError]
 
     @property
@@ -151,6 +155,7 @@ def read_history(place: Place) -> History:
         lineage=[entry.name for entry in iter_lineage(records, entries)],
         nbytes={entry.name: entry_nbytes(place.store, entry) for entry in entries},
         pending=pending,
+        verdicts=read_verdicts(place.store),
         problems=problems
         + [entry.register.below(entry.name) for entry in entries if isinstance(entry.register, CkptError)]
         + [entry.record for entry in entries if isinstance(entry.record, CkptError)],
@@ -191,9 +196,20 @@ def run_members(place: Place, history: History) -> dict[str, object]:
             )
             for entry in history.entries
         ],
-        "launches": [dataclasses.asdict(launch) for launch in reversed(history.launches)],
+        "launches": [
+            {**dataclasses.asdict(launch), "witness": _verdict_members(history.verdicts.get(launch.launch))}
+            for launch in reversed(history.launches)
+        ],
         "problems": [problem.as_json() for problem in history.problems],
     }
+
+
+def _verdict_members(verdict: WitnessRecord | None) -> dict[str, object] | None:
+    """Return the verdict on a launch's steps as members; None where there is none."""
+    if verdict is None:
+        return None
+    members = dataclasses.asdict(verdict)
+    return {name: value for name, value in members.items() if name not in ("run_id", "launch")}
 
 
 def _entry_members(
@@ -314,7 +330,9 @@ def _delta_text(manifest: Manifest) -> str:
 def _print_launches(console: Console, history: History) -> None:
     if not history.launches:
         return
-    rows: list[list[Cell | str]] = [[(text, "dim") for text in ("launch", "chosen by", "resumed from", "")]]
+    rows: list[list[Cell | str]] = [
+        [(text, "dim") for text in ("launch", "chosen by", "resumed from", "", "steps done again")]
+    ]
     present = {entry.name for entry in history.entries}
     for launch in reversed(history.launches):
         resume = launch.resume_from
@@ -328,10 +346,24 @@ def _print_launches(console: Console, history: History) -> None:
                     f"{_short(resume.digest)}{', which is gone' if gone else ''}" if resume is not None else "",
                     "dim",
                 ),
+                _verdict_cell(history.verdicts.get(launch.launch)),
             ]
         )
     console.line()
     console.table(rows, right=(0,), indent=0)
+    for number, verdict in sorted(history.verdicts.items()):
+        if verdict.verdict == "refuted":
+            console.line()
+            console.line(("launch", "red bold"), f" {number} is {clean(verdict.summary)}")
+
+
+def _verdict_cell(verdict: WitnessRecord | None) -> Cell:
+    """Return the verdict on a launch's steps, in two words."""
+    if verdict is None or verdict.verdict == "expected":
+        return "", "dim"
+    if verdict.verdict == "refuted":
+        return f"refuted at step {verdict.first_step if verdict.difference is None else verdict.difference.step}", "red"
+    return verdict.summary, "green"
 
 
 def _print_problems(console: Console, history: History) -> None:

@@ -262,10 +262,11 @@ def _launches(picture: RunPicture) -> Iterator[str]:
             str(launch.launch),
             launch_text(launch).partition(" ")[2].partition(" ")[2],
             "" if launch.first_step is None else f"{launch.first_step} to {launch.last_step}",
+            launch.verdict or "",
         )
         for launch in picture.launches[-_MARKED_ROWS:]
     ]
-    yield from _table(("launch", "", "its saves, by step"), rows)
+    yield from _table(("launch", "", "its saves, by step", "steps done again"), rows)
     if len(picture.launches) > _MARKED_ROWS:
         yield _paragraph(f"The newest {_MARKED_ROWS} of {len(picture.launches)} launches.", "note")
 

@@ -101,6 +101,7 @@ class LaunchFacts:
         reached_step: the greatest step that it committed, or that it began with.
         back_from: the launch before, where that had reached a greater step than this one began with.
         back_steps: how many steps greater.
+        verdict: the outcome of the steps that it did again, in a sentence; None where none was compared.
     """
 
     launch: int
@@ -113,6 +114,7 @@ class LaunchFacts:
     reached_step: int
     back_from: int | None
     back_steps: int
+    verdict: str | None = None
 
     @property
     def begin_step(self) -> int:
@@ -303,6 +305,7 @@ def _list_launches(history: History, saves: Iterable[SaveFacts]) -> tuple[Launch
                 reached_step=max([begin_step, *(save.step for save in own if save.was_committed)]),
                 back_from=before.launch if before is not None and back_steps else None,
                 back_steps=back_steps,
+                verdict=history.verdicts[number].summary if number in history.verdicts else None,
             )
         )
     return tuple(launches)

@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Final
 
+import numpy as np
+
 from ckptfmt import limits
 from ckptfmt.data.course import COUNTS, EMPTY, HOLE, Course, Stretch, add_ledgers, check_order
-from ckptfmt.data.shuffle import sample_indices
+from ckptfmt.data.shuffle import mix64, sample_indices
 from ckptfmt.data.workers import check_worker, count_primed, distributed_worker
 from ckptfmt.documents.cursor import (
     BatchPlan,
@@ -93,6 +95,8 @@ class _Progress:
     #: The ledger of the positions before `counted_to`.
     counted: Ledger = EMPTY
     counted_to: int = 0
+    #: The parts of this worker that were read, of steps that aren't done, by step.
+    drawn: dict[int, Stretch] = dataclasses.field(default_factory=dict)
 
 
 class Sampler:
@@ -330,8 +334,28 @@ class Sampler:
             raise err(Code.ARGUMENT, f"{self.steps_done} steps are done; the cursor doesn't go back to {step}")
         self._progress.told = True
         self._progress.steps_done = step
+        drawn = self._progress.drawn
+        for old in [number for number in drawn if number < step - 1]:
+            del drawn[old]
         if self.position - self._progress.counted_to >= _LEDGER_LAG:
             self._count()
+
+    def samples_digest(self, step: int) -> int | None:
+        """Return a digest of this worker's samples of a step, whatever their order; None where nobody asked for them.
+
+        It is that of the samples that were handed out, by iterating or by `indices`. Digests of several workers add up,
+        modulo 2^64, to the same sum for any number of workers. A witness compares the digests of steps done twice.
+
+        Args:
+            step: the last step that is done, or a later one; counted over the whole run from 0.
+        """
+        part = self._progress.drawn.get(step)
+        if part is None:
+            return None
+        present = part.uses != HOLE
+        keys = part.samples[present].astype(np.uint64)
+        keys += part.sources[present].astype(np.uint64) << np.uint64(56)
+        return int((mix64(keys) + part.epochs[present]).sum(dtype=np.uint64))
 
     def begin_at(self, step: int) -> None:
         """Say that the run has done `step` steps without this sampler, whose first batch comes next.
@@ -513,7 +537,10 @@ class Sampler:
         self._progress.read = True
         number, count = self._worker or distributed_worker()
         check_worker((number, count), size // self._micro_batches)
-        return self._course.stretch(position + number * size // count, position + (number + 1) * size // count)
+        part = self._course.stretch(position + number * size // count, position + (number + 1) * size // count)
+        if step >= self.steps_done and len(self._progress.drawn) <= _AHEAD_MAX:
+            self._progress.drawn[step] = part
+        return part
 
     def _count(self) -> None:
         progress = self._progress

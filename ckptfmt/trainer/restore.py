@@ -22,6 +22,7 @@ from ckptfmt.documents.cursor import KIND as CURSOR_KIND
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import find_difference, parse_tree
+from ckptfmt.documents.witness import Verdict, WitnessRecord
 from ckptfmt.errors import Code, err
 from ckptfmt.group import Group
 from ckptfmt.read.reader import Checkpoint
@@ -33,6 +34,8 @@ from ckptfmt.trainer.one_save import LOCAL_TOPOLOGY
 
 #: The levels of claims, from the least on.
 CLAIMS: Final = ("S0", "S1", "T1")
+#: The claim of a launch that was to be the same trajectory and isn't.
+REFUTED: Final = "refuted"
 #: Fields that are loaded; the others are compared, or put back as streams.
 _LOADED: Final = ("weights", "optimizer", "data")
 #: How many differences of the configuration are told one by one.
@@ -50,7 +53,8 @@ class LoadReport:
     Attributes:
         step: training steps done.
         digest: of the manifest.
-        claim: ``T1`` same trajectory bit by bit; ``S1`` same order of samples, each once; ``S0`` same bytes.
+        claim: ``T1`` same trajectory bit by bit; ``S1`` same order of samples, each once; ``S0`` same bytes;
+            ``refuted`` where T1 was expected and a step that was done twice came out otherwise.
         lowered_by: why the claim isn't T1: what differs; and, as ``not in State: ...`` and ``left out by only=: ...``,
             what wasn't asked for.
         downgrades: tensors and values that were loaded in another way than saved; among `lowered_by`.
@@ -61,6 +65,11 @@ class LoadReport:
         reads: how much was read for it, by this process.
         renamed: live name and saved name, each with its field, of tensors and values that were saved under another one.
         left_count: how many live tensors and values of this process `only` left as they were.
+        verified_steps: the number of steps that were done twice and are identical. As long as there is none, `claim` is
+            expected: deduced from the state, and not measured.
+        compared: the members of these steps that were compared, in words.
+        refuted_by: the first difference of a step that was done twice, where T1 was expected; then `claim` is
+            ``refuted``.
     """
 
     step: int
@@ -74,13 +83,39 @@ class LoadReport:
     reads: ReadReport
     renamed: tuple[tuple[str, str], ...]
     left_count: int
+    verified_steps: int = 0
+    compared: tuple[str, ...] = ()
+    refuted_by: str | None = None
+
+    @property
+    def evidence(self) -> Verdict:
+        """Where the claim comes from: ``expected`` (deduced from the state), ``verified`` or ``refuted`` by steps."""
+        if self.refuted_by is not None:
+            return "refuted"
+        return "verified" if self.verified_steps else "expected"
 
     def __repr__(self) -> str:
         told = [reason for reason in self.lowered_by if was_not_asked(reason)]
         reasons = [reason for reason in self.lowered_by if not was_not_asked(reason)]
         told += [f"lowered by {len(reasons)}: {reasons[0]}"] if reasons else []
         told += [f"and {len(reasons) - 1} more in lowered_by"] if len(reasons) > 1 else []
-        return f"LoadReport({'; '.join([f'step={self.step}, claim={self.claim!r}', *told])})"
+        return f"LoadReport({'; '.join([f'step={self.step}, claim={self.claim!r}, {self._evidence_text()}', *told])})"
+
+    def _evidence_text(self) -> str:
+        if self.refuted_by is not None:
+            return f"refuted by {self.refuted_by}"
+        return f"verified over {self.verified_steps} steps" if self.verified_steps else "expected"
+
+    def with_witness(self, record: WitnessRecord) -> LoadReport:
+        """Return the report with the verdict of a witness."""
+        refuted_by = record.difference.text if record.verdict == "refuted" and record.difference else None
+        return dataclasses.replace(
+            self,
+            claim=self.claim if refuted_by is None else REFUTED,
+            verified_steps=record.step_count,
+            compared=record.compared,
+            refuted_by=refuted_by,
+        )
 
     def with_streams(self, found: Iterable[str] = ()) -> LoadReport:
         """Return the report once the RNG streams are put back, too, and what was found to differ then."""

@@ -70,7 +70,7 @@ class Talk:
         differences = [(path, f"{path} {old!r} -> {new!r}") for path, old, new in report.config_differences]
         decisive = [text for path, text in differences if not _lies_under(path, harmless)]
         others = [text for path, text in differences if _lies_under(path, harmless)]
-        text = f"launch {launch.launch} goes on from step {report.step} of {source}: claim {report.claim}"
+        text = f"launch {launch.launch} goes on from step {report.step} of {source}: claim {_claim_text(report.claim)}"
         text += "".join(f" ({reason})" for reason in left)
         text += f", lowered by: {_first(reasons)}" if reasons else ""
         text += f"; config: {_first(decisive)}" if decisive else ""
@@ -78,6 +78,11 @@ class Talk:
         self.say("%s", text, level=logging.WARNING if left or reasons or decisive else logging.INFO)
         for reason in report.lowered_by:
             _LOG.debug("lowers the claim: %s", reason)
+
+
+def _claim_text(claim: str) -> str:
+    """Return a claim as it may be said before any step: bytes are verified, a course of steps is expected."""
+    return claim if claim == "S0" else f"{claim} expected"
 
 
 def _first(texts: list[str]) -> str:

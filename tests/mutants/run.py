@@ -11,9 +11,11 @@ from typing import Any
 from unittest import mock
 
 from ckptfmt import api
+from ckptfmt.adapters.torch import fingerprints
 from ckptfmt.commit import decision as commit
 from ckptfmt.documents.manifest import MANIFEST_NAME, Manifest, Origin, parse_checkpoint_name
 from ckptfmt.documents.run import RUN_NAME
+from ckptfmt.documents.witness import StepsHeader
 from ckptfmt.read import verify
 from ckptfmt.read.cached import CachedStore
 from ckptfmt.read.reader import Checkpoint
@@ -21,14 +23,25 @@ from ckptfmt.read.report import Report
 from ckptfmt.read.verified_files import VerifiedFile
 from ckptfmt.run import compaction as compact
 from ckptfmt.run import lineage, mirror, node_cache, scrub, spent_time
+from ckptfmt.run.step_log import StepLog
 from ckptfmt.saver import saver, uploads
 from ckptfmt.saver.saver import Saver
 from ckptfmt.store.direct import make_memory
 from ckptfmt.store.local import LocalStore
 from ckptfmt.store.protocol import PAGE_NBYTES, RangeReader, Store
-from ckptfmt.trainer import launching, peers
+from ckptfmt.trainer import launching, peers, repeated_steps
 from ckptfmt.trainer import one_save as saving
+from ckptfmt.trainer.comparing import Comparison
+from ckptfmt.trainer.repeated_steps import RepeatedSteps
 from tests.mutants.mutant import Mutant, replaced, rewritten
+
+
+def _refuse_header(_right: Any, _content: bytes) -> Any:
+    raise ValueError("a header that can't be read")
+
+
+def _all_but_one(right: Any, named: Any) -> Any:
+    yield from list(right(named))[:-1]
 
 
 def _all_settled(right: Any, *arguments: Any) -> Any:
@@ -376,6 +389,41 @@ MUTANTS = {
         fault="gives up where an entry of the ledger can't be read",
         patch=rewritten(spent_time._read_entry, "return error", "raise error"),
         tests=("test_ledger.py::test_an_entry_that_can_not_be_read_stops_nothing",),
+    ),
+    "steps_recorded_at_the_end": Mutant(
+        clauses=("REQ-RUN-061",),
+        fault="keeps the records of steps until the launch ends",
+        patch=replaced(StepLog, "put", lambda *_: None),
+        tests=("witness/test_witness.py::test_record_of_a_step_is_in_the_file_before_the_next_step",),
+    ),
+    "step_logs_needed": Mutant(
+        clauses=("REQ-RUN-062",),
+        fault="gives up where the step log of an earlier launch is damaged",
+        patch=replaced(StepsHeader, "parse", _refuse_header),
+        tests=("witness/test_witness.py::test_damaged_log_of_an_earlier_launch_costs_the_comparison_alone[header]",),
+    ),
+    "witness_that_looks_at_nothing": Mutant(
+        clauses=("REQ-RUN-060",),
+        fault="compares no member of two records of a step",
+        patch=replaced(repeated_steps, "compare_steps", lambda *_, **__: Comparison(compared=())),
+        tests=(
+            "witness/test_witness.py::test_cause_of_a_difference_is_named_as_far_as_it_shows[draw]",
+            "witness/test_witness.py::test_steps_done_again_are_identical_and_said_to_be",
+        ),
+    ),
+    "witness_that_compares_with_itself": Mutant(
+        clauses=("REQ-RUN-060",),
+        fault="compares a step with its own record",
+        patch=rewritten(
+            RepeatedSteps.compare, "earlier, earlier_header = reference", "earlier, earlier_header = record, header"
+        ),
+        tests=("witness/test_witness.py::test_cause_of_a_difference_is_named_as_far_as_it_shows[moments]",),
+    ),
+    "fingerprint_that_misses_a_tensor": Mutant(
+        clauses=("REQ-RUN-060",),
+        fault="leaves the last tensor out of the digest of the weights",
+        patch=replaced(fingerprints, "_iter_usable", _all_but_one),
+        tests=("witness/test_witness.py::test_each_tensor_convicts_by_itself",),
     ),
     "replica_on_the_same_node": Mutant(
         clauses=("REQ-RUN-039",),

@@ -25,6 +25,7 @@ from ckptfmt.documents.packed import Columns, dump_packed, dump_strings, parse_p
 from ckptfmt.documents.part import PACK_HEADER, Part, parse_failure
 from ckptfmt.documents.run import LabelsRecord, Launch, Pins, RunRecord
 from ckptfmt.documents.shard import dump_shard_header, parse_shard_header
+from ckptfmt.documents.witness import WitnessRecord
 from ckptfmt.errors import CkptError
 from ckptfmt.layout.merge import PartFileEntry, merge_parts
 from ckptfmt.read.reader import Checkpoint
@@ -79,7 +80,13 @@ def example(name):
 
 
 def parse_json_document(content, where, kind):
-    kinds: dict[str, Any] = {"run": RunRecord, "launch": Launch, "ledger": LedgerEntry, "labels": LabelsRecord}
+    kinds: dict[str, Any] = {
+        "run": RunRecord,
+        "launch": Launch,
+        "ledger": LedgerEntry,
+        "witness": WitnessRecord,
+        "labels": LabelsRecord,
+    }
     if kind in kinds:
         return kinds[kind].parse(content, where=where)
     if kind == "pins":

@@ -8,6 +8,7 @@ import torch
 
 from ckptfmt.adapters.live_trees import FLATTENED, Encoder
 from ckptfmt.adapters.torch.device_copies import Devices, plan_arrivals
+from ckptfmt.adapters.torch.fingerprints import Fingerprint, fetch, fetch_batch
 from ckptfmt.adapters.torch.guard import Guard
 from ckptfmt.adapters.torch.modules import (
     capture_entries,

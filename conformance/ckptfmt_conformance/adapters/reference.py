@@ -45,6 +45,7 @@ from ckptfmt.documents.tree import (
     iter_values,
     parse_tree,
 )
+from ckptfmt.documents.witness import WitnessRecord
 from ckptfmt.dtypes import numpy_dtype
 from ckptfmt.errors import Code
 from ckptfmt.features import READER_FEATURES
@@ -536,6 +537,7 @@ _FORMS: dict[str, Callable[[bytes, str], Any]] = {
     "launch": lambda content, where: Launch.parse(content, where=where),
     "labels": lambda content, where: LabelsRecord.parse(content, where=where),
     "ledger": lambda content, where: LedgerEntry.parse(content, where=where),
+    "witness": lambda content, where: WitnessRecord.parse(content, where=where),
     "pins": lambda content, where: Pins.parse(content, where=where),
     "failure": lambda content, where: parse_failure(content, where=where),
     **dict.fromkeys(("manifest", "abort", "tombstone"), lambda content, where: parse_register(content, where=where)),

@@ -1,0 +1,243 @@
+"""The witness of a launch: one record of each step, and the verdict on the steps that were done twice.
+
+Spec: REQ-RUN-060 to REQ-RUN-062.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import zlib
+from typing import Any, Final, Literal, Self
+
+from ckptfmt import limits
+from ckptfmt.documents.canonical import dump_document, parse_document
+from ckptfmt.documents.run import launch_name, parse_launch_name
+from ckptfmt.errors import Code, err
+
+#: The directory of a run that holds step logs and verdicts.
+WITNESS: Final = "witness"
+#: The size of a step log's header, in bytes.
+HEADER_NBYTES: Final = 8192
+#: The number of steps that a step log holds; the record of a later step takes the place of the oldest.
+STEP_COUNT: Final = 16384
+#: The size of the record of one step, in bytes.
+RECORD_NBYTES: Final = 128
+#: The number of RNG streams with a digest of their own; the last digest of more is that of all the rest.
+STREAM_COUNT: Final = 12
+
+_MAGIC: Final = b"ckptfmt-steps-1\n"
+_RECORD: Final = struct.Struct(f"<QHBB4x7Q{STREAM_COUNT}I")
+_CHECKSUM: Final = struct.Struct("<I")
+#: The members of a record that may be missing, in the order of their bits and of their places.
+_MEMBERS: Final = ("weights", "position", "samples", "batch", "loss", "grad_norm", "options")
+#: The bit that says that the digests of RNG streams were taken before the step.
+_BEFORE: Final = 1 << 15
+
+Verdict = Literal["expected", "verified", "refuted"]
+What = Literal["samples", "rng", "batch", "loss", "grad_norm", "options", "weights"]
+
+
+def steps_path(launch: int, writer: int) -> str:
+    """Return the path in a run of the step log of one process.
+
+    >>> steps_path(3, 0)
+    'witness/0003/00000.steps'
+    """
+    return f"{WITNESS}/{launch:04d}/{writer:05d}.steps"
+
+
+def verdict_path(launch: int) -> str:
+    """Return the path in a run of the verdict on a launch.
+
+    >>> verdict_path(3)
+    'witness/0003.json'
+    """
+    return f"{WITNESS}/{launch_name(launch)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """The record of one step of one process. A member that was not looked at is None.
+
+    Attributes:
+        step: the number of training steps done, this one included.
+        weights: a digest of chosen elements of the state's tensors after the step.
+        position: the position in the data after the step, of all samplers together.
+        samples: a digest of the samples of this process in this step, whatever their order.
+        batch: a digest of what the program observed as the step's batch.
+        loss: the bits of the observed loss, as a float of 64 bits.
+        grad_norm: the bits of the observed norm of the gradients, as a float of 64 bits.
+        options: a digest of the learning rates, momenta and weight decays of the optimizers after the step.
+        streams: a digest of each RNG stream of the process.
+        is_before: whether the digests of the RNG streams were taken before the step, and not after it.
+    """
+
+    step: int
+    weights: int | None = None
+    position: int | None = None
+    samples: int | None = None
+    batch: int | None = None
+    loss: int | None = None
+    grad_norm: int | None = None
+    options: int | None = None
+    streams: tuple[int, ...] = ()
+    is_before: bool = True
+
+    def dump(self) -> bytes:
+        """Return the bytes of the record, as many as `RECORD_NBYTES`."""
+        values = [getattr(self, name) for name in _MEMBERS]
+        mask = sum(1 << bit for bit, value in enumerate(values) if value is not None)
+        mask |= _BEFORE if self.is_before else 0
+        streams = self.streams
+        padding = (0,) * (STREAM_COUNT - len(streams))
+        numbers = [value or 0 for value in values]
+        content = _RECORD.pack(self.step, mask, len(streams), 0, *numbers, *streams, *padding)
+        content += _CHECKSUM.pack(zlib.crc32(content))
+        return content.ljust(RECORD_NBYTES, b"\0")
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self | None:
+        """Return the record, or None where there is none or its checksum differs: a write that was cut off."""
+        body = content[: _RECORD.size]
+        (checksum,) = _CHECKSUM.unpack_from(content, _RECORD.size)
+        step, mask, stream_count, _, *numbers = _RECORD.unpack(body)
+        if step == 0 or zlib.crc32(body) != checksum or stream_count > STREAM_COUNT:
+            return None
+        values = numbers[: len(_MEMBERS)]
+        members = {name: values[bit] if mask >> bit & 1 else None for bit, name in enumerate(_MEMBERS)}
+        streams = tuple(numbers[len(_MEMBERS) : len(_MEMBERS) + stream_count])
+        return cls(step=step, streams=streams, is_before=bool(mask & _BEFORE), **members)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepsHeader:
+    """The header of a step log.
+
+    Attributes:
+        run_id: the id of the run.
+        launch: the number of the launch.
+        writer: the number of the process.
+        writer_count: the number of processes.
+        first_step: the number of steps done when the launch began.
+        resumed: the digest of the manifest that the launch resumed from; None for a fresh start.
+        expected: the claim of the load, ``T1``, ``S1`` or ``S0``; None for a fresh start.
+        streams: the names of the RNG streams, in the order of their digests.
+        tensors: a digest of the names, shapes and dtypes of the tensors that the weights' digest looks at.
+    """
+
+    run_id: str
+    launch: int
+    writer: int
+    writer_count: int
+    first_step: int
+    resumed: str | None
+    expected: str | None
+    streams: tuple[str, ...]
+    tensors: str
+
+    def dump(self) -> bytes:
+        """Return the bytes of the header, as many as `HEADER_NBYTES`."""
+        content = _MAGIC + json.dumps(dataclasses.asdict(self), ensure_ascii=False).encode() + b"\n"
+        if len(content) > HEADER_NBYTES:  # names of streams are the caller's, and may be long
+            count = len(self.streams)
+            return dataclasses.replace(self, streams=tuple(f"stream {number}" for number in range(count))).dump()
+        return content.ljust(HEADER_NBYTES, b"\0")
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self | None:
+        """Return the header, or None for bytes that are no header."""
+        if not content.startswith(_MAGIC):
+            return None
+        try:
+            members = json.loads(content[len(_MAGIC) :].partition(b"\n")[0])
+            header = cls(**{**members, "streams": tuple(members["streams"])})
+        except (ValueError, TypeError, KeyError):
+            return None
+        return header
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first difference between a step and the same step of an earlier launch.
+
+    Attributes:
+        step: the number of the step, as of `StepRecord`.
+        writer: the number of the process that saw the difference.
+        what: the member that differs first, in the order in which causes are told apart.
+        text: the sentence for people.
+    """
+
+    step: int
+    writer: int
+    what: What
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WitnessRecord:
+    """The verdict on the steps of a launch that an earlier launch had done.
+
+    Attributes:
+        run_id: the id of the run.
+        launch: the number of the launch.
+        expected: the claim of the load: ``T1``, ``S1`` or ``S0``.
+        verdict: ``expected`` (no step was done twice), ``verified`` or ``refuted``.
+        first_step: the first step that was compared; None where there is none.
+        last_step: the last step that was compared without a difference; None where there is none.
+        compared: the members that were compared, in words.
+        difference: the first difference; None where there is none.
+    """
+
+    run_id: str
+    launch: int
+    expected: str
+    verdict: Verdict
+    first_step: int | None
+    last_step: int | None
+    compared: tuple[str, ...]
+    difference: Difference | None
+
+    @property
+    def step_count(self) -> int:
+        """The number of steps that were done twice and are identical."""
+        return 0 if self.first_step is None or self.last_step is None else self.last_step - self.first_step + 1
+
+    @property
+    def summary(self) -> str:
+        """The verdict in a few words, such as ``T1 verified over 5 steps``."""
+        if self.verdict == "refuted" and self.difference is not None:
+            return f"NOT the same trajectory: {self.difference.text}"
+        if self.verdict == "verified":
+            return f"{self.expected} verified over {self.step_count} step{'s' * (self.step_count != 1)}"
+        return f"{self.expected} expected" if self.expected != "S0" else "S0"
+
+    def dump(self) -> bytes:
+        """Return the bytes of the verdict."""
+        members = dataclasses.asdict(self)
+        return dump_document(
+            {
+                "type": "witness",
+                "format_version": limits.FORMAT_VERSION,
+                "features": {"reader": [], "writer": []},
+                **members,
+                "compared": list(self.compared),
+            }
+        )
+
+    @classmethod
+    def parse(cls, content: bytes, *, where: str) -> Self:
+        """Return the verdict of a file.
+
+        Raises: FormatError (RUN_MISMATCH where the number is not that of the file's name), IntegrityError,
+            UnsupportedError.
+        """
+        signed, _ = parse_document(content, where=where, types=("witness",))
+        if parse_launch_name(where.rpartition("/")[2]) != signed["launch"]:
+            detail = f"the verdict is that on launch {signed['launch']}"
+            raise err(Code.RUN_MISMATCH, detail, where=where, requirement="REQ-RUN-060")
+        members: dict[str, Any] = {field.name: signed[field.name] for field in dataclasses.fields(cls)}
+        difference = members.pop("difference")
+        compared = tuple(members.pop("compared"))
+        return cls(**members, compared=compared, difference=None if difference is None else Difference(**difference))

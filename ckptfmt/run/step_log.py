@@ -1,0 +1,201 @@
+"""The step logs of a run's processes: written in place as the training goes, so that SIGKILL takes none of it.
+
+A run in a directory has them beside its checkpoints. Of a run in an object store each node keeps its own, in a
+directory of this user among the temporary files, and `StepLog.close` copies a log to the run. Spec: REQ-RUN-061.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, Self
+
+from ckptfmt import limits
+from ckptfmt.documents.run import parse_launch_name
+from ckptfmt.documents.witness import (
+    HEADER_NBYTES,
+    RECORD_NBYTES,
+    STEP_COUNT,
+    WITNESS,
+    StepRecord,
+    StepsHeader,
+    WitnessRecord,
+    steps_path,
+)
+from ckptfmt.errors import CkptError, Code, err
+from ckptfmt.store.local import LocalStore
+from ckptfmt.store.protocol import Store, call_each
+
+#: The size of a step log at most, in bytes.
+NBYTES: Final = HEADER_NBYTES + STEP_COUNT * RECORD_NBYTES
+#: The number of launches whose step logs stay, the newest ones.
+KEPT_LAUNCHES: Final = 8
+
+
+def node_folder(store: Store, run_id: str) -> Path | None:
+    """Return the directory of this machine below which the step logs of a run are written; None where there is none.
+
+    A store in memory has none: nothing of its run outlives the process.
+    """
+    if isinstance(store, LocalStore):
+        return Path(store.name)
+    if not store.is_remote:
+        return None
+    return Path(tempfile.gettempdir()) / f"ckptfmt-{os.getuid()}" / run_id
+
+
+class StepLog:
+    """The step log of this process, open for writing.
+
+    Args:
+        path: the file, which must not exist.
+        header: the first record.
+
+    Raises: StoreError(STORE_IO, NO_SPACE and others as the system names them).
+    """
+
+    def __init__(self, path: Path, header: StepsHeader) -> None:
+        self.path = path
+        with named_errors(path):
+            _make_folder(path.parent)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(path, flags, 0o644)
+            os.pwrite(self._fd, header.dump(), 0)
+
+    def put(self, record: StepRecord) -> None:
+        """Write the record of a step. Raises: StoreError."""
+        place = HEADER_NBYTES + record.step % STEP_COUNT * RECORD_NBYTES
+        with named_errors(self.path):
+            os.pwrite(self._fd, record.dump(), place)
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Steps:
+    """The records of a step log, by step.
+
+    Attributes:
+        header: the header.
+        records: the records of the newest steps.
+    """
+
+    def __init__(self, header: StepsHeader, records: dict[int, StepRecord]) -> None:
+        self.header = header
+        self.records = records
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self | None:
+        """Return the records; None for bytes that are no step log."""
+        header = StepsHeader.parse(content[:HEADER_NBYTES])
+        if header is None:
+            return None
+        places = range(HEADER_NBYTES, len(content) - RECORD_NBYTES + 1, RECORD_NBYTES)
+        found = (StepRecord.parse(content[place : place + RECORD_NBYTES]) for place in places)
+        return cls(header, {record.step: record for record in found if record is not None})
+
+
+def read_steps(store: Store, run_id: str, launch: int, writer: int) -> Steps | None:
+    """Return the step log of one process of a launch, from this node or from the run; None where there is none."""
+    path = steps_path(launch, writer)
+    folder = node_folder(store, run_id)
+    content = b""
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            content = (folder / path).read_bytes()
+    if not content and store.is_remote:
+        with contextlib.suppress(CkptError):
+            content = store.read(path, limit_nbytes=NBYTES)
+    steps = Steps.parse(content)
+    return steps if steps is not None and steps.header.run_id == run_id else None
+
+
+def list_logged_launches(store: Store, run_id: str) -> list[int]:
+    """Return the numbers of the launches that have step logs on this node or in the run, ascending."""
+    names: set[str] = set()
+    with contextlib.suppress(CkptError):
+        names |= set(store.list_names(WITNESS))
+    folder = node_folder(store, run_id)
+    if folder is not None and store.is_remote:
+        with contextlib.suppress(OSError):
+            names |= {f"{path.name}/" for path in (folder / WITNESS).iterdir() if path.is_dir()}
+    return sorted(int(name[:-1]) for name in names if name.endswith("/") and name[:-1].isdecimal())
+
+
+def read_verdicts(store: Store) -> dict[int, WitnessRecord]:
+    """Return the verdicts on the launches of a run, by the number of the launch. A damaged verdict is none.
+
+    Spec: REQ-RUN-062.
+    """
+    names: Sequence[str] = ()
+    with contextlib.suppress(CkptError):
+        names = store.list_names(WITNESS)
+    verdicts: dict[int, WitnessRecord] = {}
+    for name in names:
+        number = parse_launch_name(name)
+        if number is not None:
+            with contextlib.suppress(CkptError):
+                path = f"{WITNESS}/{name}"
+                content = store.read(path, limit_nbytes=limits.JSON_NBYTES)
+                verdicts[number] = WitnessRecord.parse(content, where=path)
+    return verdicts
+
+
+def bring_home(store: Store, log: StepLog, launch: int, writer: int) -> None:
+    """Copy a step log of this node to the run in an object store; nothing where the run has it already.
+
+    Raises: StoreError.
+    """
+    if not store.is_remote:
+        return
+    with named_errors(log.path):
+        content = log.path.read_bytes()
+    store.replace(steps_path(launch, writer), content)
+
+
+def remove_old(store: Store, run_id: str, launches: Sequence[int], *, spared: int | None) -> None:
+    """Remove the step logs of all but the newest launches; on process 0 only. A failure leaves them.
+
+    Args:
+        launches: the launches that have step logs, ascending.
+        spared: the launch whose logs stay however old they are, since another process may be about to read them.
+    """
+    for launch in [number for number in launches[:-KEPT_LAUNCHES] if number != spared]:
+        prefix = f"{WITNESS}/{launch:04d}"
+        with contextlib.suppress(CkptError):
+            call_each(store, store.delete, list(store.list(prefix)))
+            store.remove_directory(prefix)
+        folder = node_folder(store, run_id)
+        if folder is not None and store.is_remote:
+            shutil.rmtree(folder / prefix, ignore_errors=True)
+
+
+def _make_folder(path: Path) -> None:
+    """Make a directory. One among the temporary files belongs to this user alone, or isn't used.
+
+    Raises: OSError.
+    """
+    shared = Path(tempfile.gettempdir()) / f"ckptfmt-{os.getuid()}"
+    if shared in path.parents:
+        shared.mkdir(mode=0o700, exist_ok=True)
+        status = shared.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+            raise PermissionError(f"{shared} belongs to another user")
+    path.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Let a system's error name the file. Raises: StoreError(STORE_IO)."""
+    try:
+        yield
+    except OSError as error:
+        raise err(Code.STORE_IO, f"{type(error).__name__}: {error.strerror or error}", where=str(path)) from error

@@ -1,0 +1,154 @@
+"""Two records of one step compared: the first member that differs, and the cause as far as it shows. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from ckptfmt.documents.witness import StepRecord, What
+
+#: The members in the order in which causes are told apart, each with its word.
+WORDS: Final = {
+    "samples": "samples",
+    "rng": "RNG streams",
+    "batch": "batch",
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "options": "learning rates",
+    "weights": "weights",
+}
+
+
+#: What differs, where no number says so.
+_DIFFERS: Final[dict[str, str]] = {
+    "samples": "its samples differ at the same position",
+    "batch": "its batch differs",
+    "options": "an option of an optimizer, such as its learning rate, differs after it",
+    "weights": "the weights differ after it",
+}
+#: The causes that the evidence leaves.
+_CAUSES: Final[dict[str, str]] = {
+    "position": "a step took another number of batches, or another global batch",
+    "samples": "the data set or its order is another one",
+    "batch": "the batch was fetched before the state was restored, or prepared by something that isn't in State, such"
+    " as a worker's own random numbers",
+    "loss": "a state that isn't in State (a scheduler, averaged weights, a batch fetched before the state was"
+    " restored), or kernels that aren't deterministic",
+    "grad_norm": "gradients that were there at the save (an accumulation half-way), or kernels that aren't"
+    " deterministic",
+    "options": "a scheduler that isn't in State, or was stepped after the save, or a program that sets the option by"
+    " something that isn't in State",
+    "weights": "the state of an optimizer isn't in State, or the backward pass isn't deterministic",
+    "unobserved": "the batch, a state that isn't in State (an optimizer, a scheduler, gradients of an accumulation"
+    " half-way), or kernels that aren't deterministic; observe(loss=..., batch=...) tells these apart",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The outcome of comparing one step with the same step of an earlier launch.
+
+    Attributes:
+        compared: the members that both records have, in the order of `WORDS`.
+        what: the first of them that differs; None where all are identical.
+        detail: the sentence on the difference and its cause; empty where all are identical.
+    """
+
+    compared: tuple[What, ...]
+    what: What | None = None
+    detail: str = ""
+
+
+def compare_steps(
+    earlier: StepRecord,
+    now: StepRecord,
+    *,
+    streams: Sequence[str],
+    earlier_streams: Sequence[str],
+    same_tensors: bool,
+    is_first: bool,
+) -> Comparison:
+    """Return the outcome of comparing a step with the same step of an earlier launch.
+
+    Args:
+        streams: the names of the RNG streams of `now`.
+        earlier_streams: the names of those of `earlier`; the streams that both have are compared.
+        same_tensors: whether both digests of the weights look at the same tensors.
+        is_first: whether this is the first step that was done twice.
+    """
+    drawn = _differing_streams(earlier, now, streams, earlier_streams)
+    differs: dict[What, bool] = {}
+    if earlier.position is not None and now.position is not None:
+        of_samples = earlier.samples is not None and now.samples is not None
+        differs["samples"] = earlier.position != now.position or (of_samples and earlier.samples != now.samples)
+    if drawn is not None:
+        differs["rng"] = bool(drawn)
+    for name in ("batch", "loss", "grad_norm", "options"):
+        if getattr(earlier, name) is not None and getattr(now, name) is not None:
+            differs[name] = getattr(earlier, name) != getattr(now, name)
+    if same_tensors and earlier.weights is not None and now.weights is not None:
+        differs["weights"] = earlier.weights != now.weights
+    compared = tuple(differs)
+    what = next((name for name in compared if differs[name]), None)
+    if what is None:
+        return Comparison(compared=compared)
+    equal = [WORDS[name] for name in compared[: compared.index(what)]]
+    detail = _explain(what, earlier, now, compared, drawn or [], is_first=is_first)
+    had = f" had the same {_joined(equal)}, but" if equal else ":"
+    return Comparison(compared=compared, what=what, detail=f"step {now.step}{had} {detail}")
+
+
+def _differing_streams(
+    earlier: StepRecord, now: StepRecord, streams: Sequence[str], earlier_streams: Sequence[str]
+) -> list[str] | None:
+    """Return the names of the RNG streams that differ; None where no stream can be compared."""
+    if earlier.is_before != now.is_before:
+        return None
+    then = dict(zip(earlier_streams, earlier.streams, strict=False))
+    both = [(name, then[name], digest) for name, digest in zip(streams, now.streams, strict=False) if name in then]
+    return [name for name, one, other in both if one != other] if both else None
+
+
+def _explain(
+    what: What,
+    earlier: StepRecord,
+    now: StepRecord,
+    compared: Sequence[What],
+    drawn: Sequence[str],
+    *,
+    is_first: bool,
+) -> str:
+    if what == "rng":
+        return _explain_streams(now, drawn, is_first=is_first)
+    if what == "samples" and earlier.position != now.position:
+        return (
+            f"its data ends at position {now.position}, and ended at {earlier.position} before: {_CAUSES['position']}"
+        )
+    if what == "loss":
+        return f"its loss is {_number(now.loss)}, and was {_number(earlier.loss)}: {_CAUSES[what]}"
+    if what == "grad_norm":
+        return f"its gradient norm is {_number(now.grad_norm)}, and was {_number(earlier.grad_norm)}: {_CAUSES[what]}"
+    if what == "weights" and "loss" not in compared:
+        return f"the weights differ after it: {_CAUSES['unobserved']}"
+    return f"{_DIFFERS[what]}: {_CAUSES[what]}"
+
+
+def _explain_streams(now: StepRecord, drawn: Sequence[str], *, is_first: bool) -> str:
+    names = f"the RNG stream {drawn[0]} differs" if len(drawn) == 1 else f"the RNG streams {_joined(drawn)} differ"
+    if not now.is_before:
+        return f"{names} after it: the step, or something since the save, drew other random numbers"
+    cause = "the step before, or something after it, drew other random numbers"
+    if is_first:
+        cause = "something drew random numbers after the save (an evaluation, a prefetched batch)"
+    return f"{names} before the step: {cause}"
+
+
+def _joined(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _number(bits: int | None) -> str:
+    (value,) = struct.unpack("<d", struct.pack("<Q", bits or 0))
+    return f"{value!r}"

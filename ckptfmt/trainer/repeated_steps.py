@@ -1,0 +1,200 @@
+"""The steps that a launch does again behind its resume, compared with the records of earlier launches."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from ckptfmt.documents.canonical import fit_string
+from ckptfmt.documents.manifest import parse_checkpoint_name
+from ckptfmt.documents.run import Launch
+from ckptfmt.documents.witness import Difference, StepRecord, StepsHeader, Verdict, What, WitnessRecord
+from ckptfmt.group import Group
+from ckptfmt.run.step_log import Steps, read_steps
+from ckptfmt.store.protocol import Store
+from ckptfmt.trainer.comparing import WORDS, compare_steps
+
+_LOG: Final = logging.getLogger("ckptfmt")
+#: The length of the sentence on a difference at most, in characters.
+_TEXT_LENGTH: Final = 1000
+
+
+class RepeatedSteps:
+    """The comparison of one launch's steps, by one process, and the verdict of all processes.
+
+    A process says at once that a step differs. Steps are called identical once all processes have said so: at the next
+    save, or at once where there is one process.
+
+    Args:
+        group: the processes of the job.
+        launch: this launch.
+        expected: the claim of its load: ``T1``, ``S1`` or ``S0``.
+
+    Attributes:
+        reports: sentences for the caller.
+        is_written: whether the verdict is written as it is now.
+    """
+
+    def __init__(self, group: Group, launch: Launch, expected: str) -> None:
+        self.reports: list[str] = []
+        self.is_written = True
+        self._group = group
+        self._launch = launch
+        self._expected = expected
+        self._references: dict[int, tuple[StepRecord, StepsHeader]] = {}
+        self._final_step = 0
+        self._first_step: int | None = None
+        self._last_step: int | None = None
+        self._compared: tuple[What, ...] = ()
+        self._stream_count = 0
+        self._difference: Difference | None = None
+        #: The last step that is identical on all processes.
+        self._agreed_step: int | None = None
+        self._is_said = False
+
+    @property
+    def record(self) -> WitnessRecord:
+        """The verdict so far."""
+        verdict: Verdict = "expected"
+        if self._difference is not None and self._expected == "T1":
+            verdict = "refuted"
+        elif self._difference is None and self._agreed_step is not None:
+            verdict = "verified"
+        words = [WORDS[name] for name in self._compared]
+        if "rng" in self._compared:
+            plural = "" if self._stream_count == 1 else "s"
+            words[self._compared.index("rng")] = f"{self._stream_count} RNG stream{plural}"
+        return WitnessRecord(
+            run_id=self._launch.run_id,
+            launch=self._launch.launch,
+            expected=self._expected,
+            verdict=verdict,
+            first_step=self._first_step,
+            last_step=self._agreed_step,
+            compared=tuple(words),
+            difference=self._difference,
+        )
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether a step differs, or every step that can be compared was."""
+        return self._difference is not None or self._last_step == self._final_step
+
+    def find(self, store: Store, step: int, launches: Iterable[int]) -> None:
+        """Read the records of the launches that went on from the same checkpoint; the one that saved it counts first.
+
+        Args:
+            store: the run.
+            step: the number of steps done.
+            launches: the numbers of the launches that have step logs, ascending.
+        """
+        resumed = self._launch.resume_from
+        named = None if resumed is None else parse_checkpoint_name(resumed.name)
+        if resumed is None or named is None:
+            return
+        for number in launches:
+            if not named[1] <= number < self._launch.launch:
+                continue
+            steps = read_steps(store, self._launch.run_id, number, self._group.writer)
+            if steps is None or not self._is_comparable(steps, is_saver=number == named[1], digest=resumed.digest):
+                continue
+            for record in steps.records.values():
+                if record.step > step:
+                    self._references.setdefault(record.step, (record, steps.header))
+        self._final_step = max(self._references, default=0)
+
+    def compare(self, record: StepRecord, header: StepsHeader) -> None:
+        """Compare a step with its earlier record, if there is one."""
+        reference = self._references.pop(record.step, None)
+        if reference is None or self._difference is not None:
+            return
+        earlier, earlier_header = reference
+        found = compare_steps(
+            earlier,
+            record,
+            streams=header.streams,
+            earlier_streams=earlier_header.streams,
+            same_tensors=header.tensors == earlier_header.tensors,
+            is_first=self._first_step is None,
+        )
+        if not found.compared:
+            return
+        if self._first_step is None:
+            self._first_step = record.step
+            self._compared = found.compared
+            self._stream_count = len(record.streams)
+        if found.what is not None:
+            # The names of RNG streams are the caller's.
+            text = fit_string(found.detail, _TEXT_LENGTH)
+            difference = Difference(step=record.step, writer=self._group.writer, what=found.what, text=text)
+            self._refute(difference, level=logging.WARNING)
+            return
+        self._compared = tuple(name for name in self._compared if name in found.compared)
+        self._last_step = record.step
+        if self._group.writer_count == 1:
+            self._agreed_step = record.step
+            self.is_written = False
+            if record.step == self._final_step:
+                self._say_identical()
+
+    def answer(self) -> dict[str, Any]:
+        """Return what this process tells the others at a save."""
+        difference = None if self._difference is None else dataclasses.asdict(self._difference)
+        return {"last": self._last_step, "final": self._final_step, "difference": difference}
+
+    def hear(self, told: Iterable[Mapping[str, Any]]) -> None:
+        """Take over what the processes found: the earliest difference of the lowest process counts."""
+        told = list(told)
+        found = [Difference(**theirs["difference"]) for theirs in told if theirs["difference"] is not None]
+        if found and self._difference is None:
+            earliest = min(found, key=lambda difference: (difference.step, difference.writer))
+            self._refute(earliest, level=self._level(logging.WARNING))
+        lasts = [theirs["last"] for theirs in told]
+        if found or None in lasts or self._agreed_step == min(lasts):
+            return
+        self._agreed_step = min(lasts)
+        self.is_written = False
+        if all(theirs["last"] == theirs["final"] for theirs in told):
+            self._say_identical()
+
+    def close(self) -> None:
+        """Say the verdict where it wasn't said, and once more where the claim is refuted."""
+        if self.record.verdict == "verified" and not self._is_said:
+            self._say_identical()
+        if self.record.verdict == "refuted" and self._difference is not None:
+            text = "launch %d isn't the same trajectory as an earlier one: %s"
+            _LOG.log(self._level(logging.WARNING), text, self._launch.launch, self._difference.text)
+
+    def _is_comparable(self, steps: Steps, *, is_saver: bool, digest: str) -> bool:
+        """Return whether an earlier launch was to do the same steps."""
+        header = steps.header
+        if header.writer_count != self._group.writer_count:
+            return False
+        return is_saver or (header.resumed == digest and header.expected == self._expected)
+
+    def _refute(self, difference: Difference, *, level: int) -> None:
+        self._difference = difference
+        self.is_written = False
+        process = f"process {difference.writer}: " if self._group.writer_count > 1 else ""
+        if self._expected == "T1":
+            sentence = f"NOT the same trajectory: {process}{difference.text}"
+            self.reports.append(sentence)
+            _LOG.log(level, "%s", sentence)
+        else:
+            text = "steps are done again, otherwise than before, and T1 isn't claimed: %s%s"
+            _LOG.log(self._level(logging.INFO), text, process, difference.text)
+
+    def _say_identical(self) -> None:
+        self._is_said = True
+        record = self.record
+        steps = f"step {record.first_step}"
+        if record.step_count > 1:
+            steps = f"steps {record.first_step} to {record.last_step}"
+        claim = "T1 verified" if self._expected == "T1" else f"claim {self._expected} all the same, see load_report"
+        text = "%s done again: identical (%s): %s"
+        _LOG.log(self._level(logging.INFO), text, steps, ", ".join(record.compared), claim)
+
+    def _level(self, level: int) -> int:
+        return level if self._group.writer == 0 else logging.DEBUG

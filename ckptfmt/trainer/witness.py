@@ -1,0 +1,407 @@
+"""The witness of a launch: it records each step, and compares the steps that an earlier launch has done.
+
+A claim that is deduced from a State can't know of state that a program keeps elsewhere. Steps that are done twice,
+behind a kill, show whether a resumed run is the same run: the witness says "verified" or "refuted" of these steps.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from ckptfmt.adapters import torch_side
+from ckptfmt.adapters.data_loaders import find_samplers
+from ckptfmt.adapters.live import Kind, iter_tensors, may_be_schedule, walk
+from ckptfmt.adapters.live_trees import fingerprint
+from ckptfmt.adapters.rng_streams import LiveRngStream, digest_stream, live_streams
+from ckptfmt.documents.manifest import parse_checkpoint_name
+from ckptfmt.documents.run import Launch
+from ckptfmt.documents.witness import STREAM_COUNT, StepRecord, StepsHeader, steps_path, verdict_path
+from ckptfmt.errors import CkptError
+from ckptfmt.group import Group
+from ckptfmt.run.step_log import StepLog, bring_home, list_logged_launches, node_folder, remove_old
+from ckptfmt.state import CapturedRng, State
+from ckptfmt.store.protocol import Store
+from ckptfmt.trainer.repeated_steps import RepeatedSteps
+from ckptfmt.trainer.restore import LoadReport
+
+if TYPE_CHECKING:
+    from ckptfmt.adapters.torch.fingerprints import Fingerprint, Pending
+
+_LOG: Final = logging.getLogger("ckptfmt")
+#: The number of steps whose numbers may be on their way from a device; an older one is waited for.
+_DEPTH: Final = 16
+_MASK: Final = (1 << 64) - 1
+#: The options of a parameter group that schedules change.
+_OPTIONS: Final = ("lr", "momentum", "betas", "weight_decay")
+#: The number of groups of an optimizer that are looked at.
+_GROUPS: Final = 64
+
+
+@dataclasses.dataclass(slots=True)
+class _Open:
+    """A step whose numbers may still be on their way from a device."""
+
+    record: StepRecord
+    weights: Pending | None
+    observed: dict[str, list[Any]]
+
+    def is_ready(self) -> bool:
+        """Return whether nothing is on its way any more."""
+        return all(not hasattr(value, "is_ready") or value.is_ready() for value in self._values())
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        for value in self._values():
+            if hasattr(value, "wait"):
+                value.wait()
+
+    def close(self) -> StepRecord:
+        """Return the whole record."""
+        members: dict[str, Any] = {name: _combine(values) for name, values in self.observed.items()}
+        if self.weights is not None:
+            members["weights"] = self.weights.bits()
+        return dataclasses.replace(self.record, **members)
+
+    def _values(self) -> Iterable[Any]:
+        for values in self.observed.values():
+            yield from values
+        if self.weights is not None:
+            yield self.weights
+
+
+class Witness:
+    """The witness of one process of a launch.
+
+    The training's thread calls it. Nothing that goes wrong with it ends a training: it is switched off, with a sentence
+    in `reports`.
+
+    Args:
+        group: the processes of the job.
+        is_on: whether there is to be a witness.
+
+    Attributes:
+        restores_streams_itself: whether the RNG streams are put back as the first step begins, after everything that a
+            program does before its first step. Then random numbers drawn between a save and the next step are lost to
+            a resume, for certain.
+    """
+
+    def __init__(self, group: Group, *, is_on: bool) -> None:
+        self.restores_streams_itself = False
+        self._group = group
+        self._is_on = is_on
+        self._store: Store | None = None
+        self._header: StepsHeader | None = None
+        self._repeated: RepeatedSteps | None = None
+        self._log: StepLog | None = None
+        self._fingerprint: Fingerprint | None = None
+        self._optimizers: list[Any] = []
+        self._streams: list[LiveRngStream] = []
+        self._before: tuple[int, ...] | None = None
+        self._observed: dict[str, list[Any]] = {}
+        self._open: collections.deque[_Open] = collections.deque()
+        self._saved: _Saved | None = None
+        self._warned: set[str] = set()
+        self._own_reports: list[str] = []
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """Sentences for the caller: a refuted claim, a state that changed behind its save, a witness that is off."""
+        repeated = () if self._repeated is None else self._repeated.reports
+        return (*repeated, *self._own_reports)
+
+    def update(self, report: LoadReport | None) -> LoadReport | None:
+        """Return a load's report with the verdict so far."""
+        if report is None or self._repeated is None:
+            return report
+        return report.with_witness(self._repeated.record)
+
+    def begin(self, store: Store, launch: Launch, step: int, report: LoadReport | None, state: State) -> None:
+        """Begin to record, once the RNG streams are put back.
+
+        Args:
+            step: the number of steps done.
+            report: that of the load of this launch's checkpoint; None where the launch begins from nothing.
+        """
+        if not self._is_on or node_folder(store, launch.run_id) is None:
+            return
+        self._store = store
+        resumed = launch.resume_from
+        expected = None if report is None or resumed is None else report.claim
+        self._streams = _witnessed_streams(state)
+        self._header = StepsHeader(
+            run_id=launch.run_id,
+            launch=launch.launch,
+            writer=self._group.writer,
+            writer_count=self._group.writer_count,
+            first_step=step,
+            resumed=None if resumed is None else resumed.digest,
+            expected=expected,
+            streams=tuple(stream.name for stream in self._streams),
+            tensors="",
+        )
+        launches = list_logged_launches(store, launch.run_id)
+        if expected is not None:
+            self._repeated = RepeatedSteps(self._group, launch, expected)
+            self._repeated.find(store, step, launches)
+        if self._group.writer == 0:
+            saver = None if resumed is None else parse_checkpoint_name(resumed.name)
+            remove_old(store, launch.run_id, launches, spared=None if saver is None else saver[1])
+
+    def begin_step(self, step: int, state: State) -> None:
+        """Look at the RNG streams before a step, and at the state that was saved behind the step before.
+
+        Args:
+            step: the number of steps done.
+        """
+        if self._header is None:
+            return
+        self._before = self._digest_streams()
+        saved, self._saved = self._saved, None
+        if saved is not None and saved.step == step:
+            self._compare_saved(saved, state)
+
+    def observe(self, *, loss: Any, grad_norm: Any, batch: Any) -> None:  # noqa: ANN401 - numbers and tensors
+        """Take numbers of the step that is under way; a value on a device isn't waited for."""
+        if not self._is_on:
+            return
+        side: Any = torch_side()
+        for name, value in (("loss", loss), ("grad_norm", grad_norm)):
+            if value is not None:
+                is_tensor = side is not None and side.is_tensor(value)
+                self._observed.setdefault(name, []).append(side.fetch(value) if is_tensor else float(value))
+        found = side.fetch_batch(batch) if batch is not None and side is not None else None
+        if found is not None:
+            self._observed.setdefault("batch", []).append(found)
+
+    def end_step(self, step: int, state: State) -> None:
+        """Record a step, and compare it where an earlier launch has done it.
+
+        Args:
+            step: the number of steps done, this one included.
+        """
+        if self._header is not None and self._log is None:
+            self._start_log(state)
+        if self._header is None:
+            return
+        position, samples = _position_of(state, step)
+        streams = self._before if self._before is not None else self._digest_streams()
+        record = StepRecord(
+            step=step,
+            position=position,
+            samples=samples,
+            options=_digest_options(self._optimizers),
+            streams=streams,
+            is_before=self._before is not None,
+        )
+        weights = None if self._fingerprint is None else self._fingerprint.start(step)
+        self._open.append(_Open(record, weights, self._observed))
+        self._before, self._observed = None, {}
+        self._flush(is_last=False)
+
+    def note_saved(self, step: int, state: State) -> None:
+        """Take note that a step was saved: the next step is to begin from the same state.
+
+        The tensors are looked up anew, since a program may have replaced some.
+        """
+        if self._header is None:
+            return
+        if self.restores_streams_itself and not isinstance(state.rng, CapturedRng):
+            self._saved = _Saved(step, self._digest_streams(), _schedules(state))
+        self._look_up_tensors(state)
+
+    def answer(self) -> dict[str, Any] | None:
+        """Return what this process tells the others at a save; None where no step is compared."""
+        return None if self._repeated is None else self._repeated.answer()
+
+    def hear(self, told: Iterable[Mapping[str, Any] | None]) -> None:
+        """Take over what the processes found, and write the verdict on process 0."""
+        answers = [theirs for theirs in told if theirs is not None]
+        if self._repeated is not None and len(answers) == self._group.writer_count:
+            self._repeated.hear(answers)
+            self._write()
+
+    def close(self) -> None:
+        """Finish the log, say the verdict, and write it. A second call does nothing."""
+        if self._header is None:
+            return
+        self._flush(is_last=True)
+        if self._repeated is not None:
+            self._repeated.close()
+            self._write()
+        self._switch_off()
+
+    def _start_log(self, state: State) -> None:
+        """Open the log when the first step is over: by then an optimizer has its state, a wrapper its parameters."""
+        assert self._header is not None and self._store is not None  # noqa: S101, PT018 - begin() sets both
+        folder = node_folder(self._store, self._header.run_id)
+        assert folder is not None  # noqa: S101 - begin() looked
+        self._fingerprint, self._optimizers = _make_fingerprint(state), _find_optimizers(state)
+        tensors = "" if self._fingerprint is None else self._fingerprint.plan
+        self._header = dataclasses.replace(self._header, tensors=tensors)
+        try:
+            self._log = StepLog(folder / steps_path(self._header.launch, self._header.writer), self._header)
+        except CkptError as error:
+            self._report(f"WITNESS_OFF: steps aren't recorded, so that a resume can't be verified: {error}")
+            self._switch_off()
+
+    def _look_up_tensors(self, state: State) -> None:
+        """Look up the tensors of the state. Digests of others than at the first step would say nothing."""
+        if self._header is not None and self._log is not None:
+            found = _make_fingerprint(state)
+            self._optimizers = _find_optimizers(state)
+            self._fingerprint = found if found is not None and found.plan == self._header.tensors else None
+
+    def _digest_streams(self) -> tuple[int, ...]:
+        digests = [digest_stream(stream) for stream in self._streams]
+        if len(digests) <= STREAM_COUNT:
+            return tuple(digests)
+        rest = hash(tuple(digests[STREAM_COUNT - 1 :])) & 0xFFFFFFFF
+        return (*digests[: STREAM_COUNT - 1], rest)
+
+    def _flush(self, *, is_last: bool) -> None:
+        """Write and compare the steps whose numbers have arrived, in their order."""
+        while self._open and self._log is not None and self._header is not None:
+            first = self._open[0]
+            if is_last or len(self._open) > _DEPTH:
+                first.wait()
+            elif not first.is_ready():
+                return
+            self._open.popleft()
+            record = first.close()
+            try:
+                self._log.put(record)
+            except CkptError as error:
+                self._report(f"WITNESS_OFF: steps aren't recorded from step {record.step} on: {error}")
+                self._switch_off()
+                return
+            if self._repeated is not None:
+                self._repeated.compare(record, self._header)
+                if self._repeated.is_decided:
+                    self._write()
+
+    def _write(self) -> None:
+        """Write the verdict beside the run, where it has changed; on process 0."""
+        repeated = self._repeated
+        if self._group.writer != 0 or repeated is None or repeated.is_written or self._store is None:
+            return
+        repeated.is_written = True
+        record = repeated.record
+        try:
+            self._store.replace(verdict_path(record.launch), record.dump())
+        except CkptError as error:  # a verdict that can't be written is no reason to stop a training
+            self._report(f"WITNESS_OFF: the verdict on this launch couldn't be written: {error}")
+
+    def _switch_off(self) -> None:
+        """Record no more, and bring the log home from a node."""
+        header, log, store = self._header, self._log, self._store
+        self._is_on, self._header, self._log = False, None, None
+        if header is None or log is None or store is None:
+            return
+        log.close()
+        try:
+            bring_home(store, log, header.launch, header.writer)
+        except CkptError as error:
+            self._report(f"WITNESS_OFF: the steps of this launch couldn't be copied home: {error}")
+
+    def _compare_saved(self, saved: _Saved, state: State) -> None:
+        """Say what changed between the save of a step and the begin of the next one: a resume doesn't have it."""
+        rows = zip(self._streams, saved.streams, self._before or (), strict=False)
+        for name in [stream.name for stream, then, now in rows if then != now]:
+            self._warn(
+                f"the RNG stream {name} was drawn from",
+                saved.step,
+                "draws other numbers (an evaluation, a prefetched batch): draw within the step, or undo the draws by"
+                " capture_rng() and put_back()",
+            )
+        for name, value in _schedules(state).items():
+            if saved.schedules.get(name, value) != value:
+                self._warn(f"{name} changed", saved.step, "goes on from the saved value: step it before the save")
+
+    def _warn(self, change: str, step: int, outcome: str) -> None:
+        if change not in self._warned:
+            self._warned.add(change)
+            self._report(f"{change} between the save of step {step} and the next step, so that a resume {outcome}")
+
+    def _report(self, sentence: str) -> None:
+        self._own_reports.append(sentence)
+        _LOG.log(logging.WARNING if self._group.writer == 0 else logging.DEBUG, "%s", sentence)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Saved:
+    """A saved step, with the digests of its RNG streams and the states of its schedulers."""
+
+    step: int
+    streams: tuple[int, ...]
+    schedules: dict[str, object]
+
+
+def _combine(values: list[Any]) -> int:
+    """Return the bits of what was observed once in a step, or a digest of several values in their order."""
+    numbers = [_bits(value) for value in values]
+    total = numbers[0]
+    for number in numbers[1:]:
+        total = (total * 0x9E3779B97F4A7C15 + number) & _MASK
+    return total
+
+
+def _bits(value: Any) -> int:  # noqa: ANN401 - a float, or what is on its way from a device
+    if isinstance(value, float):
+        return int(struct.unpack("<Q", struct.pack("<d", value))[0])
+    return int(value.bits())
+
+
+def _witnessed_streams(state: State) -> list[LiveRngStream]:
+    if state.rng is False:
+        return []
+    generators = None if isinstance(state.rng, CapturedRng) else state.rng
+    side: Any = torch_side()
+    devices = frozenset[str]() if side is None else side.devices_of([tensor for _, tensor in iter_tensors(state)])
+    return live_streams(generators, devices)
+
+
+def _make_fingerprint(state: State) -> Fingerprint | None:
+    side: Any = torch_side()
+    return None if side is None else side.Fingerprint(iter_tensors(state))
+
+
+def _find_optimizers(state: State) -> list[Any]:
+    return [unit.value for unit in walk(state, worker=0) if hasattr(unit.value, "param_groups")]
+
+
+def _digest_options(optimizers: Iterable[Any]) -> int | None:
+    """Return a digest of the options that schedules change, of all groups; None without an optimizer."""
+    rows = [
+        [repr(group.get(name)) for name in _OPTIONS]
+        for optimizer in optimizers
+        for group in optimizer.param_groups[:_GROUPS]
+    ]
+    return zlib.crc32(repr(rows).encode()) if rows else None
+
+
+def _position_of(state: State, step: int) -> tuple[int | None, int | None]:
+    """Return the position of all samplers together behind a step, and the digest of the samples of the step."""
+    position: int | None = None
+    samples: int | None = None
+    for sampler in find_samplers(state):
+        position = (position or 0) + sampler.position
+        drawn = sampler.samples_digest(step - 1)
+        if drawn is not None:
+            samples = ((samples or 0) + drawn) & _MASK
+    return position, samples
+
+
+def _schedules(state: State) -> dict[str, object]:
+    """Return the state of each scheduler, by its place."""
+    found: dict[str, object] = {}
+    for unit in walk(state, worker=0):
+        name = f"{unit.field}:{unit.name}" if unit.name else unit.field
+        if unit.kind is Kind.STATEFUL and may_be_schedule(unit.name, unit.value):
+            found[name] = fingerprint(unit.value.state_dict(), field=unit.field, name=unit.name)
+    return found
