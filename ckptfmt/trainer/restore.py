@@ -99,12 +99,14 @@ class LoadReport:
         reasons = [reason for reason in self.lowered_by if not was_not_asked(reason)]
         told += [f"lowered by {len(reasons)}: {reasons[0]}"] if reasons else []
         told += [f"and {len(reasons) - 1} more in lowered_by"] if len(reasons) > 1 else []
-        return f"LoadReport({'; '.join([f'step={self.step}, claim={self.claim!r}, {self._evidence_text()}', *told])})"
+        return f"LoadReport({'; '.join([f'step={self.step}, claim={self.claim!r}{self._evidence_text()}', *told])})"
 
     def _evidence_text(self) -> str:
         if self.refuted_by is not None:
-            return f"refuted by {self.refuted_by}"
-        return f"verified over {self.verified_steps} steps" if self.verified_steps else "expected"
+            return f", refuted by {self.refuted_by}"
+        if self.verified_steps:
+            return f", verified over {self.verified_steps} steps"
+        return "" if self.claim == "S0" else ", expected"
 
     def with_witness(self, record: WitnessRecord) -> LoadReport:
         """Return the report with the verdict of a witness."""
