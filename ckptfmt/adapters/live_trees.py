@@ -13,7 +13,7 @@ from ckptfmt.adapters import jax_side, torch_side
 from ckptfmt.adapters.numpy import ArraySource, array_of, inline_array
 from ckptfmt.digest import digest_bytes
 from ckptfmt.documents.part import Leaf
-from ckptfmt.documents.tree import InlineArray, TensorRef, dump_tree
+from ckptfmt.documents.tree import PLAIN, InlineArray, TensorRef, dump_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.state import place_of
@@ -149,7 +149,7 @@ class Encoder:
         The tree may share containers of plain values with the value: it is good until that changes.
         """
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return value
         of_jax = jax_side()
         encode = _CONTAINERS.get(kind)
@@ -205,20 +205,20 @@ def source_digest(source: TensorSource) -> bytes:
 
 
 def _encode_list(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - list, tuple or deque
-    if _PLAIN.issuperset(map(type, value)):
+    if PLAIN.issuperset(map(type, value)):
         return value
     items = [
-        item if type(item) in _PLAIN else encoder.encode(item, child_name(name, index))
+        item if type(item) in PLAIN else encoder.encode(item, child_name(name, index))
         for index, item in enumerate(value)
     ]
     return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
 
 
 def _encode_dict(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - dict or OrderedDict
-    if _PLAIN.issuperset(map(type, value.values())):
+    if PLAIN.issuperset(map(type, value.values())):
         return value
     items = {
-        key: item if type(item) in _PLAIN else encoder.encode(item, child_name(name, key))
+        key: item if type(item) in PLAIN else encoder.encode(item, child_name(name, key))
         for key, item in value.items()
     }
     return items if type(value) is dict else OrderedDict(items)
@@ -239,9 +239,6 @@ def _encode_node(encoder: Encoder, value: Any, name: str) -> object:  # noqa: AN
     side: Any = jax_side()
     return {key: encoder.encode(child, child_name(name, key)) for key, child in side.children_of(value)}
 
-
-#: Types, exactly these, whose values are trees already.
-_PLAIN: Final[frozenset[type]] = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 #: Exactly these types; what derives from them may hold more than its items.
 _CONTAINERS: Final[dict[type, Callable[[Encoder, Any, str], object]]] = {

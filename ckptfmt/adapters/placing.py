@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -21,7 +21,16 @@ from ckptfmt.box import Box
 from ckptfmt.documents.index import IndexTensor
 from ckptfmt.documents.manifest import FIELDS
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.documents.tree import DeviceName, DtypeName, InlineArray, Size, TensorRef, iter_values
+from ckptfmt.documents.tree import (
+    PLAIN,
+    DeviceName,
+    DtypeName,
+    InlineArray,
+    Size,
+    TensorRef,
+    iter_references,
+    iter_values,
+)
 from ckptfmt.dtypes import numpy_dtype
 from ckptfmt.errors import Code, err
 from ckptfmt.read.reader import Checkpoint
@@ -37,6 +46,13 @@ _FIELDS: Final = ("weights", "optimizer")
 #: Dtypes with several elements in a byte, and those with two parts, by how their names end and begin.
 _PACKED: Final = "_x2"
 _COMPLEX: Final = "complex"
+
+#: Where a new value lies: its name, or that of what holds it and its key there. Only messages need it as text.
+_Name: TypeAlias = "str | tuple[_Name, object]"
+
+
+def _text_of(name: _Name) -> str:
+    return name if isinstance(name, str) else child_name(_text_of(name[0]), name[1])
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -141,8 +157,14 @@ class Placer:
 
     # --- new ----------------------------------------------------------------------------------------------------------
 
-    def fresh(self, saved: Any, name: str, like: Any = None) -> Any:  # noqa: ANN401 - trees
-        """Return a new value; tensors take device and placements from those at the same place in `like`."""
+    def fresh(self, saved: Any, name: _Name, like: Any = None) -> Any:  # noqa: ANN401 - trees
+        """Return a new value; tensors take device and placements from those at the same place in `like`.
+
+        Containers of plain values alone are those of `saved`, which was parsed for this load: a copy of each would
+        double the memory of a tree of many values.
+        """
+        if type(saved) in PLAIN:
+            return saved
         if isinstance(saved, TensorRef):
             return self._fresh_tensor(saved, like)
         if isinstance(saved, InlineArray):
@@ -153,25 +175,34 @@ class Placer:
         if type(saved) in _DICTS:
             return self._fresh_dict(saved, name, like if isinstance(like, dict) else {})
         if type(saved) is Counter:
+            if PLAIN.issuperset(map(type, saved.values())):
+                return saved
             counter: Counter[Any] = Counter()
-            counter.update({key: self.fresh(value, child_name(name, key)) for key, value in saved.items()})
+            counter.update({key: self.fresh(value, (name, key)) for key, value in saved.items()})
             return counter
         return self._fresh_items(saved, name, like) if type(saved) in _ITEMS else saved
 
-    def _fresh_dict(self, saved: Any, name: str, like: dict[Any, Any]) -> Any:  # noqa: ANN401 - dict or OrderedDict
+    def _fresh_dict(self, saved: Any, name: _Name, like: dict[Any, Any]) -> Any:  # noqa: ANN401 - dict or OrderedDict
         if FLATTENED in saved and not self.parts:
             raise err(
                 Code.STATE_UNSUPPORTED,
                 f"a tensor of {saved[FLATTENED]} can only be filled in place",
-                where=place_of(self.field, name),
+                where=place_of(self.field, _text_of(name)),
                 remedy="Create it before the load, for an optimizer by one step.",
             )
-        return type(saved)((key, self.fresh(item, child_name(name, key), like.get(key))) for key, item in saved.items())
+        if PLAIN.issuperset(map(type, saved.values())):
+            return saved
+        return type(saved)((key, self.fresh(item, (name, key), like.get(key))) for key, item in saved.items())
 
-    def _fresh_items(self, saved: Any, name: str, like: Any) -> Any:  # noqa: ANN401 - one of _ITEMS
+    def _fresh_items(self, saved: Any, name: _Name, like: Any) -> Any:  # noqa: ANN401 - one of _ITEMS
+        if PLAIN.issuperset(map(type, saved)):
+            return saved
         same = type(like) is type(saved) and len(like) == len(saved) and not isinstance(like, set | frozenset)
         old: list[Any] = list(like) if same else [None] * len(saved)
-        items = [self.fresh(item, child_name(name, i), old[i]) for i, item in enumerate(saved)]
+        items = [
+            item if type(item) in PLAIN else self.fresh(item, (name, i), old[i])
+            for i, item in enumerate(saved)
+        ]
         return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
 
     def _fresh_tensor(self, saved: TensorRef, like: object) -> object:
@@ -196,9 +227,8 @@ class Placer:
 
     def take(self, saved: object) -> None:
         """Count all tensors that a tree refers to as taken."""
-        for value in iter_values(saved):
-            if isinstance(value, TensorRef):
-                self.referred(value)
+        for value in iter_references(saved):
+            self.referred(value)
 
     def _fits(self, name: str) -> bool:
         return self.whole or self.plan.only.fits(self.field, name)

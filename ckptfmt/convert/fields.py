@@ -11,7 +11,7 @@ from ckptfmt.adapters.live_trees import GLOBAL, key_text
 from ckptfmt.convert.content import Array, Content, LeftOut, Refused, Tensor, Unfit, map_tree, text_of
 from ckptfmt.convert.numbering import nest, take_optimizers
 from ckptfmt.documents.tables import TensorKey
-from ckptfmt.documents.tree import TensorRef, iter_values
+from ckptfmt.documents.tree import TensorRef, iter_references
 from ckptfmt.errors import CkptError, Code, err
 
 #: Where an entry may go; ``extra`` is the part of the field optimizer that is neither weights nor optimizer.
@@ -276,8 +276,7 @@ class _Builder:
         self._referred = {
             (field, value.name, scope)
             for (field, _, scope), tree in content.leaves.items()
-            for value in iter_values(tree)
-            if isinstance(value, TensorRef)
+            for value in iter_references(tree)
         }
         self.left_out: list[LeftOut] = []
 

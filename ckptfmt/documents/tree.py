@@ -71,6 +71,9 @@ _UINT64_MAX: Final = (1 << 64) - 1
 #: Types whose values stand as themselves, whichever they are.
 _UNCHANGED: Final[frozenset[type]] = frozenset({type(None), bool, bytes})
 
+#: Types whose values stand in a tree as they are in a program, and hold no other values.
+PLAIN: Final[frozenset[type]] = frozenset({type(None), bool, int, float, complex, str, bytes})
+
 #: Types of keys of which any two are equal as values if, and only if, they are equal as trees.
 _PLAIN_KEYS: Final[frozenset[type]] = frozenset({str, bytes, int, type(None)})
 
@@ -169,6 +172,23 @@ def iter_values(value: object) -> Iterator[object]:
             waiting += value
         else:
             yield value
+
+
+def iter_references(value: object) -> Iterator[TensorRef]:
+    """Yield every reference to a tensor in a tree. Plain values cost a look at their types, and no step in Python."""
+    waiting: list[object] = [value]
+    while waiting:
+        value = waiting.pop()
+        if type(value) is TensorRef:
+            yield value
+            continue
+        children: Collection[object] = ()
+        if isinstance(value, dict):
+            children = value.values()
+        elif isinstance(value, list | tuple | deque | set | frozenset):
+            children = value
+        if not PLAIN.issuperset(map(type, children)):
+            waiting += [child for child in children if type(child) not in PLAIN]
 
 
 def _below(where: str, key: object) -> str:

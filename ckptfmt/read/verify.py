@@ -39,7 +39,7 @@ from ckptfmt.documents.run import (
 )
 from ckptfmt.documents.shard import ShardEntry, parse_shard_header
 from ckptfmt.documents.sharding import Sharding
-from ckptfmt.documents.tree import TensorRef, iter_values, parse_tree
+from ckptfmt.documents.tree import iter_references, parse_tree
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import CkptError, Code, encodable, err
 from ckptfmt.features import is_of_delta
@@ -511,8 +511,8 @@ def _verify_values(checkpoint: CheckpointFiles, part: Part, report: Report, dire
 
 
 def _check_references(checkpoint: CheckpointFiles, field: str, scope: str, value: object, where: str) -> None:
-    for item in iter_values(value):
-        if isinstance(item, TensorRef) and checkpoint.find(field, item.name, scope) is None:
+    for item in iter_references(value):
+        if checkpoint.find(field, item.name, scope) is None:
             raise err(
                 Code.TREE_REFERENCE,
                 f"refers to the tensor {item.name[:64]!r}, which isn't there",
