@@ -19,9 +19,13 @@ A code is never renumbered, renamed or reused. ``spec/80-errors.md`` lists the s
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Final, Self
+
+#: Of a URL: credentials before the host, and a query, which may be a signature.
+_SECRETS: Final = re.compile(r"(://)(?:[^/@\s]*@)?([^\s\"'?]*)(\?[^\s\"'?]+)?")
 
 
 class CkptError(Exception):
@@ -35,25 +39,27 @@ class CkptError(Exception):
         remedy: the way out, in one line.
 
     Lone surrogates in these texts, which names of files and of tensors may have, are escaped: no encoding takes them.
+    URLs are without their credentials and queries. `str` escapes control characters, so that a name plays no tricks
+    with a terminal.
     """
 
     def __init__(
         self, code: Code, detail: str, *, where: str | None = None, requirement: str | None = None, remedy: str = ""
     ) -> None:
-        detail = encodable(detail)
+        detail = _without_secrets(encodable(detail))
         super().__init__(code, detail)
         self.code = code
         self.detail = detail
-        self.where = None if where is None else encodable(where)
+        self.where = None if where is None else _without_secrets(encodable(where))
         self.requirement = requirement
-        self.remedy = encodable(remedy)
+        self.remedy = _without_secrets(encodable(remedy))
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
         clause = f" [{self.requirement}]" if self.requirement else ""
         said = f"{self.code}{place}: {self.detail}{clause}"
         end = "" if said.endswith((".", "?", "!")) else "."
-        return f"{said}{end} Remedy: {self.remedy}" if self.remedy else said
+        return printable(f"{said}{end} Remedy: {self.remedy}" if self.remedy else said)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.code, self.detail, self.where, self.requirement, self.remedy)
@@ -542,6 +548,28 @@ def error_from_json(found: Mapping[str, Any]) -> CkptError:
 def encodable(text: str) -> str:
     r"""Return a text that can be printed and sent: a lone surrogate becomes its escape, such as ``\\udcff``."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def printable(text: str) -> str:
+    r"""Return a text for a terminal: control, bidi and other unprintable characters are escaped, but for line ends.
+
+    >>> print(printable("a\x1b[31mb"))
+    a\x1b[31mb
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _without_secrets(text: str) -> str:
+    """Return a text without what a URL in it may have of credentials, such as the signature of a presigned one.
+
+    >>> _without_secrets("https://me:key@host/a?X-Amz-Signature=1 is gone; s3://b/c?")
+    'https://host/a?... is gone; s3://b/c?'
+    """
+    if "://" not in text:
+        return text
+    return _SECRETS.sub(lambda found: found[1] + found[2] + ("?..." if found[3] else ""), text)
 
 
 def _rebuild(  # noqa: PLR0917 - pickle passes arguments by position

@@ -218,8 +218,7 @@ def _encode_dict(encoder: Encoder, value: Any, name: str) -> object:  # noqa: AN
     if PLAIN.issuperset(map(type, value.values())):
         return value
     items = {
-        key: item if type(item) in PLAIN else encoder.encode(item, child_name(name, key))
-        for key, item in value.items()
+        key: item if type(item) in PLAIN else encoder.encode(item, child_name(name, key)) for key, item in value.items()
     }
     return items if type(value) is dict else OrderedDict(items)
 

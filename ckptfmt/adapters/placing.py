@@ -157,7 +157,12 @@ class Placer:
 
     # --- new ----------------------------------------------------------------------------------------------------------
 
-    def fresh(self, saved: Any, name: _Name, like: Any = None) -> Any:  # noqa: ANN401 - trees
+    def fresh(  # noqa: PLR0911 - one for each kind of value
+        self,
+        saved: Any,  # noqa: ANN401 - a tree
+        name: _Name,
+        like: Any = None,  # noqa: ANN401 - any live value
+    ) -> Any:  # noqa: ANN401 - any live value
         """Return a new value; tensors take device and placements from those at the same place in `like`.
 
         Containers of plain values alone are those of `saved`, which was parsed for this load: a copy of each would
@@ -199,10 +204,7 @@ class Placer:
             return saved
         same = type(like) is type(saved) and len(like) == len(saved) and not isinstance(like, set | frozenset)
         old: list[Any] = list(like) if same else [None] * len(saved)
-        items = [
-            item if type(item) in PLAIN else self.fresh(item, (name, i), old[i])
-            for i, item in enumerate(saved)
-        ]
+        items = [item if type(item) in PLAIN else self.fresh(item, (name, i), old[i]) for i, item in enumerate(saved)]
         return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
 
     def _fresh_tensor(self, saved: TensorRef, like: object) -> object:

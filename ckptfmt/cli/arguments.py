@@ -29,7 +29,9 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             meant = [near for word in typed.split() if (near := suggest(word.partition("=")[0], self.options()))]
             message += f" (did you mean {' '.join(meant)}?)" if meant else ""
-        super().error(message)
+        from ckptfmt.errors import printable
+
+        super().error(printable(message))
 
     def options(self) -> list[str]:
         """Return the long options."""

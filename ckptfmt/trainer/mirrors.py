@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Final, TypeAlias
 
+from ckptfmt.errors import printable
 from ckptfmt.run.mirror import mirror_run
 from ckptfmt.store import open_store
 from ckptfmt.store.protocol import Store
@@ -118,7 +119,7 @@ class Mirrors:
         for problem in report.problems:
             self._report(f"MIRROR_BEHIND: {name}: {problem}")
         for copied in report.copied:
-            _LOG.info("mirrored %s to %s", copied, name)
+            _LOG.info("mirrored %s to %s", copied, printable(str(name)))
 
     def _report(self, sentence: str) -> None:
         if sentence not in self._reports:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from ckptfmt.documents.run import Launch
+from ckptfmt.errors import printable
 from ckptfmt.state import State
 from ckptfmt.trainer.restore import LoadReport, was_not_asked
 
@@ -47,7 +48,8 @@ class Talk:
 
     def say(self, text: str, *arguments: object, level: int = logging.INFO) -> None:
         """Say something of the run."""
-        _LOG.log(level if self._writer == 0 else logging.DEBUG, text, *arguments)
+        shown = (printable(one) if isinstance(one, str) else one for one in arguments)
+        _LOG.log(level if self._writer == 0 else logging.DEBUG, text, *shown)
 
     def tell_begun(self, launch: Launch, source: str | None, step: int, state: State) -> None:
         """Say that the run begins, from nothing or from another checkpoint; and what a resume can't claim."""
@@ -143,7 +145,7 @@ class _Fallback(logging.Handler):
         if _is_handled_elsewhere():
             return
         with contextlib.suppress(OSError, ValueError):  # a closed standard error is no reason to stop a training
-            print(self.format(record), file=sys.stderr)  # noqa: T201 - the log of last resort
+            print(printable(self.format(record)), file=sys.stderr)  # noqa: T201 - the log of last resort
 
 
 def _is_handled_elsewhere() -> bool:
