@@ -3,6 +3,7 @@
 A document of 10.8 MB took a load 74 s: each value was given a name, and was copied or yielded by itself.
 """
 
+import functools
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -54,7 +55,8 @@ def test_no_step_in_python_for_each_plain_value_that_was_parsed(tmp_path: Any, a
         state = ckptfmt.State(weights={"w": np.zeros(2)}, extra={"history": history})
         ckptfmt.save(tmp_path / name, state, step=1)
     getattr(ckptfmt, action)(tmp_path / "few")  # which imports what it needs
-    few, many = (calls_of(lambda at=tmp_path / name: getattr(ckptfmt, action)(at)) for name in saved)
+    do = getattr(ckptfmt, action)
+    few, many = (calls_of(functools.partial(do, tmp_path / name)) for name in saved)
     content = dump_tree(saved["many"], where="")
     assert many - few < calls_of(lambda: parse_tree(content, where="")) + _COUNT // 10
     with ckptfmt.open(tmp_path / "many") as checkpoint:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from ckptfmt_conformance.page import dump_html
 from ckptfmt_conformance.protocol import Description
 from ckptfmt_conformance.reports import Progress, clean, dump_json, dump_junit, parse_json, text_of
 from ckptfmt_conformance.runner import TIMEOUT_S, Run, run_cases
+from ckptfmt_conformance.seeded import draw_cases
 from ckptfmt_conformance.xfails import Xfails
 
 __all__ = ["main", "read_xfails"]
@@ -86,7 +88,10 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="seconds for each case (30); a trajectory has ten times as many",
     )
     run.add_argument(
-        "--seed", type=int, metavar="N", help="ask in an order drawn by N: no case may depend on those before it"
+        "--seed",
+        type=int,
+        metavar="N",
+        help="ask in an order drawn by N, and the questions that N draws, as a report says (drawn anew if left out)",
     )
     run.add_argument("--no-serve", action="store_true", help="a process for each case, also of a command that serves")
     run.add_argument("--json", type=Path, metavar="FILE", help="write a report for programs")
@@ -145,16 +150,21 @@ def _run(arguments: argparse.Namespace) -> int:
     xfails = read_xfails(target, arguments.xfails)
     chosen = select_cases(vectors, patterns=arguments.filter, kinds=arguments.kind)
     progress: list[Progress] = []
+    drawn_by = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
+    if arguments.vectors is None:
+        drawn = draw_cases(vectors, drawn_by)
+        chosen += select_cases(drawn, patterns=arguments.filter, kinds=arguments.kind)
 
     def choose(description: Description, cases: Sequence[Case]) -> Sequence[Case]:
         """Add the trajectories, if they are wanted: to list them, a framework may have to be imported."""
-        found = [*cases, *_choose_cells(arguments, description)]
+        found = [*cases, *_choose_cells(arguments, description, drawn_by)]
         if not found:
             raise SuiteError("no case fits", remedy="See `list` for the ids and kinds that there are.")
         progress.append(Progress(len(found)))
         return found
 
-    selection = [f"--filter {pattern}" for pattern in arguments.filter] + [f"--kind {kind}" for kind in arguments.kind]
+    selection = [f"--vectors {arguments.vectors}"] * (arguments.vectors is not None)
+    selection += [f"--filter {pattern}" for pattern in arguments.filter] + [f"--kind {kind}" for kind in arguments.kind]
     try:
         run = run_cases(
             target,
@@ -167,6 +177,7 @@ def _run(arguments: argparse.Namespace) -> int:
             choose=choose,
             may_serve=not arguments.no_serve,
             seed=arguments.seed,
+            drawn_by=drawn_by,
             on_result=lambda result: progress[0].take(result),  # noqa: PLW0108 - it is made later
         )
     finally:
@@ -184,10 +195,12 @@ def _run(arguments: argparse.Namespace) -> int:
     return EXIT_RED
 
 
-def _choose_cells(arguments: argparse.Namespace, description: Description) -> Sequence[Case]:
+def _choose_cells(arguments: argparse.Namespace, description: Description, drawn_by: int) -> Sequence[Case]:
     if "trajectory" not in (arguments.kind or description.kinds) or arguments.vectors is not None:
         return ()
-    return cells.find_cases(arguments.filter)
+    found = cells.find_cases(arguments.filter)
+    # Of a command, no trajectory can be asked; where none of them is chosen, no framework is to be imported.
+    return (*found, *cells.draw_witnessed(drawn_by, arguments.filter)) if found else ()
 
 
 def _write_reports(run: Run, arguments: argparse.Namespace) -> None:

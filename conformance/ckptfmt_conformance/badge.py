@@ -10,12 +10,22 @@ import html
 from collections.abc import Iterable
 from typing import Final
 
+from ckptfmt_conformance.cells import WITNESSED
 from ckptfmt_conformance.judge import Status
 from ckptfmt_conformance.runner import Result, Run
+from ckptfmt_conformance.seeded import PREFIX, SEEDED
 
-__all__ = ["LEVELS", "badge_svg", "claim_of"]
+__all__ = ["LEVELS", "SELF_REPORTED", "badge_svg", "claim_of", "said_claim"]
 
 LEVELS: Final = ("S0", "S1", "S2", "T1", "T2")
+
+#: Features without which a level means nothing: a case that needs no other belongs to the minimum of its level.
+_NEEDED: Final[dict[str, frozenset[str]]] = {
+    "S1": frozenset({"new-layout", "layout:ddp", "layout:fsdp2", "layout:tp"}),
+    "T2": frozenset({"layout:elastic", "new-world-size"}),
+}
+#: What stands beside each claim: the suite can't know that anybody but the adapter's authors ran it.
+SELF_REPORTED: Final = "self-reported"
 
 _GREEN: Final = "#2e7d32"
 _YELLOW: Final = "#8d6e00"
@@ -28,29 +38,56 @@ _CHARACTER_WIDTH: Final = 6.6
 def claim_of(run: Run) -> str:
     """Return the highest level whose cases passed, with those of all levels below it; "" for none.
 
-    S0 rests on the vectors: all are green, and those that open, read and reshard were not left out. A level above it
-    is reached by a trajectory that claims it. What isn't supported lowers nothing, and is counted beside the claim.
+    Each level has a minimum: all of its cases that need no feature beyond the level's own, each of which has to pass.
+    S0 rests on the vectors, and on questions that a seed drew (`seeded`): those that open, read and reshard. A level
+    above it rests on the trajectories that claim it; T1 and T2 also on some that the suite's own process trains and
+    judges (`trajectories.witness`). An optional feature that isn't supported lowers nothing, and is
+    counted beside the claim.
     """
     if not run.is_green or run.selection:
         return ""
-    reached = ""
+    reached, passed = "", _kinds_that_pass(run.results)
     for level in LEVELS:
         asked = [result for result in run.results if _level_of(result) == level]
         if any(result.status is Status.XFAIL for result in asked):
             break
-        if level == "S0" and not {"open", "read", "reshard"} <= _kinds_that_pass(asked):
+        least = [result for result in asked if _is_needed(result, level)]
+        is_reached = bool(least) and all(result.status is Status.PASS for result in least)
+        if level == "S0" and not (is_reached and {"open", "read", "reshard", SEEDED} <= _kinds_that_pass(asked)):
             break
-        if _kinds_that_pass(asked):
+        if level in ("T1", "T2") and WITNESSED not in passed:
+            break
+        if is_reached:
             reached = level
     return reached
+
+
+def said_claim(run: Run) -> str:
+    """Return the claim with what a reader has to know of it: who reported it, and how to ask the same questions."""
+    seed = "" if run.seed is None else f"; the same questions: --seed {run.seed}"
+    return f"{claim_of(run)}, {SELF_REPORTED}{seed}" if claim_of(run) else ""
 
 
 def _level_of(result: Result) -> str:
     return str((result.case.request or {}).get("claim", "")) if result.case.kind == "trajectory" else "S0"
 
 
+def _is_needed(result: Result, level: str) -> bool:
+    """Return whether a case belongs to the minimum of a level."""
+    case = result.case
+    if level == "S0" and case.kind not in ("open", "read", "reshard"):
+        return False
+    # A case of another version of the format is asked only where it must be refused by that.
+    is_of_another_version = result.status is Status.SKIPPED and "version" in result.message
+    return set(case.features) <= _NEEDED.get(level, frozenset()) and not is_of_another_version
+
+
 def _kinds_that_pass(results: Iterable[Result]) -> set[str]:
-    return {result.case.kind for result in results if result.status is Status.PASS}
+    passed = [result.case for result in results if result.status is Status.PASS]
+    found = {case.kind for case in passed}
+    for prefix, name in ((PREFIX, SEEDED), (WITNESSED, WITNESSED)):
+        found |= {name for case in passed if case.id.startswith(prefix)}
+    return found
 
 
 def badge_text(run: Run) -> tuple[str, str]:
@@ -63,7 +100,8 @@ def badge_text(run: Run) -> tuple[str, str]:
         return "partial run", _GREY
     left = counts[Status.UNSUPPORTED]
     known = counts[Status.XFAIL]
-    claim = claim_of(run) or "no claim"
+    reached = claim_of(run)
+    claim = f"{reached}, {SELF_REPORTED}" if reached else "no claim"
     notes = [f"{known} known failures"] * bool(known) + [f"{left} unsupported"] * bool(left)
     return ", ".join([claim, *notes]), _YELLOW if notes or claim == "no claim" else _GREEN
 

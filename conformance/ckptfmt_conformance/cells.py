@@ -5,21 +5,27 @@ That package imports a framework, so it is met only when a trajectory is asked f
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from ckptfmt_conformance.cases import Case, Expectation, select_cases
 
-__all__ = ["ABSENT", "PREFIX", "find_cases", "list_cases", "run_cell"]
+__all__ = ["ABSENT", "PREFIX", "WITNESSED", "draw_witnessed", "find_cases", "judge_witnessed", "list_cases", "run_cell"]
 
 #: Stands before the id of a cell.
 PREFIX: Final = "trajectory/"
 #: The case that stands for all of them where they can't be had.
 ABSENT: Final = "trajectory/all"
+#: Stands before the id of a cell that the suite's own process trains and judges.
+WITNESSED: Final = "trajectory/witnessed/"
 _MODULE: Final = "ckptfmt_conformance.trajectories"
+#: How many cells a seed draws to be witnessed.
+_WITNESSED_COUNT: Final = 2
 
 
 def find_cases(patterns: Sequence[str]) -> tuple[Case, ...]:
@@ -49,6 +55,35 @@ def list_cases() -> tuple[Case, ...]:
         )
         return (stand_in,)
     return tuple(map(_case_of, cells))
+
+
+def draw_witnessed(seed: int, patterns: Sequence[str] = ()) -> tuple[Case, ...]:
+    """Return cells that a seed draws to be witnessed, as cases; none where trajectories can't be had."""
+    try:
+        cells = importlib.import_module(f"{_MODULE}.witness").list_witnessed()
+    except ImportError:
+        return ()
+    drawn = random.Random(seed).sample(cells, min(_WITNESSED_COUNT, len(cells)))
+    cases = [_case_of(cell) for cell in drawn]
+    witnessed = [
+        dataclasses.replace(
+            case,
+            id=WITNESSED + case.id.removeprefix(PREFIX),
+            description=f"{case.description}, trained and judged by the suite's own process",
+            request={**(case.request or {}), "processes": 1, "witnessed": True},
+        )
+        for case in cases
+    ]
+    return select_cases(witnessed, patterns=patterns)
+
+
+def judge_witnessed(case: Case, ask: Callable[[str, Mapping[str, Any]], None]) -> str | None:
+    """Train a cell in this process, and return how what `ask` saved and loaded differs; None where it doesn't."""
+    module = importlib.import_module(f"{_MODULE}.witness")
+    wanted = case.id.removeprefix(WITNESSED)
+    (cell,) = (cell for cell in module.list_witnessed() if cell.id == wanted)
+    found: str | None = module.judge_witnessed(cell, ask)
+    return found
 
 
 def _case_of(cell: Any) -> Case:  # noqa: ANN401 - a Cell of a module that may be absent

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ckptfmt_conformance import __version__
-from ckptfmt_conformance.badge import badge_svg, claim_of
+from ckptfmt_conformance.badge import badge_svg, said_claim
 from ckptfmt_conformance.judge import RED, Status
 from ckptfmt_conformance.reports import count_text, group_by_clause
 from ckptfmt_conformance.runner import Result, Run
@@ -66,8 +66,9 @@ def dump_html(run: Run) -> str:
 <title>{name}: conformance</title><style>{_STYLE}</style>
 <h1>{name}: conformance to the checkpoint format ckptfmt {html.escape("/".join(described.spec))}</h1>
 <p>{badge_svg(run).strip()}</p>
-<p>Claim level: <b>{claim_of(run) or "none"}</b>. {chosen}Adapter <code>{html.escape(run.adapter)}</code>,
-suite {__version__}, {len(run.results)} cases in {run.seconds:.1f} s, {when}.</p>
+<p>Claim level: <b>{html.escape(said_claim(run)) or "none"}</b>. {chosen}
+Adapter <code>{html.escape(run.adapter)}</code>, suite {__version__},
+{len(run.results)} cases in {run.seconds:.1f} s, {when}.</p>
 <p><small>Roles: {html.escape(", ".join(described.roles))}. Kinds: {html.escape(", ".join(described.kinds))}.
 Features: {html.escape(", ".join(described.features)) or "none"}.</small></p>{idle}
 <p>{boxes}<input type=search placeholder="id, clause, code, ..." aria-label=search></p>

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from ckptfmt_conformance import msgpk, tagged
 
-__all__ = ["ReadbackError", "read_back"]
+__all__ = ["DTYPES", "ReadbackError", "canonical", "entries_of", "read_back", "read_contents", "rows", "unfold"]
 
 FIELDS: Final = ("weights", "optimizer", "rng", "data", "config", "topology", "provenance")
 ORIGIN: Final = ("run_id", "launch", "nonce", "step", "attempt", "writer_count", "block_nbytes")
@@ -48,19 +48,32 @@ def _require(condition: object, message: str) -> None:
         raise ReadbackError(message)
 
 
-def read_back(root: Path) -> dict[str, Any]:
+def read_contents(root: Path) -> dict[str, tuple[int, Shape, bytes]]:
+    """Return the bytes of each tensor of a full checkpoint, with the bytes of an element and the shape.
+
+    Raises: ReadbackError.
+    """
+    found: dict[str, tuple[int, Shape, bytes]] = {}
+    read_back(root, found)
+    return found
+
+
+def read_back(root: Path, contents: dict[str, tuple[int, Shape, bytes]] | None = None) -> dict[str, Any]:
     """Return what a full checkpoint holds, as results of adapters say it.
+
+    Args:
+        contents: gets the bytes of each tensor, where it is given.
 
     Returns: ``step``, ``tensors`` with dtype, shape, digest and first bytes, and ``leaves``, as tagged JSON.
     Raises: ReadbackError.
     """
     try:
-        return _read_back(root)
+        return _read_back(root, {} if contents is None else contents)
     except (LookupError, OSError, TypeError, ValueError, AttributeError, RecursionError, zlib.error) as error:
         raise ReadbackError(f"{type(error).__name__}: {error}") from error
 
 
-def _read_back(root: Path) -> dict[str, Any]:
+def _read_back(root: Path, contents: dict[str, tuple[int, Shape, bytes]]) -> dict[str, Any]:
     manifest = _read_manifest(root / "manifest.json")
     origin = {name: manifest[name] for name in ORIGIN}
     named = manifest["index"]
@@ -69,20 +82,21 @@ def _read_back(root: Path) -> dict[str, Any]:
         root / named["name"], named["nbytes"], bytes.fromhex(named["digest"].removeprefix("blake3:"))
     )
     _check_members(named["name"], index, {**origin, "type": "index"})
-    entries = _rows(index, "parts")
+    entries = rows(index, "parts")
     _require(len(entries) == manifest["writer_count"], "the index hasn't a part of each writer")
     parts = [_Part(root, number, entry, manifest) for number, entry in enumerate(entries)]
     shardings = list(_iter_shardings(index))
     tensors: dict[str, Any] = {}
-    for row in _rows(index, "tensors"):
+    for row in rows(index, "tensors"):
         content = _assemble(row, shardings[row["sharding"]], parts)
+        contents[_key_of(row)] = DTYPES[row["dtype"]][0], tuple(row["global_shape"]), content
         tensors[_key_of(row)] = {
             "dtype": row["dtype"],
             "shape": list(row["global_shape"]),
             "blake3": blake3(content).hexdigest(),
             "first16": content[:16].hex(),
         }
-    leaves = {_key_of(row): parts[row["part"]].leaves[_key_of(row)] for row in _rows(index, "leaves")}
+    leaves = {_key_of(row): parts[row["part"]].leaves[_key_of(row)] for row in rows(index, "leaves")}
     _check_summaries(manifest, index)
     return {"step": manifest["step"], "tensors": tensors, "leaves": leaves}
 
@@ -93,21 +107,21 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     document = json.loads(raw)
     _require(document.keys() == {"digest", "signed"}, f"{path.name} isn't an envelope")
     signed = document["signed"]
-    canonical = _canonical(signed).encode()
-    _require(document["digest"] == f"blake3:{blake3(canonical).hexdigest()}", f"{path.name}: a wrong digest")
-    _require(raw == _canonical(document).encode(), f"{path.name} isn't in its canonical form")
+    content = canonical(signed).encode()
+    _require(document["digest"] == f"blake3:{blake3(content).hexdigest()}", f"{path.name}: a wrong digest")
+    _require(raw == canonical(document).encode(), f"{path.name} isn't in its canonical form")
     _check_members(path.name, signed, {"type": "manifest", "profile": "full", "references": []})
     _require(signed["features"]["reader"] == [], f"{path.name} needs features of readers")
     _require(signed["fields"].keys() == set(FIELDS), f"{path.name} doesn't have the seven fields")
     return dict(signed)
 
 
-def _canonical(value: object) -> str:
+def canonical(value: object) -> str:
     """Return the canonical JSON text: members sorted, no white space, only quote and backslash escaped."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{_canonical(name)}:{_canonical(value[name])}" for name in sorted(value)) + "}"
+        return "{" + ",".join(f"{canonical(name)}:{canonical(value[name])}" for name in sorted(value)) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_canonical, value)) + "]"
+        return "[" + ",".join(map(canonical, value)) + "]"
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return json.dumps(value)
@@ -120,15 +134,15 @@ def _check_members(where: str, document: Mapping[str, Any], expected: Mapping[st
 
 def _check_summaries(manifest: Mapping[str, Any], index: Tables) -> None:
     """Check that the manifest says of each field what the index has of it."""
-    rows = {table: _rows(index, table) for table in ("tensors", "leaves", "streams")}
+    tables = {table: rows(index, table) for table in ("tensors", "leaves", "streams")}
     for number, field in enumerate(FIELDS):
-        own = [row for row in rows["tensors"] if row["field"] == number]
+        own = [row for row in tables["tensors"] if row["field"] == number]
         found = {
             "state": "present",
             "tensor_count": len(own),
             "nbytes": sum(DTYPES[row["dtype"]][0] * math.prod(row["global_shape"]) for row in own),
-            "stream_count": len(rows["streams"]) if field == "rng" else 0,
-            "leaf_count": sum(row["field"] == number for row in rows["leaves"]),
+            "stream_count": len(tables["streams"]) if field == "rng" else 0,
+            "leaf_count": sum(row["field"] == number for row in tables["leaves"]),
         }
         if field in index["absent"]:
             found = {"state": "absent", "reason": index["absent"][field]}
@@ -159,7 +173,7 @@ def _read_document(path: Path, nbytes: int, digest: bytes) -> Tables:
     return dict(document)
 
 
-def _column(value: Any) -> list[Any]:  # noqa: ANN401 - any of the forms of a column
+def entries_of(value: Any) -> list[Any]:  # noqa: ANN401 - any of the forms of a column
     """Return the entries of a column: plain, packed, strings, or digests."""
     if isinstance(value, bytes):
         _require(len(value) % 32 == 0, "a column of digests of a wrong length")
@@ -182,13 +196,14 @@ def _unpack(width: int, planes: bytes) -> list[int]:
     return values
 
 
-def _unfold(values: Iterable[int]) -> list[int]:
+def unfold(values: Iterable[int]) -> list[int]:
+    """Return the signed integers that even and odd numbers stand for."""
     return [-(value + 1) // 2 if value % 2 else value // 2 for value in values]
 
 
-def _rows(document: Tables, name: str, ndims: Sequence[int] = ()) -> list[Row]:
+def rows(document: Tables, name: str, ndims: Sequence[int] = ()) -> list[Row]:
     """Return the rows of a table, positions of scopes and dtypes resolved."""
-    table = {column: _column(value) for column, value in document[name].items()}
+    table = {column: entries_of(value) for column, value in document[name].items()}
     for column in _FLATTENED & table.keys():
         counts, flat = table["ndim"] if column == "global_shape" else ndims, iter(table[column])
         _require(sum(counts) == len(table[column]), f"{name}: {column} has a wrong number of entries")
@@ -205,7 +220,7 @@ def _key_of(row: Row) -> str:
 
 def _iter_shardings(index: Tables) -> Iterator[list[tuple[Shape, Shape, int]]]:
     """Yield for each sharding its boxes: begin, shape, and the part that stores them."""
-    table = {name: iter(_column(value)) for name, value in index["shardings"].items()}
+    table = {name: iter(entries_of(value)) for name, value in index["shardings"].items()}
     part, writer_count = -1, index["writer_count"]
     for ndim, form, count in zip(table["ndim"], table["form"], table["box_count"], strict=True):
         boxes: list[tuple[Shape, Shape]]
@@ -216,7 +231,7 @@ def _iter_shardings(index: Tables) -> Iterator[list[tuple[Shape, Shape, int]]]:
             boxes = [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in intervals]
         else:
             shapes = [list(itertools.islice(table["box_shape"], count)) for _ in range(ndim)]
-            steps = [_unfold(itertools.islice(table["begin"], count)) for _ in range(ndim)]
+            steps = [unfold(itertools.islice(table["begin"], count)) for _ in range(ndim)]
             if ndim:  # in the last dimension, a step leads from the end of the box before
                 steps[-1][1:] = map(int.__add__, steps[-1][1:], shapes[-1])
             begins = [list(itertools.accumulate(step)) for step in steps]
@@ -249,15 +264,15 @@ class _Part:
         self._contents: dict[tuple[str, Shape, Shape], bytes] = {}
         self.leaves = {_key_of(row): tagged.from_tree(msgpk.parse(row["value"])) for row in self.rows("leaves")}
         self._owners = [row for row in self.rows("tensors") for _ in range(row["box_count"])]
-        self._boxes = _rows(document, "boxes", [owner["ndim"] for owner in self._owners])
+        self._boxes = rows(document, "boxes", [owner["ndim"] for owner in self._owners])
         for box, owner in zip(self._boxes, self._owners, strict=True):
             cuts = zip(box["cut_shape"], owner["global_shape"], strict=True)
             box["shape"] = tuple(cut - 1 if cut else extent for cut, extent in cuts)
-        digests = iter(_column(document["digests"]))
+        digests = iter(entries_of(document["digests"]))
         self._digests = [list(itertools.islice(digests, box["digest_count"])) for box in self._boxes]
         _require(next(digests, None) is None, f"{where} has digests of no box")
         extents = self.rows("extents")
-        ahead = itertools.accumulate(step + 1 for step in _unfold(row["box"] for row in extents))
+        ahead = itertools.accumulate(step + 1 for step in unfold(row["box"] for row in extents))
         for extent, position in zip(extents, ahead, strict=True):
             extent["box"] = position - 1
         for position, file in enumerate(self.rows("files")):
@@ -265,7 +280,7 @@ class _Part:
 
     def rows(self, name: str) -> list[Row]:
         """Return the rows of a table."""
-        return _rows(self._document, name)
+        return rows(self._document, name)
 
     def content(self, key: str, begin: Shape, shape: Shape) -> bytes:
         """Return the bytes of a box that this part wrote."""

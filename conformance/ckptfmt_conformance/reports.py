@@ -12,7 +12,7 @@ from typing import IO, Any, Final
 from xml.sax.saxutils import escape, quoteattr
 
 from ckptfmt_conformance import __version__
-from ckptfmt_conformance.badge import claim_of
+from ckptfmt_conformance.badge import SELF_REPORTED, claim_of, said_claim
 from ckptfmt_conformance.cases import Case, Expectation
 from ckptfmt_conformance.errors import SuiteError
 from ckptfmt_conformance.judge import RED, Status
@@ -127,7 +127,7 @@ def text_of(run: Run, *, verbose: bool = False, stream: IO[str] | None = None) -
         f"{clean(described.name)} {clean(described.version)} (format {'/'.join(described.spec)}): "
         f"{', '.join(counts) or 'no case'} in {run.seconds:.1f} s"
     )
-    claim = claim_of(run)
+    claim = said_claim(run)
     why = "none: not everything was asked" if run.selection else "none"
     lines.append(f"claim level: {claim or why}")
     return "\n".join(lines)
@@ -157,6 +157,8 @@ def dump_json(run: Run) -> str:
             "selection": run.selection,
             "green": run.is_green,
             "claim": claim_of(run) or None,
+            "claim_by": SELF_REPORTED if claim_of(run) else None,
+            "seed": run.seed,
             "counts": {str(status): count for status, count in run.counts.items()},
             "idle_xfails": run.idle,
             "seconds": round(run.seconds, 3),
@@ -201,6 +203,7 @@ def parse_json(text: str) -> Run:
             idle=tuple(members["idle_xfails"]),
             seconds=members["seconds"],
             unix_s=members["unix_s"],
+            seed=members.get("seed"),
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise SuiteError(

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ckptfmt_conformance.callers import Caller, Target, open_described
 from ckptfmt_conformance.cases import Case
-from ckptfmt_conformance.cells import ABSENT
+from ckptfmt_conformance.cells import ABSENT, judge_witnessed
 from ckptfmt_conformance.judge import RED, Status, Verdict, due, find_reason_to_skip, judge
 from ckptfmt_conformance.phases import ask_in_phases
 from ckptfmt_conformance.protocol import Answer, Description
@@ -53,6 +53,7 @@ class Run:
         idle: patterns of expected failures that fit no case.
         seconds: from the first question to the last answer.
         unix_s: when it ended, in seconds since 1970.
+        seed: what questions were drawn by that no table can hold; None where none were drawn.
     """
 
     adapter: str
@@ -62,6 +63,7 @@ class Run:
     idle: tuple[str, ...] = ()
     seconds: float
     unix_s: int
+    seed: int | None = None
 
     @property
     def counts(self) -> dict[Status, int]:
@@ -93,6 +95,7 @@ def run_cases(
     on_result: Callable[[Result], None] | None = None,
     may_serve: bool = True,
     seed: int | None = None,
+    drawn_by: int | None = None,
 ) -> Run:
     """Ask an adapter all cases, and judge what it answers.
 
@@ -106,6 +109,7 @@ def run_cases(
         on_result: is told of each result, from whichever thread has it.
         may_serve: whether a command that serves is asked to; otherwise each case has a process of its own.
         seed: of the order in which the cases are asked; as they are given if there is none.
+        drawn_by: the seed by which `choose` drew questions, for the report.
 
     Raises: SuiteError where the adapter can't be started, or doesn't say what it is.
     """
@@ -134,6 +138,7 @@ def run_cases(
         idle=listed.find_idle(list(known) or [case.id for case in cases]),
         seconds=time.monotonic() - begin_s,
         unix_s=int(time.time()),
+        seed=drawn_by,
     )
 
 
@@ -214,6 +219,8 @@ def ask_case(caller: Caller, case: Case, description: Description, timeout_s: fl
     if case.kind == "trajectory":
         if case.id == ABSENT:
             return Verdict(status=Status.SKIPPED, message=case.why)
+        if (case.request or {}).get("witnessed"):
+            return _judge_witnessed(caller, case, timeout_s * CELL_TIMEOUTS)
         with _scratch() as folder:
             answer = caller.call("trajectory", cell=case.id, output=folder, timeout_s=timeout_s * CELL_TIMEOUTS)
         return _judge_cell(answer)
@@ -233,6 +240,22 @@ def ask_case(caller: Caller, case: Case, description: Description, timeout_s: fl
 def _scratch() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ckptfmt-conformance-") as folder:
         yield Path(folder)
+
+
+def _judge_witnessed(caller: Caller, case: Case, timeout_s: float) -> Verdict:
+    """Train a trajectory in this process, which has none of the adapter's code, and have the adapter save and load."""
+
+    def ask(do: str, request: Mapping[str, Any]) -> None:
+        caller.close()  # what loads is another process than what saved: it has the checkpoint and nothing else
+        answer = caller.call("witness", request={**request, "do": do}, timeout_s=timeout_s)
+        if answer.outcome != "accepted":
+            raise RuntimeError(answer.message or f"{do}: {answer.outcome} {answer.body}")
+
+    try:
+        divergence = judge_witnessed(case, ask)
+    except Exception as error:  # noqa: BLE001 - whatever comes back, it's an error of this case
+        return Verdict(status=Status.ERROR, message=f"{type(error).__name__}: {str(error)[:1000]}")
+    return Verdict(status=Status.FAIL if divergence else Status.PASS, message=divergence or "")
 
 
 def _judge_cell(answer: Answer) -> Verdict:

@@ -38,6 +38,11 @@ def main(argv: list[str]) -> int:
 
 
 def _answer(adapter: Any, question: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:  # noqa: ANN401 - a class
+    if question["kind"] == "witness":
+        from ckptfmt_conformance.trajectories.witness import answer_witness  # noqa: PLC0415 - it imports a framework
+
+        answer_witness(adapter.checkpointing(), question["request"])
+        return EXIT_ACCEPTED, {}
     if question["kind"] != "trajectory":
         return ask_line(adapter, question)
     from ckptfmt_conformance.cells import run_cell  # noqa: PLC0415 - it imports a framework

@@ -655,13 +655,17 @@ def test_reports_are_written(tmp_path, capsys):
 # Reports
 
 
-def result(case_id, status, *, kind="open", message="", claim=None, seconds=0.25):
+KINDS_OF_S0 = ("open", "read", "reshard")
+
+
+def result(case_id, status, *, kind="open", message="", claim=None, seconds=0.25, features=()):
     case = Case(
         id=case_id,
         description="a <case> & more",
         requirements=("REQ-OPN-001",),
         kind=kind,
         roles=(),
+        features=features,
         expect=Expectation(outcome="accept"),
         request={"claim": claim} if claim else None,
     )
@@ -675,7 +679,7 @@ def a_run(*results, **members):
     return Run(adapter="a", description=description, results=results, seconds=1.5, unix_s=1793491200, **members)
 
 
-VECTORS = tuple(result(f"p/{kind}", "PASS", kind=kind) for kind in ("open", "read", "reshard"))
+VECTORS = tuple(result(f"{page}/{kind}", "PASS", kind=kind) for page in ("p", "seeded") for kind in KINDS_OF_S0)
 ALL = tuple(result(f"p/valid/{status.lower()}", status, message="it <is>\x00\x1b[31m & so") for status in Status)
 
 
@@ -771,8 +775,12 @@ def test_what_is_no_report_is_said_so(text):
 # Claims
 
 
-def cell(claim, status="PASS"):
-    return result(f"trajectory/{claim}", status, kind="trajectory", claim=claim)
+def cell(claim, status="PASS", number=0, features=()):
+    return result(f"trajectory/{claim}/{number}", status, kind="trajectory", claim=claim, features=features)
+
+
+WITNESSED = result("trajectory/witnessed/t1/plain/mlp/sgd/boundary", "PASS", kind="trajectory", claim="T1")
+ELASTIC = ("layout:elastic", "new-world-size")
 
 
 @pytest.mark.parametrize(
@@ -780,19 +788,41 @@ def cell(claim, status="PASS"):
     [
         (VECTORS, "S0"),
         (VECTORS[:2], ""),
-        ((*VECTORS[:2], result("p/reshard", "SKIPPED", kind="reshard")), ""),
-        ((*VECTORS, cell("T1")), "T1"),
-        ((*VECTORS, cell("T1"), cell("T2")), "T2"),
+        (VECTORS[:3], ""),  # nothing that a seed drew
+        ((*VECTORS[:5], result("seeded/reshard", "SKIPPED", kind="reshard")), ""),
+        ((*VECTORS, result("p/other", "UNSUPPORTED")), ""),
+        ((*VECTORS, result("p/other", "UNSUPPORTED", features=("deltas",))), "S0"),
+        ((*VECTORS, cell("T1"), WITNESSED), "T1"),
+        ((*VECTORS, cell("T1")), "S0"),  # which the adapter's process says alone
+        ((*VECTORS, cell("T1"), cell("T2")), "S0"),
+        ((*VECTORS, cell("T1"), WITNESSED, cell("T2")), "T2"),
         ((*VECTORS, cell("S1"), cell("T1", "XFAIL"), cell("T2")), "S1"),
-        ((*VECTORS, cell("T1"), cell("T2", "SKIPPED")), "T1"),
-        ((*VECTORS, cell("T1"), cell("T2", "UNSUPPORTED")), "T1"),
+        ((*VECTORS, cell("T1"), WITNESSED, cell("T2", "SKIPPED")), "T1"),
+        ((*VECTORS, cell("T1"), WITNESSED, cell("T2", "UNSUPPORTED")), "T1"),
+        ((*VECTORS, cell("T1"), cell("T1", "UNSUPPORTED", 1), WITNESSED), "S0"),
+        ((*VECTORS, cell("T1"), cell("T1", "UNSUPPORTED", 1, ("sampler",)), WITNESSED), "T1"),
+        # One of 71 passes, and the others aren't supported.
+        (
+            (
+                *VECTORS, cell("T1"), WITNESSED, cell("T2", "PASS", 0, ELASTIC),
+                *(cell("T2", "UNSUPPORTED", number, ELASTIC) for number in range(1, 71)),
+            ),
+            "T1",
+        ),
+        (
+            (
+                *VECTORS, cell("T1"), WITNESSED, *(cell("T2", "PASS", number, ELASTIC) for number in range(70)),
+                cell("T2", "UNSUPPORTED", 70, (*ELASTIC, "sampler")),
+            ),
+            "T2",
+        ),
         ((*VECTORS, cell("T1", "FAIL")), ""),
         ((*VECTORS, result("p/x", "ERROR")), ""),
         ((*VECTORS, result("p/x", "XFAIL")), ""),
         ((cell("T1"),), ""),
         ((), ""),
     ],
-)
+)  # fmt: skip
 def test_the_claim_is_the_highest_level_with_all_below_it(results, claim):
     assert claim_of(a_run(*results)) == claim
 
@@ -810,13 +840,23 @@ def test_a_selection_claims_nothing():
 
 
 def test_the_badge_says_claim_and_what_is_left_out():
-    unsupported = result("p/delta", "UNSUPPORTED")
+    unsupported = result("p/delta", "UNSUPPORTED", features=("deltas",))
 
-    assert badge_text(a_run(*VECTORS, cell("T1")))[0] == "T1"
-    assert badge_text(a_run(*VECTORS, unsupported))[0] == "S0, 1 unsupported"
+    assert badge_text(a_run(*VECTORS, cell("T1"), WITNESSED))[0] == "T1, self-reported"
+    assert badge_text(a_run(*VECTORS, unsupported))[0] == "S0, self-reported, 1 unsupported"
     assert badge_text(a_run(*VECTORS, result("p/x", "XFAIL")))[0] == "no claim, 1 known failures"
     svg = ET.fromstring(badge_svg(a_run(*VECTORS)))
-    assert svg.get("aria-label") == "ckptfmt 0.1: S0"
+    assert svg.get("aria-label") == "ckptfmt 0.1: S0, self-reported"
+
+
+def test_a_report_says_the_seed_and_that_nobody_else_ran_it():
+    run = a_run(*VECTORS, seed=4711)
+
+    assert "claim level: S0, self-reported; the same questions: --seed 4711" in text_of(run)
+    members = json.loads(dump_json(run))
+    assert (members["claim"], members["claim_by"], members["seed"]) == ("S0", "self-reported", 4711)
+    assert parse_json(dump_json(run)).seed == 4711
+    assert "self-reported; the same questions: --seed 4711" in dump_html(run)
 
 
 # Trajectories

@@ -1,0 +1,106 @@
+"""Questions that a seed draws: an adapter can't have their answers in a table.
+
+A released case is a file that anybody has, and so is its answer. Here the tensors of such cases get other bytes, with
+digests that fit, and boxes are drawn that no case has; the suite's own reader says what is due. A report names the
+seed, and who draws by it again asks the same.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from blake3 import blake3
+
+from ckptfmt_conformance.cases import Case, Expectation
+from ckptfmt_conformance.perturb import perturb
+from ckptfmt_conformance.readback import ReadbackError, read_back, read_contents
+
+__all__ = ["PREFIX", "SEEDED", "draw_cases"]
+
+#: What ids of drawn cases begin with.
+PREFIX: Final = "seeded/"
+#: What the drawn cases are called together.
+SEEDED: Final = "seeded"
+#: How many checkpoints are asked about, and how many boxes one question has at most.
+_CHECKPOINTS: Final = 24
+_BOXES: Final = 5
+
+Box = list[list[int]]
+
+
+def draw_cases(cases: Sequence[Case], seed: int) -> tuple[Case, ...]:
+    """Return questions about checkpoints of `cases`, drawn by a seed: an `open`, a `read` and a `reshard` of each."""
+    rng = random.Random(seed)
+    spec = max((case.spec for case in cases), key=_version, default="")
+    sources = [case for case in cases if case.spec == spec and _is_source(case)]
+    rng.shuffle(sources)
+    drawn: list[Case] = []
+    for source in sources:
+        if len(drawn) < 3 * _CHECKPOINTS:
+            drawn += _draw_about(source, rng)
+    return tuple(drawn)
+
+
+def _is_source(case: Case) -> bool:
+    is_plain = not case.features and not set(case.request or {}) - {"verify"} and "reader" in case.roles
+    return case.kind == "open" and case.expect.outcome == "accept" and is_plain and "tensors" in case.expect.members
+
+
+def _version(spec: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in spec.split(".") if number.isdigit())
+
+
+def _draw_about(source: Case, rng: random.Random) -> Iterator[Case]:
+    """Yield the questions about one checkpoint; none where it has no elements, or isn't a full one."""
+    with tempfile.TemporaryDirectory(prefix="ckptfmt-conformance-") as folder:
+        root = source.write_files(Path(folder))
+        try:
+            perturb(root, rng)
+            contents = read_contents(root)
+            tensors = read_back(root)["tensors"]
+        except ReadbackError:
+            return
+        files = {name: (Path(folder) / name).read_bytes() for name in source.files}
+    names = sorted(name for name, (_, _, content) in contents.items() if content)
+    if not names:
+        return
+    common: dict[str, Any] = {
+        "requirements": source.requirements or ("REQ-OPN-005",),
+        "spec": source.spec,
+        "derived_from": source.id,
+        "path": source.path,
+        "bug_class": "WRONG_BYTES",
+        "why": "a table of answers reads no checkpoint",
+        "files": files,
+    }
+    name, place = rng.choice(names), source.id.replace("/", "-")
+    boxes = [_draw_box(contents[name][1], rng) for _ in range(rng.randint(2, _BOXES))]
+    digests = [_digest_of(contents[name], box) for box in boxes]
+    for kind, request, members in (
+        ("open", source.request, {"tensors": tensors}),
+        ("read", {"tensor": name, "box": boxes[0]}, {"blake3": digests[0]}),
+        ("reshard", {"tensor": name, "boxes": boxes}, {"digests": digests}),
+    ):
+        yield Case(
+            id=f"{PREFIX}{kind}/{place}",
+            description=f"{source.id} with bytes that the seed drew",
+            kind=kind,
+            request=request,
+            expect=Expectation(outcome="accept", members=members),
+            **common,
+        )
+
+
+def _digest_of(tensor: tuple[int, tuple[int, ...], bytes], box: Box) -> str:
+    width, shape, content = tensor
+    array = np.frombuffer(content, np.uint8).reshape((*shape, width))
+    return blake3(array[tuple(slice(*side) for side in box)].tobytes()).hexdigest()
+
+
+def _draw_box(shape: tuple[int, ...], rng: random.Random) -> Box:
+    return [sorted(rng.sample(range(extent + 1), 2)) for extent in shape]
