@@ -957,12 +957,13 @@ def test_a_damaged_block_is_told_with_both_ways_out(tmp_path: Path, capsys: Any)
     assert main(["validate", str(tmp_path / "run")]) == 0
 
 
-def test_a_run_without_its_launch_records_is_not_whole(tmp_path: Path, capsys: Any) -> None:
-    """`ckptfmt repair RUN` said so of a run that nothing could be loaded from."""
+def test_a_run_without_its_launch_records_is_mended(tmp_path: Path, capsys: Any) -> None:
+    """`ckptfmt repair RUN` called a run whole that nothing could be loaded from; now it writes the records again."""
     train(tmp_path / "run", steps=1)
     shutil.rmtree(tmp_path / "run" / "launches")
-    assert main(["repair", str(tmp_path / "run")]) == 1
+    assert main(["repair", str(tmp_path / "run")]) == 0
     assert "launches/0001.json  FILE_MISSING" in capsys.readouterr().out
+    ckptfmt.load(tmp_path / "run", ckptfmt.State(weights={"w": torch.zeros(2)}, rng=False), only="weights:*")
 
 
 def test_a_damaged_run_does_not_hide_the_others(tmp_path: Path, capsys: Any) -> None:
@@ -1049,6 +1050,15 @@ def test_the_first_screen_of_the_readme_has_commands_that_work_on_a_fresh_machin
     assert "From the first release on" in begin
     targets = (ROOT / "Makefile").read_text("utf-8")
     assert all(re.search(rf"^{name}: venv", targets, re.MULTILINE) for name in ("demo", "test"))
+
+
+def test_the_comparison_has_a_column_for_each_framework_that_people_come_from() -> None:
+    """Neither Lightning nor the Trainer was there; each row has a cell for every column."""
+    lines = (ROOT / "docs" / "comparison.md").read_text("utf-8").splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
+    assert {"Lightning 2.6", "Trainer (transformers 5.23)"} <= {cell.strip() for cell in rows[0]}
+    assert {len(row) for row in rows} == {8}
+    assert all(cell.strip() for row in rows[2:] for cell in row)
 
 
 # --- what the commands say --------------------------------------------------------------------------------------------
