@@ -109,6 +109,10 @@ class Checkpointer:
             ``restore_budget``: how much longer a restore may take than that of a full checkpoint, as a factor (1.5);
             ``fields``: those whose changes are encoded, where changes of others are written as they are.
         check_replicas: whether processes that hold the same tensor of a mesh compare it, by digest, at each save.
+        failed_saves: how many saves in a row may fail because of the storage (it is full, is away, or reports an error)
+            before the run ends with the error. Until then the training goes on, the log and `reports` say so, and the
+            next save that is due tries again. 0 to end at the first. Other failures end the run in any case, and so
+            does that of the last save.
         ledger: whether to record where the time goes, in the run, for `ckptfmt goodput` and `Run.goodput`.
         stop_on: signals, such as ``signal.SIGTERM``, after which the run is saved at the end of the step, `steps` ends,
             and `stopped` is true.
@@ -171,6 +175,7 @@ class Checkpointer:
         nice: int = 0,
         delta: Literal["off", "auto", "smallest"] | Mapping[str, Any] = "off",
         check_replicas: bool = False,
+        failed_saves: int = 10,
         ledger: bool = False,
         stop_on: Iterable[int] = (),
         stop_deadline_s: float = 30.0,
@@ -190,6 +195,7 @@ class Checkpointer:
             delta=DeltaOptions.of(delta),
             cache=CacheOptions.of(cache, cache_nbytes, upload_every),
             peers=PeerOptions.of(peers, node, has_cache=cache is not None),
+            failed_saves=failed_saves,
         )
         self._peers, self._writer_features = options.peers, () if options.delta.mode == "off" else (REFERENCED,)
         allowed, self._state, self._share = check_allow(allow), state, share
@@ -481,8 +487,8 @@ class Checkpointer:
         Raises: StateError(ARGUMENT) for a step before those that are done; without a step, where nobody counts them or
             the last one was left half-way; and after a resume whose RNG streams weren't put back;
             LayoutError(WRITERS_DIVERGED) if the processes save different steps. The error of an earlier save, if it
-            wasn't raised yet, such as FencedError(FENCED) when a newer launch owns the run; CommitError(SLOTS_BUSY);
-            others as `ckptfmt.save`.
+            wasn't raised yet, such as FencedError(FENCED) when a newer launch owns the run, or that of the storage when
+            more than `failed_saves` in a row have failed; others as `ckptfmt.save`.
         Spec: REQ-CMT-001 to REQ-CMT-009, REQ-RUN-004.
         """
         label = functools.partial(Labels.of, metrics, tags, suspect)

@@ -45,7 +45,9 @@ class Run:
             options |= {"writer": (writer, allgather._barrier.parties), "agree": allgather.of(writer)}
         self.state = ckptfmt.State(weights=self.weights, data={"position": 0}, config={"lr": 0.5})
         self.checkpointer = Checkpointer(
-            store, self.state, **{"saver": "thread", "deadline_s": WAIT_S, "resume": "fresh", **options}
+            store,
+            self.state,
+            **{"saver": "thread", "deadline_s": WAIT_S, "resume": "fresh", "failed_saves": 0, **options},
         )
 
     def set(self, step: int) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -28,7 +29,7 @@ from ckptfmt.documents.part import Leaf
 from ckptfmt.documents.run import Launch, RunRecord
 from ckptfmt.documents.tables import TensorKey
 from ckptfmt.documents.tree import is_near_limit
-from ckptfmt.errors import CkptError, Code, err, error_from_json
+from ckptfmt.errors import CkptError, Code, StoreError, err, error_from_json
 from ckptfmt.group import Group, attempt
 from ckptfmt.run.lineage import check_not_fenced
 from ckptfmt.run.node_cache import CachedPart, CacheOptions, NodeCache, part_of
@@ -39,7 +40,7 @@ from ckptfmt.state import State
 from ckptfmt.store import address_of
 from ckptfmt.store.protocol import Store
 from ckptfmt.trainer.background import Background, Place
-from ckptfmt.trainer.handle import Callbacks, SaveHandle, SaveReport, tell_committed
+from ckptfmt.trainer.handle import STATES, Callbacks, SaveHandle, SaveReport, tell_committed
 from ckptfmt.trainer.mirrors import Mirrors
 from ckptfmt.trainer.mirrors import Place as MirrorPlace
 from ckptfmt.trainer.one_save import Agreed, Ownership, agree_on_save, prepare_once, write_and_commit
@@ -54,6 +55,16 @@ _LOG: Final = logging.getLogger("ckptfmt")
 _SAVERS: Final = ("process", "thread", "inline")
 #: What happens when every slot is busy.
 _POLICIES: Final = ("wait", "skip")
+#: What a save fails with where the storage is at fault: it is full, is away, or reports an error.
+_STORAGE: Final = frozenset(
+    {Code.STORE_IO, Code.STORE_NO_ANSWER, Code.STORE_ACCESS, Code.NO_SPACE, Code.COMMIT_UNKNOWN, Code.SLOTS_BUSY}
+)
+#: What the other processes' saves fail with then.
+_FOLLOWING: Final = frozenset({Code.WRITER_FAILED, Code.WRITERS_MISSING, Code.CHECKPOINT_ABORTED})
+#: What WRITER_FAILED says of the writer that failed: its code (`ckptfmt.commit.decision`).
+_HEARD: Final = re.compile(r"writer [0-9]+: ([A-Z_0-9]+)\b")
+#: What a report of a save that failed begins with; the newest takes the place of the one before.
+_SAVE_FAILED: Final = "SAVE_FAILED: "
 #: How long the interpreter's exit waits for a saver in a thread, in seconds. One in a process needs no waiting.
 _EXIT_S: Final = 60.0
 #: How long callbacks may take at least when the saves are ended, in seconds.
@@ -76,8 +87,13 @@ class SaveOptions:
     delta: DeltaOptions = dataclasses.field(default_factory=DeltaOptions)
     cache: CacheOptions | None = None
     peers: PeerOptions | None = None
+    failed_saves: int = 0
 
     def __post_init__(self) -> None:
+        if type(self.failed_saves) is not int or self.failed_saves < 0:
+            detail = f"failed_saves={self.failed_saves!r} isn't a number from 0 on"
+            remedy = "Pass how many saves in a row may fail before the run ends, such as failed_saves=10."
+            raise err(Code.ARGUMENT, detail, where="failed_saves=", remedy=remedy)
         for name, value, known in (("saver", self.saver, _SAVERS), ("when_busy", self.when_busy, _POLICIES)):
             if value not in known:
                 raise err(Code.ARGUMENT, f"{name}={value!r} isn't one of {', '.join(known)}", where=f"{name}=")
@@ -183,6 +199,13 @@ class Saves:
         self._trainers_here = 1
         #: Saves that were begun: of so many one is brought home in full, the first among them.
         self._begun_count = 0
+        #: Of those, the ones that weren't over yet; whether one was committed since the processes were told; and how
+        #: many in a row have failed.
+        self._undecided: list[SaveHandle] = []
+        self._has_news = False
+        self._failed_count = 0
+        #: Attempts that failed in this thread, and weren't told to the other processes yet.
+        self._own_failures: list[tuple[str, SaveHandle]] = []
         #: The last save that was begun, the origin of its attempt, and the process that began it.
         self._last: tuple[SaveHandle, Origin, int] | None = None
         self._background: Background | None = None
@@ -321,6 +344,9 @@ class Saves:
             label: returns metrics and tags, on writer 0.
             to_home: whether its files must go home, whichever save it is; what writer 0 says counts.
 
+        A save that fails because of the storage is told by its handle and by the reports; up to `failed_saves` of them
+        in a row raise nothing here.
+
         Raises: the error of an earlier save that failed, once; what refuses this one.
         """
         begin_s = time.monotonic()
@@ -331,37 +357,54 @@ class Saves:
         path = target.store.name
         waits = must or self._options.when_busy == "wait"
         problem = self._wait_for_slot(background, deadline_s) if waits else None
-        agreed = agree_on_save(
-            self._group,
-            state,
-            step=step,
-            launch=target.launch,
-            block_nbytes=limits.BLOCK_NBYTES,
-            ownership=self._ownership,
-            check=target.check if background is None or target.launch is None else None,
-            label=label,
-            say={
-                "failure": self._say_failure(),
-                "busy": problem is not None or (background is not None and background.is_busy()),
-                "durability": HOME
-                if must or to_home or self._is_homes_turn()
-                else (NODE if self._replicas is None else PEERS),
-            },
-        )
+        handle = SaveHandle(step=step, path=path, begin_s=begin_s, callbacks=self._callbacks)
+        try:
+            agreed = agree_on_save(
+                self._group,
+                state,
+                step=step,
+                launch=target.launch,
+                block_nbytes=limits.BLOCK_NBYTES,
+                ownership=self._ownership,
+                check=target.check if background is None or target.launch is None else None,
+                label=label,
+                say={
+                    "failure": self._say_failure(),
+                    "committed": self._has_committed(),
+                    "busy": problem is not None or (background is not None and background.is_busy()),
+                    "durability": HOME
+                    if must or to_home or self._is_homes_turn()
+                    else (NODE if self._replicas is None else PEERS),
+                },
+            )
+        except StoreError as error:  # of writer 0's look at the run, on all processes alike
+            self._fail_together(handle, error, must=must)
+            return handle
         self._raise_failure(agreed.told)
         if has_unread_samplers(state):
             self._report(f"SAMPLER_UNREAD: {UNREAD}; a resume claims no T1")
         self._warn_of_limits(agreed.snapshot.leaves)
         if any(theirs["busy"] for theirs in agreed.told):
             if waits:
-                raise problem or err(Code.SLOTS_BUSY, "another writer has no free slot", where=path)
+                error = problem or err(Code.SLOTS_BUSY, "another writer has no free slot", where=path)
+                self._fail_together(handle, error, must=must)
+                return handle
             _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
             return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
         self._begun_count += 1
-        handle = SaveHandle(step=step, path=path, begin_s=begin_s, callbacks=self._callbacks)
         self._last = handle, agreed.origin, os.getpid()
-        if background is None or not self._save_beside(background, agreed, handle, state, target):
-            self._save_inline(agreed, handle, target)
+        self._undecided.append(handle)
+        try:
+            if background is None or not self._save_beside(background, agreed, handle, state, target):
+                self._save_inline(agreed, handle, target)
+        except CkptError as error:
+            if not (self._options.failed_saves and (error.code in _FOLLOWING or _is_of_storage(error.as_json()))):
+                raise
+            if handle.tell_failed(error):
+                _LOG.error("step %d FAILED: %s", step, error)
+            handle.tell_copied()
+            # The other processes hear of it at the next save: all of them count alike.
+            self._own_failures.append((agreed.origin.attempt, handle))
         if self._mirrors is not None:
             self._mirrors.follow(handle)
         handle.blocked_s = time.monotonic() - begin_s
@@ -456,20 +499,74 @@ class Saves:
 
     # --- failures, and the end ----------------------------------------------------------------------------------------
 
+    def _next_failure(self, *, at_end: bool = False) -> tuple[str, CkptError] | None:
+        """Return attempt and error of a save that failed and of which nobody was told yet."""
+        own = ((attempt, handle.error) for attempt, handle in self._own_failures if not handle.is_failure_taken)
+        found = next(((attempt, error) for attempt, error in own if error is not None), None)
+        if found is None and self._background is not None:
+            found = self._background.next_failure(at_end=at_end)
+        return found
+
     def _say_failure(self) -> dict[str, Any] | None:
-        failure = None if self._background is None else self._background.next_failure()
+        failure = self._next_failure()
         return None if failure is None else {"attempt": failure[0], "error": failure[1].as_json()}
 
+    def _has_committed(self) -> bool:
+        """Return whether a save was committed since the other processes were told."""
+        ended = [handle for handle in self._undecided if handle.state not in STATES[:-1]]
+        self._undecided = [handle for handle in self._undecided if handle not in ended]
+        self._has_news |= any(handle.state == "COMMITTED" for handle in ended)
+        return self._has_news
+
     def _raise_failure(self, told: list[Any]) -> None:
-        """Raise what an earlier save failed with, on every process alike, and on none of them twice."""
+        """Raise or report what an earlier save failed with, on every process alike, and on none of them twice."""
+        self._has_news = False
+        if told[0]["committed"]:
+            self._failed_count = 0
         failures = [theirs["failure"] for theirs in told]
         for failure in failures:
-            if failure is not None and self._background is not None:
-                self._background.note_told(failure["attempt"])
+            if failure is not None:
+                self._note_told(failure["attempt"])
         own = failures[self._group.writer]
         first = own or next(filter(None, failures), None)
-        if first is not None:
+        if first is None:
+            return
+        errors = [failure["error"] for failure in failures if failure is not None]
+        if not (any(map(_is_of_storage, errors)) and all(_is_of_storage(e) or e["code"] in _FOLLOWING for e in errors)):
             raise error_from_json(first["error"])
+        self._count_failure(error_from_json(first["error"]))
+
+    def _note_told(self, attempt: str) -> None:
+        self._own_failures = [failure for failure in self._own_failures if failure[0] != attempt]
+        if self._background is not None:
+            self._background.note_told(attempt)
+
+    def _fail_together(self, handle: SaveHandle, error: CkptError, *, must: bool = False) -> None:
+        """Let a save that wasn't begun fail, for a reason of the storage that all processes know of.
+
+        Args:
+            must: whether no later save takes its place.
+
+        Raises: the error, unless so many may fail.
+        """
+        if must or not _is_of_storage(error.as_json()):
+            raise error
+        self._count_failure(error)
+        handle.tell_failed(error)
+        handle.tell_copied()
+
+    def _count_failure(self, error: CkptError) -> None:
+        """Report that a save failed because of the storage. Raises: the error, after too many in a row."""
+        self._failed_count += 1
+        most = self._options.failed_saves
+        if self._failed_count > most:
+            raise error
+        self.reports[:] = [report for report in self.reports if not report.startswith(_SAVE_FAILED)]
+        self._report(
+            f"{_SAVE_FAILED}a checkpoint is missing, and the training goes on: {error} The run saves again when the"
+            f" next save is due, and ends when more than {most} saves in a row have failed (failed_saves=); it is"
+            f" {self._failed_count} now"
+        )
 
     def close(self, *, deadline_s: float, quietly: bool = False) -> None:
         """Wait for the saves in flight and their callbacks, bring the last one home, and let saver and slots go.
@@ -543,18 +640,17 @@ class Saves:
 
     def _close_background(self, deadline_s: float, *, quietly: bool) -> None:
         background, self._background = self._background, None
-        if background is None:
-            return
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        try:
-            rest = background.close(deadline_s)
-        finally:
-            for guard in list(self._guards.values()):
-                guard.close()
-            self._guards.clear()
-        failure = background.next_failure(at_end=True)
-        problem = None if failure is None else failure[1]
+        rest: list[SaveHandle] = []
+        if background is not None:
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            try:
+                rest = background.close(deadline_s)
+            finally:
+                for guard in list(self._guards.values()):
+                    guard.close()
+                self._guards.clear()
+        problem = self._find_last_problem(background)
         if rest and problem is None:
             detail = f"{len(rest)} saves aren't over {deadline_s:g} s after the checkpointer was closed"
             problem = err(Code.SAVE_PENDING, detail, where=rest[0].path)
@@ -562,6 +658,27 @@ class Saves:
             raise problem
         if problem is not None:
             _LOG.error("%s", problem)
+
+    def _find_last_problem(self, background: Background | None) -> CkptError | None:
+        """Return what a save failed with of which nobody was told; where a later one is committed, it is reported."""
+        self._background = background
+        try:
+            while (failure := self._next_failure(at_end=True)) is not None:
+                attempt, error = failure
+                self._note_told(attempt)
+                is_made_up_for = self._last is not None and self._last[0].state == "COMMITTED"
+                if not (self._options.failed_saves and is_made_up_for and _is_of_storage(error.as_json())):
+                    return error
+                self._report(f"{_SAVE_FAILED}a checkpoint is missing, and a later one was saved: {error}")
+        finally:
+            self._background = None
+        return None
+
+
+def _is_of_storage(error: Mapping[str, Any]) -> bool:
+    """Return whether an error says that the storage is at fault; also that of a writer that heard of another's."""
+    heard = error["code"] == Code.WRITER_FAILED and _HEARD.match(error["detail"])
+    return (heard[1] if heard else error["code"]) in _STORAGE
 
 
 def _add_report(reports: list[str], sentence: str) -> None:
