@@ -65,7 +65,8 @@ class FirstWorker:
     """A value of which worker 0's counts for all: worker 0 saves it, and a load gives it to every worker.
 
     For plain values and objects with a ``state_dict`` that may differ between workers without meaning to, such as the
-    trainer state of a framework. Two workers that save different values of one name are an error otherwise.
+    trainer state of a framework, or a configuration that has the rank among its values. Two workers that save different
+    values of one name are an error otherwise.
 
     >>> FirstWorker({"best_metric": 0.5})
     FirstWorker({best_metric})
@@ -183,6 +184,7 @@ class State:
         optimizer: optimizer or optimizers; their parameters are named by `weights`.
         data: the position of the run in its data, such as a `ckptfmt.Sampler`.
         config: a tree; namespaces, dataclasses, paths and enums are turned into plain values. Compared, never loaded.
+            It is the same on all processes, or a `FirstWorker` of it: then process 0's is saved, and compared.
         extra: everything else that a step changes, by name: schedulers, scalers, averaged weights, counters.
         rng: the caller's own generators, by name, besides those of Python, numpy and torch; False to save and load no
             RNG stream, where a framework takes care of them. A value of `ckptfmt.capture_rng` is saved as it stood

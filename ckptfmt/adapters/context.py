@@ -19,7 +19,7 @@ import numpy as np
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
 from ckptfmt.errors import Code, err
-from ckptfmt.state import INIT_FROM
+from ckptfmt.state import INIT_FROM, FirstWorker, PerWorker
 
 #: Stands in a difference for a value that isn't on this side.
 ABSENT: Final = "<absent>"
@@ -39,6 +39,18 @@ _COMMIT_VARIABLES: Final = ("CKPTFMT_GIT_COMMIT", "GITHUB_SHA")
 PROCESS_COUNTS: Final = ("worker_count", "logical_workers", "world_size")
 
 
+def own_config(config: object, *, worker: int) -> tuple[Any, bool]:
+    """Return the configuration of a State as a tree, and whether this worker gives it to a save and compares it.
+
+    Of a `FirstWorker` worker 0 alone does.
+
+    Raises: as `plain_config`.
+    """
+    is_given = worker == 0 or not isinstance(config, FirstWorker)
+    value = config.value if isinstance(config, FirstWorker) else config
+    return (None if value is None else plain_config(value, where="config:")), is_given
+
+
 def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:  # noqa: ANN401 - whatever the caller configures by
     """Return a configuration as a tree.
 
@@ -54,6 +66,15 @@ def plain_config(value: Any, *, where: str, depth: int = 0) -> Any:  # noqa: ANN
         remedy = "Give numbers, texts, lists and dicts here, as value.tolist() is; give tensors to weights= or extra=."
         place = where.replace(":/", "/")
         raise err(Code.STATE_UNSUPPORTED, detail, where=place, requirement="REQ-TRE-001", remedy=remedy)
+    if isinstance(value, FirstWorker | PerWorker):
+        name = type(value).__name__
+        raise err(
+            Code.ARGUMENT,
+            f"{name} stands where a configuration has one value for all processes",
+            where=where.replace(":/", "/"),
+            remedy="Wrap the whole of it, State(config=ckptfmt.FirstWorker(config)), which saves process 0's; what"
+            " differs between processes otherwise goes to State(extra={name: ckptfmt.PerWorker(value)}).",
+        )
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, os.PathLike):

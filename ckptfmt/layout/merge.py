@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,10 @@ class PartFileEntry:
     part: Part
     digest: bytes
     nbytes: int
+
+
+#: How many characters of a value a message has.
+_SHOWN: Final = 60
 
 
 def merge_parts(entries: Sequence[PartFileEntry]) -> Index:
@@ -227,13 +231,50 @@ def _merge_leaves(parts: Sequence[Part]) -> tuple[IndexLeaf, ...]:
             key = (leaf.field, leaf.name, leaf.scope)
             writer, first = found.setdefault(key, (part.writer, leaf))
             if first.value != leaf.value:
-                title = title_of(key)
-                path = find_difference(parse_tree(first.value, where=title), parse_tree(leaf.value, where=title))
-                raise _diverged(title, writer, part.writer, path)
+                raise leaf_diverged(key, (writer, first.value), (part.writer, leaf.value))
     return tuple(
         IndexLeaf(field=leaf.field, name=leaf.name, scope=leaf.scope, part=writer)
         for _, (writer, leaf) in sorted(found.items(), key=lambda item: sort_key(item[0]))
     )
+
+
+def leaf_diverged(key: TensorKey, one: tuple[int, bytes], other: tuple[int, bytes]) -> CkptError:
+    """Return the error of a leaf that two writers give differently, with both values.
+
+    Args:
+        key: field, name and scope of the leaf.
+        one, other: number of a writer, and the bytes of its tree.
+    """
+    title = title_of(key)
+    (first, left), (second, right) = ((writer, parse_tree(value, where=title)) for writer, value in (one, other))
+    path = find_difference(left, right)
+    keys = path.split("/")[1:] if path else []
+    values = " and ".join(_shown(tree, keys) for tree in (left, right))
+    remedy = None
+    if key[0] == "config":
+        name = f"config={{..., {keys[0]!r}: ...}}" if keys and keys[0] else "config="
+        remedy = (
+            f"Make it equal on all processes, or leave it out of {name}; or give process 0's:"
+            " State(config=ckptfmt.FirstWorker(config))."
+        )
+    return err(
+        Code.LEAF_DIVERGED,
+        f"differs between writers {first} and {second}{f' at {path}' if path else ''}: {values}",
+        where=title,
+        requirement="REQ-CMT-014",
+        remedy=remedy,
+    )
+
+
+def _shown(tree: object, keys: Sequence[str]) -> str:
+    """Return the value below some keys of a tree, for a message."""
+    for key in keys:
+        if isinstance(tree, dict):
+            tree = next((value for name, value in tree.items() if str(name) == key), tree)
+        elif isinstance(tree, list | tuple) and key.isdigit():
+            tree = tree[int(key)]
+    text = repr(tree)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def _diverged(title: str, one: int, other: int, path: str | None) -> Exception:

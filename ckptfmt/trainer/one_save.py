@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ckptfmt import limits
 from ckptfmt.adapters import torch_side
-from ckptfmt.adapters.context import local_facts, plain_config, provenance, topology
+from ckptfmt.adapters.context import local_facts, own_config, provenance, topology
 from ckptfmt.adapters.data_loaders import UNREAD_SAMPLERS, has_unread_samplers
 from ckptfmt.adapters.live import Kind, Live, Unit, check_source, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, check_unique
@@ -31,9 +31,13 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import Group, attempt
 from ckptfmt.state import State, place_of
 from ckptfmt.store.protocol import Store
+from ckptfmt.trainer.same_leaves import check_same_leaves, mark_leaves
 from ckptfmt.write.image import Image, assign_writers, plan_image
 from ckptfmt.write.snapshot import Snapshot, TensorSource
 from ckptfmt.write.writer import as_ckpt_error, check_snapshot, for_saving, structure_of, tell_failure, write_part
+
+#: Fields whose values don't change in a launch: where processes differ in them, no save can be right.
+_CONSTANT: Final = frozenset({"config", "topology"})
 
 
 @dataclasses.dataclass(slots=True)
@@ -138,10 +142,12 @@ def agree_on_save(
         "fingerprint": "" if snapshot is None else ownership.fingerprint,
         "nonce": secrets.token_hex(16) if launch is None else launch.nonce,
         "attempt": secrets.token_hex(8),
+        "leaves": {} if snapshot is None or group.writer_count == 1 else mark_leaves(snapshot.leaves),
         "say": say,
     }
     told = group.agree(error, mine)
     assert snapshot is not None  # noqa: S101 - agree() has raised otherwise
+    check_same_leaves(group, snapshot.leaves, [theirs["leaves"] for theirs in told])
     origin = Origin(
         run_id=None if launch is None else launch.run_id,
         launch=None if launch is None else launch.launch,
@@ -163,7 +169,10 @@ def prepare_once(group: Group, state: State, ownership: Ownership, *, block_nbyt
     Raises: StateError; FormatError; LayoutError.
     """
     snapshot = group.together(lambda: _take(state, group, ownership))
-    _assign(group, snapshot, ownership, group.all_gather(ownership.fingerprint), block_nbytes)
+    mine = {"fingerprint": ownership.fingerprint, "leaves": mark_leaves(snapshot.leaves, fields=_CONSTANT)}
+    told = group.all_gather(mine)
+    check_same_leaves(group, snapshot.leaves, [theirs["leaves"] for theirs in told])
+    _assign(group, snapshot, ownership, [theirs["fingerprint"] for theirs in told], block_nbytes)
     return snapshot
 
 
@@ -341,8 +350,9 @@ def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list
 
 def _context_leaves(state: State, live: Live, *, worker: int, worker_count: int) -> list[Leaf]:
     values: list[tuple[str, str, Any]] = [("topology", "", topology(worker_count=worker_count))]
-    if state.config is not None:
-        values.append(("config", "", plain_config(state.config, where="config:")))
+    config, is_given = own_config(state.config, worker=worker)
+    if config is not None and is_given:
+        values.append(("config", "", config))
     if worker == 0:
         facts = local_facts(devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts)
         if has_unread_samplers(state):

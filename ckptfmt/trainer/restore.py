@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from ckptfmt.adapters import jax_side, torch_side
-from ckptfmt.adapters.context import PROCESS_COUNTS, find_differences, local_facts, plain_config, topology
+from ckptfmt.adapters.context import PROCESS_COUNTS, find_differences, local_facts, own_config, topology
 from ckptfmt.adapters.data_loaders import UNREAD, UNREAD_SAMPLERS, may_load
 from ckptfmt.adapters.live import NO_SCHEDULE, Kind, Live, Unit, may_be_schedule, optimizer_prefix
 from ckptfmt.adapters.live_trees import GLOBAL, Encoder, fingerprint, prefix_of
@@ -535,12 +535,13 @@ def _missing_fields(plan: LoadPlan, state: State) -> list[str]:
 
 
 def _compare_config(plan: LoadPlan, state: State) -> list[tuple[str, object, object]]:
-    if state.config is None:
+    config, is_given = own_config(state.config, worker=plan.worker)
+    if config is None:
         return []
-    live = Encoder(field="config", scope=GLOBAL, inline=True).encode(plain_config(state.config, where="config:"), "")
+    live = Encoder(field="config", scope=GLOBAL, inline=True).encode(config, "")
     key = ("config", "", GLOBAL)
     saved = plan.checkpoint.leaf(*key) if key in plan.checkpoint.leaves else {}
-    differences = find_differences(saved, live)
+    differences = find_differences(saved, live) if is_given else []
     known = [path for path, _, _ in find_differences({}, live)]
     for identity in state.identity:
         if not any(_lies_under(path, identity) for path in known):

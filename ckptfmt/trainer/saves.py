@@ -386,8 +386,8 @@ class Saves:
         self._warn_of_limits(agreed.snapshot.leaves)
         if any(theirs["busy"] for theirs in agreed.told):
             if waits:
-                error = problem or err(Code.SLOTS_BUSY, "another writer has no free slot", where=path)
-                self._fail_together(handle, error, must=must)
+                busy = problem or err(Code.SLOTS_BUSY, "another writer has no free slot", where=path)
+                self._fail_together(handle, busy, must=must)
                 return handle
             _LOG.warning("step %d SKIPPED: the saves before it aren't written yet", step)
             return SaveHandle(step=step, path=path, begin_s=begin_s, state="SKIPPED")
