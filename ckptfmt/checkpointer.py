@@ -354,7 +354,8 @@ class Checkpointer:
             return
         # What a fresh optimizer will hold isn't known before its first step: its slots are made then.
         self._is_prepared = self._is_whole
-        self._saves.prepare(self._count.state) if self._is_prepared else self._saves.check(self._count.state)
+        ready = self._saves.prepare if self._is_prepared else self._saves.check
+        ready(self._count.state, step=self.step)
         if self._checkpoint is not None:
             assert self._state is not None  # noqa: S101 - restore() refuses to go on without
             self._restore_streams(self._checkpoint, self._state)
@@ -454,7 +455,7 @@ class Checkpointer:
         Raises: StateError; LayoutError; CommitError(SAVER_LOST).
         """
         self.restore()
-        self._saves.prepare(self._count.state)
+        self._saves.prepare(self._count.state, step=self.step)
 
     def save(
         self,
@@ -510,7 +511,7 @@ class Checkpointer:
         self._witness.end_step(self.step, self._count.state)
         self._pace.beat()
         if not self._is_prepared:
-            self._saves.prepare(self._count.state)
+            self._saves.prepare(self._count.state, step=self.step)
             self._is_prepared = True
         is_over, is_last = self.stopped, self.step == total
         # Who goes on after a stop has a checkpoint of it, and asks for any other.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import functools
 import operator
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from ckptfmt import limits
@@ -31,6 +32,7 @@ from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.group import Group, attempt
 from ckptfmt.state import State, place_of
 from ckptfmt.store.protocol import Store
+from ckptfmt.trainer.data_position import DataPosition
 from ckptfmt.trainer.same_leaves import check_same_leaves, mark_leaves
 from ckptfmt.write.image import Image, assign_writers, plan_image
 from ckptfmt.write.snapshot import Snapshot, TensorSource
@@ -51,6 +53,7 @@ class Ownership:
         fingerprints: of all writers' structures.
         written: which pieces this writer writes; all of them if None.
         image: where they go.
+        position: what the saves have shown of the position in the data.
     """
 
     check_replicas: bool = False
@@ -59,6 +62,7 @@ class Ownership:
     fingerprints: list[str] = dataclasses.field(default_factory=list)
     written: frozenset[tuple[TensorKey, Box]] | None = None
     image: Image | None = None
+    position: DataPosition = dataclasses.field(default_factory=DataPosition)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +138,7 @@ def agree_on_save(
         if check is not None and group.writer == 0:
             check()
         labels = label() if label is not None and group.writer == 0 else NO_LABELS
-        return dataclasses.replace(_take(state, group, ownership), labels=labels)
+        return dataclasses.replace(_take(state, group, ownership, step=operator.index(step)), labels=labels)
 
     snapshot, error = attempt(take)
     mine = {
@@ -161,14 +165,19 @@ def agree_on_save(
     return Agreed(snapshot=snapshot, origin=origin, told=[theirs["say"] for theirs in told])
 
 
-def prepare_once(group: Group, state: State, ownership: Ownership, *, block_nbytes: int) -> Snapshot:
+def prepare_once(
+    group: Group, state: State, ownership: Ownership, *, block_nbytes: int, step: int | None = None
+) -> Snapshot:
     """Refuse now what a save would refuse, and find out who writes what: before the first step, not hours after it.
+
+    Args:
+        step: training steps done; None where that isn't known.
 
     Returns: what this writer would give to a save of now.
 
     Raises: StateError; FormatError; LayoutError.
     """
-    snapshot = group.together(lambda: _take(state, group, ownership))
+    snapshot = group.together(lambda: _take(state, group, ownership, step=step, is_save=False))
     mine = {"fingerprint": ownership.fingerprint, "leaves": mark_leaves(snapshot.leaves, fields=_CONSTANT)}
     told = group.all_gather(mine)
     check_same_leaves(group, snapshot.leaves, [theirs["leaves"] for theirs in told])
@@ -188,9 +197,10 @@ def _assign(group: Group, snapshot: Snapshot, ownership: Ownership, fingerprints
         )
 
 
-def _take(state: State, group: Group, ownership: Ownership) -> Snapshot:
+def _take(state: State, group: Group, ownership: Ownership, *, step: int | None, is_save: bool = True) -> Snapshot:
+    look = None if step is None else functools.partial(ownership.position.look, step=step, is_save=is_save)
     try:
-        snapshot = capture(state, worker=group.writer, worker_count=group.writer_count)
+        snapshot = capture(state, worker=group.writer, worker_count=group.writer_count, look=look)
         _look_at(snapshot, ownership)
     except CkptError as error:
         if (found := for_saving(error)) is not error:
@@ -281,7 +291,13 @@ def write_and_commit(
 LOCAL_TOPOLOGY: Final = "local"
 
 
-def capture(state: State, *, worker: int, worker_count: int) -> Snapshot:
+def capture(
+    state: State,
+    *,
+    worker: int,
+    worker_count: int,
+    look: Callable[[Sequence[Unit], Sequence[Leaf], Sequence[TensorSource]], Iterable[str]] | None = None,
+) -> Snapshot:
     """Return everything that this worker gives to a save.
 
     The sources refer to live tensors: they hold this state until the program changes it. Values and RNG streams are
@@ -291,6 +307,7 @@ def capture(state: State, *, worker: int, worker_count: int) -> Snapshot:
         state: what to save.
         worker: number of this worker, from 0.
         worker_count: how many workers there are.
+        look: looks at the objects, values and tensors, and returns the names of `DATA_DOUBTS` that hold.
 
     Raises: StateError(STATE_UNSUPPORTED, STATE_NAME, PARAMETER_UNNAMED, ARGUMENT); FormatError(LIMIT_EXCEEDED,
         DOC_DEPTH).
@@ -307,7 +324,8 @@ def capture(state: State, *, worker: int, worker_count: int) -> Snapshot:
         encoder = Encoder(field=unit.field, scope=unit.scope)
         leaves += _capture_unit(unit, encoder, live, number)
         tensors += encoder.sources
-    leaves += _context_leaves(state, live, worker=worker, worker_count=worker_count)
+    doubts = () if look is None else tuple(look(live.units, leaves, tensors))
+    leaves += _context_leaves(state, live, worker=worker, worker_count=worker_count, doubts=doubts)
     aliases = [(tensor.field, alias, tensor.scope) for tensor in tensors for alias in tensor.aliases]
     check_unique([*((tensor.field, tensor.name, tensor.scope) for tensor in tensors), *aliases], "tensors")
     check_unique([(leaf.field, leaf.name, leaf.scope) for leaf in leaves], "values")
@@ -348,7 +366,7 @@ def _capture_unit(unit: Unit, encoder: Encoder, live: Live, number: int) -> list
     return leaves
 
 
-def _context_leaves(state: State, live: Live, *, worker: int, worker_count: int) -> list[Leaf]:
+def _context_leaves(state: State, live: Live, *, worker: int, worker_count: int, doubts: Iterable[str]) -> list[Leaf]:
     values: list[tuple[str, str, Any]] = [("topology", "", topology(worker_count=worker_count))]
     config, is_given = own_config(state.config, worker=worker)
     if config is not None and is_given:
@@ -357,6 +375,7 @@ def _context_leaves(state: State, live: Live, *, worker: int, worker_count: int)
         facts = local_facts(devices=live.devices, meshes=live.meshes, jax_facts=live.jax_facts)
         if has_unread_samplers(state):
             facts[UNREAD_SAMPLERS] = True
+        facts |= dict.fromkeys(doubts, True)
         values.append(("topology", LOCAL_TOPOLOGY, facts))
         values.append(("provenance", "", provenance(state.provenance, state.init_from)))
     return [

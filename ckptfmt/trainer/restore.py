@@ -30,6 +30,7 @@ from ckptfmt.read.reading import Reading
 from ckptfmt.read.sharing import Peers, refuse_sharing
 from ckptfmt.read.streaming import ReadReport
 from ckptfmt.state import NO_RNG, NOT_GIVEN, CapturedRng, State, place_of
+from ckptfmt.trainer.data_position import DATA_DOUBTS
 from ckptfmt.trainer.one_save import LOCAL_TOPOLOGY
 
 #: The levels of claims, from the least on.
@@ -622,6 +623,10 @@ def _compare_topology(plan: LoadPlan, live: Live) -> list[str]:
         if saved.pop(UNREAD_SAMPLERS, False):
             lowered.append(UNREAD)
             plan.reorders = True
+        for doubt, reason in DATA_DOUBTS.items():
+            if saved.pop(doubt, False):
+                lowered.append(reason)
+                plan.reorders = True
         lowered += [f"{path}: saved {before!r}, here {after!r}" for path, before, after in _list_topology(saved, now)]
     return lowered
 

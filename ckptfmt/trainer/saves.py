@@ -239,12 +239,15 @@ class Saves:
         # At the interpreter's exit: its threads mustn't outlive what they call.
         weakref.finalize(self, self._replicas.close, 0.0)
 
-    def check(self, state: State) -> None:
+    def check(self, state: State, *, step: int | None = None) -> None:
         """Refuse now what a save would refuse, and report what it does badly.
+
+        Args:
+            step: training steps done; None where that isn't known.
 
         Raises: StateError; FormatError; LayoutError.
         """
-        snapshot = prepare_once(self._group, state, self._ownership, block_nbytes=limits.BLOCK_NBYTES)
+        snapshot = prepare_once(self._group, state, self._ownership, block_nbytes=limits.BLOCK_NBYTES, step=step)
         self._look_for_devices(snapshot)
         for sentence in list_doubts(state, worker=self._group.writer):
             self._report(sentence)
@@ -252,12 +255,12 @@ class Saves:
     def _look_for_devices(self, snapshot: Snapshot) -> None:
         self._has_device_tensors |= self._devices is not None and self._devices.holds_any(snapshot.tensors)
 
-    def prepare(self, state: State) -> None:
+    def prepare(self, state: State, *, step: int | None = None) -> None:
         """Check a state, make and touch the slots that it needs, and start the saver; quick where that was done.
 
         Raises: as `check`; CommitError(SAVER_LOST); StateError(SLOT_MEMORY).
         """
-        self.check(state)
+        self.check(state, step=step)
         if self._options.saver != "inline":
             hosts = self._group.all_gather(socket.gethostname())
             self._trainers_here = hosts.count(hosts[self._group.writer])
@@ -383,6 +386,8 @@ class Saves:
         self._raise_failure(agreed.told)
         if has_unread_samplers(state):
             self._report(f"SAMPLER_UNREAD: {UNREAD}; a resume claims no T1")
+        for sentence in self._ownership.position.reports:
+            self._report(sentence)
         self._warn_of_limits(agreed.snapshot.leaves)
         if any(theirs["busy"] for theirs in agreed.told):
             if waits:

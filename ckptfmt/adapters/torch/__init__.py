@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, Final
 
 import torch
@@ -65,6 +66,12 @@ def is_tensor(value: object) -> bool:
 
 
 #: What batches come from, and doesn't say where it stands.
+#: Samplers that draw their order, where they have no generator of their own.
+_SHUFFLING: Final = (
+    torch.utils.data.RandomSampler,
+    torch.utils.data.SubsetRandomSampler,
+    torch.utils.data.WeightedRandomSampler,
+)
 _LOADERS: Final = (
     torch.utils.data.DataLoader,
     torch.utils.data.dataloader._BaseDataLoaderIter,  # noqa: SLF001 - torch has no public name for it
@@ -76,6 +83,15 @@ _LOADERS: Final = (
 def is_plain_loader(value: object) -> bool:
     """Tell whether this is a part of torch's data loading that doesn't say where it stands, as torchdata's does."""
     return isinstance(value, _LOADERS) and not hasattr(value, "state_dict")
+
+
+def has_shuffling_sampler() -> bool:
+    """Return whether a sampler of torch lives in this process whose order comes from the default random numbers.
+
+    A DataLoader with ``shuffle=True`` has one. It is looked for among all objects: a few milliseconds for each million.
+    """
+    referring = gc.get_referrers(*_SHUFFLING)
+    return any(type(value) in _SHUFFLING and getattr(value, "generator", None) is None for value in referring)
 
 
 def loader_error(value: Any, *, where: str) -> CkptError:  # noqa: ANN401 - one of _LOADERS
