@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat
 
@@ -33,8 +34,9 @@ from ckptfmt.trainer.one_save import check_step
 from ckptfmt.trainer.pace import Pace
 from ckptfmt.trainer.peers import PeerOptions
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, mark_streams, restore_streams
-from ckptfmt.trainer.saves import SaveOptions, Saves, Target
+from ckptfmt.trainer.saves import SaveOptions, Saves, Target, add_report
 from ckptfmt.trainer.talking import Talk
+from ckptfmt.trainer.unsaved import Unsaved
 from ckptfmt.trainer.witness import Witness
 
 if TYPE_CHECKING:
@@ -206,6 +208,8 @@ class Checkpointer:
         self._count, self._pace = StepCount(state), Pace(self._group, cadence, meters, signals, triggers)
         self._witness = Witness(self._group, is_on=witness)
         self._saves, self._talk = Saves(self._store, self._group, options, mirrors), Talk(self._group.writer)
+        self._unsaved = Unsaved(every, cadence, functools.partial(add_report, self._saves.reports))
+        weakref.finalize(self, self._unsaved.end).atexit = False
         self._restored = self._is_touched = self._is_whole = self._has_begun = self._is_prepared = self.stopped = False
 
     @property
@@ -254,6 +258,9 @@ class Checkpointer:
 
     def _close(self, *, quietly: bool) -> None:
         self._pace.end()
+        if not quietly:
+            self._unsaved.tell_at_exit()
+        self._unsaved.end()
         self._pace.meters.note_closing()
         if self._checkpoint is not None:
             self._checkpoint.close()
@@ -319,6 +326,7 @@ class Checkpointer:
             self._talk.tell_begun(self.launch, None, self.step, self._state)
         self._pace.note_save()
         self._pace.meters.note_restored()
+        self._unsaved.begin()
         self._restored = True
         return self.load_report
 
@@ -367,6 +375,7 @@ class Checkpointer:
 
     def _begin_itself(self) -> None:
         """Put the RNG streams back as the first step begins, where the program didn't."""
+        self._unsaved.note_counted(0)
         if not self._has_begun:
             self._witness.restores_streams_itself = True
             self.restore_rng()
@@ -509,6 +518,7 @@ class Checkpointer:
     ) -> SaveHandle | None:
         more = self._count.tell(step)
         self._witness.end_step(self.step, self._count.state)
+        self._unsaved.note_counted(1 if more else 0)
         self._pace.beat()
         if not self._is_prepared:
             self._saves.prepare(self._count.state, step=self.step)
@@ -572,6 +582,7 @@ class Checkpointer:
             label=self._pace.doubt(label),
             to_home=to_home or self.alarm is not None,
         )
+        self._unsaved.note_saved()
         if handle.state != "SKIPPED":
             self._handle, self._saved_step = handle, self.step
             self._witness.note_saved(self.step, self._count.state)

@@ -222,7 +222,7 @@ class Saves:
         """
         if len(set(nodes)) == 1:
             told = f"PEER_LOST: all {len(nodes)} processes are on node {nodes[0]!r}: saves have no replicas"
-            _add_report(self.reports, told)
+            add_report(self.reports, told)
             return
         options, number = self._options, self._group.writer
         assert options.cache is not None  # noqa: S101 - see PeerOptions
@@ -234,7 +234,7 @@ class Saves:
             nodes=nodes,
             connect=connect_by_torch(number, name=name, deadline_s=options.deadline_s),
             deadline_s=options.deadline_s,
-            note=functools.partial(_add_report, self.reports),
+            note=functools.partial(add_report, self.reports),
         )
         # At the interpreter's exit: its threads mustn't outlive what they call.
         weakref.finalize(self, self._replicas.close, 0.0)
@@ -289,7 +289,7 @@ class Saves:
             nice=options.nice,
             deadline_s=options.deadline_s,
             cache=options.cache,
-            note=functools.partial(_add_report, self.reports),  # which doesn't keep this object alive
+            note=functools.partial(add_report, self.reports),  # which doesn't keep this object alive
             **({} if self._replicas is None else {"on_written": functools.partial(_replicate, self._replicas)}),
         )
         # At the interpreter's exit, or when nobody has the checkpointer any more: no staged save is lost by it.
@@ -308,7 +308,7 @@ class Saves:
         return self._guards[key]
 
     def _report(self, sentence: str) -> None:
-        _add_report(self.reports, sentence)
+        add_report(self.reports, sentence)
 
     def take_reports(self, sentences: list[str]) -> None:
         """Take sentences of a launch among the reports; they were logged."""
@@ -686,7 +686,8 @@ def _is_of_storage(error: Mapping[str, Any]) -> bool:
     return (heard[1] if heard else error["code"]) in _STORAGE
 
 
-def _add_report(reports: list[str], sentence: str) -> None:
+def add_report(reports: list[str], sentence: str) -> None:
+    """Log a sentence and keep it among the reports, unless it is there."""
     if sentence not in reports:
         _LOG.warning("%s", sentence)
         reports.append(sentence)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptfmt.adapters.live_trees import FLATTENED, Encoder
 from ckptfmt.adapters.torch.device_copies import Devices, plan_arrivals
@@ -83,6 +85,17 @@ _LOADERS: Final = (
 def is_plain_loader(value: object) -> bool:
     """Tell whether this is a part of torch's data loading that doesn't say where it stands, as torchdata's does."""
     return isinstance(value, _LOADERS) and not hasattr(value, "state_dict")
+
+
+def watch_updates(note: Callable[[object], None]) -> Callable[[], None]:
+    """Have a function called behind every step of every optimizer of the process; return what ends that."""
+
+    def call(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:  # noqa: ANN401 - as torch passes them
+        note(optimizer)
+
+    hook: Callable[..., None] = torch.compiler.disable(call)  # a compiled step calls it too
+    handle = register_optimizer_step_post_hook(hook)
+    return handle.remove
 
 
 def has_shuffling_sampler() -> bool:

@@ -1,0 +1,121 @@
+"""Notices a training that goes on and saves nothing, while there is time to mend it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from ckptfmt.adapters import torch_side
+
+#: So many steps of one optimizer, at least, show a training whose steps nobody counts: a step of it may take several.
+_UPDATES_MIN: Final = 10
+#: After so many counted steps, or seconds, a run that is saved at the end of `steps` alone is told so.
+_STEPS_MIN: Final = 100
+_UNSAVED_S: Final = 600.0
+
+_UNCOUNTED: Final = (
+    "NOTHING_SAVED: {updates} optimizer steps are done since the checkpointer was entered, and no step was counted, so"
+    " that every={every!r} saves nothing: loop over checkpointer.steps(total), hold each step in"
+    " checkpointer.training_step(), or call checkpointer.end_step(n) after each"
+)
+_AT_END: Final = (
+    "NOTHING_SAVED: {count} steps are done since the checkpointer was entered, and none is saved: every=None saves at"
+    " the end of steps() and when save() is called, and until then a crash loses all of them; pass every=, such as"
+    " every='5min'"
+)
+
+
+class Unsaved:
+    """The watch over a launch that has saved nothing yet.
+
+    Args:
+        every: as the caller gave it.
+        cadence: the same, as `parse_every` returns it.
+        report: called with a sentence, once.
+
+    Attributes:
+        has_counted: whether a step was counted, or the first one begun.
+    """
+
+    def __init__(self, every: int | str | None, cadence: float | None, report: Callable[[str], None]) -> None:
+        self._every, self._cadence, self._report = every, cadence, report
+        self._begin_s = math.nan
+        self._updates: dict[int, int] = {}
+        self._steps = 0
+        self._is_saved = False
+        self.has_counted = False
+        self._unhook: Callable[[], None] = _nothing
+
+    def begin(self) -> None:
+        """Watch from now on. A second call does nothing."""
+        if math.isnan(self._begin_s):
+            self._begin_s = time.monotonic()
+            side: Any = torch_side()
+            if side is not None:
+                self._unhook = side.watch_updates(self._note_update)
+
+    def note_counted(self, steps: int) -> None:
+        """Take note that the first step begins, or that so many steps more were counted."""
+        if not self.has_counted:
+            self.has_counted = True
+            self.end()  # whether steps are counted is all that optimizers tell
+        self._steps += steps
+        is_long = self._steps >= _STEPS_MIN or time.monotonic() - self._begin_s >= _UNSAVED_S
+        if self._every is None and not self._is_saved and steps and is_long:
+            self._tell(_AT_END.format(count=self._steps))
+
+    def note_saved(self) -> None:
+        """Take note of a save."""
+        self._is_saved = True
+        self.end()
+
+    def end(self) -> None:
+        """Watch no more."""
+        unhook, self._unhook = self._unhook, _nothing
+        unhook()
+
+    def tell_at_exit(self) -> None:
+        """Report at the end that nothing of the training was saved, if that is so."""
+        updates = max(self._updates.values(), default=0)
+        if self._is_saved:
+            return
+        if updates and not self.has_counted:
+            self._tell(_UNCOUNTED.format(updates=updates, every=self._every))
+        elif self._steps:
+            self._tell(
+                f"NOTHING_SAVED: {self._steps} steps were counted, and the checkpointer was closed without a save of"
+                " them: call checkpointer.save() behind the loop, or pass every="
+            )
+        elif self._every is not None and not self.has_counted and torch_side() is None:
+            # No optimizer of torch tells whether anything was trained.
+            self._tell(
+                f"NOTHING_SAVED: the checkpointer was closed, and no step was counted, so that every={self._every!r}"
+                " saved nothing: count the steps of a training by steps(), training_step() or end_step()"
+            )
+
+    def _note_update(self, optimizer: object) -> None:
+        """Take note that an optimizer did a step: a training's step takes one of each, or a few."""
+        count = self._updates[id(optimizer)] = self._updates.get(id(optimizer), 0) + 1
+        if self.has_counted or self._is_saved or self._cadence is None or count < _UPDATES_MIN:
+            return
+        is_late = (
+            count >= 2 * self._cadence
+            if isinstance(self._cadence, int)
+            else time.monotonic() - self._begin_s >= min(self._cadence, _UNSAVED_S)
+        )
+        if is_late:
+            self._tell(_UNCOUNTED.format(updates=count, every=self._every))
+
+    def _tell(self, sentence: str) -> None:
+        report, self._report = self._report, _ignore
+        report(sentence)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _ignore(_sentence: str) -> None:
+    """Say nothing more."""
