@@ -261,10 +261,15 @@ def optimizer_state_dict(path: PathOrStore, *keys: str | int, bases: Iterable[Pa
             ``State(optimizer={"gen": ..., "dis": ...})``.
         bases: as for `load`.
 
+    Torch's ``load_state_dict`` converts state, except a step's count, to the dtype of its parameter. Of state that has
+    another dtype, such as float32 moments of bfloat16 weights, the log has a warning: a `State` with the live optimizer
+    keeps it.
+
     Raises: StateError(GROUP_MISMATCH) where the order of the parameters isn't known, because an older ckptfmt saved it,
         or processes with different parameters did; StateError(LEAF_MISSING); what `load` raises.
     """
     with open_checkpoint(path, bases=bases) as checkpoint:
+        _warn_of_conversion(checkpoint)
         names = [name for field, name, scope in checkpoint.leaves if field == "optimizer" and scope == "global"]
         is_whole = "" in names
         kinds = {f"optimizer:{name.partition('/')[0]}" for name in names if name.startswith(("group/", "state/"))}
@@ -413,6 +418,29 @@ def _open(
         raise err(error.code, detail, where=error.where, remedy="Wait for that save: pass wait_s=.") from error
     checkpoint.pending = tuple(held)
     return checkpoint
+
+
+def _warn_of_conversion(checkpoint: Checkpoint) -> None:
+    """Warn of state that torch's ``load_state_dict`` will convert to the dtype of its parameter."""
+    dtypes = {
+        name: tensor.dtype
+        for tensor in checkpoint.tensors.values()
+        if tensor.field == "weights" and "float" in tensor.dtype
+        for name in (tensor.name, *tensor.aliases)
+    }
+    found = []
+    for tensor in checkpoint.tensors.values():
+        parameter, _, key = tensor.name.rpartition("/")
+        if tensor.field == "optimizer" and key != "step" and dtypes.get(parameter, tensor.dtype) != tensor.dtype:
+            found.append(f"{tensor.name} is {tensor.dtype}, and its parameter {dtypes[parameter]}")
+    if found:
+        _LOG.warning(
+            "%s: load_state_dict of torch converts %d tensors of the optimizer to the dtype of their parameters, which"
+            " changes bits (%s); ckptfmt.load into a State with the live optimizer keeps them",
+            checkpoint.title,
+            len(found),
+            found[0],
+        )
 
 
 def _say_what_is_there(error: CkptError, path: PathOrStore) -> CkptError:

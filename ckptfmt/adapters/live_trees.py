@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -106,7 +106,14 @@ def _name_error(key: tuple[str, str, str], what: str) -> CkptError:
 
 
 #: Marks the tree of a tensor that is made of several: a dict from this to its class, and from attributes to the parts.
+#: In the place of the class's name may be a dict from ``kind`` to that, with the rest of what makes the tensor anew.
 FLATTENED: Final = "ckptfmt.flattened"
+
+
+def flattened_kind(tree: Mapping[Any, Any]) -> str:
+    """Return the name of the class of a tensor that is made of several, given its tree."""
+    made = tree[FLATTENED]
+    return str(made.get("kind")) if isinstance(made, dict) else str(made)
 
 
 class Encoder:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckptfmt.adapters import torch_side
 from ckptfmt.adapters.live import Unit
-from ckptfmt.adapters.live_trees import FLATTENED, GLOBAL, child_name, join_name, plain_values
+from ckptfmt.adapters.live_trees import FLATTENED, GLOBAL, child_name, flattened_kind, join_name, plain_values
 from ckptfmt.adapters.load_plan import LoadPlan, Patterns
 from ckptfmt.adapters.numpy import Array, ArraySink, array_of, dtype_name
 from ckptfmt.box import Box
@@ -189,15 +189,25 @@ class Placer:
 
     def _fresh_dict(self, saved: Any, name: _Name, like: dict[Any, Any]) -> Any:  # noqa: ANN401 - dict or OrderedDict
         if FLATTENED in saved and not self.parts:
-            raise err(
-                Code.STATE_UNSUPPORTED,
-                f"a tensor of {saved[FLATTENED]} can only be filled in place",
-                where=place_of(self.field, _text_of(name)),
-                remedy="Create it before the load, for an optimizer by one step.",
-            )
+            return self._fresh_flattened(saved, name)
         if PLAIN.issuperset(map(type, saved.values())):
             return saved
         return type(saved)((key, self.fresh(item, (name, key), like.get(key))) for key, item in saved.items())
+
+    def _fresh_flattened(self, saved: Any, name: _Name) -> Any:  # noqa: ANN401 - a tensor that is made of several
+        """Return a new tensor of a registered class. Raises: StateError(STATE_UNSUPPORTED)."""
+        side, where = torch_side(), place_of(self.field, _text_of(name))
+        form = saved[FLATTENED]
+        if side is None or not isinstance(form, dict):
+            raise err(
+                Code.STATE_UNSUPPORTED,
+                f"a tensor of {flattened_kind(saved)} can only be filled in place",
+                where=where,
+                remedy="Create it before the load, for an optimizer by one step.",
+            )
+        made = self.fresh(form, name)
+        inner = {key: self.fresh(item, (name, key)) for key, item in saved.items() if key != FLATTENED}
+        return side.unflatten(made, inner, where=where)
 
     def _fresh_items(self, saved: Any, name: _Name, like: Any) -> Any:  # noqa: ANN401 - one of _ITEMS
         if PLAIN.issuperset(map(type, saved)):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import pickle
 import re
@@ -43,6 +44,7 @@ _PATHS: Final = "dcp"
 _PICKLE: Final = "pickle:"
 #: The keys under which a checkpoint's fields are found that DCP didn't write.
 _OWN: Final = {"weights": "model", "optimizer": "optim"}
+_LOG: Final = logging.getLogger("ckptfmt")
 _Path: TypeAlias = str | os.PathLike[str]
 
 
@@ -189,6 +191,10 @@ class CkptfmtReader(_AtPath, StorageReader):
                 for name, handle in checkpoint.field(field).items()
             }
             kept = {name for _, name, _ in checkpoint.leaves}
+        #: Entries of an optimizer, at any depth: `Stateful` objects nest it in a key of their own.
+        self._of_optimizer = {
+            fqn for fqn, (place, name, *_) in self._tensors.items() if place == "optimizer" and name[:6] != "extra/"
+        } | {fqn for fqn, path in paths.items() if any(_FIELDS.get(key) == "optimizer" for key in path[:-1])}
         self._values = {
             fqn: name for fqn in paths for form in ("", _PICKLE) if (name := _join(["extra", form + fqn])) in kept
         }
@@ -205,7 +211,22 @@ class CkptfmtReader(_AtPath, StorageReader):
         """Do nothing: what there is, is known."""
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Tell all ranks, along with their plans, which checkpoint the coordinator has opened."""
+        """Tell all ranks, along with their plans, which checkpoint the coordinator has opened.
+
+        A planner asks for what the live state_dict has: the state of an optimizer that has made no step isn't in it.
+        Saved entries of an optimizer that no rank asks for are named in a warning, where others of it are asked for.
+        """
+        wanted = {item.storage_index.fqn for plan in plans for item in plan.items}
+        if lost := sorted(self._of_optimizer - wanted if self._of_optimizer & wanted else ()):
+            names = ", ".join(map(repr, lost[:3])) + (" and others" if len(lost) > 3 else "")
+            _LOG.warning(
+                "%s: %d saved entries of the optimizer aren't loaded, because the live state_dict lacks their keys: %s."
+                " Where the optimizer has made no step, take its state_dict with get_state_dict or"
+                " get_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which creates the state",
+                os.fspath(self.path),
+                len(lost),
+                names,
+            )
         return [replace(plan, storage_data=self._digest) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -184,3 +184,25 @@ def test_an_imported_optimizer_has_one_beside_other_entries(keys: tuple[int, ...
 
     make("AdamW of two groups")[1].load_state_dict(found)
     assert frozen(found) == frozen(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_state_that_torch_will_convert_is_warned_of(*, mixed: bool, tmp_path: Any, caplog: Any) -> None:
+    """`load_state_dict` of torch made float32 moments of a bfloat16 model bfloat16, where the page said same bits."""
+    net = nn.Linear(4, 4).bfloat16()
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 4).bfloat16()).float().sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values() if mixed else ():
+        state["exp_avg"] = torch.rand(state["exp_avg"].shape)
+    ckptfmt.save(tmp_path / "run", ckptfmt.State(weights=net, optimizer=optimizer), step=1)
+
+    caplog.clear()
+    ckptfmt.optimizer_state_dict(tmp_path / "run")
+
+    said = [record.getMessage() for record in caplog.records if "load_state_dict" in record.getMessage()]
+    assert len(said) == mixed
+    assert not mixed or "exp_avg is float32, and its parameter bfloat16" in said[0]
+    again = torch.optim.AdamW(net.parameters())
+    ckptfmt.load(tmp_path / "run", ckptfmt.State(weights=net, optimizer=again))
+    assert frozen(again.state_dict()["state"]) == frozen(optimizer.state_dict()["state"])

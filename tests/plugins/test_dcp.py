@@ -491,3 +491,42 @@ def test_a_process_that_saves_writes_what_is_installed_here(tmp_path):
     run_ranks(2, "process", tmp_path / "c", tmp_path / "meet")
     for number in range(2):
         assert ckptfmt.validate(tmp_path / f"c-{number}").valid
+
+
+def test_saved_state_that_no_live_key_asks_for_is_warned_of(tmp_path, caplog):
+    """The state_dict of an optimizer without a step has no state: a load left the moments out, and said nothing."""
+    model, optimizer = trained()
+    saved = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp_save.save(saved, storage_writer=CkptfmtWriter(tmp_path / "c"), no_dist=True)
+    fresh_model, fresh = trained(steps=0)
+
+    def load(state_dict):
+        caplog.clear()
+        dcp_load.load(state_dict, storage_reader=CkptfmtReader(tmp_path / "c"), no_dist=True)
+        return [record.getMessage() for record in caplog.records if record.name == "ckptfmt"]
+
+    (said,) = load({"model": fresh_model.state_dict(), "optim": fresh.state_dict()})
+    assert "optim.state.0.exp_avg" in said
+    assert "get_optimizer_state_dict" in said
+    assert load({"model": fresh_model.state_dict()}) == []
+    assert load(saved) == []
+
+
+@pytest.mark.parametrize("key", ["app", "optim"])
+def test_what_get_state_dict_creates_asks_for_all_of_it(key, tmp_path, caplog):
+    model, optimizer = trained()
+    nested: dict[str, Any] = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    saved = {"app": nested} if key == "app" else nested
+    dcp_save.save(saved, storage_writer=CkptfmtWriter(tmp_path / "c"), no_dist=True)
+    other, fresh = trained(seed=2, steps=0)
+    live: dict[str, Any] = dict(zip(("model", "optim"), get_state_dict(other, fresh), strict=True))
+    partly = {**live, "optim": {**live["optim"], "state": {}}}
+
+    def load(state_dict):
+        caplog.clear()
+        wanted = {"app": state_dict} if key == "app" else state_dict
+        dcp_load.load(wanted, storage_reader=CkptfmtReader(tmp_path / "c"), no_dist=True)
+        return [record.getMessage() for record in caplog.records if record.name == "ckptfmt"]
+
+    assert load(live) == []
+    assert "exp_avg" in load(partly)[0]

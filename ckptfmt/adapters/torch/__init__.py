@@ -40,17 +40,20 @@ from ckptfmt.adapters.torch.tensors import (
     declared_by,
     devices_of,
     dtype_name,
+    flattened_form,
     inner_tensors,
     is_meta,
     is_registered,
+    kind_of,
     meshes_of,
     register_flatten,
     sink_of,
     source_of,
     torch_dtype,
+    unflatten,
 )
 from ckptfmt.data.sampler import Sampler
-from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef
+from ckptfmt.documents.tree import DeviceName, DtypeName, Size, TensorRef, dump_tree
 from ckptfmt.errors import CkptError, Code, err
 from ckptfmt.state import place_of
 
@@ -145,9 +148,21 @@ def _encode_tensor(encoder: Encoder, value: torch.Tensor, name: str) -> object:
     encoder.sources += [
         source_of(tensor, field=encoder.field, name=inner, scope=encoder.scope) for inner, tensor in parts
     ]
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     references = {inner.removeprefix(f"{name}/"): TensorRef(inner, "torch") for inner, _ in parts}
-    return {FLATTENED: kind, **references}
+    return {FLATTENED: _form_of(encoder, value, name), **references}
+
+
+def _form_of(encoder: Encoder, value: Any, name: str) -> object:  # noqa: ANN401 - of a registered class
+    """Return the tree of what makes a tensor anew; its class's name, where a load can only fill a live one."""
+    if any(is_registered(getattr(value, key)) for key in value.__tensor_flatten__()[0]):
+        return kind_of(type(value))  # made of such tensors in turn
+    plain = Encoder(field=encoder.field, scope=encoder.scope, inline=True)
+    try:
+        form = plain.encode(flattened_form(value), name)
+        dump_tree(form, where=name)
+    except CkptError:
+        return kind_of(type(value))
+    return form
 
 
 def decode(value: Any) -> Any:  # noqa: ANN401 - a name that a tree holds, and what it names

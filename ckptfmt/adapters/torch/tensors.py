@@ -482,8 +482,12 @@ _REGISTERED: Final[set[type[torch.Tensor]]] = set()
 def register_flatten(kind: type[torch.Tensor]) -> None:
     """Save tensors of exactly this class as the inner tensors that its ``__tensor_flatten__`` names.
 
-    They are called ``<name>/<attribute>`` and are filled in place. What else an instance holds must follow from the
-    program that creates it: it isn't saved.
+    The inner tensors are called ``<name>/<attribute>``. A load fills those of a live tensor in place. Where no tensor
+    is live, as in an optimizer that has made no step, the class's ``__tensor_unflatten__`` makes one, given the context
+    that ``__tensor_flatten__`` returned, which is saved if it consists of plain values. What else an instance holds
+    must follow from the program that creates it: it isn't saved.
+
+    A program registers its classes at each start, before it saves or loads.
 
     Raises: StateError(ARGUMENT) where the class has no ``__tensor_flatten__``.
     """
@@ -495,6 +499,48 @@ def register_flatten(kind: type[torch.Tensor]) -> None:
 def is_registered(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is of a registered class."""
     return type(tensor) in _REGISTERED
+
+
+def kind_of(kind: type) -> str:
+    """Return the name of a class, with its module."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def unflatten(form: dict[str, Any], inner: dict[str, Any], *, where: str) -> torch.Tensor:
+    """Return a new tensor of a registered class, made of tensors that are filled afterwards.
+
+    Args:
+        form: as `flattened_form` returned it, with torch's own values.
+        inner: the inner tensors, or trees of them, by attribute.
+        where: the tensor's name, for messages.
+
+    Raises: StateError(STATE_UNSUPPORTED) for a class that isn't registered, or that doesn't hold just these tensors.
+    """
+    kind = next((kind for kind in _REGISTERED if kind_of(kind) == form["kind"]), None)
+    if kind is None:
+        remedy = "Call ckptfmt.adapters.torch.register_flatten with this class before the load."
+        raise _unsupported(f"a tensor of {form['kind']}, which isn't registered here", where, remedy)
+    remedy = "Create it before the load, for an optimizer by one step."
+    unflatten_kind: Any = getattr(kind, "__tensor_unflatten__", None)
+    if unflatten_kind is None:
+        raise _unsupported(f"{form['kind']} has no __tensor_unflatten__", where, remedy)
+    try:
+        made: torch.Tensor = unflatten_kind(inner, form["context"], form["size"], form["stride"])
+        kept = all(getattr(made, key) is value for key, value in inner.items())
+    except Exception as error:
+        detail = f"{form['kind']}.__tensor_unflatten__ raised {type(error).__name__}: {str(error)[:200]}"
+        raise _unsupported(detail, where, remedy) from error
+    if not kept:
+        detail = f"{form['kind']}.__tensor_unflatten__ doesn't keep the tensors that it is given"
+        raise _unsupported(detail, where, remedy)
+    return made
+
+
+def flattened_form(tensor: Any) -> dict[str, Any]:  # noqa: ANN401 - of a registered class
+    """Return what a tensor of a registered class is made anew of, beside its inner tensors."""
+    _, context = tensor.__tensor_flatten__()
+    form = {"context": context, "size": tensor.shape, "stride": tensor.stride()}
+    return {"kind": kind_of(type(tensor)), **form}
 
 
 def inner_tensors(tensor: Any, name: str) -> list[tuple[str, torch.Tensor]]:  # noqa: ANN401 - of a registered class
