@@ -15,7 +15,7 @@ from typing import Any, Final
 from ckptfmt.box import Box
 from ckptfmt.convert.content import Content, LeftOut, Tensor, map_tree, member_of, read_exactly, text_of
 from ckptfmt.convert.fields import assemble
-from ckptfmt.convert.recognition import check_format, is_torch, read_head
+from ckptfmt.convert.recognition import check_format, check_pointer, is_torch, read_head
 from ckptfmt.documents.shard import ShardEntry, plan_shard
 from ckptfmt.dtypes import DTYPES
 from ckptfmt.errors import Code, err
@@ -94,6 +94,7 @@ def _files_of(root: Path) -> dict[str, set[str] | None]:
 
 
 def _weight_map(path: Path) -> dict[str, Any]:
+    check_pointer(read_head(path), where=str(path))
     try:
         found = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:  # that an integer has too many digits is a ValueError

@@ -27,10 +27,10 @@ def test_a_pointer_of_git_lfs_says_how_its_content_is_fetched(name, tmp_path):
     assert "1,340,573 bytes" in error["detail"]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", ".metadata", "__0_0.distcp"])
 def test_a_pointer_of_git_lfs_in_a_directory_is_recognised(name, tmp_path):
     path = save_dcp({"w": torch.ones(3)}, tmp_path / "model")
-    if name == "model.safetensors":
+    if name.startswith("model"):
         (path / ".metadata").unlink()
     (path / name).write_bytes(POINTER)
     code, error = refused(path, tmp_path / "out", "--to", "ckptfmt")

@@ -73,4 +73,4 @@ def code_lines(path) -> int:
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "plugins").glob("*.py")), ids=lambda path: path.name)
 def test_a_plug_in_is_thin(path):
-    assert code_lines(path) < 200
+    assert code_lines(path) < 250
