@@ -33,11 +33,12 @@ from ckptfmt.trainer.loop import StepCount, StopSignals, make_meters, parse_ever
 from ckptfmt.trainer.one_save import check_step
 from ckptfmt.trainer.pace import Pace
 from ckptfmt.trainer.peers import PeerOptions
+from ckptfmt.trainer.rehearsal import Rehearsal
 from ckptfmt.trainer.restore import LoadReport, claim_of_all, load_once, mark_streams, restore_streams
 from ckptfmt.trainer.saves import SaveOptions, Saves, Target, add_report
 from ckptfmt.trainer.talking import Talk
 from ckptfmt.trainer.unsaved import Unsaved
-from ckptfmt.trainer.witness import Witness
+from ckptfmt.trainer.witnessing import Witness
 
 if TYPE_CHECKING:
     from ckptfmt.trainer.triggers import Triggers
@@ -184,6 +185,11 @@ class Checkpointer:
         triggers: Triggers | None = None,
         witness: bool = True,
     ) -> None:
+        self._rehearsal = Rehearsal.from_environment()
+        if self._rehearsal is not None:  # the program's options hold, but for places and the interval of saves
+            run, every, mtbf = self._rehearsal.place(run), self._rehearsal.every, None
+            mirrors, cache, cache_nbytes, upload_every, peers = (), None, None, 1, 0
+            resume, witness = "auto", True
         cadence, signals, self._resume = parse_every(every), StopSignals(stop_on, deadline_s=stop_deadline_s), resume
         self._init, self._retention = InitFrom.of(init_from), Retention.of(keep, keep_every, keep_best)
         options = SaveOptions(
@@ -519,6 +525,8 @@ class Checkpointer:
         more = self._count.tell(step)
         self._witness.end_step(self.step, self._count.state)
         self._unsaved.note_counted(1 if more else 0)
+        if self._rehearsal is not None:
+            self._rehearsal.kill(self.step)
         self._pace.beat()
         if not self._is_prepared:
             self._saves.prepare(self._count.state, step=self.step)
@@ -535,6 +543,9 @@ class Checkpointer:
             return self._handle
         handle = self._save(must=is_last, label=label, to_home=to_home) if is_due or will_save else None
         self._pace.beat()
+        if self._rehearsal is not None and self._rehearsal.is_over(self.step):
+            self._close(quietly=True)
+            self._rehearsal.end()
         return handle
 
     def _agree(self, step: int | None) -> bool:

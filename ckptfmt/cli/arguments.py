@@ -213,6 +213,21 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", help="failures to play: lines SECONDS LEVEL, or SECONDS node NUMBER")
 
 
+def _add_rehearse(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", metavar="N", type=int, default=24, help="steps of each run (24)")
+    parser.add_argument("--every", metavar="N", type=int, default=5, help="steps from save to save (5)")
+    parser.add_argument("--kills", metavar="N", type=int, default=2, help="launches that are killed (2)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="equal seeds kill at equal steps (0)")
+    parser.add_argument(
+        "--world", metavar="N[,N]", help="processes of each launch in turn, under torchrun (as started)"
+    )
+    parser.add_argument("--keep", metavar="DIRECTORY", help="keep the runs and what the program printed there")
+    parser.add_argument("--junit", metavar="FILE", help="write the verdict as JUnit XML, too")
+    parser.add_argument(
+        "program", metavar="-- PROGRAM", nargs=argparse.REMAINDER, help="the training, as it is started"
+    )
+
+
 def _add_completion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
 
@@ -311,11 +326,15 @@ _ARGUMENTS: Final[dict[str, Callable[[argparse.ArgumentParser], None]]] = {
     "interval": _add_interval,
     "simulate": _add_simulate,
     "completion": _add_completion,
+    "rehearse": _add_rehearse,
     "compact": _add_compact,
     "convert": _add_convert,
 }
 #: Where more is to be said than `COMMANDS` says.
 _DESCRIPTIONS: Final = {
+    "rehearse": "Start a training undisturbed, then once more with kills between its saves, and compare each step. Runs"
+    " are made in a scratch directory, with the options of the program's Checkpointer but for every=, mirrors= and"
+    " caches. Exit code 0: the same trajectory; 1: another one, with the first difference and its cause.",
     "interval": "Print the expected waste of a run by the interval of its saves. A level is a place that saves go to;"
     " each option has one value for each level, nearest first (cache, peers, home). Times are seconds, or have a unit:"
     " 90, 5min, 1.5h, 30d.",

@@ -27,6 +27,7 @@ GROUPS: Final[dict[str, dict[str, tuple[str, str]]]] = {
             "rewrite what is damaged in a run or checkpoint from its copies, and say what can't be mended",
             "copies",
         ),
+        "rehearse": ("kill a training on purpose, and say whether a resume is the same run", "rehearse"),
         "doctor": ("whether this machine and this place will do: versions, memory, promises of the store", "doctor"),
     },
     "keep and delete": {

@@ -34,6 +34,8 @@ _CHECKSUM: Final = struct.Struct("<I")
 _MEMBERS: Final = ("weights", "position", "samples", "batch", "loss", "grad_norm", "options")
 #: The bit that says that the digests of RNG streams were taken before the step.
 _BEFORE: Final = 1 << 15
+#: The bit that says that loss and gradient norm are digests of several observed numbers.
+_SEVERAL: Final = 1 << 14
 
 Verdict = Literal["expected", "verified", "refuted"]
 What = Literal["samples", "rng", "batch", "loss", "grad_norm", "options", "weights"]
@@ -72,6 +74,7 @@ class StepRecord:
         options: a digest of the learning rates, momenta and weight decays of the optimizers after the step.
         streams: a digest of each RNG stream of the process.
         is_before: whether the digests of the RNG streams were taken before the step, and not after it.
+        is_several: whether the program observed several losses or norms in the step: then a digest of all stands there.
     """
 
     step: int
@@ -84,12 +87,14 @@ class StepRecord:
     options: int | None = None
     streams: tuple[int, ...] = ()
     is_before: bool = True
+    is_several: bool = False
 
     def dump(self) -> bytes:
         """Return the bytes of the record, as many as `RECORD_NBYTES`."""
         values = [getattr(self, name) for name in _MEMBERS]
         mask = sum(1 << bit for bit, value in enumerate(values) if value is not None)
         mask |= _BEFORE if self.is_before else 0
+        mask |= _SEVERAL if self.is_several else 0
         streams = self.streams
         padding = (0,) * (STREAM_COUNT - len(streams))
         numbers = [value or 0 for value in values]
@@ -106,9 +111,10 @@ class StepRecord:
         if step == 0 or zlib.crc32(body) != checksum or stream_count > STREAM_COUNT:
             return None
         values = numbers[: len(_MEMBERS)]
-        members = {name: values[bit] if mask >> bit & 1 else None for bit, name in enumerate(_MEMBERS)}
+        members: dict[str, Any] = {name: values[bit] if mask >> bit & 1 else None for bit, name in enumerate(_MEMBERS)}
         streams = tuple(numbers[len(_MEMBERS) : len(_MEMBERS) + stream_count])
-        return cls(step=step, streams=streams, is_before=bool(mask & _BEFORE), **members)
+        flags = {"is_before": bool(mask & _BEFORE), "is_several": bool(mask & _SEVERAL)}
+        return cls(step=step, streams=streams, **flags, **members)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

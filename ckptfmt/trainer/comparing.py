@@ -21,10 +21,12 @@ WORDS: Final = {
 }
 
 
-#: What differs, where no number says so.
+#: The difference in words, where no number says more.
 _DIFFERS: Final[dict[str, str]] = {
     "samples": "its samples differ at the same position",
     "batch": "its batch differs",
+    "loss": "its loss differs",
+    "grad_norm": "its gradient norm differs",
     "options": "an option of an optimizer, such as its learning rate, differs after it",
     "weights": "the weights differ after it",
 }
@@ -122,17 +124,16 @@ def _explain(
 ) -> str:
     if what == "rng":
         return _explain_streams(now, drawn, is_first=is_first)
+    differs, cause = _DIFFERS[what], _CAUSES[what]
     if what == "samples" and earlier.position != now.position:
-        return (
-            f"its data ends at position {now.position}, and ended at {earlier.position} before: {_CAUSES['position']}"
-        )
-    if what == "loss":
-        return f"its loss is {_number(now.loss)}, and was {_number(earlier.loss)}: {_CAUSES[what]}"
-    if what == "grad_norm":
-        return f"its gradient norm is {_number(now.grad_norm)}, and was {_number(earlier.grad_norm)}: {_CAUSES[what]}"
-    if what == "weights" and "loss" not in compared:
-        return f"the weights differ after it: {_CAUSES['unobserved']}"
-    return f"{_DIFFERS[what]}: {_CAUSES[what]}"
+        differs = f"its data ends at position {now.position}, and ended at {earlier.position} before"
+        cause = _CAUSES["position"]
+    elif what in ("loss", "grad_norm") and not now.is_several:
+        number, before = (_number(getattr(one, what)) for one in (now, earlier))
+        differs = f"its {WORDS[what]} is {number}, and was {before}"
+    elif what == "weights" and "loss" not in compared:
+        cause = _CAUSES["unobserved"]
+    return f"{differs}: {cause}"
 
 
 def _explain_streams(now: StepRecord, drawn: Sequence[str], *, is_first: bool) -> str:

@@ -64,6 +64,7 @@ class _Open:
     def close(self) -> StepRecord:
         """Return the whole record."""
         members: dict[str, Any] = {name: _combine(values) for name, values in self.observed.items()}
+        members["is_several"] = max(map(len, self.observed.values()), default=1) > 1
         if self.weights is not None:
             members["weights"] = self.weights.bits()
         return dataclasses.replace(self.record, **members)
